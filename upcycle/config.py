@@ -1,0 +1,143 @@
+"""YAML file + key=value words -> a frozen, typed dataclass. All three command lines use `read`.
+
+Unknown keys are errors that name the nearest right key; nothing is read twice and no derived value is repeated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from upcycle.plugin import nearest
+
+T = TypeVar("T")
+READY = Path(__file__).parent.parent / "configs" / "upcycle"  # in a clone; a wheel has no ready configs
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class RouterInit:
+    # normal: N(0, std) rows | hidden: means of hidden states, one text per copy | neurons: a representative neuron each
+    name: str = "normal"
+    std: float = 0.01  # keeps the logits' own std below 1 up to H=8192; for hidden and neurons: of a row's elements
+    texts: tuple[str, ...] = ()  # hidden: one file per copy (a domain, or a donor's data)
+
+
+@dataclass(frozen=True)
+class Router:
+    score: str = "softmax"  # softmax | sigmoid
+    order: str = "softmax-then-topk"  # softmax-then-topk | topk-then-softmax
+    normalize: bool = True  # divide the chosen weights by their sum
+    init: RouterInit = field(default_factory=RouterInit)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Text for everything that is measured instead of assumed: scale=calibrated, router.init=hidden, split by activation."""
+
+    texts: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst (key `text`)
+    tokens: int = 8192
+    length: int = 512  # tokens a sequence
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The training mesh that `plan` estimates memory for."""
+
+    gpus: int = 8
+    ep: int = 8
+    tp: int = 1
+    pp: int = 1
+    micro_batch: int = 1
+    sequence: int = 4096
+
+
+@dataclass(frozen=True)
+class UpcycleConfig:
+    source: str = ""  # a folder or a hub id (org/name or org/name@revision)
+    output: str = ""  # the folder to make
+    target: str = "auto"  # an MoE architecture (upcycle/targets), or auto
+    donors: tuple[str, ...] = ()  # branch_train_mix: one dense model per copy; `source` gives the rest
+    experts: int = 8  # E: copies of every dense FFN
+    granularity: int = 1  # G: parts a copy is cut into; routed experts = experts * granularity
+    top_k: int = 2
+    # 0 | n: n shared experts of the routed width | a fraction below 1: that share of the dense FFN's neurons
+    shared: float = 0
+    layers: Any = "all"  # all | every:N | first-dense:K | a list of layer numbers
+    method: Any = field(default_factory=lambda: {"name": "copy"})  # name, and that method's own keys
+    router: Router = field(default_factory=Router)
+    scale: Any = "exact"  # exact | published | calibrated | none | a number
+    calibration: Calibration = field(default_factory=Calibration)
+    dtype: str = ""  # bfloat16 | float16 | float32; "" keeps the source's
+    seed: int = 0
+    max_shard: str = "5GB"
+    sequence: int = 4096  # for FLOPs/token
+    mesh: Mesh = field(default_factory=Mesh)
+
+
+def read(kind: type[T], file: str, words: Sequence[str] = (), ready: Path = READY) -> T:
+    """`kind` from an optional YAML file (a path, or the name of a ready config) and `a.b=value` words."""
+    try:
+        merged = OmegaConf.create({})
+        if file:
+            loaded = yaml.safe_load(find(file, ready).read_text())
+            if not isinstance(loaded, dict):
+                raise ValueError(f"{file} holds {type(loaded).__name__}, not keys and values")
+            merged = OmegaConf.create(loaded)
+        for word in words:
+            key, equals, value = word.partition("=")
+            if not equals or not key:
+                raise ValueError(f"{word!r} is not key=value; write for instance top_k=2")
+            OmegaConf.update(merged, key, yaml.safe_load(value) if value else "", merge=True)
+        plain = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ValueError(f"the config cannot be read: {' '.join(str(error).split())}") from None
+    return build(kind, plain)
+
+
+def find(file: str, ready: Path) -> Path:
+    for path in (Path(file), ready / f"{file}.yaml"):
+        if path.is_file():
+            return path
+    known = sorted(p.stem for p in ready.glob("*.yaml"))
+    raise ValueError(f"there is no config {file!r}: give a YAML file or one of {', '.join(known) or 'none here'}{nearest(file, known)}")
+
+
+def build(kind: type[T], values: Any, where: str = "") -> T:
+    """A dataclass from plain values: unknown keys refused with the nearest right one, types checked by OmegaConf."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where or 'the config'} is {values!r}; it must be keys and values")
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise ValueError(f"unknown key '{where}{key}'{nearest(str(key), list(fields))}; known keys: {', '.join(fields)}")
+    schema: DictConfig = OmegaConf.structured(kind)
+    OmegaConf.set_readonly(schema, False)
+    try:
+        for key, value in values.items():
+            default = getattr(schema, key)
+            if isinstance(default, DictConfig) and OmegaConf.get_type(default) is not dict:
+                build(OmegaConf.get_type(default), value, f"{where}{key}.")  # names the nearest key of the inner one
+            elif isinstance(value, str) and isinstance(fields[key].default, tuple):
+                values = {**values, key: [value]}  # one text, one donor: no brackets needed
+        return OmegaConf.to_object(OmegaConf.merge(schema, values))  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        first = str(error).splitlines()[0]
+        full = re.search(r"full_key: (\S+)", str(error))
+        raise ValueError(f"{where}{full[1] if full else ''}: {first}".lstrip(": ")) from None
+
+
+def byte_size(text: str) -> int:
+    """'5GB' -> 5_000_000_000."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?B)\s*", str(text).upper())
+    if not match or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a size; write for instance 5GB or 512MiB")
+    return int(float(match[1]) * UNITS[match[2]])

@@ -1,0 +1,89 @@
+"""FFN: a feed-forward block as one value, and the algebra of its neurons.
+
+A neuron is row n of `gate` and `up` (with their biases) and column n of `down`. Permuting neurons changes nothing;
+cutting them into disjoint sets makes blocks whose outputs add up. Every initialisation method is built from that.
+
+An FFN is lazy: it holds a function from matrix name to tensor, so `expert.down` reads the source's `down` and nothing
+else, and a method that only selects and perturbs neurons costs what the one matrix asked for costs.
+
+Shapes: F neurons (width), D hidden size, T tokens.  gate_FD  up_FD  down_DF  gate_bias_F  up_bias_F  down_bias_D
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
+
+# Along which dim of each matrix the neurons lie; down_bias belongs to no neuron.
+NEURON_DIM: Mapping[str, int] = {"gate": 0, "up": 0, "down": 1, "gate_bias": 0, "up_bias": 0}
+MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+
+
+@dataclass(frozen=True)
+class FFN:
+    width: int
+    hidden: int
+    matrices: tuple[str, ...]  # which of MATRICES it has; no "gate" means not gated
+    read: Callable[[str], Tensor]
+
+    @staticmethod
+    def of(**tensors: Tensor) -> FFN:
+        """An FFN of tensors in memory: FFN.of(gate=..., up=..., down=...)."""
+        names = tuple(name for name in MATRICES if name in tensors)
+        hidden, width = tensors["down"].shape
+        return FFN(width, hidden, names, tensors.__getitem__)
+
+    @property
+    def gated(self) -> bool:
+        return "gate" in self.matrices
+
+    def __getitem__(self, matrix: str) -> Tensor:
+        return self.read(matrix)
+
+    def neurons(self, index: slice | Tensor) -> FFN:
+        """The FFN of some of the neurons, in the order given. A slice stays a view and copies nothing."""
+        width = len(range(self.width)[index]) if isinstance(index, slice) else index.numel()
+
+        def read(matrix: str) -> Tensor:
+            whole, dim = self.read(matrix), NEURON_DIM.get(matrix)
+            if dim is None:
+                return whole
+            if isinstance(index, slice):
+                return whole[index] if dim == 0 else whole[:, index]
+            return whole.index_select(dim, index)
+
+        return replace(self, width=width, read=read)
+
+    def map(self, change: Callable[[str, Tensor], Tensor]) -> FFN:
+        """Each matrix changed on its own, when it is read."""
+        return replace(self, read=lambda matrix: change(matrix, self.read(matrix)))
+
+    def scaled(self, factors: Mapping[str, float]) -> FFN:
+        """Matrices times numbers, in float32 at least so that bf16 is rounded once, at the end."""
+        return self.map(lambda matrix, w: scale(w, factors.get(matrix, 1.0)))
+
+    def __call__(self, x_TD: Tensor, activation: str) -> Tensor:
+        """The block itself; for references and estimates, not for speed."""
+        bias = {m: self.read(m) if m in self.matrices else None for m in ("gate_bias", "up_bias", "down_bias")}
+        h_TF = functional.linear(x_TD, self["up"], bias["up_bias"])
+        act = ACTIVATIONS[activation]
+        h_TF = act(functional.linear(x_TD, self["gate"], bias["gate_bias"])) * h_TF if self.gated else act(h_TF)
+        return functional.linear(h_TF, self["down"], bias["down_bias"])
+
+
+def scale(w: Tensor, factor: float) -> Tensor:
+    if factor == 1.0:
+        return w  # a copy stays the source's own bytes
+    return w.to(torch.promote_types(w.dtype, torch.float32)) * factor

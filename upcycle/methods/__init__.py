@@ -1,0 +1,50 @@
+"""Initialisations, one file each: dense FFN(s) -> the FFN of one expert. Pure: no files, devices, ranks or global state.
+
+    Options                               its keys under `method:` in the config, with defaults and check()
+    EXACT                                 True if the experts together are the dense FFN, apart from the router's weights
+    expert(donors, place, options) -> FFN
+
+`donors` are the dense FFNs of one layer (one per donor model), already without the neurons carved out for a shared
+expert. `place` says which expert is wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import Tensor
+
+from upcycle.ffn import FFN
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which expert: expert `index` is part `index % granularity` of copy `index // granularity`."""
+
+    layer: int
+    index: int
+    copies: int
+    granularity: int
+    widths: tuple[int, ...]
+    seed: int
+    neurons: Tensor | None = None  # `split`: the order of neurons that was found on data
+
+    @property
+    def copy(self) -> int:
+        return self.index // self.granularity
+
+    @property
+    def part(self) -> int:
+        # layout A: the parts of a copy lie next to each other, so ties broken by index keep a group whole
+        return self.index % self.granularity
+
+    def shard(self, ffn: FFN) -> FFN:
+        """The contiguous slice of neurons that is this expert's part of a copy."""
+        start = sum(self.widths[: self.part])
+        return ffn.neurons(slice(start, start + self.widths[self.part]))
+
+    def own(self) -> slice:
+        """This expert's neurons if all experts lie end to end (`split`)."""
+        ends = list(accumulate(self.widths))
+        return slice(ends[self.index] - self.widths[self.index], ends[self.index])

@@ -1,0 +1,32 @@
+"""A plug-in is one file in a package's folder; its name is its file name.
+
+`load("upcycle.targets", "mixtral")` imports upcycle/targets/mixtral.py. Nothing is registered anywhere, so adding a
+family, a target or a method is adding a file, and tests that walk `names(package)` test it without being told.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from types import ModuleType
+
+
+def names(package: str) -> list[str]:
+    """The plug-ins of a package, sorted. Modules that start with "_" and `common` are shared parts, not plug-ins."""
+    found = pkgutil.iter_modules(importlib.import_module(package).__path__)
+    return sorted(m.name for m in found if not m.ispkg and not m.name.startswith("_") and m.name != "common")
+
+
+def load(package: str, name: str) -> ModuleType:
+    known = names(package)
+    if name not in known:
+        kind = package.rsplit(".", 1)[-1]
+        raise ValueError(f"{name!r} is not one of the {kind} ({', '.join(known)}){nearest(name, known)}")
+    return importlib.import_module(f"{package}.{name}")
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """'; did you mean X?' if something is close, else nothing."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,206 @@
+"""DenseSpec and MoESpec: what a model is, in numbers and names, and all arithmetic about its size.
+
+A family reads a config.json into a DenseSpec; a target writes an MoESpec as a config.json. In between everything is
+neutral, so twelve families and eight targets need twenty files, not ninety-six.
+
+Tensors have neutral names too, called roles:
+
+    embed.weight  final_norm.{weight,bias}  head.weight
+    layers.L.{attn_norm,ffn_norm}.{weight,bias}        L counts from 0
+    layers.L.{q,k,v,o}.{weight,bias}  layers.L.{q_norm,k_norm}.weight
+    layers.L.{gate,up,down}.{weight,bias}              dense layers; no gate if not gated
+    layers.L.router.{weight,bias}                      bias: selection only (sigmoid routers); zeros
+    layers.L.experts.I.{gate,up,down}.{weight,bias}
+    layers.L.shared.{gate,up,down}.{weight,bias}  layers.L.shared_gate.weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Norm = Literal["rms", "rms1p", "layernorm", "layernorm1p"]  # 1p: the stored weight is the gain minus one
+# pre: x += attn(norm(x)); x += ffn(norm(x)).  post: x += norm(attn(x)); x += norm(ffn(x)) (OLMo 2).
+# parallel: x += attn(norm1(x)) + ffn(norm2(x)) (GPT-NeoX).
+Block = Literal["pre", "post", "parallel"]
+QKNorm = Literal["none", "head", "full"]  # head: over each head (Qwen 3); full: over all heads at once (OLMo 2)
+Score = Literal["softmax", "sigmoid"]
+Order = Literal["softmax-then-topk", "topk-then-softmax"]
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+    activation: Activation = "silu"
+    gated: bool = True
+    norm: Norm = "rms"
+    norm_eps: float = 1e-5
+    block: Block = "pre"
+    qk_norm: QKNorm = "none"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
+    # As transformers 5 stores rope_parameters: rope_theta, rope_type, factor, ...; and partial_rotary_factor, the share
+    # of each head that is rotated, only if it is not 1.
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    tied: bool = False
+    window: int | None = None  # sliding attention window ...
+    window_layers: tuple[int, ...] = ()  # ... and the layers that use it
+    attention_scale: float = 0.0  # what q.k is multiplied by; 0 means head_dim ** -0.5
+    embed_scale: float = 1.0  # multiplies the embeddings (Gemma, Granite)
+    residual_scale: float = 1.0  # multiplies what attention and FFN add to the stream (Granite)
+    logit_scale: float = 1.0  # multiplies the logits (Granite: 1 / logits_scaling)
+    dtype: str = "bfloat16"  # as the config says; the files decide
+    tokens: Mapping[str, Any] = field(default_factory=dict)  # bos_token_id, eos_token_id, pad_token_id as stored
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not self.attention_scale:
+            object.__setattr__(self, "attention_scale", self.head_dim**-0.5)
+
+    def check(self) -> None:
+        """Sizes that no model can have; a family calls this last in read()."""
+        for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"config.json of this {self.family} model has {name}={value!r}; it must be a whole number of at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"config.json has {self.heads} heads and {self.kv_heads} key/value heads; the second must divide the first")
+
+    @property
+    def partial_rotary(self) -> float:
+        return float(self.rope.get("partial_rotary_factor", 1.0))
+
+    @property
+    def norm_has_bias(self) -> bool:
+        return self.norm.startswith("layernorm")
+
+    @property
+    def ffn_matrices(self) -> tuple[str, ...]:
+        """The names ffn.FFN uses, for this model."""
+        names = ("gate", "up", "down") if self.gated else ("up", "down")
+        return names + tuple(f"{n}_bias" for n in names) if self.ffn_bias else names
+
+    def attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Everything of one layer but the FFN: role without 'layers.L.' -> shape."""
+        q, kv, d = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
+        shapes: dict[str, tuple[int, ...]] = {"attn_norm.weight": (d,), "ffn_norm.weight": (d,)}
+        if self.norm_has_bias:
+            shapes |= {"attn_norm.bias": (d,), "ffn_norm.bias": (d,)}
+        shapes |= {"q.weight": (q, d), "k.weight": (kv, d), "v.weight": (kv, d), "o.weight": (d, q)}
+        if self.qkv_bias:
+            shapes |= {"q.bias": (q,), "k.bias": (kv,), "v.bias": (kv,)}
+        if self.out_bias:
+            shapes |= {"o.bias": (d,)}
+        if self.qk_norm == "head":
+            shapes |= {"q_norm.weight": (self.head_dim,), "k_norm.weight": (self.head_dim,)}
+        elif self.qk_norm == "full":
+            shapes |= {"q_norm.weight": (q,), "k_norm.weight": (kv,)}
+        return shapes
+
+    def ffn_shapes(self, width: int | None = None) -> dict[str, tuple[int, ...]]:
+        f, d = self.ffn if width is None else width, self.hidden
+        shapes: dict[str, tuple[int, ...]] = {"gate.weight": (f, d)} if self.gated else {}
+        shapes |= {"up.weight": (f, d), "down.weight": (d, f)}
+        if self.ffn_bias:
+            shapes |= ({"gate.bias": (f,)} if self.gated else {}) | {"up.bias": (f,), "down.bias": (d,)}
+        return shapes
+
+    def global_shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, self.hidden), "final_norm.weight": (self.hidden,)}
+        if self.norm_has_bias:
+            shapes["final_norm.bias"] = (self.hidden,)
+        if not self.tied:
+            shapes["head.weight"] = (self.vocab, self.hidden)
+        return shapes
+
+    def roles(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Every dense tensor: (role, shape)."""
+        yield from self.global_shapes().items()
+        for layer in range(self.layers):
+            for role, shape in (self.attention_shapes() | self.ffn_shapes()).items():
+                yield f"layers.{layer}.{role}", shape
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """A dense model with some of its FFNs replaced by routed (and shared) experts."""
+
+    dense: DenseSpec
+    layers: tuple[int, ...]  # which layers are MoE
+    widths: tuple[int, ...]  # neurons of each routed expert
+    top_k: int
+    copies: int  # E: how many times each dense neuron is there
+    granularity: int = 1  # G: into how many experts one copy is cut
+    shared: int = 0  # neurons of the shared expert
+    score: Score = "softmax"
+    order: Order = "softmax-then-topk"
+    normalize: bool = True  # the chosen weights are divided by their sum
+    output_scale: float = 1.0  # multiplies the routed sum inside the model (routed_scaling_factor)
+    dtype: str = "bfloat16"
+
+    @property
+    def experts(self) -> int:
+        return len(self.widths)
+
+    @property
+    def uniform(self) -> bool:
+        return len(set(self.widths)) == 1
+
+    @property
+    def width(self) -> int:
+        assert self.uniform
+        return self.widths[0]
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """Whatever the router's weights are, the chosen experts' weights add up to 1."""
+        return self.normalize or (self.score == "softmax" and self.order == "topk-then-softmax")
+
+    @property
+    def all_layers(self) -> bool:
+        return self.layers == tuple(range(self.dense.layers))
+
+    @property
+    def first_dense(self) -> int | None:
+        """k if the MoE layers are exactly those from k on, else None."""
+        k = self.dense.layers - len(self.layers)
+        return k if self.layers == tuple(range(k, self.dense.layers)) else None
+
+    @property
+    def step(self) -> int | None:
+        """n if the MoE layers are exactly every n-th one counted from 1 (n-1, 2n-1, ...), else None."""
+        n = self.layers[0] + 1
+        return n if self.layers == tuple(range(n - 1, self.dense.layers, n)) else None
+
+    def shape(self, role: str) -> tuple[int, ...]:
+        """The shape of any role, dense or MoE."""
+        d, hidden = self.dense, self.dense.hidden
+        path = role.split(".")
+        if path[0] != "layers":
+            return d.global_shapes()[role] if role != "head.weight" else (d.vocab, hidden)
+        rest = path[2:]
+        if rest[0] == "router":
+            return (self.experts, hidden) if rest[1] == "weight" else (self.experts,)
+        if rest[0] == "shared_gate":
+            return (1, hidden)
+        width = {"experts": lambda: self.widths[int(rest[1])], "shared": lambda: self.shared}.get(rest[0], lambda: d.ffn)()
+        if rest[-2] in ("gate", "up", "down"):
+            neurons, kind = (hidden, rest[-1]) if rest[-2] == "down" else (width, rest[-1])
+            return (neurons,) if kind == "bias" else ((hidden, width) if rest[-2] == "down" else (width, hidden))
+        heads = {"q": d.heads, "k": d.kv_heads, "v": d.kv_heads}
+        if rest[0] in heads and rest[1] == "bias":
+            return (heads[rest[0]] * d.head_dim,)
+        return (hidden,) if rest[-1] == "bias" else d.attention_shapes()[".".join(rest)]

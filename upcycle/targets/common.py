@@ -1,0 +1,190 @@
+"""What the targets share: abilities as data, the reasons for a refusal, and the tensor names of the Llama line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isclose, prod
+from typing import Any, Literal
+
+from upcycle.spec import DenseSpec, MoESpec
+
+NO, YES, EITHER = frozenset({False}), frozenset({True}), frozenset({False, True})
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor on disk: the roles it holds, stacked along dim 0, then viewed as `shape`."""
+
+    name: str
+    roles: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str = ""  # "" means the model's; a correction bias is float32
+
+
+@dataclass(frozen=True)
+class Abilities:
+    stock: bool = True  # transformers has it; no code of ours in the folder
+    # -- the dense part
+    blocks: frozenset[str] = frozenset({"pre"})
+    norms: frozenset[str] = frozenset({"rms"})  # rms1p becomes rms by adding 1, so {"rms"} holds both
+    qk_norms: frozenset[str] = frozenset({"none"})
+    qkv_bias: frozenset[bool] = NO
+    out_bias: frozenset[bool] = NO
+    ffn_bias: frozenset[bool] = NO
+    activations: frozenset[str] = frozenset({"silu", "gelu", "gelu_tanh", "relu"})
+    not_gated: bool = False
+    free_head_dim: bool = True  # head_dim need not be hidden / heads
+    partial_rotary: bool = False
+    windows: Literal["none", "all", "any"] = "none"  # sliding attention: in no layer, in all or none, in any set
+    multipliers: bool = False  # embed_scale, residual_scale, logit_scale, attention_scale
+    # -- the MoE part
+    scores: frozenset[str] = frozenset({"softmax"})
+    normalize: frozenset[bool] = YES
+    shared: Literal["none", "any", "multiple"] = "none"  # widths of a shared expert; multiple: of the routed width
+    mixed: Literal["none", "first-dense", "any"] = "none"  # which sets of layers may stay dense
+    output_scale: bool = False  # has routed_scaling_factor
+    uneven: bool = False  # experts of different widths
+    router_fp32: bool = False  # computes router logits in float32 whatever the model's dtype
+
+
+def relu2_as_gated(moe: MoESpec, can: Abilities) -> bool:
+    """relu(u) * u = relu(u)^2: a gated target with gate = up and act = relu holds squared ReLU exactly."""
+    return moe.dense.activation == "relu2" and not moe.dense.gated and not can.not_gated and "relu" in can.activations
+
+
+def refusals(can: Abilities, moe: MoESpec) -> list[str]:
+    """Why `moe` does not fit, one short clause each; empty if it is held exactly."""
+    d = moe.dense
+    checks = {
+        f"block layout {d.block!r}": d.block in can.blocks,
+        f"norm {d.norm!r}": d.norm in can.norms or (d.norm == "rms1p" and "rms" in can.norms),
+        f"q/k norm {d.qk_norm!r} (it has {' or '.join(sorted(can.qk_norms))})": d.qk_norm in can.qk_norms,
+        "biases on q, k, v" if d.qkv_bias else "q, k, v without biases": d.qkv_bias in can.qkv_bias,
+        "a bias on the attention output" if d.out_bias else "an attention output without bias": d.out_bias in can.out_bias,
+        "biases in the FFN": d.ffn_bias in can.ffn_bias,
+        f"activation {d.activation!r}": d.activation in can.activations or relu2_as_gated(moe, can),
+        "an FFN without gate": d.gated or can.not_gated or relu2_as_gated(moe, can),
+        f"head_dim {d.head_dim} that is not hidden/heads": can.free_head_dim or d.head_dim * d.heads == d.hidden,
+        f"partial rotary {d.partial_rotary}": can.partial_rotary or d.partial_rotary == 1.0,
+        "sliding windows": windows_fit(can, d),
+        "embedding, residual, logit or attention multipliers": can.multipliers or not has_multipliers(d),
+        f"{moe.score} scores": moe.score in can.scores,
+        "weights normalised over the chosen" if moe.normalize else "weights not normalised over the chosen": moe.weights_sum_to_one
+        if can.normalize == YES
+        else moe.weights_sum_to_one in can.normalize,
+        "a shared expert": not moe.shared or can.shared != "none",
+        f"a shared expert of {moe.shared} neurons (a multiple of the routed width it must be)": not moe.shared
+        or can.shared != "multiple"
+        or (moe.uniform and moe.shared % moe.width == 0),
+        f"MoE in only {len(moe.layers)} of {d.layers} layers"
+        + (" other than the last ones" if can.mixed == "first-dense" else ""): moe.all_layers
+        or can.mixed == "any"
+        or (can.mixed == "first-dense" and moe.first_dense is not None),
+        "experts of different widths": moe.uniform or can.uneven,
+        "an output scale": moe.output_scale == 1.0 or can.output_scale,
+    }
+    return [reason for reason, fits in checks.items() if not fits]
+
+
+def has_multipliers(d: DenseSpec) -> bool:
+    return not (d.embed_scale == d.residual_scale == d.logit_scale == 1.0 and isclose(d.attention_scale, d.head_dim**-0.5))
+
+
+def windows_fit(can: Abilities, d: DenseSpec) -> bool:
+    if d.window is None or not d.window_layers or d.window >= d.context or can.windows == "any":
+        return True
+    return can.windows == "all" and d.window_layers == tuple(range(d.layers))
+
+
+# ---- config.json
+
+HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2"}
+
+
+def base_config(moe: MoESpec, model_type: str, architecture: str, can: Abilities) -> dict[str, Any]:
+    """The keys that every decoder's config.json has."""
+    d = moe.dense
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": d.vocab,
+        "hidden_size": d.hidden,
+        "num_hidden_layers": d.layers,
+        "num_attention_heads": d.heads,
+        "num_key_value_heads": d.kv_heads,
+        "head_dim": d.head_dim,
+        "hidden_act": "relu" if relu2_as_gated(moe, can) else HF_ACTIVATIONS[d.activation],
+        "max_position_embeddings": d.context,
+        "rms_norm_eps": d.norm_eps,
+        "rope_parameters": dict(d.rope),
+        "tie_word_embeddings": d.tied,
+        "attention_dropout": 0.0,
+        "initializer_range": d.init_std,
+        "use_cache": True,
+        "dtype": moe.dtype,
+        **d.tokens,
+    }
+
+
+# ---- tensors
+
+LLAMA = {
+    "embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+
+
+def one(moe: MoESpec, name: str, role: str, dtype: str = "") -> Slot:
+    return Slot(name, (role,), moe.shape(role), dtype)
+
+
+def stack(moe: MoESpec, name: str, roles: list[str], shape: tuple[int, ...]) -> Slot:
+    assert sum(prod(moe.shape(role)) for role in roles) == prod(shape), name
+    return Slot(name, tuple(roles), shape)
+
+
+def global_slots(moe: MoESpec, names: Mapping[str, str] = LLAMA, *, untie: bool = False) -> Iterator[Slot]:
+    """Embedding, last norm, head."""
+    for role in moe.dense.global_shapes():
+        part, kind = role.rsplit(".", 1)
+        yield one(moe, f"{names[part]}.{kind}", role)
+    if moe.dense.tied and untie:
+        yield one(moe, f"{names['head']}.weight", "head.weight")
+
+
+def attention_slots(moe: MoESpec, layer: int, names: Mapping[str, str] = LLAMA, *, zero_qkv_bias: bool = False) -> Iterator[Slot]:
+    """Norms and attention of one layer. zero_qkv_bias: the target always has these biases, the donor need not."""
+    roles = list(moe.dense.attention_shapes())
+    if zero_qkv_bias and not moe.dense.qkv_bias:
+        roles += ["q.bias", "k.bias", "v.bias"]
+    for role in roles:
+        part, kind = role.rsplit(".", 1)
+        yield one(moe, f"model.layers.{layer}.{names[part]}.{kind}", f"layers.{layer}.{role}")
+
+
+def ffn_slots(moe: MoESpec, prefix: str, role: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), *, gate: bool | None = None) -> Iterator[Slot]:
+    """One FFN: dense (role 'layers.L'), expert ('layers.L.experts.I') or shared ('layers.L.shared').
+
+    gate=True writes a gate even if the donor has none (see relu2_as_gated).
+    """
+    parts = ("gate", "up", "down") if (moe.dense.gated if gate is None else gate) else ("up", "down")
+    name_of = dict(zip(("gate", "up", "down"), names, strict=True))
+    for part in parts:
+        yield one(moe, f"{prefix}.{name_of[part]}.weight", f"{role}.{part}.weight")
+        if moe.dense.ffn_bias:
+            yield one(moe, f"{prefix}.{name_of[part]}.bias", f"{role}.{part}.bias")
+
+
+def llama_slots(moe: MoESpec, moe_layer: Any, *, untie: bool = False, zero_qkv_bias: bool = False, names: Mapping[str, str] = LLAMA, gate: bool | None = None) -> Iterator[Slot]:
+    """A whole Llama-like file: `moe_layer(layer)` yields the slots of one MoE block."""
+    yield from global_slots(moe, names, untie=untie)
+    for layer in range(moe.dense.layers):
+        yield from attention_slots(moe, layer, names, zero_qkv_bias=zero_qkv_bias)
+        if layer in moe.layers:
+            yield from moe_layer(layer)
+        else:
+            yield from ffn_slots(moe, f"model.layers.{layer}.mlp", f"layers.{layer}", gate=gate)

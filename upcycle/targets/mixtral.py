@@ -1,0 +1,38 @@
+"""Mixtral: softmax, top-k, always renormalised; every layer MoE; no shared expert; Llama or Mistral attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from upcycle.spec import MoESpec
+from upcycle.targets import common
+from upcycle.targets.common import Abilities, Slot
+
+ABILITIES = Abilities(windows="all")
+
+
+def config(moe: MoESpec) -> dict[str, Any]:
+    return common.base_config(moe, "mixtral", "MixtralForCausalLM", ABILITIES) | {
+        "intermediate_size": moe.width,
+        "num_local_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "sliding_window": moe.dense.window if moe.dense.window_layers else None,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "output_router_logits": False,
+    }
+
+
+def slots(moe: MoESpec) -> Iterator[Slot]:
+    def moe_layer(layer: int) -> Iterator[Slot]:
+        prefix, role = f"model.layers.{layer}.block_sparse_moe", f"layers.{layer}"
+        yield common.one(moe, f"{prefix}.gate.weight", f"{role}.router.weight")
+        for i in range(moe.experts):
+            yield from common.ffn_slots(moe, f"{prefix}.experts.{i}", f"{role}.experts.{i}", ("w1", "w3", "w2"), gate=True)
+
+    return common.llama_slots(moe, moe_layer)
+
+
+def notes(moe: MoESpec) -> list[str]:
+    return []
