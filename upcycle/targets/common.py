@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isclose, prod
 from typing import Any, Literal
@@ -61,7 +61,7 @@ def refusals(can: Abilities, moe: MoESpec) -> list[str]:
         f"norm {d.norm!r}": d.norm in can.norms or (d.norm == "rms1p" and "rms" in can.norms),
         f"q/k norm {d.qk_norm!r} (it has {' or '.join(sorted(can.qk_norms))})": d.qk_norm in can.qk_norms,
         "biases on q, k, v" if d.qkv_bias else "q, k, v without biases": d.qkv_bias in can.qkv_bias,
-        "a bias on the attention output" if d.out_bias else "an attention output without bias": d.out_bias in can.out_bias,
+        f"an attention output {'with' if d.out_bias else 'without'} bias": d.out_bias in can.out_bias,
         "biases in the FFN": d.ffn_bias in can.ffn_bias,
         f"activation {d.activation!r}": d.activation in can.activations or relu2_as_gated(moe, can),
         "an FFN without gate": d.gated or can.not_gated or relu2_as_gated(moe, can),
@@ -70,9 +70,8 @@ def refusals(can: Abilities, moe: MoESpec) -> list[str]:
         "sliding windows": windows_fit(can, d),
         "embedding, residual, logit or attention multipliers": can.multipliers or not has_multipliers(d),
         f"{moe.score} scores": moe.score in can.scores,
-        "weights normalised over the chosen" if moe.normalize else "weights not normalised over the chosen": moe.weights_sum_to_one
-        if can.normalize == YES
-        else moe.weights_sum_to_one in can.normalize,
+        f"weights {'' if moe.weights_sum_to_one else 'not '}normalised over the chosen": moe.weights_sum_to_one
+        in can.normalize,
         "a shared expert": not moe.shared or can.shared != "none",
         f"a shared expert of {moe.shared} neurons (a multiple of the routed width it must be)": not moe.shared
         or can.shared != "multiple"
@@ -82,13 +81,15 @@ def refusals(can: Abilities, moe: MoESpec) -> list[str]:
         or can.mixed == "any"
         or (can.mixed == "first-dense" and moe.first_dense is not None),
         "experts of different widths": moe.uniform or can.uneven,
+        "a single expert (the router adds up the best two of a group)": moe.experts > 1 or "sigmoid" not in can.scores,
         "an output scale": moe.output_scale == 1.0 or can.output_scale,
     }
     return [reason for reason, fits in checks.items() if not fits]
 
 
 def has_multipliers(d: DenseSpec) -> bool:
-    return not (d.embed_scale == d.residual_scale == d.logit_scale == 1.0 and isclose(d.attention_scale, d.head_dim**-0.5))
+    plain = d.embed_scale == d.residual_scale == d.logit_scale == 1.0
+    return not (plain and isclose(d.attention_scale, d.head_dim**-0.5))
 
 
 def windows_fit(can: Abilities, d: DenseSpec) -> bool:
@@ -105,6 +106,10 @@ HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tan
 def base_config(moe: MoESpec, model_type: str, architecture: str, can: Abilities) -> dict[str, Any]:
     """The keys that every decoder's config.json has."""
     d = moe.dense
+    # Loaders older than transformers 5 know only these names, and without them silently take theta = 10000.
+    old_rope: dict[str, Any] = {"rope_theta": d.rope["rope_theta"]}
+    if d.rope["rope_type"] != "default":
+        old_rope["rope_scaling"] = {key: value for key, value in d.rope.items() if key != "rope_theta"}
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -118,13 +123,65 @@ def base_config(moe: MoESpec, model_type: str, architecture: str, can: Abilities
         "max_position_embeddings": d.context,
         "rms_norm_eps": d.norm_eps,
         "rope_parameters": dict(d.rope),
+        **old_rope,
         "tie_word_embeddings": d.tied,
         "attention_dropout": 0.0,
         "initializer_range": d.init_std,
         "use_cache": True,
         "dtype": moe.dtype,
+        # Some classes default to a token of their own vocabulary: say that there is none where there is none.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **d.tokens,
     }
+
+
+def window_of_all(moe: MoESpec) -> int | None:
+    """The sliding window if every layer has one."""
+    return moe.dense.window if moe.dense.window_layers == tuple(range(moe.dense.layers)) else None
+
+
+def sigmoid_config(moe: MoESpec) -> dict[str, Any]:
+    """The keys of the DeepSeek-V3 line: sigmoid scores, a correction bias, shared experts, an output scale."""
+    return {
+        "intermediate_size": moe.dense.ffn,
+        "moe_intermediate_size": moe.width,
+        "n_routed_experts": moe.experts,
+        "n_shared_experts": shared_width(moe, moe.width) // moe.width,
+        "num_experts_per_tok": moe.top_k,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": float(moe.output_scale),
+        # one group: with more, the router first picks groups by their two best experts and would split copies
+        "n_group": 1,
+        "topk_group": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "output_router_logits": False,
+    }
+
+
+# ---- notes
+
+
+def notes(moe: MoESpec, can: Abilities, more: Mapping[str, bool] | None = None) -> list[str]:
+    """What a user should know before choosing this target; `more` maps a sentence to whether it applies."""
+    relu2, d = relu2_as_gated(moe, can), moe.dense
+    sentences = {
+        "squared ReLU is held as relu(gate) * up with gate = up: exact, at +50 % FFN parameters": relu2,
+        "vLLM runs this architecture with silu only; use transformers": d.activation != "silu",
+        "vLLM drops the attention output's bias in this architecture; use transformers": d.out_bias,
+    } | dict(more or {})
+    return [sentence for sentence, applies in sentences.items() if applies]
+
+
+def untied_note(moe: MoESpec) -> dict[str, bool]:
+    return {"the tied head is written out: vLLM never ties this architecture": moe.dense.tied}
+
+
+def empty_shared_note(moe: MoESpec, width: int) -> dict[str, bool]:
+    sentence = (
+        f"a shared expert is mandatory here: without one, {width} zero neurons a layer are written, and stay zero"
+    )
+    return {sentence: not moe.shared}
 
 
 # ---- tensors
@@ -156,17 +213,33 @@ def global_slots(moe: MoESpec, names: Mapping[str, str] = LLAMA, *, untie: bool 
         yield one(moe, f"{names['head']}.weight", "head.weight")
 
 
-def attention_slots(moe: MoESpec, layer: int, names: Mapping[str, str] = LLAMA, *, zero_qkv_bias: bool = False) -> Iterator[Slot]:
-    """Norms and attention of one layer. zero_qkv_bias: the target always has these biases, the donor need not."""
+def attention_slots(
+    moe: MoESpec,
+    layer: int,
+    names: Mapping[str, str] = LLAMA,
+    *,
+    zero_qkv_bias: bool = False,
+    zero_out_bias: bool = False,
+) -> Iterator[Slot]:
+    """Norms and attention of one layer. zero_*_bias: the target has these biases, the donor need not."""
     roles = list(moe.dense.attention_shapes())
     if zero_qkv_bias and not moe.dense.qkv_bias:
         roles += ["q.bias", "k.bias", "v.bias"]
+    if zero_out_bias and not moe.dense.out_bias:
+        roles += ["o.bias"]
     for role in roles:
         part, kind = role.rsplit(".", 1)
         yield one(moe, f"model.layers.{layer}.{names[part]}.{kind}", f"layers.{layer}.{role}")
 
 
-def ffn_slots(moe: MoESpec, prefix: str, role: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), *, gate: bool | None = None) -> Iterator[Slot]:
+def ffn_slots(
+    moe: MoESpec,
+    prefix: str,
+    role: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    gate: bool | None = None,
+) -> Iterator[Slot]:
     """One FFN: dense (role 'layers.L'), expert ('layers.L.experts.I') or shared ('layers.L.shared').
 
     gate=True writes a gate even if the donor has none (see relu2_as_gated).
@@ -179,11 +252,53 @@ def ffn_slots(moe: MoESpec, prefix: str, role: str, names: tuple[str, str, str] 
             yield one(moe, f"{prefix}.{name_of[part]}.bias", f"{role}.{part}.bias")
 
 
-def llama_slots(moe: MoESpec, moe_layer: Any, *, untie: bool = False, zero_qkv_bias: bool = False, names: Mapping[str, str] = LLAMA, gate: bool | None = None) -> Iterator[Slot]:
+def expert_slots(moe: MoESpec, layer: int) -> Iterator[Slot]:
+    """Router and routed experts under the names most architectures share."""
+    prefix, role = f"model.layers.{layer}.mlp", f"layers.{layer}"
+    yield one(moe, f"{prefix}.gate.weight", f"{role}.router.weight")
+    for i in range(moe.experts):
+        yield from ffn_slots(moe, f"{prefix}.experts.{i}", f"{role}.experts.{i}", gate=True)
+
+
+def shared_width(moe: MoESpec, least: int) -> int:
+    """Where a shared expert is mandatory: its width, `least` zero neurons if none is wanted.
+
+    Zero neurons rather than zero-size tensors: vLLM refuses the latter.
+    """
+    return moe.shared or least
+
+
+def shared_slots(moe: MoESpec, layer: int, name: str, least: int) -> Iterator[Slot]:
+    """The mandatory shared expert, see shared_width."""
+    width, hidden = shared_width(moe, least), moe.dense.hidden
+    for part, shape in {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}.items():
+        file_name = f"model.layers.{layer}.mlp.{name}.{part}_proj.weight"
+        yield Slot(file_name, (f"layers.{layer}.shared.{part}.weight",), shape)
+
+
+def sigmoid_slots(moe: MoESpec, layer: int) -> Iterator[Slot]:
+    """One MoE block of the DeepSeek-V3 line."""
+    router, *experts = expert_slots(moe, layer)
+    yield router
+    yield one(moe, f"model.layers.{layer}.mlp.gate.e_score_correction_bias", f"layers.{layer}.router.bias", "float32")
+    yield from experts
+    yield from shared_slots(moe, layer, "shared_experts", moe.width)
+
+
+def llama_slots(
+    moe: MoESpec,
+    moe_layer: Callable[[int], Iterable[Slot]],
+    *,
+    untie: bool = False,
+    zero_qkv_bias: bool = False,
+    zero_out_bias: bool = False,
+    names: Mapping[str, str] = LLAMA,
+    gate: bool | None = None,
+) -> Iterator[Slot]:
     """A whole Llama-like file: `moe_layer(layer)` yields the slots of one MoE block."""
     yield from global_slots(moe, names, untie=untie)
     for layer in range(moe.dense.layers):
-        yield from attention_slots(moe, layer, names, zero_qkv_bias=zero_qkv_bias)
+        yield from attention_slots(moe, layer, names, zero_qkv_bias=zero_qkv_bias, zero_out_bias=zero_out_bias)
         if layer in moe.layers:
             yield from moe_layer(layer)
         else:

@@ -17,7 +17,7 @@ def config(moe: MoESpec) -> dict[str, Any]:
         "intermediate_size": moe.width,
         "num_local_experts": moe.experts,
         "num_experts_per_tok": moe.top_k,
-        "sliding_window": moe.dense.window if moe.dense.window_layers else None,
+        "sliding_window": common.window_of_all(moe),
         "router_aux_loss_coef": 0.001,
         "router_jitter_noise": 0.0,
         "output_router_logits": False,
@@ -29,10 +29,11 @@ def slots(moe: MoESpec) -> Iterator[Slot]:
         prefix, role = f"model.layers.{layer}.block_sparse_moe", f"layers.{layer}"
         yield common.one(moe, f"{prefix}.gate.weight", f"{role}.router.weight")
         for i in range(moe.experts):
-            yield from common.ffn_slots(moe, f"{prefix}.experts.{i}", f"{role}.experts.{i}", ("w1", "w3", "w2"), gate=True)
+            expert = f"experts.{i}"
+            yield from common.ffn_slots(moe, f"{prefix}.{expert}", f"{role}.{expert}", ("w1", "w3", "w2"), gate=True)
 
     return common.llama_slots(moe, moe_layer)
 
 
 def notes(moe: MoESpec) -> list[str]:
-    return []
+    return common.notes(moe, ABILITIES)

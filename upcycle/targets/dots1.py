@@ -1,0 +1,66 @@
+"""dots.llm1: sigmoid scores, float32 router, output scale, shared experts; q/k norm per head is mandatory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from upcycle.spec import MoESpec
+from upcycle.targets import common
+from upcycle.targets.common import EITHER, Abilities, Slot
+
+ABILITIES = Abilities(
+    qk_norms=frozenset({"head"}),
+    qkv_bias=EITHER,
+    out_bias=EITHER,
+    windows="any",
+    scores=frozenset({"sigmoid"}),
+    normalize=EITHER,
+    shared="multiple",
+    mixed="first-dense",
+    output_scale=True,
+    router_fp32=True,
+)
+
+
+def config(moe: MoESpec) -> dict[str, Any]:
+    d = moe.dense
+    return common.base_config(moe, "dots1", "Dots1ForCausalLM", ABILITIES) | common.sigmoid_config(moe) | {
+        "first_k_dense_replace": moe.first_dense,
+        "moe_layer_freq": 1,
+        "attention_bias": d.qkv_bias or d.out_bias,
+        "sliding_window": d.window if d.window_layers else None,
+        "max_window_layers": d.layers,
+        "layer_types": [
+            "sliding_attention" if layer in d.window_layers else "full_attention" for layer in range(d.layers)
+        ],
+        "tie_word_embeddings": False,  # vLLM never ties this architecture
+    }  # fmt: skip
+
+
+def slots(moe: MoESpec) -> Iterator[Slot]:
+    bias = moe.dense.qkv_bias or moe.dense.out_bias  # one switch for all four
+    return common.llama_slots(
+        moe,
+        lambda layer: common.sigmoid_slots(moe, layer),
+        untie=True,
+        zero_qkv_bias=bias,
+        zero_out_bias=bias,
+        gate=True,
+    )
+
+
+def notes(moe: MoESpec) -> list[str]:
+    d = moe.dense
+    scales_shared = "vLLM applies routed_scaling_factor to the shared expert as well; use transformers"
+    windows = "vLLM gives all layers of this architecture the same attention window; use transformers"
+    return common.notes(
+        moe,
+        ABILITIES,
+        {
+            scales_shared: bool(moe.shared) and moe.output_scale != 1.0,
+            windows: bool(d.window_layers) and common.window_of_all(moe) is None,
+        }
+        | common.untied_note(moe)
+        | common.empty_shared_note(moe, moe.width),
+    )

@@ -1,0 +1,39 @@
+"""FlexOlmo: OLMo 2's post-norm blocks and full-width q/k norm with experts; softmax, top-k; every layer MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from upcycle.spec import MoESpec
+from upcycle.targets import common
+from upcycle.targets.common import EITHER, LLAMA, Abilities, Slot
+
+ABILITIES = Abilities(
+    blocks=frozenset({"post"}), qk_norms=frozenset({"full"}), qkv_bias=EITHER, out_bias=EITHER, normalize=EITHER
+)
+NAMES = {**LLAMA, "attn_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
+
+
+def config(moe: MoESpec) -> dict[str, Any]:
+    return common.base_config(moe, "flex_olmo", "FlexOlmoForCausalLM", ABILITIES) | {
+        "intermediate_size": moe.width,
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "norm_topk_prob": moe.weights_sum_to_one,
+        "attention_bias": moe.dense.qkv_bias or moe.dense.out_bias,
+        "router_aux_loss_coef": 0.01,
+        "output_router_logits": False,
+    }
+
+
+def slots(moe: MoESpec) -> Iterator[Slot]:
+    bias = moe.dense.qkv_bias or moe.dense.out_bias  # one switch for all four
+    return common.llama_slots(
+        moe, lambda layer: common.expert_slots(moe, layer), zero_qkv_bias=bias, zero_out_bias=bias, names=NAMES
+    )
+
+
+def notes(moe: MoESpec) -> list[str]:
+    never = "vLLM never normalises this architecture's routing weights, whatever norm_topk_prob says; use transformers"
+    return common.notes(moe, ABILITIES, {never: moe.weights_sum_to_one})

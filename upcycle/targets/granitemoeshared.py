@@ -1,0 +1,26 @@
+"""GraniteMoE with a shared expert of any width beside the routed ones (granitemoe.py has the rest)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from upcycle.spec import MoESpec
+from upcycle.targets import granitemoe
+from upcycle.targets.common import Slot
+
+ABILITIES = replace(granitemoe.ABILITIES, shared="any")
+
+
+def config(moe: MoESpec) -> dict[str, Any]:
+    keys = granitemoe.granite_config(moe, "granitemoeshared", "GraniteMoeSharedForCausalLM", ABILITIES)
+    return keys | {"shared_intermediate_size": moe.shared}  # 0 means no shared expert
+
+
+def slots(moe: MoESpec) -> Iterator[Slot]:
+    return granitemoe.granite_slots(moe)
+
+
+def notes(moe: MoESpec) -> list[str]:
+    return granitemoe.granite_notes(moe, ABILITIES)

@@ -1,0 +1,44 @@
+"""Qwen3-MoE: softmax, top-k, renormalised or not; no shared expert; any layers; q/k norm per head is mandatory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from upcycle.spec import MoESpec
+from upcycle.targets import common
+from upcycle.targets.common import EITHER, Abilities, Slot
+
+ABILITIES = Abilities(
+    qk_norms=frozenset({"head"}), qkv_bias=EITHER, out_bias=EITHER, normalize=EITHER, mixed="any", windows="all"
+)
+
+
+def config(moe: MoESpec) -> dict[str, Any]:
+    d, window = moe.dense, common.window_of_all(moe)
+    return common.base_config(moe, "qwen3_moe", "Qwen3MoeForCausalLM", ABILITIES) | {
+        "intermediate_size": d.ffn,
+        "moe_intermediate_size": moe.width,
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "norm_topk_prob": moe.weights_sum_to_one,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(d.layers) if layer not in moe.layers],
+        "attention_bias": d.qkv_bias or d.out_bias,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "max_window_layers": 0 if window else d.layers,
+        "router_aux_loss_coef": 0.001,
+        "output_router_logits": False,
+    }
+
+
+def slots(moe: MoESpec) -> Iterator[Slot]:
+    bias = moe.dense.qkv_bias or moe.dense.out_bias  # one switch for all four
+    return common.llama_slots(
+        moe, lambda layer: common.expert_slots(moe, layer), zero_qkv_bias=bias, zero_out_bias=bias, gate=True
+    )
+
+
+def notes(moe: MoESpec) -> list[str]:
+    return common.notes(moe, ABILITIES)
