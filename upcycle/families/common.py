@@ -1,4 +1,9 @@
-"""What the families share: reading a config key, and the tensor names of the Llama line."""
+"""What the families share: config keys with transformers' defaults, and the tensor names of the Llama line.
+
+A family is a call of `dense()`: what every architecture has is read there, what makes this one different is said in
+the call. A default here or in a family is that of transformers' configuration class, because save_pretrained has at
+times left out what equals the default, and hand-written configs still do.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from upcycle.spec import DenseSpec
+from upcycle.spec import Activation, DenseSpec
 
 Config = Mapping[str, Any]
 ROTARY_BUFFERS = (r".*rotary_emb\.inv_freq", r".*rotary_emb\.(cos|sin)_cached")
-ACTIVATION_NAMES = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "relu2": "relu2",
-    "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+ACTIVATION_NAMES: Mapping[str, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "relu": "relu", "relu2": "relu2",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
 }  # fmt: skip
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+# Keys any config.json may have whose meaning no DenseSpec holds: key -> what to do instead.
+REFUSED = {
+    "quantization_config": "upcycling needs the weights themselves, so give an unquantised checkpoint",
+    "per_layer_config": "every layer must have the same sizes here, so give a model whose layers are alike",
+}
 
 
 @dataclass(frozen=True)
@@ -25,13 +37,73 @@ class Source:
     donor: int = 0
 
 
+def dense(
+    config: Config,
+    family: str,
+    *,
+    context: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    tied: bool = False,
+    eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+    act: str = "silu",
+    init_std: float = 0.02,
+    bos: int | None = None,
+    eos: int | None = None,
+    pad: int | None = None,
+    **different: Any,
+) -> DenseSpec:
+    """The DenseSpec of `config`. The named arguments are this family's defaults for absent keys, `eps` with the key's
+    name; `different` are DenseSpec fields as they are."""
+    refuse_foreign(config)
+    hidden, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
+    fields: dict[str, Any] = {
+        "layers": need(config, "num_hidden_layers"),
+        "hidden": hidden,
+        "ffn": need(config, "intermediate_size"),
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads", kv_heads) or heads,
+        "head_dim": config.get("head_dim", head_dim) or hidden // heads,
+        "vocab": need(config, "vocab_size"),
+        "context": config.get("max_position_embeddings") or context,
+        "norm_eps": config.get(eps[0], eps[1]),
+        "tied": bool(config.get("tie_word_embeddings", tied)),
+        "dtype": dtype(config),
+        "tokens": tokens(config, bos=bos, eos=eos, pad=pad),
+        "init_std": config.get("initializer_range", init_std),
+    } | different
+    if "activation" not in fields:
+        fields["activation"] = activation(config, default=act)
+    if "rope" not in fields:
+        fields["rope"] = rope(config, context=fields["context"])
+    spec = DenseSpec(family=family, **fields)
+    spec.check()
+    check_long_factors(spec)
+    return spec
+
+
+def refuse_foreign(config: Config) -> None:
+    for key, advice in REFUSED.items():
+        if config.get(key):
+            raise ValueError(f"config.json has {key!r}, which is not supported: {advice}")
+    for name in config.get("architectures") or ():
+        if not name.endswith("ForCausalLM"):
+            raise ValueError(
+                f"config.json says architectures={name!r}; a model to upcycle must be a ...ForCausalLM, "
+                "which has a language-model head"
+            )
+
+
 def need(config: Config, key: str) -> Any:
     if config.get(key) is None:
-        raise ValueError(f"config.json of this {config.get('model_type')} model has no {key!r}, which every such model states; is the file complete?")
+        raise ValueError(
+            f"config.json of this {config.get('model_type')} model has no {key!r}, "
+            "which every such model states; is the file complete?"
+        )
     return config[key]
 
 
-def activation(config: Config, key: str = "hidden_act", default: str = "silu") -> Any:
+def activation(config: Config, key: str = "hidden_act", default: str = "silu") -> Activation:
     name = config.get(key) or default
     if name not in ACTIVATION_NAMES:
         raise ValueError(f"config.json has {key}={name!r}; known are {', '.join(ACTIVATION_NAMES)}")
@@ -42,33 +114,97 @@ def dtype(config: Config) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
-def tokens(config: Config) -> dict[str, Any]:
-    return {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in config}
+def tokens(config: Config, *, bos: int | None = None, eos: int | None = None, pad: int | None = None) -> dict[str, Any]:
+    """Special tokens as stored, or as this family has them if the file does not say; a null stays a null."""
+    defaults = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
+    return {k: config.get(k, default) for k, default in defaults.items() if k in config or default is not None}
 
 
-def rope(config: Config, theta: float = 10000.0, partial: float = 1.0) -> dict[str, Any]:
+def rope(
+    config: Config,
+    *,
+    context: int,
+    theta_key: str = "rope_theta",
+    partial_key: str = "partial_rotary_factor",
+    partial: float | None = None,
+    original: int | None = None,
+) -> dict[str, Any]:
     """rope_parameters as transformers 5 writes them, from either generation of config.json.
 
-    transformers 4 wrote rope_theta and rope_scaling (with `type` before `rope_type`) at the top level.
+    transformers 4 wrote rope_theta, partial_rotary_factor and rope_scaling (with `type` before `rope_type`) at the top
+    level. partial: this family's default share of rotated dimensions; None if it always rotates whole heads.
+    original: this family's default of the top-level original_max_position_embeddings.
     """
-    if config.get("rope_parameters"):
-        out = dict(config["rope_parameters"])
-    else:
-        out = {k: v for k, v in (config.get("rope_scaling") or {}).items()}
-        if "type" in out:
-            out["rope_type"] = out.pop("type")
-    out.setdefault("rope_type", "default")
-    out.setdefault("rope_theta", config.get("rope_theta") or theta)
-    share = out.pop("partial_rotary_factor", config.get("partial_rotary_factor") or partial)
+    out = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    old_name = out.pop("type", "default")
+    kind = out.setdefault("rope_type", old_name)
+    odd = "" if kind in ROPE_TYPES else f"rope_type={kind!r}"
+    # mrope_section: positions in several dimensions; a mapping: another rope for each layer type
+    odd = odd or ", ".join(k for k, v in out.items() if k == "mrope_section" or isinstance(v, Mapping))
+    if odd:
+        raise ValueError(
+            f"config.json's rope has {odd}, which is not supported; give a model with one rope for all layers, "
+            f"of one of the types {', '.join(ROPE_TYPES)}"
+        )
+    out.setdefault("rope_theta", config.get(theta_key) or 10000.0)
+    stated = out.pop("partial_rotary_factor", None) or config.get(partial_key)
+    share = stated or partial or 1.0
     if share != 1.0:
+        if partial is None:
+            raise ValueError(
+                f"config.json has partial_rotary_factor={share}, but a {config.get('model_type')} model rotates "
+                "whole heads; remove it or set it to 1"
+            )
         out["partial_rotary_factor"] = share
+    if kind in ("yarn", "longrope", "llama3"):
+        # transformers lets the top level win over what stands inside
+        length = config.get("original_max_position_embeddings", original) or out.get("original_max_position_embeddings")
+        out["original_max_position_embeddings"] = length or context
     return out
 
 
-def llama_sources(spec: DenseSpec, names: Mapping[str, str] | None = None) -> dict[str, Source]:
+def check_long_factors(spec: DenseSpec) -> None:
+    want = int(spec.head_dim * spec.partial_rotary) // 2
+    for key in ("short_factor", "long_factor") if spec.rope["rope_type"] == "longrope" else ():
+        got = spec.rope.get(key)
+        if not isinstance(got, list) or len(got) != want:
+            raise ValueError(
+                f"config.json's rope {key} must be a list of {want} numbers, half the rotated dimensions of a head; "
+                f"got {got!s:.60}"
+            )
+
+
+def windows(config: Config, layers: int, *, default: int | None) -> dict[str, Any]:
+    """DenseSpec's window fields for a family where `sliding_window`, unless null, holds in all layers (Mistral)."""
+    window = config.get("sliding_window", default)
+    return {"window": window, "window_layers": tuple(range(layers)) if window is not None else ()}
+
+
+def windows_by_layer(config: Config, layers: int) -> dict[str, Any]:
+    """The same for Qwen 2 and 3: a switch, and either a list of layer types or the first layer that has a window."""
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    types = config.get("layer_types")
+    if types is None:
+        first = config.get("max_window_layers", 28) if window is not None else layers
+        return {"window": window, "window_layers": tuple(range(first, layers))}
+    if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"config.json's layer_types must be {layers} times full_attention or sliding_attention; "
+            f"got {len(types)} of {', '.join(sorted(set(types)))}"
+        )
+    sliding = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    if sliding and window is None:
+        raise ValueError(
+            f"config.json's layer_types has sliding_attention in layers {sliding}, but no window is on; "
+            "set use_sliding_window and sliding_window, or make all layers full_attention"
+        )
+    return {"window": window, "window_layers": sliding}
+
+
+def llama_sources(spec: DenseSpec, names: Mapping[str, str] | None = None, model: str = "model") -> dict[str, Source]:
     """Every role of `spec` under the names of Llama and its many relatives; `names` overrides module names."""
     module = {
-        "embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head",
+        "embed": f"{model}.embed_tokens", "final_norm": f"{model}.norm", "head": "lm_head",
         "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
         "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
         "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
@@ -77,6 +213,6 @@ def llama_sources(spec: DenseSpec, names: Mapping[str, str] | None = None) -> di
     out = {}
     for role, _ in spec.roles():
         *layer, part, kind = role.split(".")
-        prefix = f"model.layers.{layer[1]}." if layer else ""
+        prefix = f"{model}.layers.{layer[1]}." if layer else ""
         out[role] = Source(f"{prefix}{module[part]}.{kind}")
     return out

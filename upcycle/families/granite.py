@@ -1,0 +1,30 @@
+"""Granite 3.x (dense): Llama with four multipliers. Its attention scale is stated, never 1/sqrt(head_dim)."""
+
+from __future__ import annotations
+
+from upcycle.families import common
+from upcycle.families.common import Config, Source
+from upcycle.spec import DenseSpec
+
+IGNORED = common.ROTARY_BUFFERS
+
+
+def read(config: Config) -> DenseSpec:
+    return common.dense(
+        config,
+        "granite",
+        context=2048,
+        qkv_bias=bool(config.get("attention_bias")),
+        out_bias=bool(config.get("attention_bias")),
+        ffn_bias=bool(config.get("mlp_bias")),
+        attention_scale=config.get("attention_multiplier", 1.0),
+        embed_scale=config.get("embedding_multiplier", 1.0),
+        residual_scale=config.get("residual_multiplier", 1.0),
+        logit_scale=1.0 / config.get("logits_scaling", 1.0),
+        bos=1,
+        eos=2,
+    )
+
+
+def sources(spec: DenseSpec) -> dict[str, Source]:
+    return common.llama_sources(spec)

@@ -1,0 +1,26 @@
+"""Mistral 7B, Nemo, Small: Llama with a sliding window, unless it is null. Absent is not null: then it is 4096."""
+
+from __future__ import annotations
+
+from upcycle.families import common
+from upcycle.families.common import Config, Source
+from upcycle.spec import DenseSpec
+
+IGNORED = common.ROTARY_BUFFERS
+
+
+def read(config: Config) -> DenseSpec:
+    layers = common.need(config, "num_hidden_layers")
+    return common.dense(
+        config,
+        "mistral",
+        context=131072,
+        kv_heads=8,
+        **common.windows(config, layers, default=4096),
+        bos=1,
+        eos=2,
+    )
+
+
+def sources(spec: DenseSpec) -> dict[str, Source]:
+    return common.llama_sources(spec)

@@ -1,0 +1,20 @@
+"""Qwen 2, 2.5 and the models that reuse its class: biases on q, k, v alone; a window only if switched on."""
+
+from __future__ import annotations
+
+from upcycle.families import common
+from upcycle.families.common import Config, Source
+from upcycle.spec import DenseSpec
+
+IGNORED = common.ROTARY_BUFFERS
+
+
+def read(config: Config) -> DenseSpec:
+    layers = common.need(config, "num_hidden_layers")
+    return common.dense(
+        config, "qwen2", context=32768, kv_heads=32, qkv_bias=True, **common.windows_by_layer(config, layers)
+    )
+
+
+def sources(spec: DenseSpec) -> dict[str, Source]:
+    return common.llama_sources(spec)

@@ -1,0 +1,28 @@
+"""Qwen 3 (dense): each head's q and k are normalised; head_dim is 128 unless stated, whatever hidden / heads is."""
+
+from __future__ import annotations
+
+from upcycle.families import common
+from upcycle.families.common import Config, Source
+from upcycle.spec import DenseSpec
+
+IGNORED = common.ROTARY_BUFFERS
+
+
+def read(config: Config) -> DenseSpec:
+    layers = common.need(config, "num_hidden_layers")
+    return common.dense(
+        config,
+        "qwen3",
+        context=32768,
+        kv_heads=32,
+        head_dim=128,
+        qk_norm="head",
+        qkv_bias=bool(config.get("attention_bias")),
+        out_bias=bool(config.get("attention_bias")),
+        **common.windows_by_layer(config, layers),
+    )
+
+
+def sources(spec: DenseSpec) -> dict[str, Source]:
+    return common.llama_sources(spec)
