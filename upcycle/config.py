@@ -75,6 +75,7 @@ class UpcycleConfig:
     method: Any = field(default_factory=lambda: {"name": "copy"})  # name, and that method's own keys
     router: Router = field(default_factory=Router)
     scale: Any = "exact"  # exact | published | calibrated | none | a number
+    scale_in: str = "auto"  # auto (the target's output scale where it has one) | weights | output
     calibration: Calibration = field(default_factory=Calibration)
     dtype: str = ""  # bfloat16 | float16 | float32; "" keeps the source's
     seed: int = 0

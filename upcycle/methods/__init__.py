@@ -1,8 +1,9 @@
 """Initialisations, one file each: dense FFN(s) -> the FFN of one expert. Pure: no files, devices, ranks or global state.
 
-    Options                               its keys under `method:` in the config, with defaults and check()
-    EXACT                                 True if the experts together are the dense FFN, apart from the router's weights
+    Options                               its keys under `method:` in the config, with defaults and check(sizes)
+    EXACT                                 True if every copy is the dense FFN, neuron for neuron
     expert(donors, place, options) -> FFN
+    same(place)                           (may be absent) experts with equal answers are equal, so they are made once
 
 `donors` are the dense FFNs of one layer (one per donor model), already without the neurons carved out for a shared
 expert. `place` says which expert is wanted.
@@ -13,9 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from torch import Tensor
-
 from upcycle.ffn import FFN
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a method's options may depend on."""
+
+    copies: int
+    granularity: int
+    donors: int  # models given besides the base
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,6 @@ class Place:
     granularity: int
     widths: tuple[int, ...]
     seed: int
-    neurons: Tensor | None = None  # `split`: the order of neurons that was found on data
 
     @property
     def copy(self) -> int:
@@ -48,3 +55,13 @@ class Place:
         """This expert's neurons if all experts lie end to end (`split`)."""
         ends = list(accumulate(self.widths))
         return slice(ends[self.index] - self.widths[self.index], ends[self.index])
+
+
+def positive(key: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{key} is {value}; it must be above 0")
+
+
+def share(key: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{key} is {value}; it is a share, from 0 to 1")

@@ -1,0 +1,180 @@
+"""The command line: plan, convert, verify, inspect. Every failure a user can cause is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from upcycle import __version__
+
+PROMISE_BROKEN = 1
+USER_ERROR = 2
+
+EXAMPLES = """examples:
+  upcycle plan tiny                                          what the ready config `tiny` would make
+  upcycle plan source=meta-llama/Llama-3.1-8B experts=8 top_k=2
+  upcycle plan llama3-8b-e64t8 source=./llama mesh.gpus=64 mesh.ep=8
+  upcycle convert source=./qwen3-8b output=./moe method.name=virtual_group granularity=4 top_k=4
+  torchrun --nproc-per-node 8 -m upcycle convert llama3-8b-e8t2 source=./llama output=./moe
+  upcycle verify ./llama ./moe
+  upcycle inspect ./moe
+
+keys:
+  source target output experts granularity top_k shared layers method.name router.score router.order router.normalize
+  router.init.name router.init.std scale dtype seed max_shard; all of them, with comments: upcycle/config.py
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    main = argparse.ArgumentParser(
+        prog="upcycle", description="Turn a dense language model into a mixture of experts.", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    main.add_argument("--version", action="version", version=__version__)
+    commands = main.add_subparsers(dest="command", required=True, metavar="command")
+
+    def add(name: str, about: str, examples: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=about, description=about, epilog="examples:\n" + examples, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    config_help = "a YAML file or the name of a ready config, then key=value words; either may be left out"
+    plan = add(
+        "plan",
+        "What would be made: every tensor, sizes, exactness, memory. Reads headers only and writes nothing.",
+        "  upcycle plan tiny\n  upcycle plan llama3-8b-e8t2 source=./llama layers=every:2\n"
+        "  upcycle plan my.yaml scale=published        shows how inexact that is\n  upcycle plan my.yaml --tensors | grep experts.0",
+    )  # fmt: skip
+    plan.add_argument("words", nargs="*", metavar="CONFIG key=value", help=config_help)
+    plan.add_argument("--tensors", action="store_true", help="also every output tensor with its sources and recipe")
+    plan.add_argument("--json", action="store_true", help="the same as one JSON object")
+
+    convert = add(
+        "convert",
+        "Make the MoE checkpoint. Kill it and start it again as you like: it goes on where it was.",
+        "  upcycle convert tiny source=./llama output=./moe\n  torchrun --nproc-per-node 4 -m upcycle convert my.yaml",
+    )
+    convert.add_argument("words", nargs="*", metavar="CONFIG key=value", help=config_help)
+
+    verify = add(
+        "verify",
+        "Compare the logits of two checkpoints on text or random tokens. Exit code 0 if the plan's promise held, 1 if not.",
+        "  upcycle verify ./llama ./moe\n  upcycle verify ./llama ./moe --text book.txt --dtype bfloat16\n"
+        "  upcycle verify ./a ./b --tolerance 1e-4      any two models with one vocabulary",
+    )
+    verify.add_argument("dense")
+    verify.add_argument("moe")
+    verify.add_argument("--text", nargs="*", default=[], help=".txt, .jsonl or .jsonl.zst files; random tokens if none")
+    verify.add_argument("--tokens", type=int, default=1024, help="how many (default 1024)")
+    verify.add_argument("--length", type=int, default=256, help="tokens a sequence (default 256)")
+    verify.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16", "float16"])
+    verify.add_argument("--tolerance", type=float, help="largest allowed |difference| / largest |logit|, instead of the promise's")
+    verify.add_argument("--json", action="store_true")
+
+    inspect = add(
+        "inspect",
+        "What a checkpoint folder holds, dense or MoE; with --check, whether its bytes are those that were written.",
+        "  upcycle inspect ./llama\n  upcycle inspect ./moe --check\n  upcycle inspect ./moe --tensors",
+    )
+    inspect.add_argument("folder")
+    inspect.add_argument("--tensors", action="store_true", help="name, shape, dtype and file of every tensor")
+    inspect.add_argument("--check", action="store_true", help="compare sizes and sha256 with the manifest, and look for NaN")
+    return main
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        return {"plan": run_plan, "convert": run_convert, "verify": run_verify, "inspect": run_inspect}[options.command](options)
+    except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
+        print(f"upcycle: {' '.join(str(error).split())}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("upcycle: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `upcycle plan --tensors | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def load(words: Sequence[str], stack: ExitStack, *, needs_output: bool) -> tuple["UpcyclePlan", list["Checkpoint"]]:  # noqa: F821
+    from upcycle import plan as planning
+    from upcycle.checkpoint import Checkpoint
+    from upcycle.config import UpcycleConfig, read
+
+    file, words = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
+    config = read(UpcycleConfig, file, words)
+    if not config.source and not config.donors:
+        raise ValueError("source is not set; write source=FOLDER or source=org/name")
+    if needs_output and not config.output:
+        raise ValueError("output is not set; write output=FOLDER")
+    names = [config.source or config.donors[0], *config.donors]
+    checkpoints = [stack.enter_context(Checkpoint.open(name)) for name in names]
+    return planning.build(config, checkpoints), checkpoints
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    from upcycle import card, size
+    from upcycle.plan import sizes
+
+    with ExitStack() as stack:
+        plan, _ = load(options.words, stack, needs_output=False)
+        if options.json:
+            moe, config = plan.moe, plan.config
+            result = {
+                "plan": plan.hash, "target": plan.target, "why": plan.why, "promise": asdict(plan.promise), "parameters": asdict(sizes(plan)),
+                "flops_per_token": {"moe": size.moe_flops(moe, config.sequence), "dense": size.dense_flops(plan.dense, config.sequence)},
+                "bytes": plan.bytes, "files": len(plan.shards), "config": card.settings(plan), "config.json": plan.hf_config, "notes": plan.notes,
+                "dropped": dict(plan.dropped),
+            }  # fmt: skip
+            if options.tensors:
+                result["tensors"] = [
+                    {"name": o.name, "shape": o.shape, "dtype": o.dtype, "recipe": [str(p) for p in o.parts]} for o in plan.outputs
+                ]  # fmt: skip
+            print(json.dumps(result, indent=1, default=str))
+            return 0
+        print(card.table(plan))
+        if options.tensors:
+            print()
+            for line in card.tensors(plan):
+                print(line)
+    return 0
+
+
+def run_convert(options: argparse.Namespace) -> int:
+    from upcycle import card
+    from upcycle.convert import Worker, convert
+
+    worker = Worker.here()
+    with ExitStack() as stack:
+        plan, checkpoints = load(options.words, stack, needs_output=True)
+        if worker.rank == 0:
+            print(card.table(plan), flush=True)
+        folder = convert(plan, checkpoints, worker)
+        if worker.rank == 0:
+            print(f"\n{folder} is complete. Check it: upcycle verify {plan.config.source or plan.config.donors[0]} {folder}")
+    return 0
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    from upcycle import verify
+
+    report = verify.verify(options.dense, options.moe, options.text, options.tokens, options.length, options.dtype, options.tolerance)
+    print(json.dumps(asdict(report), indent=1) if options.json else verify.table(report))
+    return 0 if report.held else PROMISE_BROKEN
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    from upcycle.inspect import check, describe
+
+    print(describe(Path(options.folder), tensors=options.tensors))
+    return 0 if not options.check or check(Path(options.folder)) else PROMISE_BROKEN
+
+
+if __name__ == "__main__":
+    sys.exit(main())

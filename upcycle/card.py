@@ -1,0 +1,120 @@
+"""The plan for people: the table `plan` prints, and the model card in the output folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import upcycle
+from upcycle import size
+from upcycle.plan import UpcyclePlan, sizes, target
+from upcycle.promise import Promise
+
+
+def own_version() -> str:
+    return upcycle.__version__
+
+
+def settings(plan: UpcyclePlan) -> dict[str, Any]:
+    """The config with every default filled in."""
+    return asdict(plan.config) | {"method": {"name": plan.method} | asdict(plan.options)}
+
+
+def human(number: float, unit: str = "") -> str:
+    for size_, letter in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size_:
+            return f"{number / size_:.4g} {letter}{unit}"
+    return f"{number:.4g} {unit}".rstrip()
+
+
+def promise_text(promise: Promise) -> str:
+    if promise.exact:
+        return "exact: the MoE computes what the dense model computes" + (f" ({'; '.join(promise.reasons)})" if promise.reasons else "")
+    text = f"not exact: {'; '.join(promise.reasons)}"
+    if promise.estimate is not None:
+        e = promise.estimate
+        text += f". Expected of one MoE block (Gaussian model, this router): error {e.error:.2g}, gain {e.gain:.3g}, cosine {e.cosine:.3g}"
+    return text
+
+
+def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
+    moe, d, s, config = plan.moe, plan.dense, sizes(plan), plan.config
+    widths = str(moe.widths[0]) if moe.uniform else f"{min(moe.widths)} to {max(moe.widths)}"
+    yield "source", f"{config.source or '(first donor)'}: {d.family}, {d.layers} layers, hidden {d.hidden}, FFN {d.ffn}{'' if d.gated else ' without gate'}, {d.activation}"
+    if config.donors:
+        yield "donors", ", ".join(config.donors)
+    yield "target", f"{plan.target}: {plan.why}"
+    yield "experts", (
+        f"{moe.experts} routed of {widths} neurons ({moe.copies} copies x {moe.granularity}), top-{moe.top_k}"
+        + (f", and a shared one of {moe.shared}" if moe.shared else "")
+        + f", in {len(moe.layers)} of {d.layers} layers"
+    )
+    yield "method", ", ".join([plan.method, *(f"{k}={v}" for k, v in asdict(plan.options).items())])
+    norm = "normalised over the chosen" if moe.weights_sum_to_one else "not normalised"
+    yield "router", f"{moe.score}, {moe.order}, {norm}; rows {config.router.init.name}, std {config.router.init.std:g}"
+    yield "scale", scale_text(plan)
+    yield "function", promise_text(plan.promise)
+    yield "parameters", f"{human(s.total)} total, {human(s.active)} active ({s.total / s.dense:.2f}x and {s.active / s.dense:.2f}x the dense {human(s.dense)})"
+    yield "FLOPs/token", (
+        f"{human(size.moe_flops(moe, config.sequence), 'FLOP')} forward and backward at {config.sequence} tokens "
+        f"(dense {human(size.dense_flops(d, config.sequence), 'FLOP')})"
+    )
+    yield "on disk", f"{human(plan.bytes, 'B')} in {len(plan.shards)} file{'s' * (len(plan.shards) > 1)}, {moe.dtype}, {len(plan.outputs)} tensors"
+    yield "training", memory_text(plan)
+    for name, why in plan.dropped[:8]:
+        yield "dropped", f"{name}: {why}"
+    if len(plan.dropped) > 8:
+        yield "dropped", f"and {len(plan.dropped) - 8} more buffers"
+    for note in plan.notes:
+        yield "note", note
+
+
+def scale_text(plan: UpcyclePlan) -> str:
+    moe = plan.moe
+    if plan.scale == "calibrated" and not plan.observed:
+        return "calibrated: 1 / the router's mean mass, measured on the calibration text when converting, layer by layer"
+    factors = plan.factors(moe.layers[0])
+    inside = ", ".join(f"{m} x {f:.4g}" for m, f in factors.items() if f != 1 and m in ("gate", "up", "down")) or "weights as they are"
+    return f"{plan.scale}: {inside}" + (f", output x {moe.output_scale:g} in the model (routed_scaling_factor)" if moe.output_scale != 1 else "")
+
+
+def memory_text(plan: UpcyclePlan) -> str:
+    mesh = plan.config.mesh
+    try:
+        m = size.memory(plan.moe, sizes(plan), mesh)
+    except ValueError as error:
+        return f"no estimate: {error}"
+    return (
+        f"about {m.total / 2**30:.1f} GiB per GPU on {mesh.gpus} GPUs (ep={mesh.ep} tp={mesh.tp} pp={mesh.pp}, {mesh.micro_batch} x {mesh.sequence} tokens): "
+        f"weights and optimiser {m.state / 2**30:.1f}, gathered layers {m.gathered / 2**30:.1f}, activations {m.activations / 2**30:.1f}, logits {m.logits / 2**30:.1f}"
+    )
+
+
+def table(plan: UpcyclePlan) -> str:
+    return "\n".join(f"{name:<12} {text}" for name, text in rows(plan))
+
+
+def tensors(plan: UpcyclePlan) -> Iterator[str]:
+    """One line per output: name, shape, dtype, how it is made."""
+    for output in plan.outputs:
+        first = str(output.parts[0])
+        more = f", and {len(output.parts) - 1} parts more" if len(output.parts) > 1 else ""
+        yield f"{output.name}  {list(output.shape)}  {output.dtype}  =  {first}{more}"
+
+
+def text(plan: UpcyclePlan) -> str:
+    """README.md of the output folder."""
+    from_name = os.path.basename(os.path.normpath(plan.config.source or plan.config.donors[0]))
+    load = "AutoModelForCausalLM.from_pretrained(folder)" if target(plan.target).ABILITIES.stock else "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"
+    lines = [
+        "---", "library_name: transformers", "tags:", "- moe", "- upcycled", "---",
+        f"# {from_name}, upcycled to a mixture of experts", "",
+        f"Made by upcycle {own_version()} from {from_name} (base model: `{plan.config.source or plan.config.donors[0]}`).",
+        f"Load it with `{load}`.", "",
+        "| | |", "|---|---|",
+        *(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows(plan) if name != "training"), "",
+        "Every tensor and its sources: `upcycle plan --tensors` with the config in `upcycle.json`.", "",
+    ]  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,475 @@
+"""A Hugging Face checkpoint folder, read lazily: headers when it is opened, the bytes of a tensor when it is asked for.
+
+A safetensors file is 8 bytes of header length (little-endian), a JSON header {name: {dtype, shape, data_offsets}}, then
+the tensors' bytes, end to end. The header comes from a stranger, so everything it says is checked against the file
+before a byte is allocated for it: each tensor's bytes match its shape, the tensors fill the data exactly (no overlap,
+no hole, nothing behind), and index entries are plain names in the folder. Nothing is ever unpickled.
+Every refusal is a ValueError of one sentence that names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import reprlib
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER = 100_000_000  # the limit of the safetensors package itself
+MAX_CONFIG = 16_000_000
+MAX_TENSORS = 250_000  # in one file
+MAX_COMMAS = 4_000_000  # every JSON value but the first of its container costs a comma, so this bounds json's memory
+MAX_NAME = 512
+MAX_DIMS = 64
+BLOCK = 1 << 20  # read and checked while it is still in the cache
+SAMPLE = 4096
+
+# The header's name -> torch's name, bits. Below a byte torch has no such type: those can be listed, not read.
+DTYPES = {
+    "F64": ("float64", 64), "F32": ("float32", 32), "F16": ("float16", 16), "BF16": ("bfloat16", 16),
+    "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8),
+    "U64": ("uint64", 64), "U32": ("uint32", 32), "U16": ("uint16", 16), "U8": ("uint8", 8),
+    "BOOL": ("bool", 8), "C64": ("complex64", 64),
+    "F8_E4M3": ("float8_e4m3fn", 8), "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F6_E2M3": ("F6_E2M3", 6), "F6_E3M2": ("F6_E3M2", 6), "F4": ("F4", 4),
+}  # fmt: skip
+FIELDS = {"dtype", "shape", "data_offsets"}
+
+# The bits of +infinity, and how many there are. As integers, all positive non-finite numbers are at or above it.
+INFINITY = {
+    "bfloat16": ("2", 0x7F80), "float16": ("2", 0x7C00), "float32": ("4", 0x7F800000), "complex64": ("4", 0x7F800000),
+    "float64": ("8", 0x7FF0000000000000),
+}  # fmt: skip
+
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack"}
+COPIED = (
+    "tokenizer*.json", "*.model", "tokenizer.model.v*", "tekken.json", "*.tiktoken", "vocab.json", "vocab.txt",
+    "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json", "chat_template*.jinja",
+    "chat_template*.json", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in one file."""
+
+    name: str
+    dtype: str  # torch's name: "bfloat16", "float32", ...
+    shape: tuple[int, ...]
+    file: Path
+    start: int  # absolute byte offsets in the file
+    stop: int
+
+
+class Checkpoint:
+    """A folder of safetensors and a config.json. `read` may be called from many threads at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._config_bytes = read_small(folder / "config.json", MAX_CONFIG)
+        self.config: Mapping[str, Any] = parse_object(self._config_bytes, folder / "config.json")
+        weight_map = read_index(folder)
+        names = sorted(set(weight_map.values())) if weight_map else [single_file(folder)]
+        self.files = tuple(folder / name for name in names)
+        self._handles: dict[Path, FileIO] = {}
+        self._stamps: dict[Path, tuple[int, int]] = {}
+        with ExitStack() as stack:
+            headers = {}
+            for file in self.files:
+                handle = self._handles[file] = stack.enter_context(open_regular(file))
+                self._stamps[file] = stamp(handle)
+                headers[file.name] = parse_header(handle, file)
+            if weight_map:
+                check_index(folder, weight_map, headers)
+            self.entries: Mapping[str, Entry] = {n: e for header in headers.values() for n, e in header.items()}
+            if not self.entries:
+                raise ValueError(f"{self.files[0]} holds no tensors; is this the model's folder?")
+            self._open_files = stack.pop_all()
+
+    @staticmethod
+    def open(source: str | Path) -> Checkpoint:
+        """`source` is a folder, or a hub id: org/name or org/name@revision."""
+        if Path(source).is_dir():
+            return Checkpoint(Path(source))
+        hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", str(source), re.ASCII)
+        if isinstance(source, Path) or not hub_id or Path(source).exists():
+            raise ValueError(f"{str(source)!r} is not a folder, nor a hub id such as org/name or org/name@revision")
+        from huggingface_hub import snapshot_download  # a folder needs no hub
+
+        try:
+            folder = snapshot_download(hub_id[1], revision=hub_id[2], allow_patterns=DOWNLOADED)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(f"{source} is not a folder here and cannot be had from the hub: {reason}") from error
+        return Checkpoint(Path(folder))
+
+    def read(self, name: str, rows: tuple[int, int] | None = None, *, check: bool = True) -> torch.Tensor:
+        """The tensor, or its rows [first, last) of dim 0, in a buffer of exactly that size. Only these bytes are read.
+
+        check: refuse a tensor with NaN or infinity in it, which would spread to everything made from it.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            raise ValueError(f"{self.folder} has no tensor {short(name)} among its {len(self.entries)}")
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"tensor {short(name)} in {entry.file} is {entry.dtype}, which torch has no type for")
+        shape, start, stop = row_range(entry, rows)
+        buffer = torch.empty(stop - start, dtype=torch.uint8)
+        block_bytes = buffer.numpy()
+        bad = 0
+        for at in range(0, stop - start, BLOCK):
+            block = block_bytes[at : at + BLOCK]
+            fill(self._handle(entry.file), entry.file, memoryview(block), start + at)
+            bad += count_non_finite(block, dtype) if check else 0
+        self._check_unchanged(entry.file)
+        if bad:
+            raise ValueError(
+                f"tensor {short(name)} in {entry.file} has {bad} values that are NaN or infinite among "
+                f"{math.prod(shape)}; such a model cannot be converted, so get an intact copy"
+            )
+        return buffer.view(dtype).reshape(shape)
+
+    def fingerprint(self) -> str:
+        """A name for this content: sha256 over config.json, each file's name, size and header, and samples of each tensor.
+
+        The samples are the first, middle and last 4 KiB, so it costs megabytes for any model, and a replaced or
+        retrained tensor changes it. It does not prove that two checkpoints are equal: a change elsewhere in a tensor of
+        more than 12 KiB is not seen, nor are tokenizer files.
+        """
+        digest = hashlib.sha256()
+
+        def add(part: bytes) -> None:
+            digest.update(len(part).to_bytes(8, "little") + part)  # the length, so that parts cannot run together
+
+        add(self._config_bytes)
+        for file in self.files:
+            handle = self._handle(file)
+            add(file.name.encode())
+            add(str(self._stamps[file][0]).encode())
+            length = int.from_bytes(read_exactly(handle, file, 0, 8), "little")
+            add(read_exactly(handle, file, 8, length))
+        for _, entry in sorted(self.entries.items()):
+            for start, stop in samples(entry):
+                add(read_exactly(self._handle(entry.file), entry.file, start, stop - start))
+        for file in self.files:
+            self._check_unchanged(file)
+        return digest.hexdigest()
+
+    def copied_files(self) -> list[Path]:
+        """What a converted folder keeps as it is: tokenizer, chat template, generation settings; never code or weights."""
+        found = {file for pattern in COPIED for file in self.folder.glob(pattern)}
+        return sorted(f for f in found if f.is_file() and not f.name.startswith(".") and f.name != INDEX)
+
+    def close(self) -> None:
+        self._open_files.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _handle(self, file: Path) -> FileIO:
+        handle = self._handles[file]
+        if handle.closed:
+            raise ValueError(f"{self.folder} was closed; read its tensors before close(), or open it again")
+        return handle
+
+    def _check_unchanged(self, file: Path) -> None:
+        if stamp(self._handle(file)) != self._stamps[file]:
+            raise ValueError(f"{file} changed while it was open here; wait until nothing writes it, then start again")
+
+
+# ---- one file's header
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """Every tensor of one safetensors file; all that the header says is checked against the file."""
+    with open_regular(file) as handle:
+        return parse_header(handle, file)
+
+
+def parse_header(handle: FileIO, file: Path) -> dict[str, Entry]:
+    size = os.fstat(handle.fileno()).st_size
+    if size < 8:
+        raise ValueError(f"{file} has {size} bytes, too few for a safetensors file, which starts with 8 bytes of header length")
+    first = read_exactly(handle, file, 0, 8)
+    if first == b"version ":
+        raise ValueError(f"{file} is a git-lfs pointer and not the weights themselves; run `git lfs pull` in its folder")
+    length = int.from_bytes(first, "little")
+    if not 1 <= length <= MAX_HEADER:
+        raise ValueError(
+            f"{file} states a header of {length} bytes; a safetensors header has 1 to {MAX_HEADER}, so this is another "
+            f"kind of file or damaged"
+        )
+    if length > size - 8:
+        raise ValueError(
+            f"{file} states a header of {length} bytes but is cut short, with {length + 8 - size} of them missing; copy it again"
+        )
+    header = parse_object(read_exactly(handle, file, 8, length), file)
+    check_metadata(file, header.pop("__metadata__", {}))
+    if len(header) > MAX_TENSORS:
+        raise ValueError(f"{file} lists {len(header)} tensors; at most {MAX_TENSORS} a file are read")
+    entries = {name: check_entry(file, name, fields, 8 + length) for name, fields in header.items()}
+    check_layout(file, entries, 8 + length, size)
+    return entries
+
+
+def check_metadata(file: Path, metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{file} has __metadata__ {short(metadata)}; it must map strings to strings")
+    try:
+        for pair in metadata.items():
+            "".join(pair).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{file} has half a UTF-16 surrogate pair in its __metadata__, which is no text") from error
+
+
+def check_entry(file: Path, name: str, fields: Any, base: int) -> Entry:
+    if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+        raise ValueError(
+            f"{file} names a tensor {short(name)} ({len(name)} characters); a name must be 1 to {MAX_NAME} printable characters"
+        )
+    where = f"tensor {short(name)} in {file}"
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where} is described by {short(fields)}; it must be an object with dtype, shape and data_offsets")
+    if fields.keys() != FIELDS:
+        raise ValueError(f"{where} has the fields {short(sorted(fields))}; they must be dtype, shape and data_offsets")
+    kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise ValueError(f"{where} has dtype {short(kind)}; known are {', '.join(DTYPES)}")
+    if not whole_numbers(shape) or len(shape) > MAX_DIMS:
+        raise ValueError(f"{where} has shape {short(shape)}; it must be a list of at most {MAX_DIMS} whole numbers from 0 up")
+    if not whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{where} has data_offsets {short(offsets)}; they must be two whole numbers from 0 up, in order")
+    dtype, bits = DTYPES[kind]
+    # Zeros left out: [2**40, 2**40, 0] is empty, and yet its strides overflow.
+    if math.prod(size for size in shape if size) * bits >= 2**63:
+        raise ValueError(f"{where} has shape {short(shape)}, which is huge: its size in bits overflows 63 bits")
+    want, odd = divmod(math.prod(shape) * bits, 8)
+    start, stop = offsets
+    if odd or stop - start != want:
+        raise ValueError(
+            f"{where} has {stop - start} bytes, but shape {short(shape)} of {kind} takes {want}{' and a part' if odd else ''}"
+        )
+    return Entry(name, dtype, tuple(shape), file, base + start, base + stop)
+
+
+def whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)  # a bool is no number
+
+
+def check_layout(file: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:
+    """The tensors fill the file from the header's end to the file's end, each byte once."""
+    at, before = base, "the header"
+    for entry in sorted(entries.values(), key=lambda e: (e.start, e.stop)):
+        if entry.start != at:
+            fault = "overlaps" if entry.start < at else f"leaves a hole of {entry.start - at} bytes after"
+            raise ValueError(f"tensor {short(entry.name)} in {file} {fault} {before}; the tensors must lie end to end")
+        at, before = entry.stop, short(entry.name)
+    if at > size:
+        raise ValueError(f"{file} is cut short: {at - size} of its {at} bytes are missing; copy or download it again")
+    if at < size:
+        raise ValueError(f"{file} has {size - at} trailing bytes that belong to no tensor; copy or download it again")
+
+
+# ---- which files
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """weight_map, {tensor: file name}; empty if there is no index. total_size is not read: nothing depends on it."""
+    file = folder / INDEX
+    if not os.path.lexists(file):
+        return {}
+    weight_map = parse_object(read_small(file, MAX_HEADER), file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{file} has weight_map {short(weight_map)}; it must map tensor names to file names")
+    for tensor, name in weight_map.items():
+        # The name may be a link to elsewhere (the hub's cache is made of links), but it may not spell a path.
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\x00-\x1f.][^/\\\x00-\x1f]*\.safetensors", name):
+            raise ValueError(f"{file} puts tensor {short(tensor)} into {short(name)}; it must be a plain NAME.safetensors in its folder")
+    names = set(weight_map.values())
+    for name in sorted(names):
+        if not os.path.lexists(folder / name):
+            raise ValueError(f"{folder} lacks the file {name} that its {INDEX} names; copy or download it again")
+    if "model.safetensors" not in names and os.path.lexists(folder / "model.safetensors"):
+        raise ValueError(f"{folder} has both model.safetensors and an {INDEX} of other files; delete the stale one")
+    return weight_map
+
+
+def single_file(folder: Path) -> str:
+    names = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("."))
+    if "model.safetensors" in names:
+        return "model.safetensors"
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise ValueError(f"{folder} has {len(names)} safetensors files and no {INDEX} that says which tensors are where")
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+    if pickles:
+        raise ValueError(
+            f"{folder} has {pickles[0]} but no safetensors, and other formats are not read; load the model where you "
+            f"trust it and write it with save_pretrained(folder, safe_serialization=True)"
+        )
+    raise ValueError(f"{folder} has no *.safetensors file; it must be a model's folder")
+
+
+def check_index(folder: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Entry]]) -> None:
+    """The index and the headers say the same."""
+    seen: dict[str, str] = {}
+    for file, header in headers.items():
+        for name in header:
+            if name in seen:
+                raise ValueError(f"tensor {short(name)} is in two files of {folder}, {seen[name]} and {file}; one is stale")
+            seen[name] = file
+    for name, file in weight_map.items():
+        if seen.get(name) != file:
+            place = f", but in {seen[name]}" if name in seen else ""
+            raise ValueError(f"tensor {short(name)} is not in {folder / file}{place}, though {INDEX} says so; are the files of one model?")
+    for name, file in seen.items():
+        if name not in weight_map:
+            raise ValueError(f"tensor {short(name)} is in {folder / file} but not in {INDEX}; are the files of one model?")
+
+
+# ---- bytes
+
+
+def open_regular(file: Path) -> FileIO:
+    """Opens a regular file, or a link to one; not a pipe that never answers, nor a device that reacts to being opened."""
+    try:
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise ValueError(f"{file} is not a regular file; a pipe, device or folder cannot be read here")
+        # NONBLOCK: should a pipe take the file's place just now, opening it still returns.
+        return FileIO(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+    except OSError as error:
+        missing = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error.strerror})"
+        raise ValueError(f"{file} {missing}; it must be a file that you may read") from error
+
+
+def stamp(handle: FileIO) -> tuple[int, int]:
+    status = os.fstat(handle.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def fill(handle: FileIO, file: Path, view: memoryview, at: int) -> None:
+    """Fills `view` from byte `at`, however little the system gives at a time."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(handle.fileno(), [view[done:]], at + done)
+        if not got:
+            raise ValueError(f"{file} shrank while it was open here: it ends at byte {at + done}; copy it again")
+        done += got
+
+
+def read_exactly(handle: FileIO, file: Path, at: int, count: int) -> bytearray:
+    out = bytearray(count)
+    fill(handle, file, memoryview(out), at)
+    return out
+
+
+def read_small(file: Path, limit: int) -> bytearray:
+    with open_regular(file) as handle:
+        size = os.fstat(handle.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"{file} has {size} bytes; a {file.name} of more than {limit} is not read")
+        return read_exactly(handle, file, 0, size)
+
+
+def parse_object(raw: bytearray, file: Path) -> dict[str, Any]:
+    """A JSON object, strictly: no duplicate keys, no NaN, no unbounded nesting, numbers or counts."""
+    try:
+        if raw.count(b",") > MAX_COMMAS:
+            raise ValueError(f"more than {MAX_COMMAS} commas")
+        value = json.loads(raw.decode(), object_pairs_hook=unique, parse_int=integer, parse_constant=no_constant)
+    except RecursionError:
+        raise ValueError(f"{file} is not usable JSON: it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not usable JSON: it is not UTF-8 at byte {error.start} of the JSON") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not usable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} has JSON of type {type(value).__name__}; it must be an object")
+    return value
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {short(twice)} is there twice")
+    return out
+
+
+def integer(digits: str) -> int | float:
+    if len(digits) > 20:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return -0.0 if digits == "-0" else int(digits)  # -0 is no whole number to the safetensors package either
+
+
+def no_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def short(value: Any) -> str:
+    """repr() of a value from a stranger: of bounded length and depth."""
+    brief = reprlib.Repr()
+    brief.maxstring = 160
+    return brief.repr(value)
+
+
+# ---- tensors
+
+
+def row_range(entry: Entry, rows: tuple[int, int] | None) -> tuple[tuple[int, ...], int, int]:
+    """The shape of these rows, and where their bytes start and stop."""
+    if rows is None:
+        return entry.shape, entry.start, entry.stop
+    first, last = rows
+    if not entry.shape or not 0 <= first <= last <= entry.shape[0]:
+        raise ValueError(f"rows {first} to {last} of tensor {short(entry.name)} in {entry.file} do not exist; its shape is {entry.shape}")
+    row_bytes = (entry.stop - entry.start) // max(entry.shape[0], 1)
+    return (last - first, *entry.shape[1:]), entry.start + first * row_bytes, entry.start + last * row_bytes
+
+
+def samples(entry: Entry) -> Iterator[tuple[int, int]]:
+    """First, middle and last bytes; all of a small tensor."""
+    size = entry.stop - entry.start
+    if size <= 3 * SAMPLE:
+        yield entry.start, entry.stop
+        return
+    for start in (entry.start, entry.start + (size - SAMPLE) // 2, entry.stop - SAMPLE):
+        yield start, start + SAMPLE
+
+
+def count_non_finite(block: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype) -> int:
+    """How many numbers of these bytes are NaN or infinite.
+
+    Two maxima tell whether there are any, with no memory and at the cache's speed: seen as signed integers, positive
+    non-finite numbers are the largest; seen as unsigned ones, negative non-finite numbers are.
+    """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0
+    size, infinity = INFINITY.get(str(dtype).removeprefix("torch."), ("", 0))
+    if size:
+        sign = 1 << (8 * int(size) - 1)
+        if block.view(f"i{size}").max() < infinity and block.view(f"u{size}").max() < sign + infinity:
+            return 0
+    values = torch.from_numpy(block).view(dtype)
+    return int((~torch.isfinite(values.float() if dtype.itemsize == 1 else values)).sum())

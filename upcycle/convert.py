@@ -1,0 +1,331 @@
+"""convert: a plan -> a checkpoint folder, streamed, restartable, shared by any number of processes.
+
+    OUTPUT.partial/               while it is being made; nobody loads a folder of this name by accident
+        model-00001-of-00009.safetensors.part   being written
+        model-00001-of-00009.safetensors        complete
+        .upcycle/                 the job's own files, removed when all is done
+            job.json              which plan of which source this is
+            observed.safetensors  what was measured on text, so that a restart uses the same numbers
+            model-00001-of-00009.json   size and sha256 of a shard: written last; a shard without it is made again
+    OUTPUT/                       the same folder renamed, when everything is in it
+
+A process that dies at any moment leaves complete shards, which the next one keeps. The bytes depend on the plan and the
+source alone: not on order, threads, processes or how often it was killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from upcycle import card
+from upcycle.checkpoint import Checkpoint, read_header
+from upcycle.make import Maker
+from upcycle.plan import Output, UpcyclePlan, target
+
+MANIFEST = "upcycle.json"
+JOB = ".upcycle"
+SAFETENSORS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+POLL = 0.2  # seconds between looks at the other processes' shards
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Which of several processes this is, as torchrun says it."""
+
+    rank: int = 0
+    count: int = 1
+
+    @staticmethod
+    def here() -> Worker:
+        return Worker(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+
+
+def convert(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], worker: Worker | None = None, *, quiet: bool = False) -> Path:
+    """Make the folder `plan.config.output`; returns it. Raises ValueError in one sentence, losing nothing that is done."""
+    worker = worker or Worker.here()
+    output = Path(plan.config.output)
+    partial = output.with_name(output.name + ".partial")
+    identity = {"plan": plan.hash, "source": [checkpoint.fingerprint() for checkpoint in checkpoints]}
+    if complete(output, identity):
+        return output
+    with explained(partial), job(partial, identity, worker, lambda: check_space(plan, partial)):
+        plan = replace(plan, observed=observations(plan, checkpoints, partial, worker, quiet=quiet))
+        mine = [shard for i, shard in enumerate(plan.shards) if i % worker.count == worker.rank]
+        done = [shard for shard in mine if record(partial, shard[0]) is not None]
+        total = sum(out.bytes for _, group in mine for out in group)
+        with tqdm(total=total, unit="B", unit_scale=True, desc="convert", disable=quiet or worker.rank > 0, mininterval=0.2) as bar:
+            bar.update(sum(out.bytes for _, group in done for out in group))
+            write_shards(plan, checkpoints, partial, [shard for shard in mine if shard not in done], bar)
+        if worker.rank > 0:
+            return output
+        wait_for_others(plan, partial, worker)
+        finish(plan, checkpoints, partial, identity)
+        os.rename(partial, output)
+        sync_folder(output.parent)
+        shutil.rmtree(output / JOB, ignore_errors=True)
+    return output
+
+
+# ---- one job, many processes
+
+
+def complete(output: Path, identity: Mapping[str, Any]) -> bool:
+    """The output is there already, made by this very plan. Anything else that is there is not touched."""
+    if not output.exists() and not output.is_symlink():
+        return False
+    if output.is_dir() and not any(output.iterdir()):
+        return False  # os.rename replaces an empty folder
+    manifest = output / MANIFEST
+    if manifest.is_file():
+        found = json.loads(manifest.read_text())
+        if {k: found.get(k) for k in identity} == dict(identity):
+            shutil.rmtree(output / JOB, ignore_errors=True)  # if the last process was killed just before this
+            return True
+        raise ValueError(f"{output} holds the result of another plan; remove it or choose another output")
+    raise ValueError(f"{output} exists already; remove it or choose another output")
+
+
+@contextmanager
+def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) -> Iterator[None]:
+    """Hold this process's place in the job: one process per rank, all with the same plan."""
+    if worker.rank == 0:
+        if not partial.exists():
+            check()
+        (partial / JOB).mkdir(parents=True, exist_ok=True)
+    for _ in range(int(60 / POLL)):  # the others wait for rank 0 to make the folder
+        if (partial / JOB).is_dir():
+            break
+        time.sleep(POLL)
+    with open(partial / JOB / f"rank-{worker.rank}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process is writing {partial} as rank {worker.rank}; wait for it, or stop it") from None
+        if worker.rank == 0:
+            start_job(partial, identity, check)
+        await_job(partial, identity)
+        try:
+            yield
+        except BaseException as error:
+            if worker.count > 1 and (partial / JOB).is_dir():  # else the others would wait for this one's shards
+                write_atomic(partial / JOB / f"rank-{worker.rank}.failed", str(error).encode())
+            raise
+
+
+def start_job(partial: Path, identity: Mapping[str, Any], check: Any) -> None:
+    for old in (partial / JOB).glob("*.failed"):
+        old.unlink()
+    if (partial / JOB / "job.json").is_file():
+        if json.loads((partial / JOB / "job.json").read_text()) != dict(identity):
+            raise ValueError(f"{partial} holds an unfinished conversion by another plan or of another source; finish it with its own config, or remove it")
+        return
+    check()
+    write_atomic(partial / JOB / "job.json", json.dumps(identity, indent=1).encode())
+
+
+def await_job(partial: Path, identity: Mapping[str, Any]) -> None:
+    for _ in range(int(60 / POLL)):
+        if (partial / JOB / "job.json").is_file():
+            if json.loads((partial / JOB / "job.json").read_text()) == dict(identity):
+                return
+            raise ValueError(f"{partial} is being made by another plan or of another source than this process has; give all processes one config")
+        time.sleep(POLL)
+    raise ValueError(f"{partial} was not begun by rank 0 within a minute; look at that process")
+
+
+def wait_for_others(plan: UpcyclePlan, partial: Path, worker: Worker) -> None:
+    missing = [name for name, _ in plan.shards]
+    while True:
+        missing = [name for name in missing if record(partial, name) is None]
+        if not missing:
+            return
+        for failed in (partial / JOB).glob("*.failed"):
+            raise ValueError(f"{failed.stem} of {worker.count} stopped: {failed.read_text()}")
+        time.sleep(POLL)
+
+
+def check_space(plan: UpcyclePlan, partial: Path) -> None:
+    folder = next(parent for parent in partial.parents if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if free < plan.bytes * 1.01:
+        raise ValueError(f"the output needs {plan.bytes / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free; free some or choose another output")
+
+
+@contextmanager
+def explained(partial: Path) -> Iterator[None]:
+    """A full disk is a sentence, not a traceback."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ValueError(f"no room left while writing {partial} ({error.strerror}); free some and run the same command again: finished shards are kept") from None
+        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EPERM, errno.EIO):
+            raise ValueError(f"{error.filename or partial} cannot be written ({error.strerror}); choose another output") from None
+        raise
+
+
+# ---- shards
+
+
+def write_shards(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, shards: list[tuple[str, list[Output]]], bar: Any) -> None:
+    """Two shards at a time, each a pipeline of its own: while one waits for the disk, the other reads and makes."""
+    layer_ffn = max(out.bytes for out in plan.outputs)
+    maker = Maker(plan, checkpoints, cache=max(256 << 20, 6 * min(layer_ffn, 1 << 30)))
+    lanes = min(2, len(shards)) or 1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // lanes))
+    try:
+        with ThreadPoolExecutor(lanes, "shard") as pool:
+            futures = [pool.submit(write_shard, maker, partial, name, group, bar) for name, group in shards]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    finally:
+        torch.set_num_threads(threads)
+
+
+def write_shard(maker: Maker, partial: Path, name: str, outputs: list[Output], bar: Any) -> None:
+    """Make the next part, hash and write this one: three things at once."""
+    part_file, parts = partial / f"{name}.part", [part for output in outputs for part in output.parts]
+    head, digest, size = header(outputs), hashlib.sha256(), 0
+    with ThreadPoolExecutor(2, "part") as pool, open(part_file, "wb", buffering=0) as file:
+        ahead: Future[Tensor] | None = pool.submit(maker.part, parts[0])
+        write_all(file.fileno(), memoryview(head))
+        digest.update(head)
+        for following in [*parts[1:], None]:
+            assert ahead is not None
+            tensor = ahead.result()
+            ahead = pool.submit(maker.part, following) if following is not None else None
+            data = memoryview(tensor.flatten().view(torch.uint8).numpy())
+            hashed = pool.submit(digest.update, data)
+            write_all(file.fileno(), data)
+            hashed.result()
+            size += len(data)
+            bar.update(len(data))
+        os.fsync(file.fileno())
+    os.rename(part_file, partial / name)
+    line = {"bytes": len(head) + size, "sha256": digest.hexdigest()}
+    write_atomic(record_file(partial, name), json.dumps(line).encode())
+
+
+def header(outputs: list[Output]) -> bytes:
+    """The safetensors header of a shard, known before any of its tensors is made."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for output in outputs:
+        table[output.name] = {"dtype": SAFETENSORS[output.dtype], "shape": list(output.shape), "data_offsets": [start, start + output.bytes]}
+        start += output.bytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data[: 1 << 30]) :]
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+
+
+def sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def record_file(partial: Path, name: str) -> Path:
+    return partial / JOB / f"{name.removesuffix('.safetensors')}.json"
+
+
+def record(partial: Path, name: str) -> dict[str, Any] | None:
+    """What is known of a complete shard; None if it has to be made."""
+    try:
+        line: dict[str, Any] = json.loads(record_file(partial, name).read_text())
+        return line if (partial / name).stat().st_size == line["bytes"] else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+# ---- what is measured, and what lies beside the weights
+
+
+def observations(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, worker: Worker, *, quiet: bool) -> dict[str, Tensor]:
+    if not plan.needs_text:
+        return {}
+    path = partial / JOB / "observed.safetensors"
+    if worker.rank == 0 and not path.is_file():
+        from safetensors.torch import save
+
+        from upcycle import measure
+
+        write_atomic(path, save(measure.measure(plan, checkpoints, quiet=quiet)))
+    while not path.is_file():
+        for failed in (partial / JOB).glob("*.failed"):
+            raise ValueError(f"{failed.stem} of {worker.count} stopped: {failed.read_text()}")
+        time.sleep(POLL)
+    from safetensors.torch import load_file
+
+    read_header(path)
+    return load_file(path)
+
+
+def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, identity: Mapping[str, Any]) -> None:
+    """Everything but the weights: index, config, tokenizer, model card, manifest; then the job's own files go."""
+    files = {name: record(partial, name) for name, _ in plan.shards}
+    if len(plan.shards) > 1:
+        weight_map = {out.name: name for name, group in plan.shards for out in group}
+        index = {"metadata": {"total_size": plan.bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        write_atomic(partial / "model.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")
+    for path in checkpoints[0].copied_files():
+        shutil.copyfile(path, partial / path.name)
+    modeling = getattr(target(plan.target), "MODELING", None)
+    if modeling is not None:
+        shutil.copyfile(modeling, partial / modeling.name)
+    write_atomic(partial / "config.json", json.dumps(plan.hf_config, indent=2).encode() + b"\n")
+    write_atomic(partial / "README.md", card.text(plan).encode())
+    manifest = {
+        **identity,
+        "format": 1,
+        "seed": plan.config.seed,
+        "from": plan.config.source,
+        "donors": list(plan.config.donors),
+        "target": plan.target,
+        "promise": {"exact": plan.promise.exact, "tolerance": plan.promise.tolerance, "reasons": list(plan.promise.reasons)},
+        "config": card.settings(plan),
+        "versions": {name: version(name) for name in ("torch", "safetensors", "omegaconf")} | {"python": platform.python_version(), "upcycle": card.own_version()},
+        "files": files,
+    }
+    write_atomic(partial / MANIFEST, json.dumps(manifest, indent=2).encode() + b"\n")
+    for leftover in [*partial.glob("*.part"), *partial.glob("*.tmp")]:
+        leftover.unlink()
+    sync_folder(partial)

@@ -1,0 +1,92 @@
+"""inspect: what a checkpoint folder holds, and whether its bytes are those that were written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from upcycle.card import human
+from upcycle.checkpoint import Checkpoint
+from upcycle.convert import MANIFEST
+
+BLOCK = 16 << 20
+
+
+def describe(folder: Path, *, tensors: bool = False) -> str:
+    with Checkpoint.open(folder) as checkpoint:
+        entries, config = checkpoint.entries, checkpoint.config
+        size = sum(entry.stop - entry.start for entry in entries.values())
+        dtypes: dict[str, int] = {}
+        for entry in entries.values():
+            dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + prod(entry.shape)
+        lines = {
+            "model type": str(config.get("model_type")),
+            "parameters": human(sum(dtypes.values())) + f" in {len(entries)} tensors ({', '.join(f'{human(n)} {d}' for d, n in dtypes.items())})",
+            "on disk": f"{human(size, 'B')} in {len(checkpoint.files)} file{'s' * (len(checkpoint.files) > 1)}",
+            **{key: str(config[key]) for key in sizes_stated(config)},
+        }
+        manifest = read_manifest(checkpoint.folder)
+        if manifest:
+            promise = manifest["promise"]
+            lines |= {
+                "made from": str(manifest["from"]),
+                "method": ", ".join(f"{k}={v}" for k, v in manifest["config"]["method"].items()),
+                "function": "exact" if promise["exact"] else f"not exact: {'; '.join(promise['reasons'])}",
+                "plan": manifest["plan"],
+            }
+        text = "\n".join(f"{name:<12} {value}" for name, value in lines.items())
+        if tensors:
+            text += "\n\n" + "\n".join(f"{e.name}  {list(e.shape)}  {e.dtype}  {e.file.name}" for e in entries.values())
+        return text
+
+
+def sizes_stated(config: Any) -> list[str]:
+    keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")
+    return [key for key in keys if config.get(key) is not None]
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        assert {"files", "promise", "plan"} <= manifest.keys()
+        return manifest
+    except (ValueError, AssertionError, AttributeError):
+        raise ValueError(f"{path} is not a manifest that upcycle wrote; convert again") from None
+
+
+def check(folder: Path) -> bool:
+    """Sizes and sha256 against the manifest, and every weight finite. Says what is wrong; True if nothing is."""
+    wrong = []
+    manifest = read_manifest(folder)
+    for name, line in (manifest or {"files": {}})["files"].items():
+        digest, path = hashlib.sha256(), folder / Path(name).name
+        size = path.stat().st_size if path.is_file() else 0
+        if size != line["bytes"]:
+            wrong.append(f"{name} has {size} bytes, {line['bytes']} were written")
+            continue
+        with open(path, "rb") as file, tqdm(total=size, unit="B", unit_scale=True, desc=name, delay=2) as bar:
+            while block := file.read(BLOCK):
+                digest.update(block)
+                bar.update(len(block))
+        if digest.hexdigest() != line["sha256"]:
+            wrong.append(f"{name} is not the file that was written: its sha256 differs from the manifest's")
+    with Checkpoint.open(folder) as checkpoint:
+        for name in tqdm(checkpoint.entries, desc="values", delay=2):
+            try:
+                checkpoint.read(name)
+            except ValueError as error:
+                wrong.append(str(error))
+    for line in wrong:
+        print(f"upcycle: {line}", file=sys.stderr)
+    done = "sizes, sha256 and values are right" if manifest else "values are finite; there is no manifest to compare with"
+    print(f"{'checked':<12} {done if not wrong else f'{len(wrong)} wrong'}")
+    return not wrong

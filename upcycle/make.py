@@ -1,0 +1,209 @@
+"""Maker: runs recipes. Any tensor of the plan, whole, in part or a slice of it, bit-identical to the converted file.
+
+`convert` asks for every part in file order; a training rank asks for the slices it owns (online upcycling).
+Recently read and made tensors are kept, so that the source is read once although each neuron is written E times.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from math import prod
+
+import torch
+from torch import Tensor
+
+from upcycle import plugin, routers
+from upcycle.checkpoint import Checkpoint
+from upcycle.families.common import Source
+from upcycle.ffn import FFN, scale
+from upcycle.methods import Place
+from upcycle.plan import Output, Recipe, UpcyclePlan
+
+CACHE = 512 << 20  # bytes of tensors kept, besides those in use
+
+
+class Kept:
+    """The tensors used last, up to a number of bytes. Two threads that want one tensor make it once."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes = limit, 0
+        self.tensors: OrderedDict[Hashable, Future[Tensor]] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        with self.lock:
+            future = self.tensors.get(key)
+            if future is not None:
+                self.tensors.move_to_end(key)
+            else:
+                mine = self.tensors[key] = Future()
+        if future is not None:
+            return future.result()
+        try:
+            tensor = make()
+        except BaseException as error:
+            with self.lock:
+                self.tensors.pop(key, None)
+            mine.set_exception(error)
+            raise
+        mine.set_result(tensor)
+        with self.lock:
+            self.bytes += tensor.nbytes
+            for old in [k for k, f in self.tensors.items() if f.done() and k != key]:
+                if self.bytes <= self.limit:
+                    break
+                self.bytes -= self.tensors.pop(old).result().nbytes
+        return tensor
+
+
+class Maker:
+    def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], cache: int = CACHE) -> None:
+        self.plan, self.checkpoints, self.kept = plan, checkpoints, Kept(cache)
+        self.method = plugin.load("upcycle.methods", plan.method)
+        self.sources = plugin.load("upcycle.families", plan.dense.family).sources(plan.dense)
+
+    # ---- what callers want
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole output."""
+        output = self.output(name)
+        return torch.cat([self.part(part).flatten() for part in output.parts]).view(output.shape)
+
+    def slice(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """output[index], reading and making only the parts that rows `index[0]` touch."""
+        output = self.output(name)
+        if not output.shape or not index:
+            return self.tensor(name)
+        row = prod(output.shape[1:])
+        start, stop, step = index[0].indices(output.shape[0])
+        if step != 1:
+            raise ValueError(f"a slice of {name} has step {step}; only contiguous slices are made")
+        pieces, first = [], 0  # first: the flat position of the part
+        for part in output.parts:
+            size = prod(part.shape)
+            low, high = max(start * row, first), min(stop * row, first + size)
+            if low < high:
+                pieces.append(self.flat(part, low - first, high - first))
+            first += size
+        whole = torch.cat(pieces) if pieces else torch.empty(0, dtype=getattr(torch, output.dtype))
+        return whole.view(max(stop - start, 0), *output.shape[1:])[(slice(None), *index[1:])]
+
+    def flat(self, part: Recipe, low: int, high: int) -> Tensor:
+        """Elements low to high of a part. A kept or copied tensor is read from its first row to its last; the rest made."""
+        width = prod(part.shape[1:])
+        if part.kind == "keep" and not part.sources[0].rows and width:
+            first, last = low // width, -(-high // width)
+            rows = self.read(part.sources[0], (first, last))
+            return self.finish(part, rows + part.add if part.add else rows).flatten()[low - first * width : high - first * width]
+        return self.part(part).flatten()[low:high]
+
+    def output(self, name: str) -> Output:
+        if name not in self.plan.by_name:
+            raise ValueError(f"the plan makes no tensor {name!r}; it makes for instance {self.plan.outputs[0].name!r}")
+        return self.plan.by_name[name]
+
+    # ---- one part
+
+    def part(self, recipe: Recipe) -> Tensor:
+        """The tensor of a recipe, in its shape and dtype, contiguous."""
+        if recipe.kind == "expert":
+            return self.expert(recipe)
+        if recipe.kind == "keep":
+            key = ("source", *self.key(recipe.sources[0]))
+            raw = self.kept.get(key, lambda: self.read(recipe.sources[0])) if recipe.sources[0].rows else self.read(recipe.sources[0])
+        elif recipe.kind == "average":
+            raw = self.mean([self.read(source) for source in recipe.sources])
+        elif recipe.kind == "shared":
+            raw = scale(self.carved(self.ffn(recipe), recipe.layer, shared=True)[recipe.matrix], recipe.factor)
+        elif recipe.kind == "router":
+            raw = routers.repeated(self.router_rows(recipe.layer), recipe.shape[0])
+        else:
+            raw = torch.full(recipe.shape, recipe.add)
+            return self.finish(recipe, raw)
+        return self.finish(recipe, raw.to(torch.float32) + recipe.add if recipe.add else raw)
+
+    def finish(self, recipe: Recipe, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            narrow = tensor.to(getattr(torch, recipe.dtype))
+            if recipe.dtype == "float16" and tensor.dtype != torch.float16 and not bool(torch.isfinite(narrow).all()):
+                raise ValueError(f"{recipe} has values beyond float16's 65504; write dtype=bfloat16 or dtype=float32")
+            tensor = narrow
+        return tensor.contiguous()
+
+    @staticmethod
+    def mean(tensors: list[Tensor]) -> Tensor:
+        total = tensors[0].double()
+        for tensor in tensors[1:]:
+            total += tensor
+        return (total / len(tensors)).float() if tensors[0].dtype != torch.float64 else total / len(tensors)
+
+    # ---- experts
+
+    def expert(self, recipe: Recipe) -> Tensor:
+        plan, moe = self.plan, self.plan.moe
+        place = Place(recipe.layer, recipe.index, moe.copies, moe.granularity, moe.widths, plan.config.seed)
+
+        def make() -> Tensor:
+            donors = [self.carved(self.ffn(recipe), recipe.layer, shared=False)]
+            if plan.method == "branch_train_mix":  # the recipe reads its own donor only
+                donors = donors * moe.copies
+            ffn: FFN = self.method.expert(donors, place, plan.options)
+            return self.finish(recipe, ffn.scaled(plan.factors(recipe.layer))[recipe.matrix])
+
+        if not hasattr(self.method, "same"):
+            return make()
+        return self.kept.get(("expert", recipe.layer, self.method.same(place), recipe.matrix, recipe.dtype), make)
+
+    def ffn(self, recipe: Recipe) -> FFN:
+        """The layer's dense FFN as the recipe's sources give it; only the recipe's own matrix is there."""
+        dense, matrix = self.plan.dense, recipe.matrix
+
+        def read(name: str) -> Tensor:
+            assert name == matrix, name
+            tensors = [self.kept.get(("source", *self.key(s)), lambda s=s: self.read(s)) for s in recipe.sources]
+            return tensors[0] if len(tensors) == 1 else self.mean(tensors)
+
+        return FFN(dense.ffn, dense.hidden, (matrix,), read)
+
+    def carved(self, ffn: FFN, layer: int, *, shared: bool) -> FFN:
+        """The shared expert's neurons, or the rest: the first ones, or the most active ones if those were measured."""
+        cut = self.plan.moe.shared
+        order = self.plan.observed.get(f"layers.{layer}.order")
+        if order is None:
+            return ffn.neurons(slice(cut)) if shared else ffn if not cut else ffn.neurons(slice(cut, None))
+        return ffn.neurons(order[:cut] if shared else order[cut:])
+
+    def router_rows(self, layer: int) -> Tensor:
+        plan, init = self.plan, self.plan.config.router.init
+        return router_rows(plan, layer, plan.observed.get(f"layers.{layer}.rows")) if init.name in routers.MEASURED else router_rows(plan, layer)
+
+    # ---- sources
+
+    @staticmethod
+    def key(source: Source) -> Hashable:
+        return (source.donor, source.name, source.rows)
+
+    def read(self, source: Source, rows: tuple[int, int] | None = None) -> Tensor:
+        checkpoint = self.checkpoints[source.donor]
+        if not source.rows:
+            return checkpoint.read(source.name, rows)
+        if len(source.rows) == 1:
+            return checkpoint.read(source.name, source.rows[0])
+        # many ranges (interleaved q, k, v): one read serves all three
+        whole = self.kept.get(("whole", source.donor, source.name), lambda: checkpoint.read(source.name))
+        return torch.cat([whole[start:stop] for start, stop in source.rows])
+
+
+def router_rows(plan: UpcyclePlan, layer: int, measured: Tensor | None = None) -> Tensor:
+    """The distinct rows of a layer's router, float32: one per copy, or one per expert where each has its own."""
+    init, moe = plan.config.router.init, plan.moe
+    if init.name in routers.MEASURED:
+        assert measured is not None, "observe() comes before make()"
+        return routers.centred(measured, init.std)
+    own = init.name == "independent" or plan.method == "split"
+    return routers.normal(moe.experts if own else moe.copies, moe.dense.hidden, init.std, plan.config.seed, layer)
+
+

@@ -1,0 +1,72 @@
+"""What a plan needs to know about the dense model's behaviour on text, measured in one streamed pass over its layers.
+
+    layers.L.rows    directions for the router's rows: domain means, or gate rows of representative neurons
+    layers.L.order   the neurons, shared expert's first, then expert after expert
+    layers.L.mass    E[sum of the chosen weights]: what the router really lets through
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from upcycle import observe, plugin, routers, text
+from upcycle.checkpoint import Checkpoint
+from upcycle.make import Maker, router_rows
+from upcycle.plan import UpcyclePlan
+
+TOP = 10  # the most active neurons that mark a token, as in CMoE
+
+
+def measure(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], *, quiet: bool = False) -> dict[str, Tensor]:
+    moe, init, calibration = plan.moe, plan.config.router.init, plan.config.calibration
+    by_activation = getattr(plan.options, "by", "") == "activation"
+    ids, domain = tokens(plan, checkpoints)
+    found: dict[str, Tensor] = {}
+    for view in observe.walk(plan.dense, reader(plan, checkpoints), ids, quiet=quiet):
+        if view.layer not in moe.layers:
+            continue
+        prefix, x_TD = f"layers.{view.layer}", view.router_input
+        rows = None
+        if by_activation:
+            marks_TF = observe.neuron_activity(view.ffn, x_TD, plan.dense.activation, TOP)
+            order, representatives = observe.cluster_neurons(marks_TF, moe.shared, moe.widths)
+            found[f"{prefix}.order"] = order
+            if init.name == "neurons":
+                rows = view.ffn["gate" if plan.dense.gated else "up"][representatives].float()
+        if init.name == "hidden":
+            rows = observe.domain_means(x_TD, domain)
+        if rows is not None:
+            found[f"{prefix}.rows"] = rows.contiguous()
+        if plan.scale == "calibrated":
+            distinct = router_rows(plan, view.layer, rows)
+            mass = observe.router_mass(x_TD, routers.repeated(distinct, moe.experts), moe)
+            found[f"{prefix}.mass"] = torch.tensor(mass, dtype=torch.float64)
+    assert calibration.length > 0
+    return found
+
+
+def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> tuple[Tensor, Tensor]:
+    """(ids [sequence, token], domain of every token): the router's texts, one domain each, or the calibration texts."""
+    calibration, init = plan.config.calibration, plan.config.router.init
+    groups = [(path,) for path in init.texts] if init.name == "hidden" else [tuple(calibration.texts)]
+    share = max(1, calibration.tokens // len(groups))
+    batches = [text.token_batches(checkpoints[0].folder, group, share, calibration.length, plan.dense.vocab) for group in groups]
+    domain = torch.cat([torch.full((batch.numel(),), i) for i, batch in enumerate(batches)])
+    return torch.cat(batches), domain
+
+
+def reader(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> "observe.Read":
+    """role -> tensor of the dense model that is converted: the base, or the donors' mean if the rest is that."""
+    maker = Maker(plan, checkpoints)
+    sources = plugin.load("upcycle.families", plan.dense.family).sources(plan.dense)
+    donors = range(1, len(checkpoints)) if getattr(plan.options, "rest", "") == "average" else [0]
+
+    def read(role: str) -> Tensor:
+        source = sources[role]
+        tensors = [maker.read(type(source)(source.name, source.rows, donor)) for donor in donors]
+        return tensors[0] if len(tensors) == 1 else Maker.mean(tensors)
+
+    return read

@@ -1,0 +1,33 @@
+"""Branch-Train-MiX (Sukhbaatar et al., 2403.07816): expert e is the FFN of donor e.
+
+The donors are dense models trained apart from one seed. Everything that is not an expert is their average, or comes from
+`source`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from upcycle.ffn import FFN
+from upcycle.methods import Place, Sizes
+
+EXACT = False
+
+
+@dataclass(frozen=True)
+class Options:
+    rest: str = "average"  # average (of the donors) | base (`source`)
+
+    def check(self, sizes: Sizes) -> None:
+        if self.rest not in ("average", "base"):
+            raise ValueError(f"method.rest is {self.rest!r}; branch_train_mix knows average and base")
+        if sizes.donors != sizes.copies:
+            raise ValueError(
+                f"branch_train_mix needs one donor per copy, got {sizes.donors} donors for experts={sizes.copies}; "
+                f"list the models under `donors` or set experts={max(sizes.donors, 1)}"
+            )
+
+
+def expert(donors: Sequence[FFN], place: Place, options: Options) -> FFN:
+    return place.shard(donors[place.copy])

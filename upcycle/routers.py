@@ -1,0 +1,56 @@
+"""Router initialisations: the rows of a router, one for each copy of the dense FFN, repeated inside a virtual group.
+
+    normal      N(0, std). The same thing goes by `virtual_group` when granularity > 1: experts of one copy share a row.
+    independent N(0, std) for every expert on its own; not exact when granularity > 1.
+    hidden      means of hidden states per domain (or donor), taken where the router reads: after the post-attention norm.
+    neurons     a representative neuron of each expert: its gate row (`split`).
+
+A zero router is never made: top-k of equal logits is unspecified and sends every token to the same experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from upcycle import rng
+from upcycle.spec import MoESpec
+
+NAMES = ("normal", "virtual_group", "independent", "hidden", "neurons")
+MEASURED = ("hidden", "neurons")  # need a pass over text
+
+
+def normal(count: int, hidden: int, std: float, seed: int, layer: int) -> Tensor:
+    return std * rng.normal((count, hidden), seed, "router", layer)
+
+
+def centred(rows: Tensor, std: float) -> Tensor:
+    """Measured directions as router rows: what they have in common says nothing, and each gets elements of size std."""
+    rows = rows.float() - rows.float().mean(0, keepdim=True)
+    rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-12) * std * rows.shape[1] ** 0.5
+    if not bool((rows.abs().amax(1) > 0).all()):
+        raise ValueError("two of the router's texts (or neurons) measure exactly the same; give each copy a different one")
+    return rows
+
+
+def repeated(rows: Tensor, experts: int) -> Tensor:
+    """E distinct rows -> one per expert; experts of a virtual group lie next to each other and share a row."""
+    return rows.repeat_interleave(experts // rows.shape[0], 0)
+
+
+def weights(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor]:
+    """The reference router: (weight_TK, expert_TK). Equal scores go to the lower index, so a tie keeps a group whole."""
+    logits_TN = x_TD @ rows_ND.to(x_TD.dtype).T
+    if moe.score == "sigmoid":
+        score_TN = logits_TN.sigmoid()
+    elif moe.order == "topk-then-softmax":
+        score_TN = logits_TN
+    else:
+        score_TN = logits_TN.softmax(-1)
+    order = torch.sort(score_TN, dim=-1, descending=True, stable=True)
+    weight_TK, expert_TK = order.values[:, : moe.top_k], order.indices[:, : moe.top_k]
+    if moe.score == "softmax" and moe.order == "topk-then-softmax":
+        return weight_TK.softmax(-1), expert_TK
+    if moe.normalize:
+        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+    return weight_TK, expert_TK

@@ -1,0 +1,103 @@
+"""How large an MoE is: parameters, FLOPs per token, memory per GPU. All from the spec; no tensor is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from upcycle.config import Mesh
+from upcycle.spec import DenseSpec, MoESpec
+
+
+@dataclass(frozen=True)
+class Sizes:
+    total: int  # parameters of the MoE
+    active: int  # of them, used for one token
+    experts: int  # of them, in routed experts
+    routers: int
+    dense: int  # parameters of the dense model
+
+
+def dense_parameters(d: DenseSpec) -> int:
+    def count(shapes: dict[str, tuple[int, ...]]) -> int:
+        return sum(s[0] * (s[1] if len(s) > 1 else 1) for s in shapes.values())
+
+    return count(d.global_shapes()) + d.layers * (count(d.attention_shapes()) + count(d.ffn_shapes()))
+
+
+def measure(moe: MoESpec, tensors: Sequence[tuple[str, int]]) -> Sizes:
+    """`tensors`: (kind of recipe, elements) of every output."""
+    total = sum(n for _, n in tensors)
+    experts = sum(n for kind, n in tensors if kind == "expert")
+    routers = sum(n for kind, n in tensors if kind == "router")
+    mean_chosen = sum(sorted(moe.widths)[-moe.top_k :]) / sum(moe.widths)  # of uneven experts: the widest
+    return Sizes(total, round(total - experts + experts * mean_chosen), experts, routers, dense_parameters(moe.dense))
+
+
+def mean_context(sequence: int, window: int | None) -> float:
+    """Keys a token attends to, on average, under a causal mask: half the square, as Megatron counts."""
+    if window is None or window >= sequence:
+        return sequence / 2
+    return window - window * (window - 1) / (2 * sequence)
+
+
+def flops_per_token(d: DenseSpec, matrix_weights: float, sequence: int) -> float:
+    """Forward and backward: 6 a weight a token, plus causal attention. Router, norms, look-ups and recomputation not counted."""
+    window_layers = len(d.window_layers) if d.window else 0
+    contexts = window_layers * mean_context(sequence, d.window) + (d.layers - window_layers) * mean_context(sequence, None)
+    return 6 * matrix_weights + 6 * 2 * d.heads * d.head_dim * contexts
+
+
+def matrix_weights(d: DenseSpec, ffn_neurons_per_layer: Sequence[float]) -> float:
+    """Weights that a token is multiplied with: projections, FFN, head."""
+    attention = d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads)
+    return d.layers * attention + sum(ffn_neurons_per_layer) * d.hidden * (3 if d.gated else 2) + d.vocab * d.hidden
+
+
+def dense_flops(d: DenseSpec, sequence: int) -> float:
+    return flops_per_token(d, matrix_weights(d, [d.ffn] * d.layers), sequence)
+
+
+def moe_flops(moe: MoESpec, sequence: int) -> float:
+    chosen = moe.shared + sum(moe.widths) / moe.experts * moe.top_k
+    neurons = [chosen if layer in set(moe.layers) else moe.dense.ffn for layer in range(moe.dense.layers)]
+    return flops_per_token(moe.dense, matrix_weights(moe.dense, neurons), sequence)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each GPU in a training step, bf16 compute, fully sharded, fp32 master weights, gradients and two moments."""
+
+    state: float  # 16 bytes a parameter, sharded over all GPUs of a pipeline stage
+    gathered: float  # bf16 weights and gradients of the layers being computed
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        return self.state + self.gathered + self.activations + self.logits
+
+
+def memory(moe: MoESpec, sizes: Sizes, mesh: Mesh) -> Memory:
+    """An estimate to choose a mesh by: two layers gathered at once, SwiGLU and norms recomputed, everything else kept."""
+    for key in ("gpus", "ep", "tp", "pp", "micro_batch", "sequence"):
+        if getattr(mesh, key) < 1:
+            raise ValueError(f"mesh.{key} is {getattr(mesh, key)}; it must be at least 1")
+    if mesh.gpus % (mesh.tp * mesh.pp) or mesh.gpus % (mesh.ep * mesh.pp):
+        raise ValueError(f"mesh.gpus={mesh.gpus} must be a multiple of tp * pp = {mesh.tp * mesh.pp} and of ep * pp = {mesh.ep * mesh.pp}")
+    if moe.experts % mesh.ep:
+        near = max(n for n in range(1, mesh.ep + 1) if moe.experts % n == 0 and mesh.gpus % (n * mesh.pp) == 0)
+        raise ValueError(f"mesh.ep={mesh.ep} must divide the {moe.experts} experts; try mesh.ep={near}")
+    d, layers = moe.dense, max(1, moe.dense.layers // mesh.pp)
+    experts_layer = sizes.experts / max(1, len(moe.layers))
+    ends = d.vocab * d.hidden * (1 if d.tied else 2)
+    other_layer = (sizes.total - sizes.experts - ends) / d.layers
+    state = 16 * sizes.total / mesh.gpus
+    gathered = 2 * 4 * (experts_layer / mesh.ep + other_layer / mesh.tp) + 4 * ends / mesh.tp
+    tokens = mesh.micro_batch * mesh.sequence
+    attention = (2 * d.hidden + 2 * d.head_dim * (d.heads + d.kv_heads)) / mesh.tp + 2 * d.hidden
+    neurons = 2 * (moe.shared + moe.top_k * sum(moe.widths) / moe.experts) + 2 * moe.top_k * d.hidden
+    activations = 2.0 * tokens * layers * (attention + neurons)
+    in_flight = min(mesh.pp, 4) if mesh.pp > 1 else 1  # 1F1B holds one micro-batch a later stage
+    logits = 3.0 * 2 * tokens * d.vocab / mesh.tp
+    return Memory(state, gathered, activations * in_flight, logits)
