@@ -20,12 +20,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# gated: down(act(gate(x)) * up(x)); not gated: down(act(up(x))).  gelu is exact (erf); relu2 is relu squared.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-Norm = Literal["rms", "rms1p", "layernorm", "layernorm1p"]  # 1p: the stored weight is the gain minus one
+# 1p: the stored weight is the gain minus one. Every norm is computed in float32. In a lower dtype the results differ in
+# the last bit by where the gain comes in: rms in block "pre" rounds first; rms1p, and rms in block "post", last.
+Norm = Literal["rms", "rms1p", "layernorm", "layernorm1p"]
 # pre: x += attn(norm(x)); x += ffn(norm(x)).  post: x += norm(attn(x)); x += norm(ffn(x)) (OLMo 2).
-# parallel: x += attn(norm1(x)) + ffn(norm2(x)) (GPT-NeoX).
+# parallel: x += attn(attn_norm(x)) + ffn(ffn_norm(x)), both of the same x, each with its own norm (GPT-NeoX).
 Block = Literal["pre", "post", "parallel"]
-QKNorm = Literal["none", "head", "full"]  # head: over each head (Qwen 3); full: over all heads at once (OLMo 2)
+# An rms norm of q and of k, with norm_eps, between projection (with its bias) and rotation. head: over each head, one
+# weight for all of them (Qwen 3); full: over all heads at once (OLMo 2).
+QKNorm = Literal["none", "head", "full"]
 Score = Literal["softmax", "sigmoid"]
 Order = Literal["softmax-then-topk", "topk-then-softmax"]
 
@@ -46,24 +51,30 @@ class DenseSpec:
     activation: Activation = "silu"
     gated: bool = True
     norm: Norm = "rms"
-    norm_eps: float = 1e-5
+    norm_eps: float = 1e-5  # of every norm
     block: Block = "pre"
     qk_norm: QKNorm = "none"
-    qkv_bias: bool = False
+    qkv_bias: bool = False  # on all three
     out_bias: bool = False
-    ffn_bias: bool = False
-    # As transformers 5 stores rope_parameters: rope_theta, rope_type, factor, ...; and partial_rotary_factor, the share
-    # of each head that is rotated, only if it is not 1.
+    ffn_bias: bool = False  # on gate (if gated), up and down
+    # As transformers 5 stores rope_parameters: rope_theta, rope_type (default, linear, dynamic, yarn, longrope, llama3),
+    # factor, ...; original_max_position_embeddings always for yarn, longrope and llama3; and partial_rotary_factor p,
+    # the share of each head that is rotated, only if it is not 1. The first n = int(head_dim * p) dimensions of a head
+    # turn, i with i + n/2 (not i with i + 1), and the frequencies are those of a head of n dimensions. A longrope or
+    # yarn without factor has context / original_max_position_embeddings.
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     tied: bool = False
-    window: int | None = None  # sliding attention window ...
-    window_layers: tuple[int, ...] = ()  # ... and the layers that use it
+    # Sliding window: a token sees itself and the window - 1 before it, in these layers; all before it in the others.
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
     attention_scale: float = 0.0  # what q.k is multiplied by; 0 means head_dim ** -0.5
-    embed_scale: float = 1.0  # multiplies the embeddings (Gemma, Granite)
-    residual_scale: float = 1.0  # multiplies what attention and FFN add to the stream (Granite)
+    # Multiplies the embeddings, not a tied head (Gemma, Granite). Gemma rounds it to the weights' dtype first; Granite
+    # does not, but its values are whole numbers in practice.
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # multiplies what attention and FFN add to the stream, not the stream (Granite)
     logit_scale: float = 1.0  # multiplies the logits (Granite: 1 / logits_scaling)
     dtype: str = "bfloat16"  # as the config says; the files decide
-    tokens: Mapping[str, Any] = field(default_factory=dict)  # bos_token_id, eos_token_id, pad_token_id as stored
+    tokens: Mapping[str, Any] = field(default_factory=dict)  # bos_, eos_, pad_token_id: stored, or the default
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -75,9 +86,15 @@ class DenseSpec:
         for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"config.json of this {self.family} model has {name}={value!r}; it must be a whole number of at least 1")
+                raise ValueError(
+                    f"config.json of this {self.family} model has {name}={value!r}; "
+                    "it must be a whole number of at least 1"
+                )
         if self.heads % self.kv_heads:
-            raise ValueError(f"config.json has {self.heads} heads and {self.kv_heads} key/value heads; the second must divide the first")
+            raise ValueError(
+                f"config.json has {self.heads} heads and {self.kv_heads} key/value heads; "
+                "the second must divide the first"
+            )
 
     @property
     def partial_rotary(self) -> float:
@@ -119,7 +136,8 @@ class DenseSpec:
         return shapes
 
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, self.hidden), "final_norm.weight": (self.hidden,)}
+        shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, self.hidden)}
+        shapes["final_norm.weight"] = (self.hidden,)
         if self.norm_has_bias:
             shapes["final_norm.bias"] = (self.hidden,)
         if not self.tied:

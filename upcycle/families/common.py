@@ -20,7 +20,15 @@ ACTIVATION_NAMES: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
 }  # fmt: skip
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+# rope_type -> the keys it cannot do without
+ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
 # Keys any config.json may have whose meaning no DenseSpec holds: key -> what to do instead.
 REFUSED = {
     "quantization_config": "upcycling needs the weights themselves, so give an unquantised checkpoint",
@@ -135,9 +143,9 @@ def rope(
     level. partial: this family's default share of rotated dimensions; None if it always rotates whole heads.
     original: this family's default of the top-level original_max_position_embeddings.
     """
-    out = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    out: dict[str, Any] = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     old_name = out.pop("type", "default")
-    kind = out.setdefault("rope_type", old_name)
+    kind: str = out.setdefault("rope_type", old_name)
     odd = "" if kind in ROPE_TYPES else f"rope_type={kind!r}"
     # mrope_section: positions in several dimensions; a mapping: another rope for each layer type
     odd = odd or ", ".join(k for k, v in out.items() if k == "mrope_section" or isinstance(v, Mapping))
@@ -146,6 +154,9 @@ def rope(
             f"config.json's rope has {odd}, which is not supported; give a model with one rope for all layers, "
             f"of one of the types {', '.join(ROPE_TYPES)}"
         )
+    missing = [key for key in ROPE_TYPES[kind] if key not in out]
+    if missing:
+        raise ValueError(f"config.json's rope of type {kind!r} has no {', '.join(missing)}; is the file complete?")
     out.setdefault("rope_theta", config.get(theta_key) or 10000.0)
     stated = out.pop("partial_rotary_factor", None) or config.get(partial_key)
     share = stated or partial or 1.0
@@ -164,9 +175,10 @@ def rope(
 
 
 def check_long_factors(spec: DenseSpec) -> None:
+    """Of a wrong length they would fail in the first forward pass; here they fail before anything is written."""
     want = int(spec.head_dim * spec.partial_rotary) // 2
     for key in ("short_factor", "long_factor") if spec.rope["rope_type"] == "longrope" else ():
-        got = spec.rope.get(key)
+        got = spec.rope[key]
         if not isinstance(got, list) or len(got) != want:
             raise ValueError(
                 f"config.json's rope {key} must be a list of {want} numbers, half the rotated dimensions of a head; "
