@@ -1,0 +1,435 @@
+"""A decoder with mixture-of-experts layers, for models that no architecture of transformers can hold.
+
+This one file is copied into the output folder and imported by transformers (trust_remote_code=True), so it needs
+nothing but torch and transformers. It covers what the dense families have between them (three block layouts, four
+norms, biases, q/k norms, partial rotary, windows, multipliers) times what upcycling can make of an FFN (experts of any
+widths, in any layers, with a shared expert or not). With `moe_layers` empty it is the plain dense model.
+
+Shapes: T tokens, D hidden size, N experts, K experts per token.
+"""
+
+# mypy: disable-error-code="no-untyped-call, untyped-decorator, attr-defined"
+# ruff: noqa: RUF012
+# (transformers is not typed, and reads lists and dicts that are plain class attributes)
+
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+
+class UpcycledConfig(PretrainedConfig):
+    model_type = "upcycled"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 256
+    hidden_size: int = 64
+    intermediate_size: int = 128  # of dense layers
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    head_dim: int = 16
+    hidden_act: str = "silu"
+    gated: bool = True  # act(gate) * up; else act(up)
+    max_position_embeddings: int = 2048
+    block: str = "pre"  # pre | post | parallel
+    norm: str = "rms"  # rms | rms1p | layernorm | layernorm1p (1p: the stored weight is the gain minus one)
+    norm_eps: float = 1e-6
+    qk_norm: str = "none"  # none | head | full
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    layer_types: list[str] | None = None  # full_attention | sliding_attention
+    sliding_window: int | None = None
+    attention_dropout: float = 0.0
+    attention_multiplier: float | None = None  # of q.k; none means head_dim ** -0.5
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and FFN add to the stream
+    logit_multiplier: float = 1.0
+    moe_layers: list[int] = field(default_factory=list)
+    expert_widths: list[int] = field(default_factory=list)  # neurons of each routed expert
+    shared_expert_intermediate_size: int = 0  # 0: no shared expert
+    num_experts_per_tok: int = 2
+    scoring_func: str = "softmax"  # softmax | sigmoid
+    router_order: str = "softmax-then-topk"  # softmax-then-topk | topk-then-softmax
+    norm_topk_prob: bool = True  # divide the chosen weights by their sum
+    routed_scaling_factor: float = 1.0  # multiplies the routed sum
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.attention_multiplier is None:
+            self.attention_multiplier = self.head_dim**-0.5
+        super().__post_init__(**kwargs)
+
+
+class UpcycledNorm(nn.Module):
+    bias: nn.Parameter | None
+
+    def __init__(self, size: int, kind: str, eps: float) -> None:
+        super().__init__()
+        self.kind, self.eps = kind, eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.register_parameter("bias", nn.Parameter(torch.empty(size)) if kind.startswith("layernorm") else None)
+        self.reset()
+
+    def reset(self) -> None:
+        nn.init.constant_(self.weight, 0.0 if self.kind.endswith("1p") else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind.startswith("layernorm"):
+            gain = self.weight + 1.0 if self.kind == "layernorm1p" else self.weight
+            return functional.layer_norm(x, self.weight.shape, gain, self.bias, self.eps)
+        x_32 = x.float()
+        x_32 = x_32 * torch.rsqrt(x_32.square().mean(-1, keepdim=True) + self.eps)
+        if self.kind == "rms1p":  # small weights around a gain of one: bf16 would lose them in 1 + w
+            return (x_32 * (1.0 + self.weight.float())).to(x.dtype)
+        return self.weight * x_32.to(x.dtype)
+
+
+class UpcycledRotaryEmbedding(nn.Module):
+    """Angles for every rope_type that transformers knows. Its base class looks for this name and these buffers."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: UpcycledConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = (config.rope_parameters or {})["rope_type"]
+        default = self.compute_default_rope_parameters
+        start = default if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type]
+        inv_freq, self.attention_scaling = start(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: UpcycledConfig, *_: Any, **__: Any) -> tuple[Tensor, float]:
+        rope = config.rope_parameters or {}
+        size = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angle = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
+        angle = torch.cat((angle, angle), dim=-1)
+        cos, sin = angle.cos() * self.attention_scaling, angle.sin() * self.attention_scaling
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the first cos.shape[-1] elements of each head; the rest passes (partial rotary)."""
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat((turned * cos + torch.cat((-second, first), dim=-1) * sin, rest), dim=-1)
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    score = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        score = score + attention_mask
+    weight = functional.softmax(score, dim=-1, dtype=torch.float32).to(query.dtype)
+    weight = functional.dropout(weight, p=dropout, training=module.training)
+    return (weight @ value).transpose(1, 2).contiguous(), weight
+
+
+class UpcycledAttention(nn.Module):
+    def __init__(self, config: UpcycledConfig, layer_idx: int) -> None:
+        super().__init__()
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.config, self.layer_idx, self.head_dim = config, layer_idx, size
+        # attention backends read these
+        self.is_causal, self.num_key_value_groups, self.scaling = True, heads // kv_heads, config.attention_multiplier
+        sliding = (config.layer_types or [])[layer_idx] == "sliding_attention"
+        self.sliding_window = config.sliding_window if sliding else None
+        self.q_proj = nn.Linear(config.hidden_size, heads * size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=config.out_bias)
+        if config.qk_norm != "none":
+            kind = "rms1p" if config.norm == "rms1p" else "rms"
+            full = config.qk_norm == "full"
+            self.q_norm = UpcycledNorm(heads * size if full else size, kind, config.norm_eps)
+            self.k_norm = UpcycledNorm(kv_heads * size if full else size, kind, config.norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        by_head = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.config.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.view(by_head), k.view(by_head), v.view(by_head)
+        if self.config.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = (part.unsqueeze(1) for part in position_embeddings)
+        q, k, v = rotate(q.transpose(1, 2), cos, sin), rotate(k.transpose(1, 2), cos, sin), v.transpose(1, 2)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        name = self.config._attn_implementation
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        scaling, window = self.scaling, self.sliding_window
+        y, weight = attend(
+            self, q, k, v, attention_mask, dropout=dropout, scaling=scaling, sliding_window=window, **kwargs
+        )
+        return self.o_proj(y.reshape(*x.shape[:-1], -1).contiguous()), weight
+
+
+class UpcycledMLP(nn.Module):
+    """A dense FFN, an expert or a shared expert."""
+
+    def __init__(self, config: UpcycledConfig, width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias) if config.gated else None
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up_proj(x)
+        y: Tensor = self.down_proj(self.act(up) if self.gate_proj is None else self.act(self.gate_proj(x)) * up)
+        return y
+
+
+class UpcycledRouter(nn.Module):
+    e_score_correction_bias: Tensor
+
+    def __init__(self, config: UpcycledConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(len(config.expert_widths), config.hidden_size))
+        if config.scoring_func == "sigmoid":
+            self.register_buffer("e_score_correction_bias", torch.empty(len(config.expert_widths)))
+        self.reset()
+
+    def reset(self) -> None:
+        nn.init.normal_(self.weight, std=self.config.initializer_range)
+        if self.config.scoring_func == "sigmoid":
+            nn.init.zeros_(self.e_score_correction_bias)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(weight_TK, expert_TK)"""
+        config, sigmoid = self.config, self.config.scoring_func == "sigmoid"
+        # At least float32, autocast or not: bf16 rounds different logits to the same number.
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        with torch.autocast(device_type=x_TD.device.type, enabled=False):
+            logit_TN = functional.linear(x_TD.to(wide), self.weight.to(wide))
+        # The correction bias has a say in who is chosen, none in how much the chosen count.
+        choice_TN = logit_TN.sigmoid() + self.e_score_correction_bias if sigmoid else logit_TN
+        # A stable sort, because topk breaks ties in any order it likes: the experts of a virtual group share one
+        # router row and lie next to each other, so "lower index first" takes one group whole before the next.
+        expert_TK = torch.sort(choice_TN, dim=-1, descending=True, stable=True).indices[:, : config.num_experts_per_tok]
+        if sigmoid:
+            weight_TK = logit_TN.sigmoid().gather(1, expert_TK)
+        elif config.router_order == "topk-then-softmax":
+            weight_TK = logit_TN.gather(1, expert_TK).softmax(-1)
+        else:
+            weight_TK = logit_TN.softmax(-1).gather(1, expert_TK)
+        if config.norm_topk_prob:
+            weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be zero
+        return weight_TK * config.routed_scaling_factor, expert_TK
+
+
+class UpcycledMoE(nn.Module):
+    def __init__(self, config: UpcycledConfig) -> None:
+        super().__init__()
+        self.gate = UpcycledRouter(config)
+        self.experts = nn.ModuleList(UpcycledMLP(config, width) for width in config.expert_widths)
+        shared = config.shared_expert_intermediate_size
+        self.shared_experts = UpcycledMLP(config, shared) if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, x.shape[-1])
+        weight_TK, expert_TK = self.gate(x_TD)
+        y_TD = torch.zeros_like(x_TD, dtype=weight_TK.dtype)  # sums in float32, rounds once
+        for index in expert_TK.unique().tolist():  # only experts that were chosen, and only their tokens
+            token, rank = (expert_TK == index).nonzero(as_tuple=True)
+            y_TD.index_add_(0, token, self.experts[index](x_TD[token]) * weight_TK[token, rank, None])
+        y = y_TD.to(x.dtype).view_as(x)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+
+class UpcycledDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: UpcycledConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.block, self.residual_multiplier = config.block, config.residual_multiplier
+        self.self_attn = UpcycledAttention(config, layer_idx)
+        is_moe = layer_idx in config.moe_layers
+        self.mlp = UpcycledMoE(config) if is_moe else UpcycledMLP(config, config.intermediate_size)
+        self.input_layernorm = UpcycledNorm(config.hidden_size, config.norm, config.norm_eps)
+        self.post_attention_layernorm = UpcycledNorm(config.hidden_size, config.norm, config.norm_eps)
+
+    def scaled(self, y: Tensor) -> Tensor:
+        return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        """kwargs: what UpcycledAttention takes."""
+        attn_norm, ffn_norm = self.input_layernorm, self.post_attention_layernorm
+        if self.block == "post":
+            x = x + self.scaled(attn_norm(self.self_attn(x, **kwargs)[0]))
+            return x + self.scaled(ffn_norm(self.mlp(x)))
+        attended = self.scaled(self.self_attn(attn_norm(x), **kwargs)[0])
+        if self.block == "parallel":
+            return self.scaled(self.mlp(ffn_norm(x))) + attended + x
+        x = x + attended
+        return x + self.scaled(self.mlp(ffn_norm(x)))
+
+
+def layer_masks(config: UpcycledConfig, x: Tensor, mask: Any, positions: Tensor, cache: Any = None) -> dict[str, Any]:
+    """The mask of each of config.layer_types; generate() may have made them already."""
+    if isinstance(mask, dict):
+        return mask
+    make: dict[str, Callable[..., Any]] = {
+        "full_attention": create_causal_mask,
+        "sliding_attention": create_sliding_window_causal_mask,
+    }
+    known = {"inputs_embeds": x, "attention_mask": mask, "past_key_values": cache, "position_ids": positions}
+    return {kind: make[kind](config=config, **known) for kind in dict.fromkeys(config.layer_types or [])}
+
+
+class UpcycledPreTrainedModel(PreTrainedModel):
+    config: UpcycledConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["UpcycledDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": UpcycledDecoderLayer, "attentions": UpcycledAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, UpcycledNorm | UpcycledRouter):
+            module.reset()
+
+
+class UpcycledModel(UpcycledPreTrainedModel):
+    def __init__(self, config: UpcycledConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(UpcycledDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = UpcycledNorm(config.hidden_size, config.norm, config.norm_eps)
+        self.rotary_emb = UpcycledRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("the model got both or none of input_ids and inputs_embeds; give one")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.config.embedding_multiplier != 1.0:  # rounded to the model's dtype, as Gemma was trained with
+            x = x * float(torch.tensor(self.config.embedding_multiplier).to(x.dtype))
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(seen, seen + x.shape[1], device=x.device).unsqueeze(0)
+        masks = layer_masks(self.config, x, attention_mask, position_ids, past_key_values)
+        angles = self.rotary_emb(x, position_ids)
+        for layer, kind in zip(self.layers, self.config.layer_types or [], strict=True):
+            kwargs |= {"attention_mask": masks[kind], "position_embeddings": angles}
+            x = layer(x, past_key_values=past_key_values, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+
+class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: UpcycledConfig) -> None:
+        super().__init__(config)
+        self.model = UpcycledModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, kept, :])
+        if self.config.logit_multiplier != 1.0:
+            logits = logits * self.config.logit_multiplier
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+        )

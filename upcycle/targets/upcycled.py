@@ -1,0 +1,91 @@
+"""Our own architecture: holds all that a DenseSpec and an MoESpec can say, and puts a modelling file in the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from upcycle.spec import MoESpec
+from upcycle.targets import common
+from upcycle.targets.common import EITHER, Abilities, Slot
+
+MODELING = Path(__file__).parent.parent / "remote" / "modeling_upcycled.py"  # copied into the output folder
+
+ABILITIES = Abilities(
+    stock=False,
+    blocks=frozenset({"pre", "post", "parallel"}),
+    norms=frozenset({"rms", "rms1p", "layernorm", "layernorm1p"}),
+    qk_norms=frozenset({"none", "head", "full"}),
+    qkv_bias=EITHER,
+    out_bias=EITHER,
+    ffn_bias=EITHER,
+    activations=frozenset(common.HF_ACTIVATIONS),
+    not_gated=True,
+    partial_rotary=True,
+    windows="any",
+    multipliers=True,
+    scores=frozenset({"softmax", "sigmoid"}),
+    normalize=EITHER,
+    shared="any",
+    mixed="any",
+    output_scale=True,
+    uneven=True,
+    router_fp32=True,
+)
+
+
+def config(moe: MoESpec) -> dict[str, Any]:
+    d = moe.dense
+    base = common.base_config(moe, "upcycled", "UpcycledForCausalLM", ABILITIES)
+    base["norm_eps"] = base.pop("rms_norm_eps")  # not every norm of ours is an RMS norm
+    sliding = set(d.window_layers) if d.window is not None else set()
+    return base | {
+        "auto_map": {
+            "AutoConfig": f"{MODELING.stem}.UpcycledConfig",
+            "AutoModelForCausalLM": f"{MODELING.stem}.UpcycledForCausalLM",
+        },
+        "intermediate_size": d.ffn,
+        "gated": d.gated,
+        "block": d.block,
+        "norm": d.norm,
+        "qk_norm": d.qk_norm,
+        "qkv_bias": d.qkv_bias,
+        "out_bias": d.out_bias,
+        "mlp_bias": d.ffn_bias,
+        "sliding_window": d.window if sliding else None,
+        "layer_types": ["sliding_attention" if i in sliding else "full_attention" for i in range(d.layers)],
+        "attention_multiplier": d.attention_scale,
+        "embedding_multiplier": d.embed_scale,
+        "residual_multiplier": d.residual_scale,
+        "logit_multiplier": d.logit_scale,
+        "moe_layers": list(moe.layers),
+        "expert_widths": list(moe.widths),
+        "shared_expert_intermediate_size": moe.shared,
+        "num_experts_per_tok": moe.top_k,
+        "scoring_func": moe.score,
+        "router_order": moe.order,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": moe.output_scale,
+    }
+
+
+def slots(moe: MoESpec) -> Iterator[Slot]:
+    def moe_layer(layer: int) -> Iterator[Slot]:
+        prefix, role = f"model.layers.{layer}.mlp", f"layers.{layer}"
+        yield common.one(moe, f"{prefix}.gate.weight", f"{role}.router.weight")
+        if moe.score == "sigmoid":
+            yield common.one(moe, f"{prefix}.gate.e_score_correction_bias", f"{role}.router.bias", "float32")
+        for i in range(moe.experts):
+            yield from common.ffn_slots(moe, f"{prefix}.experts.{i}", f"{role}.experts.{i}")
+        if moe.shared:
+            yield from common.ffn_slots(moe, f"{prefix}.shared_experts", f"{role}.shared")
+
+    return common.llama_slots(moe, moe_layer)
+
+
+def notes(moe: MoESpec) -> list[str]:
+    return [
+        f"no architecture of transformers holds this model: the folder ships {MODELING.name}, "
+        "and transformers loads it only with trust_remote_code=True"
+    ]
