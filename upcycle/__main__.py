@@ -10,8 +10,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from upcycle import __version__
+
+if TYPE_CHECKING:  # imported when a command runs: --help should not wait for torch
+    from upcycle.checkpoint import Checkpoint
+    from upcycle.plan import UpcyclePlan
 
 PROMISE_BROKEN = 1
 USER_ERROR = 2
@@ -33,14 +38,21 @@ keys:
 
 def parser() -> argparse.ArgumentParser:
     main = argparse.ArgumentParser(
-        prog="upcycle", description="Turn a dense language model into a mixture of experts.", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="upcycle",
+        description="Turn a dense language model into a mixture of experts.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     main.add_argument("--version", action="version", version=__version__)
     commands = main.add_subparsers(dest="command", required=True, metavar="command")
 
     def add(name: str, about: str, examples: str) -> argparse.ArgumentParser:
         return commands.add_parser(
-            name, help=about, description=about, epilog="examples:\n" + examples, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=about,
+            description=about,
+            epilog="examples:\n" + examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
     config_help = "a YAML file or the name of a ready config, then key=value words; either may be left out"
@@ -48,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
         "plan",
         "What would be made: every tensor, sizes, exactness, memory. Reads headers only and writes nothing.",
         "  upcycle plan tiny\n  upcycle plan llama3-8b-e8t2 source=./llama layers=every:2\n"
-        "  upcycle plan my.yaml scale=published        shows how inexact that is\n  upcycle plan my.yaml --tensors | grep experts.0",
+        "  upcycle plan my.yaml scale=published        shows how inexact that is\n  upcycle plan my.yaml "
+        "--tensors | grep experts.0",
     )  # fmt: skip
     plan.add_argument("words", nargs="*", metavar="CONFIG key=value", help=config_help)
     plan.add_argument("--tensors", action="store_true", help="also every output tensor with its sources and recipe")
@@ -63,7 +76,8 @@ def parser() -> argparse.ArgumentParser:
 
     verify = add(
         "verify",
-        "Compare the logits of two checkpoints on text or random tokens. Exit code 0 if the plan's promise held, 1 if not.",
+        "Compare the logits of two checkpoints on text or random tokens. Exit code 0 if the plan's promise "
+        "held, 1 if not.",
         "  upcycle verify ./llama ./moe\n  upcycle verify ./llama ./moe --text book.txt --dtype bfloat16\n"
         "  upcycle verify ./a ./b --tolerance 1e-4      any two models with one vocabulary",
     )
@@ -73,7 +87,9 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--tokens", type=int, default=1024, help="how many (default 1024)")
     verify.add_argument("--length", type=int, default=256, help="tokens a sequence (default 256)")
     verify.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16", "float16"])
-    verify.add_argument("--tolerance", type=float, help="largest allowed |difference| / largest |logit|, instead of the promise's")
+    verify.add_argument(
+        "--tolerance", type=float, help="largest allowed |difference| / largest |logit|, instead of the promise's"
+    )
     verify.add_argument("--json", action="store_true")
 
     inspect = add(
@@ -83,14 +99,18 @@ def parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("folder")
     inspect.add_argument("--tensors", action="store_true", help="name, shape, dtype and file of every tensor")
-    inspect.add_argument("--check", action="store_true", help="compare sizes and sha256 with the manifest, and look for NaN")
+    inspect.add_argument(
+        "--check", action="store_true", help="compare sizes and sha256 with the manifest, and look for NaN"
+    )
     return main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
-        return {"plan": run_plan, "convert": run_convert, "verify": run_verify, "inspect": run_inspect}[options.command](options)
+        return {"plan": run_plan, "convert": run_convert, "verify": run_verify, "inspect": run_inspect}[
+            options.command
+        ](options)
     except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
         print(f"upcycle: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
@@ -102,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def load(words: Sequence[str], stack: ExitStack, *, needs_output: bool) -> tuple["UpcyclePlan", list["Checkpoint"]]:  # noqa: F821
+def load(words: Sequence[str], stack: ExitStack, *, needs_output: bool) -> tuple[UpcyclePlan, list[Checkpoint]]:
     from upcycle import plan as planning
     from upcycle.checkpoint import Checkpoint
     from upcycle.config import UpcycleConfig, read
@@ -127,15 +147,27 @@ def run_plan(options: argparse.Namespace) -> int:
         if options.json:
             moe, config = plan.moe, plan.config
             result = {
-                "plan": plan.hash, "target": plan.target, "why": plan.why, "promise": asdict(plan.promise), "parameters": asdict(sizes(plan)),
-                "flops_per_token": {"moe": size.moe_flops(moe, config.sequence), "dense": size.dense_flops(plan.dense, config.sequence)},
-                "bytes": plan.bytes, "files": len(plan.shards), "config": card.settings(plan), "config.json": plan.hf_config, "notes": plan.notes,
+                "plan": plan.hash,
+                "target": plan.target,
+                "why": plan.why,
+                "promise": asdict(plan.promise),
+                "parameters": asdict(sizes(plan)),
+                "flops_per_token": {
+                    "moe": size.moe_flops(moe, config.sequence),
+                    "dense": size.dense_flops(plan.dense, config.sequence),
+                },
+                "bytes": plan.bytes,
+                "files": len(plan.shards),
+                "config": card.settings(plan),
+                "config.json": plan.hf_config,
+                "notes": plan.notes,
                 "dropped": dict(plan.dropped),
-            }  # fmt: skip
+            }
             if options.tensors:
                 result["tensors"] = [
-                    {"name": o.name, "shape": o.shape, "dtype": o.dtype, "recipe": [str(p) for p in o.parts]} for o in plan.outputs
-                ]  # fmt: skip
+                    {"name": o.name, "shape": o.shape, "dtype": o.dtype, "recipe": [str(part) for part in o.parts]}
+                    for o in plan.outputs
+                ]
             print(json.dumps(result, indent=1, default=str))
             return 0
         print(card.table(plan))
@@ -157,14 +189,19 @@ def run_convert(options: argparse.Namespace) -> int:
             print(card.table(plan), flush=True)
         folder = convert(plan, checkpoints, worker)
         if worker.rank == 0:
-            print(f"\n{folder} is complete. Check it: upcycle verify {plan.config.source or plan.config.donors[0]} {folder}")
+            print(
+                f"\n{folder} is complete. Check it: upcycle verify "
+                f"{plan.config.source or plan.config.donors[0]} {folder}"
+            )
     return 0
 
 
 def run_verify(options: argparse.Namespace) -> int:
     from upcycle import verify
 
-    report = verify.verify(options.dense, options.moe, options.text, options.tokens, options.length, options.dtype, options.tolerance)
+    report = verify.verify(
+        options.dense, options.moe, options.text, options.tokens, options.length, options.dtype, options.tolerance
+    )
     print(json.dumps(asdict(report), indent=1) if options.json else verify.table(report))
     return 0 if report.held else PROMISE_BROKEN
 

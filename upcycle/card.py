@@ -31,37 +31,60 @@ def human(number: float, unit: str = "") -> str:
 
 def promise_text(promise: Promise) -> str:
     if promise.exact:
-        return "exact: the MoE computes what the dense model computes" + (f" ({'; '.join(promise.reasons)})" if promise.reasons else "")
+        return "exact: the MoE computes what the dense model computes" + (
+            f" ({'; '.join(promise.reasons)})" if promise.reasons else ""
+        )
     text = f"not exact: {'; '.join(promise.reasons)}"
     if promise.estimate is not None:
         e = promise.estimate
-        text += f". Expected of one MoE block (Gaussian model, this router): error {e.error:.2g}, gain {e.gain:.3g}, cosine {e.cosine:.3g}"
+        text += (
+            f". Expected of one MoE block (Gaussian model, this router): error {e.error:.2g}, gain "
+            f"{e.gain:.3g}, cosine {e.cosine:.3g}"
+        )
     return text
 
 
 def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     moe, d, s, config = plan.moe, plan.dense, sizes(plan), plan.config
     widths = str(moe.widths[0]) if moe.uniform else f"{min(moe.widths)} to {max(moe.widths)}"
-    yield "source", f"{config.source or '(first donor)'}: {d.family}, {d.layers} layers, hidden {d.hidden}, FFN {d.ffn}{'' if d.gated else ' without gate'}, {d.activation}"
+    yield (
+        "source",
+        f"{config.source or '(first donor)'}: {d.family}, {d.layers} layers, hidden {d.hidden}, FFN "
+        f"{d.ffn}{'' if d.gated else ' without gate'}, {d.activation}",
+    )
     if config.donors:
         yield "donors", ", ".join(config.donors)
     yield "target", f"{plan.target}: {plan.why}"
-    yield "experts", (
-        f"{moe.experts} routed of {widths} neurons ({moe.copies} copies x {moe.granularity}), top-{moe.top_k}"
-        + (f", and a shared one of {moe.shared}" if moe.shared else "")
-        + f", in {len(moe.layers)} of {d.layers} layers"
+    yield (
+        "experts",
+        (
+            f"{moe.experts} routed of {widths} neurons ({moe.copies} copies x {moe.granularity}), top-{moe.top_k}"
+            + (f", and a shared one of {moe.shared}" if moe.shared else "")
+            + f", in {len(moe.layers)} of {d.layers} layers"
+        ),
     )
     yield "method", ", ".join([plan.method, *(f"{k}={v}" for k, v in asdict(plan.options).items())])
     norm = "normalised over the chosen" if moe.weights_sum_to_one else "not normalised"
     yield "router", f"{moe.score}, {moe.order}, {norm}; rows {config.router.init.name}, std {config.router.init.std:g}"
     yield "scale", scale_text(plan)
     yield "function", promise_text(plan.promise)
-    yield "parameters", f"{human(s.total)} total, {human(s.active)} active ({s.total / s.dense:.2f}x and {s.active / s.dense:.2f}x the dense {human(s.dense)})"
-    yield "FLOPs/token", (
-        f"{human(size.moe_flops(moe, config.sequence), 'FLOP')} forward and backward at {config.sequence} tokens "
-        f"(dense {human(size.dense_flops(d, config.sequence), 'FLOP')})"
+    yield (
+        "parameters",
+        f"{human(s.total)} total, {human(s.active)} active ({s.total / s.dense:.2f}x and "
+        f"{s.active / s.dense:.2f}x the dense {human(s.dense)})",
     )
-    yield "on disk", f"{human(plan.bytes, 'B')} in {len(plan.shards)} file{'s' * (len(plan.shards) > 1)}, {moe.dtype}, {len(plan.outputs)} tensors"
+    yield (
+        "FLOPs/token",
+        (
+            f"{human(size.moe_flops(moe, config.sequence), 'FLOP')} forward and backward at {config.sequence} tokens "
+            f"(dense {human(size.dense_flops(d, config.sequence), 'FLOP')})"
+        ),
+    )
+    yield (
+        "on disk",
+        f"{human(plan.bytes, 'B')} in {len(plan.shards)} file{'s' * (len(plan.shards) > 1)}, {moe.dtype}, "
+        f"{len(plan.outputs)} tensors",
+    )
     yield "training", memory_text(plan)
     for name, why in plan.dropped[:8]:
         yield "dropped", f"{name}: {why}"
@@ -74,10 +97,17 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
 def scale_text(plan: UpcyclePlan) -> str:
     moe = plan.moe
     if plan.scale == "calibrated" and not plan.observed:
-        return "calibrated: 1 / the router's mean mass, measured on the calibration text when converting, layer by layer"
+        return (
+            "calibrated: 1 / the router's mean mass, measured on the calibration text when converting, layer by layer"
+        )
     factors = plan.factors(moe.layers[0])
-    inside = ", ".join(f"{m} x {f:.4g}" for m, f in factors.items() if f != 1 and m in ("gate", "up", "down")) or "weights as they are"
-    return f"{plan.scale}: {inside}" + (f", output x {moe.output_scale:g} in the model (routed_scaling_factor)" if moe.output_scale != 1 else "")
+    inside = (
+        ", ".join(f"{m} x {f:.4g}" for m, f in factors.items() if f != 1 and m in ("gate", "up", "down"))
+        or "weights as they are"
+    )
+    return f"{plan.scale}: {inside}" + (
+        f", output x {moe.output_scale:g} in the model (routed_scaling_factor)" if moe.output_scale != 1 else ""
+    )
 
 
 def memory_text(plan: UpcyclePlan) -> str:
@@ -87,8 +117,10 @@ def memory_text(plan: UpcyclePlan) -> str:
     except ValueError as error:
         return f"no estimate: {error}"
     return (
-        f"about {m.total / 2**30:.1f} GiB per GPU on {mesh.gpus} GPUs (ep={mesh.ep} tp={mesh.tp} pp={mesh.pp}, {mesh.micro_batch} x {mesh.sequence} tokens): "
-        f"weights and optimiser {m.state / 2**30:.1f}, gathered layers {m.gathered / 2**30:.1f}, activations {m.activations / 2**30:.1f}, logits {m.logits / 2**30:.1f}"
+        f"about {m.total / 2**30:.1f} GiB per GPU on {mesh.gpus} GPUs (ep={mesh.ep} tp={mesh.tp} pp={mesh.pp}, "
+        f"{mesh.micro_batch} x {mesh.sequence} tokens): "
+        f"weights and optimiser {m.state / 2**30:.1f}, gathered layers {m.gathered / 2**30:.1f}, activations "
+        f"{m.activations / 2**30:.1f}, logits {m.logits / 2**30:.1f}"
     )
 
 
@@ -107,11 +139,16 @@ def tensors(plan: UpcyclePlan) -> Iterator[str]:
 def text(plan: UpcyclePlan) -> str:
     """README.md of the output folder."""
     from_name = os.path.basename(os.path.normpath(plan.config.source or plan.config.donors[0]))
-    load = "AutoModelForCausalLM.from_pretrained(folder)" if target(plan.target).ABILITIES.stock else "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"
+    load = (
+        "AutoModelForCausalLM.from_pretrained(folder)"
+        if target(plan.target).ABILITIES.stock
+        else "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"
+    )
     lines = [
         "---", "library_name: transformers", "tags:", "- moe", "- upcycled", "---",
         f"# {from_name}, upcycled to a mixture of experts", "",
-        f"Made by upcycle {own_version()} from {from_name} (base model: `{plan.config.source or plan.config.donors[0]}`).",
+        f"Made by upcycle {own_version()} from {from_name} (base model: "
+        f"`{plan.config.source or plan.config.donors[0]}`).",
         f"Load it with `{load}`.", "",
         "| | |", "|---|---|",
         *(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows(plan) if name != "training"), "",

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -41,7 +41,7 @@ class Router:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Text for everything that is measured instead of assumed: scale=calibrated, router.init=hidden, split by activation."""
+    """Text for what is measured instead of assumed: scale=calibrated, router.init=hidden, split by activation."""
 
     texts: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst (key `text`)
     tokens: int = 8192
@@ -109,7 +109,10 @@ def find(file: str, ready: Path) -> Path:
         if path.is_file():
             return path
     known = sorted(p.stem for p in ready.glob("*.yaml"))
-    raise ValueError(f"there is no config {file!r}: give a YAML file or one of {', '.join(known) or 'none here'}{nearest(file, known)}")
+    raise ValueError(
+        f"there is no config {file!r}: give a YAML file or one of "
+        f"{', '.join(known) or 'none here'}{nearest(file, known)}"
+    )
 
 
 def build(kind: type[T], values: Any, where: str = "") -> T:
@@ -119,14 +122,18 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            raise ValueError(f"unknown key '{where}{key}'{nearest(str(key), list(fields))}; known keys: {', '.join(fields)}")
+            raise ValueError(
+                f"unknown key '{where}{key}'{nearest(str(key), list(fields))}; known keys: {', '.join(fields)}"
+            )
     schema: DictConfig = OmegaConf.structured(kind)
     OmegaConf.set_readonly(schema, False)
     try:
         for key, value in values.items():
             default = getattr(schema, key)
             if isinstance(default, DictConfig) and OmegaConf.get_type(default) is not dict:
-                build(OmegaConf.get_type(default), value, f"{where}{key}.")  # names the nearest key of the inner one
+                build(
+                    cast(type[Any], OmegaConf.get_type(default)), value, f"{where}{key}."
+                )  # names the nearest key of the inner one
             elif isinstance(value, str) and isinstance(fields[key].default, tuple):
                 values = {**values, key: [value]}  # one text, one donor: no brackets needed
         return OmegaConf.to_object(OmegaConf.merge(schema, values))  # type: ignore[return-value]

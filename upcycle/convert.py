@@ -58,8 +58,10 @@ class Worker:
         return Worker(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
 
 
-def convert(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], worker: Worker | None = None, *, quiet: bool = False) -> Path:
-    """Make the folder `plan.config.output`; returns it. Raises ValueError in one sentence, losing nothing that is done."""
+def convert(
+    plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], worker: Worker | None = None, *, quiet: bool = False
+) -> Path:
+    """Make the folder `plan.config.output` and return it. A ValueError is one sentence and loses nothing that is done."""
     worker = worker or Worker.here()
     output = Path(plan.config.output)
     partial = output.with_name(output.name + ".partial")
@@ -71,7 +73,9 @@ def convert(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], worker: Worker
         mine = [shard for i, shard in enumerate(plan.shards) if i % worker.count == worker.rank]
         done = [shard for shard in mine if record(partial, shard[0]) is not None]
         total = sum(out.bytes for _, group in mine for out in group)
-        with tqdm(total=total, unit="B", unit_scale=True, desc="convert", disable=quiet or worker.rank > 0, mininterval=0.2) as bar:
+        with tqdm(
+            total=total, unit="B", unit_scale=True, desc="convert", disable=quiet or worker.rank > 0, mininterval=0.2
+        ) as bar:
             bar.update(sum(out.bytes for _, group in done for out in group))
             write_shards(plan, checkpoints, partial, [shard for shard in mine if shard not in done], bar)
         if worker.rank > 0:
@@ -118,7 +122,9 @@ def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) 
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"another process is writing {partial} as rank {worker.rank}; wait for it, or stop it") from None
+            raise ValueError(
+                f"another process is writing {partial} as rank {worker.rank}; wait for it, or stop it"
+            ) from None
         if worker.rank == 0:
             start_job(partial, identity, check)
         await_job(partial, identity)
@@ -135,7 +141,10 @@ def start_job(partial: Path, identity: Mapping[str, Any], check: Any) -> None:
         old.unlink()
     if (partial / JOB / "job.json").is_file():
         if json.loads((partial / JOB / "job.json").read_text()) != dict(identity):
-            raise ValueError(f"{partial} holds an unfinished conversion by another plan or of another source; finish it with its own config, or remove it")
+            raise ValueError(
+                f"{partial} holds an unfinished conversion by another plan or of another source; finish it with "
+                "its own config, or remove it"
+            )
         return
     check()
     write_atomic(partial / JOB / "job.json", json.dumps(identity, indent=1).encode())
@@ -146,7 +155,10 @@ def await_job(partial: Path, identity: Mapping[str, Any]) -> None:
         if (partial / JOB / "job.json").is_file():
             if json.loads((partial / JOB / "job.json").read_text()) == dict(identity):
                 return
-            raise ValueError(f"{partial} is being made by another plan or of another source than this process has; give all processes one config")
+            raise ValueError(
+                f"{partial} is being made by another plan or of another source than this process has; give all "
+                "processes one config"
+            )
         time.sleep(POLL)
     raise ValueError(f"{partial} was not begun by rank 0 within a minute; look at that process")
 
@@ -166,7 +178,10 @@ def check_space(plan: UpcyclePlan, partial: Path) -> None:
     folder = next(parent for parent in partial.parents if parent.exists())
     free = shutil.disk_usage(folder).free
     if free < plan.bytes * 1.01:
-        raise ValueError(f"the output needs {plan.bytes / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free; free some or choose another output")
+        raise ValueError(
+            f"the output needs {plan.bytes / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free; free some "
+            "or choose another output"
+        )
 
 
 @contextmanager
@@ -176,16 +191,27 @@ def explained(partial: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ValueError(f"no room left while writing {partial} ({error.strerror}); free some and run the same command again: finished shards are kept") from None
+            raise ValueError(
+                f"no room left while writing {partial} ({error.strerror}); free some and run the same command "
+                "again: finished shards are kept"
+            ) from None
         if error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EPERM, errno.EIO):
-            raise ValueError(f"{error.filename or partial} cannot be written ({error.strerror}); choose another output") from None
+            raise ValueError(
+                f"{error.filename or partial} cannot be written ({error.strerror}); choose another output"
+            ) from None
         raise
 
 
 # ---- shards
 
 
-def write_shards(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, shards: list[tuple[str, list[Output]]], bar: Any) -> None:
+def write_shards(
+    plan: UpcyclePlan,
+    checkpoints: Sequence[Checkpoint],
+    partial: Path,
+    shards: list[tuple[str, list[Output]]],
+    bar: Any,
+) -> None:
     """Two shards at a time, each a pipeline of its own: while one waits for the disk, the other reads and makes."""
     layer_ffn = max(out.bytes for out in plan.outputs)
     maker = Maker(plan, checkpoints, cache=max(256 << 20, 6 * min(layer_ffn, 1 << 30)))
@@ -217,7 +243,7 @@ def write_shard(maker: Maker, partial: Path, name: str, outputs: list[Output], b
             assert ahead is not None
             tensor = ahead.result()
             ahead = pool.submit(maker.part, following) if following is not None else None
-            data = memoryview(tensor.flatten().view(torch.uint8).numpy())
+            data = tensor.flatten().view(torch.uint8).numpy().data
             hashed = pool.submit(digest.update, data)
             write_all(file.fileno(), data)
             hashed.result()
@@ -234,7 +260,11 @@ def header(outputs: list[Output]) -> bytes:
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for output in outputs:
-        table[output.name] = {"dtype": SAFETENSORS[output.dtype], "shape": list(output.shape), "data_offsets": [start, start + output.bytes]}
+        table[output.name] = {
+            "dtype": SAFETENSORS[output.dtype],
+            "shape": list(output.shape),
+            "data_offsets": [start, start + output.bytes],
+        }
         start += output.bytes
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -279,7 +309,9 @@ def record(partial: Path, name: str) -> dict[str, Any] | None:
 # ---- what is measured, and what lies beside the weights
 
 
-def observations(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, worker: Worker, *, quiet: bool) -> dict[str, Tensor]:
+def observations(
+    plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, worker: Worker, *, quiet: bool
+) -> dict[str, Tensor]:
     if not plan.needs_text:
         return {}
     path = partial / JOB / "observed.safetensors"
@@ -320,9 +352,14 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         "from": plan.config.source,
         "donors": list(plan.config.donors),
         "target": plan.target,
-        "promise": {"exact": plan.promise.exact, "tolerance": plan.promise.tolerance, "reasons": list(plan.promise.reasons)},
+        "promise": {
+            "exact": plan.promise.exact,
+            "tolerance": plan.promise.tolerance,
+            "reasons": list(plan.promise.reasons),
+        },
         "config": card.settings(plan),
-        "versions": {name: version(name) for name in ("torch", "safetensors", "omegaconf")} | {"python": platform.python_version(), "upcycle": card.own_version()},
+        "versions": {name: version(name) for name in ("torch", "safetensors", "omegaconf")}
+        | {"python": platform.python_version(), "upcycle": card.own_version()},
         "files": files,
     }
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=2).encode() + b"\n")

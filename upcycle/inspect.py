@@ -27,7 +27,8 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
             dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + prod(entry.shape)
         lines = {
             "model type": str(config.get("model_type")),
-            "parameters": human(sum(dtypes.values())) + f" in {len(entries)} tensors ({', '.join(f'{human(n)} {d}' for d, n in dtypes.items())})",
+            "parameters": human(sum(dtypes.values()))
+            + f" in {len(entries)} tensors ({', '.join(f'{human(n)} {d}' for d, n in dtypes.items())})",
             "on disk": f"{human(size, 'B')} in {len(checkpoint.files)} file{'s' * (len(checkpoint.files) > 1)}",
             **{key: str(config[key]) for key in sizes_stated(config)},
         }
@@ -47,7 +48,16 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
 
 
 def sizes_stated(config: Any) -> list[str]:
-    keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok")
+    keys = (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_local_experts",
+        "num_experts",
+        "n_routed_experts",
+        "num_experts_per_tok",
+    )
     return [key for key in keys if config.get(key) is not None]
 
 
@@ -87,6 +97,8 @@ def check(folder: Path) -> bool:
                 wrong.append(str(error))
     for line in wrong:
         print(f"upcycle: {line}", file=sys.stderr)
-    done = "sizes, sha256 and values are right" if manifest else "values are finite; there is no manifest to compare with"
+    done = (
+        "sizes, sha256 and values are right" if manifest else "values are finite; there is no manifest to compare with"
+    )
     print(f"{'checked':<12} {done if not wrong else f'{len(wrong)} wrong'}")
     return not wrong

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from math import prod
 
 import torch
@@ -92,12 +93,14 @@ class Maker:
         return whole.view(max(stop - start, 0), *output.shape[1:])[(slice(None), *index[1:])]
 
     def flat(self, part: Recipe, low: int, high: int) -> Tensor:
-        """Elements low to high of a part. A kept or copied tensor is read from its first row to its last; the rest made."""
+        """Elements low to high of a part. Of a kept tensor just those rows are read; other parts are made whole."""
         width = prod(part.shape[1:])
         if part.kind == "keep" and not part.sources[0].rows and width:
             first, last = low // width, -(-high // width)
             rows = self.read(part.sources[0], (first, last))
-            return self.finish(part, rows + part.add if part.add else rows).flatten()[low - first * width : high - first * width]
+            return self.finish(part, rows + part.add if part.add else rows).flatten()[
+                low - first * width : high - first * width
+            ]
         return self.part(part).flatten()[low:high]
 
     def output(self, name: str) -> Output:
@@ -113,7 +116,11 @@ class Maker:
             return self.expert(recipe)
         if recipe.kind == "keep":
             key = ("source", *self.key(recipe.sources[0]))
-            raw = self.kept.get(key, lambda: self.read(recipe.sources[0])) if recipe.sources[0].rows else self.read(recipe.sources[0])
+            raw = (
+                self.kept.get(key, lambda: self.read(recipe.sources[0]))
+                if recipe.sources[0].rows
+                else self.read(recipe.sources[0])
+            )
         elif recipe.kind == "average":
             raw = self.mean([self.read(source) for source in recipe.sources])
         elif recipe.kind == "shared":
@@ -163,7 +170,7 @@ class Maker:
 
         def read(name: str) -> Tensor:
             assert name == matrix, name
-            tensors = [self.kept.get(("source", *self.key(s)), lambda s=s: self.read(s)) for s in recipe.sources]
+            tensors = [self.kept.get(("source", *self.key(s)), partial(self.read, s)) for s in recipe.sources]
             return tensors[0] if len(tensors) == 1 else self.mean(tensors)
 
         return FFN(dense.ffn, dense.hidden, (matrix,), read)
@@ -178,12 +185,16 @@ class Maker:
 
     def router_rows(self, layer: int) -> Tensor:
         plan, init = self.plan, self.plan.config.router.init
-        return router_rows(plan, layer, plan.observed.get(f"layers.{layer}.rows")) if init.name in routers.MEASURED else router_rows(plan, layer)
+        return (
+            router_rows(plan, layer, plan.observed.get(f"layers.{layer}.rows"))
+            if init.name in routers.MEASURED
+            else router_rows(plan, layer)
+        )
 
     # ---- sources
 
     @staticmethod
-    def key(source: Source) -> Hashable:
+    def key(source: Source) -> tuple[Hashable, ...]:
         return (source.donor, source.name, source.rows)
 
     def read(self, source: Source, rows: tuple[int, int] | None = None) -> Tensor:
@@ -205,5 +216,3 @@ def router_rows(plan: UpcyclePlan, layer: int, measured: Tensor | None = None) -
         return routers.centred(measured, init.std)
     own = init.name == "independent" or plan.method == "split"
     return routers.normal(moe.experts if own else moe.copies, moe.dense.hidden, init.std, plan.config.seed, layer)
-
-

@@ -1,8 +1,8 @@
 """What a plan needs to know about the dense model's behaviour on text, measured in one streamed pass over its layers.
 
-    layers.L.rows    directions for the router's rows: domain means, or gate rows of representative neurons
-    layers.L.order   the neurons, shared expert's first, then expert after expert
-    layers.L.mass    E[sum of the chosen weights]: what the router really lets through
+layers.L.rows    directions for the router's rows: domain means, or gate rows of representative neurons
+layers.L.order   the neurons, shared expert's first, then expert after expert
+layers.L.mass    E[sum of the chosen weights]: what the router really lets through
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> tuple[Tensor
     calibration, init = plan.config.calibration, plan.config.router.init
     groups = [(path,) for path in init.texts] if init.name == "hidden" else [tuple(calibration.texts)]
     share = max(1, calibration.tokens // len(groups))
-    batches = [text.token_batches(checkpoints[0].folder, group, share, calibration.length, plan.dense.vocab) for group in groups]
+    batches = [
+        text.token_batches(checkpoints[0].folder, group, share, calibration.length, plan.dense.vocab)
+        for group in groups
+    ]
     domain = torch.cat([torch.full((batch.numel(),), i) for i, batch in enumerate(batches)])
     return torch.cat(batches), domain
 
 
-def reader(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> "observe.Read":
+def reader(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> observe.Read:
     """role -> tensor of the dense model that is converted: the base, or the donors' mean if the rest is that."""
     maker = Maker(plan, checkpoints)
     sources = plugin.load("upcycle.families", plan.dense.family).sources(plan.dense)

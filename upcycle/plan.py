@@ -1,7 +1,7 @@
 """The plan: for every tensor of the MoE checkpoint, which source tensors it needs and which pure function makes it.
 
-It is data, built from two config files and the headers of the source: no tensor is read. `plan` prints it, `convert` runs
-all of it, a training rank runs the slices it owns, `verify` holds it to its promise.
+It is data, built from two config files and the headers of the source: no tensor is read. `plan` prints it, `convert`
+runs all of it, a training rank runs the slices it owns, `verify` holds it to its promise.
 """
 
 from __future__ import annotations
@@ -18,19 +18,27 @@ from typing import Any
 
 from torch import Tensor
 
-from upcycle import plugin, routers, scale, size
+from upcycle import plugin, request, routers, scale, size
 from upcycle.checkpoint import Checkpoint
-from upcycle.config import UpcycleConfig, build as build_config, byte_size
+from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
-from upcycle.ffn import FFN
-from upcycle.methods import Place, Sizes
-from upcycle.promise import Promise, estimate
+from upcycle.promise import Promise, make_promise
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 from upcycle.targets.common import Slot, refusals, relu2_as_gated
 
 FORMAT = 1  # of the plan: part of its hash, raised when the same plan would give other bytes
 # `target: auto` takes the first that holds the model, the plainest first; one of our own only if no stock one does
-PREFERENCE = ("mixtral", "qwen3_moe", "qwen2_moe", "flex_olmo", "granitemoe", "granitemoeshared", "glm4_moe", "dots1", "solar_open")
+PREFERENCE = (
+    "mixtral",
+    "qwen3_moe",
+    "qwen2_moe",
+    "flex_olmo",
+    "granitemoe",
+    "granitemoeshared",
+    "glm4_moe",
+    "dots1",
+    "solar_open",
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,17 @@ class Recipe:
     add: float = 0.0  # to every element: 1 where a gain-minus-one norm becomes a plain one; the constant of `fill`
 
     def __str__(self) -> str:
-        read = " + ".join(f"{'' if not s.donor else f'donor {s.donor}: '}{s.name}{list(s.rows) if len(s.rows) == 1 else ' (rows)' if s.rows else ''}" for s in self.sources)
-        what = {"expert": f"expert {self.index}'s {self.matrix} of ", "shared": f"shared {self.matrix} of ", "average": "mean of ", "keep": ""}
+        def name(source: Source) -> str:
+            rows = f"{list(source.rows[0])}" if len(source.rows) == 1 else " (rows)" if source.rows else ""
+            return (f"donor {source.donor}: " if source.donor else "") + source.name + rows
+
+        read = " + ".join(map(name, self.sources))
+        what = {
+            "expert": f"expert {self.index}'s {self.matrix} of ",
+            "shared": f"shared {self.matrix} of ",
+            "average": "mean of ",
+            "keep": "",
+        }
         if self.kind in ("router", "fill"):
             return "router rows" if self.kind == "router" else f"all {self.add:g}"
         return f"{what[self.kind]}{read}{f' x {self.factor:g}' if self.factor != 1 else ''}{f' + {self.add:g}' if self.add else ''}"
@@ -116,7 +133,8 @@ class UpcyclePlan:
     @cached_property
     def shards(self) -> list[tuple[str, list[Output]]]:
         """(file name, outputs): as many per file as fit max_shard, in order; an output larger than that has its own."""
-        limit, groups, room = byte_size(self.config.max_shard), [], 0
+        limit, room = byte_size(self.config.max_shard), 0
+        groups: list[list[Output]] = []
         for output in self.outputs:
             if not groups or output.bytes > room:
                 groups.append([])
@@ -134,8 +152,12 @@ class UpcyclePlan:
     @cached_property
     def hash(self) -> str:
         """Equal plans of equal sources give equal bytes. Where things lie (source, output) is no part of it."""
-        settings = {k: v for k, v in asdict(self.config).items() if k not in ("source", "output", "donors", "mesh", "sequence")}
-        digest = hashlib.sha256(json.dumps([FORMAT, settings, self.target, self.hf_config], sort_keys=True, default=str).encode())
+        settings = {
+            k: v for k, v in asdict(self.config).items() if k not in ("source", "output", "donors", "mesh", "sequence")
+        }
+        digest = hashlib.sha256(
+            json.dumps([FORMAT, settings, self.target, self.hf_config], sort_keys=True, default=str).encode()
+        )
         for output in self.outputs:
             digest.update(repr((output.name, output.shape, output.dtype, output.parts)).encode())
         return digest.hexdigest()
@@ -144,7 +166,10 @@ class UpcyclePlan:
 def family(model_type: Any) -> ModuleType:
     known = plugin.names("upcycle.families")
     if model_type not in known:
-        raise ValueError(f"config.json has model_type {model_type!r}; dense families known: {', '.join(known)}{plugin.nearest(str(model_type), known)}")
+        raise ValueError(
+            f"config.json has model_type {model_type!r}; dense families known: "
+            f"{', '.join(known)}{plugin.nearest(str(model_type), known)}"
+        )
     return plugin.load("upcycle.families", model_type)
 
 
@@ -159,133 +184,41 @@ def build(config: UpcycleConfig, checkpoints: Sequence[Checkpoint]) -> UpcyclePl
     dense: DenseSpec = source_family.read(base.config)
     check_sources(dense, source_family, checkpoints)
     dense = replace(dense, dtype=stored_dtype(base))
-    method, options = read_method(config, len(checkpoints) - 1)
-    moe = moe_spec(config, dense, method)
+    method, options = request.read_method(config, len(checkpoints) - 1)
+    moe = request.moe_spec(config, dense, method)
     kind = scale.parse(config.scale)
-    check_router(config, moe, method, kind)
+    request.check_router(config, moe, method, kind)
     name, why = choose_target(config, moe)
     chosen = target(name)
     moe = place_scale(config, moe, method, kind, chosen)
-    sources = [{r: replace(s, donor=i) for r, s in source_family.sources(dense).items()} for i in range(len(checkpoints))]
+    sources = [
+        {r: replace(s, donor=i) for r, s in source_family.sources(dense).items()} for i in range(len(checkpoints))
+    ]
     make_recipe = Recipes(moe, method, options, sources, chosen)
     outputs = tuple(make_recipe.output(slot) for slot in make_recipe.slots)
     check_outputs(outputs)
     promise = make_promise(config, moe, method, options, kind, chosen)
     plan = UpcyclePlan(
-        config, dense, moe, name, why, method, options, kind, outputs, dropped(outputs, source_family, dense, base), chosen.config(moe), promise, tuple(chosen.notes(moe))
+        config,
+        dense,
+        moe,
+        name,
+        why,
+        method,
+        options,
+        kind,
+        outputs,
+        dropped(outputs, source_family, dense, base),
+        chosen.config(moe),
+        promise,
+        tuple(chosen.notes(moe)),
     )
     if plan.needs_text:
-        check_text(plan)
+        request.check_text(config, kind, options)
     return plan
 
 
-# ---- what is asked for
-
-
-def read_method(config: UpcycleConfig, donors: int) -> tuple[str, Any]:
-    values = {"name": config.method} if isinstance(config.method, str) else dict(config.method or {})
-    name = values.pop("name", None)
-    if not isinstance(name, str):
-        raise ValueError(f"method.name is {name!r}; name one of {', '.join(plugin.names('upcycle.methods'))}")
-    module = plugin.load("upcycle.methods", name)
-    options = build_config(module.Options, values, "method.")
-    options.check(Sizes(config.experts, config.granularity, donors))
-    if donors and name != "branch_train_mix":
-        raise ValueError(f"donors are given but method {name} has one source; use method.name=branch_train_mix")
-    return name, options
-
-
-def layer_list(value: Any, layers: int) -> tuple[int, ...]:
-    """all | every:N (N-1, 2N-1, ...) | first-dense:K | a list."""
-    want = "write all, every:2, first-dense:1 or a list like [1,3,5]"
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = [value]
-    if isinstance(value, str):
-        word, _, number = value.partition(":")
-        if value == "all":
-            chosen = range(layers)
-        elif word in ("every", "first-dense") and number.isdigit() and (word == "first-dense" or int(number) > 0):
-            n = int(number)
-            chosen = range(n - 1, layers, n) if word == "every" else range(n, layers)
-        else:
-            raise ValueError(f"layers is {value!r}; {want}")
-        if not chosen:
-            raise ValueError(f"layers={value} leaves no layer of {layers} to convert; {want}")
-        return tuple(chosen)
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
-        raise ValueError(f"layers is {value!r}; {want}")
-    wrong = [i for i in value if not 0 <= i < layers]
-    if wrong or len(set(value)) != len(value):
-        raise ValueError(f"layers names {wrong or 'a layer twice'} of a model with layers 0 to {layers - 1}; {want}")
-    return tuple(sorted(value))
-
-
-def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: str) -> MoESpec:
-    """The numbers of the MoE; refuses sizes that cannot be, naming the nearest that can."""
-    for key in ("experts", "granularity", "top_k", "sequence"):
-        if getattr(config, key) < 1:
-            raise ValueError(f"{key} is {getattr(config, key)}; it must be at least 1")
-    total, g = config.experts * config.granularity, config.granularity
-    if config.top_k > total:
-        raise ValueError(f"top_k={config.top_k} of experts * granularity = {total} experts; top_k must be at most {total}")
-    parts = total if method == "split" else g
-    if not 0 <= config.shared or (config.shared >= 1 and config.shared != int(config.shared)):
-        raise ValueError(f"shared is {config.shared:g}; write a number of shared experts (0, 1, 2, ...) or a share of the FFN below 1")
-    if config.shared >= 1:  # that many experts of the routed width
-        n = parts + int(config.shared)
-        if dense.ffn % n:
-            near = [s for s in range(1, 65) if dense.ffn % (parts + s) == 0]
-            raise ValueError(
-                f"{dense.ffn} neurons cannot be cut into {parts} routed and {int(config.shared)} shared parts of one width; "
-                f"try shared={', '.join(map(str, near[:4])) or '0.25'}, another granularity, or a share like shared=0.25"
-            )
-        shared = dense.ffn // n * int(config.shared)
-    else:
-        shared = round(config.shared * dense.ffn)
-        if config.shared and not method == "split":
-            shared -= (shared - dense.ffn) % g  # so that the rest can be cut into equal parts
-        if config.shared and not 0 < shared < dense.ffn:
-            raise ValueError(f"shared={config.shared:g} of {dense.ffn} neurons leaves nothing shared or nothing routed; write for instance shared=0.25")
-    routed = dense.ffn - shared
-    if method == "split":
-        if routed < total:
-            raise ValueError(f"{routed} neurons cannot be split into {total} experts; lower experts or granularity")
-        widths = tuple(routed // total + (i < routed % total) for i in range(total))
-    else:
-        if routed % g:
-            near = sorted((n for n in range(1, routed + 1) if routed % n == 0), key=lambda n: abs(n - g))[:3]
-            raise ValueError(f"granularity={g} must divide the {routed} neurons of the dense FFN; try granularity={', '.join(map(str, sorted(near)))}")
-        widths = (routed // g,) * total
-    if config.router.score not in ("softmax", "sigmoid"):
-        raise ValueError(f"router.score is {config.router.score!r}; write softmax or sigmoid")
-    if config.router.order not in ("softmax-then-topk", "topk-then-softmax"):
-        raise ValueError(f"router.order is {config.router.order!r}; write softmax-then-topk or topk-then-softmax")
-    dtype = config.dtype or dense.dtype
-    if dtype not in BYTES:
-        raise ValueError(f"dtype is {dtype!r}; write {', '.join(BYTES)}")
-    return MoESpec(
-        dense=dense, layers=layer_list(config.layers, dense.layers), widths=widths, top_k=config.top_k, copies=config.experts, granularity=g,
-        shared=shared, score=config.router.score, order=config.router.order, normalize=config.router.normalize, dtype=dtype,
-    )  # type: ignore[arg-type]  # fmt: skip
-
-
-def check_router(config: UpcycleConfig, moe: MoESpec, method: str, kind: str | float) -> None:
-    init = config.router.init
-    if init.name not in routers.NAMES:
-        raise ValueError(f"router.init.name is {init.name!r}; write {', '.join(routers.NAMES)}{plugin.nearest(init.name, list(routers.NAMES))}")
-    if not init.std > 0:
-        raise ValueError(f"router.init.std is {init.std}; it must be above 0, because equal logits send every token to the same experts")
-    if init.name == "neurons" and method != "split":
-        raise ValueError("router.init.name=neurons needs method.name=split: only disjoint experts have neurons of their own")
-    if init.name == "hidden" and len(init.texts) != moe.copies:
-        raise ValueError(f"router.init.name=hidden needs one text per copy in router.init.texts, got {len(init.texts)} for experts={moe.copies}")
-    if init.name == "hidden" and method == "split" and moe.granularity > 1:
-        raise ValueError("router.init.name=hidden with method.name=split needs granularity=1, one text per expert")
-    if kind == "exact" and not moe.weights_sum_to_one:
-        raise ValueError(
-            "scale=exact cannot hold with router.normalize=false: the chosen weights then add up to another number for every token; "
-            "write router.normalize=true, scale=calibrated (measures the mean on calibration.texts), scale=published or a number"
-        )
+# ---- which architecture
 
 
 def place_scale(config: UpcycleConfig, moe: MoESpec, method: str, kind: str | float, chosen: ModuleType) -> MoESpec:
@@ -294,21 +227,12 @@ def place_scale(config: UpcycleConfig, moe: MoESpec, method: str, kind: str | fl
         raise ValueError(f"scale_in is {config.scale_in!r}; write auto, weights or output")
     fits = chosen.ABILITIES.output_scale and kind not in ("published", "calibrated")
     if config.scale_in == "output" and not fits:
-        raise ValueError(f"scale_in=output needs a target with an output scale and one number for all layers, got {chosen.__name__.rsplit('.', 1)[-1]} with scale={kind}")
+        raise ValueError(
+            "scale_in=output needs a target with an output scale and one number for all layers, got "
+            f"{chosen.__name__.rsplit('.', 1)[-1]} with scale={kind}"
+        )
     c = scale.gain(moe, method, kind, None)
     return replace(moe, output_scale=c) if fits and config.scale_in != "weights" and c is not None else moe
-
-
-def check_text(plan: UpcyclePlan) -> None:
-    config = plan.config
-    if not config.calibration.texts and not (plan.config.router.init.name == "hidden"):
-        what = "scale=calibrated" if plan.scale == "calibrated" else "method.by=activation" if getattr(plan.options, "by", "") == "activation" else "router.init.name=neurons"
-        raise ValueError(f"{what} is measured on text and calibration.texts is empty; name .txt, .jsonl or .jsonl.zst files")
-    if plan.config.router.init.name == "neurons" and getattr(plan.options, "by", "") != "activation":
-        raise ValueError("router.init.name=neurons needs method.by=activation, which finds the representative neurons")
-
-
-# ---- which architecture
 
 
 def rank(name: str) -> tuple[int, str]:
@@ -322,7 +246,10 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
     if config.target != "auto":
         target(config.target)  # an unknown name is refused here
         if reasons[config.target]:
-            raise ValueError(f"target {config.target} cannot hold {'; nor '.join(reasons[config.target])}; targets that can: {', '.join(holding)}")
+            raise ValueError(
+                f"target {config.target} cannot hold {'; nor '.join(reasons[config.target])}; targets that can: "
+                f"{', '.join(holding)}"
+            )
         return config.target, "asked for"
     # a router in bf16 ties, and ties split virtual groups: prefer one that computes in float32
     half = moe.granularity > 1 and moe.dtype in ("bfloat16", "float16")
@@ -333,7 +260,9 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
         fp32 = " and routes in float32" if half and target(best[0]).ABILITIES.router_fp32 else ""
         return best[0], f"stock transformers, holds this model exactly{fp32}{others}"
     close = sorted((n for n in reasons if target(n).ABILITIES.stock), key=lambda n: (len(reasons[n]), rank(n)))[:2]
-    return holding[0], "no stock architecture holds it: " + "; ".join(f"{n} has no {' and no '.join(reasons[n])}" for n in close)
+    return holding[0], "no stock architecture holds it: " + "; ".join(
+        f"{n} has no {' and no '.join(reasons[n])}" for n in close
+    )
 
 
 # ---- which tensors
@@ -342,7 +271,9 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
 class Recipes:
     """Slots of a target -> outputs with recipes. A role the donor lacks is filled by the rule in `dense`."""
 
-    def __init__(self, moe: MoESpec, method: str, options: Any, sources: list[dict[str, Source]], chosen: ModuleType) -> None:
+    def __init__(
+        self, moe: MoESpec, method: str, options: Any, sources: list[dict[str, Source]], chosen: ModuleType
+    ) -> None:
         self.moe, self.sources = moe, sources
         self.mixing = method == "branch_train_mix"
         # branch_train_mix: everything but the routed experts is the donors' mean, unless it comes from the base
@@ -402,6 +333,9 @@ class Recipes:
 # ---- checks before any write
 
 
+FREE = ("dtype", "tokens", "init_std", "context")  # in what donors may differ
+
+
 def stored_dtype(checkpoint: Checkpoint) -> str:
     """The dtype most of the weights are stored in: the files know better than config.json."""
     count: dict[str, int] = {}
@@ -409,28 +343,49 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
         count[entry.dtype] = count.get(entry.dtype, 0) + prod(entry.shape)
     dtype = max(count, key=lambda d: count[d])
     if dtype not in BYTES:
-        raise ValueError(f"{checkpoint.folder} stores its weights as {dtype}; give a checkpoint in {', '.join(BYTES)} (dequantise it first)")
+        raise ValueError(
+            f"{checkpoint.folder} stores its weights as {dtype}; give a checkpoint in {', '.join(BYTES)} "
+            "(dequantise it first)"
+        )
     return dtype
 
 
 def check_sources(dense: DenseSpec, source_family: ModuleType, checkpoints: Sequence[Checkpoint]) -> None:
     """Every tensor the family states is there in the right shape; every donor is the same model."""
     for checkpoint in checkpoints:
-        spec: DenseSpec = source_family.read(checkpoint.config) if checkpoint.config.get("model_type") == checkpoints[0].config.get("model_type") else None
-        ignored = {"dtype", "tokens", "init_std", "context"}
-        if spec is None or {k: v for k, v in asdict(spec).items() if k not in ignored} != {k: v for k, v in asdict(dense).items() if k not in ignored}:
-            differing = "family" if spec is None else next(k for k, v in asdict(spec).items() if k not in ignored and v != asdict(dense)[k])
-            raise ValueError(f"donor {checkpoint.folder} differs from {checkpoints[0].folder} in its {differing}; donors must have one architecture")
+        if checkpoint.config.get("model_type") != checkpoints[0].config.get("model_type"):
+            raise ValueError(
+                f"{checkpoint.folder} is not a {dense.family} model; all donors must have one architecture"
+            )
+        spec: DenseSpec = source_family.read(checkpoint.config)
+        differing = [k for k, v in asdict(spec).items() if k not in FREE and v != asdict(dense)[k]]
+        if differing:
+            raise ValueError(
+                f"{checkpoint.folder} and {checkpoints[0].folder} differ in {', '.join(differing)}; all donors "
+                "must have one architecture"
+            )
         sources = source_family.sources(spec)
         for role, shape in spec.roles():
             source = sources[role]
             entry = checkpoint.entries.get(source.name)
             if entry is None:
-                raise ValueError(f"{checkpoint.folder} has no tensor {source.name!r}, which config.json promises ({role}); is the download complete?")
-            rows = sum(stop - start for start, stop in source.rows) if source.rows else entry.shape[0] if entry.shape else 0
+                raise ValueError(
+                    f"{checkpoint.folder} has no tensor {source.name!r}, which config.json promises ({role}); "
+                    "is the download complete?"
+                )
+            rows = (
+                sum(stop - start for start, stop in source.rows)
+                if source.rows
+                else entry.shape[0]
+                if entry.shape
+                else 0
+            )
             beyond = any(stop > entry.shape[0] for _, stop in source.rows)
             if beyond or (rows, *entry.shape[1:]) != shape:
-                raise ValueError(f"{source.name} in {checkpoint.folder} has shape {list(entry.shape)}, config.json promises {list(shape)} for {role}; do the two belong together?")
+                raise ValueError(
+                    f"{source.name} in {checkpoint.folder} has shape {list(entry.shape)}, config.json promises "
+                    f"{list(shape)} for {role}; do the two belong together?"
+                )
 
 
 def check_outputs(outputs: Sequence[Output]) -> None:
@@ -442,7 +397,9 @@ def check_outputs(outputs: Sequence[Output]) -> None:
         assert sum(prod(part.shape) for part in out.parts) == prod(out.shape), out.name
 
 
-def dropped(outputs: Sequence[Output], source_family: ModuleType, dense: DenseSpec, base: Checkpoint) -> tuple[tuple[str, str], ...]:
+def dropped(
+    outputs: Sequence[Output], source_family: ModuleType, dense: DenseSpec, base: Checkpoint
+) -> tuple[tuple[str, str], ...]:
     """Dense tensors that no output uses: each must have a reason, else the conversion would lose something."""
     sources = source_family.sources(dense)
     used = {source.name for source in sources.values()}
@@ -455,62 +412,10 @@ def dropped(outputs: Sequence[Output], source_family: ModuleType, dense: DenseSp
         elif any(re.fullmatch(pattern, name) for pattern in source_family.IGNORED):
             out.append((name, "a buffer, not a weight"))
         else:
-            raise ValueError(f"{base.folder} has a tensor {name!r} that no {dense.family} model has; converting would lose it")
+            raise ValueError(
+                f"{base.folder} has a tensor {name!r} that no {dense.family} model has; converting would lose it"
+            )
     return tuple(out)
-
-
-# ---- what it promises
-
-
-def make_promise(config: UpcycleConfig, moe: MoESpec, method: str, options: Any, kind: str | float, chosen: ModuleType) -> Promise:
-    module = plugin.load("upcycle.methods", method)
-    g, d = moe.granularity, moe.dense
-    gated = d.gated or relu2_as_gated(moe, chosen.ABILITIES)
-    why_not, know = [], []
-    if method == "branch_train_mix":
-        why_not.append("the donors are mixed")
-    elif not module.EXACT:
-        why_not.append(f"method {method} changes the experts")
-    if not moe.weights_sum_to_one:
-        why_not.append("the router's weights are not normalised over the chosen")
-    elif module.EXACT and g > 1 and moe.top_k % g:
-        why_not.append(f"top_k={moe.top_k} is not a multiple of granularity={g}, so no choice is whole copies")
-    elif module.EXACT and g > 1 and config.router.init.name == "independent":
-        why_not.append("experts of one copy have router rows of their own (router.init.name=independent)")
-    c = scale.gain(moe, method, kind, None)
-    if module.EXACT and moe.weights_sum_to_one and kind != "calibrated":
-        if kind == "published" and c != 1 and not (d.activation == "relu2"):
-            why_not.append(f"scale=published multiplies {'gate, up and down by the cube' if d.gated else 'up and down by the square'} root of {c:g}, under which {'SwiGLU' if d.gated else d.activation} is not homogeneous")
-        elif c != scale.whole(moe, method):
-            why_not.append(f"scale is {c:g}, exact is {scale.whole(moe, method):g}")
-    exact = not why_not
-    rounded = rounding(moe, method, kind, c, gated, chosen)
-    half = moe.dtype in ("bfloat16", "float16")
-    if exact and rounded:
-        know.append(f"exact but for the rounding of {rounded} to {moe.dtype}")
-    if exact and half and g > 1 and not chosen.ABILITIES.router_fp32:
-        know.append(f"computed in {moe.dtype}, router logits tie and about 0.5 % of tokens a layer split a virtual group (targets that route in float32 do not)")
-
-    def small_expert(ffn: FFN, small: MoESpec, index: int) -> FFN:
-        chosen_options = replace(options, by="random") if getattr(options, "by", "") == "activation" else options
-        expert: FFN = module.expert([ffn], Place(0, index, small.copies, small.granularity, small.widths, config.seed), chosen_options)
-        return expert
-
-    expected = None if method == "branch_train_mix" else estimate(moe, method, small_expert, kind, config.router.init.name, config.router.init.std, config.seed, gated)
-    if exact and expected is not None:
-        assert expected.error < 1e-9, f"a plan called exact has an error of {expected.error}"
-    return Promise(exact, tuple(why_not or know), expected, 0.05 if rounded else 1e-5)
-
-
-def rounding(moe: MoESpec, method: str, kind: str | float, c: float | None, gated: bool, chosen: ModuleType) -> str:
-    """What is rounded when stored; '' if every number is kept."""
-    if BYTES[moe.dtype] < BYTES[moe.dense.dtype] or {moe.dtype, moe.dense.dtype} == {"bfloat16", "float16"}:
-        return f"{moe.dense.dtype} weights"
-    if BYTES[moe.dtype] >= 4:
-        return ""
-    if c is not None and any(f not in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64) for f in scale.weight_factors(moe, method, kind, c, gated=gated).values()):
-        return "scaled weights"
-    return "norm weights + 1" if moe.dense.norm == "rms1p" and "rms1p" not in chosen.ABILITIES.norms else ""
 
 
 def sizes(plan: UpcyclePlan) -> size.Sizes:

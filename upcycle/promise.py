@@ -1,7 +1,7 @@
 """What a plan promises: exact or not, why not, and the error to expect.
 
-The expected error is not a table: the plan's own method, router and scale are run on a small Gaussian FFN in float64, with
-router logits as spread as they will be in the real model. No tensor of the source is read for it.
+The expected error is not a table: the plan's own method, router and scale are run on a small Gaussian FFN in float64,
+with router logits as spread as they will be in the real model. No tensor of the source is read for it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from upcycle import rng, routers, scale
+from upcycle import plugin, rng, routers, scale
+from upcycle.config import UpcycleConfig
 from upcycle.ffn import FFN
-from upcycle.spec import MoESpec
+from upcycle.methods import Place
+from upcycle.spec import BYTES, MoESpec
+from upcycle.targets.common import relu2_as_gated
 
 HIDDEN, TOKENS, PART = 64, 256, 16  # of the small FFN: hidden size, tokens, neurons of the narrowest part
 
@@ -59,7 +64,14 @@ def moe_output(x_TD: Tensor, moe: MoESpec, rows_ND: Tensor, experts: list[FFN], 
 
 
 def estimate(
-    moe: MoESpec, method: str, make: Callable[[FFN, MoESpec, int], FFN], kind: str | float, init: str, std: float, seed: int, gated: bool
+    moe: MoESpec,
+    method: str,
+    make: Callable[[FFN, MoESpec, int], FFN],
+    kind: str | float,
+    init: str,
+    std: float,
+    seed: int,
+    gated: bool,
 ) -> Estimate:
     """`make(ffn, moe, index)` is the method's expert on the small FFN."""
     parts = moe.experts if method == "split" else moe.granularity
@@ -82,7 +94,9 @@ def estimate(
     dense = FFN.of(**gate, up=draw("up", f, HIDDEN), down=draw("down", HIDDEN, f))
     activation = "relu" if gated and not moe.dense.gated else moe.dense.activation
     independent = method == "split" or init == "independent"
-    rows = routers.normal(moe.experts if independent else moe.copies, HIDDEN, std * (moe.dense.hidden / HIDDEN) ** 0.5, seed, 0)
+    rows = routers.normal(
+        moe.experts if independent else moe.copies, HIDDEN, std * (moe.dense.hidden / HIDDEN) ** 0.5, seed, 0
+    )
     rows = routers.repeated(rows.double(), moe.experts)
     mass = float(routers.weights(x, rows, small)[0].sum(-1).mean()) if kind == "calibrated" else None
     c = scale.gain(small, method, kind, mass)
@@ -95,3 +109,74 @@ def estimate(
     if shared:
         y = y + dense.neurons(slice(shared))(x, activation)
     return compare(y, dense(x, activation))
+
+
+def make_promise(
+    config: UpcycleConfig, moe: MoESpec, method: str, options: Any, kind: str | float, chosen: ModuleType
+) -> Promise:
+    module = plugin.load("upcycle.methods", method)
+    g, d = moe.granularity, moe.dense
+    gated = d.gated or relu2_as_gated(moe, chosen.ABILITIES)
+    why_not, know = [], []
+    if method == "branch_train_mix":
+        why_not.append("the donors are mixed")
+    elif not module.EXACT:
+        why_not.append(f"method {method} changes the experts")
+    if not moe.weights_sum_to_one:
+        why_not.append("the router's weights are not normalised over the chosen")
+    elif module.EXACT and g > 1 and moe.top_k % g:
+        why_not.append(f"top_k={moe.top_k} is not a multiple of granularity={g}, so no choice is whole copies")
+    elif module.EXACT and g > 1 and config.router.init.name == "independent":
+        why_not.append("experts of one copy have router rows of their own (router.init.name=independent)")
+    c = scale.gain(moe, method, kind, None)
+    if module.EXACT and moe.weights_sum_to_one and kind != "calibrated":
+        if kind == "published" and c != 1 and d.activation != "relu2":
+            why_not.append(
+                "scale=published multiplies "
+                f"{'gate, up and down by the cube' if d.gated else 'up and down by the square'} root of {c:g}, "
+                f"under which {'SwiGLU' if d.gated else d.activation} is not homogeneous"
+            )
+        elif c != scale.whole(moe, method):
+            why_not.append(f"scale is {c:g}, exact is {scale.whole(moe, method):g}")
+    exact = not why_not
+    rounded = rounding(moe, method, kind, c, gated, chosen)
+    half = moe.dtype in ("bfloat16", "float16")
+    if exact and rounded:
+        know.append(f"exact but for the rounding of {rounded} to {moe.dtype}")
+    if exact and half and g > 1 and not chosen.ABILITIES.router_fp32:
+        know.append(
+            f"computed in {moe.dtype}, router logits tie and about 0.5 % of tokens a layer split a virtual "
+            "group (targets that route in float32 do not)"
+        )
+
+    def small_expert(ffn: FFN, small: MoESpec, index: int) -> FFN:
+        chosen_options = replace(options, by="random") if getattr(options, "by", "") == "activation" else options
+        expert: FFN = module.expert(
+            [ffn], Place(0, index, small.copies, small.granularity, small.widths, config.seed), chosen_options
+        )
+        return expert
+
+    expected = (
+        None
+        if method == "branch_train_mix"
+        else estimate(
+            moe, method, small_expert, kind, config.router.init.name, config.router.init.std, config.seed, gated
+        )
+    )
+    if exact and expected is not None:
+        assert expected.error < 1e-9, f"a plan called exact has an error of {expected.error}"
+    return Promise(exact, tuple(why_not or know), expected, 0.05 if rounded else 1e-5)
+
+
+def rounding(moe: MoESpec, method: str, kind: str | float, c: float | None, gated: bool, chosen: ModuleType) -> str:
+    """What is rounded when stored; '' if every number is kept."""
+    if BYTES[moe.dtype] < BYTES[moe.dense.dtype] or {moe.dtype, moe.dense.dtype} == {"bfloat16", "float16"}:
+        return f"{moe.dense.dtype} weights"
+    if BYTES[moe.dtype] >= 4:
+        return ""
+    if c is not None and any(
+        f not in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
+        for f in scale.weight_factors(moe, method, kind, c, gated=gated).values()
+    ):
+        return "scaled weights"
+    return "norm weights + 1" if moe.dense.norm == "rms1p" and "rms1p" not in chosen.ABILITIES.norms else ""

@@ -2,7 +2,7 @@
 
     normal      N(0, std). The same thing goes by `virtual_group` when granularity > 1: experts of one copy share a row.
     independent N(0, std) for every expert on its own; not exact when granularity > 1.
-    hidden      means of hidden states per domain (or donor), taken where the router reads: after the post-attention norm.
+    hidden      means of hidden states per domain or donor, taken where the router reads: after the post-attention norm.
     neurons     a representative neuron of each expert: its gate row (`split`).
 
 A zero router is never made: top-k of equal logits is unspecified and sends every token to the same experts.
@@ -29,7 +29,9 @@ def centred(rows: Tensor, std: float) -> Tensor:
     rows = rows.float() - rows.float().mean(0, keepdim=True)
     rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-12) * std * rows.shape[1] ** 0.5
     if not bool((rows.abs().amax(1) > 0).all()):
-        raise ValueError("two of the router's texts (or neurons) measure exactly the same; give each copy a different one")
+        raise ValueError(
+            "two of the router's texts (or neurons) measure exactly the same; give each copy a different one"
+        )
     return rows
 
 
@@ -39,7 +41,7 @@ def repeated(rows: Tensor, experts: int) -> Tensor:
 
 
 def weights(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor]:
-    """The reference router: (weight_TK, expert_TK). Equal scores go to the lower index, so a tie keeps a group whole."""
+    """The reference router: (weight_TK, expert_TK). Ties go to the lower index, which keeps a group whole."""
     logits_TN = x_TD @ rows_ND.to(x_TD.dtype).T
     if moe.score == "sigmoid":
         score_TN = logits_TN.sigmoid()

@@ -1,7 +1,7 @@
 """The number c that makes the MoE's output equal the dense FFN's, and where it goes.
 
-A router whose chosen weights add up to 1 gives each part of a virtual group the weight 1/G, so c = G whatever the router
-is. Where weights are not normalised, c depends on the router's real probability mass: `calibrated` measures it.
+A router whose chosen weights add up to 1 gives each part of a virtual group the weight 1/G, so c = G whatever the
+router is. Where weights are not normalised, c depends on the router's real probability mass: `calibrated` measures it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def gain(moe: MoESpec, method: str, scale: str | float, mass: float | None) -> f
 def published_factor(moe: MoESpec) -> float:
     """Megatron's rule: cube root on both matrices of a gated or squared-ReLU FFN, else square root."""
     c, d = uniform(moe), moe.dense
-    return c ** (1 / 3) if d.gated or d.activation == "relu2" else c**0.5
+    return float(c ** (1 / 3) if d.gated or d.activation == "relu2" else c**0.5)
 
 
 def weight_factors(moe: MoESpec, method: str, scale: str | float, c: float, *, gated: bool) -> dict[str, float]:

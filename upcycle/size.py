@@ -42,9 +42,11 @@ def mean_context(sequence: int, window: int | None) -> float:
 
 
 def flops_per_token(d: DenseSpec, matrix_weights: float, sequence: int) -> float:
-    """Forward and backward: 6 a weight a token, plus causal attention. Router, norms, look-ups and recomputation not counted."""
+    """Forward and backward: 6 a weight a token, and causal attention. Router, norms and recomputation do not count."""
     window_layers = len(d.window_layers) if d.window else 0
-    contexts = window_layers * mean_context(sequence, d.window) + (d.layers - window_layers) * mean_context(sequence, None)
+    contexts = window_layers * mean_context(sequence, d.window) + (d.layers - window_layers) * mean_context(
+        sequence, None
+    )
     return 6 * matrix_weights + 6 * 2 * d.heads * d.head_dim * contexts
 
 
@@ -66,7 +68,7 @@ def moe_flops(moe: MoESpec, sequence: int) -> float:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each GPU in a training step, bf16 compute, fully sharded, fp32 master weights, gradients and two moments."""
+    """Bytes on each GPU in a training step: bf16 compute; fp32 master weights, gradients and moments, fully sharded."""
 
     state: float  # 16 bytes a parameter, sharded over all GPUs of a pipeline stage
     gathered: float  # bf16 weights and gradients of the layers being computed
@@ -79,12 +81,15 @@ class Memory:
 
 
 def memory(moe: MoESpec, sizes: Sizes, mesh: Mesh) -> Memory:
-    """An estimate to choose a mesh by: two layers gathered at once, SwiGLU and norms recomputed, everything else kept."""
+    """An estimate to choose a mesh by: two layers gathered at once, SwiGLU and norms recomputed, the rest kept."""
     for key in ("gpus", "ep", "tp", "pp", "micro_batch", "sequence"):
         if getattr(mesh, key) < 1:
             raise ValueError(f"mesh.{key} is {getattr(mesh, key)}; it must be at least 1")
     if mesh.gpus % (mesh.tp * mesh.pp) or mesh.gpus % (mesh.ep * mesh.pp):
-        raise ValueError(f"mesh.gpus={mesh.gpus} must be a multiple of tp * pp = {mesh.tp * mesh.pp} and of ep * pp = {mesh.ep * mesh.pp}")
+        raise ValueError(
+            f"mesh.gpus={mesh.gpus} must be a multiple of tp * pp = {mesh.tp * mesh.pp} and of ep * pp = "
+            f"{mesh.ep * mesh.pp}"
+        )
     if moe.experts % mesh.ep:
         near = max(n for n in range(1, mesh.ep + 1) if moe.experts % n == 0 and mesh.gpus % (n * mesh.pp) == 0)
         raise ValueError(f"mesh.ep={mesh.ep} must divide the {moe.experts} experts; try mesh.ep={near}")

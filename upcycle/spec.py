@@ -57,7 +57,8 @@ class DenseSpec:
     qkv_bias: bool = False  # on all three
     out_bias: bool = False
     ffn_bias: bool = False  # on gate (if gated), up and down
-    # As transformers 5 stores rope_parameters: rope_theta, rope_type (default, linear, dynamic, yarn, longrope, llama3),
+    # As transformers 5 stores rope_parameters: rope_theta, rope_type (default, linear, dynamic, yarn, longrope,
+    # llama3),
     # factor, ...; original_max_position_embeddings always for yarn, longrope and llama3; and partial_rotary_factor p,
     # the share of each head that is rotated, only if it is not 1. The first n = int(head_dim * p) dimensions of a head
     # turn, i with i + n/2 (not i with i + 1), and the frequencies are those of a head of n dimensions. A longrope or
@@ -214,7 +215,9 @@ class MoESpec:
             return (self.experts, hidden) if rest[1] == "weight" else (self.experts,)
         if rest[0] == "shared_gate":
             return (1, hidden)
-        width = {"experts": lambda: self.widths[int(rest[1])], "shared": lambda: self.shared}.get(rest[0], lambda: d.ffn)()
+        width = {"experts": lambda: self.widths[int(rest[1])], "shared": lambda: self.shared}.get(
+            rest[0], lambda: d.ffn
+        )()
         if rest[-2] in ("gate", "up", "down"):
             neurons, kind = (hidden, rest[-1]) if rest[-2] == "down" else (width, rest[-1])
             return (neurons,) if kind == "bias" else ((hidden, width) if rest[-2] == "down" else (width, hidden))

@@ -1,7 +1,7 @@
 """verify: are two checkpoints the same function? Both read the same tokens, one model in memory at a time.
 
-This is the judge, so it takes nothing from the converter: stock transformers loads both folders. A folder that ships our
-modelling file is loaded with the package's own copy of it, after the two were found equal, so no remote code runs.
+This is the judge, so it takes nothing from the converter: stock transformers loads both folders. A folder that ships
+our modelling file is loaded with the package's own copy of it, after the two were found equal: no remote code runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def load_model(folder: str | Path, dtype: torch.dtype) -> Any:
     if model_type == "upcycled":
         shipped = path / upcycled.MODELING.name
         if not shipped.is_file() or shipped.read_bytes() != upcycled.MODELING.read_bytes():
-            raise ValueError(f"{shipped} is not the modelling file of this version of upcycle; it is not run. Convert again, or load it yourself with trust_remote_code=True")
+            raise ValueError(
+                f"{shipped} is not the modelling file of this version of upcycle; it is not run. Convert again, "
+                "or load it yourself with trust_remote_code=True"
+            )
         from upcycle.remote import modeling_upcycled
 
         kind = modeling_upcycled.UpcycledForCausalLM
@@ -59,7 +62,9 @@ def load_model(folder: str | Path, dtype: torch.dtype) -> Any:
     problems = {k: sorted(map(str, v)) for k, v in info.items() if v}
     if problems:
         what, names = next(iter(problems.items()))
-        raise ValueError(f"transformers reports {what} in {folder}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
+        raise ValueError(
+            f"transformers reports {what} in {folder}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        )
     return model.eval()
 
 
@@ -84,7 +89,13 @@ def tokens(dense: Checkpoint, texts: Sequence[str], count: int, length: int) -> 
 
 
 def verify(
-    dense: str | Path, moe: str | Path, texts: Sequence[str] = (), count: int = 1024, length: int = 256, dtype: str = "float32", tolerance: float | None = None
+    dense: str | Path,
+    moe: str | Path,
+    texts: Sequence[str] = (),
+    count: int = 1024,
+    length: int = 256,
+    dtype: str = "float32",
+    tolerance: float | None = None,
 ) -> Report:
     with Checkpoint.open(dense) as a, Checkpoint.open(moe) as b:
         ids = tokens(a, texts, count, length)
@@ -93,7 +104,9 @@ def verify(
     want = logits(dense, ids, getattr(torch, dtype), "dense")
     have = logits(moe, ids, getattr(torch, dtype), "MoE")
     if want.shape != have.shape:
-        raise ValueError(f"the two models have {want.shape[1]} and {have.shape[1]} logits; they do not share a vocabulary")
+        raise ValueError(
+            f"the two models have {want.shape[1]} and {have.shape[1]} logits; they do not share a vocabulary"
+        )
     if not bool(torch.isfinite(want).all()):
         raise ValueError(f"{dense} itself gives NaN or infinite logits in {dtype}; try --dtype float32")
     return judge(want, have, promise, dtype, tolerance)
@@ -104,9 +117,16 @@ def judge(want: Tensor, have: Tensor, promise: dict[str, Any] | None, dtype: str
     relative = float(difference.max() / want.abs().max())
     log_p, log_q = want.double().log_softmax(-1), have.double().log_softmax(-1)
     if tolerance is None and promise is not None and promise["exact"]:
-        # in half precision the two models round differently; a split virtual group is a real difference, but a small one
+        # in half precision the two models round differently; a split virtual group is a real difference, but a small
+        # one
         tolerance = promise["tolerance"] if dtype in ("float32", "float64") else max(promise["tolerance"], 0.1)
-    promised = "nothing: no manifest" if promise is None else "exact" if promise["exact"] else f"not exact: {'; '.join(promise['reasons'])}"
+    promised = (
+        "nothing: no manifest"
+        if promise is None
+        else "exact"
+        if promise["exact"]
+        else f"not exact: {'; '.join(promise['reasons'])}"
+    )
     finite = bool(torch.isfinite(have).all())
     return Report(
         tokens=want.shape[0],
@@ -124,10 +144,16 @@ def judge(want: Tensor, have: Tensor, promise: dict[str, Any] | None, dtype: str
 def table(report: Report) -> str:
     lines = {
         "tokens": f"{report.tokens}",
-        "logits": f"max difference {report.max_difference:.3g}, mean {report.mean_difference:.3g}, relative {report.relative:.3g}",
+        "logits": f"max difference {report.max_difference:.3g}, mean {report.mean_difference:.3g}, "
+        f"relative {report.relative:.3g}",
         "KL": f"{report.kl:.3g} nats a token",
         "top-1": f"{report.top1_agreement:.2%} agree",
-        "promised": report.promised + (f" (relative difference up to {report.tolerance:g})" if report.tolerance is not None else ""),
-        "verdict": "held" if report.held and report.tolerance is not None else "nothing to hold; logits are finite" if report.held else "BROKEN",
+        "promised": report.promised
+        + (f" (relative difference up to {report.tolerance:g})" if report.tolerance is not None else ""),
+        "verdict": "held"
+        if report.held and report.tolerance is not None
+        else "nothing to hold; logits are finite"
+        if report.held
+        else "BROKEN",
     }
     return "\n".join(f"{name:<12} {value}" for name, value in lines.items())

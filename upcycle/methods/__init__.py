@@ -1,4 +1,4 @@
-"""Initialisations, one file each: dense FFN(s) -> the FFN of one expert. Pure: no files, devices, ranks or global state.
+"""Initialisations, one file each: dense FFN(s) -> the FFN of one expert. Pure: no files, devices, ranks or globals.
 
     Options                               its keys under `method:` in the config, with defaults and check(sizes)
     EXACT                                 True if every copy is the dense FFN, neuron for neuron

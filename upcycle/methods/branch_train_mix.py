@@ -1,7 +1,7 @@
 """Branch-Train-MiX (Sukhbaatar et al., 2403.07816): expert e is the FFN of donor e.
 
-The donors are dense models trained apart from one seed. Everything that is not an expert is their average, or comes from
-`source`.
+The donors are dense models trained apart from one seed. Everything that is not an expert is their average, or comes
+from `source`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ EXACT = True
 class Options:
     def check(self, sizes: Sizes) -> None:
         if sizes.granularity != 1:
-            raise ValueError(f"method copy makes whole copies, got granularity={sizes.granularity}; use method.name=virtual_group")
+            raise ValueError(
+                f"method copy makes whole copies, got granularity={sizes.granularity}; use method.name=virtual_group"
+            )
 
 
 def expert(donors: Sequence[FFN], place: Place, options: Options) -> FFN:

@@ -1,0 +1,173 @@
+"""What a config asks for: its words and numbers checked against the dense model, as a method and an MoESpec.
+
+Every refusal names the nearest thing that can be had.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from upcycle import plugin, routers
+from upcycle.config import UpcycleConfig
+from upcycle.config import build as build_config
+from upcycle.methods import Sizes
+from upcycle.spec import BYTES, DenseSpec, MoESpec, Order, Score
+
+
+def read_method(config: UpcycleConfig, donors: int) -> tuple[str, Any]:
+    values = {"name": config.method} if isinstance(config.method, str) else dict(config.method or {})
+    name = values.pop("name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"method.name is {name!r}; name one of {', '.join(plugin.names('upcycle.methods'))}")
+    module = plugin.load("upcycle.methods", name)
+    options = build_config(module.Options, values, "method.")
+    options.check(Sizes(config.experts, config.granularity, donors))
+    if donors and name != "branch_train_mix":
+        raise ValueError(f"donors are given but method {name} has one source; use method.name=branch_train_mix")
+    return name, options
+
+
+def layer_list(value: Any, layers: int) -> tuple[int, ...]:
+    """all | every:N (N-1, 2N-1, ...) | first-dense:K | a list."""
+    want = "write all, every:2, first-dense:1 or a list like [1,3,5]"
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = [value]
+    if isinstance(value, str):
+        word, _, number = value.partition(":")
+        if value == "all":
+            chosen = range(layers)
+        elif word in ("every", "first-dense") and number.isdigit() and (word == "first-dense" or int(number) > 0):
+            n = int(number)
+            chosen = range(n - 1, layers, n) if word == "every" else range(n, layers)
+        else:
+            raise ValueError(f"layers is {value!r}; {want}")
+        if not chosen:
+            raise ValueError(f"layers={value} leaves no layer of {layers} to convert; {want}")
+        return tuple(chosen)
+    if (
+        not isinstance(value, list | tuple)
+        or not value
+        or not all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+    ):
+        raise ValueError(f"layers is {value!r}; {want}")
+    wrong = [i for i in value if not 0 <= i < layers]
+    if wrong or len(set(value)) != len(value):
+        raise ValueError(f"layers names {wrong or 'a layer twice'} of a model with layers 0 to {layers - 1}; {want}")
+    return tuple(sorted(value))
+
+
+def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: str) -> MoESpec:
+    """The numbers of the MoE; refuses sizes that cannot be, naming the nearest that can."""
+    for key in ("experts", "granularity", "top_k", "sequence"):
+        if getattr(config, key) < 1:
+            raise ValueError(f"{key} is {getattr(config, key)}; it must be at least 1")
+    total, g = config.experts * config.granularity, config.granularity
+    if config.top_k > total:
+        raise ValueError(
+            f"top_k={config.top_k} of experts * granularity = {total} experts; top_k must be at most {total}"
+        )
+    parts = total if method == "split" else g
+    if not config.shared >= 0 or (config.shared >= 1 and config.shared != int(config.shared)):
+        raise ValueError(
+            f"shared is {config.shared:g}; write a number of shared experts (0, 1, 2, ...) or a share of the "
+            "FFN below 1"
+        )
+    if config.shared >= 1:  # that many experts of the routed width
+        n = parts + int(config.shared)
+        if dense.ffn % n:
+            near = [s for s in range(1, 65) if dense.ffn % (parts + s) == 0]
+            raise ValueError(
+                f"{dense.ffn} neurons cannot be cut into {parts} routed and {int(config.shared)} shared parts "
+                "of one width; "
+                f"try shared={', '.join(map(str, near[:4])) or '0.25'}, another granularity, or a share like "
+                "shared=0.25"
+            )
+        shared = dense.ffn // n * int(config.shared)
+    else:
+        shared = round(config.shared * dense.ffn)
+        if config.shared and method != "split":
+            shared -= (shared - dense.ffn) % g  # so that the rest can be cut into equal parts
+        if config.shared and not 0 < shared < dense.ffn:
+            raise ValueError(
+                f"shared={config.shared:g} of {dense.ffn} neurons leaves nothing shared or nothing routed; "
+                "write for instance shared=0.25"
+            )
+    routed = dense.ffn - shared
+    if method == "split":
+        if routed < total:
+            raise ValueError(f"{routed} neurons cannot be split into {total} experts; lower experts or granularity")
+        widths = tuple(routed // total + (i < routed % total) for i in range(total))
+    else:
+        if routed % g:
+            near = sorted((n for n in range(1, routed + 1) if routed % n == 0), key=lambda n: abs(n - g))[:3]
+            raise ValueError(
+                f"granularity={g} must divide the {routed} neurons of the dense FFN; try "
+                f"granularity={', '.join(map(str, sorted(near)))}"
+            )
+        widths = (routed // g,) * total
+    if config.router.score not in ("softmax", "sigmoid"):
+        raise ValueError(f"router.score is {config.router.score!r}; write softmax or sigmoid")
+    if config.router.order not in ("softmax-then-topk", "topk-then-softmax"):
+        raise ValueError(f"router.order is {config.router.order!r}; write softmax-then-topk or topk-then-softmax")
+    dtype = config.dtype or dense.dtype
+    if dtype not in BYTES:
+        raise ValueError(f"dtype is {dtype!r}; write {', '.join(BYTES)}")
+    return MoESpec(
+        dense=dense,
+        layers=layer_list(config.layers, dense.layers),
+        widths=widths,
+        top_k=config.top_k,
+        copies=config.experts,
+        granularity=g,
+        shared=shared,
+        score=cast(Score, config.router.score),  # both words were checked above
+        order=cast(Order, config.router.order),
+        normalize=config.router.normalize,
+        dtype=dtype,
+    )
+
+
+def check_router(config: UpcycleConfig, moe: MoESpec, method: str, kind: str | float) -> None:
+    init = config.router.init
+    if init.name not in routers.NAMES:
+        raise ValueError(
+            f"router.init.name is {init.name!r}; write "
+            f"{', '.join(routers.NAMES)}{plugin.nearest(init.name, list(routers.NAMES))}"
+        )
+    if not init.std > 0:
+        raise ValueError(
+            f"router.init.std is {init.std}; it must be above 0, because equal logits send every token to the "
+            "same experts"
+        )
+    if init.name == "neurons" and method != "split":
+        raise ValueError(
+            "router.init.name=neurons needs method.name=split: only disjoint experts have neurons of their own"
+        )
+    if init.name == "hidden" and len(init.texts) != moe.copies:
+        raise ValueError(
+            f"router.init.name=hidden needs one text per copy in router.init.texts, got {len(init.texts)} for "
+            f"experts={moe.copies}"
+        )
+    if init.name == "hidden" and method == "split" and moe.granularity > 1:
+        raise ValueError("router.init.name=hidden with method.name=split needs granularity=1, one text per expert")
+    if kind == "exact" and not moe.weights_sum_to_one:
+        raise ValueError(
+            "scale=exact cannot hold with router.normalize=false: the chosen weights then add up to another "
+            "number for every token; "
+            "write router.normalize=true, scale=calibrated (measures the mean on calibration.texts), "
+            "scale=published or a number"
+        )
+
+
+def check_text(config: UpcycleConfig, kind: str | float, options: Any) -> None:
+    """Whatever is measured needs text to measure it on."""
+    init, by_activation = config.router.init, getattr(options, "by", "") == "activation"
+    if init.name == "neurons" and not by_activation:
+        raise ValueError("router.init.name=neurons needs method.by=activation, which finds the representative neurons")
+    if not config.calibration.texts and init.name != "hidden":
+        what = "scale=calibrated" if kind == "calibrated" else "method.by=activation"
+        raise ValueError(
+            f"{what} is measured on text and calibration.texts is empty; name .txt, .jsonl or .jsonl.zst files"
+        )
+    if config.calibration.tokens < 1 or config.calibration.length < 1:
+        raise ValueError("calibration.tokens and calibration.length must be at least 1")
