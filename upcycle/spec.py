@@ -57,12 +57,11 @@ class DenseSpec:
     qkv_bias: bool = False  # on all three
     out_bias: bool = False
     ffn_bias: bool = False  # on gate (if gated), up and down
-    # As transformers 5 stores rope_parameters: rope_theta, rope_type (default, linear, dynamic, yarn, longrope,
-    # llama3),
-    # factor, ...; original_max_position_embeddings always for yarn, longrope and llama3; and partial_rotary_factor p,
-    # the share of each head that is rotated, only if it is not 1. The first n = int(head_dim * p) dimensions of a head
-    # turn, i with i + n/2 (not i with i + 1), and the frequencies are those of a head of n dimensions. A longrope or
-    # yarn without factor has context / original_max_position_embeddings.
+    # As transformers 5 stores rope_parameters: rope_theta, rope_type (default, linear, dynamic, yarn, longrope or
+    # llama3), factor, ...; original_max_position_embeddings always for yarn, longrope and llama3; and
+    # partial_rotary_factor p, the share of each head that is rotated, only if it is not 1. The first
+    # n = int(head_dim * p) dimensions of a head turn, i with i + n/2 (not i with i + 1), and the frequencies are those
+    # of a head of n dimensions. A longrope without factor has context / original_max_position_embeddings.
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     tied: bool = False
     # Sliding window: a token sees itself and the window - 1 before it, in these layers; all before it in the others.
@@ -75,7 +74,7 @@ class DenseSpec:
     residual_scale: float = 1.0  # multiplies what attention and FFN add to the stream, not the stream (Granite)
     logit_scale: float = 1.0  # multiplies the logits (Granite: 1 / logits_scaling)
     dtype: str = "bfloat16"  # as the config says; the files decide
-    tokens: Mapping[str, Any] = field(default_factory=dict)  # bos_, eos_, pad_token_id: stored, or the default
+    tokens: Mapping[str, Any] = field(default_factory=dict)  # bos_, eos_ and pad_token_id; None: it has none
     init_std: float = 0.02
 
     def __post_init__(self) -> None:

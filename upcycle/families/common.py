@@ -123,9 +123,10 @@ def dtype(config: Config) -> str:
 
 
 def tokens(config: Config, *, bos: int | None = None, eos: int | None = None, pad: int | None = None) -> dict[str, Any]:
-    """Special tokens as stored, or as this family has them if the file does not say; a null stays a null."""
+    """Special tokens as stored, or as this family has them if the file does not say. All three are always there, None
+    meaning none: a target that is not told takes its own class's defaults, which are other tokens."""
     defaults = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
-    return {k: config.get(k, default) for k, default in defaults.items() if k in config or default is not None}
+    return {key: config.get(key, default) for key, default in defaults.items()}
 
 
 def rope(

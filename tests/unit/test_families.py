@@ -1,0 +1,366 @@
+"""Every dense family reads its config as transformers does and finds every tensor that transformers wrote."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.parity import tiny
+from upcycle import plugin
+from upcycle.families.common import Source
+from upcycle.spec import DenseSpec
+
+
+def family(name: str) -> Any:
+    return plugin.load("upcycle.families", name)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    out: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return out
+
+
+def spec_of(folder: Path) -> DenseSpec:
+    config = config_of(folder)
+    spec: DenseSpec = family(config["model_type"]).read(config)
+    return spec
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    out = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as f:
+            out |= {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (it is no mapping)
+    return out
+
+
+def rows_of(whole: Tensor, source: Source) -> Tensor:
+    return torch.cat([whole[a:b] for a, b in source.rows]) if source.rows else whole
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return cache(lambda name: tiny.make_variant(name, tmp_path_factory.mktemp(name)))
+
+
+# ---- tensors
+
+
+def problems(spec: DenseSpec, found: Mapping[str, Tensor]) -> Iterator[str]:
+    """What is wrong between a family's sources and the tensors of a checkpoint."""
+    module = family(spec.family)
+    sources, shapes = module.sources(spec), dict(spec.roles())
+    if sources.keys() != shapes.keys():
+        yield f"roles differ: {sources.keys() ^ shapes.keys()}"
+    taken: dict[str, list[tuple[int, int]]] = {}
+    for role, source in sources.items():
+        if source.name not in found:
+            yield f"{role}: no tensor {source.name}"
+            continue
+        whole = found[source.name]
+        taken.setdefault(source.name, []).extend(source.rows or [(0, len(whole))])
+        if any(not 0 <= a < b <= len(whole) for a, b in source.rows):
+            yield f"{role}: rows {source.rows} are outside {source.name}"
+        elif rows_of(whole, source).shape != shapes[role]:
+            yield f"{role}: {source.name} gives {tuple(rows_of(whole, source).shape)}, want {shapes[role]}"
+    for name, ranges in taken.items():  # each row of a fused tensor belongs to exactly one role
+        edges = [0, *(edge for pair in sorted(ranges) for edge in pair), len(found[name])]
+        if edges[::2] != edges[1::2]:
+            yield f"{name}: rows {sorted(ranges)} overlap or leave a gap"
+    tied_head = {module.sources(replace(spec, tied=False))["head.weight"].name} if spec.tied else set()
+    for name in found.keys() - taken.keys() - tied_head:
+        if not any(re.fullmatch(pattern, name) for pattern in module.IGNORED):
+            yield f"{name} is not used"
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_sources_are_the_tensors_of_the_checkpoint(name: str, checkpoint: Any) -> None:
+    folder = checkpoint(name)
+    spec, found = spec_of(folder), tensors(folder)
+    assert list(problems(spec, found)) == []
+
+    # the same check sees a tensor too few, one too many, and one of a wrong shape
+    for victim in found:
+        assert list(problems(spec, {k: v for k, v in found.items() if k != victim})), victim
+        assert list(problems(spec, found | {victim: found[victim][:-1]})), victim
+    assert list(problems(spec, found | {"model.layers.0.stranger.weight": torch.zeros(1)}))
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_parameters_are_counted(name: str, checkpoint: Any) -> None:
+    folder = checkpoint(name)
+    spec, truth = spec_of(folder), AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+    assert parameters(spec) == truth
+    assert parameters(replace(spec, ffn=spec.ffn + 1)) != truth
+
+
+def parameters(spec: DenseSpec) -> int:
+    return sum(prod(shape) for _, shape in spec.roles())
+
+
+@pytest.mark.parametrize("name", ["phi3", "phi3_partial"])
+def test_phi3_fused_tensors(name: str, checkpoint: Any) -> None:
+    folder = checkpoint(name)
+    spec, found = spec_of(folder), tensors(folder)
+    sources = family("phi3").sources(spec)
+    for layer in range(spec.layers):
+        part = {p: rows_of(found[(s := sources[f"layers.{layer}.{p}.weight"]).name], s) for p in "qkv"}
+        qkv = found[f"model.layers.{layer}.self_attn.qkv_proj.weight"]
+        assert torch.equal(torch.cat([part["q"], part["k"], part["v"]]), qkv)
+        assert not torch.equal(torch.cat([part["q"], part["v"], part["k"]]), qkv)
+        # as the model itself takes them apart: gate first
+        gate, up = found[f"model.layers.{layer}.mlp.gate_up_proj.weight"].chunk(2)
+        mine = {p: rows_of(found[(s := sources[f"layers.{layer}.{p}.weight"]).name], s) for p in ("gate", "up")}
+        assert torch.equal(mine["gate"], gate) and torch.equal(mine["up"], up)
+        assert not torch.equal(mine["gate"], up)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt_neox_no_attention_bias"])
+def test_gpt_neox_fused_tensors(name: str, checkpoint: Any) -> None:
+    folder = checkpoint(name)
+    spec, found = spec_of(folder), tensors(folder)
+    sources = family("gpt_neox").sources(spec)
+    for layer in range(spec.layers):
+        for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
+            whole = found[f"gpt_neox.layers.{layer}.attention.query_key_value.{kind}"]
+            parts = [rows_of(found[(s := sources[f"layers.{layer}.{p}.{kind}"]).name], s) for p in "qkv"]
+            by_head = whole.unflatten(0, (spec.heads, 3, spec.head_dim))  # as the model's own view and chunk
+            for i, part in enumerate(parts):
+                assert torch.equal(part, by_head[:, i].flatten(0, 1))
+                assert not torch.equal(part, by_head[:, (i + 1) % 3].flatten(0, 1))
+            back = torch.stack([p.unflatten(0, (spec.heads, spec.head_dim)) for p in parts], dim=1)
+            assert torch.equal(back.flatten(0, 2), whole)
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_ignored_are_buffers_and_never_weights(name: str, checkpoint: Any) -> None:
+    patterns = family(name).IGNORED
+    buffers = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.31.self_attn.rotary_emb.cos_cached"]
+    if name == "gpt_neox":
+        buffers = [f"gpt_neox.layers.3.attention.{b}" for b in ("bias", "masked_bias", "rotary_emb.inv_freq")]
+    for buffer in buffers:
+        assert any(re.fullmatch(p, buffer) for p in patterns), buffer
+    for weight in tensors(checkpoint(name)):
+        assert not any(re.fullmatch(p, weight) for p in patterns), weight
+
+
+# ---- config.json
+
+
+def as_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same model as transformers 4 wrote it."""
+    out = dict(config)
+    out["torch_dtype"] = out.pop("dtype")
+    rope = dict(out.pop("rope_parameters"))
+    neox = config["model_type"] == "gpt_neox"
+    out["rotary_emb_base" if neox else "rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        out["rotary_pct" if neox else "partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type")
+    out["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    return out
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_both_generations_of_config_give_one_spec(name: str, checkpoint: Any) -> None:
+    new = config_of(checkpoint(name))
+    old = as_transformers_4(new)
+    assert "rope_parameters" not in old and "dtype" not in old
+    read = family(new["model_type"]).read
+    assert read(old) == read(new)
+    theta = "rotary_emb_base" if new["model_type"] == "gpt_neox" else "rope_theta"
+    assert read(old | {theta: 1234.0}) != read(new)
+
+
+SIZES = {
+    "vocab_size": 320, "hidden_size": 512, "intermediate_size": 640, "num_hidden_layers": 3, "num_attention_heads": 32,
+}  # fmt: skip
+# Keys that the official checkpoints of each family have, as transformers 4 spells them.
+REAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 3.1": (
+        "llama",
+        {
+            "num_key_value_heads": 8, "rope_theta": 500000.0, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                             "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        },
+    ),
+    "llama, linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}, "num_key_value_heads": None}),
+    "mistral 7B v0.2": ("mistral", {"num_key_value_heads": 8, "rope_theta": 1e6, "sliding_window": None}),
+    "mistral nemo": ("mistral", {"num_key_value_heads": 8, "head_dim": 128, "sliding_window": None}),
+    "qwen2.5": (
+        "qwen2",
+        {"num_key_value_heads": 8, "sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 2},
+    ),
+    "qwen2, windows on": (
+        "qwen2", {"num_key_value_heads": 8, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
+    ),
+    "qwen2.5, yarn": (
+        "qwen2",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+         "max_position_embeddings": 131072},
+    ),
+    "yarn without original": ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 8, "head_dim": 128, "max_window_layers": 3, "rope_theta": 1000000}),
+    "olmo2": ("olmo2", {"num_key_value_heads": None, "rope_theta": 500000, "rms_norm_eps": 1e-6}),
+    "granite": (
+        "granite",
+        {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+         "residual_multiplier": 0.22, "num_key_value_heads": 8, "tie_word_embeddings": True},
+    ),
+    "gemma 2b": ("gemma", {"head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "num_key_value_heads": 1}),
+    "phi3 mini 4k": ("phi3", {"sliding_window": 2047, "rope_scaling": None, "original_max_position_embeddings": 4096}),
+    "phi3 mini 128k": (
+        "phi3",
+        # transformers 5 takes "su" only with this third key, which the files did not have; we need it not
+        {"rope_scaling": {"type": "su", "short_factor": [1.1] * 8, "long_factor": [2.0] * 8,
+                          "original_max_position_embeddings": 4096},
+         "sliding_window": 262144, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096},
+    ),
+    "phi3 as yarn": ("phi3", {"rope_scaling": {"type": "yarn", "short_factor": [1.1] * 8, "long_factor": [2.0] * 8}}),
+    "phi4 mini": (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6},
+         "partial_rotary_factor": 0.75, "max_position_embeddings": 131072, "tie_word_embeddings": True,
+         "num_key_value_heads": 8, "original_max_position_embeddings": 4096},
+    ),
+    "minitron": ("nemotron", {"num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5}),
+    "minitron, share unsaid": ("nemotron", {"num_key_value_heads": 8}),
+    "afm 4.5B": (
+        "arcee",
+        {"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 65536,
+         "rope_scaling": {"rope_type": "yarn", "factor": 20.0, "mscale": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                          "original_max_position_embeddings": 4096}},
+    ),
+    "pythia": ("gpt_neox", {"rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True}),
+    "neox, other rotation": ("gpt_neox", {"rotary_emb_base": 5000, "rotary_pct": 0.5, "use_parallel_residual": False}),
+    "starcoder2": ("starcoder2", {"num_key_value_heads": 2, "sliding_window": 4096, "use_bias": True}),
+} | {f"{name}, sizes alone": (name, {}) for name in tiny.FAMILIES if name != "qwen3"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_short_old_config_means_what_transformers_makes_of_it(name: str) -> None:
+    """transformers fills every default and renames every old key; reading its result must change nothing."""
+    kind, keys = REAL[name]
+    config = {"model_type": kind, **SIZES, **keys}
+    if kind == "nemotron" and "num_key_value_heads" not in keys:
+        config["num_key_value_heads"] = 4  # the class itself has no default that works
+    full = AutoConfig.for_model(**copy.deepcopy(config)).to_dict()  # it writes into the mappings it is given
+    assert len(full) > len(config) + 10
+    read = family(kind).read
+    mine, theirs = read(config), read(full)
+    assert mine == theirs
+    assert read(full | {"max_position_embeddings": 77}) != mine
+    assert read(config | {"initializer_range": 0.5}) != theirs
+
+
+def test_head_dim_of_qwen3_defaults_to_128() -> None:
+    config = {"model_type": "qwen3", **SIZES}
+    assert family("qwen3").read(config) == family("qwen3").read(AutoConfig.for_model(**config).to_dict())
+    assert family("qwen3").read(config).head_dim == 128
+
+
+def test_su_is_longrope_with_the_original_context_from_the_top_level() -> None:
+    factors = {"short_factor": [1.1] * 8, "long_factor": [2.0] * 8}
+    config = {"model_type": "phi3", **SIZES, "max_position_embeddings": 131072}
+    rope = family("phi3").read(config | {"rope_scaling": {"type": "su", **factors}}).rope
+    assert rope["rope_type"] == "longrope" and rope["original_max_position_embeddings"] == 4096
+    assert "type" not in rope and {k: rope[k] for k in factors} == factors
+    top = {"rope_scaling": {"type": "su", **factors}, "original_max_position_embeddings": 8192}
+    assert family("phi3").read(config | top).rope["original_max_position_embeddings"] == 8192
+
+
+def test_windows() -> None:
+    def windows(kind: str, **keys: Any) -> tuple[int | None, tuple[int, ...]]:
+        spec = family(kind).read({"model_type": kind, **SIZES, "num_key_value_heads": 8, **keys})
+        return spec.window, spec.window_layers
+
+    assert windows("mistral") == (4096, (0, 1, 2))  # absent means the class default, null means none
+    assert windows("mistral", sliding_window=None) == (None, ())
+    assert windows("qwen2", sliding_window=64) == (None, ())
+    assert windows("qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=1) == (64, (1, 2))
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows("qwen3", sliding_window=64, use_sliding_window=True, layer_types=types) == (64, (0, 2))
+    assert windows("llama", sliding_window=64) == (None, ())
+
+
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "quantised": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*unquantised"),
+    "quantised neox": ("gpt_neox", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "uneven layers": ("llama", {"per_layer_config": {"0": {"intermediate_size": 3}}}, "per_layer_config"),
+    "classifier": ("qwen2", {"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
+    "bare model": ("llama", {"architectures": ["LlamaModel"]}, "LlamaModel.*language-model head"),
+    "no size": ("llama", {"hidden_size": None}, "no 'hidden_size'"),
+    "zero layers": ("llama", {"num_hidden_layers": 0}, "layers=0"),
+    "kv heads": ("llama", {"num_key_value_heads": 5}, "32 heads and 5 key/value heads"),
+    "activation": ("llama", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu'; known are"),
+    "mrope by type": ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "rope_type='mrope'"),
+    "mrope by key": ("qwen2", {"rope_scaling": {"type": "default", "mrope_section": [1]}}, "rope has mrope_section"),
+    "rope per layer type": ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
+    "linear, no factor": ("llama", {"rope_scaling": {"type": "linear"}}, "'linear' has no factor"),
+    "longrope, no factors": ("phi3", {"rope_scaling": {"type": "longrope"}}, "no short_factor, long_factor"),
+    "longrope, wrong length": ("phi3", {"rope_scaling": LONG, "partial_rotary_factor": 0.5}, "list of 4 numbers"),
+    "phi3 with linear": ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'default' or 'longrope'"),
+    "partial llama": ("llama", {"partial_rotary_factor": 0.5}, "rotates whole heads"),
+    "layer types, too few": ("qwen2", {"layer_types": ["full_attention"]}, "3 times full_attention or sliding"),
+    "layer types, unknown": ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+    "layer types, no window": ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "no window is on"),
+    "gemma, two acts": ("gemma", {"hidden_act": "gelu", "hidden_activation": "silu"}, "make them equal"),
+    "gemma, both ways": ("gemma", {"use_bidirectional_attention": True}, "only causal"),
+    "neox heads": ("gpt_neox", {"num_attention_heads": 24}, "must divide"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_are_one_sentence(name: str) -> None:
+    kind, change, message = REFUSED[name]
+    fine = {"model_type": kind, **SIZES, "num_key_value_heads": 8, "head_dim": 16}
+    family(kind).read(fine)  # what follows is refused for the change alone
+    with pytest.raises(ValueError, match=message) as error:
+        family(kind).read(fine | change)
+    assert "\n" not in str(error.value)
+
+
+# ---- the tiny models themselves: what the parity tests can see
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_every_weight_of_a_tiny_model_is_seen_in_its_logits(name: str) -> None:
+    model = tiny.build(name, dtype=torch.float64)
+    x = tiny.tokens()
+    right = tiny.logits(model, x)
+    assert torch.equal(tiny.logits(model, x), right)
+    for key, p in model.named_parameters():
+        kept = p.data
+        p.data = kept.flip(0)
+        assert (tiny.logits(model, x) - right).abs().max() > 1e-2, key
+        p.data = kept
+
+
+def test_tiny_models_are_reproducible_and_sharded(tmp_path: Path) -> None:
+    state = torch.random.get_rng_state()
+    one = tiny.make("qwen2", tmp_path / "one", seed=3, dtype=torch.bfloat16)
+    many = tiny.make("qwen2", tmp_path / "many", seed=3, dtype=torch.bfloat16, shards=3)
+    other = tiny.make("qwen2", tmp_path / "other", seed=4, dtype=torch.bfloat16)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert len(list(many.glob("*.safetensors"))) >= 3 and (many / "model.safetensors.index.json").is_file()
+    a, b, c = tensors(one), tensors(many), tensors(other)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == torch.bfloat16 for k in a)
+    assert not any(torch.equal(a[k], c[k]) for k in a)
+    assert spec_of(one).dtype == "bfloat16"
+    loaded = AutoModelForCausalLM.from_pretrained(many, dtype="auto", attn_implementation="eager")
+    assert torch.equal(tiny.logits(one, tiny.tokens()), tiny.logits(loaded, tiny.tokens()))
