@@ -21,7 +21,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -135,7 +134,7 @@ class Checkpoint:
         bad = 0
         for at in range(0, stop - start, BLOCK):
             block = block_bytes[at : at + BLOCK]
-            fill(self._handle(entry.file), entry.file, memoryview(block), start + at)
+            fill(self._handle(entry.file), entry.file, block.data, start + at)
             bad += count_non_finite(block, dtype) if check else 0
         self._check_unchanged(entry.file)
         if bad:
@@ -146,7 +145,7 @@ class Checkpoint:
         return buffer.view(dtype).reshape(shape)
 
     def fingerprint(self) -> str:
-        """A name for this content: sha256 over config.json, each file's name, size and header, and samples of each tensor.
+        """A name for this content: sha256 of config.json, of files' names, sizes, headers, and of samples of tensors.
 
         The samples are the first, middle and last 4 KiB, so it costs megabytes for any model, and a replaced or
         retrained tensor changes it. It does not prove that two checkpoints are equal: a change elsewhere in a tensor of
@@ -154,8 +153,9 @@ class Checkpoint:
         """
         digest = hashlib.sha256()
 
-        def add(part: bytes) -> None:
-            digest.update(len(part).to_bytes(8, "little") + part)  # the length, so that parts cannot run together
+        def add(part: bytes | bytearray) -> None:
+            digest.update(len(part).to_bytes(8, "little"))  # so that parts cannot run together
+            digest.update(part)
 
         add(self._config_bytes)
         for file in self.files:
@@ -172,7 +172,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def copied_files(self) -> list[Path]:
-        """What a converted folder keeps as it is: tokenizer, chat template, generation settings; never code or weights."""
+        """What a converted folder keeps as it is: tokenizer, chat template, generation settings. No code or weights."""
         found = {file for pattern in COPIED for file in self.folder.glob(pattern)}
         return sorted(f for f in found if f.is_file() and not f.name.startswith(".") and f.name != INDEX)
 
@@ -182,7 +182,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _handle(self, file: Path) -> FileIO:
@@ -208,10 +208,10 @@ def read_header(file: Path) -> dict[str, Entry]:
 def parse_header(handle: FileIO, file: Path) -> dict[str, Entry]:
     size = os.fstat(handle.fileno()).st_size
     if size < 8:
-        raise ValueError(f"{file} has {size} bytes, too few for a safetensors file, which starts with 8 bytes of header length")
+        raise ValueError(f"{file} has {size} bytes; a safetensors file starts with 8 bytes of header length")
     first = read_exactly(handle, file, 0, 8)
     if first == b"version ":
-        raise ValueError(f"{file} is a git-lfs pointer and not the weights themselves; run `git lfs pull` in its folder")
+        raise ValueError(f"{file} is a git-lfs pointer, not the weights; run `git lfs pull` in its folder")
     length = int.from_bytes(first, "little")
     if not 1 <= length <= MAX_HEADER:
         raise ValueError(
@@ -220,7 +220,8 @@ def parse_header(handle: FileIO, file: Path) -> dict[str, Entry]:
         )
     if length > size - 8:
         raise ValueError(
-            f"{file} states a header of {length} bytes but is cut short, with {length + 8 - size} of them missing; copy it again"
+            f"{file} states a header of {length} bytes but is cut short: {length + 8 - size} of them are missing; "
+            f"copy or download it again"
         )
     header = parse_object(read_exactly(handle, file, 8, length), file)
     check_metadata(file, header.pop("__metadata__", {}))
@@ -244,20 +245,23 @@ def check_metadata(file: Path, metadata: Any) -> None:
 def check_entry(file: Path, name: str, fields: Any, base: int) -> Entry:
     if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
         raise ValueError(
-            f"{file} names a tensor {short(name)} ({len(name)} characters); a name must be 1 to {MAX_NAME} printable characters"
+            f"{file} names a tensor {short(name)} ({len(name)} characters); "
+            f"a name must be 1 to {MAX_NAME} printable characters"
         )
     where = f"tensor {short(name)} in {file}"
     if not isinstance(fields, dict):
-        raise ValueError(f"{where} is described by {short(fields)}; it must be an object with dtype, shape and data_offsets")
+        raise ValueError(
+            f"{where} is described by {short(fields)}; it must be an object of dtype, shape and data_offsets"
+        )
     if fields.keys() != FIELDS:
         raise ValueError(f"{where} has the fields {short(sorted(fields))}; they must be dtype, shape and data_offsets")
     kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(kind, str) or kind not in DTYPES:
         raise ValueError(f"{where} has dtype {short(kind)}; known are {', '.join(DTYPES)}")
     if not whole_numbers(shape) or len(shape) > MAX_DIMS:
-        raise ValueError(f"{where} has shape {short(shape)}; it must be a list of at most {MAX_DIMS} whole numbers from 0 up")
+        raise ValueError(f"{where} has shape {short(shape)}; it must be a list of up to {MAX_DIMS} whole numbers >= 0")
     if not whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{where} has data_offsets {short(offsets)}; they must be two whole numbers from 0 up, in order")
+        raise ValueError(f"{where} has data_offsets {short(offsets)}; they must be two whole numbers >= 0, in order")
     dtype, bits = DTYPES[kind]
     # Zeros left out: [2**40, 2**40, 0] is empty, and yet its strides overflow.
     if math.prod(size for size in shape if size) * bits >= 2**63:
@@ -266,7 +270,8 @@ def check_entry(file: Path, name: str, fields: Any, base: int) -> Entry:
     start, stop = offsets
     if odd or stop - start != want:
         raise ValueError(
-            f"{where} has {stop - start} bytes, but shape {short(shape)} of {kind} takes {want}{' and a part' if odd else ''}"
+            f"{where} has {stop - start} bytes, but shape {short(shape)} of {kind} takes {want}"
+            f"{' and a part of one' if odd else ''}"
         )
     return Entry(name, dtype, tuple(shape), file, base + start, base + stop)
 
@@ -303,7 +308,9 @@ def read_index(folder: Path) -> dict[str, str]:
     for tensor, name in weight_map.items():
         # The name may be a link to elsewhere (the hub's cache is made of links), but it may not spell a path.
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\\x00-\x1f.][^/\\\x00-\x1f]*\.safetensors", name):
-            raise ValueError(f"{file} puts tensor {short(tensor)} into {short(name)}; it must be a plain NAME.safetensors in its folder")
+            raise ValueError(
+                f"{file} puts tensor {short(tensor)} into {short(name)}; it must be a plain NAME.safetensors beside it"
+            )
     names = set(weight_map.values())
     for name in sorted(names):
         if not os.path.lexists(folder / name):
@@ -320,7 +327,7 @@ def single_file(folder: Path) -> str:
     if len(names) == 1:
         return names[0]
     if names:
-        raise ValueError(f"{folder} has {len(names)} safetensors files and no {INDEX} that says which tensors are where")
+        raise ValueError(f"{folder} has {len(names)} safetensors files but no {INDEX}, which says what is where")
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         raise ValueError(
@@ -336,22 +343,28 @@ def check_index(folder: Path, weight_map: Mapping[str, str], headers: Mapping[st
     for file, header in headers.items():
         for name in header:
             if name in seen:
-                raise ValueError(f"tensor {short(name)} is in two files of {folder}, {seen[name]} and {file}; one is stale")
+                raise ValueError(
+                    f"tensor {short(name)} of {folder} is in two files, {seen[name]} and {file}; one is stale"
+                )
             seen[name] = file
     for name, file in weight_map.items():
         if seen.get(name) != file:
-            place = f", but in {seen[name]}" if name in seen else ""
-            raise ValueError(f"tensor {short(name)} is not in {folder / file}{place}, though {INDEX} says so; are the files of one model?")
+            place = f" but in {seen[name]}" if name in seen else ""
+            raise ValueError(
+                f"tensor {short(name)} is not in {folder / file}{place}, though {INDEX} says so; is one of them stale?"
+            )
     for name, file in seen.items():
         if name not in weight_map:
-            raise ValueError(f"tensor {short(name)} is in {folder / file} but not in {INDEX}; are the files of one model?")
+            raise ValueError(
+                f"tensor {short(name)} is in {folder / file} but not in {INDEX}; are the files of one model?"
+            )
 
 
 # ---- bytes
 
 
 def open_regular(file: Path) -> FileIO:
-    """Opens a regular file, or a link to one; not a pipe that never answers, nor a device that reacts to being opened."""
+    """Opens a regular file, or a link to one; no pipe that never answers, no device that reacts to being opened."""
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
             raise ValueError(f"{file} is not a regular file; a pipe, device or folder cannot be read here")
@@ -443,7 +456,9 @@ def row_range(entry: Entry, rows: tuple[int, int] | None) -> tuple[tuple[int, ..
         return entry.shape, entry.start, entry.stop
     first, last = rows
     if not entry.shape or not 0 <= first <= last <= entry.shape[0]:
-        raise ValueError(f"rows {first} to {last} of tensor {short(entry.name)} in {entry.file} do not exist; its shape is {entry.shape}")
+        raise ValueError(
+            f"tensor {short(entry.name)} in {entry.file} has no rows {first} to {last}; its shape is {entry.shape}"
+        )
     row_bytes = (entry.stop - entry.start) // max(entry.shape[0], 1)
     return (last - first, *entry.shape[1:]), entry.start + first * row_bytes, entry.start + last * row_bytes
 
