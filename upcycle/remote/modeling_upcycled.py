@@ -87,9 +87,9 @@ class UpcycledConfig(PretrainedConfig):
 class UpcycledNorm(nn.Module):
     bias: nn.Parameter | None
 
-    def __init__(self, size: int, kind: str, eps: float) -> None:
+    def __init__(self, config: UpcycledConfig, size: int, kind: str) -> None:
         super().__init__()
-        self.kind, self.eps = kind, eps
+        self.kind, self.eps, self.rounds_last = kind, config.norm_eps, config.block == "post" or kind == "rms1p"
         self.weight = nn.Parameter(torch.empty(size))
         self.register_parameter("bias", nn.Parameter(torch.empty(size)) if kind.startswith("layernorm") else None)
         self.reset()
@@ -105,9 +105,9 @@ class UpcycledNorm(nn.Module):
             return functional.layer_norm(x, self.weight.shape, gain, self.bias, self.eps)
         x_32 = x.float()
         x_32 = x_32 * torch.rsqrt(x_32.square().mean(-1, keepdim=True) + self.eps)
-        if self.kind == "rms1p":  # small weights around a gain of one: bf16 would lose them in 1 + w
-            return (x_32 * (1.0 + self.weight.float())).to(x.dtype)
-        return self.weight * x_32.to(x.dtype)
+        gain = 1.0 + self.weight.float() if self.kind == "rms1p" else self.weight  # in bf16, 1 + w would lose most of w
+        # which comes first, gain or rounding, is the last bit of a bf16 model: Gemma and OLMo 2 do it this way
+        return (x_32 * gain).to(x.dtype) if self.rounds_last else x_32.to(x.dtype) * gain
 
 
 class UpcycledRotaryEmbedding(nn.Module):
@@ -184,8 +184,8 @@ class UpcycledAttention(nn.Module):
         if config.qk_norm != "none":
             kind = "rms1p" if config.norm == "rms1p" else "rms"
             full = config.qk_norm == "full"
-            self.q_norm = UpcycledNorm(heads * size if full else size, kind, config.norm_eps)
-            self.k_norm = UpcycledNorm(kv_heads * size if full else size, kind, config.norm_eps)
+            self.q_norm = UpcycledNorm(config, heads * size if full else size, kind)
+            self.k_norm = UpcycledNorm(config, kv_heads * size if full else size, kind)
 
     def forward(
         self,
@@ -297,8 +297,8 @@ class UpcycledDecoderLayer(GradientCheckpointingLayer):
         self.self_attn = UpcycledAttention(config, layer_idx)
         is_moe = layer_idx in config.moe_layers
         self.mlp = UpcycledMoE(config) if is_moe else UpcycledMLP(config, config.intermediate_size)
-        self.input_layernorm = UpcycledNorm(config.hidden_size, config.norm, config.norm_eps)
-        self.post_attention_layernorm = UpcycledNorm(config.hidden_size, config.norm, config.norm_eps)
+        self.input_layernorm = UpcycledNorm(config, config.hidden_size, config.norm)
+        self.post_attention_layernorm = UpcycledNorm(config, config.hidden_size, config.norm)
 
     def scaled(self, y: Tensor) -> Tensor:
         return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
@@ -353,7 +353,7 @@ class UpcycledModel(UpcycledPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(UpcycledDecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = UpcycledNorm(config.hidden_size, config.norm, config.norm_eps)
+        self.norm = UpcycledNorm(config, config.hidden_size, config.norm)
         self.rotary_emb = UpcycledRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()

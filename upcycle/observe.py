@@ -1,0 +1,193 @@
+"""What the dense model does on text: one streamed pass with one layer's weights in memory, and what to make of it.
+
+`walk` runs the model layer by layer in float32 and shows, for each layer, what a router there would read. Memory is
+that of one layer and of the hidden states of the calibration tokens, so a model larger than the machine is no problem.
+The functions below it turn these values into router rows, the router's probability mass, or clusters of neurons.
+
+Shapes: T tokens, D hidden size, F neurons, N experts, E domains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+
+from upcycle import rng, routers
+from upcycle.ffn import ACTIVATIONS, FFN
+from upcycle.spec import DenseSpec, MoESpec
+from upcycle.targets import common, upcycled
+
+Read = Callable[[str], Tensor]  # a role (see spec.py) -> its tensor
+CHUNK = 2048  # tokens at a time where a (tokens, F) or (tokens, N) matrix would be large
+ROUNDS = 10  # of k-means, at most
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One layer of the dense model on the calibration tokens. Use it before asking for the next one."""
+
+    layer: int
+    router_input: Tensor  # (T, D), what a router of this layer would read
+    ffn: FFN  # the dense weights, read when asked for
+    output: Tensor  # (T, D), what the next layer reads; the next layer overwrites it
+
+
+def walk(spec: DenseSpec, read: Read, ids: Tensor, *, quiet: bool = False) -> Iterator[LayerView]:
+    """Layer after layer of the model on ids [sequence, token]; stop early and the rest is never read."""
+    # only rows that occur are made float32: an embedding can be larger than all hidden states
+    x_BSD = functional.embedding(ids, read("embed.weight")).float() * spec.embed_scale
+    for layer in tqdm(range(spec.layers), "observe", unit="layer", delay=2, disable=quiet):
+        router_input_TD = run_layer(spec, read, layer, x_BSD)
+        yield LayerView(layer, router_input_TD, layer_ffn(spec, read, layer), x_BSD.flatten(0, 1))
+
+
+@torch.no_grad()
+def run_layer(spec: DenseSpec, read: Read, index: int, x_BSD: Tensor) -> Tensor:
+    """Puts the layer's output into x_BSD and returns what its FFN read, (T, D)."""
+    from upcycle.remote import modeling_upcycled as model  # imports transformers
+
+    dense = MoESpec(spec, layers=(), widths=(), top_k=0, copies=1, dtype="float32")
+    config = model.UpcycledConfig(**upcycled.config(dense))
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        layer = model.UpcycledDecoderLayer(config, index)
+    weights = {}
+    for role in spec.attention_shapes() | spec.ffn_shapes():
+        part, kind = role.rsplit(".", 1)
+        weights[f"{common.LLAMA[part]}.{kind}"] = read(f"layers.{index}.{role}").float()
+    layer.load_state_dict(weights, assign=True)
+    seen: list[Tensor] = []
+    layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
+    positions = torch.arange(x_BSD.shape[1]).unsqueeze(0)
+    angles = model.UpcycledRotaryEmbedding(config)(x_BSD, positions)
+    for part_BSD in torch.split(x_BSD, max(1, CHUNK // x_BSD.shape[1])):
+        masks = model.layer_masks(config, part_BSD, None, positions)
+        mask = masks[(config.layer_types or [])[index]]
+        part_BSD.copy_(layer(part_BSD, attention_mask=mask, position_embeddings=angles))
+    return torch.cat(seen)
+
+
+def layer_ffn(spec: DenseSpec, read: Read, layer: int) -> FFN:
+    def read_matrix(matrix: str) -> Tensor:
+        part, _, bias = matrix.partition("_")
+        return read(f"layers.{layer}.{part}.{bias or 'weight'}")
+
+    return FFN(spec.ffn, spec.hidden, spec.ffn_matrices, read_matrix)
+
+
+# ---- for routers
+
+
+def domain_means(x_TD: Tensor, domain_T: Tensor) -> Tensor:
+    """(E, D): the mean of each domain's tokens."""
+    count_E = torch.bincount(domain_T)
+    assert bool((count_E > 0).all()), "a domain without tokens has no mean"
+    return x_TD.new_zeros(len(count_E), x_TD.shape[1]).index_add_(0, domain_T, x_TD) / count_E[:, None]
+
+
+def router_mass(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec) -> float:
+    """E[sum of the chosen weights], for one row per expert: 1 for routers that normalise, top_k/N for a blind one."""
+    sums = [routers.weights(part, rows_ND, moe)[0].sum(-1).double() for part in torch.split(x_TD, CHUNK)]
+    return float(torch.cat(sums).mean())
+
+
+# ---- for `split` by activation
+
+
+@torch.no_grad()
+def neuron_activity(ffn: FFN, x_TD: Tensor, activation: str, top: int) -> Tensor:
+    """(T, F) bool: the `top` neurons of each token, by the size of act(gate x) * up x (CMoE)."""
+    wide = {name: ffn[name].to(x_TD.dtype) for name in ffn.matrices if not name.startswith("down")}
+    act, marks = ACTIVATIONS[activation], torch.zeros(len(x_TD), ffn.width, dtype=torch.bool)
+    for x, marked in zip(torch.split(x_TD, CHUNK), torch.split(marks, CHUNK), strict=True):
+        h = functional.linear(x, wide["up"], wide.get("up_bias"))
+        h = act(functional.linear(x, wide["gate"], wide.get("gate_bias"))) * h if ffn.gated else act(h)
+        best = h.abs().topk(min(top, ffn.width), dim=-1)
+        marked.scatter_(1, best.indices, best.values > 0)  # a neuron that ReLU switched off is not active
+    return marks
+
+
+def cluster_neurons(marks_TF: Tensor, shared: int, widths: Sequence[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """(order of all neurons, representative of each cluster): the `shared` most active first, then the clusters.
+
+    Balanced k-means on which tokens a neuron is active for (LLaMA-MoE, CMoE), by cosine, so that how often a neuron
+    fires does not decide with whom. A representative is the neuron nearest to its cluster's centre.
+    """
+    assert shared + sum(widths) == marks_TF.shape[1]
+    by_activity = torch.sort(marks_TF.sum(0), descending=True, stable=True).indices
+    rest = by_activity[shared:].sort().values
+    # A token marks a few neurons, so this matrix is nearly empty: one (F, T) x (T, N) product costs next to nothing.
+    neuron_token = marks_TF[:, rest].T.nonzero().T
+    unit = torch.bincount(neuron_token[0], minlength=len(rest)).clamp_min(1).rsqrt()[neuron_token[0]]
+    unit_FT = torch.sparse_coo_tensor(neuron_token, unit, (len(rest), len(marks_TF)), check_invariants=True).coalesce()
+    label_F, like_FN = kmeans(unit_FT, widths, seed)
+    own_F = like_FN.gather(1, label_F[:, None]).squeeze(1)
+    clusters = [(label_F == i).nonzero().squeeze(1) for i in range(len(widths))]
+    representatives = torch.stack([members[own_F[members].argmax()] for members in clusters])
+    return torch.cat([by_activity[:shared], *(rest[members] for members in clusters)]), rest[representatives]
+
+
+def kmeans(unit_FT: Tensor, widths: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
+    """(cluster of each neuron, likeness of each neuron to each final centre); cluster i has widths[i] neurons."""
+    centre_TN, best, kept = first_centres(unit_FT, len(widths), seed), -1.0, None
+    for _ in range(ROUNDS):
+        label_F = assign(torch.sparse.mm(unit_FT, centre_TN), widths)
+        member_FN = functional.one_hot(label_F, len(widths)).to(centre_TN.dtype)
+        centre_TN = functional.normalize(torch.sparse.mm(unit_FT.T, member_FN), dim=0)
+        like_FN = torch.sparse.mm(unit_FT, centre_TN)
+        total = float(like_FN.gather(1, label_F[:, None]).sum())
+        if total <= best * (1 + 1e-6):
+            break
+        best, kept = total, (label_F, like_FN)
+    assert kept is not None
+    return kept
+
+
+def first_centres(unit_FT: Tensor, count: int, seed: int) -> Tensor:
+    """k-means++ (T, N): each next centre is a neuron drawn by how unlike it is to all centres so far; best of a few."""
+    draw = rng.generator(seed, "cluster neurons")
+    dead_F = torch.sparse.sum(unit_FT, dim=1).to_dense() == 0  # like nobody, so they would all be drawn
+    unlike_F, chosen = (~dead_F).float(), []
+    tries = 2 + count.bit_length()
+    for _ in range(count):
+        weight_F = unlike_F if float(unlike_F.sum()) > 1e-6 else torch.ones_like(unlike_F)
+        drawn = torch.multinomial(weight_F, tries, replacement=True, generator=draw)
+        tried_TC = columns(unit_FT, drawn)
+        left_FC = torch.minimum(unlike_F[:, None], 1 - torch.sparse.mm(unit_FT, tried_TC)).clamp_min(0)
+        pick = int(left_FC.sum(0).argmin())
+        unlike_F = left_FC[:, pick]
+        chosen.append(tried_TC[:, pick])
+    return torch.stack(chosen, dim=1)
+
+
+def columns(unit_FT: Tensor, index: Tensor) -> Tensor:
+    """Some neurons as dense columns (T, C)."""
+    dense: Tensor = unit_FT.index_select(0, index).to_dense()
+    return dense.T.contiguous()
+
+
+def assign(like_FN: Tensor, widths: Sequence[int]) -> Tensor:
+    """The cluster of each neuron, each cluster exactly full.
+
+    Everyone asks for the cluster it is most like of those with room. Where too many ask, those stay who would lose most
+    by going to their second choice; the others ask again. Each round fills a cluster, so there are at most N rounds.
+    """
+    like_FN = like_FN.clone()
+    label_F, room = torch.full((len(like_FN),), -1), list(widths)
+    while bool((label_F < 0).any()):
+        asking = (label_F < 0).nonzero().squeeze(1)
+        like, wish = like_FN[asking].topk(min(2, len(widths)), dim=1)
+        loss = like[:, 0] - like[:, -1]
+        for cluster in sorted(set(wish[:, 0].tolist())):
+            asks = (wish[:, 0] == cluster).nonzero().squeeze(1)
+            asks = asks[torch.sort(loss[asks], descending=True, stable=True).indices][: room[cluster]]
+            label_F[asking[asks]] = cluster
+            room[cluster] -= len(asks)
+            if not room[cluster]:
+                like_FN[:, cluster] = -torch.inf
+    return label_F
