@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isclose, prod
 from typing import Any, Literal
 
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.spec import BYTES, DenseSpec, MoESpec
 
 NO, YES, EITHER = frozenset({False}), frozenset({True}), frozenset({False, True})
 
@@ -150,7 +150,7 @@ def sigmoid_config(moe: MoESpec) -> dict[str, Any]:
         "num_experts_per_tok": moe.top_k,
         "norm_topk_prob": moe.normalize,
         "routed_scaling_factor": float(moe.output_scale),
-        # one group: with more, the router first picks groups by their two best experts and would split copies
+        # one group: with more, the router first narrows the choice to some groups, which could split a copy
         "n_group": 1,
         "topk_group": 1,
         "scoring_func": "sigmoid",
@@ -168,6 +168,8 @@ def notes(moe: MoESpec, can: Abilities, more: Mapping[str, bool] | None = None) 
     sentences = {
         "squared ReLU is held as relu(gate) * up with gate = up: exact, at +50 % FFN parameters": relu2,
         "vLLM runs this architecture with silu only; use transformers": d.activation != "silu",
+        f"transformers' grouped kernels refuse experts of {min(moe.widths)} {moe.dtype} neurons (not whole 16 bytes): "
+        "load it with experts_implementation='eager'": any(width * BYTES[moe.dtype] % 16 for width in moe.widths),
         "vLLM drops the attention output's bias in this architecture; use transformers": d.out_bias,
     } | dict(more or {})
     return [sentence for sentence, applies in sentences.items() if applies]

@@ -1,4 +1,8 @@
-"""FlexOlmo: OLMo 2's post-norm blocks and full-width q/k norm with experts; softmax, top-k; every layer MoE."""
+"""FlexOlmo: OLMo 2's post-norm blocks and full-width q/k norm with experts; softmax, top-k; every layer MoE.
+
+The norm after the FFN undoes any scale of its output, so neither c nor norm_topk_prob changes the model (vLLM never
+normalises this architecture's routing weights, which is harmless for the same reason).
+"""
 
 from __future__ import annotations
 
@@ -35,5 +39,4 @@ def slots(moe: MoESpec) -> Iterator[Slot]:
 
 
 def notes(moe: MoESpec) -> list[str]:
-    never = "vLLM never normalises this architecture's routing weights, whatever norm_topk_prob says; use transformers"
-    return common.notes(moe, ABILITIES, {never: moe.weights_sum_to_one})
+    return common.notes(moe, ABILITIES)
