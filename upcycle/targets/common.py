@@ -81,7 +81,7 @@ def refusals(can: Abilities, moe: MoESpec) -> list[str]:
         or can.mixed == "any"
         or (can.mixed == "first-dense" and moe.first_dense is not None),
         "experts of different widths": moe.uniform or can.uneven,
-        "a single expert (the router adds up the best two of a group)": moe.experts > 1 or "sigmoid" not in can.scores,
+        "a single expert (the router adds up the best two of a group)": moe.experts > 1 or "softmax" in can.scores,
         "an output scale": moe.output_scale == 1.0 or can.output_scale,
     }
     return [reason for reason, fits in checks.items() if not fits]

@@ -1,0 +1,287 @@
+"""MoE targets without transformers: what each refuses and why, its config.json, and its list of tensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+
+from upcycle import plugin
+from upcycle.spec import DenseSpec, MoESpec
+from upcycle.targets.common import refusals
+
+TARGETS = plugin.names("upcycle.targets")
+STOCK = [name for name in TARGETS if plugin.load("upcycle.targets", name).ABILITIES.stock]
+
+LLAMA = DenseSpec("llama", layers=4, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=256, context=128)
+# What each target likes best, as changes to a Llama and to its MoE.
+DENSE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"qk_norm": "head"},
+    "dots1": {"qk_norm": "head"},
+    "flex_olmo": {"block": "post", "qk_norm": "full"},
+}
+SIGMOID = {"glm4_moe", "dots1", "solar_open"}
+
+
+def moe_for(target: str, dense: dict[str, Any] | None = None, **moe: Any) -> MoESpec:
+    """A model that `target` holds, changed."""
+    spec = replace(LLAMA, **(DENSE.get(target, {}) | (dense or {})))
+    widths = moe.pop("widths", ((spec.ffn - moe.get("shared", 0)) // 2,) * 8)
+    score = "sigmoid" if target in SIGMOID else "softmax"
+    whole = MoESpec(
+        dense=spec, layers=tuple(range(spec.layers)), widths=widths, top_k=2, copies=4, granularity=2, score=score
+    )  # fmt: skip
+    return replace(whole, **moe)
+
+
+def reasons(target: str, dense: dict[str, Any] | None = None, **moe: Any) -> list[str]:
+    return refusals(plugin.load("upcycle.targets", target).ABILITIES, moe_for(target, dense, **moe))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_a_target_likes_best_is_not_refused(target: str) -> None:
+    assert reasons(target) == []
+
+
+# feature: (changes to the dense model, changes to the MoE, the clause, the stock targets that can)
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str]]] = {
+    "parallel block": ({"block": "parallel"}, {}, "block layout 'parallel'", set()),
+    "layer norm": ({"norm": "layernorm"}, {}, "norm 'layernorm'", set()),
+    "norm + 1": ({"norm": "rms1p"}, {}, "", set(STOCK)),
+    "ffn bias": ({"ffn_bias": True}, {}, "biases in the FFN", set()),
+    "qkv bias": ({"qkv_bias": True}, {}, "biases on q, k, v", set(STOCK) - {"mixtral"}),
+    "out bias": (
+        {"out_bias": True}, {}, "an attention output with bias",
+        {"qwen3_moe", "dots1", "flex_olmo", "granitemoe", "granitemoeshared"},
+    ),
+    "squared ReLU": ({"activation": "relu2", "gated": False}, {}, "", set(STOCK)),
+    "gated squared ReLU": ({"activation": "relu2"}, {}, "activation 'relu2'", set()),
+    "no gate": ({"activation": "gelu", "gated": False}, {}, "an FFN without gate", set()),
+    "tanh GELU": ({"activation": "gelu_tanh"}, {}, "", set(STOCK)),
+    "partial rotary": (
+        {"rope": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, {},
+        "partial rotary 0.5", {"glm4_moe"},
+    ),
+    "window in all layers": (
+        {"window": 8, "window_layers": (0, 1, 2, 3)}, {}, "sliding windows", {"mixtral", "qwen3_moe", "dots1"}
+    ),
+    "window in some layers": ({"window": 8, "window_layers": (1, 3)}, {}, "sliding windows", {"dots1"}),
+    "window as long as the context": ({"window": 128, "window_layers": (1, 3)}, {}, "", set(STOCK)),
+    "multipliers": ({"embed_scale": 8.0}, {}, "multipliers", {"granitemoe", "granitemoeshared"}),
+    "attention scale": ({"attention_scale": 0.1}, {}, "multipliers", {"granitemoe", "granitemoeshared"}),
+    "not normalised": (
+        {}, {"normalize": False}, "weights not normalised over the chosen",
+        {"qwen2_moe", "qwen3_moe", "flex_olmo", *SIGMOID},
+    ),
+    "top-k, then softmax": ({}, {"score": "softmax", "order": "topk-then-softmax"}, "softmax scores", set(STOCK) - SIGMOID),
+    "sigmoid": ({}, {"score": "sigmoid"}, "sigmoid scores", SIGMOID),
+    "shared, a multiple": ({}, {"shared": 32}, "a shared expert", {"qwen2_moe", "granitemoeshared", *SIGMOID}),
+    "shared, no multiple": ({}, {"shared": 16}, "a shared expert", {"qwen2_moe", "granitemoeshared"}),
+    "first layer dense": ({}, {"layers": (1, 2, 3)}, "MoE in only 3 of 4 layers", {"qwen2_moe", "qwen3_moe", "glm4_moe", "dots1"}),
+    "every second layer": ({}, {"layers": (1, 3)}, "MoE in only 2 of 4 layers", {"qwen2_moe", "qwen3_moe"}),
+    "uneven experts": ({}, {"widths": (47, 49) * 4}, "experts of different widths", set()),
+    "output scale": ({}, {"output_scale": 2.0}, "an output scale", SIGMOID),
+    "one expert": ({}, {"widths": (96,), "copies": 1, "granularity": 1, "top_k": 1}, "a single expert", set(STOCK) - SIGMOID),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", STOCK)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_is_refused_by_its_clause_where_it_does_not_fit(target: str, feature: str) -> None:
+    dense, moe, clause, can = FEATURES[feature]
+    found = reasons(target, dense, **moe)
+    if target in can:
+        assert found == []
+    else:
+        assert len(found) == 1 and clause in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("target", "held"),
+    [(t, {"head"}) for t in ("qwen3_moe", "dots1")]
+    + [("glm4_moe", {"none", "head"}), ("flex_olmo", {"full"})]
+    + [(t, {"none"}) for t in ("mixtral", "qwen2_moe", "granitemoe", "granitemoeshared", "solar_open")],
+)
+def test_q_and_k_norms(target: str, held: set[str]) -> None:
+    for norm in ("none", "head", "full"):
+        found = reasons(target, {"qk_norm": norm})
+        assert (found == []) == (norm in held) and all("q/k norm" in reason for reason in found)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_our_own_target_refuses_nothing_and_refusals_are_clauses(target: str) -> None:
+    for dense, moe, _, _ in FEATURES.values():
+        found = reasons(target, dense, **moe)
+        assert found == [] or target in STOCK
+        assert all(len(reason) < 90 and not reason.endswith(".") for reason in found)
+
+
+# ---- config.json
+
+# Keys whose default in transformers is another model's, or a trap.
+STATED: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 48, "sliding_window": None},
+    "qwen2_moe": {
+        "num_experts": 8, "moe_intermediate_size": 48, "intermediate_size": 96, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "qkv_bias": True, "shared_expert_intermediate_size": 64,
+        "use_sliding_window": False,
+    },
+    "qwen3_moe": {
+        "num_experts": 8, "moe_intermediate_size": 48, "intermediate_size": 96, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False, "use_sliding_window": False,
+    },
+    "flex_olmo": {"num_experts": 8, "intermediate_size": 48, "norm_topk_prob": True, "attention_bias": False},
+    "granitemoe": {
+        "num_local_experts": 8, "intermediate_size": 48, "attention_multiplier": 0.25, "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0, "logits_scaling": 1.0,
+    },
+    "granitemoeshared": {"num_local_experts": 8, "intermediate_size": 48, "shared_intermediate_size": 0},
+    "glm4_moe": {
+        "n_routed_experts": 8, "moe_intermediate_size": 48, "intermediate_size": 96, "n_shared_experts": 1,
+        "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0, "use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+    },
+    "dots1": {
+        "n_routed_experts": 8, "moe_intermediate_size": 48, "intermediate_size": 96, "n_shared_experts": 1,
+        "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0, "attention_bias": False, "layer_types": ["full_attention"] * 4,
+        "sliding_window": None, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    },
+    "solar_open": {
+        "n_routed_experts": 8, "moe_intermediate_size": 48, "n_shared_experts": 1, "norm_topk_prob": True,
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "attention_bias": False,
+    },
+}  # fmt: skip
+
+
+def test_every_stock_target_is_in_the_table() -> None:
+    assert set(STATED) == set(STOCK)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_config_states_what_has_a_wrong_default(target: str) -> None:
+    config = plugin.load("upcycle.targets", target).config(moe_for(target))
+    assert json.loads(json.dumps(config)) == config
+    assert config["model_type"] == target and len(config["architectures"]) == 1
+    assert {key: config.get(key, "not stated") for key in STATED.get(target, {})} == STATED.get(target, {})
+    may_be_null = {"bos_token_id", "eos_token_id", "pad_token_id", "sliding_window"}
+    assert {key for key, value in config.items() if value is None} <= may_be_null
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_rope_scaling_passes_through_for_old_and_new_loaders(target: str) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = plugin.load("upcycle.targets", target).config(moe_for(target, {"rope": rope}))
+    extra = {"partial_rotary_factor": 1.0} if target == "glm4_moe" else {}
+    assert config["rope_parameters"] == rope | extra
+    assert config["rope_scaling"] | {"rope_theta": config["rope_theta"]} == rope | extra
+
+
+@pytest.mark.parametrize("target", STOCK)
+def test_the_config_follows_the_model(target: str) -> None:
+    module = plugin.load("upcycle.targets", target)
+    can = module.ABILITIES
+    if can.mixed != "none":
+        config = module.config(moe_for(target, layers=(1, 2, 3)))
+        assert config.get("mlp_only_layers") == [0] or config.get("first_k_dense_replace") == 1
+    if can.output_scale:
+        assert module.config(moe_for(target, output_scale=2.0))["routed_scaling_factor"] == 2.0
+    if can.normalize != frozenset({True}):
+        assert module.config(moe_for(target, normalize=False))["norm_topk_prob"] is False
+    if can.shared == "multiple":
+        two = moe_for(target, shared=48, widths=(24,) * 8)
+        assert module.config(two)["n_shared_experts"] == 2
+    if can.qkv_bias != frozenset({False}):
+        config = module.config(moe_for(target, {"qkv_bias": True}))
+        assert config.get("attention_bias", config.get("qkv_bias")) is True
+    if can.multipliers:
+        config = module.config(moe_for(target, {"logit_scale": 0.25, "embed_scale": 8.0, "residual_scale": 0.5}))
+        assert (config["logits_scaling"], config["embedding_multiplier"]) == (4.0, 8.0)
+    squared = module.config(moe_for(target, {"activation": "relu2", "gated": False}))
+    assert squared["hidden_act"] == "relu"
+
+
+# ---- tensors
+
+
+def changes(target: str) -> list[MoESpec]:
+    """The target's model, and it with everything else the target can hold."""
+    fits = [(d, m) for d, m, _, _ in FEATURES.values() if not reasons(target, d, **m)]
+    return [moe_for(target), *(moe_for(target, d, **m) for d, m in fits), moe_for(target, {"tied": True})]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_slots_are_unique_and_as_large_as_their_roles(target: str) -> None:
+    for moe in changes(target):
+        slots = list(plugin.load("upcycle.targets", target).slots(moe))
+        assert len({slot.name for slot in slots}) == len(slots)
+        for slot in slots:
+            if ".shared." in slot.roles[0] and not moe.shared:
+                assert slot.roles[0].startswith("layers.") and 0 not in slot.shape  # a mandatory one, of zeros
+            else:
+                assert prod(slot.shape) == sum(prod(moe.shape(role)) for role in slot.roles), slot.name
+            assert slot.dtype == ("float32" if slot.roles[0].endswith("router.bias") else "")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_dense_weight_has_a_place_and_every_expert_is_there(target: str) -> None:
+    for moe in changes(target):
+        roles = [role for slot in plugin.load("upcycle.targets", target).slots(moe) for role in slot.roles]
+        assert len(set(roles)) == len(roles)
+        for role, _ in moe.dense.roles():
+            path = role.split(".")
+            ffn = path[0] == "layers" and path[2] in ("gate", "up", "down")
+            if not (ffn and int(path[1]) in moe.layers):
+                assert role in roles
+        for layer in moe.layers:
+            assert f"layers.{layer}.router.weight" in roles
+            for part in ("up", "down"):
+                assert f"layers.{layer}.experts.{moe.experts - 1}.{part}.weight" in roles
+                if moe.shared:
+                    assert f"layers.{layer}.shared.{part}.weight" in roles
+
+
+def names(target: str, dense: dict[str, Any] | None = None, **moe: Any) -> set[str]:
+    return {slot.name for slot in plugin.load("upcycle.targets", target).slots(moe_for(target, dense, **moe))}
+
+
+def test_heads_are_written_where_vllm_never_ties() -> None:
+    tied = {target for target in STOCK if "lm_head.weight" not in names(target, {"tied": True})}
+    assert tied == set(STOCK) - SIGMOID
+    for target in SIGMOID:
+        config = plugin.load("upcycle.targets", target).config(moe_for(target, {"tied": True}))
+        assert config["tie_word_embeddings"] is False
+
+
+def test_one_switch_for_four_biases_fills_the_missing_ones() -> None:
+    for target in ("qwen3_moe", "dots1", "flex_olmo", "granitemoe"):
+        assert "model.layers.0.self_attn.o_proj.bias" in names(target, {"qkv_bias": True})
+        assert "model.layers.0.self_attn.q_proj.bias" in names(target, {"out_bias": True})
+        assert not any(name.endswith("proj.bias") for name in names(target))
+    assert "model.layers.0.self_attn.q_proj.bias" in names("qwen2_moe")
+    assert "model.layers.0.self_attn.o_proj.bias" not in names("glm4_moe", {"qkv_bias": True})
+
+
+# ---- notes
+
+
+def notes(target: str, dense: dict[str, Any] | None = None, **moe: Any) -> str:
+    return " ".join(plugin.load("upcycle.targets", target).notes(moe_for(target, dense, **moe)))
+
+
+def test_notes_say_what_a_user_must_know() -> None:
+    for target in STOCK:
+        squared = notes(target, {"activation": "relu2", "gated": False})
+        assert "+50 %" in squared and "silu only" in squared
+        assert "silu" not in notes(target)
+        mandatory = target in SIGMOID | {"qwen2_moe"}
+        assert ("zero neurons" in notes(target)) == mandatory
+        assert ("tied head" in notes(target, {"tied": True})) == (target in SIGMOID)
+    assert "routed_scaling_factor" in notes("dots1", shared=32, output_scale=2.0)
+    assert "routed_scaling_factor" not in notes("dots1", shared=32)
+    assert "head_dim" in notes("granitemoe", {"head_dim": 32}) and "head_dim" not in notes("mixtral", {"head_dim": 32})
