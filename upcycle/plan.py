@@ -403,11 +403,12 @@ def dropped(
     """Dense tensors that no output uses: each must have a reason, else the conversion would lose something."""
     sources = source_family.sources(dense)
     used = {source.name for source in sources.values()}
+    head = source_family.sources(replace(dense, tied=False))["head.weight"].name
     out = []
     for name in base.entries:
         if name in used:
             continue
-        if dense.tied and name.endswith(("lm_head.weight", "embed_out.weight")):
+        if name == head:  # unused, so the model is tied
             out.append((name, "tied to the embedding"))
         elif any(re.fullmatch(pattern, name) for pattern in source_family.IGNORED):
             out.append((name, "a buffer, not a weight"))

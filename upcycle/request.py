@@ -5,6 +5,7 @@ Every refusal names the nearest thing that can be had.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 from upcycle import plugin, routers
@@ -15,7 +16,9 @@ from upcycle.spec import BYTES, DenseSpec, MoESpec, Order, Score
 
 
 def read_method(config: UpcycleConfig, donors: int) -> tuple[str, Any]:
-    values = {"name": config.method} if isinstance(config.method, str) else dict(config.method or {})
+    if not isinstance(config.method, str | Mapping):
+        raise ValueError(f"method is {config.method!r}; write for instance method.name=virtual_group")
+    values = {"name": config.method} if isinstance(config.method, str) else dict(config.method)
     name = values.pop("name", None)
     if not isinstance(name, str):
         raise ValueError(f"method.name is {name!r}; name one of {', '.join(plugin.names('upcycle.methods'))}")

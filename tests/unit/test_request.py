@@ -1,0 +1,189 @@
+"""Bad input of the config kind: each is one sentence that names what was wrong and what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.parity import tiny
+from upcycle.checkpoint import Checkpoint
+from upcycle.config import UpcycleConfig, byte_size, read
+from upcycle.plan import UpcyclePlan, build
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("dense") / "llama")
+
+
+def plan(*words: str) -> UpcyclePlan:
+    config = read(UpcycleConfig, "", words)
+    names = [config.source or config.donors[0], *config.donors]
+    checkpoints = [Checkpoint.open(name) for name in names]
+    try:
+        return build(config, checkpoints)
+    finally:
+        for checkpoint in checkpoints:
+            checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["expert=8"], "unknown key 'expert'; did you mean 'experts'"),
+        (["router.scor=softmax"], "unknown key 'router.scor'; did you mean 'score'"),
+        (["method.name=virtual_group", "method.ratio=0.5"], "unknown key 'method.ratio'"),
+        (["method.name=virtual_grup"], "did you mean 'virtual_group'"),
+        (["method.name=drop", "method.ratio=half"], "method.ratio"),
+        (["method.name=drop", "method.ratio=1.5"], "from 0 to 1"),
+        (["method.name=drop", "method.mode=papre"], "paper and released"),
+        (["method.name=noise", "method.std=0"], "above 0"),
+        (["method.name=split", "method.by=size"], "contiguous, random and activation"),
+        (["top_k=two"], "top_k"),
+        (["top_k=9"], "top_k must be at most 8"),
+        (["top_k=0"], "at least 1"),
+        (["experts=0"], "at least 1"),
+        (["granularity=2"], "use method.name=virtual_group"),
+        (["method.name=virtual_group", "granularity=7", "top_k=7"], "try granularity=4, 6, 8"),
+        (["shared=-1"], "shared is -1"),
+        (["shared=1.5"], "shared is 1.5"),
+        (["shared=0.999"], "shared="),
+        (["method.name=virtual_group", "granularity=4", "top_k=4", "shared=1"], "try shared=2"),
+        (["target=mixtral", "shared=1"], "target mixtral cannot hold a shared expert"),
+        (["target=mixtrl"], "did you mean 'mixtral'"),
+        (["target=qwen3_moe"], "targets that can: mixtral"),
+        (["target=mixtral", "layers=[0]"], "MoE in only 1 of 2 layers"),
+        (["layers=some"], "write all, every:2"),
+        (["layers=[0,5]"], "layers 0 to 1"),
+        (["layers=[0,0]"], "a layer twice"),
+        (["layers=every:3"], "leaves no layer"),
+        (["layers=first-dense:2"], "leaves no layer"),
+        (["router.score=relu"], "softmax or sigmoid"),
+        (["router.order=topk"], "softmax-then-topk or topk-then-softmax"),
+        (["router.normalize=false"], "scale=calibrated"),
+        (["router.init.name=zero"], "router.init.name is 'zero'"),
+        (["router.init.std=0"], "equal logits send every token to the same experts"),
+        (["router.init.name=hidden"], "one text per copy"),
+        (["router.init.name=neurons"], "needs method.name=split"),
+        (["method.name=split", "router.init.name=neurons"], "method.by=activation"),
+        (["scale=exactly"], "scale is 'exactly'"),
+        (["scale=-2"], "above 0"),
+        (["scale=true"], "scale is True"),
+        (["scale=calibrated"], "calibration.texts is empty"),
+        (["scale_in=down"], "scale_in is 'down'"),
+        (["scale_in=output"], "needs a target with an output scale"),
+        (["dtype=int8"], "dtype is 'int8'"),
+        (["max_shard=5"], "'5' is not a size"),
+        (["donors=nowhere"], "nowhere"),
+        (["method.name=branch_train_mix"], "one donor per copy"),
+        (["method=3"], "method"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_type_or_size_is_one_sentence(llama: Path, words: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        _ = plan(f"source={llama}", *words).shards
+    message = str(caught.value)
+    assert says in message, message
+    assert "\n" not in message
+
+
+def test_shared_counts_experts_or_is_a_share_of_the_neurons(llama: Path) -> None:
+    def sizes(*words: str) -> tuple[int, int]:
+        moe = plan(f"source={llama}", "method.name=virtual_group", "top_k=2", *words).moe
+        return moe.shared, moe.widths[0]
+
+    assert sizes("shared=1") == (48, 48)
+    assert sizes("shared=1", "granularity=2") == (32, 32)
+    assert sizes("shared=2", "granularity=2") == (48, 24)
+    assert sizes("shared=0.25", "granularity=2") == (24, 36)
+    assert sizes("shared=0.3", "granularity=2") == (28, 34)  # 28.8 neurons, less what keeps the parts equal
+
+
+def test_sizes_of_files_are_read_and_nonsense_refused() -> None:
+    assert byte_size("5GB") == 5_000_000_000
+    assert byte_size(" 1.5 GiB") == 3 * 2**29
+    for wrong in ("", "GB", "0GB", "-1GB", "5 parsecs"):
+        with pytest.raises(ValueError, match="not a size"):
+            byte_size(wrong)
+
+
+def broken(llama: Path, folder: Path, change: str) -> Path:
+    folder.mkdir()
+    tensors = load_file(llama / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    if change == "missing":
+        del tensors[name]
+    elif change == "extra":
+        tensors["model.layers.1.mlp.gate_up.weight"] = torch.zeros(3)
+    elif change == "shape":
+        tensors[name] = tensors[name][:-1].contiguous()
+    elif change == "int8":
+        tensors = {k: v.to(torch.int8) for k, v in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text((llama / "config.json").read_text())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("missing", "has no tensor 'model.layers.1.mlp.up_proj.weight'"),
+        ("extra", "tensor 'model.layers.1.mlp.gate_up.weight' that no llama model has"),
+        ("shape", "has shape [95, 64], config.json promises [96, 64]"),
+        ("int8", "stores its weights as int8"),
+    ],
+)
+def test_a_checkpoint_that_is_not_its_config_is_refused_before_any_write(
+    llama: Path, tmp_path: Path, change: str, says: str
+) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        plan(f"source={broken(llama, tmp_path / 'dense', change)}")
+    assert says in str(caught.value)
+
+
+def test_a_tied_head_is_dropped_by_name(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path / "tied", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(tensors, folder / "model.safetensors")
+    dropped = dict(plan(f"source={folder}").dropped)
+    assert dropped == {
+        "lm_head.weight": "tied to the embedding",
+        "model.layers.0.self_attn.rotary_emb.inv_freq": "a buffer, not a weight",
+    }
+
+
+def test_auto_says_why(llama: Path) -> None:
+    made = plan(f"source={llama}")
+    assert made.target == "mixtral"
+    assert "stock transformers" in made.why
+    ours = plan(f"source={llama}", "method.name=split", "experts=7", "top_k=2")
+    assert ours.target == "upcycled"
+    assert "no stock architecture holds it" in ours.why
+    assert "experts of different widths" in ours.why
+    half = plan(
+        f"source={llama}", "dtype=bfloat16", "method.name=virtual_group", "granularity=2", "router.score=sigmoid"
+    )
+    assert "float32" in half.why
+
+
+def test_a_plan_reads_no_tensor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(Checkpoint, "read", never)
+    monkeypatch.setattr(Checkpoint, "fingerprint", never)
+    made = plan(f"source={llama}", "method.name=drop")
+    assert made.bytes > 0
+    assert len(made.hash) == 64
+
+
+def test_the_plans_hash_is_of_what_is_made_not_of_where(llama: Path) -> None:
+    base = plan(f"source={llama}", "output=a").hash
+    assert plan(f"source={llama}", "output=b", "mesh.gpus=64").hash == base
+    for word in ("seed=1", "top_k=3", "scale=2", "router.init.std=0.02", "max_shard=1MB", "experts=4"):
+        assert plan(f"source={llama}", "output=a", word).hash != base, word
