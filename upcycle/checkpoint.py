@@ -103,7 +103,7 @@ class Checkpoint:
     @staticmethod
     def open(source: str | Path) -> Checkpoint:
         """`source` is a folder, or a hub id: org/name or org/name@revision."""
-        if Path(source).is_dir():
+        if source != "" and Path(source).is_dir():  # "" is nobody's wish for the current folder
             return Checkpoint(Path(source))
         hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", str(source), re.ASCII)
         if isinstance(source, Path) or not hub_id or Path(source).exists():
@@ -314,7 +314,7 @@ def read_index(folder: Path) -> dict[str, str]:
     names = set(weight_map.values())
     for name in sorted(names):
         if not os.path.lexists(folder / name):
-            raise ValueError(f"{folder} lacks the file {name} that its {INDEX} names; copy or download it again")
+            raise ValueError(f"{folder} lacks the file {short(name)} that its {INDEX} names; copy or download it again")
     if "model.safetensors" not in names and os.path.lexists(folder / "model.safetensors"):
         raise ValueError(f"{folder} has both model.safetensors and an {INDEX} of other files; delete the stale one")
     return weight_map
