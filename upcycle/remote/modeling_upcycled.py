@@ -397,6 +397,15 @@ class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Beyond the original context longrope turns all keys by other angles: cached ones are made again (Phi-3)."""
+        rope, past = self.config.rope_parameters or {}, kwargs.get("past_key_values")
+        original = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else input_ids.shape[1]
+        if past is not None and past.get_seq_length() <= original < input_ids.shape[1]:
+            # no cache, and if the caller says how many tokens are new: all of them
+            kwargs |= dict.fromkeys(kwargs.keys() & {"past_key_values", "next_sequence_length"})
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[misc]
+
     @can_return_tuple
     def forward(
         self,
