@@ -131,9 +131,8 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
         for key, value in values.items():
             default = getattr(schema, key)
             if isinstance(default, DictConfig) and OmegaConf.get_type(default) is not dict:
-                build(
-                    cast(type[Any], OmegaConf.get_type(default)), value, f"{where}{key}."
-                )  # names the nearest key of the inner one
+                inner = build(cast(type[Any], OmegaConf.get_type(default)), value, f"{where}{key}.")
+                values = {**values, key: dataclasses.asdict(inner)}
             elif isinstance(value, str) and isinstance(fields[key].default, tuple):
                 values = {**values, key: [value]}  # one text, one donor: no brackets needed
         return OmegaConf.to_object(OmegaConf.merge(schema, values))  # type: ignore[return-value]

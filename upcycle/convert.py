@@ -43,6 +43,7 @@ from upcycle.plan import Output, UpcyclePlan, target
 MANIFEST = "upcycle.json"
 JOB = ".upcycle"
 SAFETENSORS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+LANES = 4  # shards written at once by one process; each holds two tensors
 POLL = 0.2  # seconds between looks at the other processes' shards
 
 
@@ -212,10 +213,10 @@ def write_shards(
     shards: list[tuple[str, list[Output]]],
     bar: Any,
 ) -> None:
-    """Two shards at a time, each a pipeline of its own: while one waits for the disk, the other reads and makes."""
+    """A few shards at a time, each a pipeline of its own: while one waits for the disk, others read, make and hash."""
     layer_ffn = max(out.bytes for out in plan.outputs)
     maker = Maker(plan, checkpoints, cache=max(256 << 20, 6 * min(layer_ffn, 1 << 30)))
-    lanes = min(2, len(shards)) or 1
+    lanes = max(1, min(LANES, len(shards)))
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // lanes))
     try:
@@ -358,6 +359,7 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
             "reasons": list(plan.promise.reasons),
         },
         "config": card.settings(plan),
+        "router_mass": {k.split(".")[1]: float(v) for k, v in plan.observed.items() if k.endswith(".mass")},
         "versions": {name: version(name) for name in ("torch", "safetensors", "omegaconf")}
         | {"python": platform.python_version(), "upcycle": card.own_version()},
         "files": files,

@@ -53,12 +53,17 @@ def load_model(folder: str | Path, dtype: torch.dtype) -> Any:
         from upcycle.remote import modeling_upcycled
 
         kind = modeling_upcycled.UpcycledForCausalLM
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
+    quiet: Any = transformers.logging  # its report and bars would stand between ours; what it reports is checked below
+    level = quiet.get_verbosity()
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
     try:
-        model, info = kind.from_pretrained(str(path), dtype=dtype, output_loading_info=True, trust_remote_code=False)
+        model, info = kind.from_pretrained(
+            str(path), dtype=dtype, output_loading_info=True, trust_remote_code=False, experts_implementation="eager"
+        )
     finally:
-        transformers.logging.set_verbosity(level)
+        quiet.set_verbosity(level)
+        quiet.enable_progress_bar()
     problems = {k: sorted(map(str, v)) for k, v in info.items() if v}
     if problems:
         what, names = next(iter(problems.items()))
@@ -71,7 +76,9 @@ def load_model(folder: str | Path, dtype: torch.dtype) -> Any:
 @torch.no_grad()
 def logits(folder: str | Path, ids: Tensor, dtype: torch.dtype, label: str) -> Tensor:
     model = load_model(folder, dtype)
-    out = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in tqdm(ids, desc=label, delay=2)]
+    out: list[Tensor] = [
+        model(input_ids=row[None], use_cache=False).logits[0].float() for row in tqdm(ids, desc=label, delay=2)
+    ]
     del model
     gc.collect()
     return torch.cat(out)
