@@ -74,7 +74,8 @@ class Recipe:
         }
         if self.kind in ("router", "fill"):
             return "router rows" if self.kind == "router" else f"all {self.add:g}"
-        return f"{what[self.kind]}{read}{f' x {self.factor:g}' if self.factor != 1 else ''}{f' + {self.add:g}' if self.add else ''}"
+        factor = f" x {self.factor:g}" if self.factor != 1 else ""
+        return f"{what[self.kind]}{read}{factor}{f' + {self.add:g}' if self.add else ''}"
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,4 @@ def slots(moe: MoESpec) -> Iterator[Slot]:
 
 
 def notes(moe: MoESpec) -> list[str]:
-    return [
-        f"no architecture of transformers holds this model: the folder ships {MODELING.name}, "
-        "and transformers loads it only with trust_remote_code=True"
-    ]
+    return [f"the folder ships {MODELING.name}, which transformers runs only if told trust_remote_code=True"]

@@ -1,0 +1,60 @@
+"""A Llama of any size with random weights, written tensor by tensor: for the demo, the benchmark and trying things out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from upcycle import rng
+from upcycle.convert import header, write_all
+from upcycle.families import llama
+from upcycle.plan import Output
+
+# 1.1 B parameters: the shape of TinyLlama
+TINYLLAMA = {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048, "dtype": "bfloat16",
+}  # fmt: skip
+# 14 M parameters: converts and runs in seconds on a laptop
+SMALL = TINYLLAMA | {
+    "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 8192,
+}  # fmt: skip
+
+
+def make_llama(folder: Path, config: Mapping[str, Any] = SMALL, *, seed: int = 0) -> Path:
+    """A folder that transformers loads; every tensor has its own named randomness."""
+    full = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": 1, "eos_token_id": 2, **config,
+    }  # fmt: skip
+    spec = llama.read(full)
+    names, dtype = llama.sources(spec), getattr(torch, spec.dtype)
+    outputs = [(role, Output(names[role].name, shape, spec.dtype, ())) for role, shape in spec.roles()]
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / "model.safetensors.part"
+    total = sum(output.bytes for _, output in outputs)
+    with (
+        open(part, "wb", buffering=0) as file,
+        tqdm(total=total, unit="B", unit_scale=True, desc="dense", delay=2) as bar,
+    ):
+        write_all(file.fileno(), memoryview(header([output for _, output in outputs])))
+        for role, output in outputs:
+            if "norm" in role:
+                tensor = 1 + 0.1 * rng.normal(output.shape, seed, role)
+            else:
+                # 64 MB of numbers repeated are random enough, and much faster to draw for a model of billions
+                drawn = rng.normal((min(prod(output.shape), 1 << 24),), seed, role)
+                tensor = drawn.repeat(-(-prod(output.shape) // drawn.numel()))[: prod(output.shape)].view(output.shape)
+                tensor = tensor * (output.shape[-1] ** -0.5 if role != "embed.weight" else 1.0)
+            write_all(file.fileno(), tensor.to(dtype).flatten().view(torch.uint8).numpy().data)
+            bar.update(output.bytes)
+    (folder / "config.json").write_text(json.dumps(full, indent=2) + "\n")
+    part.rename(folder / "model.safetensors")
+    return folder
