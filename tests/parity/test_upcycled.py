@@ -76,7 +76,10 @@ def identity(folder: Path, attention: str = "eager", **changes: Any) -> Any:
     """The donor in our class, without a file between."""
     spec = spec_of(folder)
     moe = MoESpec(spec, layers=(), widths=(), top_k=0, copies=1, dtype="float32")
-    model = UpcycledForCausalLM(UpcycledConfig(**upcycled.config(moe) | changes, attn_implementation=attention))
+    config = upcycled.config(moe) | changes
+    if "rope_parameters" in changes:
+        config.pop("rope_scaling", None)  # the same under its old name, and read first
+    model = UpcycledForCausalLM(UpcycledConfig(**config, attn_implementation=attention))
     roles = dense_tensors(folder, spec)
     missing, unexpected = model.load_state_dict({s.name: roles[s.roles[0]] for s in upcycled.slots(moe)}, strict=False)
     assert not unexpected and missing == (["lm_head.weight"] if spec.tied else [])

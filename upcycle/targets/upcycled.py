@@ -39,8 +39,6 @@ def config(moe: MoESpec) -> dict[str, Any]:
     d = moe.dense
     base = common.base_config(moe, "upcycled", "UpcycledForCausalLM", ABILITIES)
     base["norm_eps"] = base.pop("rms_norm_eps")  # not every norm of ours is an RMS norm
-    for key in ("rope_theta", "rope_scaling"):  # for loaders that cannot read our file anyway
-        base.pop(key, None)
     sliding = set(d.window_layers) if d.window is not None else set()
     return base | {
         "auto_map": {
