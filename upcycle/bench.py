@@ -1,0 +1,273 @@
+"""bench: how long converting takes, beside what the disk allows and beside mergekit-moe. A measurement, never a test.
+
+    python -m upcycle.bench                                      a 1.1 B Llama (TinyLlama's shape), 8 experts
+    python -m upcycle.bench --layers 2 --repeat 1                a quick look
+    python -m upcycle.bench --mergekit ENV/bin/mergekit-moe      the peer too (`make oracles` makes .venv-oracles)
+
+Everything runs in this one process's children, in turn, on the same disk and with the source in the page cache. Before
+each run the last one's output is deleted and `sync` has emptied the write-back queue, so that none pays for another.
+`returned` is when the program ended; `on disk` is when a sync after it ended too. The difference matters: upcycle syncs
+every file before it calls it complete, mergekit leaves that to the system.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from upcycle import __version__
+
+# No torch up here: a child's peak memory, as the system counts it, is never below its parent's.
+
+BLOCK = 64 << 20
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
+    "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000,
+    "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16", "initializer_range": 0.02,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    returned: float  # seconds
+    on_disk: float  # seconds, with the sync after it
+    cpu: float  # seconds, user and system, all threads
+    peak: int  # bytes of memory at most, mapped files included
+
+
+# ---- what is converted
+
+
+def write_dense(folder: Path, layers: int) -> None:
+    """A Llama of random weights, as a checkpoint folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    from upcycle import rng
+    from upcycle.families import llama
+
+    config = LLAMA | {"num_hidden_layers": layers}
+    spec = llama.read(config)
+    names = {role: source.name for role, source in llama.sources(spec).items()}
+    tensors = {
+        names[role]: (
+            torch.ones(shape) if len(shape) == 1 else rng.normal(shape, 0, "bench", role) * spec.init_std
+        ).bfloat16()
+        for role, shape in spec.roles()
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The smallest tokenizer there is: mergekit-moe does not start without one."""
+    words = ["<unk>", "<s>", "</s>"]
+    model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "<unk>"}
+    added = [
+        {
+            "id": i, "content": word, "special": True,
+            "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+        }
+        for i, word in enumerate(words)
+    ]  # fmt: skip
+    parts = dict.fromkeys(["truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"])
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0"} | parts | {"added_tokens": added, "model": model})
+    )
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def mergekit_config(base: Path, experts: Sequence[Path], top_k: int) -> str:
+    """What mergekit-moe reads. It wants a prompt for each expert and not all alike, though here nothing reads them."""
+    return json.dumps(
+        {
+            "base_model": str(base),
+            "gate_mode": "uniform_random",
+            "dtype": "bfloat16",
+            "experts_per_token": top_k,
+            "experts": [{"source_model": str(e), "positive_prompts": [f"{i}"]} for i, e in enumerate(experts)],
+        }
+    )
+
+
+# ---- what is measured
+
+
+def plain_writes(folder: Path, size: int, sync: bool) -> None:
+    """`size` bytes in two files by two threads: the most that a program can ask of this disk with so little thought."""
+    block = memoryview(os.urandom(BLOCK))
+    folder.mkdir()
+
+    def write(name: str, left: int) -> None:
+        with open(folder / name, "wb", buffering=0) as file:
+            while left > 0:
+                left -= os.write(file.fileno(), block[: min(left, BLOCK)])
+            if sync:
+                os.fsync(file.fileno())
+
+    threads = [Thread(target=write, args=("a", size // 2)), Thread(target=write, args=("b", size - size // 2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def measure(command: Sequence[str], log: Path) -> Run:
+    """One run of a program, alone on the machine as far as we can make it so."""
+    os.sync()
+    with open(log, "wb") as output:
+        start = time.perf_counter()
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        returned = time.perf_counter() - start
+    process.returncode = os.waitstatus_to_exitcode(status)
+    os.sync()
+    on_disk = time.perf_counter() - start
+    if process.returncode:
+        raise ValueError(f"{' '.join(command)} ended with {process.returncode}: {log.read_text()[-2000:]}")
+    return Run(returned, on_disk, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def python(call: str) -> list[str]:
+    """The command that calls a function of this module in a process of its own."""
+    return [sys.executable, "-c", f"from pathlib import Path; from upcycle import bench; bench.{call}"]
+
+
+def bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    dense, out, log = folder / "dense", folder / "out", folder / "log"
+    print(f"making the dense model in {folder}", flush=True)
+    measure(python(f"write_dense(Path({str(dense)!r}), {options.layers})"), log)
+    words = [
+        f"source={dense}", f"output={out}", "target=mixtral", "method.name=copy",
+        f"experts={options.experts}", f"top_k={options.top_k}",
+    ]  # fmt: skip
+    upcycle = [sys.executable, "-m", "upcycle"]
+    planned = subprocess.run([*upcycle, "plan", "--json", *words], stdout=subprocess.PIPE, check=True)
+    size = json.loads(planned.stdout)["bytes"]
+    commands = {
+        "plain writes": python(f"plain_writes(Path({str(out)!r}), {size}, False)"),
+        "plain writes + fsync": python(f"plain_writes(Path({str(out)!r}), {size}, True)"),
+        "upcycle convert": [*upcycle, "convert", *words],
+    }
+    if options.mergekit:
+        recipe = folder / "mergekit.yaml"  # JSON is YAML
+        recipe.write_text(mergekit_config(dense, [dense] * options.experts, options.top_k))
+        consent = "--i-understand-this-is-not-useful-without-training"
+        commands["mergekit-moe"] = [options.mergekit, str(recipe), str(out), consent]
+    runs: dict[str, list[Run]] = {name: [] for name in commands}
+    for turn in range(options.repeat):
+        for name, command in commands.items():
+            print(f"turn {turn + 1} of {options.repeat}: {name}", flush=True)
+            runs[name].append(measure(command, log))
+            written = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+            if written < size:
+                raise ValueError(
+                    f"{name} wrote {written} bytes, fewer than the {size} of the weights: {log.read_text()[-2000:]}"
+                )
+            shutil.rmtree(out)
+    return {
+        "layers": options.layers,
+        "experts": options.experts,
+        "top_k": options.top_k,
+        "dense_bytes": (dense / "model.safetensors").stat().st_size,
+        "moe_bytes": size,
+        "machine": machine(folder),
+        "versions": versions(options.mergekit),
+        "runs": {name: [asdict(run) for run in each] for name, each in runs.items()},
+    }
+
+
+# ---- where, with what, and the table
+
+
+def machine(folder: Path) -> dict[str, Any]:
+    found = {"cores": len(os.sched_getaffinity(0)), "cpu": platform.machine(), "system": platform.platform()}
+    info, mounts = Path("/proc/cpuinfo"), Path("/proc/mounts")
+    models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    places = [line.split() for line in mounts.read_text().splitlines()]
+    here = [place for place in places if folder.resolve().is_relative_to(place[1])]
+    return found | {
+        "cpu": models[0] if models else platform.machine(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "filesystem": max(here, key=lambda place: len(place[1]))[2] if here else "unknown",
+    }
+
+
+def versions(mergekit: str) -> dict[str, str]:
+    found = {"python": platform.python_version(), "upcycle": __version__, "torch": version("torch")}
+    if mergekit:
+        ask = "from importlib.metadata import version; print(version('mergekit'), version('torch'))"
+        said = subprocess.run([str(Path(mergekit).with_name("python")), "-c", ask], stdout=subprocess.PIPE, text=True)
+        found["mergekit"], found["mergekit's torch"] = said.stdout.split() or ["unknown", "unknown"]
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    where, size = result["machine"], result["moe_bytes"]
+    repeats = len(next(iter(result["runs"].values())))
+    lines = [
+        f"{result['dense_bytes'] / 1e9:.2f} GB dense to {size / 1e9:.2f} GB of {result['experts']} experts; "
+        f"{where['cores']} cores of {where['cpu']}, {where['memory'] / 2**30:.0f} GiB, {where['filesystem']}; "
+        f"median of {repeats} (least to most)",
+        "",
+        f"{'':22}{'returned s':>22}{'on disk s':>22}{'CPU s':>9}{'peak MB':>9}{'GB/s':>7}",
+    ]
+    for name, runs in result["runs"].items():
+        cells = []
+        for key in ("returned", "on_disk"):
+            each = [run[key] for run in runs]
+            cells.append(f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})")
+        cpu, peak, on_disk = (statistics.median(run[key] for run in runs) for key in ("cpu", "peak", "on_disk"))
+        speed = size / on_disk / 1e9
+        lines.append(f"{name:22}{cells[0]:>22}{cells[1]:>22}{cpu:>9.1f}{peak / 1e6:>9.0f}{speed:>7.2f}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="upcycle.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=LLAMA["num_hidden_layers"], help="of the dense model (22)")
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=3, help="turns; the table has medians (3)")
+    parser.add_argument("--mergekit", default="", metavar="PATH", help="the mergekit-moe to compare with")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (the system's temporary folder)")
+    options = parser.parse_args(arguments)
+    if options.mergekit and not os.access(options.mergekit, os.X_OK):
+        print(
+            f"upcycle.bench: --mergekit {options.mergekit} is no program; give the path of mergekit-moe",
+            file=sys.stderr,
+        )
+        return 2
+    with tempfile.TemporaryDirectory(prefix="upcycle-bench-", dir=options.folder) as folder:
+        try:
+            result = bench(options, Path(folder))
+        except ValueError as error:
+            print(f"upcycle.bench: {error}", file=sys.stderr)
+            return 1
+    print(f"\n{table(result)}\n\n{json.dumps(result)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
