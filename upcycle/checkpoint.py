@@ -174,7 +174,7 @@ class Checkpoint:
     def copied_files(self) -> list[Path]:
         """What a converted folder keeps as it is: tokenizer, chat template, generation settings. No code or weights."""
         found = {file for pattern in COPIED for file in self.folder.glob(pattern)}
-        return sorted(f for f in found if f.is_file() and not f.name.startswith(".") and f.name != INDEX)
+        return sorted(f for f in found if f.is_file() and not f.name.startswith("."))
 
     def close(self) -> None:
         self._open_files.close()
