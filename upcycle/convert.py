@@ -62,7 +62,7 @@ class Worker:
 def convert(
     plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], worker: Worker | None = None, *, quiet: bool = False
 ) -> Path:
-    """Make the folder `plan.config.output` and return it. A failure is one ValueError and loses nothing that is done."""
+    """Make the folder `plan.config.output` and return it. A failure is one ValueError; nothing done is lost."""
     worker = worker or Worker.here()
     output = Path(plan.config.output)
     partial = output.with_name(output.name + ".partial")

@@ -23,9 +23,7 @@ def demo() -> int:
     dense, moe = str(make_llama(FOLDER / "dense")), str(FOLDER / "moe")
     return (
         step("2. What would upcycling make of it?", "plan", "tiny")
-        or step(
-            "3. And with the cube-root scale of the paper?", "plan", "tiny", "scale=published"
-        )
+        or step("3. And with the cube-root scale of the paper?", "plan", "tiny", "scale=published")
         or step("4. Convert (exact)", "convert", "tiny")
         or step("5. Is the MoE the same function?", "verify", dense, moe)
         or step("6. What is in the folder, and is it what was written?", "inspect", moe, "--check")

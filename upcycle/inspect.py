@@ -41,7 +41,7 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
                 "function": "exact" if promise["exact"] else f"not exact: {'; '.join(promise['reasons'])}",
                 "plan": manifest["plan"],
             }
-        text = "\n".join(f"{name:<12} {value}" for name, value in lines.items())
+        text = "\n".join(f"{name:<20} {value}" for name, value in lines.items())
         if tensors:
             text += "\n\n" + "\n".join(f"{e.name}  {list(e.shape)}  {e.dtype}  {e.file.name}" for e in entries.values())
         return text
@@ -100,5 +100,5 @@ def check(folder: Path) -> bool:
     done = (
         "sizes, sha256 and values are right" if manifest else "values are finite; there is no manifest to compare with"
     )
-    print(f"{'checked':<12} {done if not wrong else f'{len(wrong)} wrong'}")
+    print(f"{'checked':<20} {done if not wrong else f'{len(wrong)} wrong'}")
     return not wrong

@@ -151,7 +151,7 @@ class Maker:
 
     def expert(self, recipe: Recipe) -> Tensor:
         plan, moe = self.plan, self.plan.moe
-        place = Place(recipe.layer, recipe.index, moe.copies, moe.granularity, moe.widths, plan.config.seed)
+        place = Place(recipe.layer, recipe.expert, moe.copies, moe.granularity, moe.widths, plan.config.seed)
 
         def make() -> Tensor:
             donors = [self.carved(self.ffn(recipe), recipe.layer, shared=False)]

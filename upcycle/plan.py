@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -41,12 +41,11 @@ PREFERENCE = (
 )
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):  # not a dataclass: a large plan has tens of thousands, and these are quicker to make
     """How one part of an output is made.
 
     keep     the source                             average  the mean of the sources (branch_train_mix)
-    expert   matrix `matrix` of expert `index`      shared   matrix `matrix` of the shared expert
+    expert   matrix `matrix` of expert `expert`     shared   matrix `matrix` of the shared expert
     router   the router's rows                      fill     a constant
     """
 
@@ -55,7 +54,7 @@ class Recipe:
     dtype: str
     sources: tuple[Source, ...] = ()
     layer: int = -1
-    index: int = -1
+    expert: int = -1
     matrix: str = ""
     factor: float = 1.0  # besides the scale of routed experts: 2 undoes a shared gate of sigmoid(0)
     add: float = 0.0  # to every element: 1 where a gain-minus-one norm becomes a plain one; the constant of `fill`
@@ -67,7 +66,7 @@ class Recipe:
 
         read = " + ".join(map(name, self.sources))
         what = {
-            "expert": f"expert {self.index}'s {self.matrix} of ",
+            "expert": f"expert {self.expert}'s {self.matrix} of ",
             "shared": f"shared {self.matrix} of ",
             "average": "mean of ",
             "keep": "",
@@ -78,8 +77,7 @@ class Recipe:
         return f"{what[self.kind]}{read}{factor}{f' + {self.add:g}' if self.add else ''}"
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """One tensor on disk: its parts, stacked along dim 0 and viewed as `shape`."""
 
     name: str

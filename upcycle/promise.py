@@ -174,9 +174,8 @@ def rounding(moe: MoESpec, method: str, kind: str | float, c: float | None, gate
         return f"{moe.dense.dtype} weights"
     if BYTES[moe.dtype] >= 4:
         return ""
-    if c is not None and any(
-        f not in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
-        for f in scale.weight_factors(moe, method, kind, c, gated=gated).values()
-    ):
-        return "scaled weights"
+    if c is not None:
+        factors = scale.weight_factors(moe, method, kind, c, gated=gated)
+        if any(math.frexp(factors[matrix])[0] != 0.5 for matrix in moe.dense.ffn_matrices):  # not a power of two
+            return "scaled weights"
     return "norm weights + 1" if moe.dense.norm == "rms1p" and "rms1p" not in chosen.ABILITIES.norms else ""

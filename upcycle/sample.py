@@ -1,4 +1,4 @@
-"""A Llama of any size with random weights, written tensor by tensor: for the demo, the benchmark and trying things out."""
+"""A Llama of any size with random weights, written tensor by tensor: for the demo, the benchmark and trying out."""
 
 from __future__ import annotations
 

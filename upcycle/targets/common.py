@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isclose, prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 
 NO, YES, EITHER = frozenset({False}), frozenset({True}), frozenset({False, True})
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One tensor on disk: the roles it holds, stacked along dim 0, then viewed as `shape`."""
 
     name: str

@@ -1,0 +1,194 @@
+"""What is written down works: ready configs, the README's commands and code, --help, and the layout's rules."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.shapes import make_shaped
+from upcycle import families, plugin
+from upcycle.__main__ import main
+from upcycle.checkpoint import Checkpoint
+from upcycle.config import UpcycleConfig, read
+from upcycle.plan import build, family
+from upcycle.sample import make_llama
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs" / "upcycle").glob("*.yaml"))
+
+# config.json of the models the ready configs name
+LLAMA3 = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS = {
+    "llama3-8b-e8t2": LLAMA3,
+    "llama3-8b-e64t8": LLAMA3,
+    "nemotron4-15b-e64t8": {
+        "model_type": "nemotron", "architectures": ["NemotronForCausalLM"], "hidden_size": 6144,
+        "intermediate_size": 24576, "num_hidden_layers": 32, "num_attention_heads": 48, "num_key_value_heads": 8,
+        "vocab_size": 256000, "max_position_embeddings": 4096, "hidden_act": "relu2", "partial_rotary_factor": 0.5,
+        "norm_eps": 1e-5, "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+    },
+    "qwen3-8b-e56t7-shared": {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1000000, "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    },
+    "mistral-7b-drop": {
+        "model_type": "mistral", "architectures": ["MistralForCausalLM"], "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": 4096, "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+# what each config is for: (target, exact, experts, total parameters in billions)
+PROMISES = {
+    "llama3-8b-e8t2": ("mixtral", True, 8, 47.5),
+    "llama3-8b-e64t8": ("glm4_moe", True, 64, 48.2),  # with a shared expert of zeros, which GLM-4 always has
+    "nemotron4-15b-e64t8": ("upcycled", False, 64, 83.3),
+    "qwen3-8b-e56t7-shared": ("glm4_moe", True, 56, 41.5),
+    "mistral-7b-drop": ("mixtral", False, 8, 46.7),
+}
+
+
+def shaped(folder: Path, config: dict[str, object]) -> Path:
+    """A checkpoint of a real model's shape: real headers, no data."""
+    module = family(config["model_type"])
+    spec = module.read(config)
+    sources = module.sources(spec)
+    make_shaped(folder, config, {sources[role].name: shape for role, shape in spec.roles()}, "bfloat16", 4)
+    return folder
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_ready_config_plans_what_it_promises(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if path.stem == "tiny":
+        make_llama(tmp_path / "runs" / "demo" / "dense")
+        assert main(["plan", "tiny"]) == 0
+        return
+    source = shaped(tmp_path / "dense", MODELS[path.stem])
+    config = read(UpcycleConfig, path.stem, [f"source={source}"])
+    with Checkpoint.open(source) as checkpoint:
+        plan = build(config, [checkpoint])
+    target, exact, experts, billions = PROMISES[path.stem]
+    assert plan.target == target, plan.why
+    assert plan.promise.exact == exact, plan.promise
+    assert plan.moe.experts == experts
+    assert sum(o.bytes for o in plan.outputs) / 2e9 == pytest.approx(billions, rel=0.01)
+
+
+def blocks(language: str = "") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_readmes_code_runs_and_its_commands_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_llama(tmp_path / "runs" / "demo" / "dense")
+    for code in blocks("python"):
+        exec(compile(code, "README.md", "exec"), {})
+    assert main(["plan", "tiny", "scale=published"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    shown = next(block for block in blocks() if block.startswith("$ upcycle plan tiny"))
+    assert " ".join(shown.split("\n", 1)[1].split()) in printed
+    commands = [line.split("#")[0] for block in blocks() for line in block.splitlines() if line.startswith("upcycle ")]
+    assert len(commands) >= 4
+    shaped(tmp_path / "llama", LLAMA3)
+    for command in commands:
+        verb, *words = shlex.split(command)[1:]
+        if verb in ("plan", "convert"):  # planned, not converted: these are real models
+            words = [w for w in words if not w.startswith("source=")] + [f"source={tmp_path / 'llama'}"]
+            assert main(["plan", *words]) == 0, command
+
+
+def test_make_targets_that_the_readme_names_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in re.findall(r"make ([a-z]+)", (ROOT / "README.md").read_text()):
+        if word in ("demo", "test"):
+            assert re.search(rf"^{word}:", makefile, re.MULTILINE)
+
+
+@pytest.mark.parametrize("verb", ["", "plan", "convert", "verify", "inspect"])
+def test_help_teaches_by_example(verb: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "upcycle", *verb.split(), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert f"upcycle {verb}".strip() in done.stdout
+    assert "examples:" in done.stdout
+
+
+def test_errors_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    for words in (
+        ["plan"],
+        ["plan", "nowhere"],
+        ["convert", "tiny", "output="],
+        ["plan", f"source={tmp_path}"],
+        ["verify", "a/b/c", "d"],
+        ["inspect", str(tmp_path)],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "upcycle", *words],
+            capture_output=True,
+            text=True,
+            env={"HF_HUB_OFFLINE": "1", "PATH": ""},
+        )
+        assert done.returncode == 2, (words, done.stderr)
+        assert done.stderr.startswith("upcycle: "), done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_nothing_crosses_between_the_packages_but_what_the_design_allows() -> None:
+    may_use_transformers = {"verify.py", "modeling_upcycled.py"}
+    files = list((ROOT / "upcycle").rglob("*.py"))
+    assert len(files) > 40
+    for path in files:
+        top = {name.split(".")[0] for name in imports(path)}
+        assert not top & {"training", "evaluation", "tests", "deep_ep", "transformer_engine", "grouped_gemm"}, path
+        assert "transformers" not in top or path.name in may_use_transformers, path
+    for package, allowed in (("training", {"upcycle"}), ("evaluation", {"upcycle", "training"})):
+        for path in (ROOT / package).rglob("*.py"):
+            crossing = {n.split(".")[0] for n in imports(path)} & {"upcycle", "training", "evaluation"} - {package}
+            assert crossing <= allowed, path
+            if "training" in crossing:
+                assert path.name == "lm.py", path
+
+
+def test_importing_the_converter_does_not_import_transformers() -> None:
+    code = "import sys, upcycle.convert, upcycle.make, upcycle.observe, upcycle.card, upcycle.inspect; assert 'transformers' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_every_plug_in_keeps_its_contract() -> None:
+    contracts = {
+        "families": ("read", "sources", "IGNORED"),
+        "targets": ("ABILITIES", "config", "slots", "notes"),
+        "methods": ("Options", "EXACT", "expert"),
+    }
+    for package, wanted in contracts.items():
+        names = plugin.names(f"upcycle.{package}")
+        assert len(names) >= 6
+        for name in names:
+            module = plugin.load(f"upcycle.{package}", name)
+            assert all(hasattr(module, attribute) for attribute in wanted), module
+    assert families.__doc__
