@@ -34,13 +34,6 @@ from upcycle import __version__
 # No torch up here: a child's peak memory, as the system counts it, is never below its parent's.
 
 BLOCK = 64 << 20
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
-    "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000,
-    "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16", "initializer_range": 0.02,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,25 +48,10 @@ class Run:
 
 
 def write_dense(folder: Path, layers: int) -> None:
-    """A Llama of random weights, as a checkpoint folder."""
-    import torch
-    from safetensors.torch import save_file
+    """What both converters are given."""
+    from upcycle import sample
 
-    from upcycle import rng
-    from upcycle.families import llama
-
-    config = LLAMA | {"num_hidden_layers": layers}
-    spec = llama.read(config)
-    names = {role: source.name for role, source in llama.sources(spec).items()}
-    tensors = {
-        names[role]: (
-            torch.ones(shape) if len(shape) == 1 else rng.normal(shape, 0, "bench", role) * spec.init_std
-        ).bfloat16()
-        for role, shape in spec.roles()
-    }
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    sample.make_llama(folder, sample.TINYLLAMA | {"num_hidden_layers": layers})
     write_tokenizer(folder)
 
 
@@ -248,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="upcycle.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=LLAMA["num_hidden_layers"], help="of the dense model (22)")
+    parser.add_argument("--layers", type=int, default=22, help="of the dense model (22)")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3, help="turns; the table has medians (3)")
