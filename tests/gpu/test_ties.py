@@ -44,7 +44,7 @@ def split_share(scores: Tensor, copies: int, granularity: int, top_k: int, *, st
 
 
 @pytest.mark.parametrize(("copies", "granularity", "top_k"), SHAPES)
-def test_float32_routers_keep_groups_whole_and_bfloat16_ones_do_not(copies: int, granularity: int, top_k: int) -> None:
+def test_groups_stay_whole_in_float32_and_bfloat16(copies: int, granularity: int, top_k: int) -> None:
     args = (copies, granularity, top_k)
     wide, narrow = (logits(copies, granularity, 2048, dtype) for dtype in (torch.float32, torch.bfloat16))
     shares = {
@@ -59,8 +59,13 @@ def test_float32_routers_keep_groups_whole_and_bfloat16_ones_do_not(copies: int,
     assert shares["sigmoid, float32, topk"] < 2e-4
     assert shares["logits, float32, stable sort"] == 0
     assert shares["logits, bfloat16, stable sort"] == 0  # lower index first: a tie takes one group whole
-    if top_k < copies * granularity and copies >= 8:
-        assert shares["logits, bfloat16, topk"] > 1e-4, "the trap that the plan warns of is not there"
+    # bfloat16 logits of two groups tie for about 0.5 % of tokens, but CUDA's topk takes equal values in index order, and
+    # the experts of a group lie next to each other; on a CPU its order is any, and the same test fails there
+    assert shares["logits, bfloat16, topk"] == 0
+    tied = narrow.view(-1, copies, granularity)[:, :, 0].sort(-1, descending=True).values
+    if 0 < top_k // granularity < copies and copies >= 8:
+        at_the_edge = (tied[:, top_k // granularity - 1] == tied[:, top_k // granularity]).double().mean()
+        assert float(at_the_edge) > 1e-4, "there are no ties, so nothing was shown"
 
 
 @pytest.mark.parametrize(
