@@ -145,8 +145,8 @@ def make_promise(
         know.append(f"exact but for the rounding of {rounded} to {moe.dtype}")
     if exact and half and g > 1 and not chosen.ABILITIES.router_fp32:
         know.append(
-            f"computed in {moe.dtype} on a CPU, router logits tie and about 0.5 % of tokens a layer split a virtual group; "
-            "CUDA's topk keeps groups whole, and so do targets that route in float32"
+            f"computed in {moe.dtype} on a CPU, router logits tie and about 0.5 % of tokens a layer split a virtual "
+            "group; CUDA's topk keeps groups whole, and so do targets that route in float32"
         )
 
     def small_expert(ffn: FFN, small: MoESpec, index: int) -> FFN:
