@@ -153,7 +153,7 @@ def run_plan(options: argparse.Namespace) -> int:
                 "promise": asdict(plan.promise),
                 "parameters": asdict(sizes(plan)),
                 "flops_per_token": {
-                    "moe": size.moe_flops(moe, config.sequence),
+                    "moe": size.moe_flops(moe, config.sequence, gated=plan.gated),
                     "dense": size.dense_flops(plan.dense, config.sequence),
                 },
                 "bytes": plan.bytes,

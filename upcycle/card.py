@@ -76,7 +76,7 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     yield (
         "FLOPs/token",
         (
-            f"{human(size.moe_flops(moe, config.sequence), 'FLOP')} forward and backward at {config.sequence} tokens "
+            f"{human(size.moe_flops(moe, config.sequence, gated=plan.gated), 'FLOP')} forward and backward at {config.sequence} tokens "
             f"(dense {human(size.dense_flops(d, config.sequence), 'FLOP')})"
         ),
     )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +20,7 @@ from upcycle.plugin import nearest
 
 T = TypeVar("T")
 READY = Path(__file__).parent.parent / "configs" / "upcycle"  # in a clone; a wheel has no ready configs
+NONSENSE = (TypeError, IndexError, RecursionError)  # what OmegaConf lets out for `[=1`, a list for a mapping, a list of itself
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -97,11 +98,21 @@ def read(kind: type[T], file: str, words: Sequence[str] = (), ready: Path = READ
             key, equals, value = word.partition("=")
             if not equals or not key:
                 raise ValueError(f"{word!r} is not key=value; write for instance top_k=2")
-            OmegaConf.update(merged, key, yaml.safe_load(value) if value else "", merge=True)
+            OmegaConf.update(merged, key, word_value(kind, key, value), merge=True)
         plain = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, *NONSENSE) as error:
         raise ValueError(f"the config cannot be read: {' '.join(str(error).split())}") from None
     return build(kind, plain)
+
+
+def word_value(kind: type[Any], key: str, text: str) -> Any:
+    """What a word says, as YAML; but a name stays what was typed: output=0123 is no number, in no base."""
+    *path, last = key.split(".")
+    for name in path:
+        kind = get_type_hints(kind).get(name, object) if dataclasses.is_dataclass(kind) else object
+    value = yaml.safe_load(text) if text else ""
+    is_name = dataclasses.is_dataclass(kind) and get_type_hints(kind).get(last) is str
+    return text if is_name and not isinstance(value, str) else value
 
 
 def find(file: str, ready: Path) -> Path:
@@ -136,7 +147,7 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
             elif isinstance(value, str) and isinstance(fields[key].default, tuple):
                 values = {**values, key: [value]}  # one text, one donor: no brackets needed
         return OmegaConf.to_object(OmegaConf.merge(schema, values))  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, *NONSENSE) as error:
         first = str(error).splitlines()[0]
         full = re.search(r"full_key: (\S+)", str(error))
         raise ValueError(f"{where}{full[1] if full else ''}: {first}".lstrip(": ")) from None

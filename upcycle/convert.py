@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import platform
@@ -28,6 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from upcycle import card
+from upcycle import card, disk
 from upcycle.checkpoint import Checkpoint, read_header
+from upcycle.config import byte_size
+from upcycle.disk import sync_folder, write_atomic
 from upcycle.make import Maker
 from upcycle.plan import Output, UpcyclePlan, target
+from upcycle.spec import BYTES
 
 MANIFEST = "upcycle.json"
 JOB = ".upcycle"
-SAFETENSORS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-LANES = 4  # shards written at once by one process; each holds two tensors
+LANES = 4  # shards written at once by one process
 POLL = 0.2  # seconds between looks at the other processes' shards
 
 
@@ -214,9 +216,8 @@ def write_shards(
     bar: Any,
 ) -> None:
     """A few shards at a time, each a pipeline of its own: while one waits for the disk, others read, make and hash."""
-    layer_ffn = max(out.bytes for out in plan.outputs)
-    maker = Maker(plan, checkpoints, cache=max(256 << 20, 6 * min(layer_ffn, 1 << 30)))
-    lanes = max(1, min(LANES, len(shards)))
+    lanes, cache = in_flight(plan, len(shards))
+    maker = Maker(plan, checkpoints, cache)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // lanes))
     try:
@@ -232,66 +233,32 @@ def write_shards(
         torch.set_num_threads(threads)
 
 
+def in_flight(plan: UpcyclePlan, shards: int) -> tuple[int, int]:
+    """(shards written at once, bytes of tensors kept): each lane keeps a layer's FFN as read and as made.
+
+    Together no more than one full shard, so a large model has fewer lanes, not more memory.
+    """
+    d = plan.dense
+    layer = 2 * sum(prod(shape) for shape in d.ffn_shapes().values()) * max(BYTES[d.dtype], BYTES[plan.moe.dtype])
+    lanes = max(1, min(LANES, shards, byte_size(plan.config.max_shard) // layer))
+    return lanes, lanes * layer
+
+
 def write_shard(maker: Maker, partial: Path, name: str, outputs: list[Output], bar: Any) -> None:
-    """Make the next part, hash and write this one: three things at once."""
+    """Make the next part while this one is copied and hashed and the one before is written."""
     part_file, parts = partial / f"{name}.part", [part for output in outputs for part in output.parts]
-    head, digest, size = header(outputs), hashlib.sha256(), 0
-    with ThreadPoolExecutor(2, "part") as pool, open(part_file, "wb", buffering=0) as file:
+    with ThreadPoolExecutor(1, "make") as pool, disk.Stream(part_file) as stream:
         ahead: Future[Tensor] | None = pool.submit(maker.part, parts[0])
-        write_all(file.fileno(), memoryview(head))
-        digest.update(head)
+        stream.write(disk.header(outputs))
         for following in [*parts[1:], None]:
             assert ahead is not None
             tensor = ahead.result()
             ahead = pool.submit(maker.part, following) if following is not None else None
-            data = tensor.flatten().view(torch.uint8).numpy().data
-            hashed = pool.submit(digest.update, data)
-            write_all(file.fileno(), data)
-            hashed.result()
-            size += len(data)
-            bar.update(len(data))
-        os.fsync(file.fileno())
+            stream.write(tensor)
+            bar.update(tensor.nbytes)
     os.rename(part_file, partial / name)
-    line = {"bytes": len(head) + size, "sha256": digest.hexdigest()}
+    line = {"bytes": stream.bytes, "sha256": stream.sha256}
     write_atomic(record_file(partial, name), json.dumps(line).encode())
-
-
-def header(outputs: list[Output]) -> bytes:
-    """The safetensors header of a shard, known before any of its tensors is made."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for output in outputs:
-        table[output.name] = {
-            "dtype": SAFETENSORS[output.dtype],
-            "shape": list(output.shape),
-            "data_offsets": [start, start + output.bytes],
-        }
-        start += output.bytes
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data[: 1 << 30]) :]
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
-
-
-def sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def record_file(partial: Path, name: str) -> Path:

@@ -66,6 +66,14 @@ class FFN:
 
         return replace(self, width=width, read=read)
 
+    def without_gate(self) -> FFN:
+        return replace(self, matrices=tuple(m for m in self.matrices if not m.startswith("gate")))
+
+    def with_gate_as_up(self) -> FFN:
+        """gate = up: how a gated block with relu holds squared ReLU, relu(u) * u. To be scaled after, not before."""
+        matrices = tuple(m for m in MATRICES if m.replace("gate", "up") in self.matrices)
+        return replace(self, matrices=matrices, read=lambda matrix: self.read(matrix.replace("gate", "up")))
+
     def map(self, change: Callable[[str, Tensor], Tensor]) -> FFN:
         """Each matrix changed on its own, when it is read."""
         return replace(self, read=lambda matrix: change(matrix, self.read(matrix)))

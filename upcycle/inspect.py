@@ -67,9 +67,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
-        assert {"files", "promise", "plan"} <= manifest.keys()
+        _ = manifest["from"], manifest["plan"], dict(manifest["config"]["method"]), "; ".join(manifest["promise"]["reasons"])
+        _ = bool(manifest["promise"]["exact"]), float(manifest["promise"]["tolerance"])
+        _ = [(int(line["bytes"]), str(line["sha256"])) for line in manifest["files"].values()]
         return manifest
-    except (ValueError, AssertionError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise ValueError(f"{path} is not a manifest that upcycle wrote; convert again") from None
 
 

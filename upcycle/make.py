@@ -23,7 +23,7 @@ from upcycle.ffn import FFN, scale
 from upcycle.methods import Place
 from upcycle.plan import Output, Recipe, UpcyclePlan
 
-CACHE = 512 << 20  # bytes of tensors kept, besides those in use
+CACHE = 512 << 20  # bytes of tensors kept, besides those in use; convert says how many it needs
 
 
 class Kept:
@@ -124,7 +124,8 @@ class Maker:
         elif recipe.kind == "average":
             raw = self.mean([self.read(source) for source in recipe.sources])
         elif recipe.kind == "shared":
-            raw = scale(self.carved(self.ffn(recipe), recipe.layer, shared=True)[recipe.matrix], recipe.factor)
+            ffn = self.held(self.carved(self.ffn(recipe), recipe.layer, shared=True))
+            raw = scale(ffn[recipe.matrix], recipe.factor)
         elif recipe.kind == "router":
             raw = routers.repeated(self.router_rows(recipe.layer), recipe.shape[0])
         else:
@@ -158,7 +159,7 @@ class Maker:
             if plan.method == "branch_train_mix":  # the recipe reads its own donor only
                 donors = donors * moe.copies
             ffn: FFN = self.method.expert(donors, place, plan.options)
-            return self.finish(recipe, ffn.scaled(plan.factors(recipe.layer))[recipe.matrix])
+            return self.finish(recipe, self.held(ffn).scaled(plan.factors(recipe.layer))[recipe.matrix])
 
         if not hasattr(self.method, "same"):
             return make()
@@ -166,7 +167,8 @@ class Maker:
 
     def ffn(self, recipe: Recipe) -> FFN:
         """The layer's dense FFN as the recipe's sources give it; only the recipe's own matrix is there."""
-        dense, matrix = self.plan.dense, recipe.matrix
+        dense = self.plan.dense
+        matrix = recipe.matrix if dense.gated else recipe.matrix.replace("gate", "up")  # see held()
 
         def read(name: str) -> Tensor:
             assert name == matrix, name
@@ -175,11 +177,16 @@ class Maker:
 
         return FFN(dense.ffn, dense.hidden, (matrix,), read)
 
+    def held(self, ffn: FFN) -> FFN:
+        """As the target has it: a donor without gate gets one that equals up, also after noise or a redraw."""
+        return ffn if self.plan.dense.gated else ffn.with_gate_as_up()
+
     def carved(self, ffn: FFN, layer: int, *, shared: bool) -> FFN:
         """The shared expert's neurons, or the rest: the first ones, or the most active ones if those were measured."""
         cut = self.plan.moe.shared
         order = self.plan.observed.get(f"layers.{layer}.order")
         if order is None:
+            assert getattr(self.plan.options, "by", "") != "activation", "observe() comes before make()"
             return ffn.neurons(slice(cut)) if shared else ffn if not cut else ffn.neurons(slice(cut, None))
         return ffn.neurons(order[:cut] if shared else order[cut:])
 

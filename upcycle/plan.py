@@ -26,7 +26,7 @@ from upcycle.promise import Promise, make_promise
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 from upcycle.targets.common import Slot, refusals, relu2_as_gated
 
-FORMAT = 1  # of the plan: part of its hash, raised when the same plan would give other bytes
+FORMAT = 2  # of the plan: part of its hash, raised when the same plan would give other bytes
 # `target: auto` takes the first that holds the model, the plainest first; one of our own only if no stock one does
 PREFERENCE = (
     "mixtral",
@@ -181,7 +181,7 @@ def build(config: UpcycleConfig, checkpoints: Sequence[Checkpoint]) -> UpcyclePl
     base = checkpoints[0]
     source_family = family(base.config.get("model_type"))
     dense: DenseSpec = source_family.read(base.config)
-    check_sources(dense, source_family, checkpoints)
+    stored = check_sources(dense, source_family, checkpoints)
     dense = replace(dense, dtype=stored_dtype(base))
     method, options = request.read_method(config, len(checkpoints) - 1)
     moe = request.moe_spec(config, dense, method)
@@ -196,7 +196,7 @@ def build(config: UpcycleConfig, checkpoints: Sequence[Checkpoint]) -> UpcyclePl
     make_recipe = Recipes(moe, method, options, sources, chosen)
     outputs = tuple(make_recipe.output(slot) for slot in make_recipe.slots)
     check_outputs(outputs)
-    promise = make_promise(config, moe, method, options, kind, chosen)
+    promise = make_promise(config, moe, method, options, kind, chosen, stored)
     plan = UpcyclePlan(
         config,
         dense,
@@ -342,15 +342,20 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
         count[entry.dtype] = count.get(entry.dtype, 0) + prod(entry.shape)
     dtype = max(count, key=lambda d: count[d])
     if dtype not in BYTES:
-        raise ValueError(
-            f"{checkpoint.folder} stores its weights as {dtype}; give a checkpoint in {', '.join(BYTES)} "
-            "(dequantise it first)"
-        )
+        raise refused_dtype(checkpoint, dtype)
     return dtype
 
 
-def check_sources(dense: DenseSpec, source_family: ModuleType, checkpoints: Sequence[Checkpoint]) -> None:
-    """Every tensor the family states is there in the right shape; every donor is the same model."""
+def refused_dtype(checkpoint: Checkpoint, dtype: str) -> ValueError:
+    return ValueError(
+        f"{checkpoint.folder} stores its weights as {dtype}; give a checkpoint in {', '.join(BYTES)} "
+        "(dequantise it first)"
+    )
+
+
+def check_sources(dense: DenseSpec, source_family: ModuleType, checkpoints: Sequence[Checkpoint]) -> set[str]:
+    """Every tensor the family states is there in the right shape; every donor is the same model. The dtypes met."""
+    stored: set[str] = set()
     for checkpoint in checkpoints:
         if checkpoint.config.get("model_type") != checkpoints[0].config.get("model_type"):
             raise ValueError(
@@ -362,6 +367,11 @@ def check_sources(dense: DenseSpec, source_family: ModuleType, checkpoints: Sequ
             raise ValueError(
                 f"{checkpoint.folder} and {checkpoints[0].folder} differ in {', '.join(differing)}; all donors "
                 "must have one architecture"
+            )
+        if spec.layers > len(checkpoint.entries):
+            raise ValueError(
+                f"config.json of {checkpoint.folder} promises {spec.layers} layers, and there are only "
+                f"{len(checkpoint.entries)} tensors; is the download complete?"
             )
         sources = source_family.sources(spec)
         for role, shape in spec.roles():
@@ -385,6 +395,10 @@ def check_sources(dense: DenseSpec, source_family: ModuleType, checkpoints: Sequ
                     f"{source.name} in {checkpoint.folder} has shape {list(entry.shape)}, config.json promises "
                     f"{list(shape)} for {role}; do the two belong together?"
                 )
+            if entry.dtype not in BYTES:
+                raise refused_dtype(checkpoint, entry.dtype)
+            stored.add(entry.dtype)
+    return stored
 
 
 def check_outputs(outputs: Sequence[Output]) -> None:

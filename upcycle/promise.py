@@ -7,7 +7,7 @@ with router logits as spread as they will be in the real model. No tensor of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -112,8 +112,15 @@ def estimate(
 
 
 def make_promise(
-    config: UpcycleConfig, moe: MoESpec, method: str, options: Any, kind: str | float, chosen: ModuleType
+    config: UpcycleConfig,
+    moe: MoESpec,
+    method: str,
+    options: Any,
+    kind: str | float,
+    chosen: ModuleType,
+    stored: Collection[str],
 ) -> Promise:
+    """`stored`: the dtypes of the source's tensors."""
     module = plugin.load("upcycle.methods", method)
     g, d = moe.granularity, moe.dense
     gated = d.gated or relu2_as_gated(moe, chosen.ABILITIES)
@@ -139,7 +146,7 @@ def make_promise(
         elif c != scale.whole(moe, method):
             why_not.append(f"scale is {c:g}, exact is {scale.whole(moe, method):g}")
     exact = not why_not
-    rounded = rounding(moe, method, kind, c, gated, chosen)
+    rounded = rounding(moe, method, kind, c, gated, chosen, stored)
     half = moe.dtype in ("bfloat16", "float16")
     if exact and rounded:
         know.append(f"exact but for the rounding of {rounded} to {moe.dtype}")
@@ -151,10 +158,9 @@ def make_promise(
 
     def small_expert(ffn: FFN, small: MoESpec, index: int) -> FFN:
         chosen_options = replace(options, by="random") if getattr(options, "by", "") == "activation" else options
-        expert: FFN = module.expert(
-            [ffn], Place(0, index, small.copies, small.granularity, small.widths, config.seed), chosen_options
-        )
-        return expert
+        place = Place(0, index, small.copies, small.granularity, small.widths, config.seed)
+        expert: FFN = module.expert([ffn if d.gated else ffn.without_gate()], place, chosen_options)
+        return expert if gated == d.gated else expert.with_gate_as_up()
 
     expected = (
         None
@@ -168,10 +174,19 @@ def make_promise(
     return Promise(exact, tuple(why_not or know), expected, 0.05 if rounded else 1e-5)
 
 
-def rounding(moe: MoESpec, method: str, kind: str | float, c: float | None, gated: bool, chosen: ModuleType) -> str:
+def rounding(
+    moe: MoESpec,
+    method: str,
+    kind: str | float,
+    c: float | None,
+    gated: bool,
+    chosen: ModuleType,
+    stored: Collection[str],
+) -> str:
     """What is rounded when stored; '' if every number is kept."""
-    if BYTES[moe.dtype] < BYTES[moe.dense.dtype] or {moe.dtype, moe.dense.dtype} == {"bfloat16", "float16"}:
-        return f"{moe.dense.dtype} weights"
+    for dtype in sorted(stored):
+        if BYTES[moe.dtype] < BYTES[dtype] or {moe.dtype, dtype} == {"bfloat16", "float16"}:
+            return f"{dtype} weights"
     if BYTES[moe.dtype] >= 4:
         return ""
     if c is not None:

@@ -5,6 +5,7 @@ Every refusal names the nearest thing that can be had.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ from upcycle.config import UpcycleConfig
 from upcycle.config import build as build_config
 from upcycle.methods import Sizes
 from upcycle.spec import BYTES, DenseSpec, MoESpec, Order, Score
+
+MAX_EXPERTS = 16384  # in a layer; more is a slip of the hand, and its plan would fill the memory
 
 
 def read_method(config: UpcycleConfig, donors: int) -> tuple[str, Any]:
@@ -27,6 +30,8 @@ def read_method(config: UpcycleConfig, donors: int) -> tuple[str, Any]:
     options.check(Sizes(config.experts, config.granularity, donors))
     if donors and name != "branch_train_mix":
         raise ValueError(f"donors are given but method {name} has one source; use method.name=branch_train_mix")
+    if getattr(options, "rest", "") == "base" and not config.source:
+        raise ValueError("method.rest=base takes the rest from `source`, which is not set; write source=FOLDER")
     return name, options
 
 
@@ -39,7 +44,7 @@ def layer_list(value: Any, layers: int) -> tuple[int, ...]:
         word, _, number = value.partition(":")
         if value == "all":
             chosen = range(layers)
-        elif word in ("every", "first-dense") and number.isdigit() and (word == "first-dense" or int(number) > 0):
+        elif word in ("every", "first-dense") and number.isdecimal() and (word == "first-dense" or int(number) > 0):
             n = int(number)
             chosen = range(n - 1, layers, n) if word == "every" else range(n, layers)
         else:
@@ -65,12 +70,14 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: str) -> MoESpec:
         if getattr(config, key) < 1:
             raise ValueError(f"{key} is {getattr(config, key)}; it must be at least 1")
     total, g = config.experts * config.granularity, config.granularity
+    if total > MAX_EXPERTS:
+        raise ValueError(f"experts * granularity is {total}; at most {MAX_EXPERTS} experts a layer are made")
     if config.top_k > total:
         raise ValueError(
             f"top_k={config.top_k} of experts * granularity = {total} experts; top_k must be at most {total}"
         )
     parts = total if method == "split" else g
-    if not config.shared >= 0 or (config.shared >= 1 and config.shared != int(config.shared)):
+    if not 0 <= config.shared < math.inf or (config.shared >= 1 and config.shared != int(config.shared)):
         raise ValueError(
             f"shared is {config.shared:g}; write a number of shared experts (0, 1, 2, ...) or a share of the "
             "FFN below 1"
@@ -80,7 +87,7 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: str) -> MoESpec:
         if dense.ffn % n:
             near = [s for s in range(1, 65) if dense.ffn % (parts + s) == 0]
             raise ValueError(
-                f"{dense.ffn} neurons cannot be cut into {parts} routed and {int(config.shared)} shared parts "
+                f"{dense.ffn} neurons cannot be cut into {parts} routed and {config.shared:g} shared parts "
                 "of one width; "
                 f"try shared={', '.join(map(str, near[:4])) or '0.25'}, another granularity, or a share like "
                 "shared=0.25"
@@ -137,10 +144,10 @@ def check_router(config: UpcycleConfig, moe: MoESpec, method: str, kind: str | f
             f"router.init.name is {init.name!r}; write "
             f"{', '.join(routers.NAMES)}{plugin.nearest(init.name, list(routers.NAMES))}"
         )
-    if not init.std > 0:
+    if not 1e-6 <= init.std <= 1e3:
         raise ValueError(
-            f"router.init.std is {init.std}; it must be above 0, because equal logits send every token to the "
-            "same experts"
+            f"router.init.std is {init.std}; write 1e-6 to 1e3, because equal logits send every token to the "
+            "same experts, and infinite ones nowhere"
         )
     if init.name == "neurons" and method != "split":
         raise ValueError(

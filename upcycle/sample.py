@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from upcycle import rng
-from upcycle.convert import header, write_all
+from upcycle import disk, rng
 from upcycle.families import llama
 from upcycle.plan import Output
 
@@ -40,11 +39,8 @@ def make_llama(folder: Path, config: Mapping[str, Any] = SMALL, *, seed: int = 0
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.safetensors.part"
     total = sum(output.bytes for _, output in outputs)
-    with (
-        open(part, "wb", buffering=0) as file,
-        tqdm(total=total, unit="B", unit_scale=True, desc="dense", delay=2) as bar,
-    ):
-        write_all(file.fileno(), memoryview(header([output for _, output in outputs])))
+    with disk.Stream(part) as file, tqdm(total=total, unit="B", unit_scale=True, desc="dense", delay=2) as bar:
+        file.write(disk.header(output for _, output in outputs))
         for role, output in outputs:
             if "norm" in role:
                 tensor = 1 + 0.1 * rng.normal(output.shape, seed, role)
@@ -53,7 +49,7 @@ def make_llama(folder: Path, config: Mapping[str, Any] = SMALL, *, seed: int = 0
                 drawn = rng.normal((min(prod(output.shape), 1 << 24),), seed, role)
                 tensor = drawn.repeat(-(-prod(output.shape) // drawn.numel()))[: prod(output.shape)].view(output.shape)
                 tensor = tensor * (output.shape[-1] ** -0.5 if role != "embed.weight" else 1.0)
-            write_all(file.fileno(), tensor.to(dtype).flatten().view(torch.uint8).numpy().data)
+            file.write(tensor.to(dtype))
             bar.update(output.bytes)
     (folder / "config.json").write_text(json.dumps(full, indent=2) + "\n")
     part.rename(folder / "model.safetensors")

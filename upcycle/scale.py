@@ -18,8 +18,8 @@ def parse(value: Any) -> str | float:
     """`scale:` of the config: one of NAMES, or a number."""
     if isinstance(value, str) and value in NAMES:
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"scale is {value!r}; write {', '.join(NAMES)} or a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 <= value <= 1e9:
+        raise ValueError(f"scale is {value!r}; write {', '.join(NAMES)} or a number above 0 (1e-9 to 1e9)")
     return float(value)
 
 

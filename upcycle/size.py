@@ -50,20 +50,20 @@ def flops_per_token(d: DenseSpec, matrix_weights: float, sequence: int) -> float
     return 6 * matrix_weights + 6 * 2 * d.heads * d.head_dim * contexts
 
 
-def matrix_weights(d: DenseSpec, ffn_neurons_per_layer: Sequence[float]) -> float:
-    """Weights that a token is multiplied with: projections, FFN, head."""
+def matrix_weights(d: DenseSpec, ffn_neurons_per_layer: Sequence[float], *, gated: bool) -> float:
+    """Weights that a token is multiplied with: projections, FFN, head. `gated`: as held, see relu2_as_gated."""
     attention = d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads)
-    return d.layers * attention + sum(ffn_neurons_per_layer) * d.hidden * (3 if d.gated else 2) + d.vocab * d.hidden
+    return d.layers * attention + sum(ffn_neurons_per_layer) * d.hidden * (3 if gated else 2) + d.vocab * d.hidden
 
 
 def dense_flops(d: DenseSpec, sequence: int) -> float:
-    return flops_per_token(d, matrix_weights(d, [d.ffn] * d.layers), sequence)
+    return flops_per_token(d, matrix_weights(d, [d.ffn] * d.layers, gated=d.gated), sequence)
 
 
-def moe_flops(moe: MoESpec, sequence: int) -> float:
+def moe_flops(moe: MoESpec, sequence: int, *, gated: bool) -> float:
     chosen = moe.shared + sum(moe.widths) / moe.experts * moe.top_k
     neurons = [chosen if layer in set(moe.layers) else moe.dense.ffn for layer in range(moe.dense.layers)]
-    return flops_per_token(moe.dense, matrix_weights(moe.dense, neurons), sequence)
+    return flops_per_token(moe.dense, matrix_weights(moe.dense, neurons, gated=gated), sequence)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def memory(moe: MoESpec, sizes: Sizes, mesh: Mesh) -> Memory:
             f"{mesh.ep * mesh.pp}"
         )
     if moe.experts % mesh.ep:
-        near = max(n for n in range(1, mesh.ep + 1) if moe.experts % n == 0 and mesh.gpus % (n * mesh.pp) == 0)
+        near = max(n for n in range(1, min(mesh.ep, moe.experts) + 1) if moe.experts % n == 0 and mesh.gpus % (n * mesh.pp) == 0)
         raise ValueError(f"mesh.ep={mesh.ep} must divide the {moe.experts} experts; try mesh.ep={near}")
     d, layers = moe.dense, max(1, moe.dense.layers // mesh.pp)
     experts_layer = sizes.experts / max(1, len(moe.layers))

@@ -7,7 +7,6 @@ our modelling file is loaded with the package's own copy of it, after the two we
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from upcycle import rng, text
 from upcycle.checkpoint import Checkpoint
-from upcycle.convert import MANIFEST
+from upcycle.inspect import read_manifest
 from upcycle.targets import upcycled
 
 
@@ -61,6 +60,9 @@ def load_model(folder: str | Path, dtype: torch.dtype) -> Any:
         model, info = kind.from_pretrained(
             str(path), dtype=dtype, output_loading_info=True, trust_remote_code=False, experts_implementation="eager"
         )
+    except Exception as error:  # a config.json that is not of the weights, or of no model: errors of every type
+        reason = " ".join(str(error).split()) or "no reason given"
+        raise ValueError(f"transformers cannot load {folder} ({type(error).__name__}: {reason})") from error
     finally:
         quiet.set_verbosity(level)
         quiet.enable_progress_bar()
@@ -85,14 +87,22 @@ def logits(folder: str | Path, ids: Tensor, dtype: torch.dtype, label: str) -> T
 
 
 def tokens(dense: Checkpoint, texts: Sequence[str], count: int, length: int) -> Tensor:
-    vocab = int(dense.config["vocab_size"])
-    length = min(length, int(dense.config.get("max_position_embeddings") or length))
+    vocab = vocabulary(dense)
+    context = dense.config.get("max_position_embeddings")
+    length = min(length, context) if isinstance(context, int) else length
     if count < 2 or length < 2:
         raise ValueError(f"--tokens {count} and --length {length} leave nothing to compare; give at least 2 of each")
     if texts:
         return text.token_batches(dense.folder, texts, count, length, vocab)
     sequences = max(1, -(-count // length))
     return torch.randint(0, vocab, (sequences, min(length, count)), generator=rng.generator(0, "verify"))
+
+
+def vocabulary(checkpoint: Checkpoint) -> int:
+    size = checkpoint.config.get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"config.json of {checkpoint.folder} has vocab_size={size!r}; it must be at least 1")
+    return size
 
 
 def verify(
@@ -105,15 +115,15 @@ def verify(
     tolerance: float | None = None,
 ) -> Report:
     with Checkpoint.open(dense) as a, Checkpoint.open(moe) as b:
+        if vocabulary(a) != vocabulary(b):
+            raise ValueError(
+                f"the two models have {vocabulary(a)} and {vocabulary(b)} logits; they do not share a vocabulary"
+            )
         ids = tokens(a, texts, count, length)
-        manifest = b.folder / MANIFEST
-        promise = json.loads(manifest.read_text())["promise"] if manifest.is_file() else None
+        manifest = read_manifest(b.folder)
+        promise = manifest["promise"] if manifest else None
     want = logits(dense, ids, getattr(torch, dtype), "dense")
     have = logits(moe, ids, getattr(torch, dtype), "MoE")
-    if want.shape != have.shape:
-        raise ValueError(
-            f"the two models have {want.shape[1]} and {have.shape[1]} logits; they do not share a vocabulary"
-        )
     if not bool(torch.isfinite(want).all()):
         raise ValueError(f"{dense} itself gives NaN or infinite logits in {dtype}; try --dtype float32")
     return judge(want, have, promise, dtype, tolerance)

@@ -114,7 +114,9 @@ def test_killed_at_random_moments_it_finishes_with_the_same_bytes(
         process.kill()
         process.wait()
         kills += 1
-        assert not output.exists(), "a half-made folder under the final name"
+        if output.exists():  # killed after the last step; what is there must be whole
+            assert digests(output) == reference
+            break
         with pytest.raises(ValueError, match=r"config\.json"):  # and nobody takes the partial one for a checkpoint
             Checkpoint.open(tmp_path / "moe.partial")
     assert kills >= 2, "the job was too quick to be killed"

@@ -11,6 +11,7 @@ expert. `place` says which expert is wanted.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -58,8 +59,8 @@ class Place:
 
 
 def positive(key: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{key} is {value}; it must be above 0")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{key} is {value}; it must be a number above 0")
 
 
 def share(key: str, value: float) -> None:

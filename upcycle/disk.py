@@ -1,0 +1,164 @@
+"""Writing: a large file front to back, hashed on the way; a small one whole or not at all.
+
+A shard goes around the page cache where the system allows it (O_DIRECT): its bytes are written once and not read again
+here, so caching them would cost a copy by the kernel and push the source out of memory. What is left for the processor
+is one copy into an aligned buffer and the sha256, and those run beside the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BUFFER = 8 << 20  # bytes; two of them: one is filled while the other is written
+PIECE = 1 << 20  # copied, then hashed while it is still in the processor's cache
+ALIGN = 4096  # of every direct write: its address, its length and its place in the file
+SAFETENSORS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class Stored(Protocol):
+    """What a safetensors header says of a tensor (plan.Output)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+def header(tensors: Iterable[Stored]) -> bytes:
+    """The head of a safetensors file, known before any of its tensors is made."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for tensor in tensors:
+        stop = start + tensor.bytes
+        table[tensor.name] = {
+            "dtype": SAFETENSORS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class Stream:
+    """A new file, written front to back. After close() it is on the disk, and `bytes` and `sha256` are known."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            self.fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: this filesystem has no direct writes
+                raise
+            self.fd = os.open(path, flags, 0o666)
+        self.digest, self.bytes = hashlib.sha256(), 0
+        self.buffers = [mmap.mmap(-1, BUFFER) for _ in range(2)]  # mapped memory begins on a page
+        self.views = [np.frombuffer(buffer, np.uint8) for buffer in self.buffers]
+        self.filled = 0  # bytes of views[0]
+        self.writer = ThreadPoolExecutor(1, "write")
+        self.pending: Future[None] | None = None
+
+    def write(self, data: bytes | Tensor) -> None:
+        """Copy, hash and, whenever a buffer is full, write it beside the next copy."""
+        source = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data.flatten().view(torch.uint8).numpy()
+        self.bytes += source.size
+        start = 0
+        while start < source.size:
+            size = min(PIECE, BUFFER - self.filled, source.size - start)
+            piece = self.views[0][self.filled : self.filled + size]
+            np.copyto(piece, source[start : start + size])
+            self.digest.update(piece.data)
+            start += size
+            self.filled += size
+            if self.filled == BUFFER:
+                self.flush(BUFFER)
+
+    def flush(self, size: int) -> None:
+        self.wait()
+        self.pending = self.writer.submit(write_all, self.fd, self.views[0].data[:size])
+        self.views.reverse()
+        self.filled = 0
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+
+    def close(self) -> None:
+        """Write the rest and wait for the disk."""
+        whole, rest = self.filled - self.filled % ALIGN, self.filled % ALIGN
+        tail = self.views[0][whole : whole + rest].tobytes()
+        self.flush(whole)
+        self.wait()
+        undirect(self.fd)  # the end of a file need not be aligned
+        write_all(self.fd, memoryview(tail))
+        os.fsync(self.fd)
+
+    @property
+    def sha256(self) -> str:
+        return self.digest.hexdigest()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.close()
+        finally:
+            self.writer.shutdown(wait=True, cancel_futures=True)
+            os.close(self.fd)
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    while data:
+        try:
+            data = data[os.write(fd, data[: 1 << 30]) :]
+        except OSError as error:
+            if error.errno != errno.EINVAL or not undirect(fd):  # some filesystems notice only here
+                raise
+
+
+def undirect(fd: int) -> bool:
+    """Write through the page cache from now on. False if it did so already."""
+    direct, flags = getattr(os, "O_DIRECT", 0), fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
+    return bool(flags & direct)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+
+
+def sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
