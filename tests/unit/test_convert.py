@@ -8,7 +8,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -131,7 +130,7 @@ def slow_writes(folder: Path) -> Path:
     place.mkdir()
     (place / "sitecustomize.py").write_text(
         "import os, time\nreal = os.write\n"
-        "def write(fd, data):\n    time.sleep(0.02)\n    return real(fd, data[: max(4096, len(data) // 2)])\n"
+        "def write(fd, data):\n    time.sleep(0.2)\n    return real(fd, data[:20480])\n"
         "os.write = write\n"
     )
     return place
