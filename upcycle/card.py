@@ -73,12 +73,10 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
         f"{human(s.total)} total, {human(s.active)} active ({s.total / s.dense:.2f}x and "
         f"{s.active / s.dense:.2f}x the dense {human(s.dense)})",
     )
+    flops, dense_flops = size.moe_flops(moe, config.sequence, gated=plan.gated), size.dense_flops(d, config.sequence)
     yield (
         "FLOPs/token",
-        (
-            f"{human(size.moe_flops(moe, config.sequence, gated=plan.gated), 'FLOP')} forward and backward at {config.sequence} tokens "
-            f"(dense {human(size.dense_flops(d, config.sequence), 'FLOP')})"
-        ),
+        f"{human(flops, 'FLOP')} forward and backward at {config.sequence} tokens (dense {human(dense_flops, 'FLOP')})",
     )
     yield (
         "on disk",

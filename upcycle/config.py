@@ -20,7 +20,8 @@ from upcycle.plugin import nearest
 
 T = TypeVar("T")
 READY = Path(__file__).parent.parent / "configs" / "upcycle"  # in a clone; a wheel has no ready configs
-NONSENSE = (TypeError, IndexError, RecursionError)  # what OmegaConf lets out for `[=1`, a list for a mapping, a list of itself
+# what OmegaConf lets out for a list instead of a mapping, for `[=1`, and for a list that holds itself
+NONSENSE = (TypeError, IndexError, RecursionError)
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 

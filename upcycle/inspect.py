@@ -67,8 +67,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
-        _ = manifest["from"], manifest["plan"], dict(manifest["config"]["method"]), "; ".join(manifest["promise"]["reasons"])
-        _ = bool(manifest["promise"]["exact"]), float(manifest["promise"]["tolerance"])
+        promise = manifest["promise"]  # what its readers rely on is looked at here, once
+        _ = manifest["from"], manifest["plan"], dict(manifest["config"]["method"])
+        _ = bool(promise["exact"]), float(promise["tolerance"]), "; ".join(promise["reasons"])
         _ = [(int(line["bytes"]), str(line["sha256"])) for line in manifest["files"].values()]
         return manifest
     except (ValueError, TypeError, KeyError, AttributeError):

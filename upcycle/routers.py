@@ -27,13 +27,14 @@ def normal(count: int, hidden: int, std: float, seed: int, layer: int) -> Tensor
 def centred(rows: Tensor, std: float) -> Tensor:
     """Measured directions as router rows: what they have in common says nothing, and each gets elements of size std."""
     rows = rows.float()
-    if len(rows.unique(dim=0)) < max(2, len(rows)):
+    if len(set(map(tuple, rows.tolist()))) < max(2, len(rows)):
         raise ValueError(
             "the router's texts (or neurons) must be at least two, and two of them may not measure exactly the same; "
             "give each copy a different one"
         )
     rows = rows - rows.mean(0, keepdim=True)
-    return rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-12) * std * rows.shape[1] ** 0.5
+    rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-12) * std * rows.shape[1] ** 0.5
+    return rows
 
 
 def repeated(rows: Tensor, experts: int) -> Tensor:

@@ -91,7 +91,8 @@ def memory(moe: MoESpec, sizes: Sizes, mesh: Mesh) -> Memory:
             f"{mesh.ep * mesh.pp}"
         )
     if moe.experts % mesh.ep:
-        near = max(n for n in range(1, min(mesh.ep, moe.experts) + 1) if moe.experts % n == 0 and mesh.gpus % (n * mesh.pp) == 0)
+        divisors = (n for n in range(1, min(mesh.ep, moe.experts) + 1) if moe.experts % n == 0)
+        near = max(n for n in divisors if mesh.gpus % (n * mesh.pp) == 0)
         raise ValueError(f"mesh.ep={mesh.ep} must divide the {moe.experts} experts; try mesh.ep={near}")
     d, layers = moe.dense, max(1, moe.dense.layers // mesh.pp)
     experts_layer = sizes.experts / max(1, len(moe.layers))

@@ -1,0 +1,175 @@
+"""Corners that a reader with fresh eyes found open: one test each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.parity import tiny
+from upcycle import routers, size
+from upcycle.__main__ import main
+from upcycle.checkpoint import Checkpoint
+from upcycle.config import UpcycleConfig, read
+from upcycle.convert import convert
+from upcycle.make import Maker
+from upcycle.plan import UpcyclePlan, build
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("llama", tmp_path_factory.mktemp("dense") / "llama")
+
+
+@pytest.fixture(scope="module")
+def arcee(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make("arcee", tmp_path_factory.mktemp("dense") / "arcee")
+
+
+def load(*words: str) -> tuple[UpcyclePlan, list[Checkpoint]]:
+    config = read(UpcycleConfig, "", words)
+    checkpoints = [Checkpoint.open(name) for name in [config.source or config.donors[0], *config.donors]]
+    return build(config, checkpoints), checkpoints
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["shared=.inf"], "shared is inf"),
+        (["experts=100000000"], "at most 16384 experts"),
+        (["experts=99999999999999999999999999"], "at most 16384 experts"),
+        (["router.init.std=.inf"], "1e-6 to 1e3"),
+        (["router.init.std=1e-50"], "1e-6 to 1e3"),
+        (["method.name=noise", "method.std=.inf"], "above 0"),
+        (["scale=1.0e+300"], "1e-9 to 1e9"),
+        (["layers=every:²"], "every:2"),
+        (["donors={a: b}"], "container types"),
+        (["method=[]"], "container types"),
+        (["[=1"], "cannot be read"),
+        (["method.name=branch_train_mix", "method.rest=base", "experts=1"], "which is not set"),
+    ],
+)  # fmt: skip
+def test_impossible_words_are_one_sentence_and_exit_code_2(
+    llama: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    source = f"donors={llama}" if "method.rest=base" in words else f"source={llama}"
+    assert main(["plan", source, *words]) == 2
+    message = capsys.readouterr().err
+    assert says in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "layers: &x [1, *x]"])
+def test_a_yaml_that_holds_itself_is_refused(llama: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "loop.yaml").write_text(text)
+    assert main(["plan", str(tmp_path / "loop.yaml"), f"source={llama}"]) == 2
+
+
+def test_names_are_kept_as_typed() -> None:
+    config = read(UpcycleConfig, "", ["output=0123", "source=1_000", "router.score=on", "top_k=03", "layers=[0]"])
+    assert (config.output, config.source, config.router.score) == ("0123", "1_000", "on")
+    assert (config.top_k, config.layers) == (3, [0])
+
+
+def test_a_mesh_of_any_size_is_answered_at_once(llama: Path) -> None:
+    assert main(["plan", f"source={llama}", "mesh.ep=1000000000000", "mesh.gpus=1000000000000"]) == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"promise": 3}', '{"plan": 1, "files": {"a": 3}, "promise": {"exact": true}}']
+)
+def test_a_manifest_that_is_none_is_one_sentence(llama: Path, tmp_path: Path, text: str) -> None:
+    folder = shutil.copytree(llama, tmp_path / "moe")
+    (folder / "upcycle.json").write_text(text)
+    for arguments in (
+        ["verify", str(llama), str(folder)],
+        ["inspect", str(folder)],
+        ["inspect", str(folder), "--check"],
+    ):
+        assert main(arguments) == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("vocab_size", 100), ("vocab_size", None), ("vocab_size", "x"), ("hidden_size", 32), ("hidden_act", "zz"),
+     ("rms_norm_eps", "x"), ("model_type", [1])],
+)  # fmt: skip
+def test_verify_refuses_a_config_that_is_not_of_the_weights(
+    llama: Path, tmp_path: Path, key: str, value: object
+) -> None:
+    folder = shutil.copytree(llama, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    assert main(["verify", str(llama), str(folder)]) == 2
+    assert main(["verify", str(folder), str(llama)]) == 2
+
+
+def test_more_layers_than_tensors_are_refused_at_once(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "tall")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    with pytest.raises(ValueError, match="promises 1000000000 layers"):
+        load(f"source={folder}")
+
+
+def test_a_tensor_of_another_kind_among_floats_is_refused(llama: Path, tmp_path: Path) -> None:
+    """It would be written as it is under a header that says otherwise."""
+    folder = shutil.copytree(llama, tmp_path / "mixed")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.input_layernorm.weight"] = torch.ones(64, dtype=torch.int8)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="stores its weights as int8"):
+        load(f"source={folder}")
+
+
+def test_float32_norms_in_a_bfloat16_model_are_known_to_be_rounded(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path / "dense", dtype=torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {k: v.float() * 1.001 for k, v in tensors.items() if "norm" in k}
+    save_file(tensors, folder / "model.safetensors")
+    plan, checkpoints = load(f"source={folder}", f"output={tmp_path / 'moe'}")
+    assert plan.promise.reasons == ("exact but for the rounding of float32 weights to bfloat16",)
+    convert(plan, checkpoints, quiet=True)
+    assert main(["verify", str(folder), str(tmp_path / "moe"), "--tokens", "64"]) == 0
+
+
+@pytest.mark.parametrize("method", ["noise", "drop"])
+def test_squared_relu_stays_one_under_noise_and_drop(arcee: Path, method: str) -> None:
+    """A gated target holds relu(u)^2 as relu(gate) * up: a change of `up` is the same change of `gate`."""
+    words = (f"source={arcee}", f"method.name={method}", "granularity=2", "top_k=2", "experts=4")
+    plan, checkpoints = load(*words, "target=mixtral")
+    ours, _ = load(*words, "target=upcycled")
+    assert plan.promise.estimate == ours.promise.estimate
+    gated, plain = Maker(plan, checkpoints), Maker(ours, checkpoints)
+    factor = plan.factors(0)["up"]
+    for expert in range(8):
+        name = f"model.layers.1.block_sparse_moe.experts.{expert}"
+        assert torch.equal(gated.tensor(f"{name}.w1.weight") * factor, gated.tensor(f"{name}.w3.weight"))
+        up = plain.tensor(f"model.layers.1.mlp.experts.{expert}.up_proj.weight")
+        torch.testing.assert_close(gated.tensor(f"{name}.w1.weight") * ours.factors(0)["up"], up, rtol=1e-6, atol=0)
+
+
+def test_a_gate_that_equals_up_counts_in_the_flops(arcee: Path) -> None:
+    gated, plain = load(f"source={arcee}", "target=mixtral")[0], load(f"source={arcee}", "target=upcycled")[0]
+    flops = [size.moe_flops(p.moe, 128, gated=p.gated) for p in (gated, plain)]
+    assert flops[0] - flops[1] == 6 * 2 * (2 * 96) * 64  # layers, top_k * neurons, hidden
+
+
+def test_router_rows_that_would_tie_are_refused() -> None:
+    a, b = torch.randn(2, 64)
+    assert routers.centred(torch.stack([a, b]), 0.01).shape == (2, 64)
+    for rows in ([a, a, b], [a, a, a], [a]):
+        with pytest.raises(ValueError, match="a different one"):
+            routers.centred(torch.stack(rows), 0.01)
+
+
+def test_experts_by_activation_are_not_made_before_the_measurement(llama: Path) -> None:
+    plan, checkpoints = load(
+        f"source={llama}", "method.name=split", "method.by=activation", "calibration.texts=some.txt", "target=mixtral"
+    )
+    with pytest.raises(AssertionError, match="observe"):
+        Maker(plan, checkpoints).tensor("model.layers.0.block_sparse_moe.experts.0.w1.weight")
