@@ -111,15 +111,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return {"plan": run_plan, "convert": run_convert, "verify": run_verify, "inspect": run_inspect}[
             options.command
         ](options)
-    except (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
+    except BrokenPipeError:  # `upcycle plan --tensors | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
         print(f"upcycle: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("upcycle: stopped; the same command goes on from here", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `upcycle plan --tensors | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def load(words: Sequence[str], stack: ExitStack, *, needs_output: bool) -> tuple[UpcyclePlan, list[Checkpoint]]:

@@ -1,11 +1,12 @@
 """convert: a plan -> a checkpoint folder, streamed, restartable, shared by any number of processes.
 
     OUTPUT.partial/               while it is being made; nobody loads a folder of this name by accident
-        model-00001-of-00009.safetensors.part   being written
+        model-00001-of-00009.safetensors.rank-0.part   being written, by the process that holds rank-0.lock
         model-00001-of-00009.safetensors        complete
         .upcycle/                 the job's own files, removed when all is done
             job.json              which plan of which source this is
             observed.safetensors  what was measured on text, so that a restart uses the same numbers
+            rank-0.lock           held while that process lives; rank-0.failed: why it stopped
             model-00001-of-00009.json   size and sha256 of a shard: written last; a shard without it is made again
     OUTPUT/                       the same folder renamed, when everything is in it
 
@@ -20,16 +21,19 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shutil
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -45,8 +49,10 @@ from upcycle.spec import BYTES
 
 MANIFEST = "upcycle.json"
 JOB = ".upcycle"
+OBSERVED = "observed.safetensors"
 LANES = 4  # shards written at once by one process
 POLL = 0.2  # seconds between looks at the other processes' shards
+PATIENCE = 60.0  # seconds that a process may come later than the others
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,10 @@ class Worker:
 
     @staticmethod
     def here() -> Worker:
-        return Worker(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+        rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
+            raise ValueError(f"the environment has RANK={rank} and WORLD_SIZE={count}; use torchrun, or unset both")
+        return Worker(int(rank), int(count))
 
 
 def convert(
@@ -67,27 +76,26 @@ def convert(
     """Make the folder `plan.config.output` and return it. A failure is one ValueError; nothing done is lost."""
     worker = worker or Worker.here()
     output = Path(plan.config.output)
+    if not output.name:
+        raise ValueError(f"output is {plan.config.output!r}; write the name of a folder to make")
     partial = output.with_name(output.name + ".partial")
     identity = {"plan": plan.hash, "source": [checkpoint.fingerprint() for checkpoint in checkpoints]}
     if complete(output, identity):
         return output
-    with explained(partial), job(partial, identity, worker, lambda: check_space(plan, partial)):
-        plan = replace(plan, observed=observations(plan, checkpoints, partial, worker, quiet=quiet))
-        mine = [shard for i, shard in enumerate(plan.shards) if i % worker.count == worker.rank]
-        done = [shard for shard in mine if record(partial, shard[0]) is not None]
-        total = sum(out.bytes for _, group in mine for out in group)
-        with tqdm(
-            total=total, unit="B", unit_scale=True, desc="convert", disable=quiet or worker.rank > 0, mininterval=0.2
-        ) as bar:
-            bar.update(sum(out.bytes for _, group in done for out in group))
-            write_shards(plan, checkpoints, partial, [shard for shard in mine if shard not in done], bar)
-        if worker.rank > 0:
-            return output
-        wait_for_others(plan, partial, worker)
-        finish(plan, checkpoints, partial, identity)
-        os.rename(partial, output)
-        sync_folder(output.parent)
-        shutil.rmtree(output / JOB, ignore_errors=True)
+    try:
+        with explained(partial), job(partial, identity, worker, lambda: check_space(plan, partial)) as watch:
+            plan = replace(plan, observed=observations(plan, checkpoints, partial, watch, quiet=quiet))
+            write_own_shards(plan, checkpoints, partial, worker, quiet=quiet)
+            if worker.rank == 0:
+                wait_for_others(plan, partial, watch)
+                finish(plan, checkpoints, partial, identity)
+                os.rename(partial, output)
+                sync_folder(output.parent)
+                shutil.rmtree(output / JOB, ignore_errors=True)
+    except (OSError, ValueError):
+        # when the last run left every shard, rank 0 renames the folder before a late process has looked into it
+        if worker.rank == 0 or not made(output, identity):
+            raise
     return output
 
 
@@ -96,84 +104,133 @@ def convert(
 
 def complete(output: Path, identity: Mapping[str, Any]) -> bool:
     """The output is there already, made by this very plan. Anything else that is there is not touched."""
+    if made(output, identity):
+        shutil.rmtree(output / JOB, ignore_errors=True)  # if the last process was killed just before this
+        return True
     if not output.exists() and not output.is_symlink():
         return False
     if output.is_dir() and not any(output.iterdir()):
         return False  # os.rename replaces an empty folder
-    manifest = output / MANIFEST
-    if manifest.is_file():
-        found = json.loads(manifest.read_text())
-        if {k: found.get(k) for k in identity} == dict(identity):
-            shutil.rmtree(output / JOB, ignore_errors=True)  # if the last process was killed just before this
-            return True
+    if (output / MANIFEST).is_file():
         raise ValueError(f"{output} holds the result of another plan; remove it or choose another output")
     raise ValueError(f"{output} exists already; remove it or choose another output")
 
 
+def made(output: Path, identity: Mapping[str, Any]) -> bool:
+    found = read_json(output / MANIFEST)
+    return isinstance(found, dict) and {k: found.get(k) for k in identity} == dict(identity)
+
+
+def read_json(path: Path) -> Any:
+    """None if it is not there or no JSON."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+class Watch:
+    """Whether the processes that this one waits for are at work. Each holds its lock while it lives."""
+
+    def __init__(self, partial: Path, worker: Worker) -> None:
+        self.folder, self.worker, self.begun = partial / JOB, worker, time.time()
+        self.seen: dict[int, float] = {}
+
+    def check(self, ranks: Collection[int]) -> None:
+        """A ValueError if one of them stopped, or is not there for so long that it will not come."""
+        for rank in ranks:
+            if rank == self.worker.rank or held(self.folder / f"rank-{rank}.lock"):
+                self.seen[rank] = time.time()
+                continue
+            reason, at = "it is not running; start all of them again", 0.0
+            with suppress(FileNotFoundError):
+                failed = self.folder / f"rank-{rank}.failed"
+                reason, at = failed.read_text(), failed.stat().st_mtime
+            # one that is older than this process may be of the last run: its rank removes it when it comes
+            if at >= self.begun or time.time() - self.seen.get(rank, self.begun) > PATIENCE:
+                raise ValueError(f"rank-{rank} of {self.worker.count} stopped: {reason}")
+
+
+def held(lock: Path) -> bool:
+    try:
+        with open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # or nobody can know: some network filesystems have no locks
+        return True
+    return False
+
+
+def hold(lock: IO[str], partial: Path, rank: int) -> None:
+    for _ in range(5):
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(POLL / 2)  # perhaps it was only looked at, see held()
+        except OSError:
+            return None
+    raise ValueError(f"another process is writing {partial} as rank {rank}; wait for it, or stop it")
+
+
 @contextmanager
-def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) -> Iterator[None]:
+def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) -> Iterator[Watch]:
     """Hold this process's place in the job: one process per rank, all with the same plan."""
     if worker.rank == 0:
         if not partial.exists():
             check()
         (partial / JOB).mkdir(parents=True, exist_ok=True)
-    for _ in range(int(60 / POLL)):  # the others wait for rank 0 to make the folder
-        if (partial / JOB).is_dir():
-            break
+    begun = time.time()
+    while not (partial / JOB).is_dir():  # the others wait for rank 0 to make it
+        if time.time() - begun > PATIENCE:
+            raise ValueError(f"{partial} was not begun by rank 0 within a minute; look at that process")
         time.sleep(POLL)
     with open(partial / JOB / f"rank-{worker.rank}.lock", "w") as lock:
+        hold(lock, partial, worker.rank)
+        failed = partial / JOB / f"rank-{worker.rank}.failed"
+        failed.unlink(missing_ok=True)
+        for old in partial.glob("*.part"):  # this rank's, or of one that there is no more
+            rank = re.search(r"\.rank-(\d+)\.part$", old.name)
+            if rank and int(rank[1]) % worker.count == worker.rank:
+                old.unlink(missing_ok=True)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(
-                f"another process is writing {partial} as rank {worker.rank}; wait for it, or stop it"
-            ) from None
-        if worker.rank == 0:
-            start_job(partial, identity, check)
-        await_job(partial, identity)
-        try:
-            yield
+            if worker.rank == 0:
+                start_job(partial, identity, check)
+            await_job(partial, identity)
+            yield Watch(partial, worker)
         except BaseException as error:
             if worker.count > 1 and (partial / JOB).is_dir():  # else the others would wait for this one's shards
-                write_atomic(partial / JOB / f"rank-{worker.rank}.failed", str(error).encode())
+                write_atomic(failed, (str(error) or type(error).__name__).encode())
             raise
 
 
 def start_job(partial: Path, identity: Mapping[str, Any], check: Any) -> None:
-    for old in (partial / JOB).glob("*.failed"):
-        old.unlink()
-    if (partial / JOB / "job.json").is_file():
-        if json.loads((partial / JOB / "job.json").read_text()) != dict(identity):
-            raise ValueError(
-                f"{partial} holds an unfinished conversion by another plan or of another source; finish it with "
-                "its own config, or remove it"
-            )
+    if read_json(partial / JOB / "job.json") == dict(identity):
         return
+    if any((partial / JOB).glob("model*.json")) or (partial / JOB / OBSERVED).exists():
+        raise ValueError(
+            f"{partial} holds an unfinished conversion by another plan or of another source; finish it with "
+            "its own config, or remove it"
+        )
     check()
     write_atomic(partial / JOB / "job.json", json.dumps(identity, indent=1).encode())
 
 
 def await_job(partial: Path, identity: Mapping[str, Any]) -> None:
-    for _ in range(int(60 / POLL)):
-        if (partial / JOB / "job.json").is_file():
-            if json.loads((partial / JOB / "job.json").read_text()) == dict(identity):
-                return
+    begun = time.time()
+    while read_json(partial / JOB / "job.json") != dict(identity):  # one of a job that never began is replaced
+        if time.time() - begun > PATIENCE:
             raise ValueError(
-                f"{partial} is being made by another plan or of another source than this process has; give all "
-                "processes one config"
+                f"{partial} is not being made by rank 0, or by another plan or of another source than this process "
+                "has; look at that process, and give all one config"
             )
         time.sleep(POLL)
-    raise ValueError(f"{partial} was not begun by rank 0 within a minute; look at that process")
 
 
-def wait_for_others(plan: UpcyclePlan, partial: Path, worker: Worker) -> None:
-    missing = [name for name, _ in plan.shards]
-    while True:
-        missing = [name for name in missing if record(partial, name) is None]
-        if not missing:
-            return
-        for failed in (partial / JOB).glob("*.failed"):
-            raise ValueError(f"{failed.stem} of {worker.count} stopped: {failed.read_text()}")
+def wait_for_others(plan: UpcyclePlan, partial: Path, watch: Watch) -> None:
+    missing = {name: i % watch.worker.count for i, (name, _) in enumerate(plan.shards)}
+    while missing := {name: rank for name, rank in missing.items() if record(partial, name) is None}:
+        watch.check(set(missing.values()))
         time.sleep(POLL)
 
 
@@ -208,25 +265,48 @@ def explained(partial: Path) -> Iterator[None]:
 # ---- shards
 
 
+def write_own_shards(
+    plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, worker: Worker, *, quiet: bool
+) -> None:
+    mine = [shard for i, shard in enumerate(plan.shards) if i % worker.count == worker.rank]
+    done = [shard for shard in mine if record(partial, shard[0]) is not None]
+    total = sum(out.bytes for _, group in mine for out in group)
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="convert", disable=quiet or worker.rank > 0, mininterval=0.2
+    ) as bar:
+        bar.update(sum(out.bytes for _, group in done for out in group))
+        write_shards(plan, checkpoints, partial, worker, [shard for shard in mine if shard not in done], bar)
+
+
 def write_shards(
     plan: UpcyclePlan,
     checkpoints: Sequence[Checkpoint],
     partial: Path,
+    worker: Worker,
     shards: list[tuple[str, list[Output]]],
     bar: Any,
 ) -> None:
     """A few shards at a time, each a pipeline of its own: while one waits for the disk, others read, make and hash."""
+    stop = threading.Event()
+
+    def advance(count: int) -> None:
+        if stop.is_set():
+            raise InterruptedError("another shard failed, or Ctrl-C")
+        bar.update(count)
+
     lanes, cache = in_flight(plan, len(shards))
     maker = Maker(plan, checkpoints, cache)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // lanes))
     try:
         with ThreadPoolExecutor(lanes, "shard") as pool:
-            futures = [pool.submit(write_shard, maker, partial, name, group, bar) for name, group in shards]
+            suffix = f"rank-{worker.rank}.part"
+            futures = [pool.submit(write_shard, maker, partial, name, group, suffix, advance) for name, group in shards]
             try:
-                for future in futures:
+                for future in wait_for(futures, return_when=FIRST_EXCEPTION).done:
                     future.result()
             except BaseException:
+                stop.set()  # shards of gigabytes are left where they are
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     finally:
@@ -244,9 +324,11 @@ def in_flight(plan: UpcyclePlan, shards: int) -> tuple[int, int]:
     return lanes, lanes * layer
 
 
-def write_shard(maker: Maker, partial: Path, name: str, outputs: list[Output], bar: Any) -> None:
+def write_shard(
+    maker: Maker, partial: Path, name: str, outputs: list[Output], suffix: str, advance: Callable[[int], None]
+) -> None:
     """Make the next part while this one is copied and hashed and the one before is written."""
-    part_file, parts = partial / f"{name}.part", [part for output in outputs for part in output.parts]
+    part_file, parts = partial / f"{name}.{suffix}", [part for output in outputs for part in output.parts]
     with ThreadPoolExecutor(1, "make") as pool, disk.Stream(part_file) as stream:
         ahead: Future[Tensor] | None = pool.submit(maker.part, parts[0])
         stream.write(disk.header(outputs))
@@ -255,7 +337,7 @@ def write_shard(maker: Maker, partial: Path, name: str, outputs: list[Output], b
             tensor = ahead.result()
             ahead = pool.submit(maker.part, following) if following is not None else None
             stream.write(tensor)
-            bar.update(tensor.nbytes)
+            advance(tensor.nbytes)
     os.rename(part_file, partial / name)
     line = {"bytes": stream.bytes, "sha256": stream.sha256}
     write_atomic(record_file(partial, name), json.dumps(line).encode())
@@ -278,20 +360,19 @@ def record(partial: Path, name: str) -> dict[str, Any] | None:
 
 
 def observations(
-    plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, worker: Worker, *, quiet: bool
+    plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, watch: Watch, *, quiet: bool
 ) -> dict[str, Tensor]:
     if not plan.needs_text:
         return {}
-    path = partial / JOB / "observed.safetensors"
-    if worker.rank == 0 and not path.is_file():
+    path = partial / JOB / OBSERVED
+    if watch.worker.rank == 0 and not path.is_file():
         from safetensors.torch import save
 
         from upcycle import measure
 
         write_atomic(path, save(measure.measure(plan, checkpoints, quiet=quiet)))
     while not path.is_file():
-        for failed in (partial / JOB).glob("*.failed"):
-            raise ValueError(f"{failed.stem} of {worker.count} stopped: {failed.read_text()}")
+        watch.check([0])
         time.sleep(POLL)
     from safetensors.torch import load_file
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,13 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.parity import tiny
+from upcycle import convert as converting
 from upcycle import routers, size
 from upcycle.__main__ import main
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, read
-from upcycle.convert import convert
+from upcycle.convert import Worker, convert
 from upcycle.make import Maker
-from upcycle.plan import UpcyclePlan, build
+from upcycle.plan import Recipe, UpcyclePlan, build
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +179,158 @@ def test_experts_by_activation_are_not_made_before_the_measurement(llama: Path) 
     )
     with pytest.raises(AssertionError, match="observe"):
         Maker(plan, checkpoints).tensor("model.layers.0.block_sparse_moe.experts.0.w1.weight")
+
+
+# ---- one job, many processes
+
+
+def shared_job(llama: Path, output: Path) -> tuple[UpcyclePlan, list[Checkpoint]]:
+    return load(f"source={llama}", f"output={output}", "max_shard=200KB", "experts=4")
+
+
+def test_control_c_does_not_wait_for_whole_shards(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, checkpoints = load(f"source={llama}", f"output={tmp_path / 'moe'}", "experts=64")
+    real, count = Maker.part, [0]
+
+    def part(maker: Maker, recipe: Recipe) -> torch.Tensor:
+        count[0] += 1
+        if count[0] == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        return real(maker, recipe)
+
+    monkeypatch.setattr(Maker, "part", part)
+    with pytest.raises(KeyboardInterrupt):
+        convert(plan, checkpoints, quiet=True)
+    assert count[0] < len(plan.outputs) / 2
+
+
+def test_a_failure_in_a_late_shard_stops_the_early_ones(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, checkpoints = shared_job(llama, tmp_path / "moe")
+    real, done = converting.write_shard, threading.Event()
+
+    def write_shard(maker: Maker, partial: Path, name: str, outputs: object, suffix: str, advance: object) -> None:
+        if name == plan.shards[0][0]:  # a shard that takes long
+            while True:
+                time.sleep(0.01)
+                try:
+                    advance(0)  # type: ignore[operator]
+                except InterruptedError:
+                    done.set()
+                    raise
+        if name == plan.shards[2][0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(maker, partial, name, outputs, suffix, advance)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(converting, "write_shard", write_shard)
+    monkeypatch.setattr(converting, "in_flight", lambda *_: (4, 1 << 20))
+    with pytest.raises(ValueError, match="no room left"):
+        convert(plan, checkpoints, quiet=True)
+    assert done.is_set()
+
+
+def test_a_process_that_was_killed_or_never_came_is_not_waited_for(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converting, "PATIENCE", 0.5)
+    with pytest.raises(ValueError, match="rank-1 of 2 stopped: it is not running"):
+        convert(*shared_job(llama, tmp_path / "moe"), Worker(0, 2), quiet=True)
+
+
+def test_a_process_that_failed_before_rank_0_began_is_noticed(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converting, "PATIENCE", 0.5)
+    (tmp_path / "moe.partial" / ".upcycle").mkdir(parents=True)
+    (tmp_path / "moe.partial" / ".upcycle" / "rank-1.failed").write_text("its disk is full")
+    with pytest.raises(ValueError, match="rank-1 of 2 stopped: its disk is full"):
+        convert(*shared_job(llama, tmp_path / "moe"), Worker(0, 2), quiet=True)
+
+
+def test_what_failed_in_the_last_run_is_past(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "moe.partial" / ".upcycle"
+    folder.mkdir(parents=True)
+    for rank in (0, 1, 5):  # that run had more processes
+        (folder / f"rank-{rank}.failed").write_text("of the last run")
+        os.utime(folder / f"rank-{rank}.failed", (0, 0))
+    (tmp_path / "moe.partial" / "model.safetensors.rank-5.part").write_text("of the last run")
+    other: list[Path] = []
+
+    def late() -> None:
+        time.sleep(0.5)
+        other.append(convert(*shared_job(llama, tmp_path / "moe"), Worker(1, 2), quiet=True))
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    folder = convert(*shared_job(llama, tmp_path / "moe"), Worker(0, 2), quiet=True)
+    thread.join()
+    assert other == [folder]
+    assert not list(folder.glob("*.part"))
+
+
+def test_a_process_that_comes_when_all_is_done_is_content(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked for the output just before rank 0, which found every shard there, renamed the folder."""
+    monkeypatch.setattr(converting, "PATIENCE", 0.5)
+    folder = convert(*shared_job(llama, tmp_path / "moe"), quiet=True)
+    monkeypatch.setattr(converting, "complete", lambda *_: False)
+    assert convert(*shared_job(llama, tmp_path / "moe"), Worker(1, 2), quiet=True) == folder
+
+
+def test_two_runs_of_different_size_never_write_one_file(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A straggler of a run of two, whose rank 0 died, beside a new run of one."""
+    plan, checkpoints = shared_job(llama, tmp_path / "moe")
+    identity = {"plan": plan.hash, "source": [c.fingerprint() for c in checkpoints]}
+    (tmp_path / "moe.partial" / ".upcycle").mkdir(parents=True)
+    (tmp_path / "moe.partial" / ".upcycle" / "job.json").write_text(json.dumps(identity))
+    real, paths = converting.disk.Stream, {0: set[str](), 1: set[str]()}
+
+    def stream(path: Path) -> converting.disk.Stream:
+        paths[worker.rank].add(path.name)
+        if worker.rank == 1:
+            raise OSError(errno.EIO, "enough is known")
+        return real(path)
+
+    monkeypatch.setattr(converting.disk, "Stream", stream)
+    worker = Worker(1, 2)
+    with pytest.raises(ValueError, match="enough is known"):
+        convert(plan, checkpoints, worker, quiet=True)
+    worker = Worker(0, 1)
+    convert(plan, checkpoints, worker, quiet=True)
+    assert paths[1]
+    assert not paths[0] & paths[1]
+
+
+def test_a_job_that_made_nothing_gives_way_to_another_plan(llama: Path, tmp_path: Path) -> None:
+    words = (f"source={llama}", f"output={tmp_path / 'moe'}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        convert(*load(*words, "router.normalize=false", "scale=calibrated", "calibration.texts=a.txt"), quiet=True)
+    assert convert(*load(*words), quiet=True).is_dir()
+
+
+@pytest.mark.parametrize("name", [".", "/", "a" * 300])
+def test_an_output_that_cannot_be_named_is_one_sentence(
+    llama: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["convert", f"source={llama}", f"output={name}"]) == 2
+    assert "empty name" not in capsys.readouterr().err
+
+
+def test_an_output_with_another_manifest_is_left_alone(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "upcycle.json").write_text("[]")
+    assert main(["convert", f"source={llama}", f"output={tmp_path / 'moe'}"]) == 2
+
+
+@pytest.mark.parametrize(("rank", "count"), [("1", "1"), ("x", "2"), ("-1", "2"), ("0", "0")])
+def test_a_rank_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, rank: str, count: str) -> None:
+    """RANK=1 without WORLD_SIZE made nothing and called it complete."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", count)
+    with pytest.raises(ValueError, match="use torchrun"):
+        Worker.here()
