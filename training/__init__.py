@@ -1,1 +1,1 @@
-"""Continued pre-training of dense and upcycled models, PyTorch-native. Runs from the clone: `python -m training CONFIG`."""
+"""Continued pre-training of dense and upcycled models, PyTorch-native. It runs from the clone."""

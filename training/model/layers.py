@@ -1,0 +1,113 @@
+"""Linear, norm, attention, dense FFN: what a layer is made of besides experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from training.model.rope import rotate
+from upcycle.ffn import ACTIVATIONS
+from upcycle.spec import DenseSpec
+
+
+class Linear(nn.Module):
+    """y = x W^T + b in x's dtype, whatever the parameters' dtype is."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class Norm(nn.Module):
+    """The four norms of spec.Norm. `last`: an rms norm's gain comes before the rounding, not after (see spec.py)."""
+
+    def __init__(self, kind: str, size: int, eps: float, *, last: bool) -> None:
+        super().__init__()
+        self.kind, self.eps, self.last = kind, eps, last or kind == "rms1p"
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if kind.startswith("layernorm") else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        gain = self.weight.to(wide)
+        if self.kind.endswith("1p"):
+            gain = gain + 1.0
+        if self.bias is not None:
+            return functional.layer_norm(x.to(wide), gain.shape, gain, self.bias.to(wide), self.eps).to(x.dtype)
+        y = x.to(wide)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * gain).to(x.dtype) if self.last else y.to(x.dtype) * gain.to(x.dtype)
+
+
+def norm(spec: DenseSpec, size: int | None = None, kind: str | None = None) -> Norm:
+    return Norm(kind or spec.norm, size or spec.hidden, spec.norm_eps, last=spec.block == "post")
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. Its parts are parameters of the layer itself, so that they keep their roles' names."""
+
+    def __init__(self, spec: DenseSpec, layer: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.window = spec.window if layer in spec.window_layers else None
+        d, q, kv = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q, self.k, self.v = (Linear(d, size, bias=spec.qkv_bias) for size in (q, kv, kv))
+        self.o = Linear(q, d, bias=spec.out_bias)
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
+        if spec.qk_norm != "none":
+            kind = "rms1p" if spec.norm == "rms1p" else "rms"
+            full = spec.qk_norm == "full"
+            self.q_norm = norm(spec, q if full else spec.head_dim, kind)
+            self.k_norm = norm(spec, kv if full else spec.head_dim, kind)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, documents_BS: Tensor | None) -> Tensor:
+        heads = (*x_BSD.shape[:2], -1, self.spec.head_dim)
+        q, k, v = self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)
+        if self.spec.qk_norm == "full":
+            assert self.q_norm is not None and self.k_norm is not None
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.view(heads), k.view(heads), v.view(heads)
+        if self.spec.qk_norm == "head":
+            assert self.q_norm is not None and self.k_norm is not None
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.transpose(1, 2) for part in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+        mask = visible(x_BSD.shape[1], self.window, documents_BS, x_BSD.device)
+        y = functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=self.spec.attention_scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        out: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return out
+
+
+def visible(length: int, window: int | None, documents_BS: Tensor | None, device: torch.device) -> Tensor | None:
+    """[B or 1, 1, S, S], True where a token may look; None if it may look at everything before it."""
+    if documents_BS is None and (window is None or window >= length):
+        return None
+    at = torch.arange(length, device=device)
+    back = at[:, None] - at[None, :]
+    mask = (back >= 0) if window is None else (back >= 0) & (back < window)
+    if documents_BS is None:
+        return mask[None, None]
+    return mask[None, None] & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
+
+
+class FeedForward(nn.Module):
+    """A dense FFN or a shared expert."""
+
+    def __init__(self, spec: DenseSpec, width: int) -> None:
+        super().__init__()
+        self.act = ACTIVATIONS[spec.activation]
+        self.gate = Linear(spec.hidden, width, bias=spec.ffn_bias) if spec.gated else None
+        self.up = Linear(spec.hidden, width, bias=spec.ffn_bias)
+        self.down = Linear(width, spec.hidden, bias=spec.ffn_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        y: Tensor = self.down(self.act(up) if self.gate is None else self.act(self.gate(x)) * up)
+        return y

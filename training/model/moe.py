@@ -1,0 +1,100 @@
+"""The MoE block: router, dispatch, experts, combine, and a shared expert beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from training.dispatch import Dispatcher
+from training.dispatch.local import Local
+from training.experts import ExpertWeights
+from training.model.layers import FeedForward, Linear
+from upcycle.spec import MoESpec
+
+ExpertFunction = Callable[[Tensor, Tensor, Tensor, ExpertWeights, str], Tensor]
+
+
+@dataclass(frozen=True)
+class Routing:
+    weight_TK: Tensor
+    expert_TK: Tensor
+    logits_TN: Tensor  # float32
+    scores_TN: Tensor  # softmax or sigmoid of the logits
+
+
+class Router(nn.Module):
+    """float32 from input to weight, whatever the model's dtype: bf16 logits tie, and ties route unevenly."""
+
+    bias: Tensor | None
+
+    def __init__(self, spec: MoESpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.weight = nn.Parameter(torch.empty(spec.experts, spec.dense.hidden))
+        # has a say in who is chosen, none in how much the chosen count; moved by balance.py, not by gradients
+        self.register_buffer("bias", torch.zeros(spec.experts) if spec.score == "sigmoid" else None)
+
+    def forward(self, x_TD: Tensor) -> Routing:
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TN = functional.linear(x_TD.to(wide), self.weight.to(wide))
+        scores_TN = logits_TN.sigmoid() if self.spec.score == "sigmoid" else logits_TN.softmax(-1)
+        choice_TN = scores_TN if self.bias is None else scores_TN + self.bias.to(wide)
+        # a stable sort breaks ties by lower index, which keeps a virtual group whole; logits of equal rows are equal
+        by = choice_TN if self.bias is not None else logits_TN
+        expert_TK = torch.sort(by.detach(), dim=-1, descending=True, stable=True).indices[:, : self.spec.top_k]
+        if self.spec.score == "softmax" and self.spec.order == "topk-then-softmax":
+            weight_TK = logits_TN.gather(1, expert_TK).softmax(-1)
+        else:
+            weight_TK = scores_TN.gather(1, expert_TK)
+            if self.spec.normalize:
+                weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be zero
+        return Routing(weight_TK * self.spec.output_scale, expert_TK, logits_TN, scores_TN)
+
+
+class Experts(nn.Module):
+    """The routed experts' weights, stacked; uneven ones padded with zero neurons."""
+
+    def __init__(self, spec: MoESpec) -> None:
+        super().__init__()
+        n, f, d = spec.experts, max(spec.widths), spec.dense.hidden
+        self.gated, rows = spec.dense.gated, f * (2 if spec.dense.gated else 1)
+        self.up = nn.Parameter(torch.empty(n, rows, d))
+        self.down = nn.Parameter(torch.empty(n, d, f))
+        self.up_bias = nn.Parameter(torch.empty(n, rows)) if spec.dense.ffn_bias else None
+        self.down_bias = nn.Parameter(torch.empty(n, d)) if spec.dense.ffn_bias else None
+
+    def weights(self, dtype: torch.dtype) -> ExpertWeights:
+        up_bias = None if self.up_bias is None else self.up_bias.to(dtype)
+        down_bias = None if self.down_bias is None else self.down_bias.to(dtype)
+        return ExpertWeights(self.up.to(dtype), self.down.to(dtype), self.gated, up_bias, down_bias)
+
+
+class MoE(nn.Module):
+    def __init__(self, spec: MoESpec, experts: ExpertFunction, dispatcher: Dispatcher | None = None) -> None:
+        super().__init__()
+        self.spec, self.compute = spec, experts
+        self.dispatcher: Dispatcher = dispatcher or Local(spec.experts)
+        self.router, self.experts = Router(spec), Experts(spec)
+        self.shared = FeedForward(spec.dense, spec.shared) if spec.shared else None
+        self.shared_gate = Linear(spec.dense.hidden, 1) if spec.shared_gate else None
+        # sees every routing and may change its weights: auxiliary losses, capacity, statistics (balance.py)
+        self.balance: Callable[[Routing], Routing] | None = None
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        x_TD = x_BSD.flatten(0, 1)
+        routing = self.router(x_TD)
+        if self.balance is not None:
+            routing = self.balance(routing)
+        sent = self.dispatcher.dispatch(x_TD, routing.weight_TK, routing.expert_TK)
+        weights = self.experts.weights(x_TD.dtype)
+        y_RD = self.compute(sent.x_RD, sent.weight_R, sent.count_E, weights, self.spec.dense.activation)
+        y_TD = self.dispatcher.combine(y_RD, sent.handle).to(x_TD.dtype)
+        if self.shared is not None:
+            shared_TD = self.shared(x_TD)
+            y_TD = y_TD + (shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid())
+        return y_TD.view_as(x_BSD)

@@ -1,0 +1,87 @@
+"""Rotary positions: the frequencies of every rope_type, and the rotation. Held to transformers' by the parity tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upcycle.spec import DenseSpec
+
+Rope = Mapping[str, Any]  # spec.DenseSpec.rope
+
+
+def frequencies(spec: DenseSpec, length: int) -> tuple[Tensor, float]:
+    """(one frequency for each pair of rotated dimensions, the factor of cos and sin) for sequences of `length`."""
+    rope, n = spec.rope, int(spec.head_dim * spec.partial_rotary)
+    theta, kind = float(rope["rope_theta"]), rope["rope_type"]
+    stated: float | None = rope.get("factor")
+    factor = stated if stated is not None else spec.context / original(rope) if kind in ("yarn", "longrope") else 1.0
+    power = torch.arange(0, n, 2, dtype=torch.float32) / n
+    if kind == "dynamic":  # the base grows with what is longer than the model's own context
+        theta *= (factor * max(length, spec.context) / spec.context - (factor - 1)) ** (n / (n - 2))
+    plain = 1.0 / theta**power
+    if kind == "linear":
+        return plain / factor, 1.0
+    if kind == "llama3":
+        return llama3(plain, rope, factor), 1.0
+    if kind == "yarn":
+        return yarn(theta, power, n, rope, factor)
+    if kind == "longrope":
+        stretch = torch.tensor(rope["long_factor" if length > original(rope) else "short_factor"], dtype=torch.float32)
+        default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original(rope)))
+        return 1.0 / (stretch * theta**power), float(rope.get("attention_factor") or default)
+    assert kind in ("default", "dynamic"), kind
+    return plain, 1.0
+
+
+def original(rope: Rope) -> int:
+    return int(rope["original_max_position_embeddings"])
+
+
+def llama3(plain: Tensor, rope: Rope, factor: float) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    wave, context = 2 * math.pi / plain, original(rope)
+    smooth = (context / wave - low) / (high - low)
+    between = (1 - smooth) * plain / factor + smooth * plain
+    return torch.where(wave > context / low, plain / factor, torch.where(wave < context / high, plain, between))
+
+
+def yarn(theta: float, power: Tensor, n: int, rope: Rope, factor: float) -> tuple[Tensor, float]:
+    get = rope.get
+
+    def dimension(rotations: float) -> float:
+        return n * math.log(original(rope) / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    low, high = dimension(get("beta_fast") or 32), dimension(get("beta_slow") or 1)
+    if get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, n - 1)
+    ramp = ((torch.arange(n // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
+    plain = 1.0 / theta**power
+    attention = get("attention_factor")
+    if attention is None:
+        one, all_ = get("mscale"), get("mscale_all_dim")
+        attention = mscale(one) / mscale(all_) if one and all_ else mscale(1.0)
+    return plain / factor * ramp + plain * (1 - ramp), float(attention)
+
+
+def angles(spec: DenseSpec, positions_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [B, S, 1, n / 2]: computed in float32 at least, then rounded to `dtype`."""
+    plain, factor = frequencies(spec, positions_BS.shape[1])
+    angle = (positions_BS[..., None].float() * plain.to(positions_BS.device))[:, :, None]
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+
+
+def rotate(x_BSHA: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns dimension i with dimension i + n/2 for the first n = 2 * cos.shape[-1] of a head; the rest passes."""
+    half = cos.shape[-1]
+    a, b, rest = x_BSHA[..., :half], x_BSHA[..., half : 2 * half], x_BSHA[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
