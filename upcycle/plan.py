@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -434,7 +434,3 @@ def dropped(
 
 def sizes(plan: UpcyclePlan) -> size.Sizes:
     return size.measure(plan.moe, [(part.kind, prod(part.shape)) for output in plan.outputs for part in output.parts])
-
-
-def outputs_of(plan: UpcyclePlan, pattern: str) -> Iterator[Output]:
-    return (output for output in plan.outputs if re.search(pattern, output.name))
