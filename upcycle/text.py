@@ -1,4 +1,4 @@
-"""Text files -> token ids for calibration: .txt, .jsonl and .jsonl.zst (key `text`), with the donor's tokenizer.json.
+"""Text files -> token ids: .txt, .jsonl and .jsonl.zst (key `text`), with the tokenizer.json of a model's folder.
 
 Nothing is drawn at random: the same files give the same ids.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -20,40 +20,66 @@ SUFFIXES = (".txt", ".jsonl", ".jsonl.zst")
 PIECE = 1 << 20  # characters of a .txt at a time: a book or a dump needs no more memory than a page
 
 
-def documents(paths: Iterable[str | Path]) -> Iterator[str]:
-    """The texts of all files, in order. Every refusal is a ValueError that names the file."""
+def documents(
+    paths: Iterable[str | Path], key: str = "text", watch: Callable[[int], object] | None = None
+) -> Iterator[str]:
+    """The texts of all files, in order; `watch` hears how many bytes of a file were read, each time some were.
+
+    Every refusal is a ValueError that names the file.
+    """
     for path in map(Path, paths):
         if not path.name.endswith(SUFFIXES):
             raise ValueError(f"{path} is not a text file that can be read; its name must end in {', '.join(SUFFIXES)}")
         if not path.is_file():
             raise ValueError(f"text file {path} does not exist")
         try:
-            with opened(path) as file:
-                yield from iter(lambda: file.read(PIECE), "") if path.suffix == ".txt" else lines(path, file)
+            with opened(path, watch) as file:
+                yield from iter(lambda: file.read(PIECE), "") if path.suffix == ".txt" else lines(path, file, key)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
         except (OSError, zstandard.ZstdError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def opened(path: Path) -> IO[str]:
+class Watched(io.FileIO):
+    """A file that tells how much of it was read: what is left is known of a compressed one too."""
+
+    def __init__(self, path: Path, watch: Callable[[int], object] | None) -> None:
+        super().__init__(path, "rb")
+        self.watch = watch or (lambda size: None)
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size) or b""
+        self.watch(len(data))
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        size = super().readinto(buffer) or 0
+        self.watch(size)
+        return size
+
+
+def opened(path: Path, watch: Callable[[int], object] | None = None) -> IO[str]:
+    file = Watched(path, watch)
     if path.suffix != ".zst":
-        return open(path, encoding="utf-8")
-    frames = zstandard.ZstdDecompressor().stream_reader(open(path, "rb"), read_across_frames=True)  # noqa: SIM115
+        return io.TextIOWrapper(io.BufferedReader(file), encoding="utf-8")
+    frames = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
     return io.TextIOWrapper(frames, encoding="utf-8")
 
 
-def lines(path: Path, file: IO[str]) -> Iterator[str]:
+def lines(path: Path, file: IO[str], key: str = "text") -> Iterator[str]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except ValueError:
-            raise ValueError(f"line {number} of {path} is not JSON; each line must be like {{'text': '...'}}") from None
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise ValueError(f"line {number} of {path} has no string under the key 'text'")
-        yield row["text"]
+            raise ValueError(
+                f"line {number} of {path} is not JSON; each line must be like {{'{key}': '...'}}"
+            ) from None
+        if not isinstance(row, dict) or not isinstance(row.get(key), str):
+            raise ValueError(f"line {number} of {path} has no string under the key '{key}'")
+        yield row[key]
 
 
 def token_batches(folder: Path, paths: Sequence[str | Path], tokens: int, length: int, vocab: int) -> Tensor:
@@ -82,15 +108,20 @@ def token_batches(folder: Path, paths: Sequence[str | Path], tokens: int, length
 
 def encoder(folder: Path) -> Any:
     """text -> ids, with the special tokens the donor was trained with."""
+    tokenizer = load_tokenizer(folder)
+    return lambda text: tokenizer.encode(text).ids
+
+
+def load_tokenizer(folder: Path) -> Any:
     from tokenizers import Tokenizer
 
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(f"{folder} has no tokenizer.json, which turns calibration text into tokens; add the donor's")
+        raise ValueError(f"{folder} has no tokenizer.json, which turns text into tokens; add the model's")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"{path} cannot be read as a tokenizer: {' '.join(str(error).split())}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return lambda text: tokenizer.encode(text).ids
+    return tokenizer
