@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from upcycle import card, disk
+from upcycle import card, disk, request
 from upcycle.checkpoint import Checkpoint, read_header
 from upcycle.config import byte_size
 from upcycle.disk import sync_folder, write_atomic
@@ -79,7 +79,9 @@ def convert(
     if not output.name:
         raise ValueError(f"output is {plan.config.output!r}; write the name of a folder to make")
     partial = output.with_name(output.name + ".partial")
-    identity = {"plan": plan.hash, "source": [checkpoint.fingerprint() for checkpoint in checkpoints]}
+    identity: dict[str, Any] = {"plan": plan.hash, "source": [c.fingerprint() for c in checkpoints]}
+    if plan.needs_text:  # other text under the same name is another job
+        identity["texts"] = [disk.sha256(Path(path)) for path in request.measured_texts(plan.config)]
     if complete(output, identity):
         return output
     try:

@@ -156,6 +156,14 @@ def write_atomic(path: Path, data: bytes) -> None:
     os.rename(temporary, path)
 
 
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BUFFER):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from upcycle import observe, plugin, routers, text
+from upcycle import observe, plugin, request, routers, text
 from upcycle.checkpoint import Checkpoint
 from upcycle.make import Maker, router_rows
 from upcycle.plan import UpcyclePlan
@@ -50,7 +50,8 @@ def measure(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], *, quiet: bool
 def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> tuple[Tensor, Tensor]:
     """(ids [sequence, token], domain of every token): the router's texts, one domain each, or the calibration texts."""
     calibration, init = plan.config.calibration, plan.config.router.init
-    groups = [(path,) for path in init.texts] if init.name == "hidden" else [tuple(calibration.texts)]
+    texts = request.measured_texts(plan.config)
+    groups = [(path,) for path in texts] if init.name == "hidden" else [texts]
     share = max(1, calibration.tokens // len(groups))
     batches = [
         text.token_batches(checkpoints[0].folder, group, share, calibration.length, plan.dense.vocab)

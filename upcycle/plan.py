@@ -213,7 +213,7 @@ def build(config: UpcycleConfig, checkpoints: Sequence[Checkpoint]) -> UpcyclePl
         tuple(chosen.notes(moe)),
     )
     if plan.needs_text:
-        request.check_text(config, kind, options)
+        request.check_text(config, kind, options, base.folder)
     return plan
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from upcycle import plugin, routers
@@ -169,8 +170,13 @@ def check_router(config: UpcycleConfig, moe: MoESpec, method: str, kind: str | f
         )
 
 
-def check_text(config: UpcycleConfig, kind: str | float, options: Any) -> None:
-    """Whatever is measured needs text to measure it on."""
+def measured_texts(config: UpcycleConfig) -> tuple[str, ...]:
+    """The files that a pass over text reads: the router's own, one a domain, serve everything else too."""
+    return config.router.init.texts if config.router.init.name == "hidden" else config.calibration.texts
+
+
+def check_text(config: UpcycleConfig, kind: str | float, options: Any, folder: Path) -> None:
+    """Whatever is measured needs text to measure it on, and the donor's tokenizer (in `folder`)."""
     init, by_activation = config.router.init, getattr(options, "by", "") == "activation"
     if init.name == "neurons" and not by_activation:
         raise ValueError("router.init.name=neurons needs method.by=activation, which finds the representative neurons")
@@ -179,5 +185,14 @@ def check_text(config: UpcycleConfig, kind: str | float, options: Any) -> None:
         raise ValueError(
             f"{what} is measured on text and calibration.texts is empty; name .txt, .jsonl or .jsonl.zst files"
         )
+    if config.calibration.texts and init.name == "hidden":
+        raise ValueError(
+            "with router.init.name=hidden everything is measured on router.init.texts; leave calibration.texts out"
+        )
     if config.calibration.tokens < 1 or config.calibration.length < 1:
         raise ValueError("calibration.tokens and calibration.length must be at least 1")
+    for path in measured_texts(config):
+        if not Path(path).is_file():
+            raise ValueError(f"text file {path} does not exist; name .txt, .jsonl or .jsonl.zst files")
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no tokenizer.json, which reading text needs; copy the model's tokenizer there")

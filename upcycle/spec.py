@@ -83,13 +83,17 @@ class DenseSpec:
 
     def check(self) -> None:
         """Sizes that no model can have; a family calls this last in read()."""
-        for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"):
+        for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(
                     f"config.json of this {self.family} model has {name}={value!r}; "
                     "it must be a whole number of at least 1"
                 )
+        numbers = {"norm_eps": self.norm_eps, "rope_theta": self.rope["rope_theta"], "init_std": self.init_std}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise ValueError(f"config.json of this {self.family} model has {name}={value!r}; it must be a number")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"config.json has {self.heads} heads and {self.kv_heads} key/value heads; "
@@ -163,6 +167,7 @@ class MoESpec:
     copies: int  # E: how many times each dense neuron is there
     granularity: int = 1  # G: into how many experts one copy is cut
     shared: int = 0  # neurons of the shared expert
+    shared_gate: bool = False  # the shared expert's output times sigmoid(shared_gate x); only Qwen2-MoE
     score: Score = "softmax"
     order: Order = "softmax-then-topk"
     normalize: bool = True  # the chosen weights are divided by their sum

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -173,9 +174,21 @@ def test_router_rows_that_would_tie_are_refused() -> None:
             routers.centred(torch.stack(rows), 0.01)
 
 
-def test_experts_by_activation_are_not_made_before_the_measurement(llama: Path) -> None:
+def readable(llama: Path, folder: Path) -> tuple[Path, Path]:
+    """The model with a tokenizer of letters, and a text of few of them."""
+    source, text = shutil.copytree(llama, folder / "readable"), folder / "letters.txt"
+    model = {"type": "WordLevel", "vocab": {chr(97 + i): i for i in range(26)} | {"?": 26}, "unk_token": "?"}
+    parts = dict.fromkeys(["truncation", "padding", "normalizer", "post_processor", "decoder"])
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model} | parts
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    text.write_text("a b c d e f g h i j k l m n o p")
+    return source, text
+
+
+def test_experts_by_activation_are_not_made_before_the_measurement(llama: Path, tmp_path: Path) -> None:
+    source, text = readable(llama, tmp_path)
     plan, checkpoints = load(
-        f"source={llama}", "method.name=split", "method.by=activation", "calibration.texts=some.txt", "target=mixtral"
+        f"source={source}", "method.name=split", "method.by=activation", f"calibration.texts={text}", "target=mixtral"
     )
     with pytest.raises(AssertionError, match="observe"):
         Maker(plan, checkpoints).tensor("model.layers.0.block_sparse_moe.experts.0.w1.weight")
@@ -307,9 +320,10 @@ def test_two_runs_of_different_size_never_write_one_file(
 
 
 def test_a_job_that_made_nothing_gives_way_to_another_plan(llama: Path, tmp_path: Path) -> None:
-    words = (f"source={llama}", f"output={tmp_path / 'moe'}")
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        convert(*load(*words, "router.normalize=false", "scale=calibrated", "calibration.texts=a.txt"), quiet=True)
+    source, text = readable(llama, tmp_path)
+    words = (f"source={source}", f"output={tmp_path / 'moe'}")
+    with pytest.raises(ValueError, match="16 of 8192 tokens wanted"):
+        convert(*load(*words, "router.normalize=false", "scale=calibrated", f"calibration.texts={text}"), quiet=True)
     assert convert(*load(*words), quiet=True).is_dir()
 
 
@@ -334,3 +348,41 @@ def test_a_rank_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, rank: s
     monkeypatch.setenv("WORLD_SIZE", count)
     with pytest.raises(ValueError, match="use torchrun"):
         Worker.here()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("rms_norm_eps", "x", "norm_eps='x'"),
+        ("max_position_embeddings", "x", "context='x'"),
+        ("rope_parameters", 3, "rope is 3"),
+    ],
+)
+def test_a_config_json_with_a_word_for_a_number_is_one_sentence(
+    tmp_path: Path, key: str, value: object, says: str
+) -> None:
+    folder = tiny.make("llama", tmp_path / "dense")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with Checkpoint.open(folder) as checkpoint, pytest.raises(ValueError, match=re.escape(says)):
+        build(read(UpcycleConfig, "", [f"source={folder}"]), [checkpoint])
+
+
+def test_text_that_changes_is_another_job_and_is_looked_for_before_any_work(llama: Path, tmp_path: Path) -> None:
+    words = ["experts=2", "router.normalize=false", "scale=calibrated", "top_k=1", "calibration.tokens=8"]
+    source, text = readable(llama, tmp_path)
+
+    def run(source: Path = source) -> Path:
+        place = [f"source={source}", f"output={tmp_path / 'moe'}", f"calibration.texts={text}"]
+        return convert(*load(*place, *words), quiet=True)
+
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        run(llama)
+    run()
+    run()  # the same text: done is done
+    text.write_text("p o n m l k j i h g f e d c b a")
+    with pytest.raises(ValueError, match="result of another plan"):
+        run()
+    text.unlink()
+    with pytest.raises(ValueError, match=r"letters\.txt does not exist"):
+        run()

@@ -144,7 +144,10 @@ def rope(
     level. partial: this family's default share of rotated dimensions; None if it always rotates whole heads.
     original: this family's default of the top-level original_max_position_embeddings.
     """
-    out: dict[str, Any] = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"config.json's rope is {given!r}; it must be keys and values like rope_type and rope_theta")
+    out: dict[str, Any] = dict(given)
     old_name = out.pop("type", "default")
     kind: str = out.setdefault("rope_type", old_name)
     odd = "" if kind in ROPE_TYPES else f"rope_type={kind!r}"
