@@ -1,4 +1,5 @@
-"""What the targets share: abilities as data, the reasons for a refusal, and the tensor names of the Llama line."""
+"""What the targets share: abilities as data, the reasons for a refusal, config.json both ways, and the tensor names of
+the Llama line."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from math import isclose, prod
 from typing import Any, Literal, NamedTuple
 
+from upcycle.families.common import Config, need, windows_by_layer
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 
 NO, YES, EITHER = frozenset({False}), frozenset({True}), frozenset({False, True})
@@ -156,6 +158,109 @@ def sigmoid_config(moe: MoESpec) -> dict[str, Any]:
         "topk_method": "noaux_tc",
         "output_router_logits": False,
     }
+
+
+# ---- config.json, read back
+
+
+def view(
+    config: Config,
+    can: Abilities,
+    dense: DenseSpec,
+    *,
+    width: str = "moe_intermediate_size",
+    layers: Iterable[int] | None = None,
+    **different: Any,
+) -> MoESpec:
+    """The model of `config` as its target sees it, `width` being the target's name for that of an expert.
+
+    How the experts came about is not in a config.json: each is a copy of its own, and none is cut. `different` are
+    MoESpec fields as they are.
+    """
+    # transformers 5 writes it under another name than 4 in some classes, and reads more than one in all of them
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = size(config, next((name for name in names if config.get(name) is not None), names[0]))
+    moe = MoESpec(
+        dense=dense,
+        layers=tuple(range(dense.layers) if layers is None else layers),
+        widths=(size(config, width),) * experts,
+        top_k=size(config, "num_experts_per_tok"),
+        copies=experts,
+        dtype=dense.dtype,
+        **different,
+    )
+    return checked(moe, can)
+
+
+def checked(moe: MoESpec, can: Abilities) -> MoESpec:
+    reasons = refusals(can, moe)
+    if not moe.layers:
+        reasons.append("no MoE layer")
+    if moe.top_k > moe.experts:
+        reasons.append(f"{moe.top_k} experts for each token, of {moe.experts}")
+    if reasons:
+        raise ValueError(
+            f"config.json says of this {moe.dense.family} model: {', '.join(reasons)}; that cannot be read, "
+            "so give a model without it"
+        )
+    return moe
+
+
+def size(config: Config, key: str, default: int | None = None) -> int:
+    value = config.get(key, default)
+    value = need(config, key) if value is None else value
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"config.json of this {config.get('model_type')} model has {key}={value!r}; "
+            "it must be a whole number of at least 1"
+        )
+    return value
+
+
+def only(config: Config, **held: Any) -> None:
+    """Refuses keys that say another thing than the one which slots() and MoESpec hold. Absent and null say nothing."""
+    for key, value in held.items():
+        if config.get(key) not in (None, value):
+            raise ValueError(
+                f"config.json of this {config.get('model_type')} model has {key}={config[key]!r}, "
+                f"but only {value!r} can be read; give a model that has it so"
+            )
+
+
+def some_windows(config: Config) -> dict[str, Any]:
+    """DenseSpec's window fields where layer_types alone says which layers slide."""
+    sliding = windows_by_layer({**config, "use_sliding_window": True}, need(config, "num_hidden_layers"))
+    return sliding if sliding["window_layers"] else {}
+
+
+def stepped_layers(config: Config, layers: int) -> tuple[int, ...]:
+    """Qwen's MoE layers: every n-th, but for those in a list."""
+    step, dense = size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    return tuple(layer for layer in range(step - 1, layers, step) if layer not in dense)
+
+
+def sigmoid_view(
+    config: Config, can: Abilities, dense: DenseSpec, *, normalize: bool, shared: int | None, layers: Iterable[int]
+) -> MoESpec:
+    """The DeepSeek-V3 line, see sigmoid_config. normalize, shared: what the class takes for absent keys."""
+    only(
+        config,
+        scoring_func="sigmoid",
+        n_group=1,  # otherwise the choice is narrowed to some groups of experts first
+        topk_group=1,
+        moe_layer_freq=1,
+        tie_word_embeddings=False,  # slots() has the head
+    )
+    return view(
+        config,
+        can,
+        dense,
+        layers=layers,
+        shared=size(config, "moe_intermediate_size") * size(config, "n_shared_experts", shared),
+        score="sigmoid",
+        normalize=bool(config.get("norm_topk_prob", normalize)),
+        output_scale=config.get("routed_scaling_factor", 1.0),
+    )
 
 
 # ---- notes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle.families.common import Config, dense
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
@@ -36,6 +37,22 @@ def config(moe: MoESpec) -> dict[str, Any]:
         ],
         "tie_word_embeddings": False,  # vLLM never ties this architecture
     }  # fmt: skip
+
+
+def read(config: Config) -> MoESpec:
+    bias = bool(config.get("attention_bias"))
+    d = dense(
+        config,
+        "dots1",
+        context=2048,
+        kv_heads=32,
+        qk_norm="head",
+        qkv_bias=bias,
+        out_bias=bias,
+        **common.some_windows({"max_window_layers": 62, **config}),
+    )
+    layers = range(config.get("first_k_dense_replace") or 0, d.layers)
+    return common.sigmoid_view(config, ABILITIES, d, normalize=False, shared=None, layers=layers)
 
 
 def slots(moe: MoESpec) -> Iterator[Slot]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle.families.common import Config, dense
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, LLAMA, Abilities, Slot
@@ -29,6 +30,23 @@ def config(moe: MoESpec) -> dict[str, Any]:
         "router_aux_loss_coef": 0.01,
         "output_router_logits": False,
     }
+
+
+def read(config: Config) -> MoESpec:
+    bias = bool(config.get("attention_bias"))
+    d = dense(
+        {"rope_theta": 5e5} | dict(config),
+        "flex_olmo",
+        context=4096,
+        block="post",
+        qk_norm="full",
+        qkv_bias=bias,
+        out_bias=bias,
+        eos=100257,
+        pad=100277,
+    )
+    normalize = bool(config.get("norm_topk_prob"))
+    return common.view(config, ABILITIES, d, width="intermediate_size", normalize=normalize)
 
 
 def slots(moe: MoESpec) -> Iterator[Slot]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle.families.common import Config, dense, rope
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
@@ -38,6 +39,23 @@ def config(moe: MoESpec) -> dict[str, Any]:
         "num_nextn_predict_layers": 0,
         "tie_word_embeddings": False,  # vLLM never ties this architecture
     }  # fmt: skip
+
+
+def read(config: Config) -> MoESpec:
+    """Layers for multi-token prediction (num_nextn_predict_layers) are no part of the model; slots() has none."""
+    context = config.get("max_position_embeddings") or 131072
+    d = dense(
+        config,
+        "glm4_moe",
+        context=context,
+        kv_heads=8,
+        eps=("rms_norm_eps", 1e-5),
+        rope=rope(config, context=context, partial=0.5),
+        qk_norm="head" if config.get("use_qk_norm") else "none",
+        qkv_bias=bool(config.get("attention_bias")),
+    )
+    layers = range(config.get("first_k_dense_replace", 1), d.layers)
+    return common.sigmoid_view(config, ABILITIES, d, normalize=True, shared=1, layers=layers)
 
 
 def slots(moe: MoESpec) -> Iterator[Slot]:

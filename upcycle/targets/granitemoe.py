@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle.families.common import Config, dense
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
@@ -18,6 +19,10 @@ ABILITIES = Abilities(qkv_bias=EITHER, out_bias=EITHER, multipliers=True)
 
 def config(moe: MoESpec) -> dict[str, Any]:
     return granite_config(moe, "granitemoe", "GraniteMoeForCausalLM", ABILITIES)
+
+
+def read(config: Config) -> MoESpec:
+    return granite_view(config, "granitemoe", ABILITIES)
 
 
 def slots(moe: MoESpec) -> Iterator[Slot]:
@@ -42,6 +47,32 @@ def granite_config(moe: MoESpec, model_type: str, architecture: str, can: Abilit
         "router_aux_loss_coef": 0.001,
         "output_router_logits": False,
     }
+
+
+def granite_view(config: Config, model_type: str, can: Abilities, shared: int = 0) -> MoESpec:
+    bias = bool(config.get("attention_bias"))
+    d = dense(
+        config,
+        model_type,
+        context=2048,
+        qkv_bias=bias,
+        out_bias=bias,
+        attention_scale=config.get("attention_multiplier", 1.0),
+        embed_scale=config.get("embedding_multiplier", 1.0),
+        residual_scale=config.get("residual_multiplier", 1.0),
+        logit_scale=1.0 / config.get("logits_scaling", 1.0),
+        bos=1,
+        eos=2,
+    )
+    return common.view(
+        config,
+        can,
+        d,
+        width="intermediate_size",
+        order="topk-then-softmax",
+        normalize=False,  # a softmax over the chosen adds up to 1 already
+        shared=shared,
+    )
 
 
 def granite_slots(moe: MoESpec) -> Iterator[Slot]:

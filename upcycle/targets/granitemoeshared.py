@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from upcycle.families.common import Config
 from upcycle.spec import MoESpec
 from upcycle.targets import granitemoe
 from upcycle.targets.common import Slot
@@ -16,6 +17,11 @@ ABILITIES = replace(granitemoe.ABILITIES, shared="any")
 def config(moe: MoESpec) -> dict[str, Any]:
     keys = granitemoe.granite_config(moe, "granitemoeshared", "GraniteMoeSharedForCausalLM", ABILITIES)
     return keys | {"shared_intermediate_size": moe.shared}  # 0 means no shared expert
+
+
+def read(config: Config) -> MoESpec:
+    shared = config.get("shared_intermediate_size") or 0
+    return granitemoe.granite_view(config, "granitemoeshared", ABILITIES, shared)
 
 
 def slots(moe: MoESpec) -> Iterator[Slot]:

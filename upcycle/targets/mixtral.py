@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle.families.common import Config, dense, need, windows
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import Abilities, Slot
@@ -22,6 +23,20 @@ def config(moe: MoESpec) -> dict[str, Any]:
         "router_jitter_noise": 0.0,
         "output_router_logits": False,
     }
+
+
+def read(config: Config) -> MoESpec:
+    d = dense(
+        {"rope_theta": 1e6} | dict(config),
+        "mixtral",
+        context=131072,
+        kv_heads=8,
+        eps=("rms_norm_eps", 1e-5),
+        **windows(config, need(config, "num_hidden_layers"), default=None),
+        bos=1,
+        eos=2,
+    )
+    return common.view(config, ABILITIES, d, width="intermediate_size")
 
 
 def slots(moe: MoESpec) -> Iterator[Slot]:

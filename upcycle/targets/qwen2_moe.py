@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle.families.common import Config, dense
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
@@ -33,6 +34,21 @@ def config(moe: MoESpec) -> dict[str, Any]:
         "router_aux_loss_coef": 0.001,
         "output_router_logits": False,
     }
+
+
+def read(config: Config) -> MoESpec:
+    # slots() always has the biases; of windows see ABILITIES
+    common.only(config, qkv_bias=True, use_sliding_window=False)
+    d = dense(config, "qwen2_moe", context=32768, kv_heads=16, qkv_bias=True)
+    return common.view(
+        config,
+        ABILITIES,
+        d,
+        layers=common.stepped_layers(config, d.layers),
+        shared=common.size(config, "shared_expert_intermediate_size"),
+        shared_gate=True,
+        normalize=bool(config.get("norm_topk_prob")),
+    )
 
 
 def slots(moe: MoESpec) -> Iterator[Slot]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle.families.common import Config, dense, need, windows
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
@@ -31,6 +32,28 @@ def config(moe: MoESpec) -> dict[str, Any]:
         "router_aux_loss_coef": 0.001,
         "output_router_logits": False,
     }
+
+
+def read(config: Config) -> MoESpec:
+    bias, windowed = bool(config.get("attention_bias")), bool(config.get("use_sliding_window"))
+    d = dense(
+        config,
+        "qwen3_moe",
+        context=32768,
+        kv_heads=4,
+        qk_norm="head",
+        qkv_bias=bias,
+        out_bias=bias,
+        # all layers or none, whatever max_window_layers says
+        **(windows(config, need(config, "num_hidden_layers"), default=4096) if windowed else {}),
+    )
+    return common.view(
+        config,
+        ABILITIES,
+        d,
+        layers=common.stepped_layers(config, d.layers),
+        normalize=bool(config.get("norm_topk_prob")),
+    )
 
 
 def slots(moe: MoESpec) -> Iterator[Slot]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle.families.common import Config, dense
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
@@ -26,6 +27,21 @@ def config(moe: MoESpec) -> dict[str, Any]:
         "attention_bias": moe.dense.qkv_bias,
         "tie_word_embeddings": False,  # as in its relatives, which vLLM never ties
     }  # fmt: skip
+
+
+def read(config: Config) -> MoESpec:
+    # no layer is dense, so the width of a dense one may be missing
+    stated = {"rope_theta": 1e6, "intermediate_size": config.get("moe_intermediate_size"), **config}
+    d = dense(
+        stated,
+        "solar_open",
+        context=131072,
+        kv_heads=8,
+        head_dim=128,
+        eps=("rms_norm_eps", 1e-5),
+        qkv_bias=bool(config.get("attention_bias")),
+    )
+    return common.sigmoid_view(config, ABILITIES, d, normalize=True, shared=1, layers=range(d.layers))
 
 
 def slots(moe: MoESpec) -> Iterator[Slot]:

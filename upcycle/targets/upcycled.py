@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from upcycle.families.common import Config, dense, need, rope
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
@@ -68,6 +69,45 @@ def config(moe: MoESpec) -> dict[str, Any]:
         "norm_topk_prob": moe.normalize,
         "routed_scaling_factor": moe.output_scale,
     }
+
+
+def read(config: Config) -> MoESpec:
+    d = dense(
+        config,
+        "upcycled",
+        context=2048,
+        kv_heads=4,
+        head_dim=16,
+        eps=("norm_eps", 1e-6),
+        rope=rope(config, context=config.get("max_position_embeddings") or 2048, partial=1.0),
+        gated=config.get("gated", True),
+        block=config.get("block", "pre"),
+        norm=config.get("norm", "rms"),
+        qk_norm=config.get("qk_norm", "none"),
+        qkv_bias=bool(config.get("qkv_bias")),
+        out_bias=bool(config.get("out_bias")),
+        ffn_bias=bool(config.get("mlp_bias")),
+        attention_scale=config.get("attention_multiplier") or 0.0,
+        embed_scale=config.get("embedding_multiplier", 1.0),
+        residual_scale=config.get("residual_multiplier", 1.0),
+        logit_scale=config.get("logit_multiplier", 1.0),
+        **common.some_windows({"sliding_window": None, "max_window_layers": config.get("num_hidden_layers"), **config}),
+    )
+    widths = tuple(need(config, "expert_widths"))
+    moe = MoESpec(
+        dense=d,
+        layers=tuple(need(config, "moe_layers")),
+        widths=widths,
+        top_k=config.get("num_experts_per_tok", 2),
+        copies=len(widths),
+        shared=config.get("shared_expert_intermediate_size", 0),
+        score=config.get("scoring_func", "softmax"),
+        order=config.get("router_order", "softmax-then-topk"),
+        normalize=config.get("norm_topk_prob", True),
+        output_scale=config.get("routed_scaling_factor", 1.0),
+        dtype=d.dtype,
+    )
+    return common.checked(moe, ABILITIES) if moe.layers else moe  # a plain dense model is one of this class too
 
 
 def slots(moe: MoESpec) -> Iterator[Slot]:
