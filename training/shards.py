@@ -1,0 +1,181 @@
+"""Token shards: what `python -m training.prepare` writes and training reads, mapped into memory and never loaded.
+
+    FOLDER/meta.json                    counts, dtype, ids, the tokenizer's fingerprint, sha256 of every file
+    FOLDER/tokens-00000-00000.bin       ids of whole documents, one after the other, each ended by eos
+    FOLDER/documents-00000-00000.npy    uint64 [2, n + 1]: where each document starts in tokens, and in UTF-8 bytes
+
+The two numbers are the source and the part of it. Documents are known by their place, not by looking for eos: a text
+may speak of it. `start` is what the model sees before a document's first token: the tokenizer's bos, else eos. It is
+not stored, since it is the same for all. UTF-8 bytes are kept so that a loss can be told per byte, which compares
+models with different tokenizers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+META = "meta.json"
+KIND = "token shards"
+VERSION = 1
+Ids = NDArray[Any]  # uint16 or uint32
+Offsets = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Shard:
+    tokens: Ids
+    starts: Offsets  # [documents + 1] in tokens
+    bytes: Offsets  # [documents + 1]
+
+    @property
+    def documents(self) -> int:
+        return len(self.starts) - 1
+
+    def head(self, documents: int) -> Shard:
+        starts = self.starts[: documents + 1]
+        return Shard(self.tokens[: int(starts[-1])], starts, self.bytes[: documents + 1])
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    folder: Path
+    shards: tuple[Shard, ...]
+    vocab: int
+    eos: int
+    start: int
+    tokenizer: str  # fingerprint
+
+    @staticmethod
+    def open(folder: str | Path, vocab: int | None = None) -> TokenShards:
+        """Sizes are checked, contents are not: see `verify`. `vocab` is the model's number of embeddings."""
+        folder = Path(folder)
+        meta = read_meta(folder)
+        shards = tuple(open_shard(folder, row, np.dtype(meta["dtype"])) for row in meta["shards"])
+        found = TokenShards(folder, shards, *(meta[key] for key in ("vocab", "eos", "start", "tokenizer")))
+        for name, number in (("tokens", found.tokens), ("documents", found.documents), ("bytes", found.bytes)):
+            if number != meta[name]:
+                raise ValueError(f"{folder} has {number} {name} but its {META} says {meta[name]}; prepare it again")
+        if not found.documents:
+            raise ValueError(f"{folder} has no documents; prepare it again")
+        if vocab is not None and found.vocab > vocab:
+            raise ValueError(
+                f"{folder} was made with a tokenizer of {found.vocab} ids but the model has {vocab} embeddings; "
+                "prepare it with the model's own tokenizer"
+            )
+        return found
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(shard.tokens) for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def bytes(self) -> int:
+        """Of UTF-8 text; eos and start have none."""
+        return sum(int(shard.bytes[-1] - shard.bytes[0]) for shard in self.shards)
+
+    def document(self, index: int) -> Ids:
+        """The ids of a document, its eos included."""
+        if not 0 <= index < self.documents:
+            raise IndexError(f"document {index} of {self.documents}")
+        firsts = [0, *accumulate(shard.documents for shard in self.shards)]
+        shard = bisect_right(firsts, index) - 1
+        a, b = self.shards[shard].starts[index - firsts[shard] :][:2]
+        return self.shards[shard].tokens[int(a) : int(b)]
+
+    def head(self, tokens: int) -> TokenShards:
+        """The first documents that fit into `tokens`; the first one in any case."""
+        kept: list[Shard] = []
+        for shard in self.shards:
+            fit = int(np.searchsorted(shard.starts, np.uint64(tokens), side="right")) - 1
+            fit = max(fit, 0 if kept else 1)
+            if fit:
+                kept.append(shard.head(fit))
+            if fit < shard.documents:
+                break
+            tokens -= len(shard.tokens)
+        return replace(self, shards=tuple(kept))
+
+    def verify(self) -> None:
+        """Read everything: the sha256 of every file, and that each id is one of the vocabulary."""
+        for row, shard in zip(read_meta(self.folder)["shards"], self.shards, strict=True):
+            for kind in ("tokens", "documents"):
+                path = self.folder / row[kind]["file"]
+                with open(path, "rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                if found != row[kind]["sha256"]:
+                    raise ValueError(f"{path} is not what was written: its sha256 is {found}; prepare it again")
+            if int(shard.tokens.max()) >= self.vocab:
+                raise ValueError(f"{path} holds ids beyond the {self.vocab} of its tokenizer; prepare it again")
+
+
+def read_meta(folder: Path) -> Mapping[str, Any]:
+    path = folder / META
+    how = "make it with python -m training.prepare"
+    if not folder.is_dir():
+        hint = f"; {folder}.partial is unfinished, run the same command again" if partial_of(folder).is_dir() else ""
+        raise ValueError(f"there is no folder {folder} of token shards{hint or '; ' + how}")
+    try:
+        meta = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no {META}, so it is no folder of token shards; {how}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); {how}") from None
+    if not isinstance(meta, dict) or meta.get("kind") != KIND:
+        raise ValueError(f"{path} does not describe token shards; {how}")
+    if meta.get("version") != VERSION:
+        raise ValueError(f"{path} is of version {meta.get('version')} and this program reads {VERSION}; {how}")
+    numbers = all(isinstance(meta.get(key), int) for key in ("vocab", "eos", "start", "tokens", "documents", "bytes"))
+    if not (numbers and isinstance(meta.get("shards"), list) and isinstance(meta.get("tokenizer"), str)):
+        raise ValueError(f"{path} lacks some of what describes token shards; prepare the folder again")
+    if meta.get("dtype") not in ("uint16", "uint32"):
+        raise ValueError(f"{path} says dtype {meta.get('dtype')!r}; it must be uint16 or uint32: prepare it again")
+    return meta
+
+
+def partial_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".partial")
+
+
+def open_shard(folder: Path, row: Any, dtype: np.dtype[Any]) -> Shard:
+    try:
+        files = {kind: (folder / Path(row[kind]["file"]).name, int(row[kind]["bytes"])) for kind in SHARD_FILES}
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"{folder / META} describes a shard as {row!r}; prepare the folder again") from None
+    for path, size in files.values():
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; prepare the folder again, or copy all of it")
+        if path.stat().st_size != size:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes and should have {size}; prepare or copy it again")
+    tokens: Ids = np.memmap(files["tokens"][0], dtype, "r")
+    path = files["documents"][0]
+    try:
+        table = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); prepare the folder again") from None
+    if table.ndim != 2 or table.shape[0] != 2 or table.shape[1] < 2 or table.dtype != np.uint64:
+        raise ValueError(
+            f"{path} is {table.dtype} {list(table.shape)}, not uint64 [2, n + 1]; prepare the folder again"
+        )
+    if int(table[0, 0]) or int(table[0, -1]) != len(tokens):
+        raise ValueError(
+            f"{path} counts {int(table[0, -1])} tokens and {files['tokens'][0].name} has {len(tokens)}; they do not "
+            "belong together, prepare the folder again"
+        )
+    return Shard(tokens, table[0], table[1])
+
+
+SHARD_FILES: Sequence[str] = ("tokens", "documents")
