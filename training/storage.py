@@ -1,0 +1,319 @@
+"""Where torch.distributed.checkpoint (DCP) puts its bytes: safetensors shards and one JSON manifest, never a pickle.
+
+DCP plans who writes which piece of which tensor, and who reads it back on another mesh. Its own storage keeps that plan
+as a pickle (.metadata) and each tensor as another, so reading a checkpoint would mean running it. Here instead:
+
+    step-00000123/
+      shard-00000.safetensors   what rank 0 wrote: its tensors, or its pieces of them as NAME@OFFSET,OFFSET
+      shard-00001.safetensors   ...
+      manifest.json             step, every tensor's shape, dtype and pieces, every file's size and sha256; its own last
+
+The manifest is written after the shards are on the disk, and the folder gets its name after the manifest is: a folder
+without `.partial` is whole, or was damaged later, which the sums show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from upcycle.checkpoint import DTYPES
+from upcycle.disk import Stream, sync_folder, write_atomic
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+SHARD = re.compile(r"shard-\d{5,}\.safetensors", re.ASCII)
+SPARE = 64 << 20  # bytes left free beside a checkpoint: logs and metrics go on being written
+SAFETENSORS = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a piece of a tensor went. Goes from the rank that wrote it to the one that writes the manifest."""
+
+    file: str
+    start: int  # of its bytes in the file
+    shape: tuple[int, ...]
+    file_bytes: int
+    file_sha256: str
+
+
+class Planner(DefaultSavePlanner):
+    """Plans by the live tensors (their meshes), writes from `staged`: each tensor's local part, copied when saved."""
+
+    def __init__(self, staged: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.staged = staged
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.staged[index.fqn]
+
+
+class Writer(StorageWriter):
+    """Every rank writes its shard; rank 0 makes the folder, and `commit`s it when every shard is on the disk."""
+
+    def __init__(self, partial: Path, facts: Mapping[str, Any], commit: Callable[[], None]) -> None:
+        self.partial, self.facts, self.commit = partial, facts, commit
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, before anyone writes."""
+        make_folder(self.partial, sum(item_bytes(item) for plan in plans for item in plan.items))
+        return [replace(plan, storage_data=f"shard-{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(write_shard(self.partial / plan.storage_data, plan, planner) if plan.items else [])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when every rank has written."""
+        body = {"format": FORMAT, **self.facts, **describe(metadata, results)}
+        write_atomic(self.partial / MANIFEST, signed(body))
+        sync_folder(self.partial)
+        self.commit()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class Reader(StorageReader):
+    """Reads of each shard only the rows that are asked for."""
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.metadata = Metadata(tensors_in(manifest), storage_data=dict(pieces_in(manifest)))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            planner.resolve_tensor(item).detach().copy_(self.read(item))
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def read(self, item: ReadItem) -> Tensor:
+        index = item.storage_index
+        file, start, shape = self.metadata.storage_data[index]
+        saved = self.metadata.state_dict_metadata[index.fqn]
+        assert isinstance(saved, TensorStorageMetadata)
+        dtype = saved.properties.dtype
+        row = math.prod(shape[1:]) * dtype.itemsize  # dim 0 is contiguous in the file, so only its rows are read
+        first, rows = (item.storage_offsets[0], item.lengths[0]) if shape else (0, 1)
+        data = np.fromfile(self.folder / file, np.uint8, rows * row, offset=start + first * row)
+        if data.size != rows * row:
+            raise ValueError(f"{self.folder / file} ends before {index.fqn!r} does; it changed while it was read")
+        part = torch.from_numpy(data).view(dtype).reshape((rows, *shape[1:]) if shape else ())
+        for dim, (offset, length) in list(enumerate(zip(item.storage_offsets, item.lengths, strict=True)))[1:]:
+            part = part.narrow(dim, offset, length)
+        return part
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+# ---- writing
+
+
+def make_folder(partial: Path, size: int) -> None:
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that died while it saved
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(partial.parent).free
+    if free < size + SPARE:
+        raise ValueError(
+            f"a checkpoint of {gigabytes(size)} does not fit into {partial.parent}, where {gigabytes(free)} are free "
+            f"and {gigabytes(SPARE)} are left alone; make room, keep fewer checkpoints, or choose another folder"
+        )
+    partial.mkdir()
+
+
+def write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    """Front to back, hashed on the way, and on the disk when it returns."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    spans, at = [], 0
+    items = sorted(plan.items, key=lambda item: -tensor_data(item).properties.dtype.itemsize)  # so that each is aligned
+    for item in items:
+        stop = at + item_bytes(item)
+        table[piece_name(item)] = {
+            "dtype": SAFETENSORS[str(tensor_data(item).properties.dtype).removeprefix("torch.")],
+            "shape": chunk_shape(item),
+            "data_offsets": [at, stop],
+        }
+        spans.append(at)
+        at = stop
+    head = json.dumps(table, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with Stream(path) as stream:
+        stream.write(len(head).to_bytes(8, "little") + head)
+        for item in items:
+            data = planner.resolve_data(item)
+            assert isinstance(data, Tensor)
+            if data.shape != chunk_shape(item):
+                raise ValueError(
+                    f"{item.index.fqn!r} has a part of {list(data.shape)} to save where its mesh says "
+                    f"{list(chunk_shape(item))}; shard it as its placements say"
+                )
+            stream.write(data.detach().cpu())
+    first, size, sha256 = 8 + len(head), stream.bytes, stream.sha256
+    return [
+        WriteResult(item.index, item_bytes(item), Piece(path.name, first + at, chunk_shape(item), size, sha256))
+        for item, at in zip(items, spans, strict=True)
+    ]
+
+
+def tensor_data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None  # all that is saved is a tensor
+    return item.tensor_data
+
+
+def chunk_shape(item: WriteItem) -> tuple[int, ...]:
+    return tuple(tensor_data(item).chunk.sizes)
+
+
+def item_bytes(item: WriteItem) -> int:
+    return math.prod(chunk_shape(item)) * tensor_data(item).properties.dtype.itemsize
+
+
+def piece_name(item: WriteItem) -> str:
+    """A whole tensor keeps its name, so that any safetensors tool finds it; a piece says where it begins."""
+    assert item.index.offset is not None
+    whole = tuple(tensor_data(item).size) == chunk_shape(item)
+    return item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, item.index.offset))}"
+
+
+# ---- the manifest
+
+
+def describe(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> dict[str, Any]:
+    files: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    for result in (result for of_rank in results for result in of_rank):
+        piece, saved = result.storage_data, metadata.state_dict_metadata[result.index.fqn]
+        assert isinstance(saved, TensorStorageMetadata) and result.index.offset is not None
+        files[piece.file] = {"bytes": piece.file_bytes, "sha256": piece.file_sha256}
+        dtype = str(saved.properties.dtype).removeprefix("torch.")
+        entry = tensors.setdefault(result.index.fqn, {"dtype": dtype, "shape": list(saved.size), "pieces": []})
+        entry["pieces"].append(
+            {"file": piece.file, "start": piece.start, "offset": list(result.index.offset), "shape": list(piece.shape)}
+        )
+    return {"files": files, "tensors": tensors}
+
+
+def signed(body: Mapping[str, Any]) -> bytes:
+    return encode({**body, "sha256": hashlib.sha256(encode(body)).hexdigest()})
+
+
+def encode(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Its bytes are exactly those that were written, or a ValueError."""
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes()
+        body = json.loads(text)
+        if not isinstance(body, dict) or body.pop("sha256", None) is None or signed(body) != text:
+            raise ValueError("its sha256 is not the one it states")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if body.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {body.get('format')!r}; this version reads format {FORMAT}")
+    for name, entry in body["tensors"].items():  # the sum tells damage, not malice
+        if entry["dtype"] not in SAFETENSORS or any(piece["file"] not in body["files"] for piece in entry["pieces"]):
+            raise ValueError(f"{path} says of {name!r} what no save says; where is this checkpoint from?")
+    return body
+
+
+def damage(folder: Path, share: slice = slice(None)) -> str | None:
+    """What is wrong with a checkpoint, in words that name the file; None if nothing is. share: of its files."""
+    try:
+        for name, stated in list(read_manifest(folder)["files"].items())[share]:
+            path = folder / name
+            if not SHARD.fullmatch(name):
+                return f"{folder / MANIFEST} names a file {name!r}, which no save makes"
+            if not path.is_file():
+                return f"{path} is missing"
+            if (size := path.stat().st_size) != stated["bytes"]:
+                return f"{path} has {size} bytes where its manifest says {stated['bytes']}"
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != stated["sha256"]:
+                    return f"{path} is damaged: its sha256 is not the one in its manifest"
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def tensors_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=getattr(torch, entry["dtype"])),
+            torch.Size(entry["shape"]),
+            [ChunkStorageMetadata(torch.Size(p["offset"]), torch.Size(p["shape"])) for p in entry["pieces"]],
+        )
+        for name, entry in manifest["tensors"].items()
+    }
+
+
+def pieces_in(manifest: Mapping[str, Any]) -> Iterator[tuple[MetadataIndex, tuple[str, int, tuple[int, ...]]]]:
+    for name, entry in manifest["tensors"].items():
+        for piece in entry["pieces"]:
+            place = piece["file"], piece["start"], tuple(piece["shape"])
+            yield MetadataIndex(name, torch.Size(piece["offset"])), place
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
