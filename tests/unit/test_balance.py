@@ -1,0 +1,374 @@
+"""Router losses, selection bias, capacity and statistics: against loops, finite differences and a whole model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from training.balance import (
+    AuxLoss,
+    Balance,
+    BalanceConfig,
+    RouterLoad,
+    balance_loss,
+    capacity,
+    capacity_mask,
+    expert_counts,
+    probabilities,
+    router_loss,
+    token_entropy,
+    update_bias_,
+    z_loss,
+)
+from training.model.decoder import Decoder
+from training.model.moe import MoE
+from upcycle.config import build
+from upcycle.spec import DenseSpec, MoESpec
+
+T, E, K = 12, 5, 2
+
+
+def logits(seed: int = 0, tokens: int = T) -> Tensor:
+    return torch.randn(tokens, E, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def chosen(logits_TE: Tensor) -> Tensor:
+    return logits_TE.topk(K, dim=-1).indices
+
+
+def loss_by_loops(logits_TE: Tensor, expert_TK: Tensor, score: str) -> float:
+    share, mean = [0.0] * E, [0.0] * E
+    for t in range(len(logits_TE)):
+        row = [float(x) for x in logits_TE[t]]
+        scores = [math.exp(x) for x in row] if score == "softmax" else [1 / (1 + math.exp(-x)) for x in row]
+        for e in range(E):
+            mean[e] += scores[e] / sum(scores) / len(logits_TE)
+        for e in expert_TK[t].tolist():
+            share[e] += 1 / expert_TK.numel()
+    return E * sum(f * p for f, p in zip(share, mean, strict=True))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_balance_loss_is_the_sum_of_shares_and_probabilities(score: str) -> None:
+    x = logits()
+    expert = chosen(x)
+    got = float(balance_loss(probabilities(x, score), expert_counts(expert, E)))
+    assert abs(got - loss_by_loops(x, expert, score)) < 1e-10
+    other = "sigmoid" if score == "softmax" else "softmax"
+    assert abs(got - loss_by_loops(x, expert, other)) > 1e-3
+    config = BalanceConfig(aux_weight=0.5, aux_scope="micro_batch", z_weight=0.25)
+    z = float(x.exp().sum(-1).log().square().mean())
+    total = float(router_loss(config, x, expert, score=score))
+    assert abs(total - 0.5 * got - 0.25 * z) < 1e-10
+    halves = [loss_by_loops(x[s], expert[s], score) for s in (slice(6), slice(6, 12))]
+    config = BalanceConfig(aux_weight=1, aux_scope="sequence")
+    assert abs(float(router_loss(config, x, expert, score=score, sequences=2)) - sum(halves) / 2) < 1e-10
+    assert abs(sum(halves) / 2 - got) > 1e-3  # a sequence is not the micro-batch
+
+
+def test_balance_is_one_and_collapse_is_as_many_as_experts() -> None:
+    even = torch.zeros(E, E, dtype=torch.float64)
+    assert abs(float(balance_loss(probabilities(even, "softmax"), torch.full((E,), 3))) - 1) < 1e-10
+    one = torch.tensor([[60.0, 0, 0, 0, 0]], dtype=torch.float64)
+    assert abs(float(balance_loss(probabilities(one, "softmax"), torch.tensor([9, 0, 0, 0, 0]))) - E) < 1e-10
+    assert float(balance_loss(probabilities(one, "softmax"), torch.zeros(E, dtype=torch.int64))) == 0
+    assert probabilities(torch.full((1, E), -1e4), "sigmoid").isfinite().all()  # each sigmoid is 0
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global"])
+def test_gradients_of_the_router_losses(score: str, scope: str) -> None:
+    x = logits().requires_grad_()
+    expert = chosen(x.detach())
+    counts = expert_counts(expert, E) + torch.arange(E)
+    config = BalanceConfig(aux_weight=0.3, aux_scope=scope, z_weight=0.2)
+
+    def loss(logits_TE: Tensor) -> Tensor:
+        return router_loss(config, logits_TE, expert, score=score, sequences=3, count_E=counts)
+
+    assert gradcheck(loss, (x,), atol=1e-8, rtol=1e-7)
+    assert gradcheck(z_loss, (x,), atol=1e-8, rtol=1e-7)
+    with pytest.raises(RuntimeError):  # a part that the gradient does not know of
+        gradcheck(lambda leaf: loss(leaf) + 1e-3 * z_loss(leaf.detach()), (x,), atol=1e-8, rtol=1e-7)
+
+
+def test_global_scope_over_micro_batches_is_the_whole_batch() -> None:
+    x = logits()
+    expert = chosen(x)
+    counts = expert_counts(expert, E)
+
+    def gradient(scope: str, parts: int) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        config = BalanceConfig(aux_weight=1, aux_scope=scope)
+        for rows in torch.arange(T).chunk(parts):
+            loss = router_loss(config, leaf[rows], expert[rows], score="softmax", count_E=counts)
+            (loss / parts).backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        return leaf.grad
+
+    whole = gradient("micro_batch", 1)
+    torch.testing.assert_close(gradient("global", 4), whole, rtol=0, atol=1e-10)
+    assert (gradient("micro_batch", 4) - whole).abs().max() > 1e-4
+
+
+def test_aux_loss_adds_its_gradient_and_nothing_else() -> None:
+    expert = chosen(logits())
+    config = BalanceConfig(aux_weight=0.3, aux_scope="micro_batch", z_weight=0.1)
+
+    def forward(x: Tensor, how: str) -> Tensor:
+        loss = router_loss(config, x, expert, score="softmax")
+        y = x.softmax(-1).gather(1, expert)
+        seen: Tensor = AuxLoss.apply(y, loss) if how == "hook" else y  # type: ignore[no-untyped-call]
+        assert torch.equal(seen, y)
+        main = (seen * torch.arange(1.0, 3.0, dtype=torch.float64)).sum()
+        return main + loss if how == "threaded" else main
+
+    def gradient(how: str) -> Tensor:
+        x = logits().requires_grad_()
+        return torch.autograd.grad(forward(x, how), x)[0]
+
+    torch.testing.assert_close(gradient("hook"), gradient("threaded"), rtol=0, atol=1e-10)
+    assert torch.equal(forward(logits(), "hook"), forward(logits(), "without"))
+    for t in range(T):  # and by finite differences of the sum that it stands for
+        step = torch.zeros(T, E, dtype=torch.float64)
+        step[t, 1] = 1e-6
+        slope = (forward(logits() + step, "threaded") - forward(logits() - step, "threaded")) / 2e-6
+        assert abs(slope - gradient("hook")[t, 1]) < 1e-8 < abs(slope - gradient("without")[t, 1])
+
+
+def test_the_bias_follows_the_sign_of_the_load() -> None:
+    bias = torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 0.0, 0.0]])
+    counts = torch.tensor([[10, 0, 5, 5], [3, 3, 3, 3]])
+    update_bias_(bias, counts, 0.001, torch.tensor(True))
+    assert bias.tolist() == [[0.5] * 4, [0.0] * 4]  # a skipped step
+    update_bias_(bias, counts, 0.001)
+    want = torch.tensor([[0.499, 0.501, 0.5, 0.5], [0, 0, 0, 0]])
+    torch.testing.assert_close(bias, want, rtol=0, atol=1e-7)
+    assert (bias[0] - (1 - want[0])).abs().max() > 1e-3  # not the other way round
+    with pytest.raises(AssertionError, match="float32"):
+        update_bias_(bias.bfloat16(), counts, 0.001)
+
+
+def test_the_bias_balances_a_lopsided_router() -> None:
+    x = logits(tokens=400) + torch.tensor([2.0, 0, 0, 0, -2])
+    bias = torch.zeros(E)
+
+    def counts() -> Tensor:
+        return expert_counts(chosen(x.sigmoid() + bias), E)
+
+    before = counts()
+    for _ in range(600):
+        update_bias_(bias, counts(), 1e-3)
+    assert before.max() > 1.5 * before.double().mean() and counts().max() < 1.05 * before.double().mean()
+
+
+def mask_by_loops(expert: Tensor, weight: Tensor, factor: float, policy: str) -> list[list[bool]]:
+    tokens, k = expert.shape
+    room = math.ceil(factor * tokens * k / E)
+    keep = [[False] * k for _ in range(tokens)]
+    for e in range(E):
+        queue = [(t, i) for t in range(tokens) for i in range(k) if expert[t, i] == e]
+        if policy == "probability":
+            queue.sort(key=lambda ti: -float(weight[ti]))  # stable: ties keep the order of tokens
+        for t, i in queue[:room]:
+            keep[t][i] = True
+    return keep
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    tokens=st.integers(1, 40),
+    factor=st.sampled_from([0.1, 0.5, 1.0, 1.25, 2.0, 5.0]),
+    policy=st.sampled_from(["probability", "position"]),
+    coarse=st.booleans(),
+)
+def test_capacity_keeps_what_a_loop_keeps(seed: int, tokens: int, factor: float, policy: str, coarse: bool) -> None:
+    x = logits(seed, tokens)
+    weight, expert = x.softmax(-1).topk(K, dim=-1)
+    if coarse:
+        weight = (weight * 4).round()  # many ties
+    keep, dropped = capacity_mask(expert, weight, E, factor, policy)
+    assert keep.tolist() == mask_by_loops(expert, weight, factor, policy)
+    assert abs(float(dropped) - (~keep).double().mean()) < 1e-12
+    count = torch.zeros(E, dtype=torch.int64).index_add_(0, expert[keep], torch.ones_like(expert[keep]))
+    assert count.max() <= capacity(tokens, K, E, factor)
+    again, _ = capacity_mask(expert.int(), weight, E, factor, policy)
+    assert torch.equal(again, keep)
+
+
+def test_the_drop_policies_differ() -> None:
+    expert = torch.tensor([[0], [0], [0], [1]])
+    weight = torch.tensor([[0.1], [0.9], [0.5], [0.2]])
+    keep = {policy: capacity_mask(expert, weight, 2, 1.0, policy)[0].flatten().tolist() for policy in POLICIES}
+    assert keep == {"position": [True, True, False, True], "probability": [False, True, True, True]}
+    assert capacity_mask(expert, weight, 2, 1.0, "position")[1] == 0.25
+
+
+POLICIES = ("probability", "position")
+
+
+def test_statistics_over_steps_layers_and_ranks() -> None:
+    load = RouterLoad(2, E)
+    assert load.add(0, torch.tensor([4, 0, 0, 0, 0]), 2).tolist() == [4, 0, 0, 0, 0]
+    seen = load.add(0, torch.tensor([0, 4, 0, 0, 0]), 2, torch.tensor(0.5), torch.tensor(0.25))
+    assert seen.tolist() == [4, 4, 0, 0, 0]  # the step so far
+    load.add(1, torch.tensor([2, 2, 2, 2, 2]), 5)
+    assert load.end_step(reduce=lambda t: 2 * t).tolist() == [[8, 8, 0, 0, 0], [4, 4, 4, 4, 4]]
+    assert load.add(0, torch.tensor([0, 0, 2, 0, 0]), 1).tolist() == [0, 0, 2, 0, 0]  # the next step
+    assert seen.tolist() == [4, 4, 0, 0, 0]
+    load.end_step()
+    resumed = RouterLoad(2, E)
+    resumed.load_state_dict(load.state_dict())
+    first, second = load.fetch()
+    assert str(resumed.fetch()) == str([first, second])
+    assert first.histogram == (4, 4, 2, 0, 0) and first.max_over_mean == 2 and abs(first.dropped - 0.2) < 1e-12
+    assert abs(first.entropy + (0.8 * math.log(0.4) + 0.2 * math.log(0.2)) / math.log(E)) < 1e-12
+    assert first.router_entropy == 0.25
+    assert second.histogram == (2,) * 5 and second.max_over_mean == 1 and abs(second.entropy - 1) < 1e-12
+    assert second.dropped == 0 and math.isnan(second.router_entropy)
+    assert load.fetch()[0].histogram == (0,) * 5
+    load.add(1, torch.tensor([1, 0, 0, 0, 0]), 1)
+    load.end_step()
+    assert load.fetch(reduce=lambda t: 3 * t)[1].histogram == (3, 0, 0, 0, 0)
+
+
+def test_token_entropy() -> None:
+    assert abs(float(token_entropy(torch.full((3, E), 1 / E, dtype=torch.float64))) - 1) < 1e-12
+    assert float(token_entropy(torch.eye(E, dtype=torch.float64))) == 0
+
+
+# ---- in a model
+
+
+def decoder(score: str = "softmax") -> Decoder:
+    dense = DenseSpec("llama", 2, 16, 12, 2, 2, 8, 23, 64)
+    spec = MoESpec(dense, (0, 1), (6,) * E, top_k=K, copies=E, score=score)  # type: ignore[arg-type]
+    net = Decoder(spec, experts="reference", compute=torch.float64).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3)
+    return net
+
+
+def batch(seed: int, sequences: int = 2) -> Tensor:
+    return torch.randint(23, (sequences, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def router_gradients(net: Decoder) -> list[Tensor]:
+    out = []
+    for module in net.modules():
+        if isinstance(module, MoE):
+            assert module.router.weight.grad is not None
+            out.append(module.router.weight.grad.clone())
+    return out
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global"])
+def test_a_model_gets_the_gradient_of_its_router_losses(scope: str, score: str) -> None:
+    tokens = batch(1)
+    hooked, plain = decoder(score), decoder(score)
+    config = BalanceConfig(aux_weight=0.7, aux_scope=scope, z_weight=0.1)
+    balance = Balance(config, hooked, scale=0.5, sequences=2)
+    loss = hooked.loss(tokens[:, :-1], tokens[:, 1:]) * 0.5
+    loss.backward()  # type: ignore[no-untyped-call]
+
+    routings: list[Any] = []
+    for module in plain.modules():
+        if isinstance(module, MoE):
+            module.balance = lambda routing: routings.append(routing) or routing  # type: ignore[func-returns-value]
+    without = plain.loss(tokens[:, :-1], tokens[:, 1:]) * 0.5
+    assert torch.equal(without, loss)
+    without.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    main_only = router_gradients(plain)
+    plain.zero_grad()
+    total = without
+    for r in routings:
+        counts = expert_counts(r.expert_TK, E)
+        total = total + 0.5 * router_loss(config, r.logits_TN, r.expert_TK, score=score, sequences=2, count_E=counts)
+    total.backward()  # type: ignore[no-untyped-call]
+    for got, want, missing in zip(router_gradients(hooked), router_gradients(plain), main_only, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+        assert (got - missing).abs().max() > 1e-4
+    balance.end_step()
+    assert all(sum(layer.histogram) == tokens[:, 1:].numel() * K for layer in balance.load.fetch())
+
+
+def test_global_counts_are_those_of_the_step_so_far_and_of_all_ranks() -> None:
+    net = decoder()
+    Balance(BalanceConfig(aux_scope="global"), net).load.step_NE.fill_(7)  # an earlier object is replaced
+    asked: list[list[int]] = []
+
+    def reduce(counts: Tensor) -> Tensor:
+        asked.append(counts.tolist())
+        return counts
+
+    balance = Balance(BalanceConfig(aux_scope="global"), net, reduce=reduce)
+    for seed in (1, 2):
+        net.loss(batch(seed)[:, :-1], batch(seed)[:, 1:]).backward()  # type: ignore[no-untyped-call]
+    assert [sum(counts) for counts in asked] == [32, 32, 64, 64]
+    assert asked[2:] == balance.load.step_NE.tolist()
+    with torch.no_grad():
+        net(batch(3))  # validation counts nothing
+    assert len(asked) == 4 and balance.load.step_NE.sum() == 128
+
+
+def test_capacity_in_a_model_changes_training_and_not_validation() -> None:
+    tokens = batch(1)
+    plain, limited, roomy = decoder(), decoder(), decoder()
+    balance = Balance(BalanceConfig(capacity_factor=0.5, aux_weight=0), limited)
+    Balance(BalanceConfig(capacity_factor=float(E), aux_weight=0), roomy)
+    want = plain.loss(tokens[:, :-1], tokens[:, 1:])
+    assert torch.equal(roomy.loss(tokens[:, :-1], tokens[:, 1:]), want)
+    assert not torch.equal(limited.loss(tokens[:, :-1], tokens[:, 1:]), want)
+    with torch.no_grad():
+        assert torch.equal(limited.loss(tokens[:, :-1], tokens[:, 1:]), want)
+    balance.end_step()
+    assert all(layer.dropped >= 0.5 - E / 32 for layer in balance.load.fetch())
+
+
+def test_selection_biases_move_with_the_step_and_are_in_the_checkpoint() -> None:
+    net = decoder("sigmoid")
+    net.load_state_dict(decoder("sigmoid").state_dict())
+    balance = Balance(BalanceConfig(bias_rate=0.01, aux_weight=0), net)
+    names = [name for name in net.state_dict() if name.endswith("router.bias")]
+    assert len(names) == 2 and not {n for n, _ in net.named_parameters()} & set(names)
+    loss = net.loss(batch(1)[:, :-1], batch(1)[:, 1:])
+    loss.backward()  # type: ignore[no-untyped-call]
+    counts = balance.load.step_NE.clone()
+    balance.end_step(torch.tensor(True))
+    assert not any(net.state_dict()[name].any() for name in names)  # skipped
+    balance.load.step_NE.copy_(counts)
+    balance.end_step()
+    for name, count in zip(names, counts, strict=True):
+        want = 0.01 * torch.sign(count.double().mean() - count)
+        torch.testing.assert_close(net.state_dict()[name].double(), want, rtol=0, atol=1e-8)
+        assert want.any()
+    with pytest.raises(ValueError, match="set it to 0 and use aux_weight"):
+        Balance(BalanceConfig(bias_rate=0.01), decoder("softmax"))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"aux_scope": "batch"}, "balance.aux_scope is 'batch'; it must be one of micro_batch, sequence, global"),
+        ({"drop_policy": "random"}, "it must be one of probability, position"),
+        ({"aux_weight": -1}, "0 switches it off"),
+        ({"capacity_factor": math.inf}, "balance.capacity_factor is inf"),
+        ({"aux_wieght": 1}, "did you mean 'aux_weight'"),
+    ],
+)
+def test_a_bad_config_is_one_sentence(values: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        build(BalanceConfig, values)
+    assert says in str(error.value) and "\n" not in str(error.value)
+    assert build(BalanceConfig, {}) == BalanceConfig()

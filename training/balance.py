@@ -1,0 +1,317 @@
+"""Load balance of the experts: losses, selection bias, capacity and statistics. All of it stays on the device.
+
+Shapes: T tokens, E experts, K experts chosen a token, S sequences of L tokens, N MoE layers. Counts are int64: adding
+them up is exact in any order, so a run repeats bit for bit.
+
+The loop sees one object, which hangs itself into the model's MoE blocks:
+
+    balance = Balance(config, model, scale=1 / micro_batches)
+    ...forward and backward of every micro-batch...      # losses join the gradient by themselves
+    balance.end_step(skip)                               # selection biases move
+    if due: print(balance.load.fetch())                  # the only wait
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from training.model.moe import MoE, Routing
+
+SCOPES = ("micro_batch", "sequence", "global")
+POLICIES = ("probability", "position")
+Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold different tokens
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    aux_weight: float = 0.01  # of the balance loss; 1e-3 ... 1e-2 are best for upcycling, without it experts die
+    # whose load is balanced: micro_batch | sequence (each on its own: strict) | global: of the whole step, which leaves
+    # a micro-batch of one domain free to prefer its experts (arXiv 2501.11873)
+    aux_scope: str = "global"
+    z_weight: float = 0.0  # of the z-loss, which keeps logits small; 1e-3 changed nothing in upcycling
+    bias_rate: float = 0.0  # DeepSeek-V3's bias on the selection: 1e-3; usually with aux_weight 1e-4 or 0
+    capacity_factor: float = 0.0  # 0: no token is dropped; 1: an expert takes as many as in perfect balance
+    drop_policy: str = "probability"  # who stays in a full expert: probability (highest weight) | position (first come)
+
+    def __post_init__(self) -> None:
+        if self.aux_scope not in SCOPES:
+            raise ValueError(f"balance.aux_scope is {self.aux_scope!r}; it must be one of {', '.join(SCOPES)}")
+        if self.drop_policy not in POLICIES:
+            raise ValueError(f"balance.drop_policy is {self.drop_policy!r}; it must be one of {', '.join(POLICIES)}")
+        for name in ("aux_weight", "z_weight", "bias_rate", "capacity_factor"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"balance.{name} is {value}; it must be a number of at least 0, 0 switches it off")
+
+
+def expert_counts(expert_TK: Tensor, experts: int) -> Tensor:
+    """How often each expert was chosen: (..., T, K) -> (..., E). Not bincount, which waits for the device."""
+    flat = expert_TK.flatten(-2).long()
+    zeros = torch.zeros(*flat.shape[:-1], experts, dtype=torch.int64, device=flat.device)
+    return zeros.scatter_add_(-1, flat, torch.ones_like(flat))
+
+
+def probabilities(logits_TE: Tensor, score: str) -> Tensor:
+    """What the balance loss calls the probability of an expert: the scores of all experts, summing to 1 a token."""
+    if score == "sigmoid":  # sigmoid(x) / sum, without 0 / 0 where every logit is very negative
+        logits_TE = F.logsigmoid(logits_TE)
+    return logits_TE.softmax(-1)
+
+
+def balance_loss(probability_TE: Tensor, count_E: Tensor) -> Tensor:
+    """Switch Transformer's E * sum(f_i * P_i): 1 in balance, up to E. Leading dimensions (sequences) are averaged.
+
+    f is the share of the choices that went to an expert and has no gradient; P is the mean probability. The loss is
+    linear in P, so with the counts of the whole step as `count_E` the mean over micro-batches and ranks *is* the loss
+    of the whole step. That is all that "global" means; dropped choices count too.
+    """
+    share_E = count_E.to(probability_TE.dtype)
+    share_E = share_E / share_E.sum(-1, keepdim=True).clamp(min=1)
+    return count_E.shape[-1] * (share_E * probability_TE.mean(-2)).sum(-1).mean()
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """ST-MoE's mean squared logsumexp."""
+    return logits_TE.logsumexp(-1).square().mean()
+
+
+def router_loss(
+    config: BalanceConfig,
+    logits_TE: Tensor,
+    expert_TK: Tensor,
+    *,
+    score: str,
+    sequences: int = 1,
+    count_E: Tensor | None = None,
+) -> Tensor:
+    """Weighted balance and z-loss of one layer's micro-batch, tokens in order of `sequences` sequences of one length.
+
+    `count_E`, for scope global: the counts of the step so far, over micro-batches and (all-reduced) ranks.
+    """
+    loss = torch.zeros((), dtype=logits_TE.dtype, device=logits_TE.device)
+    if config.aux_weight:
+        experts = logits_TE.shape[-1]
+        probability = probabilities(logits_TE, score)
+        if config.aux_scope == "global":
+            assert count_E is not None, "scope global needs the step's counts"
+            counts = count_E
+        elif config.aux_scope == "sequence":
+            probability = probability.view(sequences, -1, experts)
+            counts = expert_counts(expert_TK.view(sequences, -1, expert_TK.shape[-1]), experts)
+        else:
+            counts = expert_counts(expert_TK, experts)
+        loss = loss + config.aux_weight * balance_loss(probability, counts)
+    return loss + config.z_weight * z_loss(logits_TE) if config.z_weight else loss
+
+
+class AuxLoss(torch.autograd.Function):
+    """`x = AuxLoss.apply(x, loss)`: x unchanged, and in backward `loss` gets the gradient 1.
+
+    The model need not return its router losses, and a pipeline stage need not send them. The gradient is 1 whatever the
+    main loss was multiplied with, so scale `loss` by the same factor (1 / micro-batches) yourself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype, ctx.device = loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones((), dtype=ctx.dtype, device=ctx.device)
+
+
+@torch.no_grad()
+def update_bias_(bias_E: Tensor, count_E: Tensor, rate: float, skip: Tensor | None = None) -> None:
+    """DeepSeek-V3's rule, once an optimiser step, from the step's counts of all ranks: busy experts down, idle ones up.
+
+    The bias only moves the selection: it is a float32 buffer of the model (in its checkpoint, not a parameter), added
+    to the scores for top-k and to nothing else. float32 because bf16 cannot add 1e-3 to 1. Works on (N, E) at once.
+    """
+    assert bias_E.dtype in (torch.float32, torch.float64), "the selection bias stays float32"
+    count = count_E.to(torch.float64)
+    change = rate * torch.sign(count.mean(-1, keepdim=True) - count).to(bias_E.dtype)
+    bias_E.add_(change if skip is None else torch.where(skip, torch.zeros_like(change), change))
+
+
+def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
+    """How many tokens an expert takes: `factor` times its share in perfect balance, rounded up."""
+    return min(tokens, math.ceil(factor * tokens * top_k / experts))
+
+
+@torch.no_grad()
+def capacity_mask(
+    expert_TK: Tensor, weight_TK: Tensor, experts: int, factor: float, policy: str
+) -> tuple[Tensor, Tensor]:
+    """Which choices fit: (keep_TK, dropped share). A dropped choice gets weight 0: `weight_TK.where(keep_TK, 0)`.
+
+    The others keep their weight (no renormalisation), so the token passes by on the residual stream. Ties go to the
+    earlier token. Two stable sorts instead of a count on the host: nothing waits for the device.
+    """
+    T, K = expert_TK.shape
+    flat = expert_TK.flatten().long()
+    if policy == "probability":
+        order = torch.argsort(weight_TK.detach().flatten(), descending=True, stable=True)
+        order = order[torch.argsort(flat[order], stable=True)]
+    else:
+        order = torch.argsort(flat, stable=True)
+    count_E = expert_counts(expert_TK, experts)
+    first_E = count_E.cumsum(0) - count_E  # where an expert's queue starts
+    place = torch.arange(T * K, device=flat.device) - first_E[flat[order]]
+    keep = torch.empty_like(flat, dtype=torch.bool)
+    keep[order] = place < capacity(T, K, experts, factor)
+    return keep.view(T, K), 1 - keep.double().mean()
+
+
+def token_entropy(probability_TE: Tensor) -> Tensor:
+    """Mean over tokens of the router's entropy, divided by log E: 1 is undecided, 0 is certain."""
+    entropy_T: Tensor = torch.special.entr(probability_TE).sum(-1)
+    return entropy_T.mean() / math.log(max(probability_TE.shape[-1], 2))
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """What a person reads of one MoE layer, over a logging interval."""
+
+    histogram: tuple[int, ...]  # choices an expert
+    max_over_mean: float  # 1 in balance; what the slowest rank waits for
+    entropy: float  # of the histogram, divided by log E: 1 in balance
+    dropped: float  # share of the choices
+    router_entropy: float  # mean over tokens, see token_entropy; nan if it was not measured
+
+
+class RouterLoad:
+    """Counts of all MoE layers, kept on the device: of the current step, and of the interval since the last `fetch`.
+
+    Call `add` once a forward, outside of what activation checkpointing recomputes, or choices count twice.
+    """
+
+    def __init__(self, layers: int, experts: int, device: torch.device | str = "cpu") -> None:
+        self.step_NE = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+        self.total_NE = torch.zeros_like(self.step_NE)
+        # tokens seen, share of choices dropped * tokens, router entropy * tokens, tokens whose entropy was measured
+        self.sums_N4 = torch.zeros(layers, 4, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(
+        self, layer: int, count_E: Tensor, tokens: int, dropped: Tensor | None = None, entropy: Tensor | None = None
+    ) -> Tensor:
+        """Adds a micro-batch; returns the counts of the step so far (a copy: backward may still need it)."""
+        self.step_NE[layer] += count_E
+        self.sums_N4[layer, 0] += tokens
+        if dropped is not None:
+            self.sums_N4[layer, 1] += dropped * tokens
+        if entropy is not None:
+            self.sums_N4[layer, 2] += entropy.detach() * tokens
+            self.sums_N4[layer, 3] += tokens
+        return self.step_NE[layer].clone()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Of a step's end, so that what a resumed run logs is the same too."""
+        return {"total": self.total_NE, "sums": self.sums_N4}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+    @torch.no_grad()
+    def end_step(self, reduce: Reduce | None = None) -> Tensor:
+        """The step's counts, over all ranks if `reduce` sums over them; the next step starts at 0."""
+        count_NE = self.step_NE.clone()
+        self.total_NE += count_NE
+        self.step_NE.zero_()
+        return count_NE if reduce is None else reduce(count_NE)
+
+    @torch.no_grad()
+    def fetch(self, reduce: Reduce | None = None) -> list[LayerLoad]:
+        """One copy to the host, once a logging interval, of the steps that ended; the next interval starts at 0."""
+        packed = torch.cat([self.total_NE.double(), self.sums_N4], dim=1)
+        rows = (packed if reduce is None else reduce(packed)).tolist()
+        self.total_NE.zero_()
+        self.sums_N4.zero_()
+        return [layer_load([int(n) for n in row[:-4]], *row[-4:]) for row in rows]
+
+
+def layer_load(histogram: list[int], tokens: float, dropped: float, entropy: float, measured: float) -> LayerLoad:
+    total = max(sum(histogram), 1)
+    shares = [n / total for n in histogram if n]
+    return LayerLoad(
+        histogram=tuple(histogram),
+        max_over_mean=max(histogram) * len(histogram) / total,
+        entropy=-sum(p * math.log(p) for p in shares) / math.log(max(len(histogram), 2)),
+        dropped=dropped / max(tokens, 1),
+        router_entropy=entropy / measured if measured else math.nan,
+    )
+
+
+class Balance:
+    """Watches and balances the routers of one model. Forward passes without gradients (validation) run as if it were
+    not there: they drop nothing and count nothing.
+
+    scale: what the main loss is multiplied with, so that the router losses are too; set it anew when that changes.
+    sequences: of a micro-batch; needed by scope sequence. reduce: sums counts over ranks with other tokens.
+    """
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        model: nn.Module,
+        *,
+        scale: float | Tensor = 1.0,
+        sequences: int = 1,
+        reduce: Reduce | None = None,
+    ) -> None:
+        self.config, self.scale, self.sequences, self.reduce = config, scale, sequences, reduce
+        self.blocks = [module for module in model.modules() if isinstance(module, MoE)]
+        if config.bias_rate and any(block.router.bias is None for block in self.blocks):
+            raise ValueError(
+                f"balance.bias_rate is {config.bias_rate}, but routers with softmax scores have no selection bias; set "
+                "it to 0 and use aux_weight"
+            )
+        experts = self.blocks[0].spec.experts if self.blocks else 0
+        device = self.blocks[0].router.weight.device if self.blocks else "cpu"
+        self.load = RouterLoad(len(self.blocks), experts, device)
+        for number, block in enumerate(self.blocks):
+            block.balance = partial(self.route, number)
+
+    def route(self, number: int, routing: Routing) -> Routing:
+        if not torch.is_grad_enabled():
+            return routing
+        config, score = self.config, self.blocks[number].spec.score
+        tokens, experts = routing.logits_TN.shape
+        weight_TK, dropped = routing.weight_TK, None
+        if config.capacity_factor:
+            keep_TK, dropped = capacity_mask(
+                routing.expert_TK, weight_TK, experts, config.capacity_factor, config.drop_policy
+            )
+            weight_TK = weight_TK.where(keep_TK, 0)
+        with torch.no_grad():
+            count_E = expert_counts(routing.expert_TK, experts)
+            entropy = token_entropy(probabilities(routing.logits_TN, score))
+            seen_E = self.load.add(number, count_E, tokens, dropped, entropy)
+        if config.aux_weight or config.z_weight:
+            if self.reduce is not None and config.aux_weight and config.aux_scope == "global":
+                seen_E = self.reduce(seen_E)
+            loss = router_loss(
+                config, routing.logits_TN, routing.expert_TK, score=score, sequences=self.sequences, count_E=seen_E
+            )
+            weight_TK = AuxLoss.apply(weight_TK, loss * self.scale)  # type: ignore[no-untyped-call]
+        return replace(routing, weight_TK=weight_TK)
+
+    @torch.no_grad()
+    def end_step(self, skip: Tensor | None = None) -> None:
+        """After the optimiser's step, with the same `skip`."""
+        count_NE = self.load.end_step(self.reduce if self.config.bias_rate else None)
+        if self.config.bias_rate:
+            for block, count_E in zip(self.blocks, count_NE, strict=True):
+                assert block.router.bias is not None
+                update_bias_(block.router.bias, count_E, self.config.bias_rate, skip)

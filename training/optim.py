@@ -1,0 +1,386 @@
+"""Optimiser: AdamW, or Muon for the matrices; clipping; steps that are skipped without asking the device.
+
+    optimiser = Optimizer(config, model.named_parameters(), stacked={"experts.up": 2})
+    guard = SpikeGuard(config, device)
+    for step in range(steps):
+        ...backward of every micro-batch...
+        norm = optimiser.clip()                            # a device tensor: nothing waits
+        skip = ~norm.isfinite() | guard.spike(loss, norm)
+        optimiser.step(rate(step), skip)
+
+**Master weights.** A parameter in float32 (or 64) is its own master; one in a lower dtype gets a float32 master in the
+optimiser's state, which is stepped and then rounded into the parameter. To train, keep the parameters float32 and cast
+for compute (FSDP2's MixedPrecisionPolicy(param_dtype=bf16), or a cast in forward): 4 bytes a weight instead of 2 + 4,
+gradients accumulate in float32, the checkpoint holds one copy, and FSDP2 casts its shard before gathering, so the wire
+carries bf16 either way. bf16 parameters are for one device, where the cast would be paid in each micro-batch.
+
+**Sharding.** Nothing here knows a mesh. State is made like the parameter, so a DTensor's state is a DTensor of the same
+placement; AdamW is element-wise and works on the local shards. Muon gathers a matrix that is sharded inside; experts
+that are sharded by expert need no gathering. `state_dict` is flat, tensors under parameter names: what
+torch.distributed.checkpoint saves, loads in place and reshards.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.optim.adamw import adamw
+
+Reduce = Callable[[Tensor], Tensor]  # sums a tensor over ranks that hold different parameters (pipeline stages)
+RULES = ("adamw", "muon")
+MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")  # compiled or not, a parameter keeps its name
+BUCKET = 2**27  # elements that one fused call updates, which bounds the temporary float32 copies of bf16 tensors
+# Keller Jordan's quintic: its slope at 0 is as steep as possible, and singular values end within 0.7 ... 1.2
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    name: str = "adamw"  # adamw | muon: for matrices inside the layers, AdamW for the rest, at the same learning rate
+    weight_decay: float = 0.1  # of matrices; norms and biases have none
+    router_decay: bool = False  # decay routers too
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.95  # Muon's, Nesterov
+    moments: str = "float32"  # float32 | bfloat16
+    clip: float = 1.0  # limit of the gradient's global norm; 0: none
+    router_lr: float = 1.0  # these multiply the learning rate
+    expert_lr: float = 1.0  # routed experts
+    embed_lr: float = 1.0  # embeddings and LM head
+    spike_sigma: float = 0.0  # skip a step whose loss or gradient norm is so many deviations above the mean; 0: none
+    spike_window: int = 128  # steps of that mean
+
+    def __post_init__(self) -> None:
+        if self.name not in RULES:
+            raise ValueError(f"optim.name is {self.name!r}; it must be one of {', '.join(RULES)}")
+        if self.moments not in MOMENTS:
+            raise ValueError(f"optim.moments is {self.moments!r}; it must be one of {', '.join(MOMENTS)}")
+        for name in ("weight_decay", "eps", "clip", "router_lr", "expert_lr", "embed_lr", "spike_sigma"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"optim.{name} is {value}; it must be a number of at least 0")
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+        if self.moments == "bfloat16" and 1 - self.beta2 <= 2**-8:
+            # a decay below half a unit in the last place rounds away: the second moment could only ever grow
+            raise ValueError(
+                f"optim.beta2={self.beta2} cannot decay moments in bfloat16; use at most 0.995, or moments=float32"
+            )
+        if self.spike_window < 2:
+            raise ValueError(f"optim.spike_window is {self.spike_window}; it must be at least 2, for instance 128")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter and how to update it."""
+
+    name: str
+    parameter: nn.Parameter
+    rule: str
+    decay: float
+    multiplier: float
+    stacked: int  # Muon: matrices on top of each other, such as gate and up
+    store: Mapping[Tensor, dict[str, Tensor]]  # the optimiser's state, of all parameters
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return self.store[self.parameter]
+
+    @property
+    def master(self) -> Tensor:
+        return self.state.get("master", self.parameter.detach())
+
+    @property
+    def gradient(self) -> Tensor:
+        if self.parameter.grad is None:
+            raise ValueError(f"{self.name} has no gradient; use it in the loss, or set requires_grad=False on it")
+        return self.parameter.grad
+
+
+class Optimizer(torch.optim.Optimizer):
+    """A torch optimiser to whoever saves it (`state`, `param_groups`); `step` and `state_dict` have our signatures."""
+
+    def __init__(
+        self,
+        config: OptimConfig,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        stacked: Mapping[str, int] | None = None,
+    ) -> None:
+        """`parameters`: by role (upcycle/spec.py), loaded and sharded. `stacked`: the end of a role, without "weight",
+        -> how many equal matrices it holds on top of each other; Muon orthogonalises each by itself."""
+        named = [(WRAPPERS.sub("", name), p) for name, p in parameters if p.requires_grad]
+        if not named:
+            raise ValueError("the model has no parameter to train; set requires_grad=True on some")
+        # one group: what differs between parameters follows from their names, and is not for a checkpoint to bring back
+        super().__init__([{"params": [p for _, p in named], "name": "all"}], {"fused": True})
+        self.config = config
+        self.slots = [make_slot(config, name, p, stacked or {}, self.state) for name, p in named]
+        for slot in self.slots:
+            self.state[slot.parameter] = fresh_state(config, slot)
+        self.buckets = make_buckets([slot for slot in self.slots if slot.rule == "adamw"])
+        device = local(named[0][1]).device
+        self.never = torch.zeros((), dtype=torch.bool, device=device)
+        self.param_groups[0]["skipped"] = torch.zeros((), dtype=torch.int64, device=device)
+
+    @property
+    def skipped(self) -> Tensor:
+        """How many steps were skipped, since the run began."""
+        count: Tensor = self.param_groups[0]["skipped"]
+        return count
+
+    @torch.no_grad()
+    def clip(self, reduce: Reduce | None = None) -> Tensor:
+        """Scales all gradients together to a global norm of at most `config.clip`; returns the norm they had."""
+        gradients = [slot.gradient for slot in self.slots]
+        norm = global_norm(gradients, reduce)
+        if self.config.clip:
+            shrink = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([local(g) for g in gradients], shrink)
+        return norm
+
+    @torch.no_grad()
+    def step(self, lr: float, skip: Tensor | None = None) -> None:  # type: ignore[override]  # torch's takes a closure
+        """One update. Where `skip` (a bool on the device, the same on every rank) is true, nothing changes but the
+        count of skipped steps: not a weight, not a moment, not the step number of the bias correction."""
+        skip = self.never if skip is None else skip
+        for bucket in self.buckets:
+            adamw_(bucket, self.config, lr, skip)
+        for slot in self.slots:
+            if slot.rule == "muon":
+                muon_(slot, self.config, lr, skip)
+        self.skipped.add_(skip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live tensors by parameter name: a checkpoint loader may fill them in place."""
+        tensors = {f"{kind}.{slot.name}": tensor for slot in self.slots for kind, tensor in slot.state.items()}
+        return {"skipped": self.skipped, **tensors}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        fill(self.state_dict(), state, "optimiser")
+
+
+@torch.no_grad()
+def fill(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str) -> None:
+    if odd := sorted(own.keys() ^ state.keys()):
+        where = "the checkpoint lacks it" if odd[0] in own else "only the checkpoint has it"
+        raise ValueError(
+            f"the {what}'s state does not fit at {odd[0]!r} ({where}); resume with the config that made the checkpoint"
+        )
+    for name, tensor in own.items():
+        tensor.copy_(state[name])
+
+
+def make_slot(
+    config: OptimConfig,
+    name: str,
+    parameter: nn.Parameter,
+    stacked: Mapping[str, int],
+    store: Mapping[Tensor, dict[str, Tensor]],
+) -> Slot:
+    """What a parameter's name and shape say about how to update it."""
+    words = name.split(".")
+    router, expert, outside = "router" in words, "experts" in words, bool({"embed", "head"} & set(words))
+    vector = parameter.ndim < 2 or words[-1].endswith("bias") or any(word.endswith("norm") for word in words)
+    decayed = not vector and (config.router_decay or not router)
+    multiplier = config.router_lr if router else config.expert_lr if expert else config.embed_lr if outside else 1.0
+    # a shared expert's gate is a matrix of one row: no directions to tell apart
+    matrix = not (vector or router or outside) and min(parameter.shape[-2:]) > 1
+    role = "." + name.removesuffix(".weight")
+    parts = next((n for end, n in stacked.items() if role.endswith("." + end)), 1)
+    if not vector and parameter.shape[-2] % parts:
+        raise ValueError(
+            f"{name} has {parameter.shape[-2]} rows, which are no {parts} equal matrices; correct `stacked`"
+        )
+    rule = "muon" if config.name == "muon" and matrix else "adamw"
+    return Slot(name, parameter, rule, config.weight_decay if decayed else 0.0, multiplier, parts, store)
+
+
+def fresh_state(config: OptimConfig, slot: Slot) -> dict[str, Tensor]:
+    master = slot.parameter.detach()
+    state = {}
+    if master.dtype not in (torch.float32, torch.float64):
+        master = state["master"] = master.to(torch.float32)
+    dtype = torch.bfloat16 if config.moments == "bfloat16" else master.dtype
+    if slot.rule == "muon":
+        return state | {"momentum": torch.zeros_like(master, dtype=dtype)}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        state[kind] = torch.zeros_like(master, dtype=dtype)
+    return state | {"step": torch.zeros((), dtype=torch.float32, device=local(master).device)}
+
+
+def make_buckets(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Slots that one fused call can update together."""
+    buckets: dict[tuple[float, float, torch.dtype], list[list[Slot]]] = {}
+    for slot in slots:
+        same = buckets.setdefault((slot.decay, slot.multiplier, slot.master.dtype), [[]])
+        if same[-1] and sum(local(s.parameter).numel() for s in [*same[-1], slot]) > BUCKET:
+            same.append([])
+        same[-1].append(slot)
+    return [bucket for same in buckets.values() for bucket in same]
+
+
+def adamw_(slots: Sequence[Slot], config: OptimConfig, lr: float, skip: Tensor) -> None:
+    """torch's fused AdamW, whose `found_inf` is the skip. It wants one dtype, hence the copies of what is bf16."""
+    masters = [local(slot.master) for slot in slots]
+    kept = [[local(slot.state[kind]) for slot in slots] for kind in ("exp_avg", "exp_avg_sq")]
+    first, second = ([k.to(m.dtype) for k, m in zip(moments, masters, strict=True)] for moments in kept)
+    adamw(
+        masters,
+        [local(slot.gradient).to(m.dtype) for slot, m in zip(slots, masters, strict=True)],
+        first,
+        second,
+        [],
+        [slot.state["step"] for slot in slots],
+        fused=True,
+        found_inf=skip.float(),
+        amsgrad=False,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        lr=lr * slots[0].multiplier,
+        weight_decay=slots[0].decay,
+        eps=config.eps,
+        maximize=False,
+    )
+    copy_where_apart([*kept[0], *kept[1]], [*first, *second])
+    copy_where_apart([local(slot.parameter) for slot in slots], masters)
+
+
+def copy_where_apart(kept: Sequence[Tensor], used: Sequence[Tensor]) -> None:
+    pairs = [(k, u) for k, u in zip(kept, used, strict=True) if k.dtype != u.dtype]
+    if pairs:
+        torch._foreach_copy_([k for k, _ in pairs], [u for _, u in pairs])
+
+
+def muon_(slot: Slot, config: OptimConfig, lr: float, skip: Tensor) -> None:
+    """Momentum, orthogonalised: every direction of a matrix learns at the same speed (arXiv 2502.16982).
+
+    The factor 0.2 * sqrt(larger side) gives the update the size of AdamW's, so that both share rate and decay.
+    """
+    master, kept = local(slot.master), local(slot.state["momentum"])
+    gradient = local(slot.gradient).to(master.dtype)
+    momentum = config.momentum * kept.to(master.dtype) + gradient
+    nesterov = gradient + config.momentum * momentum
+    update = on_whole_matrices(lambda whole: muon_update(whole, slot.stacked), nesterov, slot.parameter)
+    rate = lr * slot.multiplier
+    new = master * (1 - rate * slot.decay) - rate * update
+    kept.copy_(torch.where(skip, kept, momentum.to(kept.dtype)))
+    master.copy_(torch.where(skip, master, new))
+    copy_where_apart([local(slot.parameter)], [master])
+
+
+def muon_update(x: Tensor, stacked: int) -> Tensor:
+    """Of (..., stacked * rows, columns): each expert and each of the stacked matrices is orthogonalised by itself."""
+    apart = x.view(*x.shape[:-2], stacked, -1, x.shape[-1])
+    return (orthogonalize(apart) * (0.2 * math.sqrt(max(apart.shape[-2:])))).to(x.dtype).flatten(-3, -2)
+
+
+def orthogonalize(x: Tensor) -> Tensor:
+    """About U V^T of x = U S V^T, for every matrix of a batch, by five Newton-Schulz steps: matrix products only.
+
+    Five steps of bf16 are accurate enough (the singular values stay spread anyway); a CPU is no faster in bf16. Rows of
+    zeros, which pad uneven experts, stay zeros.
+    """
+    a, b, c = NEWTON_SCHULZ
+    tall = x.shape[-2] > x.shape[-1]
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    x = x.to(torch.bfloat16) if x.is_cuda else x
+    x = x.mT if tall else x
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if tall else x
+
+
+def on_whole_matrices(function: Callable[[Tensor], Tensor], shard: Tensor, like: Tensor) -> Tensor:
+    """`function` of the matrices that `shard`, this rank's part of a tensor sharded as `like` is, belongs to."""
+    if not isinstance(like, DTensor):
+        return function(shard)
+    mesh, placements = like.device_mesh, like.placements
+    if all(isinstance(p, Replicate) or (type(p) is Shard and p.dim < like.ndim - 2) for p in placements):
+        return function(shard)
+    part = DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    whole = function(part.full_tensor())
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, placements).to_local()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory; a plain tensor is all of itself."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def global_norm(gradients: Sequence[Tensor], reduce: Reduce | None = None) -> Tensor:
+    """The 2-norm of all gradients as one vector, the same on every rank, on the device.
+
+    DTensors of one placement share one small all-reduce; parts that are replicated are not counted twice. Experts and
+    dense weights may live on different meshes. `reduce` adds up the squares of ranks with other parameters.
+    """
+    groups: dict[object, list[Tensor]] = {}
+    for g in gradients:
+        key = (g.device_mesh, g.placements) if isinstance(g, DTensor) else None
+        assert key is None or not any(isinstance(p, Partial) for p in key[1]), "gradients are not reduced yet"
+        groups.setdefault(key, []).append(g)
+    squares = []
+    for group in groups.values():
+        parts = [local(g) for g in group]
+        wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+        square = torch.stack(torch._foreach_norm(parts, 2.0, dtype=wide)).square().sum()
+        if isinstance(group[0], DTensor):
+            sums = [Replicate() if isinstance(p, Replicate) else Partial() for p in group[0].placements]
+            square = DTensor.from_local(square, group[0].device_mesh, sums, run_check=False).full_tensor()
+        squares.append(square)
+    total = torch.stack(squares).sum()
+    return (total if reduce is None else reduce(total)).sqrt()
+
+
+class SpikeGuard:
+    """Is this step's loss or gradient norm far above what the last steps had? Mean and deviation, on the device.
+
+    Give it values that are equal on every rank, or ranks would skip different steps. A spike enters the window as well:
+    a level that has really changed widens the deviation and is soon normal again. NaN and Inf never enter. Quiet until
+    half the window is full.
+    """
+
+    def __init__(self, config: OptimConfig, device: torch.device | str = "cpu") -> None:
+        self.sigma = config.spike_sigma
+        self.values = torch.zeros(2, config.spike_window, dtype=torch.float64, device=device)  # losses, norms
+        self.seen = torch.zeros((), dtype=torch.int64, device=device)
+        self.flagged = torch.zeros((), dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def spike(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """A bool on the device: skip this step?"""
+        new = torch.stack([loss.detach(), norm.detach()]).double()
+        window = self.values.shape[1]
+        place = torch.arange(window, device=new.device)
+        full = place < self.seen
+        count = full.sum().clamp(min=1)
+        mean = self.values.sum(1) / count
+        deviation = (((self.values - mean[:, None]) * full).square().sum(1) / count).sqrt()
+        # a run of equal values has no deviation; rounding alone is no spike
+        far = new > mean + self.sigma * torch.maximum(deviation, 1e-6 * mean.abs())
+        finite = new.isfinite().all()
+        flag = far.any() & finite & (self.seen >= window // 2) & (self.sigma > 0)
+        here = (place == self.seen % window) & finite
+        self.values.copy_(torch.where(here, new[:, None], self.values))
+        self.seen += finite
+        self.flagged += flag
+        return flag
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"values": self.values, "seen": self.seen, "flagged": self.flagged}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        fill(self.state_dict(), state, "spike guard")
