@@ -249,7 +249,6 @@ def test_a_save_keeps_the_moment_it_was_called(tmp_path: Path, monkeypatch: pyte
         state = small(1)
         with Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(1, state)
-            assert names(tmp_path) in ([], ["step-00000001.partial"], ["step-00000001"])
             with torch.no_grad():
                 state.model.w.add_(5)  # training goes on
             go.set()
@@ -497,21 +496,26 @@ def train(folder: Path, report: Connection) -> None:
         report.send((step, step == 0 or same(state, step)))
         checkpoints.save(step, small(step)) if step else None  # once more, as a run that went back would
         while True:
-            checkpoints.save(step + 1, small(step + 1))  # waits for the one before
-            report.send((step, True))
             step += 1
+            checkpoints.save(step, small(step))
+            checkpoints.wait()
+            report.send((step, True))
 
 
 def test_kill_at_any_moment_loses_nothing_that_was_saved(tmp_path: Path) -> None:
-    choose, certain, in_flight = random.Random(), 0, 0
-    for _ in range(20):
+    choose, certain, in_flight, duration = random.Random(), 0, 0, 0.05
+    for turn in range(20):
         ours, theirs = SERVER.Pipe(duplex=False)
         process = SERVER.Process(target=train, args=(tmp_path, theirs))
         process.start()
         theirs.close()
         resumed, whole = ours.recv()
         assert whole and certain <= resumed <= certain + 1
-        time.sleep(choose.random() * 0.06)
+        if turn % 2 == 0:  # every other time, one save is let through
+            started = time.monotonic()
+            certain = ours.recv()[0]
+            duration = time.monotonic() - started
+        time.sleep(choose.random() * 2 * duration)
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         certain = max(certain, resumed)
@@ -524,7 +528,7 @@ def test_kill_at_any_moment_loses_nothing_that_was_saved(tmp_path: Path) -> None
         if certain:
             state = loaded(tmp_path)
             assert certain <= state.step <= certain + 1 and same(state, state.step)
-    assert certain > 20 and in_flight > 0  # some of the kills did meet a save half done
+    assert certain >= 9 and in_flight > 0  # some of the kills did meet a save half done
 
 
 # ---- signals
