@@ -5,10 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from training.model.rope import rotate
 from upcycle.ffn import ACTIVATIONS
 from upcycle.spec import DenseSpec
+
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 class Linear(nn.Module):
@@ -78,9 +86,12 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (part.transpose(1, 2) for part in (rotate(q, cos, sin), rotate(k, cos, sin), v))
         mask = visible(x_BSD.shape[1], self.window, documents_BS, x_BSD.device)
-        y = functional.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=self.spec.attention_scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        gqa = q.shape[1] != k.shape[1]
+        # cuDNN's kernel first: forward and backward at 492 TFLOP/s on an H200, where Flash-2, the default, reaches 274
+        with sdpa_kernel(BACKENDS, set_priority=True):
+            y = functional.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, scale=self.spec.attention_scale, enable_gqa=gqa
+            )
         out: Tensor = self.o(y.transpose(1, 2).flatten(2))
         return out
 

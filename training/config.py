@@ -1,0 +1,85 @@
+"""What a training run is: one YAML file and key=value words, read once into frozen dataclasses.
+
+Each part's keys, defaults and checks stand beside the code that uses them (data.py, optim.py, schedule.py, balance.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from training.balance import BalanceConfig
+from training.data import DataConfig
+from training.optim import OptimConfig
+from training.schedule import ScheduleConfig
+from upcycle.config import UpcycleConfig, build, read
+
+READY = Path(__file__).parent.parent / "configs" / "train"
+COMPUTE = ("bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    source: str = ""  # a checkpoint folder or hub id, dense or MoE; with `upcycle` it is left empty
+    upcycle: Any = ""  # an upcycle config (file, ready name, or keys and values): the MoE is made as it is loaded
+    random: bool = False  # random weights in the source's shape
+    experts: str = "grouped"  # a backend of training/experts
+    compute: str = "bfloat16"  # of activations; weights, moments and gradients are float32
+    compile: bool = False  # torch.compile each layer
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 500  # steps; 0: only at the end
+    keep: int = 2  # newest ones
+    keep_every: int = 0  # and every one whose step is a multiple of this
+    asynchronous: bool = True
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    output: str = ""  # the run's folder: checkpoints, metrics.jsonl, config.yaml, plots
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    steps: int = 1000
+    batch: int = 64  # sequences a step
+    micro_batch: int = 1  # sequences at a time
+    log_every: int = 10
+    valid_every: int = 0  # steps; 0: only before the first and after the last
+    export: str = ""  # a folder for the final model in its Hugging Face layout
+    device: str = ""  # cuda if there is one
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "micro_batch", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.valid_every < 0:
+            raise ValueError(f"valid_every is {self.valid_every}; it must be at least 0")
+        if self.batch % self.micro_batch:
+            near = max(n for n in range(1, self.micro_batch + 1) if self.batch % n == 0)
+            raise ValueError(f"micro_batch={self.micro_batch} must divide batch={self.batch}; try micro_batch={near}")
+        if self.model.compute not in COMPUTE:
+            raise ValueError(f"model.compute is {self.model.compute!r}; it must be one of {', '.join(COMPUTE)}")
+        if bool(self.model.source) == bool(self.model.upcycle):
+            raise ValueError(
+                "the model comes from model.source (a checkpoint) or from model.upcycle (a dense one, upcycled while it "
+                f"is loaded); {'both are' if self.model.source else 'neither is'} set"
+            )
+
+
+def read_config(file: str, words: Sequence[str] = ()) -> TrainConfig:
+    return read(TrainConfig, file, words, READY)
+
+
+def upcycle_config(model: ModelConfig) -> UpcycleConfig:
+    """`model.upcycle` as the converter's own config."""
+    if isinstance(model.upcycle, str):
+        return read(UpcycleConfig, model.upcycle)
+    return build(UpcycleConfig, model.upcycle, "model.upcycle.")
