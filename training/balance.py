@@ -86,29 +86,22 @@ def z_loss(logits_TE: Tensor) -> Tensor:
 def router_loss(
     config: BalanceConfig,
     logits_TE: Tensor,
+    probability_TE: Tensor,
     expert_TK: Tensor,
-    *,
-    score: str,
+    count_E: Tensor,
     sequences: int = 1,
-    count_E: Tensor | None = None,
 ) -> Tensor:
     """Weighted balance and z-loss of one layer's micro-batch, tokens in order of `sequences` sequences of one length.
 
-    `count_E`, for scope global: the counts of the step so far, over micro-batches and (all-reduced) ranks.
+    `count_E`: for scope micro_batch, of these tokens; for global, of the step so far, over micro-batches and ranks.
     """
     loss = torch.zeros((), dtype=logits_TE.dtype, device=logits_TE.device)
     if config.aux_weight:
-        experts = logits_TE.shape[-1]
-        probability = probabilities(logits_TE, score)
-        if config.aux_scope == "global":
-            assert count_E is not None, "scope global needs the step's counts"
-            counts = count_E
-        elif config.aux_scope == "sequence":
-            probability = probability.view(sequences, -1, experts)
-            counts = expert_counts(expert_TK.view(sequences, -1, expert_TK.shape[-1]), experts)
-        else:
-            counts = expert_counts(expert_TK, experts)
-        loss = loss + config.aux_weight * balance_loss(probability, counts)
+        if config.aux_scope == "sequence":
+            experts = logits_TE.shape[-1]
+            probability_TE = probability_TE.view(sequences, -1, experts)
+            count_E = expert_counts(expert_TK.view(sequences, -1, expert_TK.shape[-1]), experts)
+        loss = loss + config.aux_weight * balance_loss(probability_TE, count_E)
     return loss + config.z_weight * z_loss(logits_TE) if config.z_weight else loss
 
 
@@ -294,16 +287,14 @@ class Balance:
                 routing.expert_TK, weight_TK, experts, config.capacity_factor, config.drop_policy
             )
             weight_TK = weight_TK.where(keep_TK, 0)
-        with torch.no_grad():
-            count_E = expert_counts(routing.expert_TK, experts)
-            entropy = token_entropy(probabilities(routing.logits_TN, score))
-            seen_E = self.load.add(number, count_E, tokens, dropped, entropy)
+        # of softmax routers the scores are the probabilities
+        probability_TE = routing.scores_TN if score == "softmax" else probabilities(routing.logits_TN, score)
+        count_E = expert_counts(routing.expert_TK, experts)
+        seen_E = self.load.add(number, count_E, tokens, dropped, token_entropy(probability_TE.detach()))
         if config.aux_weight or config.z_weight:
-            if self.reduce is not None and config.aux_weight and config.aux_scope == "global":
-                seen_E = self.reduce(seen_E)
-            loss = router_loss(
-                config, routing.logits_TN, routing.expert_TK, score=score, sequences=self.sequences, count_E=seen_E
-            )
+            if config.aux_scope == "global":
+                count_E = seen_E if self.reduce is None else self.reduce(seen_E)
+            loss = router_loss(config, routing.logits_TN, probability_TE, routing.expert_TK, count_E, self.sequences)
             weight_TK = AuxLoss.apply(weight_TK, loss * self.scale)  # type: ignore[no-untyped-call]
         return replace(routing, weight_TK=weight_TK)
 

@@ -38,6 +38,7 @@ RULES = ("adamw", "muon")
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")  # compiled or not, a parameter keeps its name
 BUCKET = 2**27  # elements that one fused call updates, which bounds the temporary float32 copies of bf16 tensors
+PIECE = 2**26  # elements that Muon works on at once
 # Keller Jordan's quintic: its slope at 0 is as steep as possible, and singular values end within 0.7 ... 1.2
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
@@ -266,21 +267,26 @@ def muon_(slot: Slot, config: OptimConfig, lr: float, skip: Tensor) -> None:
 
     The factor 0.2 * sqrt(larger side) gives the update the size of AdamW's, so that both share rate and decay.
     """
-    master, kept = local(slot.master), local(slot.state["momentum"])
-    gradient = local(slot.gradient).to(master.dtype)
-    momentum = config.momentum * kept.to(master.dtype) + gradient
-    nesterov = gradient + config.momentum * momentum
-    update = on_whole_matrices(lambda whole: muon_update(whole, slot.stacked), nesterov, slot.parameter)
     rate = lr * slot.multiplier
-    new = master * (1 - rate * slot.decay) - rate * update
-    kept.copy_(torch.where(skip, kept, momentum.to(kept.dtype)))
-    master.copy_(torch.where(skip, master, new))
-    copy_where_apart([local(slot.parameter)], [master])
+    tensors = local(slot.master), local(slot.state["momentum"]), local(slot.gradient)
+    # stacked experts a few at a time: the steps below need six times the memory of what they work on
+    count = len(tensors[0])
+    if tensors[0].ndim > 2 and has_whole_matrices(slot.parameter):
+        count = min(count, max(PIECE // math.prod(tensors[0].shape[1:]), 1))
+    for master, kept, raw in zip(*(torch.split(t, count) for t in tensors), strict=True):
+        gradient = raw.to(master.dtype)
+        momentum = config.momentum * kept.to(master.dtype) + gradient
+        nesterov = gradient + config.momentum * momentum
+        update = on_whole_matrices(lambda whole: muon_update(whole, slot.stacked), nesterov, slot.parameter)
+        new = master * (1 - rate * slot.decay) - rate * update
+        kept.copy_(torch.where(skip, kept, momentum.to(kept.dtype)))
+        master.copy_(torch.where(skip, master, new))
+    copy_where_apart([local(slot.parameter)], [tensors[0]])
 
 
 def muon_update(x: Tensor, stacked: int) -> Tensor:
     """Of (..., stacked * rows, columns): each expert and each of the stacked matrices is orthogonalised by itself."""
-    apart = x.view(*x.shape[:-2], stacked, -1, x.shape[-1])
+    apart = x.reshape(*x.shape[:-2], stacked, x.shape[-2] // stacked, x.shape[-1])
     return (orthogonalize(apart) * (0.2 * math.sqrt(max(apart.shape[-2:])))).to(x.dtype).flatten(-3, -2)
 
 
@@ -301,13 +307,18 @@ def orthogonalize(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+def has_whole_matrices(like: Tensor) -> bool:
+    """Is no matrix of it, in its last two dimensions, divided between ranks?"""
+    return not isinstance(like, DTensor) or all(
+        isinstance(p, Replicate) or (type(p) is Shard and p.dim < like.ndim - 2) for p in like.placements
+    )
+
+
 def on_whole_matrices(function: Callable[[Tensor], Tensor], shard: Tensor, like: Tensor) -> Tensor:
     """`function` of the matrices that `shard`, this rank's part of a tensor sharded as `like` is, belongs to."""
-    if not isinstance(like, DTensor):
+    if has_whole_matrices(like) or not isinstance(like, DTensor):
         return function(shard)
     mesh, placements = like.device_mesh, like.placements
-    if all(isinstance(p, Replicate) or (type(p) is Shard and p.dim < like.ndim - 2) for p in placements):
-        return function(shard)
     part = DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
     whole = function(part.full_tensor())
     everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -65,11 +65,17 @@ def test_the_balance_loss_is_the_sum_of_shares_and_probabilities(score: str) -> 
     assert abs(got - loss_by_loops(x, expert, other)) > 1e-3
     config = BalanceConfig(aux_weight=0.5, aux_scope="micro_batch", z_weight=0.25)
     z = float(x.exp().sum(-1).log().square().mean())
-    total = float(router_loss(config, x, expert, score=score))
+    total = float(router_loss(config, x, probabilities(x, score), expert, expert_counts(expert, E)))
     assert abs(total - 0.5 * got - 0.25 * z) < 1e-10
     halves = [loss_by_loops(x[s], expert[s], score) for s in (slice(6), slice(6, 12))]
     config = BalanceConfig(aux_weight=1, aux_scope="sequence")
-    assert abs(float(router_loss(config, x, expert, score=score, sequences=2)) - sum(halves) / 2) < 1e-10
+    assert (
+        abs(
+            float(router_loss(config, x, probabilities(x, score), expert, expert_counts(expert, E), 2))
+            - sum(halves) / 2
+        )
+        < 1e-10
+    )
     assert abs(sum(halves) / 2 - got) > 1e-3  # a sequence is not the micro-batch
 
 
@@ -91,7 +97,7 @@ def test_gradients_of_the_router_losses(score: str, scope: str) -> None:
     config = BalanceConfig(aux_weight=0.3, aux_scope=scope, z_weight=0.2)
 
     def loss(logits_TE: Tensor) -> Tensor:
-        return router_loss(config, logits_TE, expert, score=score, sequences=3, count_E=counts)
+        return router_loss(config, logits_TE, probabilities(logits_TE, score), expert, counts, 3)
 
     assert gradcheck(loss, (x,), atol=1e-8, rtol=1e-7)
     assert gradcheck(z_loss, (x,), atol=1e-8, rtol=1e-7)
@@ -106,9 +112,10 @@ def test_global_scope_over_micro_batches_is_the_whole_batch() -> None:
 
     def gradient(scope: str, parts: int) -> Tensor:
         leaf = x.clone().requires_grad_()
-        config = BalanceConfig(aux_weight=1, aux_scope=scope)
+        config = BalanceConfig(aux_weight=1)
         for rows in torch.arange(T).chunk(parts):
-            loss = router_loss(config, leaf[rows], expert[rows], score="softmax", count_E=counts)
+            seen = counts if scope == "global" else expert_counts(expert[rows], E)
+            loss = router_loss(config, leaf[rows], probabilities(leaf[rows], "softmax"), expert[rows], seen)
             (loss / parts).backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None
         return leaf.grad
@@ -123,7 +130,7 @@ def test_aux_loss_adds_its_gradient_and_nothing_else() -> None:
     config = BalanceConfig(aux_weight=0.3, aux_scope="micro_batch", z_weight=0.1)
 
     def forward(x: Tensor, how: str) -> Tensor:
-        loss = router_loss(config, x, expert, score="softmax")
+        loss = router_loss(config, x, probabilities(x, "softmax"), expert, expert_counts(expert, E))
         y = x.softmax(-1).gather(1, expert)
         seen: Tensor = AuxLoss.apply(y, loss) if how == "hook" else y  # type: ignore[no-untyped-call]
         assert torch.equal(seen, y)
@@ -294,7 +301,8 @@ def test_a_model_gets_the_gradient_of_its_router_losses(scope: str, score: str) 
     total = without
     for r in routings:
         counts = expert_counts(r.expert_TK, E)
-        total = total + 0.5 * router_loss(config, r.logits_TN, r.expert_TK, score=score, sequences=2, count_E=counts)
+        probability = probabilities(r.logits_TN, score)
+        total = total + 0.5 * router_loss(config, r.logits_TN, probability, r.expert_TK, counts, 2)
     total.backward()  # type: ignore[no-untyped-call]
     for got, want, missing in zip(router_gradients(hooked), router_gradients(plain), main_only, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)

@@ -169,7 +169,8 @@ def test_muon_treats_each_expert_and_each_stacked_matrix_by_itself() -> None:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_the_formula(nesterov: bool) -> None:
+def test_muon_is_the_formula(nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.optim.PIECE", 2 * 60)  # three experts in two goes
     config = OptimConfig(name="muon", weight_decay=0.2)
     parameters = model(torch.float64)
     name = "layers.0.ffn.experts.up"
