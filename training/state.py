@@ -75,13 +75,14 @@ class Rng:
 
 @dataclass
 class TrainState:
-    """What a checkpoint holds. Tensors may be DTensors; those that are not are alike on all ranks (but for `rng`)."""
+    """What a checkpoint holds. Tensors may be DTensors; the others are alike on all ranks, but for rank_parts."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
     step: int = 0
     cursor: dict[str, int] = field(default_factory=dict)  # how far each data source is read
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, Part] = field(default_factory=dict)  # the same on all ranks
+    rank_parts: Mapping[str, Part] = field(default_factory=dict)  # each rank has its own, such as counts of its tokens
     rng: Rng = field(default_factory=Rng)
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
@@ -113,8 +114,7 @@ class TrainState:
         for name, entry in saved.items():
             kind, _, rest = name.partition(".")
             if name.endswith(JSON):
-                wanted = kind != "rng" or rest.partition(".")[0] == f"{rank}"
-                if wanted:
+                if kind != "rank" or rest.partition(".")[0] == f"{rank}":
                     out[name] = torch.empty(entry.size, dtype=torch.uint8)
             elif name.startswith("optimizer.state."):
                 inner = name.removeprefix("optimizer.state.")
@@ -179,7 +179,11 @@ class TrainState:
         return names
 
     def named_parts(self, rank: int) -> dict[str, Part]:
-        return {**{f"part.{name}": part for name, part in self.parts.items()}, f"rng.{rank}": self.rng}
+        own = {"rng": self.rng, **self.rank_parts}
+        return {
+            **{f"part.{name}": part for name, part in self.parts.items()},
+            **{f"rank.{rank}.{name}": part for name, part in own.items()},
+        }
 
 
 # ---- values as tensors

@@ -1,0 +1,104 @@
+"""Where the time and the memory go: phases by their events, a trace of some steps, a picture of the allocator.
+
+phases = Phases(device)
+with phases("forward"): ...                  # records two events; nothing waits for the device
+metrics.log(step, **phases.fetch())          # {"time/forward": seconds a step, ...}
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+
+class Phases:
+    """Seconds by name: of the device's own clock on CUDA, of the processor's elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if not self.cuda:
+            with record_function(name):
+                start = time.perf_counter()
+                yield
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            return
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with record_function(name):
+            first.record()
+            yield
+            last.record()
+        self.spans.setdefault(name, []).append((first, last))
+
+    def fetch(self, steps: int = 1) -> dict[str, float]:
+        """Since the last fetch, a step; waits for the device."""
+        if self.spans:
+            torch.cuda.synchronize()
+        for name, spans in self.spans.items():
+            self.seconds[name] = sum(first.elapsed_time(last) for first, last in spans) / 1e3
+        found = {f"time/{name}": seconds / steps for name, seconds in self.seconds.items()}
+        self.spans, self.seconds = {}, {}
+        return found
+
+
+class Trace:
+    """Traces the steps [first, last] into a file for chrome://tracing or perfetto. Call `before` each step."""
+
+    def __init__(self, folder: Path, steps: str) -> None:
+        """steps: as a person writes it, "10-12" or "10"."""
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps, re.ASCII)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not 1 <= first <= last:
+            raise ValueError(f"profile is {steps!r}; write the steps to trace, such as 10-12 or 10, counted from 1")
+        self.first, self.last = first, last
+        self.path = folder / f"trace-{first}-{last}.json.gz"
+        self.profiler: profile | None = None
+
+    def before(self, step: int) -> None:
+        if step > self.last:
+            self.close()
+        elif step >= self.first and self.profiler is None:
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            self.profiler = profile(activities=kinds, record_shapes=True)
+            self.profiler.start()
+        if self.profiler is not None:
+            self.profiler.step()
+
+    def close(self) -> None:
+        """Also called at the end of the run: the steps may be its last."""
+        if self.profiler is not None:
+            self.profiler.stop()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.profiler.export_chrome_trace(str(self.path))
+            self.profiler = None
+            self.first = self.last + 1
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def memory_snapshot(path: Path) -> Iterator[None]:
+    """What the CUDA allocator did within, and from where it was called; look at it with pytorch.org/memory_viz."""
+    if not torch.cuda.is_available():
+        raise ValueError("a memory snapshot is one of CUDA's allocator and there is no CUDA device; leave it out here")
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+    try:
+        yield
+    finally:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(enabled=None)
