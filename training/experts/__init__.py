@@ -4,9 +4,9 @@
     experts(x_RD, weight_R, count_E, w, activation) -> y_RD
 
 Shapes: R routed rows, sorted by local expert; D hidden; E local experts; F neurons.
-`count_E` (int32, on x's device) says how many rows each expert has; it may be 0, and rows beyond its sum (buffers larger
-than what was routed) come back as zeros. The routing weight is applied inside, before `down`, so that combining the
-experts of a token is a plain sum: y = down(act(gate x) * up x * weight) + weight * down_bias.
+`count_E` (int32, on x's device) says how many rows each expert has; it may be 0, and rows beyond its sum (buffers
+larger than what was routed) come back as zeros. The routing weight is applied inside, before `down`, so that combining
+the experts of a token is a plain sum: y = down(act(gate x) * up x * weight) + weight * down_bias.
 """
 
 from __future__ import annotations

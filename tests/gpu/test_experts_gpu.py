@@ -1,0 +1,130 @@
+"""On a GPU: the expert backends in bfloat16, the fused activation's kernels as compiled, and no waiting for the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.unit.test_experts import HERE, Case, Experts, case, compare_kernels, run, tensors, worst
+from training.experts import grouped, reference
+from training.kernels import swiglu
+from upcycle import plugin
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+COUNTS = [(0, 0, 0), (0, 0, 1), (0, 300, 0), (40, 0, 77, 1), tuple(range(0, 256, 2))]
+
+
+def on_gpu(counts: tuple[int, ...], tail: int, *, gated: bool = True, bias: bool = False) -> Case:
+    """Rows and experts in bfloat16, routing weights in float32, as a router gives them. Outputs near 1."""
+    x, weight, count, w = case(
+        counts, tail, hidden=64, width=96, gated=gated, bias=bias, dtype=torch.bfloat16, device="cuda"
+    )
+    with torch.no_grad():
+        w.up_EFD.mul_(64**-0.5)
+        w.down_EDF.mul_(96**-0.5)
+    return x, weight.detach().float().requires_grad_(), count, w
+
+
+def in_float64(made: Case) -> Case:
+    x, weight, count, w = made
+    wide = {name: t.detach().double().requires_grad_() for name, t in tensors(x, weight, w).items()}
+    return wide.pop("x"), wide.pop("weight"), count, replace(w, **wide)
+
+
+def error(backend: str, made: Case, activation: str) -> float:
+    """Against float64, on rows that carry something: the rest must be zeros already."""
+    rows, got = int(made[2].sum()), run(plugin.load("training.experts", backend).experts, made, activation)
+    for name in ("y", "d_x", "d_weight"):
+        assert not got[name][rows:].any(), name
+    return worst({name: t.double() for name, t in got.items()}, run(reference.experts, in_float64(made), activation))
+
+
+@pytest.mark.parametrize("tail", [0, 37])
+@pytest.mark.parametrize("counts", COUNTS, ids=lambda c: f"{len(c)} experts, {sum(c)} rows")
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("name", [name for name in HERE if name != "reference"])
+def test_bfloat16_is_as_close_to_float64_as_the_loop(
+    name: str, gated: bool, counts: tuple[int, ...], tail: int
+) -> None:
+    for activation, bias in [("silu", False), ("gelu_tanh", name == "grouped"), ("relu2", False)]:
+        made = on_gpu(counts, tail, gated=gated, bias=bias)
+        ours, loop = error(name, made, activation), error("reference", made, activation)
+        assert ours <= 2 * loop + 1e-6, (activation, bias)
+        assert ours < 0.05
+
+
+def test_the_wrong_expert_is_seen() -> None:
+    x, weight, count, w = on_gpu((40, 0, 77, 1), 3)
+    exact = run(reference.experts, in_float64((x, weight, count.roll(1), w)), "silu")
+    got = run(grouped.experts, (x, weight, count, w), "silu")
+    assert worst({name: t.double() for name, t in got.items()}, exact) > 0.2
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)], ids=str)
+def test_kernels_equal_their_references(dtype: torch.dtype, close: float) -> None:
+    shapes = [
+        ((2, 0, 3), 0, 5),
+        ((0, 7), 3, 24),
+        ((0,), 4, 8),
+        ((1,), 0, 300),
+        ((900, 1100), 100, 768),
+        ((33,), 9, 14336),
+    ]
+    # float32 sums 14,336 terms into d_weight in another order than torch
+    assert compare_kernels("cuda", dtype, 10 * close if dtype == torch.float32 else close, shapes) > 0
+
+
+def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = swiglu.forward_reference
+    monkeypatch.setattr(swiglu, "forward_reference", lambda h, *rest: right(h.roll(1, 1), *rest))
+    with pytest.raises(AssertionError):
+        compare_kernels("cuda", torch.float32, 1e-4, [((5, 6), 0, 24)])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_nothing_waits_for_the_device(bias: bool) -> None:
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("torch's grouped_mm waits before Hopper")
+    x, weight, count, w = on_gpu((40, 0, 77, 1), 5, bias=bias)
+    inputs = list(tensors(x, weight, w).values())
+    d_y = torch.randn_like(x)
+
+    def step(experts: Experts = grouped.experts) -> None:
+        torch.autograd.grad(experts(x, weight, count, w, "silu"), inputs, d_y)
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        with pytest.raises(RuntimeError, match="synchroniz"):  # the alarm works
+            step(reference.experts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_same_bits_every_time() -> None:
+    made = on_gpu(tuple(range(0, 256, 2)), 5, bias=True)
+    first = run(grouped.experts, made, "silu")
+    for _ in range(5):
+        again = run(grouped.experts, made, "silu")
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_gradcheck_in_float64() -> None:
+    x, weight, count, w = case((2, 0, 3), hidden=4, width=3, bias=True, device="cuda")
+    named = tensors(x, weight, w)
+
+    def function(*given: torch.Tensor) -> torch.Tensor:
+        now = dict(zip(named, given, strict=True))
+        return grouped.experts(now.pop("x"), now.pop("weight"), count, replace(w, **now), "silu")
+
+    assert torch.autograd.gradcheck(function, tuple(named.values()))
+
+
+def test_unaligned_sizes_are_refused() -> None:
+    made = case((2, 1), hidden=12, width=16, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="multiples of 8 in bfloat16, and got 12 and 16; use experts=reference"):
+        grouped.experts(*made, "silu")

@@ -1,0 +1,48 @@
+"""What the backends share: how a missing package is refused, and what every call must bring."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from training.experts import ExpertWeights
+
+
+def missing(backend: str, module: str) -> str:
+    """ "" if `module` can be imported and there is a CUDA device for it, else one sentence."""
+    package = module.partition(".")[0]
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == package:
+            return f"experts={backend} needs the {package} package, which is not installed; use experts=grouped"
+        return f"experts={backend} needs the package {error.name}, which is not installed; use experts=grouped"
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".;")
+        return f"experts={backend} needs the {package} package, which does not import ({reason}); use experts=grouped"
+    if not torch.cuda.is_available():
+        return f"experts={backend} needs a CUDA device, and there is none; use experts=grouped"
+    return ""
+
+
+def check(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights) -> None:
+    experts, hidden, width = w.down_EDF.shape
+    rows = width * (2 if w.gated else 1)
+    assert w.up_EFD.shape == (experts, rows, hidden) and x_RD.shape[1:] == (hidden,), "the matrices do not fit"
+    assert weight_R.shape == x_RD.shape[:1] and count_E.shape == (experts,), "a weight a row, a count an expert"
+    assert w.up_bias_EF is None or w.up_bias_EF.shape == (experts, rows), "the bias of up does not fit"
+    assert w.down_bias_ED is None or w.down_bias_ED.shape == (experts, hidden), "the bias of down does not fit"
+    given = {t.dtype for t in (x_RD, w.up_EFD, w.down_EDF, w.up_bias_EF, w.down_bias_ED) if t is not None}
+    assert len(given) == 1, f"rows and weights have several dtypes: {given}"
+    # on a GPU, looking would mean waiting for it
+    assert count_E.is_cuda or int(count_E.sum()) <= len(x_RD), "the counts promise more rows than there are"
+
+
+def only_bfloat16(backend: str, x_RD: Tensor, w: ExpertWeights) -> None:
+    if not x_RD.is_cuda or x_RD.dtype != torch.bfloat16:
+        got = f"{str(x_RD.dtype).removeprefix('torch.')} on {x_RD.device.type}"
+        raise ValueError(f"experts={backend} computes in bfloat16 on CUDA, and got {got}; use experts=grouped")
+    if w.up_bias_EF is not None or w.down_bias_ED is not None:
+        raise ValueError(f"experts={backend} has no biases, and this model's experts have; use experts=grouped")

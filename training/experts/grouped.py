@@ -1,0 +1,129 @@
+"""torch's grouped_mm: one kernel for all experts, the counts read on the device.
+
+For backward only x, h = [gate | up] and the routing weights are kept; the activation is recomputed there, in the same
+pass that makes its gradient. In bfloat16 on Hopper and Blackwell nothing waits for the GPU; for other dtypes and older
+GPUs torch itself falls back to a loop that does.
+
+grouped_mm wants rows of a multiple of 16 bytes and knows no float64. Where it would refuse on the CPU, and for float64,
+which is there to check gradients, `products` is a loop over the same slices; unaligned sizes on CUDA are refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from training.experts import ExpertWeights
+from training.experts.common import check
+from training.kernels import swiglu
+
+grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+ALIGNED = 16  # bytes
+
+
+def available() -> str:
+    if grouped_mm is None:
+        return f"experts=grouped needs grouped_mm, which torch {torch.__version__} has not; use experts=reference"
+    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+        return "experts=grouped needs the triton package on CUDA, which is not installed; use experts=reference"
+    return ""
+
+
+def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
+    check(x_RD, weight_R, count_E, w)
+    hidden, width = w.down_EDF.shape[1:]
+    step = ALIGNED // x_RD.element_size()
+    if x_RD.is_cuda and x_RD.dtype != torch.float64 and (hidden % step or width % step):
+        dtype = str(x_RD.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"experts=grouped on CUDA needs a hidden size and an expert width that are multiples of {step} in {dtype}, "
+            f"and got {hidden} and {width}; use experts=reference"
+        )
+    ends_E = count_E.cumsum(0, dtype=torch.int32)
+    y_RD: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+        x_RD.contiguous(), weight_R.contiguous(), ends_E, w.up_EFD.contiguous(), w.down_EDF.contiguous(),
+        w.up_bias_EF, w.down_bias_ED, activation, w.gated,
+    )  # fmt: skip
+    return y_RD
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_RD: Tensor, weight_R: Tensor, ends_E: Tensor, up_EHD: Tensor, down_EDF: Tensor,
+        up_bias_EH: Tensor | None, down_bias_ED: Tensor | None, activation: str, gated: bool,
+    ) -> Tensor:  # fmt: skip
+        h_RH = products(x_RD, up_EHD.transpose(1, 2), ends_E)
+        if up_bias_EH is not None:
+            h_RH += of_rows(up_bias_EH, ends_E, len(x_RD))
+        a_RF = swiglu.forward(h_RH, weight_R, ends_E, activation, gated)
+        y_RD = products(a_RF, down_EDF.transpose(1, 2), ends_E)
+        if down_bias_ED is not None:
+            y_RD += weight_R[:, None] * of_rows(down_bias_ED, ends_E, len(x_RD))
+        ctx.save_for_backward(x_RD, weight_R, ends_E, up_EHD, down_EDF, down_bias_ED, h_RH)
+        ctx.options = activation, gated
+        return swiglu.zero_tail(y_RD, ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_RD: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, weight_R, ends_E, up_EHD, down_EDF, down_bias_ED, h_RH = ctx.saved_tensors
+        needs_x, _, _, needs_up, needs_down, needs_up_bias, needs_down_bias, *_ = ctx.needs_input_grad
+        d_y_RD = d_y_RD.contiguous()
+        d_a_RF = products(d_y_RD, down_EDF, ends_E)
+        d_h_RH, d_weight_R, a_RF = swiglu.backward(d_a_RF, h_RH, weight_R, ends_E, *ctx.options)
+        d_down_EDF = products(d_y_RD.t(), a_RF, ends_E) if needs_down else None
+        d_up_EHD = products(d_h_RH.t(), x_RD, ends_E) if needs_up else None
+        d_x_RD = swiglu.zero_tail(products(d_h_RH, up_EHD, ends_E), ends_E) if needs_x else None
+        d_up_bias_EH = row_sums(d_h_RH, torch.ones_like(weight_R), ends_E) if needs_up_bias else None
+        d_down_bias_ED = row_sums(d_y_RD, weight_R, ends_E) if needs_down_bias else None
+        if down_bias_ED is not None:
+            wide = torch.promote_types(d_y_RD.dtype, torch.float32)
+            share_R = (d_y_RD.to(wide) * of_rows(down_bias_ED, ends_E, len(x_RD))).sum(1)
+            d_weight_R += torch.where(swiglu.live(ends_E, len(x_RD)), share_R, 0)
+        return d_x_RD, d_weight_R, None, d_up_EHD, d_down_EDF, d_up_bias_EH, d_down_bias_ED, None, None
+
+
+def products(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
+    """(R, K) by (E, K, N) -> (R, N), each row with its expert's matrix; or (M, R) by (R, N) -> (E, M, N), the sum over
+    an expert's rows, which is zero where it has none."""
+    rows, per_row = (len(a), True) if b.dim() == 3 else (len(b), False)
+    shape = (rows, b.shape[2]) if per_row else (len(ends_E), a.shape[0], b.shape[1])
+    if rows == 0:
+        return a.new_zeros(shape)
+    if a.dtype != torch.float64 and (a.is_cuda or (aligned(a) and aligned(b))):
+        assert grouped_mm is not None
+        out: Tensor = grouped_mm(a, b, offs=ends_E)
+        return out
+    out, ends = a.new_zeros(shape), [0, *ends_E.tolist()]
+    for e, (start, end) in enumerate(itertools.pairwise(ends)):
+        if per_row:
+            out[start:end] = a[start:end] @ b[e]
+        else:
+            out[e] = a[:, start:end] @ b[start:end]
+    return out
+
+
+def aligned(tensor: Tensor) -> bool:
+    return all(s == 1 or s * tensor.element_size() % ALIGNED == 0 for s in tensor.stride())
+
+
+# Biases are rare in experts, so they cost a pass of their own instead of a place in every kernel.
+
+
+def of_rows(bias_EN: Tensor, ends_E: Tensor, rows: int) -> Tensor:
+    """Each row's expert's bias. Rows of no expert get the last one's; nobody reads them."""
+    index_R = torch.searchsorted(ends_E, torch.arange(rows, dtype=torch.int32, device=ends_E.device), right=True)
+    return bias_EN[index_R.clamp_(max=len(bias_EN) - 1)]
+
+
+def row_sums(d_RN: Tensor, weight_R: Tensor, ends_E: Tensor) -> Tensor:
+    """The weighted sum of each expert's rows, as a product with a column: in float32 and in a fixed order, which adding
+    by index is not. The column is repeated because grouped_mm wants 16 bytes."""
+    columns_RC = weight_R.to(d_RN.dtype)[:, None].repeat(1, ALIGNED // d_RN.element_size())
+    return products(d_RN.t(), columns_RC, ends_E)[:, :, 0].contiguous()

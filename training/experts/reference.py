@@ -1,0 +1,35 @@
+"""The specification: one expert after the other, in plain torch. Waits for the device to learn the counts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from training.experts import ExpertWeights
+from training.experts.common import check
+from upcycle.ffn import ACTIVATIONS
+
+
+def available() -> str:
+    return ""
+
+
+def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
+    check(x_RD, weight_R, count_E, w)
+    counts = count_E.tolist()
+    parts, act = [], ACTIVATIONS[activation]
+    for e, x in enumerate(torch.split(x_RD[: sum(counts)], counts)):
+        weight = weight_R[sum(counts[:e]) : sum(counts[: e + 1]), None]
+        h = functional.linear(x, w.up_EFD[e], None if w.up_bias_EF is None else w.up_bias_EF[e])
+        if w.gated:
+            gate, up = h.chunk(2, dim=1)
+            a = act(gate) * up
+        else:
+            a = act(h)
+        y = functional.linear((a * weight).to(x.dtype), w.down_EDF[e])  # the weights may be wider than the rows
+        if w.down_bias_ED is not None:
+            y = y + (weight * w.down_bias_ED[e]).to(x.dtype)
+        parts.append(y)
+    parts.append(torch.zeros_like(x_RD[sum(counts) :]))
+    return torch.cat(parts)

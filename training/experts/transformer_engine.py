@@ -1,0 +1,51 @@
+"""TransformerEngine's GroupedLinear, fed with our stacked weights. bfloat16 on CUDA, no biases.
+
+The module is a template without memory (its parameters are on the meta device); torch.func.functional_call puts the
+experts' matrices in their place for one call, so that there is one copy of the weights, ours. GroupedLinear splits its
+input on the host, so a layer waits for the device once.
+"""
+
+# Written against TransformerEngine 2.18 (transformer_engine/pytorch/module/grouped_linear.py): GroupedLinear(num_gemms,
+# in_features, out_features, bias=, params_dtype=, device=), parameters weight0 ... weight{n-1} of (out, in), and
+# forward(inp, m_splits), where m_splits may be a list (before 2.14 or so it has to be).
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from training.experts import ExpertWeights
+from training.experts.common import check, missing, only_bfloat16
+from training.kernels import swiglu
+
+
+def available() -> str:
+    return missing("transformer_engine", "transformer_engine.pytorch")
+
+
+def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
+    check(x_RD, weight_R, count_E, w)
+    only_bfloat16("transformer_engine", x_RD, w)
+    sizes, ends_E = count_E.tolist(), count_E.cumsum(0, dtype=torch.int32)
+    rows = sum(sizes)
+    h_RH = linear(x_RD[:rows].contiguous(), w.up_EFD, sizes)
+    a_RF = swiglu.activate(h_RH, weight_R[:rows].contiguous(), ends_E, activation, w.gated)
+    y_RD = linear(a_RF, w.down_EDF, sizes)
+    return functional.pad(y_RD, (0, 0, 0, len(x_RD) - rows)) if rows < len(x_RD) else y_RD
+
+
+def linear(x_RK: Tensor, w_ENK: Tensor, sizes: list[int]) -> Tensor:
+    matrices = {f"weight{e}": matrix for e, matrix in enumerate(w_ENK.unbind())}
+    y_RN: Tensor = torch.func.functional_call(template(*w_ENK.shape, w_ENK.dtype), matrices, (x_RK, sizes))
+    return y_RN
+
+
+@functools.cache  # it holds shapes, no weights: building a hundred parameters a call would cost more than the products
+def template(experts: int, out: int, width: int, dtype: torch.dtype) -> nn.Module:
+    te = importlib.import_module("transformer_engine.pytorch")
+    module: nn.Module = te.GroupedLinear(experts, width, out, bias=False, params_dtype=dtype, device="meta")
+    return module

@@ -1,0 +1,108 @@
+"""The activation of an expert times the routing weight, in one pass over memory: a = act(gate) * up * weight.
+
+Between two matrix products over the same rows this is all memory traffic, so it is one kernel on CUDA. Its backward
+recomputes `a` from h instead of having kept it (for Qwen3-30B 200 MB a layer), and returns it: the gradient of `down`
+needs it. The torch functions here are the specification, in float32 at least; they run on the CPU and for float64.
+
+Shapes: R rows sorted by expert, E experts, F neurons, H = 2F for gated FFNs ([gate | up]), else F. `ends_E` (int32) is
+where each expert's rows end; rows behind the last end belong to no one, and their `a` and `d_h` may hold anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from upcycle.ffn import ACTIVATIONS
+
+
+def on_kernel(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype != torch.float64  # float64 is for checking gradients
+
+
+def live(ends_E: Tensor, rows: int) -> Tensor:
+    return torch.arange(rows, device=ends_E.device) < ends_E[-1]
+
+
+def forward_reference(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
+    wide = torch.promote_types(h_RH.dtype, torch.float32)
+    a_RF = product(h_RH.to(wide), weight_R.to(wide), activation, gated).to(h_RH.dtype)
+    return torch.where(live(ends_E, len(h_RH))[:, None], a_RF, 0)
+
+
+def backward_reference(
+    d_a_RF: Tensor, h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(h_RH.dtype, torch.float32)
+    with torch.enable_grad():
+        h, weight = h_RH.detach().to(wide).requires_grad_(), weight_R.detach().to(wide).requires_grad_()
+        a_RF = product(h, weight, activation, gated)
+        d_h, d_weight = torch.autograd.grad(a_RF, (h, weight), d_a_RF.to(wide))
+    mine_R = live(ends_E, len(h_RH))
+    return (
+        torch.where(mine_R[:, None], d_h, 0).to(h_RH.dtype),
+        torch.where(mine_R, d_weight, 0).to(weight_R.dtype),
+        torch.where(mine_R[:, None], a_RF.detach(), 0).to(h_RH.dtype),
+    )
+
+
+def product(h_RH: Tensor, weight_R: Tensor, activation: str, gated: bool) -> Tensor:
+    act = ACTIVATIONS[activation]
+    if not gated:
+        return act(h_RH) * weight_R[:, None]
+    gate_RF, up_RF = h_RH.chunk(2, dim=1)
+    return act(gate_RF) * up_RF * weight_R[:, None]
+
+
+def forward(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
+    """-> a_RF"""
+    if not on_kernel(h_RH):
+        return forward_reference(h_RH, weight_R, ends_E, activation, gated)
+    from training.kernels import swiglu_triton
+
+    return swiglu_triton.forward(h_RH, weight_R, ends_E, activation, gated)
+
+
+def backward(
+    d_a_RF: Tensor, h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> d_h_RH, d_weight_R, a_RF. May write a_RF over d_a_RF, which the caller has no more use for."""
+    if not on_kernel(h_RH):
+        return backward_reference(d_a_RF, h_RH, weight_R, ends_E, activation, gated)
+    from training.kernels import swiglu_triton
+
+    return swiglu_triton.backward(d_a_RF, h_RH, weight_R, ends_E, activation, gated)
+
+
+def zero_tail(y_RD: Tensor, ends_E: Tensor) -> Tensor:
+    """Zeros, in place, in the rows behind the last end. Grouped products leave there what the memory held before."""
+    if not y_RD.is_cuda:
+        y_RD[int(ends_E[-1]) :] = 0
+        return y_RD
+    from training.kernels import swiglu_triton
+
+    return swiglu_triton.zero_tail(y_RD, ends_E)
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
+        ctx.save_for_backward(h_RH, weight_R, ends_E)
+        ctx.options = activation, gated
+        return forward(h_RH, weight_R, ends_E, activation, gated)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_a_RF: Tensor) -> tuple[Tensor | None, ...]:
+        d_a_RF = d_a_RF.clone(memory_format=torch.contiguous_format)  # autograd's own, which must not be written over
+        d_h_RH, d_weight_R, _ = backward(d_a_RF, *ctx.saved_tensors, *ctx.options)
+        return d_h_RH, d_weight_R, None, None, None
+
+
+def activate(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
+    """The same for autograd, for backends whose matrix products bring their own gradients."""
+    a_RF: Tensor = _Activate.apply(h_RH, weight_R, ends_E, activation, gated)  # type: ignore[no-untyped-call]
+    return a_RF
