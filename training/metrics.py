@@ -60,14 +60,12 @@ class Metrics:
         self.resumed, self.line = resume_step, Line(stream or sys.stderr)
         self.pending: dict[str, list[Value]] = {}
         self.tokens = self.taken = 0  # since the run began; steps since the last line
-        self.loss, self.pace = Smooth(), Smooth()
+        self.pace = Smooth()
         self.outlets: list[Any] = []
         if self.quiet:
             return
         folder.mkdir(parents=True, exist_ok=True)
         kept = cut(folder, resume_step)
-        past: dict[str, Any] = {name: value for row in kept for name, value in row.items()}
-        self.loss.value = past.get("loss_smooth")
         counted = next((row for row in reversed(kept) if "tokens" in row), None)
         self.tokens_at_resume = round(counted["tokens"] * resume_step / counted["step"]) if counted else None
         if tensorboard:
@@ -99,8 +97,6 @@ class Metrics:
         row: dict[str, Any] = {"step": step}
         if self.taken:
             row |= self.speed(step)  # after fetch, which waited for the device
-            if math.isfinite(numbers.get("loss", math.nan)):
-                numbers["loss_smooth"] = self.loss.add(numbers["loss"])
         row |= numbers
         self.file.write(json.dumps({n: v if math.isfinite(v) else None for n, v in row.items()}) + "\n")
         self.file.flush()

@@ -101,10 +101,18 @@ def plot(folders: Sequence[Path], output: Path) -> None:
 def draw_loss(axes: Any, runs: Sequence[Run]) -> None:
     """Each interval's mean in a pale line, the smoothed one over it."""
     for run in runs:
-        axes.plot(*run.points("loss"), color=run.color, alpha=0.3, linewidth=0.8)
-        smooth = run.points("loss_smooth")
-        axes.plot(*(smooth if smooth[1] else run.points("loss")), color=run.color, label=run.name)
+        tokens, losses = run.points("loss")
+        axes.plot(tokens, losses, color=run.color, alpha=0.3, linewidth=0.8)
+        axes.plot(tokens, smoothed(losses), color=run.color, label=run.name)
     finish(axes, "nats a token")
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Means over about a twentieth of the curve, as far to the left as to the right: an exponential mean lags behind a
+    falling loss and would draw it too high."""
+    reach, last = len(values) // 40, len(values) - 1
+    spans = [min(reach, at, last - at) for at in range(len(values))]
+    return [float(np.mean(values[at - span : at + span + 1])) for at, span in enumerate(spans)]
 
 
 def draw_validation(axes: Any, runs: Sequence[Run]) -> None:
@@ -118,8 +126,8 @@ def draw_validation(axes: Any, runs: Sequence[Run]) -> None:
 
 
 def draw_curves(axes: Any, runs: Sequence[Run], key: str, label: str) -> None:
-    for run in runs:
-        axes.plot(*run.points(key), color=run.color, label=run.name)
+    for number, run in enumerate(runs):  # a style each, because curves often lie on each other
+        axes.plot(*run.points(key), STYLES[number % len(STYLES)], color=run.color, label=run.name)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     axes.set_ylim(bottom=0)
     finish(axes, label)

@@ -22,7 +22,6 @@ from training import metrics, plots, profiling
 from training.metrics import BEFORE, FILE, Line, Metrics, describe, duration, read
 from training.profiling import Phases, Trace, memory_snapshot
 
-
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -71,7 +70,6 @@ def test_a_row_has_means_of_the_interval_and_the_latest_of_the_rest(tmp_path: Pa
     first, second = read(tmp_path)
     assert (first["loss"], first["skipped"], first["lr"], first["extra"], first["tokens"]) == (3.0, 3, 6.0, 7.5, 30)
     assert (second["loss"], second["tokens"]) == (5.0, 40) and "extra" not in second
-    assert (first["loss_smooth"], second["loss_smooth"]) == (3.0, pytest.approx(0.9 * 3 + 0.1 * 5))
 
 
 def test_a_tensor_changed_in_place_after_the_step_counts_as_it_was(tmp_path: Path) -> None:
@@ -374,6 +372,19 @@ def test_a_plot_has_what_the_runs_have(tmp_path: Path, monkeypatch: pytest.Monke
     table = load.collections[0].get_array()
     assert table.shape == (12, 40) and table[11, 0] == pytest.approx(1 + 12 * math.exp(-0.1) / 2)
     assert all(axes.get_xlabel() == "tokens" for axes in (train, valid, rate, load))
+
+
+def test_smoothing_neither_lags_nor_shifts() -> None:
+    line = [10.0 - at / 100 for at in range(400)]
+    assert plots.smoothed(line) == pytest.approx(line)
+    jagged = [value + (-1) ** at for at, value in enumerate(line)]
+    assert max(abs(a - b) for a, b in list(zip(plots.smoothed(jagged), line, strict=True))[10:-10]) < 0.1
+    assert plots.smoothed([]) == [] and plots.smoothed([3.0]) == [3.0]
+
+
+def test_the_eta_is_of_the_recent_pace() -> None:
+    pace = metrics.Smooth()
+    assert [pace.add(value) for value in (3.0, 5.0)] == [3.0, pytest.approx(0.9 * 3 + 0.1 * 5)]
 
 
 def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -464,7 +464,11 @@ def test_all_damaged_is_not_a_fresh_start(tmp_path: Path) -> None:
     for path in saved(tmp_path, 1, 2).glob("*/shard*"):
         flip(path)
     state = small(9)
-    with Checkpoints(tmp_path) as checkpoints, pytest.warns(UserWarning), pytest.raises(ValueError, match="none of the 2"):
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.warns(UserWarning),
+        pytest.raises(ValueError, match="none of the 2"),
+    ):
         checkpoints.load(state)
     assert same(state, 9) and names(tmp_path) == ["step-00000001", "step-00000002"]
 
@@ -617,6 +621,7 @@ def sharded(step: int, dim: int) -> TrainState:
     model = Weights(**tensors, plain=torch.full((2,), float(step)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     state = TrainState(model, [optimizer], step, {"web": step}, {"box": Box(tensors["rows"] * 2)})
+    state.rank_parts = {"seen": Box((step, dist.get_rank()))}
     if step:
         model.rows.grad = distribute_tensor(full(step)["rows"], mesh, placements["rows"])
         optimizer.step()
@@ -630,7 +635,12 @@ def whole(value: Any) -> Any:
 
 def summary(state: TrainState) -> dict[str, Any]:
     moments = state.optimizers[0].state[state.model.rows]
-    values = {"rows": state.model.rows, "all": state.model.all, "plain": state.model.plain, "box": state.parts["box"].value}
+    values = {
+        "rows": state.model.rows,
+        "all": state.model.all,
+        "plain": state.model.plain,
+        "box": state.parts["box"].value,
+    }
     return {name: whole(value).detach().clone() for name, value in {**values, **moments}.items()}
 
 
@@ -668,6 +678,7 @@ def load_rows(rank: int, folder: Path) -> Any:
     state = sharded(0, 0)
     with Checkpoints(folder / "run") as checkpoints:
         assert checkpoints.load(state) == 2
+    assert state.rank_parts["seen"].value == (2, rank)
     return {name: value.tolist() for name, value in summary(state).items()}, torch.rand(3).tolist()
 
 
@@ -675,8 +686,14 @@ def load_columns(rank: int, folder: Path) -> Any:
     state = sharded(0, 1)
     with Checkpoints(folder / "run") as checkpoints, warnings.catch_warnings(record=True) as said:
         assert checkpoints.load(state) == 2
-    local_shapes = [list(t.to_local().shape) for t in (state.model.rows, state.optimizers[0].state[state.model.rows]["exp_avg"])]
-    return {name: value.tolist() for name, value in summary(state).items()}, local_shapes, [str(w.message) for w in said]
+    local_shapes = [
+        list(t.to_local().shape) for t in (state.model.rows, state.optimizers[0].state[state.model.rows]["exp_avg"])
+    ]
+    return (
+        {name: value.tolist() for name, value in summary(state).items()},
+        local_shapes,
+        [str(w.message) for w in said],
+    )
 
 
 def fail_on_one(rank: int, folder: Path) -> Any:
@@ -718,7 +735,7 @@ def test_two_ranks_save_and_other_meshes_load(tmp_path: Path) -> None:
 
     answers = on_ranks(3, tmp_path, load_columns)
     assert all(values == wrote and shapes == [[5, 1], [5, 1]] for values, shapes, _ in answers)
-    assert [len(said) for *_, said in answers] == [0, 0, 1] and "no 'rank.2.rng'" in answers[2][2][0]  # rank 2 is new
+    assert [len(said) for *_, said in answers] == [0, 0, 2] and "no 'rank.2.rng'" in answers[2][2][0]  # rank 2 is new
 
     alone = small()
     model = Weights(**full(0), plain=torch.zeros(2))
