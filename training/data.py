@@ -27,7 +27,7 @@ import math
 import queue
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from itertools import accumulate
@@ -51,6 +51,7 @@ ROUNDS = 8
 MASK64 = (1 << 64) - 1
 Longs = NDArray[np.int64]
 Row = tuple[Longs, Longs, Longs, Longs]  # tokens, labels, documents, positions; [S] each
+Span = tuple[NDArray[Any], int, int, bool]  # ids, begin, end, whether `begin` is inside a document
 
 
 # ---- config
@@ -77,10 +78,14 @@ class DataConfig:
     sequence: int = 4096
     seed: int = 0
     mask_documents: bool = True  # a token attends to its own document only
+    stream: str = ""  # in place of train: hf:org/name[@revision][:config][:split][#column], tokenised as it comes
+    tokenizer: str = ""  # of the stream: a folder with tokenizer.json
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "train", sources(TrainSource, self.train, "data.train"))
         object.__setattr__(self, "valid", sources(ValidSource, self.valid, "data.valid"))
+        if self.stream and self.train:
+            raise ValueError("data.stream and data.train are both set; prepare the stream to mix it, or leave one out")
         if self.sequence < 1:
             raise ValueError(f"data.sequence={self.sequence} must be at least 1")
         for source in self.train:
@@ -135,6 +140,35 @@ class Samples(Protocol):
     def batch(self, sample: int, size: int) -> Batch:
         """Samples number `sample` ... `sample + size` of the run."""
         ...
+
+    def state(self, cursor: int) -> dict[str, Any]:
+        """What finds sample `cursor` again besides its number: nothing, but for a stream (training/stream.py)."""
+        ...
+
+
+def lay(spans: Iterable[Span], length: int, start: int, mask_documents: bool) -> Row:
+    """A row of parts of documents."""
+    tokens: Longs = np.full(length, start, np.int64)
+    labels: Longs = np.full(length, IGNORE, np.int64)
+    documents: Longs = np.zeros(length, np.int64)
+    positions: Longs = np.arange(length)
+    filled = 0
+    for number, (ids, begin, end, inner) in enumerate(spans):
+        size = end - begin
+        part = slice(filled, filled + size)
+        labels[part] = ids[begin:end]
+        if inner:
+            tokens[part] = ids[begin - 1 : end - 1]
+        else:
+            tokens[filled + 1 : filled + size] = ids[begin : end - 1]
+        if mask_documents:
+            documents[part] = number
+            positions[part] = np.arange(size)
+        filled += size
+    if filled < length:  # all that there is is shorter than one sequence
+        documents[filled:] = documents[filled - 1] + 1
+        positions[filled:] = np.arange(length - filled)
+    return tokens, labels, documents, positions
 
 
 def stack(rows: Sequence[Row]) -> Batch:
@@ -195,37 +229,18 @@ class Windows:
 
     def cut(self, first: int, scored: int, epoch: int) -> Row:
         """Labels first ... first + S of an epoch; those before `scored` are context."""
-        S = self.sequence
-        tokens: Longs = np.full(S, self.shards.start, np.int64)
-        labels: Longs = np.full(S, IGNORE, np.int64)
-        documents: Longs = np.zeros(S, np.int64)
-        positions: Longs = np.arange(S)
-        filled = 0
-        for number, (shard, begin, end, inner) in enumerate(self.spans(first, S, epoch)):
-            size = end - begin
-            part = slice(filled, filled + size)
-            labels[part] = shard[begin:end]
-            if inner:
-                tokens[part] = shard[begin - 1 : end - 1]
-            else:
-                tokens[filled + 1 : filled + size] = shard[begin : end - 1]
-            if self.mask_documents:
-                documents[part] = number
-                positions[part] = np.arange(size)
-            filled += size
-        if max(int(labels.max()), int(tokens.max())) >= self.shards.vocab:
+        row = lay(self.spans(first, self.sequence, epoch), self.sequence, self.shards.start, self.mask_documents)
+        highest = max(int(row[0].max()), int(row[1].max()))
+        if highest >= self.shards.vocab:
             raise ValueError(
-                f"{self.shards.folder} holds id {max(int(labels.max()), int(tokens.max()))} but its tokenizer has "
-                f"{self.shards.vocab}; its files are damaged: run python -m training.prepare --check on it"
+                f"{self.shards.folder} holds id {highest} but its tokenizer has {self.shards.vocab}; its files are "
+                "damaged: run python -m training.prepare --check on it"
             )
-        labels[: scored - first] = IGNORE
-        if filled < S:  # the whole set is shorter than one sequence
-            documents[filled:] = documents[filled - 1] + 1
-            positions[filled:] = np.arange(S - filled)
-        return tokens, labels, documents, positions
+        row[1][: scored - first] = IGNORE
+        return row
 
-    def spans(self, at: int, length: int, epoch: int) -> Iterator[tuple[NDArray[Any], int, int, bool]]:
-        """(a shard's tokens, begin, end, whether begin is inside a document) of `length` tokens from `at` on."""
+    def spans(self, at: int, length: int, epoch: int) -> Iterator[Span]:
+        """Of `length` tokens from `at` on."""
         while length > 0 and at < self.tokens:
             index = bisect_right(self.firsts, at) - 1
             shard, inside = self.shards.shards[index], at - self.firsts[index]
@@ -337,6 +352,9 @@ class Mixture:
             [self.sources[source].row(n) for source, n in map(self.schedule.__getitem__, range(sample, sample + size))]
         )
 
+    def state(self, cursor: int) -> dict[str, Any]:
+        return {}
+
     def epochs(self, cursor: int) -> Mapping[str, float]:
         """How often each source was read when `cursor` samples are consumed."""
         counts = self.schedule.counts(cursor)
@@ -353,6 +371,9 @@ def same_tokenizer(found: Sequence[TokenShards]) -> None:
 
 class Mock:
     """Random tokens in place of data, for benchmarks."""
+
+    def state(self, cursor: int) -> dict[str, Any]:
+        return {}
 
     def __init__(self, vocab: int, sequence: int, seed: int = 0) -> None:
         self.vocab, self.sequence, self.seed = vocab, sequence, seed
@@ -399,8 +420,12 @@ def bits_per_byte(nats: float, size: int) -> float:
 # ---- from a config
 
 
-def open_training(config: DataConfig, vocab: int) -> Mixture:
-    """`vocab`: the model's number of embeddings."""
+def open_training(config: DataConfig, vocab: int, state: Mapping[str, Any] | None = None) -> Samples:
+    """`vocab`: the model's number of embeddings; `state`: of the checkpoint that the run goes on from."""
+    if config.stream:
+        from training.stream import Stream
+
+        return Stream(config, vocab, state)
     parts = [(source.name, TokenShards.open(source.path, vocab), source.weight) for source in config.train]
     return Mixture(parts, config.sequence, config.seed, mask_documents=config.mask_documents)
 

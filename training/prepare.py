@@ -26,6 +26,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
@@ -238,19 +239,27 @@ def parquet_texts(source: Source, watch: Callable[[int], object]) -> Iterator[st
 
 
 def hub_texts(source: Source) -> Iterator[str]:
+    with hub_errors(source):
+        for row in hub_rows(source):
+            yield from strings(source, [row.get(source.column)])
+
+
+def hub_rows(source: Source) -> Any:
+    """The rows as `datasets` streams them."""
     try:
         datasets = import_module("datasets")
     except ImportError:
         raise ValueError(f"{HUB}{source.place} needs the package datasets; pip install datasets") from None
     assert source.hub is not None
     revision, config, split = source.hub
+    return datasets.load_dataset(source.place, config or None, split=split, revision=revision or None, streaming=True)
+
+
+@contextmanager
+def hub_errors(source: Source) -> Iterator[None]:
     try:
-        rows = datasets.load_dataset(
-            source.place, config or None, split=split, revision=revision or None, streaming=True
-        )
-        for row in rows:
-            yield from strings(source, [row.get(source.column)])
-    except ValueError:
+        yield
+    except (ValueError, GeneratorExit):
         raise
     except Exception as error:  # of the network, of the hub, of its file formats: there is no common class
         raise ValueError(f"{HUB}{source.place} cannot be read: {' '.join(str(error).split())}") from None

@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -662,6 +663,59 @@ def test_mock_has_the_same_interface() -> None:
     assert {k: v.dtype for k, v in vars(batch).items()} == {k: v.dtype for k, v in vars(mixture().batch(0, 1)).items()}
 
 
+# ---- a stream
+
+
+@pytest.fixture
+def streamed(tokenizer: Path, tmp_path: Path) -> DataConfig:
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    for part in range(2):
+        jsonl(tmp_path / "set" / f"train-{part}.jsonl", ["", *texts(15, part)])
+    return DataConfig(stream=f"hf:{tmp_path / 'set'}", tokenizer=str(tokenizer), sequence=16)
+
+
+def test_a_stream_is_the_same_on_any_mesh_and_after_any_stop(streamed: DataConfig) -> None:
+    whole = open_training(streamed, 400).batch(0, 160)
+    documents = [row for part in range(2) for row in texts(15, part)]
+    known = Tokenizer.from_file(f"{streamed.tokenizer}/tokenizer.json")
+    wanted = [id for document in documents for id in [*known.encode(document).ids, known.token_to_id(EOS)]]
+    assert len(wanted) * 1.2 < 160 * 16  # more than an epoch
+    assert whole.labels.flatten().tolist() == (wanted * 3)[: 160 * 16]
+    for rank in range(2):
+        cursor, state = 0, {}
+        for stop in (1, 3, 9):  # steps of 2 ranks of 4 samples, each time from the state of rank 0
+            with Loader(open_training(streamed, 400, state), cursor, 4, rank, 2) as loader:
+                for _ in range(stop):
+                    first = cursor + 4 * rank
+                    batch, cursor = next(loader)
+                    assert same(batch, Batch(*(part[first : first + 4] for part in vars(whole).values())))
+                state = json.loads(json.dumps(loader.samples.state(cursor)))
+    stream = open_training(streamed, 400)
+    stream.batch(8, 1)
+    with pytest.raises(ValueError, match="is at sample 9 and cannot go back to 8"):
+        stream.batch(8, 1)
+    with pytest.raises(ValueError, match="is another than in the checkpoint"):
+        open_training(replace(streamed, sequence=17), 400, state)
+
+
+def test_bad_streams_are_a_sentence(streamed: DataConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ids but the model has 99 embeddings"):
+        open_training(streamed, 99)
+    for change, message in (
+        ({"tokenizer": ""}, "data.tokenizer is not set"),
+        ({"stream": "a.jsonl"}, "data.stream is 'a.jsonl'; write hf:org/name"),
+        ({"train": ("x",)}, "data.stream and data.train are both set"),
+        ({"stream": f"{streamed.stream}::nosplit"}, "nosplit"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_training(replace(streamed, **change), 400)  # type: ignore[arg-type]
+    (tmp_path / "none").mkdir()
+    jsonl(tmp_path / "none" / "train.jsonl", ["", ""])
+    with pytest.raises(ValueError, match="there is no text in hf:"):
+        open_training(replace(streamed, stream=f"hf:{tmp_path / 'none'}"), 400).batch(0, 1)
+
+
 # ---- validation
 
 
@@ -713,6 +767,7 @@ def test_configs(folder: Path, tmp_path: Path) -> None:
     assert config.train == (TrainSource("web", str(folder), 3), TrainSource("shards", str(folder), 1))
     assert config.valid == (ValidSource("shards", str(folder), 90),)
     mixed = open_training(config, 400)
+    assert isinstance(mixed, Mixture) and mixed.state(5) == {}
     assert mixed.schedule.shares == [3, 1] and mixed.batch(0, 4).tokens.shape == (4, 32)
     (valid,) = open_validation(config, 400)
     assert valid.tokens <= 90 and valid.bytes < TokenShards.open(folder).bytes
@@ -748,6 +803,9 @@ class Failing:
         if sample >= 4:
             raise OSError("the disk is gone")
         return Mock(10, 4).batch(sample, size)
+
+    def state(self, cursor: int) -> dict[str, Any]:
+        return {}
 
 
 def test_a_failure_in_the_thread_comes_to_the_caller_in_its_turn() -> None:
