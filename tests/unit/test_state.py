@@ -29,6 +29,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from training import state as state_module
 from training import storage
+from training.optim import OptimConfig, SpikeGuard
+from training.optim import Optimizer as OurOptimizer
 from training.state import Checkpoints, Stop, TrainState, get, put
 from training.storage import MANIFEST, SAFETENSORS, damage, read_manifest
 from upcycle import disk
@@ -199,6 +201,45 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     resumed.step = 2
     got = resumed.tensors(0)
     assert got.keys() == want.keys() and [n for n in want if not equal(got[n], want[n])] == []
+    step()
+    assert not equal(resumed.tensors(0)["model.0.weight"], want["model.0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("adamw", torch.bfloat16), ("adamw", torch.float32), ("muon", torch.bfloat16)]
+)
+def test_our_optimizer_and_spike_guard_go_on_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Master weights, moments, the count of skipped steps and the guard's statistics; some steps are skipped."""
+
+    def run() -> tuple[TrainState, Callable[[], None]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 4)).to(dtype)
+        config = OptimConfig(name=name)
+        optimizer, guard = OurOptimizer(config, model.named_parameters()), SpikeGuard(config)
+
+        def step() -> None:
+            loss = model(torch.randn(4, 6, dtype=dtype)).float().square().mean()
+            loss.backward()
+            guard.spike(loss.detach(), optimizer.clip())
+            optimizer.step(0.1, torch.rand(()) < 0.3)
+            optimizer.zero_grad()
+
+        return TrainState(model, [optimizer], parts={"guard": guard}), step
+
+    state, step = run()
+    for _ in range(5):
+        step()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(5, state)
+        for _ in range(5):
+            step()
+        resumed, step = run()
+        checkpoints.load(resumed)
+    for _ in range(5):
+        step()
+    want, got = state.tensors(0), resumed.tensors(0)
+    assert got.keys() == want.keys() and [n for n in want if not equal(got[n], want[n])] == []
+    assert any(".master" in name for name in want) == (dtype == torch.bfloat16)
     step()
     assert not equal(resumed.tensors(0)["model.0.weight"], want["model.0.weight"])
 
