@@ -42,6 +42,21 @@ def shapes(target: str, moe: MoESpec) -> dict[str, tuple[tuple[int, ...], str]]:
     return {slot.name: (slot.shape, slot.dtype) for slot in module(target).slots(moe)}
 
 
+def roles(moe: MoESpec) -> Iterator[str]:
+    """What a model built from the spec alone has."""
+    ffn = set(moe.dense.ffn_shapes())
+    for role, _ in moe.dense.roles():
+        path = role.split(".", 2)
+        if not (path[0] == "layers" and int(path[1]) in moe.layers and path[2] in ffn):
+            yield role
+    for layer in moe.layers:
+        parts = [f"experts.{i}" for i in range(moe.experts)] + ["shared"] * bool(moe.shared)
+        yield from (f"layers.{layer}.{part}.{name}" for part in parts for name in ffn)
+        yield f"layers.{layer}.router.weight"
+        yield from [f"layers.{layer}.router.bias"] * (moe.score == "sigmoid")
+        yield from [f"layers.{layer}.shared_gate.weight"] * moe.shared_gate
+
+
 def saved_again(config: Config, folder: Path) -> Config:
     """config.json as transformers writes it after reading ours."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,6 +99,7 @@ def test_the_view_has_our_tensors_and_our_config(target: str, variant: str, shap
     assert ours.read(ours.config(view)) == view
     assert ours.read(saved_again(written, tmp_path)) == view
     assert refusals(ours.ABILITIES, view) == []
+    assert {role for slot in ours.slots(view) for role in slot.roles} == set(roles(view))
 
 
 @pytest.mark.parametrize("target", parity.TARGETS)
@@ -145,7 +161,8 @@ def test_the_views_that_differ_from_what_was_converted() -> None:
     gemma, arcee = moe_of("granitemoe", "gemma", "E4G2T4"), moe_of("mixtral", "arcee", "E4G2T4")
     assert (gemma.dense.norm, arcee.dense.activation, arcee.dense.gated) == ("rms1p", "relu2", False)
     view = module("granitemoe").read(module("granitemoe").config(gemma))
-    assert view.dense.norm == "rms" and view.order == "topk-then-softmax" and view.weights_sum_to_one
+    assert view.dense.norm == "rms" and view.order == "topk-then-softmax"
+    assert view.weights_sum_to_one and not view.normalize  # the sum is 1 without a division
     view = module("mixtral").read(module("mixtral").config(arcee))
     assert (view.dense.activation, view.dense.gated) == ("relu", True)
     assert (view.copies, view.granularity, view.experts) == (8, 1, 8)
@@ -240,7 +257,7 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
 
 # The least that each class can be told: everything else is its default.
 LEAST = {
-    "vocab_size": 100352, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32, "num_experts_per_tok": 2,
+    "vocab_size": 100352, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 64, "num_experts_per_tok": 2,
 }  # fmt: skip
 SIZES: dict[str, Config] = {
     "mixtral": {"intermediate_size": 48, "num_local_experts": 4},
@@ -260,7 +277,8 @@ SIZES: dict[str, Config] = {
 BY_HAND: list[Config] = [
     {"rope_theta": 5e5, "torch_dtype": "float16"},
     {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 7e4},
-    {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 512},
+    # head_dim, because Mixtral's class of transformers 5.23 cannot do YaRN without
+    {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 512, "head_dim": 8},
     {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-4, "tie_word_embeddings": False},
     {"attention_bias": True, "norm_topk_prob": True, "use_qk_norm": True},
     {"first_k_dense_replace": 2, "decoder_sparse_step": 2, "routed_scaling_factor": 2.5},
@@ -321,11 +339,12 @@ def test_published_configs_by_number() -> None:
 @pytest.mark.parametrize("target", SIZES)
 def test_defaults_are_those_of_the_class(target: str) -> None:
     assert set(SIZES) == set(plugin.names("upcycle.targets"))
-    for by_hand in [{}, *BY_HAND]:
+    window = [{"use_sliding_window": True}] if target == "qwen3_moe" else []
+    for by_hand in [{}, *BY_HAND, *window]:
         config = {"model_type": target} | LEAST | SIZES[target] | by_hand
         view = module(target).read(config)
         assert view == module(target).read(stated(config)), by_hand
-        if target != "upcycled" and "head_dim" in by_hand | SIZES[target]:
+        if target != "upcycled":
             assert count(target, view) == count_of_theirs(config)
 
 
