@@ -69,8 +69,8 @@ class TrainConfig:
             raise ValueError(f"model.compute is {self.model.compute!r}; it must be one of {', '.join(COMPUTE)}")
         if bool(self.model.source) == bool(self.model.upcycle):
             raise ValueError(
-                "the model comes from model.source (a checkpoint) or from model.upcycle (a dense one, upcycled while it "
-                f"is loaded); {'both are' if self.model.source else 'neither is'} set"
+                "the model comes from model.source (a checkpoint) or model.upcycle (a dense one, upcycled as it is "
+                f"read); {'both are' if self.model.source else 'neither is'} set"
             )
 
 

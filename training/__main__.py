@@ -1,0 +1,39 @@
+"""python -m training CONFIG [key=value ...]: train, or go on training where the run in `output` stopped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+EXAMPLES = """usage: python -m training CONFIG [key=value ...]
+
+  python -m training.prepare runs/data tokenizer=./llama sources=[book.txt]     text to token shards, once
+  python -m training stories output=runs/moe                                    a ready config
+  python -m training model.source=./llama data.train=[runs/data] output=runs/dense steps=1000 batch=8
+  python -m training model.upcycle=llama3-8b-e8t2 data.train=[runs/data] output=runs/moe
+  python -m training.plots runs/dense runs/moe --output loss.png
+
+The same command goes on where it stopped. All keys, with comments: training/config.py
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(EXAMPLES, end="")
+        return 0 if words else 2
+    from training.config import read_config
+    from training.train import train
+
+    file, words = (words[0], words[1:]) if "=" not in words[0] else ("", words)
+    try:
+        folder = train(read_config(file, words))
+    except (ValueError, OSError) as error:
+        print(f"training: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(f"{folder} is trained: metrics.jsonl, checkpoints/")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
