@@ -31,6 +31,8 @@ from upcycle import plugin
 from upcycle.config import read
 from upcycle.spec import DenseSpec, MoESpec
 
+BLOCKS = 3  # of `steps` steps; the row has their median
+KERNELS = 25  # listed by name with profile=true
 # kernels by what they are for; the first that matches
 PHASES: Mapping[str, tuple[str, ...]] = {
     "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa"),
@@ -96,7 +98,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = [timed(step, device) for _ in range(config.steps)]
+    seconds = [timed(step, device, config.steps) for _ in range(BLOCKS)]
     middle = statistics.median(seconds)
     tokens = config.batch * config.sequence
     flops = model_flops(spec, config.sequence) - (6 * dense.vocab * dense.hidden if config.stack else 0)
@@ -151,14 +153,16 @@ def balanced(routing: Routing) -> Routing:
     return replace(routing, expert_TK=expert_TK)
 
 
-def timed(step: Callable[[], None], device: torch.device) -> float:
+def timed(step: Callable[[], None], device: torch.device, steps: int) -> float:
+    """Seconds a step, steps one after the other as in training: the host may run ahead of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    step()
+    for _ in range(steps):
+        step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / steps
 
 
 def phases(step: Callable[[], None], repeats: int = 3) -> dict[str, float]:
@@ -170,7 +174,11 @@ def phases(step: Callable[[], None], repeats: int = 3) -> dict[str, float]:
             step()
         torch.cuda.synchronize()
     out: dict[str, float] = {}
-    for event in found.key_averages():
+    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
+    for event in events[:KERNELS]:  # the names behind the phases, for whoever wants to make one faster
+        spent, calls = event.self_device_time_total / 1e3 / repeats, event.count / repeats
+        print(f"{spent:8.3f} ms {calls:6.0f} x  {event.key[:100]}", file=sys.stderr)
+    for event in events:
         spent = event.self_device_time_total / 1e3 / repeats
         phase = next((p for p, words in PHASES.items() if any(w.lower() in event.key.lower() for w in words)), "other")
         out[phase] = out.get(phase, 0.0) + spent

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from training.dispatch import Dispatched
+from training.kernels.permute import gather, spread
 
 
 @dataclass(frozen=True)
@@ -15,16 +17,45 @@ class Local:
     experts: int
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched:
-        k = expert_TK.shape[1]
         flat_R = expert_TK.flatten()
         order_R = torch.argsort(flat_R, stable=True)
+        back_R = torch.empty_like(order_R)
+        back_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
         # not bincount: it would wait for the device to learn the largest expert
         count_E = torch.zeros(self.experts, dtype=torch.int32, device=x_TD.device)
         count_E.scatter_add_(0, flat_R, torch.ones_like(flat_R, dtype=torch.int32))
-        return Dispatched(x_TD[order_R // k], weight_TK.flatten()[order_R], count_E, (order_R, k))
+        x_RD: Tensor = _Spread.apply(x_TD, order_R, back_R, expert_TK.shape[1])  # type: ignore[no-untyped-call]
+        weight_R = weight_TK.flatten()[order_R]
+        return Dispatched(x_RD, weight_R, count_E, (order_R, back_R, expert_TK.shape[1]))
 
-    def combine(self, y_RD: Tensor, handle: tuple[Tensor, int]) -> Tensor:
-        order_R, k = handle
-        back_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(order_R.numel(), device=order_R.device))
-        # gathered and summed in a fixed order: adding rows by index would be another sum every time on a GPU
-        return y_RD[back_R].view(-1, k, y_RD.shape[1]).sum(1)
+    def combine(self, y_RD: Tensor, handle: tuple[Tensor, Tensor, int]) -> Tensor:
+        y_TD: Tensor = _Gather.apply(y_RD, *handle)  # type: ignore[no-untyped-call]
+        return y_TD
+
+
+# The two are each other's transpose. Written out, because autograd would make of a gather's gradient a scatter-add:
+# atomics in another order every time, and several times slower than the gather and sum that it really is.
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, back_R: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(back_R)
+        ctx.k = k
+        return spread(x_TD, order_R, k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather(grad_RD, ctx.saved_tensors[0], ctx.k), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, order_R: Tensor, back_R: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order_R)
+        ctx.k = k
+        return gather(y_RD, back_R, k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None, None]:
+        return spread(grad_TD, ctx.saved_tensors[0], ctx.k), None, None, None

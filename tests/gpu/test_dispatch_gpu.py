@@ -1,0 +1,49 @@
+"""On a GPU: the row kernels against their torch lines, and the local dispatcher's gradients against autograd's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from training.dispatch.local import Local
+from training.kernels import permute
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "hidden"), [(1, 1, 1, 8), (257, 8, 128, 2048), (64, 2, 8, 4096), (33, 3, 7, 100)]
+)
+def test_row_kernels_are_their_torch_lines(tokens: int, k: int, experts: int, hidden: int, dtype: torch.dtype) -> None:
+    x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
+    expert = torch.rand(tokens, experts, device="cuda").topk(k).indices
+    order = torch.argsort(expert.flatten(), stable=True)
+    back = torch.argsort(order)
+    rows = permute.spread(x, order, k)
+    assert torch.equal(rows, x[order // k])
+    want = rows[back].view(tokens, k, hidden).float().sum(1)
+    got = permute.gather(rows, back, k)
+    assert torch.allclose(got.float(), want, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-5)
+    assert not torch.allclose(permute.gather(rows, order, k).float(), want, rtol=0.1, atol=0.1) or tokens == 1
+
+
+def test_local_dispatch_gives_autograds_gradients_and_waits_for_nothing() -> None:
+    tokens, k, experts, hidden = 500, 4, 16, 256
+    x = torch.randn(tokens, hidden, device="cuda", requires_grad=True)
+    weight = torch.rand(tokens, k, device="cuda", requires_grad=True)
+    expert = torch.rand(tokens, experts, device="cuda").topk(k).indices
+    local = Local(experts)
+    local.dispatch(x, weight, expert)  # compiles the kernels, which may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sent = local.dispatch(x, weight, expert)
+        y = local.combine(sent.x_RD.sin() * sent.weight_R[:, None], sent.handle)
+        ours = torch.autograd.grad(y.square().sum(), (x, weight))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    plain = x.sin() * weight.sum(1, keepdim=True)
+    theirs = torch.autograd.grad(plain.square().sum(), (x, weight))
+    assert torch.allclose(y, plain, rtol=1e-5, atol=1e-5)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(ours, theirs, strict=True))
+    assert torch.equal(sent.count_E, torch.bincount(expert.flatten(), minlength=experts).int())
