@@ -35,6 +35,7 @@ MAX_NAME = 512
 MAX_DIMS = 64
 BLOCK = 1 << 20  # read and checked while it is still in the cache
 SAMPLE = 4096
+PAGE = 4096
 
 # The header's name -> torch's name, bits. Below a byte torch has no such type: those can be listed, not read.
 DTYPES = {
@@ -118,7 +119,7 @@ class Checkpoint:
         return Checkpoint(Path(folder))
 
     def read(self, name: str, rows: tuple[int, int] | None = None, *, check: bool = True) -> torch.Tensor:
-        """The tensor, or its rows [first, last) of dim 0, in a buffer of exactly that size. Only these bytes are read.
+        """The tensor, or its rows [first, last) of dim 0, in a buffer of its own. Only these bytes are read.
 
         check: refuse a tensor with NaN or infinity in it, which would spread to everything made from it.
         """
@@ -129,7 +130,7 @@ class Checkpoint:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"tensor {short(name)} in {entry.file} is {entry.dtype}, which torch has no type for")
         shape, start, stop = row_range(entry, rows)
-        buffer = torch.empty(stop - start, dtype=torch.uint8)
+        buffer = on_a_page(stop - start)
         block_bytes = buffer.numpy()
         bad = 0
         for at in range(0, stop - start, BLOCK):
@@ -378,6 +379,14 @@ def open_regular(file: Path) -> FileIO:
 def stamp(handle: FileIO) -> tuple[int, int]:
     status = os.fstat(handle.fileno())
     return status.st_size, status.st_mtime_ns
+
+
+def on_a_page(size: int) -> torch.Tensor:
+    """Bytes that begin on a page: what is read into them can be written around the page cache as it lies."""
+    if size < BLOCK:  # not worth a page
+        return torch.empty(size, dtype=torch.uint8)
+    room = torch.empty(size + PAGE, dtype=torch.uint8)
+    return room[-room.data_ptr() % PAGE :][:size]
 
 
 def fill(handle: FileIO, file: Path, view: memoryview, at: int) -> None:

@@ -2,7 +2,7 @@
 
 A shard goes around the page cache where the system allows it (O_DIRECT): its bytes are written once and not read again
 here, so caching them would cost a copy by the kernel and push the source out of memory. What is left for the processor
-is one copy into an aligned buffer and the sha256, and those run beside the disk.
+is the sha256, and a copy into an aligned buffer of what does not begin on a page; both run beside the disk.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 BUFFER = 8 << 20  # bytes; two of them: one is filled while the other is written
@@ -55,7 +56,7 @@ def header(tensors: Iterable[Stored]) -> bytes:
         }
         start = stop
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGN)  # the data begins on a page, so that most tensors do
     return len(text).to_bytes(8, "little") + text
 
 
@@ -81,7 +82,7 @@ class Stream:
         """Copy, hash and, whenever a buffer is full, write it beside the next copy."""
         source = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data.flatten().view(torch.uint8).numpy()
         self.bytes += source.size
-        start = 0
+        start = self.write_through(source) if self.filled == 0 and source.ctypes.data % ALIGN == 0 else 0
         while start < source.size:
             size = min(PIECE, BUFFER - self.filled, source.size - start)
             piece = self.views[0][self.filled : self.filled + size]
@@ -91,6 +92,17 @@ class Stream:
             self.filled += size
             if self.filled == BUFFER:
                 self.flush(BUFFER)
+
+    def write_through(self, source: NDArray[np.uint8]) -> int:
+        """What lies on a page and comes to lie on one needs no copy: hashed while it is written. Returns how much."""
+        whole = source.size - source.size % ALIGN
+        for start in range(0, whole, BUFFER):
+            piece = source[start : min(start + BUFFER, whole)]
+            self.wait()
+            self.pending = self.writer.submit(write_all, self.fd, piece.data)
+            self.digest.update(piece.data)
+        self.wait()  # the caller may change or free what is being written
+        return whole
 
     def flush(self, size: int) -> None:
         self.wait()
