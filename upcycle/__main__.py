@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -216,7 +216,8 @@ def run_inspect(options: argparse.Namespace) -> int:
 def script() -> NoReturn:
     """The process. It leaves without tearing torch down, which takes 0.4 s: what is written is on the disk by now."""
     code = main()
-    sys.stdout.flush()
+    with suppress(BrokenPipeError):  # whoever read our output has gone
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
