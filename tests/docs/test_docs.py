@@ -192,3 +192,15 @@ def test_every_plug_in_keeps_its_contract() -> None:
             module = plugin.load(f"upcycle.{package}", name)
             assert all(hasattr(module, attribute) for attribute in wanted), module
     assert families.__doc__
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "train").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_ready_training_config_is_read(path: Path) -> None:
+    from training.bench import BenchConfig, spec_of
+    from training.config import READY, read_config
+
+    if path.stem.startswith("bench-"):
+        spec = spec_of(read(BenchConfig, path.stem, [], READY))
+        assert spec.experts in (8, 128)  # type: ignore[union-attr]
+    else:
+        assert read_config(path.stem).steps == 200
