@@ -132,7 +132,7 @@ def views(model: Decoder) -> dict[str, Tensor]:
         role = name.replace(".attention.", ".").replace(".ffn.", ".")
         if ".experts." not in role:
             out[role] = tensor.data
-    for index, layer in enumerate(model.layers):
+    for index, layer in model.layers.items():
         if isinstance(layer.ffn, MoE):
             out |= expert_views(layer.ffn, f"layers.{index}.experts")
     return out

@@ -127,7 +127,7 @@ def start(config: TrainConfig) -> Iterator[Run]:
         model = layout.initialise(model, config.seed) if config.model.random else layout.load(model, origin)
         model = model.to(device)
         if config.model.compile:
-            for layer in model.layers:
+            for layer in model.layers.values():
                 layer.compile()
         stacked = {"experts.up": 2} if origin.dense.gated else {}  # gate and up are two matrices to Muon
         optimizer = Optimizer(config.optim, model.named_parameters(), stacked)

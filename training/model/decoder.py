@@ -62,7 +62,8 @@ class Decoder(nn.Module):
         d = self.dense
         backend = None if self.moe is None else expert_backend(experts)
         self.embed = nn.Embedding(d.vocab, d.hidden)
-        self.layers = nn.ModuleList(Layer(d, self.moe, i, backend) for i in range(d.layers))
+        # by number, so that a part of the layers keeps its names
+        self.layers = nn.ModuleDict({str(i): Layer(d, self.moe, i, backend) for i in range(d.layers)})
         self.final_norm = norm(d)
         self.head = None if d.tied else Linear(d.hidden, d.vocab)
 
@@ -76,7 +77,7 @@ class Decoder(nn.Module):
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
         cos, sin = angles(self.dense, positions_BS, self.compute)
-        for layer in self.layers:
+        for layer in self.layers.values():
             x_BSD = layer(x_BSD, cos, sin, documents_BS)
         y: Tensor = self.final_norm(x_BSD)
         return y

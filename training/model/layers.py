@@ -5,18 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from training.model.attention import Attend, Sdpa
 from training.model.rope import rotate
 from upcycle.ffn import ACTIVATIONS
 from upcycle.spec import DenseSpec
-
-BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 class Linear(nn.Module):
@@ -62,7 +55,8 @@ class Attention(nn.Module):
     def __init__(self, spec: DenseSpec, layer: int) -> None:
         super().__init__()
         self.spec = spec
-        self.window = spec.window if layer in spec.window_layers else None
+        # what parallel and cached attention put something else in the place of
+        self.attend: Attend = Sdpa(spec.window if layer in spec.window_layers else None, spec.attention_scale)
         d, q, kv = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q, self.k, self.v = (Linear(d, size, bias=spec.qkv_bias) for size in (q, kv, kv))
         self.o = Linear(q, d, bias=spec.out_bias)
@@ -84,28 +78,9 @@ class Attention(nn.Module):
         if self.spec.qk_norm == "head":
             assert self.q_norm is not None and self.k_norm is not None
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (part.transpose(1, 2) for part in (rotate(q, cos, sin), rotate(k, cos, sin), v))
-        mask = visible(x_BSD.shape[1], self.window, documents_BS, x_BSD.device)
-        gqa = q.shape[1] != k.shape[1]
-        # cuDNN's kernel first: forward and backward at 492 TFLOP/s on an H200, where Flash-2, the default, reaches 274
-        with sdpa_kernel(BACKENDS, set_priority=True):
-            y = functional.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=self.spec.attention_scale, enable_gqa=gqa
-            )
-        out: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        y = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, documents_BS)
+        out: Tensor = self.o(y.flatten(2))
         return out
-
-
-def visible(length: int, window: int | None, documents_BS: Tensor | None, device: torch.device) -> Tensor | None:
-    """[B or 1, 1, S, S], True where a token may look; None if it may look at everything before it."""
-    if documents_BS is None and (window is None or window >= length):
-        return None
-    at = torch.arange(length, device=device)
-    back = at[:, None] - at[None, :]
-    mask = (back >= 0) if window is None else (back >= 0) & (back < window)
-    if documents_BS is None:
-        return mask[None, None]
-    return mask[None, None] & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
 
 
 class FeedForward(nn.Module):
