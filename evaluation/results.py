@@ -1,0 +1,150 @@
+"""What a run of a suite leaves behind: a folder of two files, which everything else here reads.
+
+    run.json      one object: the model, where the numbers come from, and every task's scores (class Run)
+    items.jsonl   one object a line: every item of every task with what the model answered (class Item)
+
+Two runs are compared item by item: join on Item.key, and refuse where prompt_hash differs, because then the two models
+were asked different things. Nothing is a pickle, and floats are kept to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from upcycle.disk import write_atomic
+
+FORMAT = 1
+Score = float | tuple[float, float]
+T = TypeVar("T", "Item", "Task", "Group", "Model")
+
+
+@dataclass(frozen=True)
+class Item:
+    task: str
+    doc: int  # its number in the task
+    doc_hash: str  # lm-eval's, of the document's content
+    prompt_hash: str  # lm-eval's, of the text that the model saw
+    target: str
+    # a number (acc: 0 or 1; acc_norm; exact_match), whose mean is the task's metric; or (log-likelihood in nats, units)
+    # of a text, whose sums give it: bits_per_byte = -sum(nats) / sum(bytes) / ln 2, *_perplexity = exp(-sum / sum)
+    scores: Mapping[str, Score]
+    logprobs: tuple[float, ...] = ()  # of each choice in nats; one for a text; none for a generation
+    greedy: tuple[bool, ...] = ()  # whether each choice is what greedy decoding would write
+    text: str = ""  # what was generated
+    choices: tuple[str, ...] = ()  # what each log-probability is of; empty for texts
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """The same in every run on the same items. The number tells apart the few documents that a task has twice."""
+        return self.task, self.doc_hash, self.doc
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    title: str  # for tables
+    metrics: Mapping[str, float]
+    stderr: Mapping[str, float]  # where lm-eval gives one
+    higher_is_better: Mapping[str, bool]
+    items: int
+    total: int  # items that the task has; more than `items` under a limit
+    fewshot: int
+    version: str
+    output: str  # multiple_choice | loglikelihood | loglikelihood_rolling | generate_until
+    groups: tuple[str, ...] = ()  # it counts in, innermost first
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    title: str
+    metrics: Mapping[str, float]  # weighted by the tasks' sizes
+    stderr: Mapping[str, float]
+    tasks: tuple[str, ...]  # all of them, through inner groups too
+    items: int
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str  # for tables and legends
+    source: str  # folder, hub id or training run
+    fingerprint: str  # of the weights: the same model has the same one, wherever it lies
+    kind: str  # model_type, of config.json
+    parameters: int
+    active: int  # parameters that a token uses
+    dtype: str
+    step: int | None = None  # of a training run's checkpoint
+
+
+@dataclass(frozen=True)
+class Run:
+    model: Model
+    suite: str
+    command: str
+    options: Mapping[str, Any]
+    versions: Mapping[str, str]  # python, torch, lm_eval, transformers, upcycle
+    started: str  # ISO 8601, UTC
+    seconds: float
+    work: Mapping[str, float]  # tokens through the model, forwards, requests, requests answered by the cache, seconds
+    tasks: Mapping[str, Task]
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what a reader must know: items cut, official lists not used, a limit
+
+
+def save(folder: str | Path, run: Run, items: Iterable[Item]) -> Path:
+    """run.json is written last: a folder that has one is whole."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(asdict(item), ensure_ascii=False, separators=(",", ":")) for item in items)
+    write_atomic(folder / "items.jsonl", "".join(line + "\n" for line in lines).encode())
+    write_atomic(folder / "run.json", json.dumps({"format": FORMAT} | asdict(run), indent=1).encode() + b"\n")
+    return folder
+
+
+def load(folder: str | Path) -> Run:
+    """The scores of a run; its items are read by items()."""
+    path = Path(folder) / "run.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no run.json; give a folder that `python -m evaluation run` has finished")
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); run the evaluation again") from None
+    if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} is not of format {FORMAT}, which this version reads; run the evaluation again")
+    value["model"] = made(Model, value.get("model"), path)
+    value["tasks"] = {name: made(Task, task, path) for name, task in value.get("tasks", {}).items()}
+    value["groups"] = {name: made(Group, group, path) for name, group in value.get("groups", {}).items()}
+    value["notes"] = tuple(value.get("notes", ()))
+    if set(value) != {f.name for f in fields(Run)}:
+        raise ValueError(f"{path} lacks or has other keys than a run's; run the evaluation again")
+    return Run(**value)
+
+
+def items(folder: str | Path) -> Iterator[Item]:
+    """In the order of the tasks and of their documents."""
+    path = Path(folder) / "items.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no items.jsonl; give a folder that `python -m evaluation run` has finished")
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number} is not JSON ({error}); run the evaluation again") from None
+            item = made(Item, value, path)
+            scores = {name: tuple(s) if isinstance(s, list) else s for name, s in item.scores.items()}
+            yield made(Item, asdict(item) | {"scores": scores}, path)
+
+
+def made(kind: type[T], value: Any, path: Path) -> T:
+    """JSON has no tuples: lists become them."""
+    names = {f.name for f in fields(kind)}
+    if not isinstance(value, dict) or set(value) != names:
+        raise ValueError(f"{path} holds {kind.__name__.lower()}s with other keys than this version reads; run it again")
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+    return kind(**values)
