@@ -19,8 +19,10 @@ def test_row_kernels_are_their_torch_lines(tokens: int, k: int, experts: int, hi
     x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
     expert = torch.rand(tokens, experts, device="cuda").topk(k).indices
     order = torch.argsort(expert.flatten(), stable=True)
-    back = torch.argsort(order)
-    rows = permute.spread(x, order, k)
+    back, count = permute.places(expert, experts)
+    assert torch.equal(back, torch.argsort(order))
+    assert torch.equal(count, torch.bincount(expert.flatten(), minlength=experts).int())
+    rows = permute.spread(x, back, k)
     assert torch.equal(rows, x[order // k])
     want = rows[back].view(tokens, k, hidden).float().sum(1)
     got = permute.gather(rows, back, k)

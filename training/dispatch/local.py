@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from training.dispatch import Dispatched
-from training.kernels.permute import gather, spread
+from training.kernels.permute import gather, places, spread
 
 
 @dataclass(frozen=True)
@@ -17,18 +17,13 @@ class Local:
     experts: int
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched:
-        flat_R = expert_TK.flatten()
-        order_R = torch.argsort(flat_R, stable=True)
-        back_R = torch.empty_like(order_R)
-        back_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
-        # not bincount: it would wait for the device to learn the largest expert
-        count_E = torch.zeros(self.experts, dtype=torch.int32, device=x_TD.device)
-        count_E.scatter_add_(0, flat_R, torch.ones_like(flat_R, dtype=torch.int32))
-        x_RD: Tensor = _Spread.apply(x_TD, order_R, back_R, expert_TK.shape[1])  # type: ignore[no-untyped-call]
-        weight_R = weight_TK.flatten()[order_R]
-        return Dispatched(x_RD, weight_R, count_E, (order_R, back_R, expert_TK.shape[1]))
+        k = expert_TK.shape[1]
+        back_R, count_E = places(expert_TK, self.experts)
+        x_RD: Tensor = _Spread.apply(x_TD, back_R, k)  # type: ignore[no-untyped-call]
+        weight_R = torch.empty_like(weight_TK).flatten().scatter(0, back_R, weight_TK.flatten())
+        return Dispatched(x_RD, weight_R, count_E, (back_R, k))
 
-    def combine(self, y_RD: Tensor, handle: tuple[Tensor, Tensor, int]) -> Tensor:
+    def combine(self, y_RD: Tensor, handle: tuple[Tensor, int]) -> Tensor:
         y_TD: Tensor = _Gather.apply(y_RD, *handle)  # type: ignore[no-untyped-call]
         return y_TD
 
@@ -39,23 +34,23 @@ class Local:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, back_R: Tensor, k: int) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, back_R: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(back_R)
         ctx.k = k
-        return spread(x_TD, order_R, k)
+        return spread(x_TD, back_R, k)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
-        return gather(grad_RD, ctx.saved_tensors[0], ctx.k), None, None, None
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        return gather(grad_RD, ctx.saved_tensors[0], ctx.k), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, order_R: Tensor, back_R: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order_R)
+    def forward(ctx: Any, y_RD: Tensor, back_R: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(back_R)
         ctx.k = k
         return gather(y_RD, back_R, k)
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None, None]:
-        return spread(grad_TD, ctx.saved_tensors[0], ctx.k), None, None, None
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        return spread(grad_TD, ctx.saved_tensors[0], ctx.k), None, None

@@ -1,22 +1,42 @@
-"""Rows out to their experts and back: a gather, and a gather with a sum over each token's rows. Both write a row once.
+"""Rows out to their experts and back: where each goes, a copy of every token to its rows, and the sum of them.
 
-The torch lines are the specification and run on a CPU. On CUDA a compiler makes of the sum a reduction that reads
-its rows in small pieces, at a third of the memory's speed; the Triton kernels read whole rows.
+The torch lines are the specification and run on a CPU. On CUDA a sort needs forty launches for what is a count, and a
+compiler makes of the sum a reduction that reads its rows in small pieces, at a third of the memory's speed.
+
+T tokens, K experts chosen a token, R = T * K rows. `back_R[t * K + j]` is the row of token t's choice j.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
-def spread(x_TD: Tensor, order_R: Tensor, k: int) -> Tensor:
-    """Row r is a copy of token order_R[r] // k."""
+def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """(back_R, count_E): rows sorted by expert, an expert's rows in the tokens' order; int32 counts."""
+    if expert_TK.is_cuda:
+        from training.kernels import permute_triton
+
+        found: tuple[Tensor, Tensor] = permute_triton.places(expert_TK.contiguous(), experts)
+        return found
+    flat_R = expert_TK.flatten()
+    order_R = torch.argsort(flat_R, stable=True)
+    back_R = torch.empty_like(order_R)
+    back_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
+    count_E = torch.zeros(experts, dtype=torch.int32, device=flat_R.device)
+    return back_R, count_E.scatter_add_(0, flat_R, torch.ones_like(flat_R, dtype=torch.int32))
+
+
+def spread(x_TD: Tensor, back_R: Tensor, k: int) -> Tensor:
+    """Row back_R[t * k + j] is a copy of token t. A token is read once, not k times from far apart."""
     if kernels_run(x_TD):
         from training.kernels import permute_triton
 
-        out: Tensor = permute_triton.spread(x_TD.contiguous(), order_R, k)
+        out: Tensor = permute_triton.spread(x_TD.contiguous(), back_R, k)
         return out
-    return x_TD[order_R // k]
+    y_RD = x_TD.new_empty(back_R.shape[0], x_TD.shape[1])
+    y_RD[back_R] = x_TD.repeat_interleave(k, 0)
+    return y_RD
 
 
 def gather(y_RD: Tensor, back_R: Tensor, k: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernels of permute.py; imported only where a kernel runs. A program for each row that is written."""
+"""The Triton kernels of permute.py; imported only where a kernel runs."""
 
 # mypy: ignore-errors
 # Triton's language only looks like Python: its pointers and blocks have no Python types.
@@ -10,14 +10,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+PIECE = 128  # choices that a program of `places` ranks among themselves
+
 
 @triton.jit
-def spread_kernel(x_ptr, order_ptr, out_ptr, D, K: tl.constexpr, COLS: tl.constexpr):
-    row, col = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
-    token = tl.load(order_ptr + row) // K
+def count_kernel(expert_ptr, count_ptr, R, E, PIECE: tl.constexpr, BINS: tl.constexpr):
+    """count[p, e]: choices of expert e in piece p."""
+    at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
+    expert = tl.load(expert_ptr + at, mask=at < R, other=0).to(tl.int32)
+    bins = tl.histogram(expert, BINS, mask=at < R)
+    col = tl.arange(0, BINS)
+    tl.store(count_ptr + tl.program_id(0) * E + col, bins, mask=col < E)
+
+
+@triton.jit
+def place_kernel(expert_ptr, first_ptr, back_ptr, R, E, PIECE: tl.constexpr):
+    """A choice's row: where its expert's rows of this piece begin, and how many in the piece came before it."""
+    index = tl.arange(0, PIECE)
+    at = tl.program_id(0) * PIECE + index
+    expert = tl.load(expert_ptr + at, mask=at < R, other=0).to(tl.int32)
+    before = (expert[:, None] == expert[None, :]) & (index[None, :] < index[:, None])
+    first = tl.load(first_ptr + tl.program_id(0) * E + expert, mask=at < R, other=0)
+    tl.store(back_ptr + at, (first + tl.sum(before.to(tl.int32), 1)).to(tl.int64), mask=at < R)
+
+
+@triton.jit
+def spread_kernel(x_ptr, back_ptr, out_ptr, D, K: tl.constexpr, COLS: tl.constexpr):
+    token, col = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     for start in range(0, D, COLS):
         keep = start + col < D
-        tl.store(out_ptr + row * D + start + col, tl.load(x_ptr + token * D + start + col, mask=keep), mask=keep)
+        x = tl.load(x_ptr + token * D + start + col, mask=keep)
+        for slot in tl.static_range(K):
+            row = tl.load(back_ptr + token * K + slot)
+            tl.store(out_ptr + row * D + start + col, x, mask=keep)
 
 
 @triton.jit
@@ -32,10 +57,26 @@ def gather_kernel(y_ptr, back_ptr, out_ptr, D, K: tl.constexpr, COLS: tl.constex
         tl.store(out_ptr + token * D + start + col, total.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def spread(x_TD: Tensor, order_R: Tensor, k: int) -> Tensor:
-    out = torch.empty(order_R.shape[0], x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
+def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    rows = expert_TK.numel()
+    pieces = triton.cdiv(rows, PIECE)
+    count_PE = torch.empty(pieces, experts, dtype=torch.int32, device=expert_TK.device)
+    back_R = torch.empty(rows, dtype=torch.int64, device=expert_TK.device)
+    if rows == 0:
+        return back_R, torch.zeros(experts, dtype=torch.int32, device=expert_TK.device)
+    bins = max(triton.next_power_of_2(experts), 2)
+    count_kernel[(pieces,)](expert_TK, count_PE, rows, experts, PIECE=PIECE, BINS=bins)
+    until_PE = count_PE.cumsum(0, dtype=torch.int32)
+    count_E = until_PE[-1].clone()
+    first_PE = until_PE - count_PE + (count_E.cumsum(0, dtype=torch.int32) - count_E)
+    place_kernel[(pieces,)](expert_TK, first_PE, back_R, rows, experts, PIECE=PIECE)
+    return back_R, count_E
+
+
+def spread(x_TD: Tensor, back_R: Tensor, k: int) -> Tensor:
+    out = torch.empty(back_R.shape[0], x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
     if out.numel():
-        spread_kernel[(out.shape[0],)](x_TD, order_R, out, x_TD.shape[1], k, columns(x_TD), num_warps=4)
+        spread_kernel[(x_TD.shape[0],)](x_TD, back_R, out, x_TD.shape[1], k, columns(x_TD), num_warps=4)
     return out
 
 
