@@ -140,17 +140,13 @@ def views(model: Decoder) -> dict[str, Tensor]:
 
 def expert_views(block: MoE, prefix: str) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
-    experts, widest = block.experts, max(block.spec.widths)
+    experts = block.experts
+    halves = ("gate", "up") if experts.gated else ("up",)
     for i, width in enumerate(block.spec.widths):
-        stacked = {"weight": experts.up, "bias": experts.up_bias}
-        for kind, tensor in stacked.items():
-            if tensor is None:
-                continue
-            if experts.gated:
-                out[f"{prefix}.{i}.gate.{kind}"] = tensor.data[i, :width]
-                out[f"{prefix}.{i}.up.{kind}"] = tensor.data[i, widest : widest + width]
-            else:
-                out[f"{prefix}.{i}.up.{kind}"] = tensor.data[i, :width]
+        for half, matrix in enumerate(halves):
+            out[f"{prefix}.{i}.{matrix}.weight"] = experts.up.data[i, half, :width]
+            if experts.up_bias is not None:
+                out[f"{prefix}.{i}.{matrix}.bias"] = experts.up_bias.data[i, half, :width]
         out[f"{prefix}.{i}.down.weight"] = experts.down.data[i, :, :width]
         if experts.down_bias is not None:
             out[f"{prefix}.{i}.down.bias"] = experts.down_bias.data[i]

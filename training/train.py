@@ -129,8 +129,7 @@ def start(config: TrainConfig) -> Iterator[Run]:
         if config.model.compile:
             for layer in model.layers.values():
                 layer.compile()
-        stacked = {"experts.up": 2} if origin.dense.gated else {}  # gate and up are two matrices to Muon
-        optimizer = Optimizer(config.optim, model.named_parameters(), stacked)
+        optimizer = Optimizer(config.optim, model.named_parameters())
         guard = SpikeGuard(config.optim, device)
         balance = Balance(config.balance, model, scale=config.micro_batch / config.batch, sequences=config.micro_batch)
         place = Place()

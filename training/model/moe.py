@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from training.dispatch import Dispatcher
 from training.dispatch.local import Local
 from training.experts import ExpertWeights
+from training.kernels import router
 from training.model.layers import FeedForward, Linear
 from upcycle.spec import MoESpec
 
@@ -41,12 +41,12 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor) -> Routing:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TN = functional.linear(x_TD.to(wide), self.weight.to(wide))
+            logits_TN = router.logits(x_TD, self.weight)
         scores_TN = logits_TN.sigmoid() if self.spec.score == "sigmoid" else logits_TN.softmax(-1)
         choice_TN = scores_TN if self.bias is None else scores_TN + self.bias.to(wide)
-        # a stable sort breaks ties by lower index, which keeps a virtual group whole; logits of equal rows are equal
+        # ties go to the lower index, which keeps a virtual group whole; logits of equal rows are equal
         by = choice_TN if self.bias is not None else logits_TN
-        expert_TK = torch.sort(by.detach(), dim=-1, descending=True, stable=True).indices[:, : self.spec.top_k]
+        expert_TK = router.choose(by.detach(), self.spec.top_k)
         if self.spec.score == "softmax" and self.spec.order == "topk-then-softmax":
             weight_TK = logits_TN.gather(1, expert_TK).softmax(-1)
         else:
@@ -57,29 +57,34 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts' weights, stacked; uneven ones padded with zero neurons."""
+    """The routed experts, stacked; uneven ones padded with zero neurons. `up` is (N, 2, F, D) if gated, the gate first,
+    else (N, 1, F, D), so that neurons have a dimension of their own to be divided by."""
 
-    def __init__(self, spec: MoESpec) -> None:
+    def __init__(self, spec: MoESpec, compute: ExpertFunction) -> None:
         super().__init__()
         n, f, d = spec.experts, max(spec.widths), spec.dense.hidden
-        self.gated, rows = spec.dense.gated, f * (2 if spec.dense.gated else 1)
-        self.up = nn.Parameter(torch.empty(n, rows, d))
+        self.compute, self.activation = compute, spec.dense.activation
+        self.gated, halves = spec.dense.gated, 2 if spec.dense.gated else 1
+        self.up = nn.Parameter(torch.empty(n, halves, f, d))
         self.down = nn.Parameter(torch.empty(n, d, f))
-        self.up_bias = nn.Parameter(torch.empty(n, rows)) if spec.dense.ffn_bias else None
+        self.up_bias = nn.Parameter(torch.empty(n, halves, f)) if spec.dense.ffn_bias else None
         self.down_bias = nn.Parameter(torch.empty(n, d)) if spec.dense.ffn_bias else None
 
     def weights(self, dtype: torch.dtype) -> ExpertWeights:
-        up_bias = None if self.up_bias is None else self.up_bias.to(dtype)
+        up_bias = None if self.up_bias is None else self.up_bias.to(dtype).flatten(1, 2)
         down_bias = None if self.down_bias is None else self.down_bias.to(dtype)
-        return ExpertWeights(self.up.to(dtype), self.down.to(dtype), self.gated, up_bias, down_bias)
+        return ExpertWeights(self.up.to(dtype).flatten(1, 2), self.down.to(dtype), self.gated, up_bias, down_bias)
+
+    def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
+        return self.compute(x_RD, weight_R, count_E, self.weights(x_RD.dtype), self.activation)
 
 
 class MoE(nn.Module):
     def __init__(self, spec: MoESpec, experts: ExpertFunction, dispatcher: Dispatcher | None = None) -> None:
         super().__init__()
-        self.spec, self.compute = spec, experts
+        self.spec = spec
         self.dispatcher: Dispatcher = dispatcher or Local(spec.experts)
-        self.router, self.experts = Router(spec), Experts(spec)
+        self.router, self.experts = Router(spec), Experts(spec, experts)
         self.shared = FeedForward(spec.dense, spec.shared) if spec.shared else None
         self.shared_gate = Linear(spec.dense.hidden, 1) if spec.shared_gate else None
         # sees every routing and may change its weights: auxiliary losses, capacity, statistics (balance.py)
@@ -91,8 +96,7 @@ class MoE(nn.Module):
         if self.balance is not None:
             routing = self.balance(routing)
         sent = self.dispatcher.dispatch(x_TD, routing.weight_TK, routing.expert_TK)
-        weights = self.experts.weights(x_TD.dtype)
-        y_RD = self.compute(sent.x_RD, sent.weight_R, sent.count_E, weights, self.spec.dense.activation)
+        y_RD = self.experts(sent.x_RD, sent.weight_R, sent.count_E)
         y_TD = self.dispatcher.combine(y_RD, sent.handle).to(x_TD.dtype)
         if self.shared is not None:
             shared_TD = self.shared(x_TD)
