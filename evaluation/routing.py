@@ -1,0 +1,361 @@
+"""How a model uses its experts on given text, and how far they have come from the dense FFN they were copied from.
+
+    python -m evaluation routing CHECKPOINT fiction.jsonl.zst code.jsonl.zst start=UPCYCLED output=routing.json
+
+Every text is a domain. What is measured of a layer:
+
+    load            an expert's share of the choices / the mean share, by domain: 1 is balance
+    entropy         of the load over all domains, divided by log N: 1 is balance
+    specialisation  what an expert's number tells about the domain: mutual information / log of the number of domains
+    together        how often two experts are chosen for one token / how often they would be if choices were independent
+    whole groups    tokens whose experts are complete virtual groups: the dense FFN of one copy or several, whole
+    every part      tokens whose experts hold every neuron of the dense FFN equally often, of whatever copy
+    spread          |expert - mean of its copies| / |mean|, mean over experts: 0 as long as copies are copies
+    moved           |expert - what it was at `start`| / |what it was|, mean over experts; the router's rows likewise
+
+C domains, L MoE layers, N experts = E copies x G parts, K chosen a token, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from training import layout
+from training.balance import expert_counts, token_entropy
+from training.config import ModelConfig, upcycle_config
+from training.layout import Origin
+from training.model.decoder import Decoder
+from training.model.moe import MoE, Routing
+from upcycle import text
+from upcycle.config import read
+from upcycle.disk import write_atomic
+from upcycle.inspect import read_manifest
+
+PAIRS = 64  # experts: of more, the table of pairs is for machines, and only the strongest pairs are kept
+STRONGEST = 12
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    checkpoint: str = ""  # a folder or hub id with experts
+    texts: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst; a domain each, named by the file
+    start: str = ""  # the converted folder that training began with, or the folder of a run that upcycled as it loaded
+    granularity: int = 0  # parts a dense FFN was cut into; 0: as the checkpoint's or start's upcycle.json says, else 1
+    tokens: int = 16384  # of each text, at most
+    length: int = 512  # tokens a sequence
+    compute: str = "float32"
+    output: str = "routing.json"
+
+
+# ---- counting
+
+
+class Watch:
+    """Counts what the routers of a model choose. Hung into its blocks like balance.py, and out again."""
+
+    def __init__(self, model: Decoder, granularity: int) -> None:
+        self.blocks = [(int(n), layer.ffn) for n, layer in model.layers.items() if isinstance(layer.ffn, MoE)]
+        spec = self.blocks[0][1].spec
+        self.experts, self.top_k, self.granularity = spec.experts, spec.top_k, granularity
+        size, device = len(self.blocks), self.blocks[0][1].router.weight.device
+        self.count_LN = torch.zeros(size, self.experts, dtype=torch.int64, device=device)
+        self.pair_LNN = torch.zeros(size, self.experts, self.experts, dtype=torch.float64, device=device)
+        # tokens; of them with whole groups, with every part; router entropy summed
+        self.sums_L4 = torch.zeros(size, 4, dtype=torch.float64, device=device)
+
+    def see(self, number: int, routing: Routing) -> Routing:
+        expert_TK = routing.expert_TK
+        self.count_LN[number] += expert_counts(expert_TK, self.experts)
+        chosen_TN = torch.zeros_like(routing.scores_TN, dtype=torch.float32).scatter_(1, expert_TK, 1.0)
+        self.pair_LNN[number] += (chosen_TN.T @ chosen_TN).double()
+        chosen_TEG = chosen_TN.view(len(chosen_TN), -1, self.granularity)
+        whole_T = (chosen_TEG.amax(2) == chosen_TEG.amin(2)).all(1)
+        held_TG = chosen_TEG.sum(1)
+        every_T = held_TG.amax(1) == held_TG.amin(1)
+        shares_TN = routing.scores_TN / routing.scores_TN.sum(-1, keepdim=True)
+        tokens = torch.tensor(len(expert_TK), device=expert_TK.device)
+        self.sums_L4[number] += torch.stack(
+            [
+                tokens.double(),
+                whole_T.sum().double(),
+                every_T.sum().double(),
+                token_entropy(shares_TN).double() * tokens,
+            ]
+        )
+        return routing
+
+    def __enter__(self) -> Watch:
+        self.before = [block.balance for _, block in self.blocks]
+        for number, (_, block) in enumerate(self.blocks):
+            block.balance = partial(self.see, number)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for (_, block), before in zip(self.blocks, self.before, strict=True):
+            block.balance = before
+
+
+@torch.no_grad()
+def count(model: Decoder, token_BS: Tensor, granularity: int) -> Watch:
+    """One domain's choices, a sequence at a time: nothing is padded, so nothing else is counted."""
+    with Watch(model, granularity) as watch:
+        for row_S in token_BS:
+            model.hidden(row_S[None])
+    return watch
+
+
+# ---- what the counts say
+
+
+def specialisation(count_CN: Tensor) -> float | None:
+    """Mutual information of domain and expert, every domain weighing the same, / its largest value log C."""
+    if len(count_CN) < 2:
+        return None
+    share_CN = count_CN.double() / count_CN.sum(1, keepdim=True)
+    within = torch.special.entr(share_CN).sum(1).mean()
+    return max(0.0, float(torch.special.entr(share_CN.mean(0)).sum() - within) / math.log(len(count_CN)))
+
+
+def together(pair_NN: Tensor, tokens: float) -> Tensor:
+    """Observed / expected of independent choices; nan for an expert that was never chosen and for itself."""
+    chance_N = pair_NN.diagonal() / tokens
+    lift_NN = (pair_NN / tokens) / (chance_N[:, None] * chance_N[None, :])
+    return lift_NN.fill_diagonal_(math.nan)
+
+
+def entropy(count_N: Tensor) -> float:
+    share_N = count_N.double() / count_N.sum()
+    return float(torch.special.entr(share_N).sum()) / math.log(max(len(count_N), 2))
+
+
+def chance_of_whole(copies: int, granularity: int, top_k: int) -> float:
+    """How often K experts drawn at random are whole groups."""
+    if top_k % granularity:
+        return 0.0
+    return math.comb(copies, top_k // granularity) / math.comb(copies * granularity, top_k)
+
+
+# ---- how far the experts have come
+
+
+def spread(block: MoE, granularity: int) -> list[float]:
+    """Of every expert: its distance from the mean of the copies of its part, relative to that mean."""
+    experts: int = block.spec.experts
+    distance_N = torch.zeros(experts, dtype=torch.float64)
+    for part in range(granularity):
+        squares_E, mean_square = torch.zeros(experts // granularity, dtype=torch.float64), 0.0
+        for stacked in block.experts.parameters():
+            copies = stacked.detach()[part::granularity].double().flatten(1)
+            mean = copies.mean(0)
+            squares_E += (copies - mean).square().sum(1).cpu()
+            mean_square += float(mean.square().sum())
+        distance_N[part::granularity] = (squares_E / mean_square).sqrt()
+    return [float(d) for d in distance_N]
+
+
+def moved(model: Decoder, start: Origin) -> dict[str, float]:
+    """role of an expert or a router -> relative distance to what it is at `start`, a tensor on disk at a time."""
+    now = layout.views(model)
+    difference: dict[str, float] = {}
+    before: dict[str, float] = {}
+    for stored in start.tensors:
+        roles = [role for role, _ in stored.roles]
+        if not any(".experts." in role or role.endswith("router.weight") for role in roles):
+            continue
+        if any(role not in now for role in roles):
+            raise ValueError(
+                f"start has {stored.name}, which the checkpoint has not; give the folder that it came from"
+            )
+        for role, part in zip(roles, layout.cut(start.read(stored.name), stored, now), strict=True):
+            owner = role.rsplit(".", 2 if ".experts." in role else 1)[0]
+            was, is_ = part.flatten().double(), now[role].cpu().flatten().double()
+            difference[owner] = difference.get(owner, 0.0) + float((is_ - was).square().sum())
+            before[owner] = before.get(owner, 0.0) + float(was.square().sum())
+    if not difference:
+        raise ValueError("start has no experts; give the converted folder, or the run that upcycled as it loaded")
+    return {owner: math.sqrt(square / before[owner]) for owner, square in difference.items()}
+
+
+# ---- all of it
+
+
+@contextmanager
+def started(source: str) -> Iterator[tuple[Origin, int]]:
+    """What training began with, and its granularity."""
+    run = Path(source) / "config.json"
+    settings = json.loads(run.read_text()) if run.is_file() else {}
+    opening: AbstractContextManager[Origin]
+    if isinstance(settings.get("model"), dict) and settings["model"].get("upcycle"):
+        config = upcycle_config(ModelConfig(upcycle=settings["model"]["upcycle"]))
+        opening, parts = layout.online(config), config.granularity
+    else:
+        opening, parts = layout.opened(source), stated_granularity(source)
+    with opening as origin:
+        yield origin, parts
+
+
+def stated_granularity(source: str) -> int:
+    manifest = read_manifest(Path(source))
+    return int(manifest["config"]["granularity"]) if manifest else 0
+
+
+def analyse(config: RoutingConfig) -> dict[str, Any]:
+    if not config.texts:
+        raise ValueError("there is no text to route; name files, for instance routing ./moe book.txt code.jsonl")
+    with layout.opened(config.checkpoint) as origin:
+        if origin.spec is origin.dense:
+            raise ValueError(f"{config.checkpoint} is a dense model and routes nothing; give one with experts")
+        model = Decoder(origin.spec, compute=getattr(torch, config.compute))
+        model = layout.load(model, origin).to("cuda" if torch.cuda.is_available() else "cpu")
+    parts, distances = config.granularity or stated_granularity(config.checkpoint), None
+    if config.start:
+        with started(config.start) as (start, stated):
+            distances, parts = moved(model, start), parts or stated
+    assert model.moe is not None
+    parts = parts or 1
+    if model.moe.experts % parts:
+        raise ValueError(f"granularity={parts} must divide the {model.moe.experts} experts")
+    domains = {}
+    for path in config.texts:
+        name = Path(path).name.split(".")[0]
+        if name in domains:
+            raise ValueError(f"two texts are called {name}; a domain is named by its file, so rename one")
+        domains[name] = batches(origin, path, config)
+    watches = {
+        name: count(model, token_BS.to(next(model.parameters()).device), parts)
+        for name, token_BS in tqdm(domains.items(), "domains", delay=2)
+    }
+    return describe(model, watches, parts, distances) | {
+        "checkpoint": config.checkpoint,
+        "start": config.start,
+        "tokens": {name: token_BS.numel() for name, token_BS in domains.items()},
+    }
+
+
+def batches(origin: Origin, path: str, config: RoutingConfig) -> Tensor:
+    """[B, S] ids: whole sequences from the front of a text."""
+    folder = next((file.parent for file in origin.files if file.name == "tokenizer.json"), None)
+    if folder is None:
+        raise ValueError(f"{config.checkpoint} has no tokenizer.json, which turns text into tokens; add the model's")
+    encode: Callable[[str], list[int]] = text.encoder(folder)
+    ids = list(islice((token for document in text.documents([path]) for token in encode(document)), config.tokens))
+    length = min(config.length, origin.dense.context, len(ids))
+    if length < 1:
+        raise ValueError(f"{path} has no text to route, or tokens={config.tokens}; both must be there")
+    if max(ids) >= origin.dense.vocab:
+        raise ValueError(f"the tokenizer gives id {max(ids)}, the model has {origin.dense.vocab} embeddings")
+    rows = len(ids) // length
+    return torch.tensor(ids[: rows * length]).view(rows, length)
+
+
+def describe(
+    model: Decoder, watches: dict[str, Watch], granularity: int, distances: dict[str, float] | None
+) -> dict[str, Any]:
+    """As JSON can hold it."""
+    first = next(iter(watches.values()))
+    count_CLN = torch.stack([watch.count_LN.cpu() for watch in watches.values()])
+    pair_LNN = torch.stack([watch.pair_LNN.cpu() for watch in watches.values()]).sum(0)
+    sums_L4 = torch.stack([watch.sums_L4.cpu() for watch in watches.values()]).sum(0)
+    rows, tables = [], []
+    for number, (layer, block) in enumerate(first.blocks):
+        count_N, (tokens, whole, every, undecided) = count_CLN[:, number].sum(0), sums_L4[number].tolist()
+        lift_NN = together(pair_LNN[number], tokens)
+        row: dict[str, Any] = {
+            "layer": layer,
+            "max_over_mean": float(count_N.max()) * first.experts / float(count_N.sum()),
+            "entropy": entropy(count_N),
+            "unused": int((count_N == 0).sum()),
+            "router_entropy": undecided / tokens,
+            "specialisation": specialisation(count_CLN[:, number]),
+            "spread": spread(block, granularity),
+            "pairs": strongest(lift_NN),
+        }
+        if granularity > 1 and first.top_k % granularity == 0:
+            row |= {"whole_groups": whole / tokens, "every_part": every / tokens}
+        if distances is not None:
+            row["moved"] = [distances[f"layers.{layer}.experts.{i}"] for i in range(first.experts)]
+            row["router_moved"] = distances[f"layers.{layer}.router"]
+        rows.append(row)
+        tables.append(plain(lift_NN) if first.experts <= PAIRS else None)
+    return {
+        "kind": "routing",
+        "experts": first.experts,
+        "top_k": first.top_k,
+        "granularity": granularity,
+        "chance_of_whole_groups": chance_of_whole(first.experts // granularity, granularity, first.top_k),
+        "layers": rows,
+        "load": {name: plain(loads(watch.count_LN.cpu())) for name, watch in watches.items()},
+        "together": tables,
+    }
+
+
+def loads(count_LN: Tensor) -> Tensor:
+    return count_LN / count_LN.double().mean(1, keepdim=True)
+
+
+def strongest(lift_NN: Tensor) -> list[tuple[int, int, float]]:
+    """The pairs that are most often together beyond chance: (expert, expert, lift)."""
+    upper = lift_NN.nan_to_num(0.0).triu(1)
+    found = upper.flatten().topk(min(STRONGEST, upper.numel()))
+    size = len(lift_NN)
+    return [
+        (at // size, at % size, value)
+        for at, value in zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        if value > 0
+    ]
+
+
+def plain(table: Tensor) -> list[Any]:
+    """Nested lists of four digits, null for nan."""
+
+    def cell(value: Any) -> Any:
+        if isinstance(value, list):
+            return [cell(v) for v in value]
+        return None if math.isnan(value) else float(f"{value:.4g}")
+
+    return [cell(row) for row in table.tolist()]
+
+
+def table(found: dict[str, Any]) -> str:
+    columns: dict[str, Callable[[dict[str, Any]], float | None]] = {
+        "fullest/mean": lambda r: r["max_over_mean"],
+        "entropy": lambda r: r["entropy"],
+        "unused": lambda r: r["unused"],
+        "specialisation": lambda r: r["specialisation"],
+        "whole groups": lambda r: r.get("whole_groups"),
+        "every part": lambda r: r.get("every_part"),
+        "spread": lambda r: sum(r["spread"]) / len(r["spread"]),
+        "moved": lambda r: sum(r["moved"]) / len(r["moved"]) if "moved" in r else None,
+        "router moved": lambda r: r.get("router_moved"),
+    }
+    shown = {name: get for name, get in columns.items() if get(found["layers"][0]) is not None}
+    lines = ["layer  " + "  ".join(shown)]
+    for row in found["layers"]:
+        cells = (f"{get(row):.4g}".rjust(len(name)) for name, get in shown.items())
+        lines.append(f"{row['layer']:>5}  " + "  ".join(cells))
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str]) -> int:
+    named = [word for word in words if "=" not in word]
+    if not named:
+        raise ValueError("routing needs a checkpoint and texts: routing CHECKPOINT TEXT [TEXT ...] [key=value ...]")
+    given = [f"checkpoint={named[0]}", f"texts={json.dumps(named[1:])}", *(w for w in words if "=" in w)]
+    config = read(RoutingConfig, "", given)
+    found = analyse(config)
+    write_atomic(Path(config.output), (json.dumps(found | {"config": asdict(config)}) + "\n").encode())
+    print(table(found))
+    print(f"\n{config.output}")
+    return 0
