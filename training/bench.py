@@ -140,8 +140,7 @@ def build(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.device) 
         if isinstance(block, MoE) and config.routing == "balanced":
             block.balance = balanced
     if config.compile:
-        for layer in model.layers.values():
-            layer.compile()
+        model.compile_parts()
     return model.train()
 
 

@@ -35,7 +35,7 @@ def place_kernel(expert_ptr, first_ptr, back_ptr, R, E, PIECE: tl.constexpr):
 
 
 @triton.jit
-def spread_kernel(x_ptr, back_ptr, out_ptr, D, K: tl.constexpr, COLS: tl.constexpr):
+def spread_kernel(x_ptr, back_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr):
     token, col = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     for start in range(0, D, COLS):
         keep = start + col < D
@@ -46,7 +46,7 @@ def spread_kernel(x_ptr, back_ptr, out_ptr, D, K: tl.constexpr, COLS: tl.constex
 
 
 @triton.jit
-def gather_kernel(y_ptr, back_ptr, out_ptr, D, K: tl.constexpr, COLS: tl.constexpr):
+def gather_kernel(y_ptr, back_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr):
     token, col = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     for start in range(0, D, COLS):
         keep = start + col < D

@@ -51,47 +51,84 @@ def expert_backend(name: str) -> ExpertFunction:
 
 
 class Decoder(nn.Module):
+    """All of the model, or a stage of a pipeline: consecutive layers under their own numbers, with the embedding before
+    the first one, last norm and head after the last. What embeds and predicts with one matrix (tied) has it twice then,
+    as `embed.weight` of the first and of the last stage."""
+
     def __init__(
-        self, spec: DenseSpec | MoESpec, *, experts: str = "grouped", compute: torch.dtype = torch.float32
+        self,
+        spec: DenseSpec | MoESpec,
+        *,
+        part: range | None = None,
+        experts: str = "grouped",
+        compute: torch.dtype = torch.float32,
     ) -> None:
-        """`experts`: a backend of training/experts. `compute`: the dtype of activations; parameters have their own."""
+        """`part`: the layers held, all unless given. `experts`: a backend of training/experts. `compute`: the dtype of
+        activations; parameters have their own."""
         super().__init__()
         self.moe = spec if isinstance(spec, MoESpec) else None
         self.dense = spec.dense if isinstance(spec, MoESpec) else spec
         self.compute = compute
         d = self.dense
+        part = range(d.layers) if part is None else part
+        self.first, self.last = part.start == 0, part.stop == d.layers
         backend = None if self.moe is None else expert_backend(experts)
-        self.embed = nn.Embedding(d.vocab, d.hidden)
+        self.embed = nn.Embedding(d.vocab, d.hidden) if self.first or (self.last and d.tied) else None
         # by number, so that a part of the layers keeps its names
-        self.layers = nn.ModuleDict({str(i): Layer(d, self.moe, i, backend) for i in range(d.layers)})
-        self.final_norm = norm(d)
-        self.head = None if d.tied else Linear(d.hidden, d.vocab)
+        self.layers = nn.ModuleDict({str(i): Layer(d, self.moe, i, backend) for i in part})
+        self.final_norm = norm(d) if self.last else None
+        self.head = Linear(d.hidden, d.vocab) if self.last and not d.tied else None
 
     def hidden(
-        self, tokens_BS: Tensor, positions_BS: Tensor | None = None, documents_BS: Tensor | None = None
+        self,
+        x: Tensor,
+        positions_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        length: int | None = None,
     ) -> Tensor:
-        """The last hidden states, normed. Positions count from 0 unless given; tokens see their own document only."""
+        """The hidden states after this part's layers, normed after the last one. `x`: tokens [B, S], or of a later
+        stage of a pipeline the hidden states [B, S, D] of the one before it.
+
+        Positions count from 0 unless given; tokens see their own document only. `length`: of the whole sequences, where
+        a rank holds a share of each (context.py); some rotary frequencies depend on it.
+        """
+        x_BSD = self.embedded(x) if self.first else x
+        if positions_BS is None:
+            positions_BS = torch.arange(x.shape[1], device=x.device)[None]
+        cos, sin = angles(self.dense, positions_BS, self.compute, length)
+        for layer in self.layers.values():
+            x_BSD = layer(x_BSD, cos, sin, documents_BS)
+        return x_BSD if self.final_norm is None else self.final_norm(x_BSD)
+
+    def embedded(self, tokens_BS: Tensor) -> Tensor:
+        assert self.embed is not None
         x_BSD = functional.embedding(tokens_BS, self.embed.weight).to(self.compute)
         if self.dense.embed_scale != 1.0:  # rounded as Gemma was trained
             x_BSD = x_BSD * torch.tensor(self.dense.embed_scale, dtype=self.compute, device=x_BSD.device)
-        if positions_BS is None:
-            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
-        cos, sin = angles(self.dense, positions_BS, self.compute)
-        for layer in self.layers.values():
-            x_BSD = layer(x_BSD, cos, sin, documents_BS)
-        y: Tensor = self.final_norm(x_BSD)
-        return y
+        return x_BSD
 
     @property
     def head_weight(self) -> Tensor:
-        return self.embed.weight if self.head is None else self.head.weight
+        module = self.head or self.embed
+        assert module is not None, "this part of the model has no head"
+        return module.weight
 
     def forward(
-        self, tokens_BS: Tensor, positions_BS: Tensor | None = None, documents_BS: Tensor | None = None
+        self,
+        x: Tensor,
+        positions_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        labels_BS: Tensor | None = None,
+        length: int | None = None,
     ) -> Tensor:
-        """Logits; for training use loss(), which never holds them all."""
-        x_BSD = self.hidden(tokens_BS, positions_BS, documents_BS)
-        return functional.linear(x_BSD, self.head_weight.to(x_BSD.dtype)) * self.dense.logit_scale
+        """Of the last part with labels their loss(), without the logits; of another part its hidden states."""
+        x_BSD = self.hidden(x, positions_BS, documents_BS, length)
+        if not self.last:
+            return x_BSD
+        weight, scale = self.head_weight, self.dense.logit_scale
+        if labels_BS is None:
+            return functional.linear(x_BSD, weight.to(x_BSD.dtype)) * scale
+        return linear_cross_entropy(x_BSD.flatten(0, 1), weight, labels_BS.flatten(), scale)
 
     def loss(
         self,
@@ -99,7 +136,8 @@ class Decoder(nn.Module):
         labels_BS: Tensor,
         positions_BS: Tensor | None = None,
         documents_BS: Tensor | None = None,
+        length: int | None = None,
     ) -> Tensor:
-        """The sum of -log p(label) in nats over labels that are not negative."""
-        x_BSD = self.hidden(tokens_BS, positions_BS, documents_BS)
-        return linear_cross_entropy(x_BSD.flatten(0, 1), self.head_weight, labels_BS.flatten(), self.dense.logit_scale)
+        """The sum of -log p(label) in nats over labels that are not negative; never holds all logits."""
+        nats: Tensor = self(tokens_BS, positions_BS, documents_BS, labels_BS, length)  # a call, for the hooks of FSDP
+        return nats

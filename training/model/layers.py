@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from training.kernels import rotary
 from training.model.attention import Attend, Sdpa
-from training.model.rope import rotate
 from upcycle.ffn import ACTIVATIONS
 from upcycle.spec import DenseSpec
 
@@ -33,11 +33,12 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if kind.startswith("layernorm") else None
 
+    def gain(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype) + 1.0 if self.kind.endswith("1p") else self.weight.to(dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        gain = self.weight.to(wide)
-        if self.kind.endswith("1p"):
-            gain = gain + 1.0
+        gain = self.gain(wide)
         if self.bias is not None:
             return functional.layer_norm(x.to(wide), gain.shape, gain, self.bias.to(wide), self.eps).to(x.dtype)
         y = x.to(wide)
@@ -74,13 +75,21 @@ class Attention(nn.Module):
         if self.spec.qk_norm == "full":
             assert self.q_norm is not None and self.k_norm is not None
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = q.view(heads), k.view(heads), v.view(heads)
-        if self.spec.qk_norm == "head":
-            assert self.q_norm is not None and self.k_norm is not None
-            q, k = self.q_norm(q), self.k_norm(k)
-        y = self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, documents_BS)
+        each = self.spec.qk_norm == "head"
+        q = turned(q.view(heads), self.q_norm if each else None, cos, sin)
+        k = turned(k.view(heads), self.k_norm if each else None, cos, sin)
+        y = self.attend(q, k, v.view(heads), documents_BS)
         out: Tensor = self.o(y.flatten(2))
         return out
+
+
+def turned(x_BSHA: Tensor, head_norm: Norm | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads normed and rotated."""
+    if not rotary.on_kernel(x_BSHA):
+        return rotary.rotate(x_BSHA if head_norm is None else head_norm(x_BSHA), cos, sin)
+    if head_norm is None:
+        return rotary.norm_rotate(x_BSHA, None, 0.0, cos, sin)
+    return rotary.norm_rotate(x_BSHA, head_norm.gain(torch.float32), head_norm.eps, cos, sin)
 
 
 class FeedForward(nn.Module):

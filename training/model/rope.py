@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of every rope_type, and the rotation. Held to transformers' by the parity tests."""
+"""Rotary positions: the frequencies of every rope_type. Held to transformers' by the parity tests."""
 
 from __future__ import annotations
 
@@ -73,15 +73,14 @@ def yarn(theta: float, power: Tensor, n: int, rope: Rope, factor: float) -> tupl
     return plain / factor * ramp + plain * (1 - ramp), float(attention)
 
 
-def angles(spec: DenseSpec, positions_BS: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [B, S, 1, n / 2]: computed in float32 at least, then rounded to `dtype`."""
-    plain, factor = frequencies(spec, positions_BS.shape[1])
-    angle = (positions_BS[..., None].float() * plain.to(positions_BS.device))[:, :, None]
+def angles(
+    spec: DenseSpec, positions_BS: Tensor, dtype: torch.dtype, length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [B, S, 1, n / 2]: computed in float32 at least, then rounded to `dtype`.
+
+    `length`: of the whole sequences, if these positions are not all of them.
+    """
+    plain, factor = frequencies(spec, length or positions_BS.shape[1])
+    # not blocking: the copy of a few numbers must not wait for the step before
+    angle = (positions_BS[..., None].float() * plain.to(positions_BS.device, non_blocking=True))[:, :, None]
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
-
-
-def rotate(x_BSHA: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns dimension i with dimension i + n/2 for the first n = 2 * cos.shape[-1] of a head; the rest passes."""
-    half = cos.shape[-1]
-    a, b, rest = x_BSHA[..., :half], x_BSHA[..., half : 2 * half], x_BSHA[..., 2 * half :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)

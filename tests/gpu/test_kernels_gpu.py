@@ -1,0 +1,71 @@
+"""On a GPU: the router's and the heads' kernels against their torch lines, eager and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from training.kernels import rotary, router
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "experts", "hidden"), [(1, 8, 2048), (1000, 128, 2048), (64, 100, 512), (33, 3, 64)])
+def test_router_products_have_float32s_accuracy(tokens: int, experts: int, hidden: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(experts, hidden, device="cuda").to(dtype).requires_grad_()
+    d_y = torch.randn(tokens, experts, device="cuda")
+    y = router.logits(x, weight)
+    d_x, d_w = torch.autograd.grad(y, (x, weight), d_y)
+    wide_x, wide_w, wide_d = x.detach().double(), weight.detach().double(), d_y.double()
+    scale = hidden**0.5
+    assert y.dtype == torch.float32 and (y - wide_x @ wide_w.T).abs().max() < 3e-6 * scale
+    assert (x.float() @ weight.to(torch.bfloat16).float().T - wide_x @ wide_w.T).abs().max() > 3e-5 * scale or dtype == torch.bfloat16
+    want = wide_d @ wide_w
+    assert ((d_x - want).abs() <= 2**-8 * want.abs() + 1e-4 * want.abs().max()).all()
+    want = wide_d.T @ wide_x
+    unit = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    assert ((d_w - want).abs() <= unit * want.abs() + 3e-6 * want.abs().max()).all()
+    compiled = torch.compile(router.logits)(x, weight)
+    assert torch.equal(*[torch.sort(v, dim=-1, stable=True, descending=True).indices[:, :2] for v in (compiled, y)]) or tokens > 500
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("copies", "granularity"), [(8, 8), (16, 8), (8, 4), (3, 7), (32, 16)])
+def test_groups_stay_whole(copies: int, granularity: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for tokens in (1, 7, 20_000):
+        x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
+        weight = (0.01 * torch.randn(copies, 2048, device="cuda")).repeat_interleave(granularity, 0).to(dtype)
+        y = router.logits(x, weight)
+        grouped = y.view(tokens, copies, granularity)
+        assert torch.equal(grouped, grouped[:, :, :1].expand_as(grouped))
+        chosen = router.choose(y, granularity)
+        assert torch.equal(chosen, torch.sort(y, dim=-1, descending=True, stable=True).indices[:, :granularity])
+        assert (chosen // granularity == chosen[:, :1] // granularity).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("heads", "width", "half", "batch"), [(32, 128, 64, 1), (4, 128, 64, 2), (8, 96, 12, 1), (5, 80, 40, 2)])
+def test_norm_rotate(heads: int, width: int, half: int, batch: int, normed: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 300, heads, width, device="cuda", dtype=dtype, requires_grad=True)
+    gain = (1 + torch.randn(width, device="cuda")).requires_grad_() if normed else None
+    angle = torch.randn(batch, 300, 1, half, device="cuda")
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    inputs = [x] if gain is None else [x, gain]
+    wide = x.double() if gain is None else x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * gain
+    want = rotary.rotate(wide, cos.double(), sin.double())
+    d_y = torch.randn_like(x)
+    want_grads = torch.autograd.grad(want, inputs, d_y.double())
+    for function in (rotary.norm_rotate, torch.compile(rotary.norm_rotate)):
+        got = function(x, gain, 1e-5, cos, sin)
+        grads = torch.autograd.grad(got, inputs, d_y)
+        unit = 2**-8 if dtype == torch.bfloat16 else 1e-5
+        assert ((got - want).abs() <= unit * want.abs() + unit / 8).all()
+        assert ((grads[0] - want_grads[0]).abs() <= unit * want_grads[0].abs() + unit / 8 * want_grads[0].abs().max()).all()
+        if gain is not None:
+            assert ((grads[1] - want_grads[1]).abs() <= 1e-4 * want_grads[1].abs().max()).all()

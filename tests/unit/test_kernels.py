@@ -1,0 +1,109 @@
+"""Kernels' mathematics on a CPU: the split product, and (with triton, interpreted) every Triton kernel against its torch lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from training.kernels import permute, rotary, router
+from upcycle import rng
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
+
+
+@pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_interpreted() -> None:
+    """Triton reads TRITON_INTERPRET once, at import: the tests below need a process of their own."""
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", __file__], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_three_bf16_products_are_a_float32_one(dtype: torch.dtype) -> None:
+    x = rng.normal((200, 512), 0, "x").to(torch.bfloat16).requires_grad_()
+    weight = rng.normal((24, 512), 0, "w").to(dtype).requires_grad_()
+    d_y = rng.normal((200, 24), 0, "d")
+    y = router.SplitLinear.apply(x, weight)
+    d_x, d_w = torch.autograd.grad(y, (x, weight), d_y)
+    wide_x, wide_w = x.detach().double(), weight.detach().double()
+    truth = wide_x @ wide_w.T
+    error = (y.double() - truth).abs().max()
+    float32 = (wide_x.float() @ wide_w.float().T - truth).abs().max()
+    assert y.dtype == torch.float32 and error <= 3 * float32 + 1e-6
+    if dtype == torch.float32:  # and it can fail: one part is a thousand times worse
+        assert (x.float() @ weight.to(torch.bfloat16).float().T - truth).abs().max() > 100 * error
+    want_x, want_w = d_y.double() @ wide_w, d_y.double().T @ wide_x
+    # rounded to bf16 once: half a unit in the last place of 8 bits; the sum behind it is exact to 16
+    assert ((d_x.double() - want_x).abs() <= 2**-8 * want_x.abs() + 2**-14 * want_x.abs().max()).all()
+    unit = 2**-8 if dtype == torch.bfloat16 else 2**-20
+    assert ((d_w.double() - want_w).abs() <= unit * want_w.abs() + 2**-20 * want_w.abs().max()).all()
+
+
+def test_split_is_exact_in_three_parts() -> None:
+    x = rng.normal((1000,), 0, "split") * torch.logspace(-12, 12, 1000)
+    assert torch.equal(sum(part.double() for part in router.split(x, 3)), x.double())
+    assert not torch.equal(sum(part.double() for part in router.split(x, 2)), x.double())
+
+
+def scores(tokens: int, experts: int) -> torch.Tensor:
+    """With ties within a row, and rows of one value."""
+    found = (rng.normal((tokens, experts), 0, "scores") * 3).round()
+    found[0] = 1.0
+    return found
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 2, 2), (37, 8, 2), (65, 130, 8), (5, 7, 7)])
+def test_choose(tokens: int, experts: int, k: int) -> None:
+    from training.kernels import router_triton
+
+    score = scores(tokens, experts)
+    assert torch.equal(router_triton.choose(score, k), router.choose(score, k))
+    score[0] = float("-inf")
+    assert router_triton.choose(score, k)[0].tolist() == list(range(k))
+    score[0, :] = float("nan")
+    assert router_triton.choose(score, k)[0].tolist() == list(range(k))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (33, 3, 2), (200, 128, 8)])
+def test_places_spread_gather(tokens: int, experts: int, k: int) -> None:
+    from training.kernels import permute_triton
+
+    expert = router.choose(scores(tokens, experts), k)
+    back, count = permute.places(expert, experts)
+    found, found_count = permute_triton.places(expert.contiguous(), experts)
+    assert torch.equal(back, found) and torch.equal(count, found_count) and found_count.dtype == count.dtype
+    x = rng.normal((tokens, 20), 0, "rows")
+    rows = permute.spread(x, back, k)
+    assert torch.equal(rows, permute_triton.spread(x, back, k))
+    assert torch.allclose(permute.gather(rows * 2, back, k), permute_triton.gather(rows * 2, back, k), rtol=1e-6)
+    assert torch.allclose(permute.gather(rows, back, k), x * k, rtol=1e-6)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("width", "half", "batch"), [(8, 4, 1), (12, 6, 3), (20, 4, 3)])
+def test_norm_rotate(width: int, half: int, batch: int, normed: bool) -> None:
+    from training.kernels import rotary_triton
+
+    x = rng.normal((3, 11, 5, width), 0, "x").requires_grad_()
+    gain = (1 + rng.normal((width,), 0, "gain")).requires_grad_() if normed else None
+    angle, d_y = rng.normal((batch, 11, 1, half), 0, "angle"), rng.normal(tuple(x.shape), 0, "d")
+    cos, sin, eps = angle.cos(), angle.sin(), 1e-3
+    ready = x if gain is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
+    y = rotary.rotate(ready, cos, sin)
+    want = torch.autograd.grad(y, [x] if gain is None else [x, gain], d_y)
+    with torch.no_grad():
+        assert torch.allclose(rotary_triton.forward(x, gain, eps, cos, sin), y, rtol=1e-5, atol=1e-5)
+        d_x, d_gain = rotary_triton.backward(d_y, x if normed else None, gain, eps, cos, sin)
+    assert torch.allclose(d_x, want[0], rtol=1e-4, atol=1e-5)
+    assert (d_gain is None) == (gain is None)
+    if d_gain is not None:
+        assert torch.allclose(d_gain, want[1], rtol=1e-4, atol=1e-4)

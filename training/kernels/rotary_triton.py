@@ -1,0 +1,177 @@
+"""The Triton kernels of rotary.py; imported only where a kernel runs.
+
+A row is one head of one token. Rows are walked by a fixed number of programs, each of which keeps its own sum of the
+gain's gradient: no atomics, the same bits every time.
+"""
+
+# mypy: ignore-errors
+# Triton's language only looks like Python: its pointers and blocks have no Python types.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 16
+PROGRAMS = 132 * 8  # that walk over the rows in backward
+
+
+@triton.jit
+def load3(ptr, row, keep, A, HALF, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr):
+    """The two halves that are turned, and the rest of the head, in float32."""
+    col = tl.arange(0, COLS)
+    mask = keep[:, None] & (col < HALF)[None, :]
+    at = row[:, None] * A + col[None, :]
+    a = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    rest = a
+    if REST:
+        end = tl.arange(0, TAIL)
+        at = row[:, None] * A + 2 * HALF + end[None, :]
+        rest = tl.load(ptr + at, mask=keep[:, None] & (2 * HALF + end < A)[None, :], other=0.0).to(tl.float32)
+    return a, b, rest
+
+
+@triton.jit
+def store3(ptr, row, keep, a, b, rest, A, HALF, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr):
+    col = tl.arange(0, COLS)
+    mask = keep[:, None] & (col < HALF)[None, :]
+    at = row[:, None] * A + col[None, :]
+    tl.store(ptr + at, a.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + at + HALF, b.to(ptr.dtype.element_ty), mask=mask)
+    if REST:
+        end = tl.arange(0, TAIL)
+        at = row[:, None] * A + 2 * HALF + end[None, :]
+        tl.store(ptr + at, rest.to(ptr.dtype.element_ty), mask=keep[:, None] & (2 * HALF + end < A)[None, :])
+
+
+@triton.jit
+def load_gain(ptr, A, HALF, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr):
+    col = tl.arange(0, COLS)
+    a = tl.load(ptr + col, mask=col < HALF, other=0.0).to(tl.float32)[None, :]
+    b = tl.load(ptr + HALF + col, mask=col < HALF, other=0.0).to(tl.float32)[None, :]
+    rest = a
+    if REST:
+        end = tl.arange(0, TAIL)
+        rest = tl.load(ptr + 2 * HALF + end, mask=2 * HALF + end < A, other=0.0).to(tl.float32)[None, :]
+    return a, b, rest
+
+
+@triton.jit
+def load_angle(cos_ptr, sin_ptr, row, keep, H, POSITIONS, HALF, COLS: tl.constexpr):
+    col = tl.arange(0, COLS)
+    at = ((row // H) % POSITIONS)[:, None] * HALF + col[None, :]
+    mask = keep[:, None] & (col < HALF)[None, :]
+    return (
+        tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32),
+        tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def square_sum(a, b, rest, REST: tl.constexpr):
+    total = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+    if REST:
+        total += tl.sum(rest * rest, 1)
+    return total
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, gain_ptr, cos_ptr, sin_ptr, y_ptr, R, H, POSITIONS, eps,
+    A: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    keep = row < R
+    a, b, rest = load3(x_ptr, row, keep, A, HALF, COLS, REST, TAIL)
+    if NORM:
+        scale = (1.0 / tl.sqrt_rn(square_sum(a, b, rest, REST) / A + eps))[:, None]
+        gain_a, gain_b, gain_rest = load_gain(gain_ptr, A, HALF, COLS, REST, TAIL)
+        a, b = a * scale * gain_a, b * scale * gain_b
+        if REST:
+            rest = rest * scale * gain_rest
+    cos, sin = load_angle(cos_ptr, sin_ptr, row, keep, H, POSITIONS, HALF, COLS)
+    store3(y_ptr, row, keep, a * cos - b * sin, b * cos + a * sin, rest, A, HALF, COLS, REST, TAIL)
+
+
+@triton.jit
+def backward_kernel(
+    d_y_ptr, x_ptr, gain_ptr, cos_ptr, sin_ptr, d_x_ptr, d_gain_ptr, R, H, POSITIONS, eps,
+    A: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    if NORM:
+        gain_a, gain_b, gain_rest = load_gain(gain_ptr, A, HALF, COLS, REST, TAIL)
+        sum_a = tl.zeros([COLS], tl.float32)
+        sum_b = tl.zeros([COLS], tl.float32)
+        sum_rest = tl.zeros([TAIL if REST else COLS], tl.float32)
+    start = tl.program_id(0).to(tl.int64) * ROWS
+    while start < R:
+        row = start + tl.arange(0, ROWS)
+        keep = row < R
+        a, b, rest = load3(d_y_ptr, row, keep, A, HALF, COLS, REST, TAIL)
+        cos, sin = load_angle(cos_ptr, sin_ptr, row, keep, H, POSITIONS, HALF, COLS)
+        a, b = a * cos + b * sin, b * cos - a * sin  # turned back
+        if NORM:
+            x_a, x_b, x_rest = load3(x_ptr, row, keep, A, HALF, COLS, REST, TAIL)
+            scale = (1.0 / tl.sqrt_rn(square_sum(x_a, x_b, x_rest, REST) / A + eps))[:, None]
+            x_a, x_b = x_a * scale, x_b * scale
+            sum_a += tl.sum(a * x_a, 0)
+            sum_b += tl.sum(b * x_b, 0)
+            a, b = a * gain_a, b * gain_b
+            along = tl.sum(a * x_a, 1) + tl.sum(b * x_b, 1)
+            if REST:
+                x_rest = x_rest * scale
+                sum_rest += tl.sum(rest * x_rest, 0)
+                rest = rest * gain_rest
+                along += tl.sum(rest * x_rest, 1)
+            along = (along / A)[:, None]
+            a, b = scale * (a - x_a * along), scale * (b - x_b * along)
+            if REST:
+                rest = scale * (rest - x_rest * along)
+        store3(d_x_ptr, row, keep, a, b, rest, A, HALF, COLS, REST, TAIL)
+        start += tl.num_programs(0) * ROWS
+    if NORM:
+        col = tl.arange(0, COLS)
+        mine = d_gain_ptr + tl.program_id(0) * A
+        tl.store(mine + col, sum_a, mask=col < HALF)
+        tl.store(mine + HALF + col, sum_b, mask=col < HALF)
+        if REST:
+            end = tl.arange(0, TAIL)
+            tl.store(mine + 2 * HALF + end, sum_rest, mask=2 * HALF + end < A)
+
+
+def sizes(x_BSHA: Tensor, cos: Tensor) -> tuple[tuple[int, int, int], dict[str, int]]:
+    batch, length, heads, width = x_BSHA.shape
+    half = cos.shape[-1]
+    rest = width - 2 * half
+    assert cos.shape[0] in (1, batch) and cos.shape[1] == length
+    tile = {"ROWS": ROWS, "COLS": triton.next_power_of_2(half), "REST": rest > 0}
+    return (batch * length * heads, heads, cos.shape[0] * length), tile | {"TAIL": triton.next_power_of_2(max(rest, 1))}
+
+
+def forward(x_BSHA: Tensor, gain_A: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    y_BSHA = torch.empty_like(x_BSHA)
+    (rows, heads, positions), tile = sizes(x_BSHA, cos)
+    forward_kernel[(triton.cdiv(rows, ROWS),)](
+        x_BSHA, gain_A, cos, sin, y_BSHA, rows, heads, positions, eps,
+        A=x_BSHA.shape[3], HALF=cos.shape[3], NORM=gain_A is not None, **tile,
+    )  # fmt: skip
+    return y_BSHA
+
+
+def backward(
+    d_y_BSHA: Tensor, x_BSHA: Tensor | None, gain_A: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    d_x_BSHA = torch.empty_like(d_y_BSHA)
+    (rows, heads, positions), tile = sizes(d_y_BSHA, cos)
+    programs = min(PROGRAMS, triton.cdiv(rows, ROWS))
+    parts_PA = d_y_BSHA.new_empty(programs, d_y_BSHA.shape[3], dtype=torch.float32) if gain_A is not None else None
+    backward_kernel[(programs,)](
+        d_y_BSHA, x_BSHA, gain_A, cos, sin, d_x_BSHA, parts_PA, rows, heads, positions, eps,
+        A=d_y_BSHA.shape[3], HALF=cos.shape[3], NORM=gain_A is not None, **tile,
+    )  # fmt: skip
+    return d_x_BSHA, None if parts_PA is None or gain_A is None else parts_PA.sum(0).to(gain_A.dtype)
