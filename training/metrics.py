@@ -115,6 +115,7 @@ class Metrics:
         if self.flops:
             found = throughput(self.flops, rate / self.gpus, self.device)
             row["tflops"] = found.tflops
+            row["flops"] = self.flops * self.tokens  # so far, as `tokens`: runs are compared at equal FLOPs too
             if found.mfu is not None:
                 row["mfu"] = found.mfu
         row["memory_gb"] = memory_gb()

@@ -201,7 +201,7 @@ def test_other_tasks_and_other_shots_are_refused(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [task("x", 3)], items)
     with pytest.raises(ValueError, match="has the task y"):
         compare.compare([a, write(tmp_path / "b", [task("x", 3), task("y", 0)], items)])
-    with pytest.raises(ValueError, match="x has 5 examples in the prompts of .* and 0 in"):
+    with pytest.raises(ValueError, match=r"x has 5 examples in the prompts of .* and 0 in"):
         compare.compare([a, write(tmp_path / "c", [replace(task("x", 3), fewshot=0)], items)])
 
 
