@@ -13,6 +13,7 @@ from typing import Any
 from training.balance import BalanceConfig
 from training.data import DataConfig
 from training.optim import OptimConfig
+from training.profiling import steps_to_trace
 from training.schedule import ScheduleConfig
 from upcycle.config import UpcycleConfig, build, read
 
@@ -39,19 +40,30 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    """Beside metrics.jsonl, which is always written."""
+
+    tensorboard: bool = False  # into the run's folder
+    wandb: str = ""  # a project
+
+
+@dataclass(frozen=True)
 class TrainConfig:
-    output: str = ""  # the run's folder: checkpoints, metrics.jsonl, config.yaml, plots
+    output: str = ""  # the run's folder: checkpoints, metrics.jsonl, config.json, plots.png
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     steps: int = 1000
     batch: int = 64  # sequences a step
     micro_batch: int = 1  # sequences at a time
     log_every: int = 10
     valid_every: int = 0  # steps; 0: only before the first and after the last
+    profile: str = ""  # steps to trace, such as 10-12: trace-10-12.json.gz, for perfetto
+    memory_snapshot: bool = False  # of CUDA's allocator: memory.pickle, for pytorch.org/memory_viz
     export: str = ""  # a folder for the final model in its Hugging Face layout
     device: str = ""  # cuda if there is one
     seed: int = 0
@@ -65,6 +77,7 @@ class TrainConfig:
         if self.batch % self.micro_batch:
             near = max(n for n in range(1, self.micro_batch + 1) if self.batch % n == 0)
             raise ValueError(f"micro_batch={self.micro_batch} must divide batch={self.batch}; try micro_batch={near}")
+        steps_to_trace(self.profile)
         if self.model.compute not in COMPUTE:
             raise ValueError(f"model.compute is {self.model.compute!r}; it must be one of {', '.join(COMPUTE)}")
         if bool(self.model.source) == bool(self.model.upcycle):

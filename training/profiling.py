@@ -51,17 +51,21 @@ class Phases:
         return found
 
 
-class Trace:
-    """Traces the steps [first, last] into a file for chrome://tracing or perfetto. Call `before` each step."""
+def steps_to_trace(text: str) -> range:
+    """As a person writes them: "10-12", "10", or nothing."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if text and not 1 <= first <= last:
+        raise ValueError(f"profile is {text!r}; write the steps to trace, such as 10-12 or 10, counted from 1")
+    return range(first, last + 1)
 
-    def __init__(self, folder: Path, steps: str) -> None:
-        """steps: as a person writes it, "10-12" or "10"."""
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps, re.ASCII)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if not 1 <= first <= last:
-            raise ValueError(f"profile is {steps!r}; write the steps to trace, such as 10-12 or 10, counted from 1")
-        self.first, self.last = first, last
-        self.path = folder / f"trace-{first}-{last}.json.gz"
+
+class Trace:
+    """Traces some steps into a file for chrome://tracing or perfetto. Call `before` each step."""
+
+    def __init__(self, folder: Path, steps: range) -> None:
+        self.first, self.last = steps.start, steps.stop - 1
+        self.path = folder / f"trace-{self.first}-{self.last}.json.gz"
         self.profiler: profile | None = None
 
     def before(self, step: int) -> None:

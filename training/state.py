@@ -80,7 +80,6 @@ class TrainState:
     model: nn.Module
     optimizers: Sequence[Optimizer]
     step: int = 0
-    cursor: dict[str, int] = field(default_factory=dict)  # how far each data source is read
     parts: Mapping[str, Part] = field(default_factory=dict)  # the same on all ranks
     rank_parts: Mapping[str, Part] = field(default_factory=dict)  # each rank has its own, such as counts of its tokens
     rng: Rng = field(default_factory=Rng)
@@ -89,7 +88,6 @@ class TrainState:
         """Everything, by name."""
         out = {f"model.{name}": tensor for name, tensor in weights(self.model).items()}
         put(out, "step", self.step)
-        put(out, "cursor", self.cursor)
         for name, group in self.groups().items():
             put(out, f"optimizer.group.{name}", {k: v for k, v in group.items() if k != "params"})
         for name, (optimizer, parameter) in self.trained().items():
@@ -133,7 +131,6 @@ class TrainState:
     def adopt(self, loaded: Mapping[str, Tensor], rank: int, source: Path) -> None:
         """Take what was read to `places`. The model has it already."""
         self.step = get(loaded, "step")
-        self.cursor = get(loaded, "cursor")
         for name, group in self.groups().items():
             if f"optimizer.group.{name}{JSON}" not in loaded:
                 raise ValueError(

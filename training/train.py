@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,15 @@ from training.layout import Origin
 from training.metrics import Metrics
 from training.model.decoder import Decoder
 from training.optim import Optimizer, SpikeGuard
+from training.profiling import Phases, Trace, memory_snapshot, steps_to_trace
 from training.schedule import schedule
 from training.state import Checkpoints, Stop, TrainState
 from upcycle import disk
 
 # what may change between a run and its resumption without anybody being told: it changes no number
-QUIET = ("output", "export", "checkpoint", "log_every", "valid_every", "device")
+QUIET = (
+    "output", "export", "checkpoint", "log", "log_every", "valid_every", "profile", "memory_snapshot", "device",
+)  # fmt: skip
 
 
 def train(config: TrainConfig) -> Path:
@@ -39,22 +42,28 @@ def train(config: TrainConfig) -> Path:
         with (
             kept_in(run) as checkpoints,
             Stop() as stop,
+            Trace(run.folder, steps_to_trace(config.profile)) as trace,
+            memory_snapshot(run.folder / "memory.pickle") if config.memory_snapshot else nullcontext(),
         ):
             first = checkpoints.load(state)
             samples = run.place.samples = open_training(config.data, run.origin.dense.vocab, run.place.saved)
             valid = open_validation(config.data, run.origin.dense.vocab)
             flops = model_flops(run.origin.spec, config.data.sequence)
-            metrics = Metrics(run.folder, first, steps=config.steps, flops=flops)
+            metrics = Metrics(
+                run.folder, first, steps=config.steps, flops=flops, config=asdict(config), **asdict(config.log)
+            )
             with metrics, Loader(samples, run.place.cursor, config.batch, pin=run.cuda) as loader:
                 if first == 0:
                     metrics.log(0, **validate(run, valid))
                 while state.step < config.steps and not stop.requested():
-                    batch, cursor = next(loader)
+                    trace.before(state.step + 1)
+                    with run.phases("data"):
+                        batch, cursor = next(loader)
                     learned = train_step(run, batch, rate(state.step))
                     state.step, run.place.cursor = state.step + 1, cursor
                     metrics.step(state.step, tokens=batch.tokens.numel(), lr=rate(state.step - 1), **learned)
                     if due(state.step, config.log_every, config.steps):
-                        metrics.log(state.step, **balance_numbers(balance))
+                        metrics.log(state.step, **balance_numbers(balance), **run.phases.fetch(metrics.taken))
                     if due(state.step, config.valid_every, config.steps):
                         metrics.log(state.step, **validate(run, valid))
                     if due(state.step, config.checkpoint.every, config.steps) or stop.requested():
@@ -106,6 +115,7 @@ class Run:
     balance: Balance
     state: TrainState
     place: Place
+    phases: Phases
     device: torch.device
 
     @property
@@ -136,7 +146,7 @@ def start(config: TrainConfig) -> Iterator[Run]:
         state = TrainState(model, [optimizer], parts={"guard": guard, "data": place}, rank_parts={"load": balance.load})
         folder.mkdir(parents=True, exist_ok=True)
         disk.write_atomic(folder / "config.json", json.dumps(asdict(config), indent=2, default=str).encode() + b"\n")
-        yield Run(config, folder, origin, model, optimizer, guard, balance, state, place, device)
+        yield Run(config, folder, origin, model, optimizer, guard, balance, state, place, Phases(device), device)
 
 
 def kept_in(run: Run) -> Checkpoints:
@@ -165,16 +175,19 @@ def train_step(run: Run, batch: Batch, lr: float) -> dict[str, Tensor]:
     batch = batch.to(run.device)
     scored, nats = batch.scored.sum(), torch.zeros((), device=run.device)
     for part in pieces(batch, run.config.micro_batch):
-        loss = nll(run, part)
-        (loss / scored).backward()  # type: ignore[no-untyped-call]
+        with run.phases("forward"):
+            loss = nll(run, part)
+        with run.phases("backward"):
+            (loss / scored).backward()  # type: ignore[no-untyped-call]
         nats += loss.detach()
-    loss, norm = nats / scored, run.optimizer.clip()
-    skip = ~(torch.isfinite(loss) & torch.isfinite(norm))
-    if run.config.optim.spike_sigma:
-        skip = skip | run.guard.spike(loss, norm)
-    run.optimizer.step(lr, skip)
-    run.balance.end_step(skip)
-    run.optimizer.zero_grad(set_to_none=True)
+    with run.phases("optimizer"):
+        loss, norm = nats / scored, run.optimizer.clip()
+        skip = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        if run.config.optim.spike_sigma:
+            skip = skip | run.guard.spike(loss, norm)
+        run.optimizer.step(lr, skip)
+        run.balance.end_step(skip)
+        run.optimizer.zero_grad(set_to_none=True)
     return {"loss": loss, "grad_norm": norm, "skipped": run.optimizer.skipped}
 
 
