@@ -28,14 +28,18 @@ class Layer(nn.Module):
             self.ffn = FeedForward(dense, dense.ffn)
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, documents_BS: Tensor | None) -> Tensor:
-        if self.block == "post":
-            x_BSD = x_BSD + self.scaled(self.attn_norm(self.attention(x_BSD, cos, sin, documents_BS)))
-            return x_BSD + self.scaled(self.ffn_norm(self.ffn(x_BSD)))
-        attended = self.scaled(self.attention(self.attn_norm(x_BSD), cos, sin, documents_BS))
+        attended = self.attended(x_BSD, cos, sin, documents_BS)
         if self.block == "parallel":
             return x_BSD + attended + self.scaled(self.ffn(self.ffn_norm(x_BSD)))
         x_BSD = x_BSD + attended
+        if self.block == "post":
+            return x_BSD + self.scaled(self.ffn_norm(self.ffn(x_BSD)))
         return x_BSD + self.scaled(self.ffn(self.ffn_norm(x_BSD)))
+
+    def attended(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, documents_BS: Tensor | None) -> Tensor:
+        if self.block == "post":
+            return self.scaled(self.attn_norm(self.attention(x_BSD, cos, sin, documents_BS)))
+        return self.scaled(self.attention(self.attn_norm(x_BSD), cos, sin, documents_BS))
 
     def scaled(self, y: Tensor) -> Tensor:
         return y if self.scale == 1.0 else y * self.scale
@@ -107,11 +111,17 @@ class Decoder(nn.Module):
             x_BSD = x_BSD * torch.tensor(self.dense.embed_scale, dtype=self.compute, device=x_BSD.device)
         return x_BSD
 
+    def compile_parts(self) -> None:
+        """torch.compile, layer by layer: one is compiled, the others like it come from the cache."""
+        for layer in self.layers.values():
+            layer.compile()
+
     @property
     def head_weight(self) -> Tensor:
-        module = self.head or self.embed
+        module = self.embed if self.head is None else self.head
         assert module is not None, "this part of the model has no head"
-        return module.weight
+        weight: Tensor = module.weight
+        return weight
 
     def forward(
         self,
