@@ -90,10 +90,12 @@ def router_loss(
     expert_TK: Tensor,
     count_E: Tensor,
     sequences: int = 1,
+    reduce: Reduce | None = None,
 ) -> Tensor:
     """Weighted balance and z-loss of one layer's micro-batch, tokens in order of `sequences` sequences of one length.
 
-    `count_E`: for scope micro_batch, of these tokens; for global, of the step so far, over micro-batches and ranks.
+    `count_E`: for scope micro_batch, of the micro-batch over all ranks; for global, of the step so far. `reduce`: for
+    scope sequence, sums counts over the ranks that a sequence is spread over.
     """
     loss = torch.zeros((), dtype=logits_TE.dtype, device=logits_TE.device)
     if config.aux_weight:
@@ -101,6 +103,7 @@ def router_loss(
             experts = logits_TE.shape[-1]
             probability_TE = probability_TE.view(sequences, -1, experts)
             count_E = expert_counts(expert_TK.view(sequences, -1, expert_TK.shape[-1]), experts)
+            count_E = count_E if reduce is None else reduce(count_E)
         loss = loss + config.aux_weight * balance_loss(probability_TE, count_E)
     return loss + config.z_weight * z_loss(logits_TE) if config.z_weight else loss
 
@@ -250,8 +253,11 @@ class Balance:
     """Watches and balances the routers of one model. Forward passes without gradients (validation) run as if it were
     not there: they drop nothing and count nothing.
 
-    scale: what the main loss is multiplied with, so that the router losses are too; set it anew when that changes.
-    sequences: of a micro-batch; needed by scope sequence. reduce: sums counts over ranks with other tokens.
+    scale: the share of a micro-batch's tokens, on this rank, in the whole step's; set it anew when that changes. The
+    router losses are means over tokens, so with this weight their plain sum over micro-batches and ranks is the step's.
+    sequences: of a micro-batch; needed by scope sequence. reduce: sums counts over all ranks with other tokens;
+    reduce_sequence: over those with other parts of the same sequences. Capacity is each rank's own: of its own tokens,
+    an expert takes its share of these, whatever the other ranks have ("sub-sequence" dropping; nothing is exchanged).
     """
 
     def __init__(
@@ -262,8 +268,10 @@ class Balance:
         scale: float | Tensor = 1.0,
         sequences: int = 1,
         reduce: Reduce | None = None,
+        reduce_sequence: Reduce | None = None,
     ) -> None:
-        self.config, self.scale, self.sequences, self.reduce = config, scale, sequences, reduce
+        self.config, self.scale, self.sequences = config, scale, sequences
+        self.reduce, self.reduce_sequence = reduce, reduce_sequence
         self.blocks = [module for module in model.modules() if isinstance(module, MoE)]
         if config.bias_rate and any(block.router.bias is None for block in self.blocks):
             raise ValueError(
@@ -292,9 +300,18 @@ class Balance:
         count_E = expert_counts(routing.expert_TK, experts)
         seen_E = self.load.add(number, count_E, tokens, dropped, token_entropy(probability_TE.detach()))
         if config.aux_weight or config.z_weight:
-            if config.aux_scope == "global":
-                count_E = seen_E if self.reduce is None else self.reduce(seen_E)
-            loss = router_loss(config, routing.logits_TN, probability_TE, routing.expert_TK, count_E, self.sequences)
+            if config.aux_scope != "sequence":
+                count_E = seen_E if config.aux_scope == "global" else count_E
+                count_E = count_E if self.reduce is None else self.reduce(count_E)
+            loss = router_loss(
+                config,
+                routing.logits_TN,
+                probability_TE,
+                routing.expert_TK,
+                count_E,
+                self.sequences,
+                self.reduce_sequence,
+            )
             weight_TK = AuxLoss.apply(weight_TK, loss * self.scale)  # type: ignore[no-untyped-call]
         return replace(routing, weight_TK=weight_TK)
 
