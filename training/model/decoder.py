@@ -108,13 +108,14 @@ class Decoder(nn.Module):
         assert self.embed is not None
         x_BSD = functional.embedding(tokens_BS, self.embed.weight).to(self.compute)
         if self.dense.embed_scale != 1.0:  # rounded as Gemma was trained
-            x_BSD = x_BSD * torch.tensor(self.dense.embed_scale, dtype=self.compute, device=x_BSD.device)
+            x_BSD = x_BSD * float(torch.tensor(self.dense.embed_scale, dtype=self.compute))
         return x_BSD
 
     def compile_parts(self) -> None:
-        """torch.compile, layer by layer: one is compiled, the others like it come from the cache."""
-        for layer in self.layers.values():
-            layer.compile()
+        """torch.compile, layer by layer (one is compiled, the others like it come from the cache), and the last norm."""
+        for part in (*self.layers.values(), self.final_norm):
+            if part is not None:
+                part.compile()
 
     @property
     def head_weight(self) -> Tensor:
