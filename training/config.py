@@ -12,6 +12,7 @@ from typing import Any
 
 from training.balance import BalanceConfig
 from training.data import DataConfig
+from training.model.recompute import MODES
 from training.optim import OptimConfig
 from training.profiling import steps_to_trace
 from training.schedule import ScheduleConfig
@@ -28,6 +29,7 @@ class ModelConfig:
     random: bool = False  # random weights in the source's shape
     experts: str = "grouped"  # a backend of training/experts
     compute: str = "bfloat16"  # of activations; weights, moments and gradients are float32
+    recompute: str = "none"  # in backward, instead of keeping it: none | selective (norms, activations) | full
     compile: bool = False  # torch.compile each layer
 
 
@@ -80,6 +82,8 @@ class TrainConfig:
         steps_to_trace(self.profile)
         if self.model.compute not in COMPUTE:
             raise ValueError(f"model.compute is {self.model.compute!r}; it must be one of {', '.join(COMPUTE)}")
+        if self.model.recompute not in MODES:
+            raise ValueError(f"model.recompute is {self.model.recompute!r}; it must be one of {', '.join(MODES)}")
         if bool(self.model.source) == bool(self.model.upcycle):
             raise ValueError(
                 "the model comes from model.source (a checkpoint) or model.upcycle (a dense one, upcycled as it is "

@@ -22,6 +22,7 @@ from training.flops import model_flops
 from training.layout import Origin
 from training.metrics import Metrics
 from training.model.decoder import Decoder
+from training.model.recompute import recompute
 from training.optim import Optimizer, SpikeGuard
 from training.profiling import Phases, Trace, memory_snapshot, steps_to_trace
 from training.schedule import schedule
@@ -136,9 +137,9 @@ def start(config: TrainConfig) -> Iterator[Run]:
         model = Decoder(origin.spec, experts=config.model.experts, compute=getattr(torch, config.model.compute))
         model = layout.initialise(model, config.seed) if config.model.random else layout.load(model, origin)
         model = model.to(device)
+        recompute(model, config.model.recompute)
         if config.model.compile:
-            for layer in model.layers.values():
-                layer.compile()
+            model.compile_parts()
         optimizer = Optimizer(config.optim, model.named_parameters())
         guard = SpikeGuard(config.optim, device)
         balance = Balance(config.balance, model, scale=config.micro_batch / config.batch, sequences=config.micro_batch)

@@ -103,6 +103,8 @@ class FeedForward(nn.Module):
         self.down = Linear(width, spec.hidden, bias=spec.ffn_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        up = self.up(x)
-        y: Tensor = self.down(self.act(up) if self.gate is None else self.act(self.gate(x)) * up)
+        y: Tensor = self.down(self.neurons(self.up(x), None if self.gate is None else self.gate(x)))
         return y
+
+    def neurons(self, up: Tensor, gate: Tensor | None) -> Tensor:
+        return self.act(up) if gate is None else self.act(gate) * up

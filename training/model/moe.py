@@ -95,10 +95,13 @@ class MoE(nn.Module):
         routing = self.router(x_TD)
         if self.balance is not None:
             routing = self.balance(routing)
-        sent = self.dispatcher.dispatch(x_TD, routing.weight_TK, routing.expert_TK)
+        return self.routed(x_TD, routing.weight_TK, routing.expert_TK).view_as(x_BSD)
+
+    def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        sent = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK)
         y_RD = self.experts(sent.x_RD, sent.weight_R, sent.count_E)
         y_TD = self.dispatcher.combine(y_RD, sent.handle).to(x_TD.dtype)
         if self.shared is not None:
             shared_TD = self.shared(x_TD)
             y_TD = y_TD + (shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid())
-        return y_TD.view_as(x_BSD)
+        return y_TD
