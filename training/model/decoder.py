@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         return x_BSD
 
     def compile_parts(self) -> None:
-        """torch.compile, layer by layer (one is compiled, the others like it come from the cache), and the last norm."""
+        """torch.compile, layer by layer (one is compiled, the rest come from the cache), and the last norm."""
         for part in (*self.layers.values(), self.final_norm):
             if part is not None:
                 part.compile()
