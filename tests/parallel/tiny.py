@@ -1,0 +1,67 @@
+"""Small models and batches in float64 whose every number differs, the same in every process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training.data import Batch
+from training.layout import initialise
+from training.model.decoder import Decoder
+from upcycle.spec import DenseSpec, MoESpec
+
+DENSE: dict[str, Any] = {
+    "family": "llama", "layers": 2, "hidden": 32, "ffn": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 61,
+    "context": 64, "init_std": 0.3,
+}  # fmt: skip
+
+
+def dense(**changed: Any) -> DenseSpec:
+    return DenseSpec(**(DENSE | changed))
+
+
+def moe(layers: tuple[int, ...] | None = None, **changed: Any) -> MoESpec:
+    spec = dense(**changed)
+    layers = tuple(range(spec.layers)) if layers is None else layers
+    return MoESpec(dense=spec, layers=layers, widths=(16,) * 4, top_k=2, copies=4, shared=8)
+
+
+def model(spec: DenseSpec | MoESpec, part: range | None = None) -> Decoder:
+    built = Decoder(spec, part=part, experts="reference", compute=torch.float64).double()
+    return initialise(built, seed=5)
+
+
+def batch(sequences: int, length: int, *, documents: bool, seed: int = 0) -> Batch:
+    """Every sequence has other documents, one of them longer than half of it; some labels are not scored."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(61, (sequences, length), generator=draw)
+    labels = torch.randint(61, (sequences, length), generator=draw)
+    labels[torch.rand(sequences, length, generator=draw) < 0.2] = -100
+    positions = torch.arange(length).expand(sequences, -1).clone()
+    number = torch.zeros(sequences, length, dtype=torch.int32)
+    for row in range(sequences if documents else 0):
+        for at in (2 + row, length // 4 + row, length - 3 - row):
+            number[row, at:] += 1
+            positions[row, at:] = torch.arange(length - at)
+    return Batch(tokens, labels, number, positions)
+
+
+def gradients(*parts: Decoder) -> dict[str, Tensor]:
+    """By name; what stands in two parts (tied embeddings) must be equal in them."""
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            assert parameter.grad is not None, name
+            if name in found:
+                torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=0)
+            found[name] = parameter.grad
+    return found
+
+
+def worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Largest difference, as a share of the largest entry of that tensor."""
+    assert set(found) <= set(expected)
+    return max(float((found[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in found)

@@ -1,0 +1,133 @@
+"""Attention of some queries over some keys, with the log-sum-exp that lets such blocks be merged (context.py).
+
+The kernels are those behind scaled_dot_product_attention, called by their aten names because that function keeps the
+log-sum-exp to itself. A backward kernel makes the softmax again from the log-sum-exp it is given: given that of *all*
+keys, and the output over all of them, it returns this block's part of the gradients.
+
+Shapes: B sequences, H query heads, G key/value heads, S queries, T keys, A dimensions of a head. `bias` [B or 1, 1, S,
+T] is added to the scaled logits; it is finite. `causal` is for a block with as many queries as keys and no bias.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.backends import cuda
+from torch.nn import functional
+
+aten = torch.ops.aten
+LSE_ROWS = 32  # the efficient kernel pads its log-sum-exps to a multiple
+
+
+def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(y_BHSA, lse_BHS)."""
+    s = q.shape[2]
+    kernel = fastest(q, k, v, bias, causal)
+    if kernel == "cudnn":
+        y, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[:2]
+    elif kernel == "flash":
+        y, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+    elif kernel == "efficient":
+        k, v, bias = each_head(k, q), each_head(v, q), spread(bias, q)
+        y, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[:2]
+    else:
+        return plain(q, k, v, bias, causal, scale)
+    return y, lse.flatten(2)[:, :, :s]
+
+
+def block_backward(
+    d_y: Tensor,
+    q: Tensor,
+    y: Tensor,
+    lse_BHS: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(d_q, d_k, d_v): this block's part, `y` and `lse_BHS` being those over all blocks."""
+    kernel = fastest(q, k, v, bias, causal)
+    s, t = q.shape[2], k.shape[2]
+    if kernel == "plain":
+        return plain_backward(d_y, q, y, lse_BHS, k, v, bias, causal, scale)
+    seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # of a dropout that is not
+    lse = lse_BHS.contiguous()
+    if kernel == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+            d_y, q, k, v, y, lse[..., None], seed[0], seed[1], bias, None, None, s, t, 0.0, causal, scale=scale
+        )
+    if kernel == "flash":
+        return aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+            d_y, q, k, v, y, lse, None, None, s, t, 0.0, causal, seed, seed[0], scale=scale
+        )
+    lse = functional.pad(lse, (0, -s % LSE_ROWS), value=math.inf)
+    d_q, d_k, d_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+        d_y, q, each_head(k, q), each_head(v, q), spread(bias, q), y, lse, seed[0], seed[1], 0.0,
+        [True, True, True, False], causal, scale=scale,
+    )  # fmt: skip
+    return d_q, each_group(d_k, k), each_group(d_v, v)
+
+
+def fastest(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> str:
+    """cuDNN's is the fastest of all on Hopper (see model/attention.py), flash knows no bias, efficient no groups."""
+    if not q.is_cuda:
+        return "plain"
+    asked = cuda.SDPAParams(q, k, v, bias, 0.0, causal, q.shape[1] != k.shape[1])
+    if cuda.can_use_cudnn_attention(asked):
+        return "cudnn"
+    if bias is None and cuda.can_use_flash_attention(asked):
+        return "flash"
+    asked = cuda.SDPAParams(q, each_head(k, q), each_head(v, q), spread(bias, q), 0.0, causal, False)
+    aligned = bias is None or k.shape[2] % 16 == 0
+    return "efficient" if aligned and cuda.can_use_efficient_attention(asked) else "plain"
+
+
+def each_head(x_BGTA: Tensor, q_BHSA: Tensor) -> Tensor:
+    copies = q_BHSA.shape[1] // x_BGTA.shape[1]
+    return x_BGTA if copies == 1 else x_BGTA.repeat_interleave(copies, dim=1)
+
+
+def each_group(d_BHTA: Tensor, x_BGTA: Tensor) -> Tensor:
+    return d_BHTA.view(len(d_BHTA), x_BGTA.shape[1], -1, *d_BHTA.shape[2:]).sum(2)
+
+
+def spread(bias: Tensor | None, q_BHSA: Tensor) -> Tensor | None:
+    return None if bias is None else bias.expand(*q_BHSA.shape[:2], -1, -1)
+
+
+# ---- in plain torch: any device and dtype, and all logits in memory
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    logits = logits_of(q, k, bias, causal, scale)
+    lse = logits.logsumexp(-1)
+    p = (logits - lse[..., None]).exp_()
+    return (p @ each_head(v, q).to(p.dtype)).to(q.dtype), lse
+
+
+def plain_backward(
+    d_y: Tensor,
+    q: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    p = (logits_of(q, k, bias, causal, scale) - lse[..., None]).exp_()
+    d_y, y, all_k, all_v = (x.to(p.dtype) for x in (d_y, y, each_head(k, q), each_head(v, q)))
+    d_logits = p * (d_y @ all_v.mT - (d_y * y).sum(-1, keepdim=True)) * scale
+    return d_logits @ all_k, each_group(d_logits.mT @ q.to(p.dtype), k), each_group(p.mT @ d_y, v)
+
+
+def logits_of(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = q.to(wide) @ each_head(k, q).to(wide).mT * scale
+    if causal:
+        logits = logits.masked_fill(torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1), -math.inf)
+    return logits if bias is None else logits + bias
