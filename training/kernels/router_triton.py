@@ -19,7 +19,7 @@ def choose_kernel(score_ptr, expert_ptr, T, N, K: tl.constexpr, ROWS: tl.constex
     col = tl.arange(0, COLS)[None, :]
     score = tl.load(score_ptr + row[:, None] * N + col, mask=(row < T)[:, None] & (col < N), other=float("-inf"))
     score = tl.where(score == score, score, float("-inf"))  # NaN: such a step is skipped, but its indices must be some
-    left = col < N
+    left = (score == score) & (col < N)
     for k in range(K):
         best = tl.max(tl.where(left, score, float("-inf")), 1)
         # the lowest index among equals; masked ones are none, however low the scores are
