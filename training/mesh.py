@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,11 +39,17 @@ class MeshConfig:
     dp_replicate: int = 1  # copies of the sharded model (HSDP): gathers stay inside a copy, gradients cross
     ep: int = 1  # expert parallel: whole experts
     etp: int = 1  # experts' tensor parallel: a slice of every expert's neurons
+    context: str = "ring"  # how cp attends: ring | ulysses (training/context.py)
+    # free gathered weights after each use, and sum gradients after each micro-batch: least memory; false: once a step
+    reshard: bool = True
 
     def __post_init__(self) -> None:
-        for name, size in asdict(self).items():
+        for name in AXES:
+            size = getattr(self, name)
             if isinstance(size, bool) or size < 1:
                 raise ValueError(f"mesh.{name} is {size}; it must be at least 1")
+        if self.context not in ("ring", "ulysses"):
+            raise ValueError(f"mesh.context is {self.context!r}; it must be ring or ulysses")
 
 
 Sizes = dict[str, int]
@@ -121,19 +128,30 @@ def problem(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence:
     return ""
 
 
+def changed_to(config: MeshConfig, axes: Sequence[str], sizes: Sequence[int]) -> MeshConfig:
+    changes: dict[str, Any] = dict(zip(axes, sizes, strict=True))
+    return replace(config, **changes)
+
+
 def nearest(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: int) -> MeshConfig:
     """A possible mapping with as few keys changed as can be, and each as little. All ones is always possible."""
-    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    # what is impossible alone is impossible in company
+    alone = {
+        axis: [n for n in range(1, world + 1) if not problem(MeshConfig(**{axis: n}), world, spec, sequence)]
+        for axis in AXES
+    }
+    must = {axis for axis in AXES if getattr(config, axis) not in alone[axis]}
 
     def distance(other: MeshConfig) -> tuple[float, int]:
         moved = sum(abs(math.log(getattr(other, axis) / getattr(config, axis))) for axis in AXES)
         return moved, -math.prod(asdict(other).values())
 
-    for changed in range(1, len(AXES) + 1):
+    for changed in range(max(len(must), 1), len(AXES) + 1):
         possible = [
             other
             for axes in itertools.combinations(AXES, changed)
-            for values in itertools.product(sizes, repeat=changed)
+            if must <= set(axes)
+            for values in itertools.product(*(alone[axis] for axis in axes))
             if not problem(other := replace(config, **dict(zip(axes, values, strict=True))), world, spec, sequence)
         ]
         if possible:

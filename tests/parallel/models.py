@@ -1,0 +1,65 @@
+"""Tiny models for the parallel tests: nothing in them is neutral, and every part of the decoder that a rank may hold a
+share of is in one of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training.data import IGNORE, Batch
+from training.model.decoder import Decoder
+from upcycle import rng
+from upcycle.spec import DenseSpec, MoESpec
+
+SEQUENCE, VOCAB = 32, 48
+
+DENSE = DenseSpec(
+    family="llama", layers=3, hidden=16, ffn=24, heads=4, kv_heads=4, head_dim=8, vocab=VOCAB, context=64, qk_norm="head",
+)  # fmt: skip
+# a dense layer between two MoE ones; a shared expert with a gate
+MOE = MoESpec(DENSE, layers=(0, 2), widths=(8,) * 8, top_k=2, copies=8, shared=8, shared_gate=True)
+SPECS: dict[str, DenseSpec | MoESpec] = {
+    "moe": MOE,
+    # biases everywhere, norms of all heads together, a sliding window, a router that is balanced by its bias
+    "odd": replace(
+        MOE, score="sigmoid", order="softmax-then-topk", output_scale=1.5, shared_gate=False, widths=(8, 4) * 4,
+        dense=replace(
+            DENSE, qk_norm="full", qkv_bias=True, out_bias=True, ffn_bias=True, block="post", tied=True, window=5,
+            window_layers=(1,), residual_scale=0.7, embed_scale=2.0, kv_heads=2,
+        ),
+    ),
+    "parallel": replace(
+        MOE, shared=0, shared_gate=False, order="topk-then-softmax",
+        dense=replace(DENSE, gated=False, activation="gelu", norm="layernorm", block="parallel", ffn_bias=True),
+    ),
+    "dense": replace(DENSE, norm="rms1p"),
+}  # fmt: skip
+
+
+def make(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
+    """The same weights on every rank, and in every part of the model."""
+    model = Decoder(SPECS[name], experts="reference", compute=dtype, **options).to(dtype)
+    with torch.no_grad():
+        for role, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor.copy_(0.3 * rng.normal(tuple(tensor.shape), 0, role) + ("norm" in role))
+    return model
+
+
+def batch(size: int, seed: int = 0) -> Batch:
+    """Every sample is another one, of two or three documents, with some labels that are not scored."""
+    generator = rng.generator(seed, "batch")
+    tokens, labels = torch.randint(VOCAB, (2, size, SEQUENCE), generator=generator)
+    documents = (torch.rand(size, SEQUENCE, generator=generator) < 0.06).long().cumsum(1)
+    first = torch.nn.functional.one_hot(documents, SEQUENCE).argmax(1).gather(1, documents)
+    positions = torch.arange(SEQUENCE) - first
+    labels[torch.rand(size, SEQUENCE, generator=generator) < 0.2] = IGNORE
+    return Batch(tokens, labels, documents.int(), positions)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

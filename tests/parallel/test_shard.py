@@ -1,0 +1,202 @@
+"""Every mapping is one process: the same loss and the same gradient of every parameter, in float64, with other tokens
+on every rank. Dropping too, against a process that lets each rank's tokens compete among themselves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parallel import models
+from tests.parallel.ranks import run
+from training import balance as balance_module
+from training.balance import Balance, BalanceConfig
+from training.mesh import MeshConfig, ParallelMesh
+from training.shard import all_reduce, own_part, parallelize, reshard, synchronize
+
+BATCH, MICRO = 8, 2  # sequences a step; micro-batches a step, so that gradients and counts add up over them
+GLOBAL = BalanceConfig(aux_weight=0.1, z_weight=0.01)
+SEQUENCE = replace(GLOBAL, aux_scope="sequence")
+EACH = replace(GLOBAL, aux_scope="micro_batch")
+DROP = replace(GLOBAL, capacity_factor=1.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    world: int
+    mesh: MeshConfig
+    model: str = "moe"
+    balance: BalanceConfig = GLOBAL
+    recompute: str = "none"
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{k}{v}" for k, v in vars(self.mesh).items() if v not in (1, "ring") and k != "reshard")
+        rest = [
+            self.balance.aux_scope,
+            "drop" if self.balance.capacity_factor else "",
+            self.recompute if self.recompute != "none" else "",
+        ]
+        return " ".join(filter(None, [str(self.world), sizes, self.model, *rest, "" if self.mesh.reshard else "kept"]))
+
+
+@dataclass(frozen=True)
+class Result:
+    loss: float
+    gradients: dict[str, Tensor] = field(repr=False)
+    counts: Tensor = field(repr=False)
+    # which tokens (sequence, place) of each micro-batch this rank had
+    own: list[Tensor] = field(repr=False)
+
+
+# ---- on the ranks
+
+
+def on_ranks(rank: int, world: int, cases: list[Case]) -> list[Result]:
+    return [of_rank(case) for case in cases]
+
+
+def of_rank(case: Case) -> Result:
+    mesh = ParallelMesh(case.mesh)
+    model = models.make(case.model)
+    parallelize(model, mesh, recomputed=case.recompute)
+    size = BATCH // MICRO // mesh.dp
+    reduce = functools.partial(all_reduce, group=mesh.tokens_group())
+    balance = Balance(
+        case.balance,
+        model,
+        scale=size / BATCH / (mesh.size("cp") * mesh.size("tp")),
+        sequences=size,
+        reduce=reduce,
+        reduce_sequence=functools.partial(all_reduce, group=mesh.group("cp", "tp")),
+    )
+    data = models.batch(BATCH)
+    scored, nats, own = int(data.scored.sum()), torch.zeros((), dtype=torch.float64), []
+    for micro in range(MICRO):
+        first = (micro * mesh.dp + mesh.index("dp_replicate") * mesh.dp_shard + mesh.index("dp_shard")) * size
+        part = own_part(data.each(lambda tensor, first=first: tensor[first : first + size]), mesh)
+        place = torch.arange(BATCH * models.SEQUENCE).view(BATCH, -1)[first : first + size]
+        own.append(own_part(replace(data, tokens=place, labels=place, positions=place), mesh).tokens.flatten())
+        synchronize(model, mesh, micro == MICRO - 1)
+        loss = model.loss(part.tokens, part.labels, part.positions, part.documents, models.SEQUENCE)
+        (loss / scored).backward()
+        nats += loss.detach()
+    loss = reduce(nats) / scored
+    counts = balance.load.end_step(reduce)
+    gradients = {name: models.whole(p.grad) for name, p in model.named_parameters()}
+    with torch.no_grad():  # and a pass without a backward, such as validation's, leaves the model as it was
+        model.loss(part.tokens, part.labels, part.positions, part.documents, models.SEQUENCE)
+        reshard(model)
+    assert all(p.grad is not None for p in model.parameters()), "gradients went with the weights they belong to"
+    return Result(float(loss), gradients, counts, own)
+
+
+# ---- one process
+
+
+@functools.cache
+def one(model: str, balance: BalanceConfig, sets: tuple[tuple[tuple[int, ...], ...], ...] = ()) -> Result:
+    """`sets`: of each micro-batch, which tokens compete for an expert's capacity."""
+    decoder, data, size = models.make(model), models.batch(BATCH), BATCH // MICRO
+    watch = Balance(balance, decoder, scale=1 / MICRO, sequences=size)
+    scored, nats = int(data.scored.sum()), 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        for micro in range(MICRO):
+            if balance.capacity_factor:
+                patch.setattr(balance_module, "capacity_mask", apart(capacity_mask, sets[micro], micro * size))
+            part = data.each(lambda tensor, micro=micro: tensor[micro * size : (micro + 1) * size])
+            loss = decoder.loss(part.tokens, part.labels, part.positions, part.documents)
+            (loss / scored).backward()
+            nats += float(loss.detach())
+    gradients = {name: p.grad for name, p in decoder.named_parameters()}
+    assert all(gradient is not None and bool(gradient.any()) for gradient in gradients.values()), "something is idle"
+    return Result(nats / scored, gradients, watch.load.end_step(), [])
+
+
+capacity_mask = balance_module.capacity_mask
+
+
+def apart(mask: Callable[..., Any], sets: tuple[tuple[int, ...], ...], first: int) -> Callable[..., Any]:
+    def masks(expert_TK: Tensor, weight_TK: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        keep = torch.zeros_like(expert_TK, dtype=torch.bool)
+        for tokens in sets:
+            at = torch.tensor(tokens) - first * models.SEQUENCE
+            keep[at] = mask(expert_TK[at], weight_TK[at], *options)[0]
+        assert not bool(keep.all()), "nothing is dropped"
+        return keep, 1 - keep.double().mean()
+
+    return masks
+
+
+# ---- both
+
+
+def m(**sizes: Any) -> MeshConfig:
+    return MeshConfig(**sizes)
+
+
+CASES = [
+    Case(1, m()),
+    # one axis at a time
+    Case(2, m()),
+    Case(2, m(reshard=False)),
+    Case(2, m(dp_replicate=2)),
+    Case(2, m(tp=2)),
+    Case(2, m(tp=2), "odd"),
+    Case(2, m(tp=2), "parallel"),
+    Case(2, m(tp=2), "dense"),
+    Case(4, m(tp=4)),
+    Case(2, m(cp=2)),
+    Case(2, m(cp=2), "odd", SEQUENCE),
+    Case(2, m(cp=2, context="ulysses"), "odd"),
+    Case(4, m(cp=4)),
+    # products
+    Case(4, m(tp=2, cp=2), "odd", SEQUENCE),
+    Case(4, m(cp=2, tp=2, context="ulysses")),
+    Case(4, m(cp=2), balance=EACH),
+    Case(4, m(tp=2)),
+    Case(4, m(dp_replicate=2), "odd", EACH),
+    Case(4, m(tp=2, reshard=False), "odd", SEQUENCE),
+    Case(4, m(tp=2, dp_replicate=2), "parallel"),
+    Case(4, m(tp=2), recompute="selective"),
+    Case(4, m(tp=2, reshard=False), recompute="full"),
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Case, list[Result]]:
+    out: dict[Case, list[Result]] = {}
+    for world in sorted({case.world for case in CASES}):
+        cases = [case for case in CASES if case.world == world]
+        ranks = run(world, on_ranks, cases)
+        out |= {case: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_mapping_is_one_process(found: dict[Case, list[Result]], case: Case) -> None:
+    assert_same(found[case], reference(case, found[case]))
+
+
+def reference(case: Case, ranks: list[Result]) -> Result:
+    if not case.balance.capacity_factor:
+        return one(case.model, case.balance)
+    sets = tuple(tuple({tuple(rank.own[micro].tolist()) for rank in ranks}) for micro in range(MICRO))
+    return one(case.model, case.balance, sets)
+
+
+def assert_same(ranks: list[Result], want: Result) -> None:
+    missing = set(want.gradients)
+    for number, rank in enumerate(ranks):
+        assert rank.loss == pytest.approx(want.loss, rel=1e-10), f"loss of rank {number}"
+        for name, gradient in rank.gradients.items():
+            expected = want.gradients[name]
+            assert gradient.shape == expected.shape, name
+            error = float((gradient - expected).abs().max() / expected.abs().max())
+            assert error < 1e-10, f"{name} on rank {number}: {error:.1e}"
+        missing -= set(rank.gradients)
+    assert not missing

@@ -1,0 +1,382 @@
+"""Makes a model parallel, from outside: the model's files know no mesh. Read `parallelize`.
+
+Everything is a sum. A rank's loss is its own tokens' nats divided by the number of scored tokens of *all* ranks, so the
+true gradient is the plain sum over the ranks that hold different tokens, and nobody divides by a number of ranks.
+
+Whose gradients are summed over whom depends on what a parameter sees. There are three kinds:
+
+    tokens   embedding, head, norms, router: a rank's own tokens. Between attention and FFN each tp rank holds another
+             part of the sequence, so tp is one more data axis: sharded over dp_shard x cp x tp.
+    tensor   attention, dense FFN, shared expert: divided by heads and neurons over tp, and each part sees the whole
+             sequence, gathered before and summed and scattered after. Sharded over dp_shard x cp on top.
+    experts  whole experts over ep, neurons over etp; tokens come through the dispatcher. Sharded over edp on top.
+
+FSDP2 gathers each kind over its own mesh: a layer is a unit of tokens, with its attention, dense FFN or shared expert
+(tensor) and routed experts as units inside. What no other rank shares stays out of it.
+
+Shapes: B sequences, S tokens each (s: of this rank), T = B * s; D hidden.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional
+
+from training import context
+from training.data import Batch
+from training.experts import ExpertWeights
+from training.mesh import Kind, ParallelMesh
+from training.model.decoder import Decoder, Layer
+from training.model.layers import Attention, FeedForward, Linear, Norm
+from training.model.moe import Experts, MoE
+from training.model.recompute import recompute
+
+Group = dist.ProcessGroup
+
+
+def parallelize(
+    model: Decoder,
+    mesh: ParallelMesh,
+    *,
+    dispatcher: str = "alltoall",
+    recomputed: str = "none",
+    compiled: bool = False,
+) -> None:
+    """Divides `model` (a whole one, or a pipeline stage; best on the meta device) over the ranks of `mesh`.
+
+    The order matters: matrices are divided before what computes with them is wrapped, and FSDP gathers around it all.
+    """
+    if mesh.size("tp") > 1:
+        for layer in layers(model):
+            attention_over_tp(layer.attention, mesh)
+            for ffn in dense_ffns(layer):
+                ffn_over_tp(ffn, mesh)
+    context.attach(model, mesh.group("cp"), mesh.config.context, mesh.size("tp"))
+    for block in moe_blocks(model):
+        experts_over_ep(block, mesh, dispatcher)
+    recompute(model, recomputed)
+    if compiled:
+        model.compile_parts()
+    shard_data_parallel(model, mesh)
+
+
+def layers(model: Decoder) -> Iterator[Layer]:
+    return (layer for layer in model.layers.values() if isinstance(layer, Layer))
+
+
+def dense_ffns(layer: Layer) -> list[FeedForward]:
+    """A dense layer's FFN, or the shared expert of an MoE one."""
+    ffn = layer.ffn.shared if isinstance(layer.ffn, MoE) else layer.ffn
+    return [ffn] if isinstance(ffn, FeedForward) else []
+
+
+def moe_blocks(model: nn.Module) -> Iterator[MoE]:
+    return (module for module in model.modules() if isinstance(module, MoE))
+
+
+# ---- tensor parallel, with the sequence parallel between
+
+
+def attention_over_tp(attention: Attention, mesh: ParallelMesh) -> None:
+    tp, group = mesh.attention["tp"], present(mesh.group("tp"))
+    for linear in (attention.q, attention.k, attention.v):
+        columns(linear, tp)
+    rows(attention.o, tp)
+    for norm in (attention.q_norm, attention.k_norm):
+        if norm is not None and attention.spec.qk_norm == "full":
+            norm_over_heads(norm, tp, group)
+        elif norm is not None:  # one gain for all heads: each rank's gradient is that of its own heads
+            norm.gain = partial(summed_gain, norm, group)  # type: ignore[method-assign]
+    # the sequence is dimension 1
+    attention.register_forward_pre_hook(lambda _, inputs: (along_sequence(Gather, inputs[0], group), *inputs[1:]))
+    attention.register_forward_hook(lambda _, inputs, out: along_sequence(Scatter, out, group))
+
+
+def ffn_over_tp(ffn: FeedForward, mesh: ParallelMesh) -> None:
+    tp, group = mesh.attention["tp"], present(mesh.group("tp"))
+    if ffn.gate is not None:
+        columns(ffn.gate, tp)
+    columns(ffn.up, tp)
+    rows(ffn.down, tp)
+    # an FFN does not care which tokens are whose neighbours: any dimension will do, and the first is free
+    ffn.register_forward_pre_hook(lambda _, inputs: (Gather.apply(inputs[0], group),))  # type: ignore[no-untyped-call]
+    ffn.register_forward_hook(lambda _, inputs, out: Scatter.apply(out, group))  # type: ignore[no-untyped-call]
+
+
+def columns(linear: Linear, tp: DeviceMesh) -> None:
+    """Each rank makes some of the outputs."""
+    for name, parameter in list(linear.named_parameters()):
+        place(linear, name, parameter, tp, [Shard(0)])
+    linear.forward = partial(local_linear, linear, 1)  # type: ignore[method-assign]
+
+
+def rows(linear: Linear, tp: DeviceMesh) -> None:
+    """Each rank has some of the inputs and makes a summand of all outputs. The bias, which every rank has whole, comes
+    in equal parts; with the sum's gradient, which every rank has whole too, each finds the bias's whole gradient."""
+    place(linear, "weight", linear.weight, tp, [Shard(1)])
+    linear.forward = partial(local_linear, linear, tp.size())  # type: ignore[method-assign]
+
+
+def local_linear(linear: Linear, parts: int, x: Tensor) -> Tensor:
+    bias = None if linear.bias is None else part_of(local(linear.bias), parts).to(x.dtype)
+    return functional.linear(x, local(linear.weight).to(x.dtype), bias)
+
+
+def norm_over_heads(norm: Norm, tp: DeviceMesh, group: Group) -> None:
+    """An rms norm over all heads, of which each rank has some: the mean square is over all ranks'."""
+    size = norm.weight.numel()
+    place(norm, "weight", norm.weight, tp, [Shard(0)])
+
+    def forward(x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = x.to(wide)
+        mean = summed(y.square().sum(-1, keepdim=True), group) / size
+        y = y * torch.rsqrt(mean + norm.eps)
+        gain = local(norm.weight).to(wide) + (1.0 if norm.kind.endswith("1p") else 0.0)
+        return (y * gain).to(x.dtype) if norm.last else y.to(x.dtype) * gain.to(x.dtype)
+
+    norm.forward = forward  # type: ignore[method-assign]
+
+
+def summed_gain(norm: Norm, group: Group, dtype: torch.dtype) -> Tensor:
+    weight: Tensor = SumGradient.apply(norm.weight, group)  # type: ignore[no-untyped-call]
+    return weight.to(dtype) + 1.0 if norm.kind.endswith("1p") else weight.to(dtype)
+
+
+# ---- experts
+
+
+def experts_over_ep(block: MoE, mesh: ParallelMesh, dispatcher: str) -> None:
+    ep, etp = mesh.size("ep"), mesh.size("etp")
+    if ep * etp == 1:
+        return
+    axes = [(name, dim) for name, dim in (("ep", 0), ("etp", 2)) if mesh.size(name) > 1]
+    over, experts = mesh.experts[tuple(name for name, _ in axes)], block.experts
+    # of up (N, 2, F, D) the neurons are dimension 2, as of up_bias (N, 2, F) and of down (N, D, F)
+    for name, parameter in list(experts.named_parameters()):
+        divided = [Shard(dim) for _, dim in axes if dim < parameter.ndim]
+        place(experts, name, parameter, over if len(divided) == len(axes) else mesh.experts["ep"], divided)
+    experts.weights = partial(local_weights, experts, etp)  # type: ignore[method-assign]
+    raise NotImplementedError(dispatcher)
+
+
+def local_weights(experts: Experts, etp: int, dtype: torch.dtype) -> ExpertWeights:
+    up, down = (local(p).to(dtype) for p in (experts.up, experts.down))
+    up_bias = None if experts.up_bias is None else local(experts.up_bias).to(dtype).flatten(1, 2)
+    down_bias = None if experts.down_bias is None else part_of(local(experts.down_bias), etp).to(dtype)
+    return ExpertWeights(up.flatten(1, 2), down, experts.gated, up_bias, down_bias)
+
+
+# ---- data parallel
+
+
+def shard_data_parallel(model: Decoder, mesh: ParallelMesh) -> None:
+    # modules cast for themselves; given the dtype, FSDP casts before it gathers, and the wire carries half as much
+    masters = next(model.parameters()).dtype
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    narrow = MixedPrecisionPolicy(param_dtype=model.compute, reduce_dtype=masters, cast_forward_inputs=False)
+    alone: set[nn.Parameter] = set()  # divided over no rank, or not further than it is
+
+    def unit(module: nn.Module, kind: Kind, policy: MixedPrecisionPolicy) -> None:
+        if members(mesh, kind) == 1:
+            alone.update(module.parameters())
+            return
+        placement = partial(even, ranks=mesh.fsdp(kind).size(-1))
+        fully_shard(
+            module,
+            mesh=mesh.fsdp(kind),
+            mp_policy=policy,
+            reshard_after_forward=mesh.config.reshard,
+            shard_placement_fn=placement if kind == "experts" else None,
+            ignored_params=alone,
+        )
+
+    for layer in layers(model):
+        unit(layer.attention, "tensor", narrow)
+        if isinstance(layer.ffn, MoE):
+            unit(layer.ffn.experts, "experts", narrow)
+        for ffn in dense_ffns(layer):
+            unit(ffn, "tensor", narrow)
+        # the router stays float32, and so do the norms beside it, which are as small
+        unit(layer, "tokens", exact)
+    if model.final_norm is not None:
+        unit(model.final_norm, "tokens", exact)
+    unit(model, "tokens", narrow)  # embedding and head
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    # our outputs are views, and nothing is done to them in place
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+
+def members(mesh: ParallelMesh, kind: Kind) -> int:
+    axes = {
+        "tokens": ("dp_replicate", "dp_shard", "cp", "tp"),
+        "tensor": ("dp_replicate", "dp_shard", "cp"),
+        "experts": ("edp",),
+    }
+    group = mesh.group(*axes[kind])
+    return 1 if group is None else group.size()
+
+
+def even(parameter: nn.Parameter, ranks: int) -> Shard:
+    """By experts if there are enough for all, else by the hidden dimension, which any number of ranks divides."""
+    if local(parameter).shape[0] % ranks == 0 or parameter.ndim < 3:
+        return Shard(0)
+    return Shard(3 if parameter.ndim == 4 else 1)
+
+
+def synchronize(model: nn.Module, mesh: ParallelMesh, last: bool) -> None:
+    """Before a micro-batch: without mesh.reshard only a step's last one sums gradients and frees weights."""
+    if isinstance(model, FSDPModule) and not mesh.config.reshard:
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+
+def reshard(model: nn.Module) -> None:
+    """After forwards without a backward: FSDP keeps the root's weights for one that does not come."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# ---- data
+
+
+def own_part(batch: Batch, mesh: ParallelMesh) -> Batch:
+    """Of the sequences of this rank's data-parallel group, this rank's tokens. Attention sees the cp share that tp
+    gathers, so positions are of all that, and documents of whole sequences."""
+    batch = context.split(batch, mesh.index("cp"), mesh.size("cp"))
+    tp, index = mesh.size("tp"), mesh.index("tp")
+    tokens, labels = (part.chunk(tp, dim=1)[index] for part in (batch.tokens, batch.labels))
+    return Batch(tokens, labels, batch.documents, batch.positions)
+
+
+# ---- small parts
+
+
+def place(module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: list[Shard]) -> None:
+    """Keeps this rank's part of a parameter that every rank has whole (or on the meta device)."""
+    part = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part, as a plain tensor in the graph."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def present(group: Group | None) -> Group:
+    assert group is not None
+    return group
+
+
+def along_sequence(function: type[torch.autograd.Function], x_BSD: Tensor, group: Group) -> Tensor:
+    """Collectives join the first dimension; with one sequence the transpositions cost nothing."""
+    y: Tensor = function.apply(x_BSD.transpose(0, 1), group)  # type: ignore[no-untyped-call]
+    return y.transpose(0, 1)
+
+
+def part_of(bias: Tensor, parts: int) -> Tensor:
+    y: Tensor = Part.apply(bias, parts) if parts > 1 else bias  # type: ignore[no-untyped-call]
+    return y
+
+
+def summed(x: Tensor, group: Group) -> Tensor:
+    y: Tensor = Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    return y
+
+
+class Gather(torch.autograd.Function):
+    """All ranks' rows; its gradient is summed and scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grad, ctx.group), None
+
+
+class Scatter(torch.autograd.Function):
+    """This rank's rows of the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.group), None
+
+
+class Sum(torch.autograd.Function):
+    """The sum over ranks, which each rank goes on with in its own way: their gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class Part(torch.autograd.Function):
+    """An equal part of what `parts` ranks have whole; each gets the whole's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:
+        return x / parts
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def all_reduce(x: Tensor, group: Group | None) -> Tensor:
+    """The sum over a group, as a new tensor; of a group of one, the tensor."""
+    if group is None:
+        return x
+    y = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(y, group=group)
+    return y
