@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -37,7 +38,8 @@ QUIET = (
 
 def train(config: TrainConfig) -> Path:
     """Run to config.steps, or to a signal; the same call goes on where it stopped. Returns the run's folder."""
-    torch.manual_seed(config.seed)  # nothing draws from it; a module that ever does is still reproducible
+    torch.manual_seed(config.seed)  # nothing draws from these two; a module that ever does is still reproducible
+    random.seed(config.seed)
     with start(config) as run:
         state, balance, rate = run.state, run.balance, schedule(config.schedule, config.steps)
         with (
@@ -47,6 +49,9 @@ def train(config: TrainConfig) -> Path:
             memory_snapshot(run.folder / "memory.pickle") if config.memory_snapshot else nullcontext(),
         ):
             first = checkpoints.load(state)
+            exported = bool(config.export) and Path(config.export).exists()
+            if exported and first < config.steps:  # said before the training, not after it
+                raise ValueError(f"export={config.export} exists already; remove it or choose another folder")
             samples = run.place.samples = open_training(config.data, run.origin.dense.vocab, run.place.saved)
             valid = open_validation(config.data, run.origin.dense.vocab)
             flops = model_flops(run.origin.spec, config.data.sequence)
@@ -70,7 +75,7 @@ def train(config: TrainConfig) -> Path:
                     if due(state.step, config.checkpoint.every, config.steps) or stop.requested():
                         checkpoints.save(state.step, state)
         draw(run.folder)
-        if config.export and state.step == config.steps:
+        if config.export and state.step == config.steps and not exported:
             layout.export(run.model, run.origin, config.export)
     return run.folder
 

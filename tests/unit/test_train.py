@@ -100,6 +100,47 @@ def test_the_export_is_what_was_trained(place: Path, tmp_path: Path) -> None:
     assert float((model(tiny.tokens()) - want).detach().abs().max()) < 2e-6 * float(want.abs().max())
 
 
+def test_what_a_person_asked_to_see_is_there(
+    place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = train(config(place, tmp_path / "run", "profile=2-3", "log_every=2", steps=4))
+    assert {"trace-2-3.json.gz", "config.json", "metrics.jsonl", "checkpoints"} <= {p.name for p in folder.iterdir()}
+    rows = [row for row in read_metrics(folder) if "loss" in row]
+    for row in rows:
+        phases = [row[f"time/{name}"] for name in ("data", "forward", "backward", "optimizer")]
+        assert min(phases) > 0
+        assert sum(phases) <= row["seconds_per_step"]
+    line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("step 4/4"))
+    for word in ("loss ", " tok/s", " TFLOP/s", " GB", "load ", "ETA 0:00:00"):
+        assert word in line
+    assert ("MFU" in line) == torch.cuda.is_available()
+    for option, module in (("log.tensorboard=true", "tensorboard"), ("log.wandb=mine", "wandb")):
+        monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+        with pytest.raises(ValueError, match=f"{module} is asked for but not installed"):
+            train(config(place, tmp_path / module, option))
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_changes_no_number(place: Path, tmp_path: Path, mode: str) -> None:
+    plain, again = (
+        train(config(place, tmp_path / name, f"model.recompute={name}", "balance.aux_weight=0.1", steps=4))
+        for name in ("none", mode)
+    )
+    assert losses(plain) == losses(again)
+    loads = [[row.get("balance/max_over_mean") for row in read_metrics(folder)] for folder in (plain, again)]
+    assert loads[0] == loads[1]
+
+
+def test_an_export_that_is_there_is_said_before_the_training(place: Path, tmp_path: Path) -> None:
+    words = [f"export={tmp_path / 'out'}"]
+    train(config(place, tmp_path / "run", *words, steps=3))
+    train(config(place, tmp_path / "run", *words, steps=3))  # a finished run has nothing left to do
+    with pytest.raises(ValueError, match="exists already; remove it or choose another folder"):
+        train(config(place, tmp_path / "other", *words, steps=3))
+    assert not (tmp_path / "other" / "metrics.jsonl").exists()
+
+
 def test_micro_batches_do_not_change_the_step(place: Path, tmp_path: Path) -> None:
     one = train(config(place, tmp_path / "one", "micro_batch=4", "balance.aux_weight=0", steps=3))
     four = train(config(place, tmp_path / "four", "micro_batch=1", "balance.aux_weight=0", steps=3))
@@ -148,6 +189,9 @@ def test_sigterm_saves_and_the_next_run_goes_on(place: Path, tmp_path: Path) -> 
         (["data.train=[]"], "data.train"),
         (["data.train=[nowhere]"], "nowhere"),
         (["output="], "output is not set"),
+        (["profile=3-1"], "write the steps to trace, such as 10-12"),
+        (["model.recompute=all"], "none, selective, full"),
+        (["log.wandbb=x"], "did you mean 'wandb'"),
     ],
 )
 def test_a_bad_config_is_one_sentence(
