@@ -10,14 +10,16 @@ from training.kernels import rotary, router
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tokens", "experts", "hidden"), [(1, 8, 2048), (1000, 128, 2048), (64, 100, 512), (33, 3, 64)])
-def test_router_products_have_float32s_accuracy(tokens: int, experts: int, hidden: int, dtype: torch.dtype) -> None:
+def test_router_products_have_float32s_accuracy(tokens: int, experts: int, hidden: int, dtype: torch.dtype, compiled: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(experts, hidden, device="cuda").to(dtype).requires_grad_()
     d_y = torch.randn(tokens, experts, device="cuda")
-    y = router.logits(x, weight)
+    # a compiler may take a rounding to bf16 for nothing, and with it all but the first of the three products
+    y = (torch.compile(router.logits, dynamic=False) if compiled else router.logits)(x, weight)
     d_x, d_w = torch.autograd.grad(y, (x, weight), d_y)
     wide_x, wide_w, wide_d = x.detach().double(), weight.detach().double(), d_y.double()
     scale = hidden**0.5
@@ -28,8 +30,6 @@ def test_router_products_have_float32s_accuracy(tokens: int, experts: int, hidde
     want = wide_d.T @ wide_x
     unit = 2**-8 if dtype == torch.bfloat16 else 1e-5
     assert ((d_w - want).abs() <= unit * want.abs() + 3e-5 * want.abs().max()).all()
-    compiled = torch.compile(router.logits)(x, weight)
-    assert torch.equal(*[torch.sort(v, dim=-1, stable=True, descending=True).indices[:, :2] for v in (compiled, y)]) or tokens > 500
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -57,10 +57,13 @@ def test_norm_rotate(heads: int, width: int, half: int, batch: int, normed: bool
     angle = torch.randn(batch, 300, 1, half, device="cuda")
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     inputs = [x] if gain is None else [x, gain]
-    wide = x.double() if gain is None else x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * gain
+    wide_inputs = [t.detach().double().requires_grad_() for t in inputs]
+    wide = wide_inputs[0]
+    if gain is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * wide_inputs[1]
     want = rotary.rotate(wide, cos.double(), sin.double())
     d_y = torch.randn_like(x)
-    want_grads = torch.autograd.grad(want, inputs, d_y.double())
+    want_grads = torch.autograd.grad(want, wide_inputs, d_y.double())
     for function in (rotary.norm_rotate, torch.compile(rotary.norm_rotate)):
         got = function(x, gain, 1e-5, cos, sin)
         grads = torch.autograd.grad(got, inputs, d_y)

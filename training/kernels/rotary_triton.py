@@ -80,15 +80,15 @@ def square_sum(a, b, rest, REST: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    x_ptr, gain_ptr, cos_ptr, sin_ptr, y_ptr, R, H, POSITIONS, eps,
-    A: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    x_ptr, gain_ptr, cos_ptr, sin_ptr, y_ptr, R, H, POSITIONS,
+    EPS: tl.constexpr, A: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     keep = row < R
     a, b, rest = load3(x_ptr, row, keep, A, HALF, COLS, REST, TAIL)
     if NORM:
-        scale = (1.0 / tl.sqrt_rn(square_sum(a, b, rest, REST) / A + eps))[:, None]
+        scale = tl.rsqrt(square_sum(a, b, rest, REST) / A + EPS)[:, None]
         gain_a, gain_b, gain_rest = load_gain(gain_ptr, A, HALF, COLS, REST, TAIL)
         a, b = a * scale * gain_a, b * scale * gain_b
         if REST:
@@ -99,8 +99,8 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    d_y_ptr, x_ptr, gain_ptr, cos_ptr, sin_ptr, d_x_ptr, d_gain_ptr, R, H, POSITIONS, eps,
-    A: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    d_y_ptr, x_ptr, gain_ptr, cos_ptr, sin_ptr, d_x_ptr, d_gain_ptr, R, H, POSITIONS,
+    EPS: tl.constexpr, A: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     if NORM:
@@ -117,7 +117,7 @@ def backward_kernel(
         a, b = a * cos + b * sin, b * cos - a * sin  # turned back
         if NORM:
             x_a, x_b, x_rest = load3(x_ptr, row, keep, A, HALF, COLS, REST, TAIL)
-            scale = (1.0 / tl.sqrt_rn(square_sum(x_a, x_b, x_rest, REST) / A + eps))[:, None]
+            scale = tl.rsqrt(square_sum(x_a, x_b, x_rest, REST) / A + EPS)[:, None]
             x_a, x_b = x_a * scale, x_b * scale
             sum_a += tl.sum(a * x_a, 0)
             sum_b += tl.sum(b * x_b, 0)
@@ -157,8 +157,8 @@ def forward(x_BSHA: Tensor, gain_A: Tensor | None, eps: float, cos: Tensor, sin:
     y_BSHA = torch.empty_like(x_BSHA)
     (rows, heads, positions), tile = sizes(x_BSHA, cos)
     forward_kernel[(triton.cdiv(rows, ROWS),)](
-        x_BSHA, gain_A, cos, sin, y_BSHA, rows, heads, positions, eps,
-        A=x_BSHA.shape[3], HALF=cos.shape[3], NORM=gain_A is not None, **tile,
+        x_BSHA, gain_A, cos, sin, y_BSHA, rows, heads, positions,
+        EPS=eps, A=x_BSHA.shape[3], HALF=cos.shape[3], NORM=gain_A is not None, **tile,
     )  # fmt: skip
     return y_BSHA
 
@@ -171,7 +171,7 @@ def backward(
     programs = min(PROGRAMS, triton.cdiv(rows, ROWS))
     parts_PA = d_y_BSHA.new_empty(programs, d_y_BSHA.shape[3], dtype=torch.float32) if gain_A is not None else None
     backward_kernel[(programs,)](
-        d_y_BSHA, x_BSHA, gain_A, cos, sin, d_x_BSHA, parts_PA, rows, heads, positions, eps,
-        A=d_y_BSHA.shape[3], HALF=cos.shape[3], NORM=gain_A is not None, **tile,
+        d_y_BSHA, x_BSHA, gain_A, cos, sin, d_x_BSHA, parts_PA, rows, heads, positions,
+        EPS=eps, A=d_y_BSHA.shape[3], HALF=cos.shape[3], NORM=gain_A is not None, **tile,
     )  # fmt: skip
     return d_x_BSHA, None if parts_PA is None or gain_A is None else parts_PA.sum(0).to(gain_A.dtype)

@@ -47,13 +47,17 @@ class SplitLinear(torch.autograd.Function):
 
 
 def split(x: Tensor, parts: int) -> tuple[Tensor, ...]:
-    """bf16 tensors whose sum is x, to 8 bits each; a bf16 tensor is its own."""
+    """bf16 tensors whose sum is x, to 8 bits each; a bf16 tensor is its own.
+
+    Bits are cut off as bits: a compiler that sees x - x.to(bfloat16) computes it in float32, where it is 0.
+    """
     if x.dtype == torch.bfloat16:
         return (x,)
     out = []
     for _ in range(parts):
-        out.append(x.to(torch.bfloat16))
-        x = x - out[-1].to(x.dtype)
+        high = (x.view(torch.int32) & -65536).view(torch.float32)
+        out.append(high.to(torch.bfloat16))
+        x = x - high
     return tuple(out)
 
 
