@@ -90,8 +90,8 @@ class Metrics:
             self.pending.setdefault(name, []).append(value.detach().clone() if isinstance(value, Tensor) else value)
 
     def log(self, step: int, **values: Value) -> None:
-        """Write a line: the steps since the last one, if any, and `values`."""
-        if self.quiet:
+        """Write a line: the steps since the last one and `values`, if there are any."""
+        if self.quiet or not (self.taken or values):
             return
         numbers = fetch({**self.pending, **{name: [value] for name, value in values.items()}})
         row: dict[str, Any] = {"step": step}

@@ -170,6 +170,13 @@ def test_tokens_go_on_when_the_checkpoint_is_not_at_a_line(tmp_path: Path) -> No
     assert [row.get("tokens") for row in read(tmp_path)] == [None, 500, 1000, 1500, 2000]
 
 
+def test_nothing_to_say_is_no_line(tmp_path: Path) -> None:
+    with Metrics(tmp_path, stream=io.StringIO()) as log:
+        log.log(0)
+        log.log(0, other=1.0)
+    assert metrics.parse(tmp_path / FILE) == [{"step": 0, "other": 1.0}]
+
+
 def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
