@@ -361,7 +361,7 @@ def is_share(metric: str) -> bool:
 
 
 def p_text(p: float) -> str:
-    return f"{p:.1e}" if p < 1e-3 else f"{p:.3f}"
+    return "< 0.001" if p < 1e-3 else f"{p:.3f}"
 
 
 def table(found: Comparison) -> str:
