@@ -11,6 +11,7 @@ EXAMPLES = """usage: python -m training CONFIG [key=value ...]
   python -m training stories output=runs/moe                                    a ready config
   python -m training model.source=./llama data.train=[runs/data] output=runs/dense steps=1000 batch=8
   python -m training model.upcycle=llama3-8b-e8t2 data.train=[runs/data] output=runs/moe
+  python -m training stories output=runs/moe profile=10-12 log.tensorboard=true     where the time goes; more to look at
   python -m training.plots runs/dense runs/moe --output loss.png
 
 The same command goes on where it stopped. All keys, with comments: training/config.py
@@ -23,15 +24,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(EXAMPLES, end="")
         return 0 if words else 2
     from training.config import read_config
+    from training.metrics import read
     from training.train import train
 
     file, words = (words[0], words[1:]) if "=" not in words[0] else ("", words)
     try:
-        folder = train(read_config(file, words))
+        config = read_config(file, words)
+        folder = train(config)
+        reached = read(folder)[-1]["step"]
     except (ValueError, OSError) as error:
         print(f"training: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    print(f"{folder} is trained: metrics.jsonl, checkpoints/")
+    if reached < config.steps:
+        print(f"{folder} stopped after step {reached} of {config.steps}; the same command goes on from there")
+    else:
+        print(f"{folder} is trained: metrics.jsonl, checkpoints/")
     return 0
 
 

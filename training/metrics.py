@@ -8,7 +8,8 @@
 metrics.jsonl has one JSON object a line: `step`, and what was logged at it. Floating tensors are means over the steps
 since the last line (not-finite ones left out; null if none is left), anything else is its latest value. Validation may
 add a second line for its step; `read` joins them. A resumed run cuts off the lines after the step it resumes from, so
-the file is what a run that never stopped would have written. Only rank 0 writes; values are reduced before.
+the file is what a run that never stopped would have written (but for the first means, where the checkpoint lies between
+two lines: they are of the steps since then). Only rank 0 writes; values are reduced before.
 """
 
 from __future__ import annotations

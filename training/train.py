@@ -61,18 +61,20 @@ def train(config: TrainConfig) -> Path:
             with metrics, Loader(samples, run.place.cursor, config.batch, pin=run.cuda) as loader:
                 if first == 0:
                     metrics.log(0, **validate(run, valid))
-                while state.step < config.steps and not stop.requested():
+                stopped = False
+                while state.step < config.steps and not stopped:
                     trace.before(state.step + 1)
                     with run.phases("data"):
                         batch, cursor = next(loader)
                     learned = train_step(run, batch, rate(state.step))
                     state.step, run.place.cursor = state.step + 1, cursor
                     metrics.step(state.step, tokens=batch.tokens.numel(), lr=rate(state.step - 1), **learned)
-                    if due(state.step, config.log_every, config.steps):
+                    stopped = stop.requested()
+                    if due(state.step, config.log_every, config.steps) or stopped:
                         metrics.log(state.step, **balance_numbers(balance), **run.phases.fetch(metrics.taken))
                     if due(state.step, config.valid_every, config.steps):
                         metrics.log(state.step, **validate(run, valid))
-                    if due(state.step, config.checkpoint.every, config.steps) or stop.requested():
+                    if due(state.step, config.checkpoint.every, config.steps) or stopped:
                         checkpoints.save(state.step, state)
         draw(run.folder)
         if config.export and state.step == config.steps and not exported:

@@ -150,25 +150,28 @@ def test_micro_batches_do_not_change_the_step(place: Path, tmp_path: Path) -> No
 
 def test_sigterm_saves_and_the_next_run_goes_on(place: Path, tmp_path: Path) -> None:
     words = [
-        "checkpoint.every=0",
         "steps=400",
         f"output={tmp_path / 'run'}",
         f"data.train=[{place / 'data'}]",
         *WORDS[:-3],
         "checkpoint.every=0",
+        "log_every=50",
     ]
     command = [sys.executable, "-m", "training", *words, f"model.source={place / 'dense'}"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    while (
-        process.poll() is None
-        and len(read_metrics(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 3
-    ):
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    while process.poll() is None and not (tmp_path / "run" / "metrics.jsonl").exists():
         time.sleep(0.1)
+    time.sleep(1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0
     steps = [int(path.name.removeprefix("step-")) for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert len(steps) == 1
-    assert 2 <= steps[0] < 400
+    assert 1 <= steps[0] < 400
+    assert f"stopped after step {steps[0]} of 400; the same command goes on" in said
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [*range(50, steps[0], 50), steps[0]]
 
 
 @pytest.mark.parametrize(
