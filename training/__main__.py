@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = read_config(file, words)
         folder = train(config)
-        reached = read(folder)[-1]["step"]
+        reached = max((row["step"] for row in read(folder)), default=config.steps)
     except (ValueError, OSError) as error:
         print(f"training: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
