@@ -265,8 +265,8 @@ def routing_section(facts: Facts) -> str:
         charts.append(draw.curves(title, unit, "layer", lines, y_zero=zero))
     body = draw.legend(list(facts.routing)) + f'<div class="charts">{"".join(charts)}</div>'
     if any(found["granularity"] > 1 for found in facts.routing.values()):
-        chances = (f"{found['chance_of_whole_groups']:.2g} in {name}" for name, found in facts.routing.items())
-        body += f'<p class="note">Experts drawn at random are whole groups with probability {escape(", ".join(chances))}.</p>'
+        chances = ", ".join(f"{f['chance_of_whole_groups']:.2g} in {name}" for name, f in facts.routing.items())
+        body += f'<p class="note">Experts drawn at random are whole groups this often: {escape(chances)}.</p>'
     return draw.section(
         "Experts",
         "How the routers use the experts on text of each domain, and how far the experts have come from the dense FFN "
