@@ -1,6 +1,6 @@
 """Optimiser: AdamW, or Muon for the matrices; clipping; steps that are skipped without asking the device.
 
-    optimiser = Optimizer(config, model.named_parameters(), stacked={"experts.up": 2})
+    optimiser = Optimizer(config, model.named_parameters())
     guard = SpikeGuard(config, device)
     for step in range(steps):
         ...backward of every micro-batch...
@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.adamw import adamw
 
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over ranks that hold different parameters (pipeline stages)
@@ -90,7 +90,6 @@ class Slot:
     rule: str
     decay: float
     multiplier: float
-    stacked: int  # Muon: matrices on top of each other, such as gate and up
     store: Mapping[Tensor, dict[str, Tensor]]  # the optimiser's state, of all parameters
 
     @property
@@ -111,21 +110,15 @@ class Slot:
 class Optimizer(torch.optim.Optimizer):
     """A torch optimiser to whoever saves it (`state`, `param_groups`); `step` and `state_dict` have our signatures."""
 
-    def __init__(
-        self,
-        config: OptimConfig,
-        parameters: Iterable[tuple[str, nn.Parameter]],
-        stacked: Mapping[str, int] | None = None,
-    ) -> None:
-        """`parameters`: by role (upcycle/spec.py), loaded and sharded. `stacked`: the end of a role, without "weight",
-        -> how many equal matrices it holds on top of each other; Muon orthogonalises each by itself."""
+    def __init__(self, config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """`parameters`: by role (upcycle/spec.py), loaded and sharded."""
         named = [(WRAPPERS.sub("", name), p) for name, p in parameters if p.requires_grad]
         if not named:
             raise ValueError("the model has no parameter to train; set requires_grad=True on some")
         # one group: what differs between parameters follows from their names, and is not for a checkpoint to bring back
         super().__init__([{"params": [p for _, p in named], "name": "all"}], {"fused": True})
         self.config = config
-        self.slots = [make_slot(config, name, p, stacked or {}, self.state) for name, p in named]
+        self.slots = [make_slot(config, name, p, self.state) for name, p in named]
         for slot in self.slots:
             self.state[slot.parameter] = fresh_state(config, slot)
         self.buckets = make_buckets([slot for slot in self.slots if slot.rule == "adamw"])
@@ -140,10 +133,11 @@ class Optimizer(torch.optim.Optimizer):
         return count
 
     @torch.no_grad()
-    def clip(self, reduce: Reduce | None = None) -> Tensor:
-        """Scales all gradients together to a global norm of at most `config.clip`; returns the norm they had."""
+    def clip(self, reduce: Reduce | None = None, elsewhere: Container[str] = ()) -> Tensor:
+        """Scales all gradients together to a global norm of at most `config.clip`; returns the norm they had.
+        `elsewhere`: parameters that another pipeline stage has too, and counts."""
         gradients = [slot.gradient for slot in self.slots]
-        norm = global_norm(gradients, reduce)
+        norm = global_norm([slot.gradient for slot in self.slots if slot.name not in elsewhere], reduce)
         if self.config.clip:
             shrink = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([local(g) for g in gradients], shrink)
@@ -182,11 +176,7 @@ def fill(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str) -> N
 
 
 def make_slot(
-    config: OptimConfig,
-    name: str,
-    parameter: nn.Parameter,
-    stacked: Mapping[str, int],
-    store: Mapping[Tensor, dict[str, Tensor]],
+    config: OptimConfig, name: str, parameter: nn.Parameter, store: Mapping[Tensor, dict[str, Tensor]]
 ) -> Slot:
     """What a parameter's name and shape say about how to update it."""
     words = name.split(".")
@@ -196,14 +186,8 @@ def make_slot(
     multiplier = config.router_lr if router else config.expert_lr if expert else config.embed_lr if outside else 1.0
     # a shared expert's gate is a matrix of one row: no directions to tell apart
     matrix = not (vector or router or outside) and min(parameter.shape[-2:]) > 1
-    role = "." + name.removesuffix(".weight")
-    parts = next((n for end, n in stacked.items() if role.endswith("." + end)), 1)
-    if not vector and parameter.shape[-2] % parts:
-        raise ValueError(
-            f"{name} has {parameter.shape[-2]} rows, which are no {parts} equal matrices; correct `stacked`"
-        )
     rule = "muon" if config.name == "muon" and matrix else "adamw"
-    return Slot(name, parameter, rule, config.weight_decay if decayed else 0.0, multiplier, parts, store)
+    return Slot(name, parameter, rule, config.weight_decay if decayed else 0.0, multiplier, store)
 
 
 def fresh_state(config: OptimConfig, slot: Slot) -> dict[str, Tensor]:
@@ -277,17 +261,16 @@ def muon_(slot: Slot, config: OptimConfig, lr: float, skip: Tensor) -> None:
         gradient = raw.to(master.dtype)
         momentum = config.momentum * kept.to(master.dtype) + gradient
         nesterov = gradient + config.momentum * momentum
-        update = on_whole_matrices(lambda whole: muon_update(whole, slot.stacked), nesterov, slot.parameter)
+        update = on_whole_matrices(muon_update, nesterov, slot.parameter)
         new = master * (1 - rate * slot.decay) - rate * update
         kept.copy_(torch.where(skip, kept, momentum.to(kept.dtype)))
         master.copy_(torch.where(skip, master, new))
     copy_where_apart([local(slot.parameter)], [tensors[0]])
 
 
-def muon_update(x: Tensor, stacked: int) -> Tensor:
-    """Of (..., stacked * rows, columns): each expert and each of the stacked matrices is orthogonalised by itself."""
-    apart = x.reshape(*x.shape[:-2], stacked, x.shape[-2] // stacked, x.shape[-1])
-    return (orthogonalize(apart) * (0.2 * math.sqrt(max(apart.shape[-2:])))).to(x.dtype).flatten(-3, -2)
+def muon_update(x: Tensor) -> Tensor:
+    """Each matrix, in the last two dimensions, by itself: each expert's, and its gate apart from its up."""
+    return (orthogonalize(x) * (0.2 * math.sqrt(max(x.shape[-2:])))).to(x.dtype)
 
 
 def orthogonalize(x: Tensor) -> Tensor:
@@ -309,20 +292,26 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 def has_whole_matrices(like: Tensor) -> bool:
     """Is no matrix of it, in its last two dimensions, divided between ranks?"""
-    return not isinstance(like, DTensor) or all(
-        isinstance(p, Replicate) or (type(p) is Shard and p.dim < like.ndim - 2) for p in like.placements
-    )
+    return not isinstance(like, DTensor) or not any(divides_matrices(p, like) for p in like.placements)
+
+
+def divides_matrices(placement: Placement, like: Tensor) -> bool:
+    return not placement.is_replicate() and placement.dim >= like.ndim - 2  # type: ignore[attr-defined]  # a shard
 
 
 def on_whole_matrices(function: Callable[[Tensor], Tensor], shard: Tensor, like: Tensor) -> Tensor:
-    """`function` of the matrices that `shard`, this rank's part of a tensor sharded as `like` is, belongs to."""
+    """`function` of the matrices that `shard`, this rank's part of a tensor sharded as `like` is, belongs to. Gathered
+    are matrices, not the stack of them: of experts that are on other ranks nothing comes here."""
     if has_whole_matrices(like) or not isinstance(like, DTensor):
         return function(shard)
     mesh, placements = like.device_mesh, like.placements
+    apart = [Replicate() if divides_matrices(p, like) else p for p in placements]
     part = DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
-    whole = function(part.full_tensor())
-    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return everywhere.redistribute(mesh, placements).to_local()
+    whole = part.redistribute(mesh, apart)
+    done = DTensor.from_local(
+        function(whole.to_local()), mesh, apart, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return done.redistribute(mesh, placements).to_local()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from training.schedule import SHAPES, ScheduleConfig, schedule
 from upcycle.config import build
 from upcycle.spec import DenseSpec, MoESpec
 
-STACKED = {"experts.up": 2}
 SHAPES_OF = {
     "embed.weight": (11, 6),
     "layers.0.attn_norm.weight": (6,),
@@ -34,7 +33,7 @@ SHAPES_OF = {
     "layers.0.attention.q.bias": (8,),
     "layers.0.attention.q_norm.weight": (4,),
     "layers.0.ffn.router.weight": (3, 6),
-    "layers.0.ffn.experts.up": (3, 10, 6),
+    "layers.0.ffn.experts.up": (3, 2, 5, 6),
     "layers.0.ffn.experts.down": (3, 6, 5),
     "layers.0.ffn.experts.down_bias": (3, 6),
     "layers.0.ffn.shared.up.weight": (5, 6),
@@ -108,7 +107,7 @@ def test_adamw_is_the_formula(multiplier_of_hand: float) -> None:
     config = OptimConfig(expert_lr=3.0)
     parameters = model(torch.float64)
     start = {n: p.detach().clone() for n, p in parameters.items()}
-    optimiser = Optimizer(config, parameters.items(), STACKED)
+    optimiser = Optimizer(config, parameters.items())
     gradients: dict[str, list[Tensor]] = {n: [] for n in parameters}
     rates = [0.1, 0.05, 0.02]
     for step, rate in enumerate(rates):
@@ -137,7 +136,7 @@ def naive_muon(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", [(24, 16), (16, 24), (16, 16)])
 def test_newton_schulz_is_close_to_the_svd(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    got, want = muon_update(x, 1), naive_muon(x)
+    got, want = muon_update(x), naive_muon(x)
     # the five steps leave the singular values within 0.7 ... 1.2 (0.68 ... 1.13 by the polynomial), not at 1
     assert torch.cosine_similarity(got.flatten(), want.flatten(), 0) > 0.97
     values = torch.linalg.svdvals(orthogonalize(x))[:-1]  # the smallest of a square matrix may not have arrived yet
@@ -155,17 +154,16 @@ def test_newton_schulz_is_its_polynomial_of_the_singular_values() -> None:
     assert (orthogonalize(x) - u @ (s * 1.001).diag() @ vh).abs().max() > 1e-6
 
 
-def test_muon_treats_each_expert_and_each_stacked_matrix_by_itself() -> None:
-    x = torch.randn(3, 10, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+def test_muon_treats_each_expert_and_each_of_its_matrices_by_itself() -> None:
+    x = torch.randn(3, 2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     x[1] *= 100  # an expert with large gradients must not make the others' updates small
-    got = muon_update(x, 2)
-    want = torch.stack([torch.cat([muon_update(half, 1) for half in e.chunk(2)]) for e in x])
+    got = muon_update(x)
+    want = torch.stack([torch.stack([muon_update(half) for half in expert]) for expert in x])
     torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
-    assert (got - muon_update(x, 1)).abs().max() > 0.05  # gate and up as one matrix
-    assert (got - muon_update(x.flatten(0, 1), 6 // 3).view_as(x)).abs().max() > 0.05  # all experts as one
-    padded = torch.cat([x[:, :5], torch.zeros(3, 4, 6, dtype=x.dtype)], 1)
-    assert not muon_update(padded, 1)[:, 5:].any()  # the neurons that pad an uneven expert stay zero
-    assert not muon_update(torch.zeros_like(x), 2).any()  # an expert that no token chose
+    assert (got.flatten(1, 2) - muon_update(x.flatten(1, 2))).abs().max() > 0.05  # gate and up as one matrix
+    padded = torch.cat([x, torch.zeros(3, 2, 4, 6, dtype=x.dtype)], 2)
+    assert not muon_update(padded)[:, :, 5:].any()  # the neurons that pad an uneven expert stay zero
+    assert not muon_update(torch.zeros_like(x)).any()  # an expert that no token chose
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -175,13 +173,13 @@ def test_muon_is_the_formula(nesterov: bool, monkeypatch: pytest.MonkeyPatch) ->
     parameters = model(torch.float64)
     name = "layers.0.ffn.experts.up"
     w, momentum = parameters[name].detach().clone(), torch.zeros(SHAPES_OF[name], dtype=torch.float64)
-    optimiser = Optimizer(config, parameters.items(), STACKED)
+    optimiser = Optimizer(config, parameters.items())
     for step in range(3):
         give_gradients(parameters, step)
         g = parameters[name].grad
         assert g is not None
         momentum = 0.95 * momentum + g
-        w = w * (1 - 0.1 * 0.2) - 0.1 * muon_update(g + 0.95 * momentum if nesterov else momentum, 2)
+        w = w * (1 - 0.1 * 0.2) - 0.1 * muon_update(g + 0.95 * momentum if nesterov else momentum)
         optimiser.step(0.1)
     assert ((parameters[name] - w).abs().max() < 1e-10) == nesterov
 
@@ -199,7 +197,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_skipped_step_leaves_every_bit_alone(name: str, dtype: torch.dtype) -> None:
     parameters = model(dtype)
-    optimiser = Optimizer(CONFIGS[name], parameters.items(), STACKED)
+    optimiser = Optimizer(CONFIGS[name], parameters.items())
     run(parameters, optimiser, range(2))
     before = everything(parameters, optimiser)
     for bad in (math.nan, math.inf):
@@ -214,7 +212,7 @@ def test_a_skipped_step_leaves_every_bit_alone(name: str, dtype: torch.dtype) ->
     assert same_bits(before, after)
     run(parameters, optimiser, range(2, 3))  # and the next step is the one that would have come
     twin = model(dtype)
-    never = Optimizer(CONFIGS[name], twin.items(), STACKED)
+    never = Optimizer(CONFIGS[name], twin.items())
     run(twin, never, range(3))
     assert all(torch.equal(parameters[n], twin[n]) for n in parameters)
     optimiser.step(1e-2, torch.tensor(False))  # not skipped: something changes
@@ -226,24 +224,24 @@ def test_a_skipped_step_leaves_every_bit_alone(name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("name", CONFIGS)
 def test_resume_is_bitwise_through_a_distributed_checkpoint(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     whole = model(dtype)
-    never_stopped = Optimizer(CONFIGS[name], whole.items(), STACKED)
+    never_stopped = Optimizer(CONFIGS[name], whole.items())
     run(whole, never_stopped, range(5))
 
     first = model(dtype)
-    stopped = Optimizer(CONFIGS[name], first.items(), STACKED)
+    stopped = Optimizer(CONFIGS[name], first.items())
     run(first, stopped, range(2))
     weights = {n: p.detach() for n, p in first.items()}
     save({"model": weights, "optimiser": stopped.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
 
     second = model(dtype, seed=7)
-    resumed = Optimizer(CONFIGS[name], second.items(), STACKED)
+    resumed = Optimizer(CONFIGS[name], second.items())
     state = {
         "model": {n: p.detach() for n, p in second.items()},
         "optimiser": {n: torch.empty_like(t) for n, t in resumed.state_dict().items()},
     }
     load(state, checkpoint_id=tmp_path, no_dist=True)
     twin_parameters = {n: nn.Parameter(p.detach().clone()) for n, p in second.items()}
-    twin = Optimizer(CONFIGS[name], twin_parameters.items(), STACKED)  # the weights, but a fresh optimiser
+    twin = Optimizer(CONFIGS[name], twin_parameters.items())  # the weights, but a fresh optimiser
     resumed.load_state_dict(state["optimiser"])
     run(second, resumed, range(2, 5))
     run(twin_parameters, twin, range(2, 5))
@@ -314,7 +312,7 @@ def test_bf16_parameters_are_their_float32_masters_rounded() -> None:
 def test_what_is_kept_in_bf16_is_stepped_in_float32_and_rounded(name: str) -> None:
     parameters = model(torch.bfloat16)
     start = {n: p.detach().clone() for n, p in parameters.items()}
-    optimiser = Optimizer(CONFIGS[name], parameters.items(), STACKED)
+    optimiser = Optimizer(CONFIGS[name], parameters.items())
     give_gradients(parameters, 0)
     optimiser.step(0.1)
     for slot in optimiser.slots:
@@ -363,8 +361,6 @@ def test_a_parameter_without_gradient_is_named() -> None:
     before = frozen["head.weight"].clone()
     run(frozen, optimiser, range(1))
     assert torch.equal(frozen["head.weight"], before)
-    with pytest.raises(ValueError, match="10 rows, which are no 3 equal matrices"):
-        Optimizer(OptimConfig(name="muon"), model().items(), {"experts.up": 3})
     with pytest.raises(ValueError, match="does not fit at"):
         optimiser.load_state_dict(Optimizer(OptimConfig(name="muon"), model().items()).state_dict())
 
@@ -382,7 +378,7 @@ def sharded(rank: int, world: int, store: str) -> None:
             else:  # the router stays whole on every rank, and must not be counted twice
                 part = distribute_tensor(p.detach(), mesh, [Replicate() if "router" in n else Shard(0)])
             parts[n] = nn.Parameter(part)
-        optimisers = [Optimizer(CONFIGS[name], p.items(), STACKED) for p in (whole, parts)]
+        optimisers = [Optimizer(CONFIGS[name], p.items()) for p in (whole, parts)]
         for step in range(3):
             give_gradients(whole, step)
             for n, p in parts.items():
