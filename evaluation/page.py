@@ -290,6 +290,10 @@ def expert_maps(name: str, found: dict[str, Any]) -> str:
             title = f"Pairs in layer {layers[i]}"
             body += draw.heat(title, "expert by expert", found["together"][i], experts, draw.diverging, "h", parts)
         body += "</div>"
+    else:  # too many experts to draw each pair: the strongest one of each layer
+        pairs = [(row["layer"], *row["pairs"][0]) for row in found["layers"] if row["pairs"]]
+        rows = [(f"layer {layer}", f"{i} and {j}", f"{lift:.1f} times") for layer, i, j, lift in pairs]
+        body += draw.table(("", "most often together", "as often as if independent"), rows) if rows else ""
     moved = [row["moved"] for row in found["layers"] if "moved" in row]
     if (highest := max((value for row in moved for value in row), default=0.0)) > 0:
         body += draw.scale("q", {0: "0", 8: f"{highest:.2g}"}, "|expert − what it was| / |what it was|")

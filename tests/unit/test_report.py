@@ -133,6 +133,14 @@ def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert" in page
 
 
+def test_of_many_experts_the_strongest_pairs_are_named(tmp_path: Path) -> None:
+    found = json.loads(routed(tmp_path).read_text()) | {"together": [None, None]}
+    found["layers"][1]["pairs"] = [[0, 3, 2.51], [1, 2, 1.5]]
+    (tmp_path / "moe.json").write_text(json.dumps(found))
+    said = words_of(made(tmp_path, [str(tmp_path / "moe.json")])[0])
+    assert "layer 3 0 and 3 2.5 times" in said and "Pairs in layer" not in said
+
+
 def test_one_run_is_shown_without_comparison(tmp_path: Path) -> None:
     texts = [text("t", i, -70.0, 100.0) for i in range(3)]
     folder = write(tmp_path / "a", [task("t", 3, "bits_per_byte", higher=False)], texts)
