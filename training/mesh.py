@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from upcycle.spec import DenseSpec, MoESpec
 
 Kind = Literal["tokens", "tensor", "experts"]
+CONTEXTS = ("ring", "ulysses")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 AXES = ("tp", "cp", "pp", "dp_replicate", "ep", "etp")
 
 
@@ -40,6 +42,8 @@ class MeshConfig:
     ep: int = 1  # expert parallel: whole experts
     etp: int = 1  # experts' tensor parallel: a slice of every expert's neurons
     context: str = "ring"  # how cp attends: ring | ulysses (training/context.py)
+    schedule: str = "1f1b"  # of the pipeline: gpipe | 1f1b | interleaved | zero_bubble | zbv (training/pipeline.py)
+    dispatcher: str = "alltoall"  # how tokens travel to experts: a file of training/dispatch
     # free gathered weights after each use, and sum gradients after each micro-batch: least memory; false: once a step
     reshard: bool = True
 
@@ -48,8 +52,9 @@ class MeshConfig:
             size = getattr(self, name)
             if isinstance(size, bool) or size < 1:
                 raise ValueError(f"mesh.{name} is {size}; it must be at least 1")
-        if self.context not in ("ring", "ulysses"):
-            raise ValueError(f"mesh.context is {self.context!r}; it must be ring or ulysses")
+        for name, known in (("context", CONTEXTS), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"mesh.{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
 
 
 Sizes = dict[str, int]
@@ -92,7 +97,7 @@ def check(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: i
     reason = problem(config, world, spec, sequence)
     if reason:
         near = nearest(config, world, spec, sequence)
-        words = (f"mesh.{k}={v}" for k, v in asdict(near).items() if v != getattr(config, k))
+        words = (f"mesh.{a}={getattr(near, a)}" for a in AXES if getattr(near, a) != getattr(config, a))
         raise ValueError(f"{reason}; try {' '.join(words)}")
 
 
@@ -137,14 +142,18 @@ def nearest(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence:
     """A possible mapping with as few keys changed as can be, and each as little. All ones is always possible."""
     # what is impossible alone is impossible in company
     alone = {
-        axis: [n for n in range(1, world + 1) if not problem(MeshConfig(**{axis: n}), world, spec, sequence)]
+        axis: [
+            n
+            for n in range(1, world + 1)
+            if not problem(changed_to(MeshConfig(), (axis,), (n,)), world, spec, sequence)
+        ]
         for axis in AXES
     }
     must = {axis for axis in AXES if getattr(config, axis) not in alone[axis]}
 
     def distance(other: MeshConfig) -> tuple[float, int]:
         moved = sum(abs(math.log(getattr(other, axis) / getattr(config, axis))) for axis in AXES)
-        return moved, -math.prod(asdict(other).values())
+        return moved, -math.prod(getattr(other, axis) for axis in AXES)
 
     for changed in range(max(len(must), 1), len(AXES) + 1):
         possible = [
@@ -152,7 +161,7 @@ def nearest(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence:
             for axes in itertools.combinations(AXES, changed)
             if must <= set(axes)
             for values in itertools.product(*(alone[axis] for axis in axes))
-            if not problem(other := replace(config, **dict(zip(axes, values, strict=True))), world, spec, sequence)
+            if not problem(other := changed_to(config, axes, values), world, spec, sequence)
         ]
         if possible:
             return min(possible, key=distance)
