@@ -12,6 +12,7 @@ from typing import Any
 
 from training.balance import BalanceConfig
 from training.data import DataConfig
+from training.mesh import MeshConfig
 from training.model.recompute import MODES
 from training.optim import OptimConfig
 from training.profiling import steps_to_trace
@@ -57,11 +58,12 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     steps: int = 1000
     batch: int = 64  # sequences a step
-    micro_batch: int = 1  # sequences at a time
+    micro_batch: int = 1  # sequences at a time, on each data-parallel rank
     log_every: int = 10
     valid_every: int = 0  # steps; 0: only before the first and after the last
     profile: str = ""  # steps to trace, such as 10-12: trace-10-12.json.gz, for perfetto

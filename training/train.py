@@ -8,31 +8,39 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from training import layout
 from training.balance import Balance
 from training.config import TrainConfig, upcycle_config
 from training.data import Batch, Loader, Samples, Validation, open_training, open_validation
+from training.distributed import processes
 from training.flops import model_flops
 from training.layout import Origin
+from training.mesh import ParallelMesh, check
 from training.metrics import Metrics
 from training.model.decoder import Decoder
-from training.model.recompute import recompute
+from training.model.moe import MoE
 from training.optim import Optimizer, SpikeGuard
+from training.pipeline import Pipeline, cut, stages
 from training.profiling import Phases, Trace, memory_snapshot, steps_to_trace
 from training.schedule import schedule
+from training.shard import all_reduce, own_part, parallelize, reshard, synchronize
 from training.state import Checkpoints, Stop, TrainState
 from upcycle import disk
+from upcycle.spec import DenseSpec, MoESpec
 
 # what may change between a run and its resumption without anybody being told: it changes no number
 QUIET = (
     "output", "export", "checkpoint", "log", "log_every", "valid_every", "profile", "memory_snapshot", "device",
+    "mesh",
 )  # fmt: skip
 
 
@@ -40,13 +48,13 @@ def train(config: TrainConfig) -> Path:
     """Run to config.steps, or to a signal; the same call goes on where it stopped. Returns the run's folder."""
     torch.manual_seed(config.seed)  # nothing draws from these two; a module that ever does is still reproducible
     random.seed(config.seed)
-    with start(config) as run:
-        state, balance, rate = run.state, run.balance, schedule(config.schedule, config.steps)
+    with processes(config.device) as device, start(config, device) as run:
+        state, rate = run.state, schedule(config.schedule, config.steps)
         with (
             kept_in(run) as checkpoints,
             Stop() as stop,
-            Trace(run.folder, steps_to_trace(config.profile)) as trace,
-            memory_snapshot(run.folder / "memory.pickle") if config.memory_snapshot else nullcontext(),
+            Trace(run.folder, steps_to_trace(config.profile if run.leads else "")) as trace,
+            memory_snapshot(run.folder / "memory.pickle") if config.memory_snapshot and run.leads else nullcontext(),
         ):
             first = checkpoints.load(state)
             exported = bool(config.export) and Path(config.export).exists()
@@ -56,29 +64,37 @@ def train(config: TrainConfig) -> Path:
             valid = open_validation(config.data, run.origin.dense.vocab)
             flops = model_flops(run.origin.spec, config.data.sequence)
             metrics = Metrics(
-                run.folder, first, steps=config.steps, flops=flops, config=asdict(config), **asdict(config.log)
+                run.folder,
+                first,
+                steps=config.steps,
+                flops=flops,
+                gpus=run.mesh.world,
+                config=asdict(config),
+                **asdict(config.log),
             )
-            with metrics, Loader(samples, run.place.cursor, config.batch, pin=run.cuda) as loader:
+            with metrics, loader_of(run, samples) as loader:
                 if first == 0:
                     metrics.log(0, **validate(run, valid))
                 stopped = False
                 while state.step < config.steps and not stopped:
                     trace.before(state.step + 1)
                     with run.phases("data"):
-                        batch, cursor = next(loader)
-                    learned = train_step(run, batch, rate(state.step))
-                    state.step, run.place.cursor = state.step + 1, cursor
-                    metrics.step(state.step, tokens=batch.tokens.numel(), lr=rate(state.step - 1), **learned)
-                    stopped = stop.requested()
+                        batches = [next(loader) for _ in range(run.micro_batches)]
+                    learned = train_step(run, [batch for batch, _ in batches], rate(state.step))
+                    state.step, run.place.cursor = state.step + 1, batches[-1][1]
+                    tokens = config.batch * config.data.sequence
+                    metrics.step(state.step, tokens=tokens, lr=rate(state.step - 1), **learned)
+                    stopped = stop.requested(run.control)
                     if due(state.step, config.log_every, config.steps) or stopped:
-                        metrics.log(state.step, **balance_numbers(balance), **run.phases.fetch(metrics.taken))
+                        metrics.log(state.step, **balance_numbers(run), **run.phases.fetch(max(metrics.taken, 1)))
                     if due(state.step, config.valid_every, config.steps):
                         metrics.log(state.step, **validate(run, valid))
                     if due(state.step, config.checkpoint.every, config.steps) or stopped:
                         checkpoints.save(state.step, state)
-        draw(run.folder)
+        if run.leads:
+            draw(run.folder)
         if config.export and state.step == config.steps and not exported:
-            layout.export(run.model, run.origin, config.export)
+            layout.export(run.model, run.origin, config.export, mesh=run.mesh)
     return run.folder
 
 
@@ -117,7 +133,10 @@ class Run:
     config: TrainConfig
     folder: Path
     origin: Origin
-    model: Decoder
+    mesh: ParallelMesh
+    parts: list[Decoder]  # of the model, that this rank computes: one, or several stages of a pipeline
+    model: Decoder  # all of them under one roof, with the names of the whole model
+    pipeline: Pipeline | None
     optimizer: Optimizer
     guard: SpikeGuard
     balance: Balance
@@ -125,36 +144,113 @@ class Run:
     place: Place
     phases: Phases
     device: torch.device
+    control: dist.ProcessGroup | None  # for what is said between hosts, besides the devices
 
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def leads(self) -> bool:
+        """Is this the rank that writes and draws?"""
+        return self.mesh.rank == 0
+
+    @property
+    def micro_batches(self) -> int:
+        return self.config.batch // (self.config.micro_batch * self.mesh.dp)
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks with other tokens."""
+        return all_reduce(tensor, self.mesh.tokens_group())
+
 
 @contextmanager
-def start(config: TrainConfig) -> Iterator[Run]:
+def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
     """Model with its weights, optimiser, balance, and the state that a checkpoint holds."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for the run's checkpoints and metrics")
-    folder, device = (
-        Path(config.output),
-        torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")),
-    )
+    folder, world = Path(config.output), dist.get_world_size() if dist.is_initialized() else 1
     with source(config) as origin:
-        model = Decoder(origin.spec, experts=config.model.experts, compute=getattr(torch, config.model.compute))
-        model = layout.initialise(model, config.seed) if config.model.random else layout.load(model, origin)
-        model = model.to(device)
-        recompute(model, config.model.recompute)
-        if config.model.compile:
-            model.compile_parts()
+        check(config.mesh, world, origin.spec, config.data.sequence)
+        mesh = ParallelMesh(config.mesh, device_type=device.type)
+        check_batch(config, mesh)
+        parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
+        model = under_one_roof(parts)
+        (layout.initialise(model, config.seed) if config.model.random else layout.load(model, origin))
         optimizer = Optimizer(config.optim, model.named_parameters())
         guard = SpikeGuard(config.optim, device)
-        balance = Balance(config.balance, model, scale=config.micro_batch / config.batch, sequences=config.micro_batch)
+        share = config.micro_batch / (config.batch * mesh.size("cp") * mesh.size("tp"))
+        balance = Balance(
+            config.balance,
+            model,
+            scale=share,
+            sequences=config.micro_batch,
+            reduce=partial(all_reduce, group=mesh.tokens_group()),
+            reduce_sequence=partial(all_reduce, group=mesh.group("cp", "tp")),
+        )
         place = Place()
         state = TrainState(model, [optimizer], parts={"guard": guard, "data": place}, rank_parts={"load": balance.load})
-        folder.mkdir(parents=True, exist_ok=True)
-        disk.write_atomic(folder / "config.json", json.dumps(asdict(config), indent=2, default=str).encode() + b"\n")
-        yield Run(config, folder, origin, model, optimizer, guard, balance, state, place, Phases(device), device)
+        if mesh.rank == 0:
+            settings = json.dumps(asdict(config), indent=2, default=str).encode() + b"\n"
+            folder.mkdir(parents=True, exist_ok=True)
+            disk.write_atomic(folder / "config.json", settings)
+        count = config.batch // (config.micro_batch * mesh.dp)
+        pipeline = Pipeline(parts, mesh, config.mesh.schedule, count) if mesh.size("pp") > 1 else None
+        control = dist.new_group(backend="gloo") if world > 1 else None
+        phases = Phases(device)
+        yield Run(
+            config, folder, origin, mesh, parts, model, pipeline, optimizer, guard, balance, state, place, phases,
+            device, control,
+        )  # fmt: skip
+
+
+def check_batch(config: TrainConfig, mesh: ParallelMesh) -> None:
+    at_once = config.micro_batch * mesh.dp
+    if config.batch % at_once:
+        raise ValueError(
+            f"batch={config.batch} cannot be cut into micro-batches of micro_batch={config.micro_batch} sequences on "
+            f"{mesh.dp} data-parallel ranks; try batch={-(-config.batch // at_once) * at_once}"
+        )
+
+
+def stages_of_rank(spec: DenseSpec | MoESpec, mesh: ParallelMesh) -> list[range]:
+    """The layers of each part of the model that this rank computes."""
+    pp, name = mesh.size("pp"), mesh.config.schedule
+    if pp == 1:
+        return [range((spec.dense if isinstance(spec, MoESpec) else spec).layers)]
+    layers = cut(spec, pp, name)
+    return [layers[stage] for stage in stages(pp, name)[mesh.index("pp")]]
+
+
+def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: range, device: torch.device) -> Decoder:
+    """These layers, of which each rank makes room for its own part only."""
+    model = config.model
+    with torch.device("meta"):
+        part = Decoder(origin.spec, part=layers, experts=model.experts, compute=getattr(torch, model.compute))
+    parallelize(part, mesh, recomputed=model.recompute, compiled=model.compile)
+    return part.to_empty(device=device)
+
+
+def under_one_roof(parts: Sequence[Decoder]) -> Decoder:
+    """A module with all the parts' parameters under the whole model's names; it is not for computing."""
+    if len(parts) == 1:
+        return parts[0]
+    roof = Decoder(parts[0].moe or parts[0].dense, part=range(1, 1))
+    for part in parts:
+        roof.layers.update(dict(part.layers.items()))
+        for name in ("embed", "final_norm", "head"):
+            if getattr(part, name) is not None:
+                setattr(roof, name, getattr(part, name))
+    return roof
+
+
+def loader_of(run: Run, samples: Samples) -> Loader:
+    """Micro-batch by micro-batch, the data-parallel ranks in turn: a step's samples, and which of them are computed at
+    the same time, are the same on every mesh with as many sequences at a time."""
+    mesh = run.mesh
+    index = mesh.index("dp_replicate") * mesh.dp_shard + mesh.index("dp_shard")
+    size, ahead = run.config.micro_batch, 2 * run.micro_batches
+    return Loader(samples, run.place.cursor, size, index, mesh.dp, ahead=ahead, pin=run.cuda)
 
 
 def kept_in(run: Run) -> Checkpoints:
@@ -178,18 +274,11 @@ def source(config: TrainConfig) -> AbstractContextManager[Origin]:
 # ---- one step
 
 
-def train_step(run: Run, batch: Batch, lr: float) -> dict[str, Tensor]:
+def train_step(run: Run, batches: Sequence[Batch], lr: float) -> dict[str, Tensor]:
     """Forward and backward over the micro-batches, one update. Everything stays on the device."""
-    batch = batch.to(run.device)
-    scored, nats = batch.scored.sum(), torch.zeros((), device=run.device)
-    for part in pieces(batch, run.config.micro_batch):
-        with run.phases("forward"):
-            loss = nll(run, part)
-        with run.phases("backward"):
-            (loss / scored).backward()  # type: ignore[no-untyped-call]
-        nats += loss.detach()
+    loss = gradients(run, batches)
     with run.phases("optimizer"):
-        loss, norm = nats / scored, run.optimizer.clip()
+        norm = run.optimizer.clip(partial(all_reduce, group=run.mesh.group("pp")), elsewhere(run))
         skip = ~(torch.isfinite(loss) & torch.isfinite(norm))
         if run.config.optim.spike_sigma:
             skip = skip | run.guard.spike(loss, norm)
@@ -199,39 +288,72 @@ def train_step(run: Run, batch: Batch, lr: float) -> dict[str, Tensor]:
     return {"loss": loss, "grad_norm": norm, "skipped": run.optimizer.skipped}
 
 
-def nll(run: Run, batch: Batch) -> Tensor:
-    documents = batch.documents if run.config.data.mask_documents else None
-    return run.model.loss(batch.tokens, batch.labels, batch.positions, documents)
+def gradients(run: Run, batches: Sequence[Batch]) -> Tensor:
+    """Of the step's loss a token, which is returned: the sum of all ranks' nats divided by all that they score."""
+    parts = [own_part(batch.to(run.device), run.mesh) for batch in batches]
+    scored = run.reduce(torch.stack([part.scored.sum() for part in parts]).sum())
+    nats = torch.zeros((), device=run.device)
+    if run.pipeline is not None:
+        with run.phases("forward and backward"):
+            whole = Batch(*(torch.cat(tensors) for tensors in zip(*(vars(p).values() for p in parts), strict=True)))
+            if not run.config.data.mask_documents:
+                whole = replace(whole, documents=None)  # type: ignore[arg-type]  # so that attention needs no mask
+            return run.reduce(run.pipeline.step(whole, scored, run.config.data.sequence))
+    for number, part in enumerate(parts, 1):
+        synchronize(run.model, run.mesh, number == len(parts))
+        with run.phases("forward"):
+            loss = nll(run, part)
+        with run.phases("backward"):
+            (loss / scored).backward()  # type: ignore[no-untyped-call]
+        nats += loss.detach()
+    return run.reduce(nats) / scored
 
 
-def pieces(batch: Batch, size: int) -> Iterator[Batch]:
-    for start in range(0, batch.tokens.shape[0], size):
-        yield batch.each(lambda tensor, start=start: tensor[start : start + size])  # type: ignore[misc]
+def nll(run: Run, part: Batch) -> Tensor:
+    documents = part.documents if run.config.data.mask_documents else None
+    return run.model.loss(part.tokens, part.labels, part.positions, documents, run.config.data.sequence)
+
+
+def elsewhere(run: Run) -> tuple[str, ...]:
+    """Tied embeddings are on the first and on the last stage, and count once."""
+    return ("embed.weight",) if run.model.dense.tied and run.mesh.index("pp") > 0 else ()
 
 
 @torch.no_grad()
 def validate(run: Run, valid: Sequence[Validation]) -> dict[str, float]:
     """Loss a token and bits per byte of every named set."""
     found: dict[str, float] = {}
+    index = run.mesh.index("dp_replicate") * run.mesh.dp_shard + run.mesh.index("dp_shard")
     for part in valid:
-        nats, tokens = torch.zeros((), dtype=torch.float64, device=run.device), 0
-        for batch in part.batches(run.config.micro_batch):
-            nats += nll(run, batch.to(run.device))
-            tokens += int(batch.scored.sum())
+        nats, tokens = torch.zeros(2, dtype=torch.float64, device=run.device)
+        for batch in part.batches(run.config.micro_batch, index, run.mesh.dp):
+            own = own_part(batch.to(run.device), run.mesh)
+            if run.pipeline is not None:
+                nats += run.pipeline.evaluate(own, run.config.data.sequence)
+            else:
+                nats += nll(run, own)
+            tokens += own.scored.sum()
+        nats, tokens = run.reduce(torch.stack([nats, tokens])).tolist()
         found |= {
-            f"valid/{part.name}/loss": float(nats) / tokens,
-            f"valid/{part.name}/bpb": part.bits_per_byte(float(nats)),
+            f"valid/{part.name}/loss": nats / tokens,
+            f"valid/{part.name}/bpb": part.bits_per_byte(nats),
         }
+    reshard(run.model)
     return found
 
 
-def balance_numbers(balance: Balance) -> dict[str, float]:
+def balance_numbers(run: Run) -> dict[str, float]:
     """Since the last time: worst and mean over layers, and each layer by itself."""
-    layers = balance.load.fetch()
+    moe = [int(number) for number, layer in run.model.layers.items() if isinstance(layer.ffn, MoE)]
+    layers = dict(zip(moe, run.balance.load.fetch(run.reduce), strict=True))
+    if run.mesh.size("pp") > 1:
+        stages: list[Any] = [None] * run.mesh.size("pp")
+        dist.all_gather_object(stages, layers, group=run.mesh.group("pp"))
+        layers = {number: layer for stage in stages for number, layer in stage.items()}
     found: dict[str, float] = {}
-    for number, layer in enumerate(layers):
-        found |= {f"balance/{number}/max_over_mean": layer.max_over_mean, f"balance/{number}/entropy": layer.entropy}
+    for place, (_, layer) in enumerate(sorted(layers.items())):
+        found |= {f"balance/{place}/max_over_mean": layer.max_over_mean, f"balance/{place}/entropy": layer.entropy}
     if layers:
-        found["balance/max_over_mean"] = max(layer.max_over_mean for layer in layers)
-        found["balance/dropped"] = sum(layer.dropped for layer in layers) / len(layers)
+        found["balance/max_over_mean"] = max(layer.max_over_mean for layer in layers.values())
+        found["balance/dropped"] = sum(layer.dropped for layer in layers.values()) / len(layers)
     return found

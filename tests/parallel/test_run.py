@@ -1,0 +1,92 @@
+"""A whole run on several processes is the run on one: its losses and its exported bytes; a checkpoint goes on on
+another mapping; on the same one a resume is bitwise the run that never stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.parallel.ranks import run
+from tests.parity import tiny
+from tests.unit.test_data import jsonl, make_tokenizer, texts
+from training.config import read_config
+from training.metrics import read as read_metrics
+from training.prepare import main as prepare
+from training.train import train
+
+# four sequences at a time on any mesh, two times a step
+WORDS = [
+    "data.sequence=32", "batch=8", "micro_batch=4", "log_every=1", "schedule.warmup=2", "schedule.peak=1e-3", "model.compute=float32",
+    "model.experts=reference", "checkpoint.every=0", "balance.bias_rate=0.01", "balance.z_weight=1e-3", "data.seed=3", "steps=4", "device=cpu",
+]  # fmt: skip
+UPCYCLE = {
+    "target": "glm4_moe", "experts": 4, "granularity": 2, "top_k": 2, "method": "virtual_group", "router": {"score": "sigmoid"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    tiny.make("qwen3", folder / "dense", vocab_size=400, num_key_value_heads=4, num_hidden_layers=3)
+    (folder / "tokenizer").mkdir()
+    tokenizer = make_tokenizer(folder / "tokenizer", bos=False)
+    for name, seed in (("data", 0), ("valid", 1)):
+        source = jsonl(folder / f"{name}.jsonl", texts(60, seed))
+        assert prepare([str(folder / name), f"tokenizer={tokenizer}", f"sources=[{source}]"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> Path:
+    return on_rank(0, 1, words(place, place / "alone", f"export={place / 'alone-out'}"))
+
+
+def words(place: Path, output: Path, *more: str) -> list[str]:
+    upcycle = json.dumps({"source": str(place / "dense"), **UPCYCLE})
+    data = [f"data.train=[{place / 'data'}]", f"data.valid=[{place / 'valid'}]"]
+    return [f"output={output}", f"model.upcycle={upcycle}", *data, *WORDS, *more]
+
+
+def on_rank(rank: int, world: int, arguments: list[str]) -> Path:
+    return train(read_config("", arguments))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    kept = ("step", "loss", "grad_norm", "skipped", "tokens", "lr")
+    return [
+        {k: v for k, v in row.items() if k in kept or "valid" in k or "balance" in k} for row in read_metrics(folder)
+    ]
+
+
+def same_run(folder: Path, other: Path) -> None:
+    for have, want in zip(rows(folder), rows(other), strict=True):
+        assert have == pytest.approx(want, rel=2e-5, abs=1e-6)
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+MAPPINGS = [
+    (2, ["micro_batch=2"]),
+    (4, ["micro_batch=4", "mesh.tp=2", "mesh.cp=2"]),
+    (4, ["micro_batch=1", "mesh.dp_replicate=2", "model.recompute=full"]),
+]
+
+
+@pytest.mark.parametrize(("world", "more"), MAPPINGS, ids=lambda x: str(x))
+def test_a_run_on_any_mesh_is_the_run_on_one_process(
+    place: Path, alone: Path, tmp_path: Path, world: int, more: list[str]
+) -> None:
+    run(world, on_rank, words(place, tmp_path / "run", f"export={tmp_path / 'out'}", *more))
+    same_run(tmp_path / "run", alone)
+    assert rows(alone)[-1]["loss"] < rows(alone)[1]["loss"] - 0.05, "nothing was learned"
+    have, want = exported(tmp_path / "out"), exported(place / "alone-out")
+    assert have.keys() == want.keys()
+    for name in want:
+        assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name

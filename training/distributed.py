@@ -1,0 +1,39 @@
+"""The processes of a run: torchrun starts them, and here they find each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# a rank that waits longer for another one waits for a dead one; loading and checkpoints take minutes
+PATIENCE = timedelta(minutes=30)
+
+
+@contextmanager
+def processes(device: str = "") -> Iterator[torch.device]:
+    """Within, torch.distributed works if there are several processes; the device is this one's."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda":
+        kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    own = torch.device(kind)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield own
+        return
+    # gloo beside NCCL: what lies in host memory is talked about there
+    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=PATIENCE, device_id=own if own.type == "cuda" else None)
+    try:
+        yield own
+    finally:
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
