@@ -81,7 +81,7 @@ def main(words: Sequence[str]) -> int:
         raise ValueError(f"output={config.output} must end in .html; its .md and .json come beside it")
     facts = gather(paths, config.title)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output.with_suffix(".json"), (json.dumps(as_json(facts)) + "\n").encode())
+    write_atomic(output.with_suffix(".json"), (json.dumps(as_json(facts), allow_nan=False) + "\n").encode())
     write_atomic(output.with_suffix(".md"), markdown(facts).encode())
     write_atomic(output, page(facts).encode())
     print("\n".join([*verdicts(facts), str(output)]))

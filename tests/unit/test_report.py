@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from evaluation import draw, facts, report
 from evaluation.draw import Curve, Mark, Row
 from evaluation.results import Run, items, load, save
 from tests.parity import tiny
-from tests.unit.test_compare import log, model, subjects, task, text, write
+from tests.unit.test_compare import chosen, log, model, subjects, task, text, write
 from upcycle.__main__ import main as upcycle
 
 EVIL = '<script>alert("1")</script>'
@@ -149,6 +151,28 @@ def test_one_run_is_shown_without_comparison(tmp_path: Path) -> None:
     [score] = data["scores"]["a"]
     assert score["value"] == score["low"] == score["high"] == pytest.approx(0.7 / 0.6931471805599453)
     assert data["comparisons"] == [] and data["losses"] is None
+
+
+def test_perplexities_and_what_is_not_finite(tmp_path: Path) -> None:
+    def run(name: str, worst: float) -> str:
+        found = [
+            replace(chosen("x", i, 0, i), scores={"acc": float(i == 0), "perplexity": (-i - 1.0, 2.0)})
+            for i in range(2)
+        ]
+        broken = replace(
+            found[1], scores=found[1].scores | {"acc": float(worst < -1)}, logprobs=(-1.0, worst, worst, worst)
+        )
+        return str(write(tmp_path / name, [task("x", 2)], [found[0], broken]))
+
+    page, _, data = made(tmp_path, [run("a", -1.0), run("b", -math.inf)])
+    assert data["comparisons"][0]["flips"][0]["swing"] is None  # JSON has no infinity
+    assert "+inf" in page
+    pairs = [(item, item) for item in items(tmp_path / "a")]
+    score = facts.score("x", "x", "perplexity", False, True, pairs)
+    assert score.value == pytest.approx(math.exp(3 / 4))
+    assert (score.low, score.high) == pytest.approx(
+        (math.exp(1 / 2), math.exp(1))
+    )  # of two texts: one twice, or the other
 
 
 def test_the_plan_is_that_of_upcycle_plan_while_the_dense_model_is_there(tmp_path: Path) -> None:
