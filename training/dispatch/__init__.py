@@ -3,7 +3,12 @@
     dispatch(x_TD, weight_TK, expert_TK) -> Dispatched    rows sorted by local expert, counts on the device
     combine(y_RD, handle) -> y_TD                         the sum of a token's rows; weights are applied in the expert
 
-Both are differentiable in x, weight and y. Nothing here waits for the device: counts stay tensors.
+Both are differentiable in x, weight and y. A choice with weight 0 was dropped, and need not be sent: its weight's
+gradient may be 0. Ranks have experts in order: of 8 experts on 2 ranks, the second has 4 to 7.
+
+`local` waits for nothing, nor do hybridep and deepep's second version but for the first time; the others wait once a
+dispatch for the number of rows that arrive. A file has `available() -> str` ("" if it can run here, else one sentence)
+and `dispatcher(experts, ep_group, etp_group)`. The latter may hold large buffers: one object serves all layers.
 """
 
 from __future__ import annotations
@@ -11,17 +16,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
+
+from upcycle import plugin
 
 
 @dataclass(frozen=True)
 class Dispatched:
     x_RD: Tensor
     weight_R: Tensor  # 0: the row was dropped
-    count_E: Tensor  # int32 rows of each local expert
+    count_E: Tensor  # int32 rows of each local expert; the buffers may have more rows than they sum to
     handle: Any
 
 
 class Dispatcher(Protocol):
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched: ...
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
+
+
+def create(
+    name: str, experts: int, ep_group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None = None
+) -> Dispatcher:
+    """The dispatcher `name` of a mesh; groups of one rank are None, and with both None nothing has to travel."""
+    module = plugin.load("training.dispatch", "local" if ep_group is None and etp_group is None else name)
+    reason = module.available()
+    if reason:
+        raise ValueError(reason)
+    made: Dispatcher = module.dispatcher(experts, ep_group, etp_group)
+    return made

@@ -7,9 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from training.dispatch import Dispatched
 from training.kernels.permute import gather, places, spread
+
+
+def available() -> str:
+    return ""
+
+
+def dispatcher(experts: int, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None = None) -> Local:
+    if ep_group is not None or etp_group is not None:
+        raise ValueError("dispatcher=local knows no other ranks; with mesh.ep or mesh.etp use dispatcher=alltoall")
+    return Local(experts)
 
 
 @dataclass(frozen=True)

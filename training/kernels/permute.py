@@ -27,26 +27,36 @@ def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return back_R, count_E.scatter_add_(0, flat_R, torch.ones_like(flat_R, dtype=torch.int32))
 
 
-def spread(x_TD: Tensor, back_R: Tensor, k: int) -> Tensor:
-    """Row back_R[t * k + j] is a copy of token t. A token is read once, not k times from far apart."""
+def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int | None = None) -> Tensor:
+    """Row back_R[t * k + j] is a copy of token t. A token is read once, not k times from far apart.
+
+    With `rows`, only the first so many rows are made.
+    """
+    rows = back_R.shape[0] if rows is None else rows
     if kernels_run(x_TD):
         from training.kernels import permute_triton
 
-        out: Tensor = permute_triton.spread(x_TD.contiguous(), back_R, k)
+        out: Tensor = permute_triton.spread(x_TD.contiguous(), back_R, k, rows)
         return out
-    y_RD = x_TD.new_empty(back_R.shape[0], x_TD.shape[1])
-    y_RD[back_R] = x_TD.repeat_interleave(k, 0)
+    y_RD = x_TD.new_empty(rows, x_TD.shape[1])
+    made_R = back_R < rows
+    y_RD[back_R[made_R]] = x_TD.repeat_interleave(k, 0)[made_R]
     return y_RD
 
 
 def gather(y_RD: Tensor, back_R: Tensor, k: int) -> Tensor:
-    """Token t is the sum of rows back_R[t * k], ..., back_R[t * k + k - 1], in that order, in float32."""
+    """Token t is the sum of rows back_R[t * k], ..., back_R[t * k + k - 1], in that order, in float32.
+
+    Rows beyond the last one are zero.
+    """
     if kernels_run(y_RD):
         from training.kernels import permute_triton
 
         out: Tensor = permute_triton.gather(y_RD.contiguous(), back_R, k)
         return out
-    return y_RD[back_R].view(-1, k, y_RD.shape[1]).sum(1)
+    rows, hidden = y_RD.shape
+    y_RD = torch.cat([y_RD, y_RD.new_zeros(1, hidden)])
+    return y_RD[back_R.clamp(max=rows)].view(back_R.shape[0] // k, k, hidden).sum(1)
 
 
 def kernels_run(tensor: Tensor) -> bool:

@@ -35,25 +35,25 @@ def place_kernel(expert_ptr, first_ptr, back_ptr, R, E, PIECE: tl.constexpr):
 
 
 @triton.jit
-def spread_kernel(x_ptr, back_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr):
+def spread_kernel(x_ptr, back_ptr, out_ptr, R, D: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr):
     token, col = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     for start in range(0, D, COLS):
         keep = start + col < D
         x = tl.load(x_ptr + token * D + start + col, mask=keep)
         for slot in tl.static_range(K):
             row = tl.load(back_ptr + token * K + slot)
-            tl.store(out_ptr + row * D + start + col, x, mask=keep)
+            tl.store(out_ptr + row * D + start + col, x, mask=keep & (row < R))
 
 
 @triton.jit
-def gather_kernel(y_ptr, back_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr):
+def gather_kernel(y_ptr, back_ptr, out_ptr, R, D: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr):
     token, col = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     for start in range(0, D, COLS):
         keep = start + col < D
         total = tl.zeros((COLS,), dtype=tl.float32)
         for slot in tl.static_range(K):
             row = tl.load(back_ptr + token * K + slot)
-            total += tl.load(y_ptr + row * D + start + col, mask=keep, other=0.0).to(tl.float32)
+            total += tl.load(y_ptr + row * D + start + col, mask=keep & (row < R), other=0.0).to(tl.float32)
         tl.store(out_ptr + token * D + start + col, total.to(out_ptr.dtype.element_ty), mask=keep)
 
 
@@ -73,17 +73,17 @@ def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return back_R, count_E
 
 
-def spread(x_TD: Tensor, back_R: Tensor, k: int) -> Tensor:
-    out = torch.empty(back_R.shape[0], x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
+def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int) -> Tensor:
+    out = torch.empty(rows, x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
     if out.numel():
-        spread_kernel[(x_TD.shape[0],)](x_TD, back_R, out, x_TD.shape[1], k, columns(x_TD), num_warps=4)
+        spread_kernel[(x_TD.shape[0],)](x_TD, back_R, out, rows, x_TD.shape[1], k, columns(x_TD), num_warps=4)
     return out
 
 
 def gather(y_RD: Tensor, back_R: Tensor, k: int) -> Tensor:
     out = torch.empty(back_R.shape[0] // k, y_RD.shape[1], dtype=y_RD.dtype, device=y_RD.device)
     if out.numel():
-        gather_kernel[(out.shape[0],)](y_RD, back_R, out, y_RD.shape[1], k, columns(y_RD), num_warps=4)
+        gather_kernel[(out.shape[0],)](y_RD, back_R, out, y_RD.shape[0], y_RD.shape[1], k, columns(y_RD), num_warps=4)
     return out
 
 

@@ -1,0 +1,156 @@
+"""Every dispatcher against `local` on the tokens of all ranks: output, and gradients of all that has one.
+
+Each rank has other tokens, experts are real and all different, so a row that comes to the wrong expert, the wrong
+token or the wrong rank shows. DeepEP and Hybrid-EP run here on stand-ins that move data over gloo (fakes.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch import Tensor
+
+from training import dispatch
+from training.dispatch import Dispatcher
+from training.dispatch.local import Local
+from training.experts import ExpertWeights
+from training.experts.reference import experts
+from training.mesh import MeshConfig, ParallelMesh
+
+EXPERTS, HIDDEN, NEURONS, K = 8, 12, 16, 3
+CASES = ("random", "dropped", "one_expert", "one_token", "none_on_rank_0", "uneven", "all_dropped_on_rank_0")
+
+
+@dataclass
+class Data:
+    """Of one rank, or of all of them."""
+
+    x_TD: Tensor
+    weight_TK: Tensor
+    expert_TK: Tensor
+    target_TD: Tensor
+
+    def leaves(self) -> list[Tensor]:
+        return [self.x_TD, self.weight_TK]
+
+
+def data_of(rank: int, case: str) -> Data:
+    draw = torch.Generator().manual_seed(1000 + rank)
+    tokens = {"one_token": 1, "uneven": 5 + 4 * rank, "none_on_rank_0": 0 if rank == 0 else 9}.get(case, 10)
+    expert = torch.rand(tokens, EXPERTS, generator=draw).argsort(1)[:, :K]
+    if case == "one_expert":
+        expert = torch.full_like(expert, 5)  # several times even, which no router does
+    weight = torch.rand(tokens, K, generator=draw, dtype=torch.float64) + 0.1
+    if case == "dropped":
+        weight = weight * (torch.rand(tokens, K, generator=draw) > 0.4)
+    if case == "all_dropped_on_rank_0" and rank == 0:
+        weight = weight * 0
+    x, target = torch.randn(2, tokens, HIDDEN, generator=draw, dtype=torch.float64)
+    return Data(x.requires_grad_(), weight.requires_grad_(), expert, target)
+
+
+def together(parts: list[Data]) -> Data:
+    x, weight = (torch.cat([part.leaves()[i].detach() for part in parts]).requires_grad_() for i in (0, 1))
+    return Data(x, weight, torch.cat([p.expert_TK for p in parts]), torch.cat([p.target_TD for p in parts]))
+
+
+def weights_of(bias: bool = True) -> list[Tensor]:
+    """up (N, 2, F, D), down, and their biases."""
+    draw = torch.Generator().manual_seed(7)
+    shapes = [(EXPERTS, 2, NEURONS, HIDDEN), (EXPERTS, HIDDEN, NEURONS), (EXPERTS, 2, NEURONS), (EXPERTS, HIDDEN)]
+    return [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def part(weights: list[Tensor], mesh: ParallelMesh) -> list[Tensor]:
+    """This rank's experts, and its slice of their neurons."""
+    own = [w.detach().chunk(mesh.size("ep"))[mesh.index("ep")] for w in weights]
+    dims = (2, 2, 2, None)
+    own = [
+        w if dim is None else w.chunk(mesh.size("etp"), dim)[mesh.index("etp")]
+        for w, dim in zip(own, dims, strict=True)
+    ]
+    return [w.contiguous().requires_grad_() for w in own]
+
+
+def compute(dispatcher: Dispatcher, data: Data, weights: list[Tensor], etp: int = 1) -> Tensor:
+    up, down, up_bias, down_bias = weights
+    # the bias is in every etp rank's summand: an equal part of it
+    w = ExpertWeights(up.flatten(1, 2), down, True, up_bias.flatten(1, 2), down_bias / etp)
+    sent = dispatcher.dispatch(data.x_TD, data.weight_TK, data.expert_TK)
+    y_RD = experts(sent.x_RD, sent.weight_R, sent.count_E, w, "silu")
+    return dispatcher.combine(y_RD, sent.handle)
+
+
+def gradients(y_TD: Tensor, data: Data, weights: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad((y_TD * data.target_TD).sum(), [*data.leaves(), *weights]))
+
+
+class Misdelivering:
+    """The negative control: two tokens change places on the way home, on one rank."""
+
+    def __init__(self, inner: Dispatcher) -> None:
+        self.inner = inner
+
+    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> dispatch.Dispatched:
+        return self.inner.dispatch(x_TD, weight_TK, expert_TK)
+
+    def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
+        y_TD = self.inner.combine(y_RD, handle)
+        return y_TD if dist.get_rank() else torch.cat([y_TD[1:2], y_TD[:1], y_TD[2:]])
+
+
+def compare(rank: int, world: int, name: str, config: MeshConfig, cases: tuple[str, ...], broken: bool = False) -> None:
+    mesh = ParallelMesh(config)
+    dispatcher = made(name, mesh)
+    if broken:
+        dispatcher = Misdelivering(dispatcher)
+    for case in cases:
+        parts = [data_of(r, case) for r in range(world)]
+        whole, mine, weights = together(parts), parts[rank], weights_of()
+        want_y = compute(Local(EXPERTS), whole, weights)
+        want = gradients(want_y, whole, weights)
+        own = part(weights, mesh)
+        y = compute(dispatcher, mine, own, mesh.size("etp"))
+        got = gradients(y, mine, own)
+        start = sum(len(p.x_TD) for p in parts[:rank])
+        rows = slice(start, start + len(mine.x_TD))
+        close(y, want_y[rows], "output", case)
+        close(got[0], want[0][rows], "gradient of x", case)
+        kept = mine.weight_TK.detach() != 0  # of a dropped choice, capacity masks the gradient
+        close(got[1] * kept, want[1][rows] * kept, "gradient of the routing weights", case)
+        for found, wanted, what in zip(
+            got[2:], part(want[2:], mesh), ("up", "down", "up_bias", "down_bias"), strict=True
+        ):
+            if mesh.group("edp") is not None:
+                dist.all_reduce(found, group=mesh.group("edp"))
+            if what == "down_bias" and mesh.group("etp") is not None:
+                dist.all_reduce(found, group=mesh.group("etp"))
+            close(found, wanted.detach(), f"gradient of {what}", case)
+
+
+def made(name: str, mesh: ParallelMesh) -> Dispatcher:
+    return dispatch.create(name, EXPERTS, mesh.group("ep"), mesh.group("etp"))
+
+
+def close(got: Tensor, want: Tensor, what: str, case: str) -> None:
+    assert got.shape == want.shape, (what, case, got.shape, want.shape)
+    worst = float((got - want).abs().max()) if got.numel() else 0.0
+    assert worst < 1e-10, f"{what} differs by {worst} ({case})"
+
+
+@pytest.mark.parametrize(
+    ("world", "ep", "etp"),
+    [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 2), (4, 2, 1), (4, 1, 4), (8, 4, 2), (8, 8, 1)],
+)
+def test_alltoall_is_local_on_the_tokens_of_all_ranks(world: int, ep: int, etp: int) -> None:
+    run(world, compare, "alltoall", MeshConfig(ep=ep, etp=etp), CASES)
+
+
+def test_a_misdelivered_token_is_noticed() -> None:
+    with pytest.raises(RuntimeError, match="output differs"):
+        run(2, compare, "alltoall", MeshConfig(ep=2), ("random",), True)

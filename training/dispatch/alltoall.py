@@ -1,0 +1,149 @@
+"""Whole experts on other ranks (ep), slices of experts on other ranks (etp): rows travel by all-to-all.
+
+    out:   sort by expert -> all-to-all over ep -> gather over etp -> sort by local expert
+    home:  unsort -> sum over etp -> all-to-all over ep -> sum of a token's rows
+
+Each step home is the transpose of a step out, so the backward of dispatch is the way home and that of combine the way
+out, on the same plan. Runs on gloo and on NCCL; an etp rank's experts compute a summand, from its slice of the neurons.
+
+The host waits once a dispatch, for how many rows go where. R rows that leave, N rows that arrive, E local experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.dispatch import Dispatched
+from training.kernels.permute import gather, places, spread
+
+Group = dist.ProcessGroup
+
+
+def available() -> str:
+    return ""
+
+
+def dispatcher(experts: int, ep_group: Group | None, etp_group: Group | None = None) -> AllToAll:
+    return AllToAll(experts, ep_group, etp_group)
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    experts: int  # of all ranks; rank i of ep has the i-th part of them
+    ep_group: Group | None
+    etp_group: Group | None = None
+
+    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched:
+        plan = self.plan(weight_TK.detach(), expert_TK)
+        x_ND, weight_N = _Out.apply(x_TD, weight_TK, plan)  # type: ignore[no-untyped-call]
+        return Dispatched(x_ND, weight_N, plan.count_E, plan)
+
+    def combine(self, y_RD: Tensor, handle: Plan) -> Tensor:
+        y_TD: Tensor = _Home.apply(y_RD, handle)  # type: ignore[no-untyped-call]
+        return y_TD
+
+    @torch.no_grad()
+    def plan(self, weight_TK: Tensor, expert_TK: Tensor) -> Plan:
+        ep, etp = size(self.ep_group), size(self.etp_group)
+        local = self.experts // ep
+        # a dropped choice goes nowhere: it is sorted behind the last expert, where nobody sends from
+        chosen_TK = expert_TK.where(weight_TK != 0, self.experts)
+        back_R, count_E = places(chosen_TK, self.experts + 1)
+        send_PE = count_E[:-1].view(ep, local)
+        arrive_PE = exchange(send_PE, [1] * ep, [1] * ep, self.ep_group)
+        arrive_QPE = exchange(arrive_PE.expand(etp, ep, local), [1] * etp, [1] * etp, self.etp_group)
+        # the one wait
+        sizes = torch.cat([send_PE.sum(1), arrive_PE.sum(1), arrive_QPE.sum((1, 2))]).tolist()
+        send, arrive, gathered = sizes[:ep], sizes[ep : 2 * ep], sizes[2 * ep :]
+        expert_N = torch.arange(local, device=expert_TK.device).repeat(etp * ep)
+        expert_N = expert_N.repeat_interleave(arrive_QPE.flatten(), output_size=sum(gathered))
+        arrival_N, arrived_E = places(expert_N[:, None], local)
+        return Plan(
+            expert_TK.shape[1], back_R, send, arrive, gathered, arrival_N, arrived_E, self.ep_group, self.etp_group
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where each row goes; it is the same on both ways and in both directions of differentiation."""
+
+    k: int
+    back_R: Tensor  # choice -> row among those that leave; dropped ones are behind the last
+    send: list[int]  # rows to each rank of ep
+    arrive: list[int]  # rows from each rank of ep
+    gathered: list[int]  # rows from each rank of etp
+    place_N: Tensor  # row as it arrived -> row sorted by local expert
+    count_E: Tensor
+    ep_group: Group | None
+    etp_group: Group | None
+
+    def out(self, rows_R: Tensor) -> Tensor:
+        """Rows (or their weights) that leave, sorted by expert -> rows that compute here, sorted by local expert."""
+        rows_N = exchange(rows_R, self.send, self.arrive, self.ep_group)
+        if self.etp_group is not None:
+            # gloo has no uneven all-gather: everybody sends the same rows to everybody
+            peers = len(self.gathered)
+            rows_N = rows_N.repeat(peers, *[1] * (rows_N.dim() - 1))
+            rows_N = exchange(rows_N, [sum(self.arrive)] * peers, self.gathered, self.etp_group)
+        if rows_N.dim() == 1:
+            return torch.empty_like(rows_N).scatter_(0, self.place_N, rows_N)
+        return spread(rows_N, self.place_N, 1)
+
+    def home(self, rows_N: Tensor) -> Tensor:
+        rows_N = rows_N[self.place_N] if rows_N.dim() == 1 else gather(rows_N, self.place_N, 1)
+        if self.etp_group is not None:
+            # nor an uneven reduce-scatter: everybody gets its rows from everybody, and adds them up
+            mine, peers = sum(self.arrive), len(self.gathered)
+            rows_N = exchange(rows_N, self.gathered, [mine] * peers, self.etp_group)
+            rows_N = rows_N.view(peers, mine, *rows_N.shape[1:]).sum(0)
+        return exchange(rows_N, self.arrive, self.send, self.ep_group)
+
+
+class _Out(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        ctx.plan = plan
+        rows = sum(plan.send)
+        weight_R = torch.empty_like(weight_TK).flatten().scatter_(0, plan.back_R, weight_TK.flatten())
+        return plan.out(spread(x_TD, plan.back_R, plan.k, rows)), plan.out(weight_R[:rows])
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor, grad_N: Tensor) -> tuple[Tensor, Tensor, None]:
+        plan = ctx.plan
+        grad_TD = gather(plan.home(grad_ND), plan.back_R, plan.k)
+        grad_R = plan.home(grad_N)
+        grad_R = torch.cat([grad_R, grad_R.new_zeros(1)])  # what dropped choices find
+        return grad_TD, grad_R[plan.back_R.clamp(max=sum(plan.send))].view(-1, plan.k), None
+
+
+class _Home(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        return gather(plan.home(y_ND), plan.back_R, plan.k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        plan = ctx.plan
+        return plan.out(spread(grad_TD, plan.back_R, plan.k, sum(plan.send))), None
+
+
+# ---- collectives that do nothing in a group of one
+
+
+def size(group: Group | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def exchange(rows: Tensor, send: Sequence[int], arrive: Sequence[int], group: Group | None) -> Tensor:
+    if group is None:
+        return rows
+    out = rows.new_empty(sum(arrive), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), list(arrive), list(send), group=group)
+    return out
