@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -36,6 +37,7 @@ from upcycle.config import read
 from upcycle.disk import write_atomic
 
 DRAWS = 10_000
+WIDTH = 60  # characters of an answer that are shown
 CHUNK = 1 << 22  # numbers drawn at a time
 PREFERRED = ("acc_norm", "exact_match", "acc", "bits_per_byte")  # a task is judged by one metric: the first it has
 Array = NDArray[np.float64]
@@ -383,20 +385,21 @@ def table(found: Comparison) -> str:
         )
     gained = sum(f.gained for f in found.flips)
     lines += ["", f"{len(found.flips)} items flipped: {gained} gained, {len(found.flips) - gained} lost"]
-    lines += [
-        f"- {'gained' if f.gained else 'lost'}: {f.task} {f.doc}: right is {brief(f.target)!r}; A {brief(f.a)!r}, "
-        f"B {brief(f.b)!r}"
-        for f in found.flips[:10]
-    ]
+    for f in found.flips[:10]:
+        target, a, b = apart((f.target, f.a, f.b))
+        lines.append(f"- {'gained' if f.gained else 'lost'}: {f.task} {f.doc}: right is {target!r}; A {a!r}, B {b!r}")
     return "\n".join([*lines, *(f"\nNote: {note}" for note in found.notes)])
 
 
 def signed(value: float, metric: str) -> str:
-    return f"{100 * value:+.2f}" if is_share(metric) else f"{value:+.4f}"
+    return f"{round(100 * value, 2) + 0.0:+.2f}" if is_share(metric) else f"{round(value, 4) + 0.0:+.4f}"
 
 
-def brief(text: str) -> str:
-    return text if len(text) < 60 else text[:57] + "..."
+def apart(texts: Sequence[str]) -> list[str]:
+    """Each in WIDTH characters or less, from about where they begin to differ."""
+    start = max(len(os.path.commonprefix(list(texts))) - WIDTH // 3, 0) if max(map(len, texts)) > WIDTH else 0
+    cut = ("…" * (start > 0) + text[start:] for text in texts)
+    return [text if len(text) <= WIDTH else text[: WIDTH - 1] + "…" for text in cut]
 
 
 def loss_table(found: Losses) -> str:

@@ -214,6 +214,20 @@ def test_acc_norm_is_judged_before_acc_and_answers_by_length() -> None:
     assert compare.judged_by(["acc", "acc_norm"], [(both, both)]) == "acc_norm"
 
 
+def test_long_answers_are_shown_where_they_differ() -> None:
+    long = "the same beginning of a sentence that goes on for a while until "
+    a, b, c = compare.apart((long + "here", long + "there", long + "nowhere at all, whatever comes after it"))
+    assert a.startswith("…") and a.endswith("until here") and b.endswith("there") and "nowhere" in c
+    assert max(len(a), len(b), len(c)) <= compare.WIDTH
+    assert compare.apart(("A", "B")) == ["A", "B"]
+
+
+def test_nothing_is_no_minus_nothing() -> None:
+    assert compare.signed(-1e-9, "bits_per_byte") == "+0.0000"
+    assert compare.signed(-0.00001, "acc") == "+0.00"
+    assert compare.signed(-0.0001, "acc") == "-0.01"
+
+
 # ---- training runs
 
 
