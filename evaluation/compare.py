@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -397,7 +396,8 @@ def signed(value: float, metric: str) -> str:
 
 def apart(texts: Sequence[str]) -> list[str]:
     """Each in WIDTH characters or less, from about where they begin to differ."""
-    start = max(len(os.path.commonprefix(list(texts))) - WIDTH // 3, 0) if max(map(len, texts)) > WIDTH else 0
+    shared = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
+    start = max(shared - WIDTH // 3, 0) if max(map(len, texts)) > WIDTH else 0
     cut = ("…" * (start > 0) + text[start:] for text in texts)
     return [text if len(text) <= WIDTH else text[: WIDTH - 1] + "…" for text in cut]
 

@@ -166,10 +166,8 @@ def flips_section(facts: Facts) -> str:
             continue
         rows, gained = [], sum(f.gained for f in found.flips)
         for f in found.flips[:EXAMPLES]:
-            words = [compare.brief(word) for word in (f.target, f.a, f.b)]
-            rows.append(
-                ("won" if f.gained else "lost", f"{f.task.replace('_', ' ')} {f.doc}", *words, minus(f"{f.swing:+.2f}"))
-            )
+            item, said = f"{f.task.replace('_', ' ')} {f.doc}", compare.apart((f.target, f.a, f.b))
+            rows.append(("won" if f.gained else "lost", item, *said, minus(f"{f.swing:+.2f}")))
         title = f"{found.b.name}: {gained:,} won, {len(found.flips) - gained:,} lost"
         head = ("", "item", "right", found.a.name, found.b.name, "swing, nats")
         body += f"<h3>{escape(title)}</h3>{draw.table(head, rows)}"
