@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from evaluation import compare, results
+from evaluation.__main__ import main as evaluate
 from evaluation.results import Group, Item, Model, Run, Task
 
 CHOICES = ("A", "B", "C", "D")
@@ -280,3 +281,13 @@ def test_folders_of_two_kinds_are_refused(two: tuple[Path, Path], tmp_path: Path
         compare.main([str(two[0]), str(run)])
     with pytest.raises(ValueError, match="compare needs two runs or more"):
         compare.main([str(run)])
+
+
+def test_the_command_line_finds_its_commands(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(["compare", *map(str, two)]) == 0
+    assert "items flipped" in capsys.readouterr().out
+    assert evaluate(["compare", str(two[0])]) == 2
+    assert capsys.readouterr().err.startswith("evaluation: compare needs two runs or more")
+    assert evaluate(["comp"]) == 2
+    assert evaluate([]) == 0
+    assert "routing CHECKPOINT TEXT" in capsys.readouterr().out
