@@ -144,6 +144,19 @@ def test_what_was_changed_is_what_moved(moe: Path, texts: list[str], tmp_path: P
     assert zero["router_moved"] == pytest.approx(3) and zero["moved"] == [0.0] * 8
 
 
+def test_a_run_that_upcycled_as_it_loaded_is_a_start_too(moe: Path, texts: list[str], tmp_path: Path) -> None:
+    made = json.loads((moe / "upcycle.json").read_text())["config"] | {"output": ""}
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"source": "", "upcycle": made}}))
+    (tmp_path / "moe").mkdir()
+    for file in moe.iterdir():
+        if file.name != "upcycle.json":  # as a trained model is exported: nothing says how it was made
+            (tmp_path / "moe" / file.name).write_bytes(file.read_bytes())
+    assert routing.analyse(config(tmp_path / "moe", texts))["granularity"] == 1
+    found = routing.analyse(config(tmp_path / "moe", texts, start=str(tmp_path)))
+    assert found["granularity"] == 2
+    assert all(row["moved"] == [0.0] * 8 and row["router_moved"] == 0 for row in found["layers"])
+
+
 def test_the_command_writes_and_prints_a_table(
     moe: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
