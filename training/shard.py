@@ -20,7 +20,7 @@ Shapes: B sequences, S tokens each (s: of this rank), T = B * s; D hidden.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,11 +29,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 from training import context
 from training.data import Batch
+from training.dispatch.alltoall import AllToAll
+from training.distributed import all_gather_single, reduce_scatter_single
 from training.experts import ExpertWeights
 from training.mesh import Kind, ParallelMesh
 from training.model.decoder import Decoder, Layer
@@ -48,7 +50,6 @@ def parallelize(
     model: Decoder,
     mesh: ParallelMesh,
     *,
-    dispatcher: str = "alltoall",
     recomputed: str = "none",
     compiled: bool = False,
 ) -> None:
@@ -63,7 +64,7 @@ def parallelize(
                 ffn_over_tp(ffn, mesh)
     context.attach(model, mesh.group("cp"), mesh.config.context, mesh.size("tp"))
     for block in moe_blocks(model):
-        experts_over_ep(block, mesh, dispatcher)
+        experts_over_ep(block, mesh)
     recompute(model, recomputed)
     if compiled:
         model.compile_parts()
@@ -156,18 +157,18 @@ def summed_gain(norm: Norm, group: Group, dtype: torch.dtype) -> Tensor:
 # ---- experts
 
 
-def experts_over_ep(block: MoE, mesh: ParallelMesh, dispatcher: str) -> None:
+def experts_over_ep(block: MoE, mesh: ParallelMesh) -> None:
     ep, etp = mesh.size("ep"), mesh.size("etp")
     if ep * etp == 1:
         return
-    axes = [(name, dim) for name, dim in (("ep", 0), ("etp", 2)) if mesh.size(name) > 1]
-    over, experts = mesh.experts[tuple(name for name, _ in axes)], block.experts
     # of up (N, 2, F, D) the neurons are dimension 2, as of up_bias (N, 2, F) and of down (N, D, F)
+    dims = {name: dim for name, dim in (("ep", 0), ("etp", 2)) if mesh.size(name) > 1}
+    experts = block.experts
     for name, parameter in list(experts.named_parameters()):
-        divided = [Shard(dim) for _, dim in axes if dim < parameter.ndim]
-        place(experts, name, parameter, over if len(divided) == len(axes) else mesh.experts["ep"], divided)
+        divided: list[Placement] = [Shard(dim) if dim < parameter.ndim else Replicate() for dim in dims.values()]
+        place(experts, name, parameter, mesh.experts[tuple(dims)], divided)
     experts.weights = partial(local_weights, experts, etp)  # type: ignore[method-assign]
-    raise NotImplementedError(dispatcher)
+    block.dispatcher = AllToAll(block.spec.experts, mesh.group("ep"), mesh.group("etp"))
 
 
 def local_weights(experts: Experts, etp: int, dtype: torch.dtype) -> ExpertWeights:
@@ -267,7 +268,9 @@ def own_part(batch: Batch, mesh: ParallelMesh) -> Batch:
 # ---- small parts
 
 
-def place(module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: list[Shard]) -> None:
+def place(
+    module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> None:
     """Keeps this rank's part of a parameter that every rank has whole (or on the meta device)."""
     part = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
     module.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
@@ -363,13 +366,13 @@ class Part(torch.autograd.Function):
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    all_gather_single(out, x.contiguous(), group=group)
     return out
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    reduce_scatter_single(out, x.contiguous(), group=group)
     return out
 
 

@@ -179,29 +179,36 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
         (layout.initialise(model, config.seed) if config.model.random else layout.load(model, origin))
         optimizer = Optimizer(config.optim, model.named_parameters())
         guard = SpikeGuard(config.optim, device)
-        share = config.micro_batch / (config.batch * mesh.size("cp") * mesh.size("tp"))
-        balance = Balance(
-            config.balance,
-            model,
-            scale=share,
-            sequences=config.micro_batch,
-            reduce=partial(all_reduce, group=mesh.tokens_group()),
-            reduce_sequence=partial(all_reduce, group=mesh.group("cp", "tp")),
-        )
+        balance = balance_of(config, model, mesh)
         place = Place()
         state = TrainState(model, [optimizer], parts={"guard": guard, "data": place}, rank_parts={"load": balance.load})
         if mesh.rank == 0:
             settings = json.dumps(asdict(config), indent=2, default=str).encode() + b"\n"
             folder.mkdir(parents=True, exist_ok=True)
             disk.write_atomic(folder / "config.json", settings)
-        count = config.batch // (config.micro_batch * mesh.dp)
-        pipeline = Pipeline(parts, mesh, config.mesh.schedule, count) if mesh.size("pp") > 1 else None
+        pipeline = pipeline_of(config, parts, mesh)
         control = dist.new_group(backend="gloo") if world > 1 else None
         phases = Phases(device)
         yield Run(
             config, folder, origin, mesh, parts, model, pipeline, optimizer, guard, balance, state, place, phases,
             device, control,
         )  # fmt: skip
+
+
+def balance_of(config: TrainConfig, model: Decoder, mesh: ParallelMesh) -> Balance:
+    return Balance(
+        config.balance,
+        model,
+        scale=config.micro_batch / (config.batch * mesh.size("cp") * mesh.size("tp")),
+        sequences=config.micro_batch,
+        reduce=partial(all_reduce, group=mesh.tokens_group()),
+        reduce_sequence=partial(all_reduce, group=mesh.group("cp", "tp")),
+    )
+
+
+def pipeline_of(config: TrainConfig, parts: Sequence[Decoder], mesh: ParallelMesh) -> Pipeline | None:
+    count = config.batch // (config.micro_batch * mesh.dp)
+    return Pipeline(parts, mesh, config.mesh.schedule, count) if mesh.size("pp") > 1 else None
 
 
 def check_batch(config: TrainConfig, mesh: ParallelMesh) -> None:
@@ -247,10 +254,13 @@ def under_one_roof(parts: Sequence[Decoder]) -> Decoder:
 def loader_of(run: Run, samples: Samples) -> Loader:
     """Micro-batch by micro-batch, the data-parallel ranks in turn: a step's samples, and which of them are computed at
     the same time, are the same on every mesh with as many sequences at a time."""
-    mesh = run.mesh
-    index = mesh.index("dp_replicate") * mesh.dp_shard + mesh.index("dp_shard")
     size, ahead = run.config.micro_batch, 2 * run.micro_batches
-    return Loader(samples, run.place.cursor, size, index, mesh.dp, ahead=ahead, pin=run.cuda)
+    return Loader(samples, run.place.cursor, size, data_rank(run.mesh), run.mesh.dp, ahead=ahead, pin=run.cuda)
+
+
+def data_rank(mesh: ParallelMesh) -> int:
+    """Ranks of one tensor, context and pipeline parallel group read the same samples."""
+    return mesh.index("dp_replicate") * mesh.dp_shard + mesh.index("dp_shard")
 
 
 def kept_in(run: Run) -> Checkpoints:
@@ -292,13 +302,13 @@ def gradients(run: Run, batches: Sequence[Batch]) -> Tensor:
     """Of the step's loss a token, which is returned: the sum of all ranks' nats divided by all that they score."""
     parts = [own_part(batch.to(run.device), run.mesh) for batch in batches]
     scored = run.reduce(torch.stack([part.scored.sum() for part in parts]).sum())
-    nats = torch.zeros((), device=run.device)
     if run.pipeline is not None:
         with run.phases("forward and backward"):
             whole = Batch(*(torch.cat(tensors) for tensors in zip(*(vars(p).values() for p in parts), strict=True)))
             if not run.config.data.mask_documents:
                 whole = replace(whole, documents=None)  # type: ignore[arg-type]  # so that attention needs no mask
             return run.reduce(run.pipeline.step(whole, scored, run.config.data.sequence))
+    nats = torch.zeros((), dtype=torch.promote_types(run.model.compute, torch.float32), device=run.device)
     for number, part in enumerate(parts, 1):
         synchronize(run.model, run.mesh, number == len(parts))
         with run.phases("forward"):
@@ -323,10 +333,9 @@ def elsewhere(run: Run) -> tuple[str, ...]:
 def validate(run: Run, valid: Sequence[Validation]) -> dict[str, float]:
     """Loss a token and bits per byte of every named set."""
     found: dict[str, float] = {}
-    index = run.mesh.index("dp_replicate") * run.mesh.dp_shard + run.mesh.index("dp_shard")
     for part in valid:
         nats, tokens = torch.zeros(2, dtype=torch.float64, device=run.device)
-        for batch in part.batches(run.config.micro_batch, index, run.mesh.dp):
+        for batch in part.batches(run.config.micro_batch, data_rank(run.mesh), run.mesh.dp):
             own = own_part(batch.to(run.device), run.mesh)
             if run.pipeline is not None:
                 nats += run.pipeline.evaluate(own, run.config.data.sequence)

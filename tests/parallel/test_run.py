@@ -90,3 +90,50 @@ def test_a_run_on_any_mesh_is_the_run_on_one_process(
     assert have.keys() == want.keys()
     for name in want:
         assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name
+
+
+class Stopped(BaseException):
+    pass
+
+
+def stopped_on_rank(rank: int, world: int, arguments: list[str], before: int) -> None:
+    """As on_rank, but what comes in the way of step number `before` is no orderly end."""
+    from training import train as module
+
+    real, count = module.train_step, [0]
+
+    def step(*inputs: Any) -> Any:
+        count[0] += 1
+        if count[0] == before:
+            raise Stopped
+        return real(*inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "train_step", step)
+        with pytest.raises(Stopped):
+            train(read_config("", arguments))
+
+
+RESUMES = {
+    "the same mapping": (4, ["micro_batch=2", "mesh.tp=2"], 4, ["micro_batch=2", "mesh.tp=2"]),
+    "fewer ranks": (4, ["micro_batch=1"], 2, ["micro_batch=4", "mesh.tp=2"]),
+    "one rank": (4, ["micro_batch=2", "mesh.tp=2", "optim.name=muon"], 1, ["micro_batch=4", "optim.name=muon"]),
+    "more ranks": (1, ["micro_batch=4"], 4, ["micro_batch=2", "mesh.cp=2"]),
+}
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_checkpoint_goes_on_on_any_mapping(place: Path, tmp_path: Path, name: str) -> None:
+    world, mesh, other_world, other_mesh = RESUMES[name]
+    whole = words(place, tmp_path / "whole", *mesh, f"export={tmp_path / 'whole-out'}")
+    parts = words(place, tmp_path / "parts", "checkpoint.every=2", "checkpoint.asynchronous=false")
+    run(world, on_rank, whole)
+    run(world, stopped_on_rank, [*parts, *mesh], 4)
+    assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-00000002"]
+    run(other_world, on_rank, [*parts, *other_mesh, f"export={tmp_path / 'parts-out'}"])
+    same_run(tmp_path / "parts", tmp_path / "whole")
+    have, want = exported(tmp_path / "parts-out"), exported(tmp_path / "whole-out")
+    if name == "the same mapping":
+        assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+        assert all(torch.equal(have[key], want[key]) for key in want)
+    assert all(torch.allclose(have[key].float(), want[key].float(), rtol=0, atol=2e-4) for key in want)

@@ -16,8 +16,21 @@ from tests.parallel import models
 from tests.parallel.ranks import run
 from training import balance as balance_module
 from training.balance import Balance, BalanceConfig
-from training.mesh import MeshConfig, ParallelMesh
-from training.shard import all_reduce, own_part, parallelize, reshard, synchronize
+from training.config import ModelConfig, TrainConfig
+from training.data import DataConfig
+from training.mesh import AXES, MeshConfig, ParallelMesh
+from training.profiling import Phases
+from training.shard import own_part, parallelize, reshard
+from training.train import (
+    Run,
+    balance_of,
+    data_rank,
+    gradients,
+    nll,
+    pipeline_of,
+    stages_of_rank,
+    under_one_roof,
+)
 
 BATCH, MICRO = 8, 2  # sequences a step; micro-batches a step, so that gradients and counts add up over them
 GLOBAL = BalanceConfig(aux_weight=0.1, z_weight=0.01)
@@ -35,7 +48,7 @@ class Case:
     recompute: str = "none"
 
     def __str__(self) -> str:
-        sizes = " ".join(f"{k}{v}" for k, v in vars(self.mesh).items() if v not in (1, "ring") and k != "reshard")
+        sizes = " ".join(f"{k}{v}" for k, v in vars(self.mesh).items() if k in AXES and v > 1)
         rest = [
             self.balance.aux_scope,
             "drop" if self.balance.capacity_factor else "",
@@ -61,38 +74,39 @@ def on_ranks(rank: int, world: int, cases: list[Case]) -> list[Result]:
 
 
 def of_rank(case: Case) -> Result:
-    mesh = ParallelMesh(case.mesh)
-    model = models.make(case.model)
-    parallelize(model, mesh, recomputed=case.recompute)
+    mesh, spec = ParallelMesh(case.mesh), models.SPECS[case.model]
+    parts = [models.make(case.model, part=layers) for layers in stages_of_rank(spec, mesh)]
+    for part in parts:
+        parallelize(part, mesh, recomputed=case.recompute)
     size = BATCH // MICRO // mesh.dp
-    reduce = functools.partial(all_reduce, group=mesh.tokens_group())
-    balance = Balance(
-        case.balance,
-        model,
-        scale=size / BATCH / (mesh.size("cp") * mesh.size("tp")),
-        sequences=size,
-        reduce=reduce,
-        reduce_sequence=functools.partial(all_reduce, group=mesh.group("cp", "tp")),
-    )
-    data = models.batch(BATCH)
-    scored, nats, own = int(data.scored.sum()), torch.zeros((), dtype=torch.float64), []
+    config = TrainConfig(
+        model=ModelConfig(source="none"), mesh=case.mesh, balance=case.balance, batch=BATCH, micro_batch=size,
+        data=DataConfig(sequence=models.SEQUENCE),
+    )  # fmt: skip
+    model, device = under_one_roof(parts), torch.device("cpu")
+    run = Run(
+        config=config, mesh=mesh, parts=parts, model=model, pipeline=pipeline_of(config, parts, mesh),
+        balance=balance_of(config, model, mesh), phases=Phases(device), device=device,
+        **dict.fromkeys(("folder", "origin", "optimizer", "guard", "state", "place", "control")),
+    )  # fmt: skip
+    data, batches, own = models.batch(BATCH), [], []
     for micro in range(MICRO):
-        first = (micro * mesh.dp + mesh.index("dp_replicate") * mesh.dp_shard + mesh.index("dp_shard")) * size
-        part = own_part(data.each(lambda tensor, first=first: tensor[first : first + size]), mesh)
+        first = (micro * mesh.dp + data_rank(mesh)) * size
+        batches.append(data.each(lambda tensor, first=first: tensor[first : first + size]))
         place = torch.arange(BATCH * models.SEQUENCE).view(BATCH, -1)[first : first + size]
         own.append(own_part(replace(data, tokens=place, labels=place, positions=place), mesh).tokens.flatten())
-        synchronize(model, mesh, micro == MICRO - 1)
-        loss = model.loss(part.tokens, part.labels, part.positions, part.documents, models.SEQUENCE)
-        (loss / scored).backward()
-        nats += loss.detach()
-    loss = reduce(nats) / scored
-    counts = balance.load.end_step(reduce)
-    gradients = {name: models.whole(p.grad) for name, p in model.named_parameters()}
+    loss = gradients(run, batches)
+    counts = run.balance.load.end_step(run.reduce)
+    found = {name: models.whole(p.grad) for name, p in model.named_parameters()}
     with torch.no_grad():  # and a pass without a backward, such as validation's, leaves the model as it was
-        model.loss(part.tokens, part.labels, part.positions, part.documents, models.SEQUENCE)
+        share = own_part(batches[0], mesh)
+        if run.pipeline is not None:
+            run.pipeline.evaluate(share, models.SEQUENCE)
+        else:
+            nll(run, share)
         reshard(model)
     assert all(p.grad is not None for p in model.parameters()), "gradients went with the weights they belong to"
-    return Result(float(loss), gradients, counts, own)
+    return Result(float(loss), found, counts, own)
 
 
 # ---- one process
@@ -149,21 +163,61 @@ CASES = [
     Case(2, m(tp=2), "odd"),
     Case(2, m(tp=2), "parallel"),
     Case(2, m(tp=2), "dense"),
-    Case(4, m(tp=4)),
-    Case(2, m(cp=2)),
     Case(2, m(cp=2), "odd", SEQUENCE),
     Case(2, m(cp=2, context="ulysses"), "odd"),
+    Case(2, m(ep=2)),
+    Case(2, m(ep=2), "odd", EACH),
+    Case(2, m(ep=2), balance=DROP),
+    Case(2, m(etp=2)),
+    Case(2, m(etp=2), "odd", DROP),
+    Case(2, m(etp=2), "parallel"),
+    Case(4, m(tp=4)),
     Case(4, m(cp=4)),
-    # products
-    Case(4, m(tp=2, cp=2), "odd", SEQUENCE),
-    Case(4, m(cp=2, tp=2, context="ulysses")),
+    Case(4, m(ep=4)),
+    # products of attention's axes
+    Case(4, m(tp=2), "odd", SEQUENCE),
+    Case(4, m(tp=2, reshard=False), "parallel"),
     Case(4, m(cp=2), balance=EACH),
-    Case(4, m(tp=2)),
-    Case(4, m(dp_replicate=2), "odd", EACH),
-    Case(4, m(tp=2, reshard=False), "odd", SEQUENCE),
+    Case(4, m(tp=2, cp=2), "odd", SEQUENCE),
+    Case(4, m(tp=2, cp=2, context="ulysses")),
     Case(4, m(tp=2, dp_replicate=2), "parallel"),
-    Case(4, m(tp=2), recompute="selective"),
-    Case(4, m(tp=2, reshard=False), recompute="full"),
+    Case(4, m(cp=2, dp_replicate=2), "dense"),
+    Case(4, m(dp_replicate=2), "odd", EACH),
+    # and with experts' axes: folded any way
+    Case(4, m(ep=2)),
+    Case(4, m(ep=2, reshard=False), "odd", DROP),
+    Case(4, m(etp=2), "odd"),
+    Case(4, m(ep=2, etp=2), "odd", SEQUENCE),
+    Case(4, m(ep=2, etp=2), "parallel", DROP),
+    Case(4, m(ep=4, dp_replicate=2), "odd"),
+    Case(4, m(ep=2, dp_replicate=2)),
+    Case(4, m(tp=2, ep=4)),
+    Case(4, m(tp=2, ep=2), "odd", DROP),
+    Case(4, m(tp=2, etp=4), "parallel", EACH),
+    Case(4, m(tp=4, ep=2, etp=2)),
+    Case(4, m(cp=2, ep=4), "odd", SEQUENCE),
+    Case(4, m(cp=4, ep=2), balance=DROP),
+    Case(4, m(tp=2, cp=2, ep=4), "odd", DROP),
+    Case(4, m(tp=2, cp=2, ep=2, etp=2)),
+    Case(4, m(tp=2, ep=2), recompute="selective"),
+    Case(4, m(tp=2, ep=2), "odd", DROP, recompute="full"),
+    Case(4, m(cp=2, ep=4, reshard=False), recompute="full"),
+    # and with the pipeline
+    Case(2, m(pp=2)),
+    Case(2, m(pp=2), "odd", DROP),
+    Case(2, m(pp=2, schedule="gpipe"), "dense"),
+    Case(4, m(pp=2), "odd"),
+    Case(4, m(pp=2, tp=2), "parallel"),
+    Case(4, m(pp=2, cp=2), balance=SEQUENCE),
+    Case(4, m(pp=2, ep=2), "odd", DROP),
+    Case(4, m(pp=2, etp=2, reshard=False), recompute="full"),
+    Case(8, m(pp=2, tp=2, ep=4), "odd"),
+    Case(8, m(pp=2, tp=2, cp=2, ep=2, etp=2), "parallel", DROP),
+    Case(8, m(tp=2, cp=2, ep=4), "odd", SEQUENCE),
+    Case(8, m(tp=2, cp=2, ep=4, etp=2), balance=DROP),
+    Case(8, m(tp=2, dp_replicate=2, ep=2, etp=2), "odd"),
+    Case(8, m(cp=2, dp_replicate=2, ep=8), "parallel", EACH),
+    Case(8, m(tp=4, ep=8), "parallel"),
 ]
 
 
