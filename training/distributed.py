@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 @contextmanager
-def processes(device: str = "") -> Iterator[torch.device]:
+def processes(device: str = "", patience: timedelta = PATIENCE) -> Iterator[torch.device]:
     """Within, torch.distributed works if there are several processes; the device is this one's."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
@@ -31,7 +33,7 @@ def processes(device: str = "") -> Iterator[torch.device]:
         return
     # gloo beside NCCL: what lies in host memory is talked about there
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=PATIENCE, device_id=own if own.type == "cuda" else None)
+    dist.init_process_group(backend, timeout=patience, device_id=own if own.type == "cuda" else None)
     try:
         yield own
     finally:
@@ -40,3 +42,17 @@ def processes(device: str = "") -> Iterator[torch.device]:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def broadcast(value: Any, source: int = 0) -> Any:
+    """What rank `source` says: anything that JSON can hold, and nothing that could run. For all ranks at once."""
+    if not dist.is_initialized():
+        return value
+    said = json.dumps(value).encode() if dist.get_rank() == source else b""
+    length = torch.tensor([len(said)])
+    dist.broadcast(length, source)  # host memory: over gloo, also where there is NCCL
+    letters = torch.zeros(int(length), dtype=torch.uint8)
+    if said:
+        letters.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+    dist.broadcast(letters, source)
+    return json.loads(bytes(letters.tolist()))

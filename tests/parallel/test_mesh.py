@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from training.distributed import broadcast
 from training.mesh import AXES, MeshConfig, ParallelMesh, check, grids, groups, problem
 from upcycle.spec import DenseSpec, MoESpec
 
@@ -185,3 +186,13 @@ def shards(mesh: ParallelMesh) -> None:
 )
 def test_groups_sum_and_shard_as_they_say(world: int, config: MeshConfig) -> None:
     run(world, place, config)
+
+
+def told(rank: int, world: int) -> None:
+    for source, value in ((0, {"step": 3, "words": ["\u00e4", None, 1.5]}), (world - 1, ""), (1, list(range(1000)))):
+        assert broadcast(value if rank == source else "something else", source) == value
+
+
+def test_everybody_hears_the_same() -> None:
+    run(3, told)
+    assert broadcast([1]) == [1]
