@@ -95,7 +95,7 @@ def plot(folders: Sequence[Path], output: Path) -> None:
         draw(axes)
         axes.xaxis.set_major_formatter(lambda tokens, _: count(tokens))
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=150)
+    figure.savefig(output, dpi=110)
 
 
 def draw_loss(axes: Any, runs: Sequence[Run]) -> None:
