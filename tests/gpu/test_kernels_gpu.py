@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from training.kernels import rotary, router
+from training.kernels import norm, rotary, router
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -72,3 +72,27 @@ def test_norm_rotate(heads: int, width: int, half: int, batch: int, normed: bool
         assert ((grads[0] - want_grads[0]).abs() <= unit * want_grads[0].abs() + unit / 8 * want_grads[0].abs().max()).all()
         if gain is not None:
             assert ((grads[1] - want_grads[1]).abs() <= 1e-4 * want_grads[1].abs().max()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (5000, 2048), (300, 5000), (64, 8192), (7, 16384)])
+def test_rms_norm(tokens: int, width: int, added: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stream, delta = (torch.randn(tokens, width, device="cuda", dtype=dtype).requires_grad_() for _ in range(2))
+    gain = (1 + torch.randn(width, device="cuda")).requires_grad_()
+    d_x, d_y = torch.randn_like(stream), torch.randn_like(stream)
+    wide = [t.detach().double().requires_grad_() for t in (stream, delta, gain)]
+    right_x = (stream + delta).detach().double().requires_grad_() if added else wide[0]
+    right_y = right_x * torch.rsqrt(right_x.square().mean(-1, keepdim=True) + 1e-5) * wide[2]
+    want = torch.autograd.grad([right_x * 1, right_y], [right_x, wide[2]], [d_x.double(), d_y.double()])
+    inputs = [stream, gain, delta] if added else [stream, gain]
+    for function in (norm.rms_norm, torch.compile(norm.rms_norm, dynamic=False)):
+        x, y = function(stream, delta if added else None, gain, 1e-5)
+        grads = torch.autograd.grad([x, y], inputs, [d_x, d_y])
+        unit = 2**-8 if dtype == torch.bfloat16 else 1e-5
+        assert torch.equal(x.double(), right_x.detach())
+        assert ((y - right_y).abs() <= unit * right_y.abs() + unit / 8).all()
+        assert ((grads[0] - want[0]).abs() <= unit * want[0].abs() + unit).all()
+        assert ((grads[1] - want[1]).abs() <= 1e-4 * want[1].abs().max()).all()
+        assert not added or torch.equal(grads[0], grads[2])

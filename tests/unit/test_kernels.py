@@ -82,7 +82,7 @@ def test_places_spread_gather(tokens: int, experts: int, k: int) -> None:
     assert torch.equal(back, found) and torch.equal(count, found_count) and found_count.dtype == count.dtype
     x = rng.normal((tokens, 20), 0, "rows")
     rows = permute.spread(x, back, k)
-    assert torch.equal(rows, permute_triton.spread(x, back, k))
+    assert torch.equal(rows, permute_triton.spread(x, back, k, len(back)))
     assert torch.allclose(permute.gather(rows * 2, back, k), permute_triton.gather(rows * 2, back, k), rtol=1e-6)
     assert torch.allclose(permute.gather(rows, back, k), x * k, rtol=1e-6)
 
@@ -107,3 +107,22 @@ def test_norm_rotate(width: int, half: int, batch: int, normed: bool) -> None:
     assert (d_gain is None) == (gain is None)
     if d_gain is not None:
         assert torch.allclose(d_gain, want[1], rtol=1e-4, atol=1e-4)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (700, 20)])
+def test_rms_norm(tokens: int, width: int, added: bool) -> None:
+    from training.kernels import norm_triton
+
+    stream, delta = (rng.normal((tokens, width), 0, name).requires_grad_() for name in ("stream", "delta"))
+    gain, eps = (1 + rng.normal((width,), 0, "gain")).requires_grad_(), 1e-3
+    x = stream + delta if added else stream
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
+    d_x, d_y = rng.normal((tokens, width), 0, "d_x"), rng.normal((tokens, width), 0, "d_y")
+    want = torch.autograd.grad([x * 1, y], [stream, gain], [d_x, d_y])
+    with torch.no_grad():
+        got_x, got_y = norm_triton.forward(stream, delta if added else None, gain, eps)
+        total, d_gain = norm_triton.backward(d_y, d_x, got_x, gain, eps)
+    for got, right in ((got_x, x), (got_y, y), (total, want[0]), (d_gain, want[1])):
+        assert torch.allclose(got, right, rtol=1e-4, atol=1e-4)

@@ -31,10 +31,11 @@ class Layer(nn.Module):
         attended = self.attended(x_BSD, cos, sin, documents_BS)
         if self.block == "parallel":
             return x_BSD + attended + self.scaled(self.ffn(self.ffn_norm(x_BSD)))
-        x_BSD = x_BSD + attended
         if self.block == "post":
+            x_BSD = x_BSD + attended
             return x_BSD + self.scaled(self.ffn_norm(self.ffn(x_BSD)))
-        return x_BSD + self.scaled(self.ffn(self.ffn_norm(x_BSD)))
+        x_BSD, normed_BSD = self.ffn_norm.added(x_BSD, attended)
+        return x_BSD + self.scaled(self.ffn(normed_BSD))
 
     def attended(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, documents_BS: Tensor | None) -> Tensor:
         if self.block == "post":

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from training.kernels import norm as norm_kernel
 from training.kernels import rotary
 from training.model.attention import Attend, Sdpa
 from upcycle.ffn import ACTIVATIONS
@@ -36,8 +37,17 @@ class Norm(nn.Module):
     def gain(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype) + 1.0 if self.kind.endswith("1p") else self.weight.to(dtype)
 
+    def added(self, stream: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, this norm of x) of x = stream + delta."""
+        if self.bias is None and norm_kernel.on_kernel(stream):
+            return norm_kernel.rms_norm(stream, delta, self.gain(torch.float32), self.eps)
+        x = stream + delta
+        return x, self(x)
+
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
+        if self.bias is None and norm_kernel.on_kernel(x):
+            return norm_kernel.rms_norm(x, None, self.gain(torch.float32), self.eps)[1]
         gain = self.gain(wide)
         if self.bias is not None:
             return functional.layer_norm(x.to(wide), gain.shape, gain, self.bias.to(wide), self.eps).to(x.dtype)

@@ -1,0 +1,48 @@
+"""RMSNorm, and the addition to the residual stream before it, in one pass each way.
+
+y = x / rms(x) * gain with x = stream + delta. Backward adds the stream's own gradient on the way and sums the gain's
+beside it; a compiler makes of that three passes, eager torch a dozen. CUDA only: layers.Norm is the specification and
+runs elsewhere. The kernel rounds once, at the end. T tokens of D dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+WIDEST = 16_384  # dimensions that a program holds at once
+
+
+def on_kernel(x: Tensor) -> bool:
+    return x.is_cuda and x.element_size() <= 4 and x.shape[-1] <= WIDEST  # float64 is for checking gradients
+
+
+def rms_norm(stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x, y). Use this x from here on: the gradient of both comes back in one piece."""
+    x, y = _RmsNorm.apply(  # type: ignore[no-untyped-call]
+        stream.contiguous(), None if delta is None else delta.contiguous(), gain_D, eps
+    )
+    return x, y
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        from training.kernels import norm_triton
+
+        x, y = norm_triton.forward(stream, delta, gain_D, eps)
+        ctx.save_for_backward(x, gain_D)
+        ctx.eps, ctx.added = eps, delta is not None
+        return x if delta is not None else stream.view_as(stream), y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x: Tensor, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        from training.kernels import norm_triton
+
+        x, gain_D = ctx.saved_tensors
+        total, d_gain_D = norm_triton.backward(d_y.contiguous(), d_x.contiguous(), x, gain_D, ctx.eps)
+        return total, total if ctx.added else None, d_gain_D, None
