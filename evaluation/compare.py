@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,17 +66,25 @@ def exchange(difference_N: Array, key: str) -> float:
 
 
 def bootstrap(a_N: Array, b_N: Array, unit_N: Array, value: Callable[[Array], Array], key: str) -> tuple[float, float]:
-    """95 % interval of value(sum b / sum units) - value(sum a / sum units), items drawn anew with replacement.
-
-    Equal items are drawn together: how often each distinct one comes is multinomial, which is the same and quicker.
-    """
-    rows, count = np.unique(np.stack([a_N, b_N, unit_N], 1), axis=0, return_counts=True)
+    """95 % interval of value(sum b / sum units) - value(sum a / sum units), items drawn anew with replacement."""
+    table_N3 = np.stack([a_N, b_N, unit_N], 1)
     rng, found = generator("bootstrap", key), []
-    for draws in chunks(len(rows)):
-        a, b, unit = (rng.multinomial(len(a_N), count / len(a_N), draws) @ rows).T
+    for sums in resampled(table_N3, rng):
+        a, b, unit = sums.T
         found.append(value(b / unit) - value(a / unit))
     low, high = np.percentile(np.concatenate(found), (2.5, 97.5))
     return float(low), float(high)
+
+
+def resampled(table_NC: Array, rng: np.random.Generator) -> Iterator[Array]:
+    """Sums over as many items as there are, drawn with replacement: [draws, C], some draws at a time."""
+    rows, count = np.unique(table_NC, axis=0, return_counts=True)
+    items = len(table_NC)
+    if len(rows) < items / 8:  # right and wrong: how often each kind comes is multinomial, the same and much quicker
+        yield rng.multinomial(items, count / items, DRAWS) @ rows
+        return
+    for draws in chunks(items):
+        yield table_NC[rng.integers(0, items, (draws, items))].sum(1)
 
 
 def holm(p: Sequence[float]) -> list[float]:

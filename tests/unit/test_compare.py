@@ -116,6 +116,18 @@ def test_bootstrap_has_the_paired_standard_error_and_repeats() -> None:
     assert (low, high) != compare.bootstrap(a, b, np.ones(4000), lambda mean: mean, "y")
 
 
+def test_few_kinds_of_items_are_drawn_as_many_are() -> None:
+    """Both ways of drawing: sums of 40 items of two kinds, and of the same with each made distinct by next to nothing."""
+    table = np.repeat(np.array([[0.0, 1.0], [3.0, 1.0]]), [10, 30], axis=0)
+    apart = table + np.linspace(0, 1e-9, 40)[:, None]
+    for kind in (table, apart):
+        sums = np.concatenate(list(compare.resampled(kind, np.random.default_rng(0))))
+        assert len(sums) == compare.DRAWS
+        assert sums[:, 0].mean() == pytest.approx(90, abs=0.4)  # error of the mean: 0.08
+        assert sums[:, 0].var() == pytest.approx(40 * 9 * 0.25 * 0.75, rel=0.06)
+        assert sums[:, 1] == pytest.approx(40)
+
+
 def test_bootstrap_of_texts_is_scipys() -> None:
     stats = pytest.importorskip("scipy.stats")
     rng = np.random.default_rng(2)
