@@ -1,0 +1,176 @@
+"""Requests to forwards: what is alike is computed once, and nothing is padded.
+
+Inputs are sorted, so that those which begin alike are neighbours. Then
+
+    a group   shares a long beginning (the few-shot examples of a subject): it goes through the model once, and its keys
+              and values are what every row of the group attends to first
+    a row     is a tree of inputs that share a context (a question and its endings): the context is there once
+    a batch   is some rows of one group, of similar length, laid one after the other without padding
+
+A row lists its tree's tokens depth first. Token i sees token j if j <= i < end[j], where end[j] is where the subtree of
+j ends: an ancestor, or itself. A plain sequence is the tree whose tokens all end at infinity, and a padded place ends
+at 0, so one rule is the mask of everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+
+FILL = 256  # tokens that a forward of its own must save: what a small forward costs beside a large one
+LONGEST = 512  # tokens up to which rows grow by joining questions that begin alike
+FOREVER = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True)
+class Input:
+    """What one forward reads, and from which position on somebody wants to know what comes next."""
+
+    tokens: Ids
+    scored: int
+
+
+@dataclass
+class Row:
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    # number of an input -> where in the row its tokens are, from its first scored one on
+    places: dict[int, list[int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    group: int
+    rows: tuple[Row, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.rows))
+
+
+@dataclass(frozen=True)
+class Plan:
+    prefixes: tuple[Ids, ...]  # of each group; empty: its rows share nothing
+    batches: tuple[Batch, ...]  # those of a group are neighbours
+
+    @property
+    def tokens(self) -> int:
+        used = {batch.group for batch in self.batches}
+        return sum(len(self.prefixes[g]) for g in used) + sum(batch.tokens for batch in self.batches)
+
+
+def plan(inputs: Sequence[Input], budget: int) -> Plan:
+    """Batches of at most `budget` tokens, but for rows that are longer by themselves."""
+    if not inputs:
+        return Plan((), ())
+    # big-endian bytes sort as the numbers do, and much faster than lists
+    order = sorted(range(len(inputs)), key=lambda i: inputs[i].tokens.astype(">u4").tobytes())
+    shared = [common(inputs[a].tokens, inputs[b].tokens) for a, b in itertools.pairwise(order)]
+    starts = [0] + [
+        i + 1 for i, length in enumerate(shared) if not inputs[order[i]].scored == inputs[order[i + 1]].scored <= length
+    ]
+    units = list(zip(starts, [*starts[1:], len(order)], strict=True))  # inputs of one context
+    free = [min(inputs[i].scored for i in order[a:b]) for a, b in units]  # what is before everything scored
+    between = [min(shared[b - 1], free[u], free[u + 1]) for u, (_, b) in enumerate(units[:-1])]
+    prefixes: list[Ids] = []
+    batches: list[Batch] = []
+    loose: list[Row] = []
+    for first, last, length in grouped(between):
+        rows = tree_rows(inputs, order, shared, units[first:last], length)
+        if length == 0:
+            loose += rows
+            continue
+        prefixes.append(inputs[order[units[first][0]]].tokens[:length])
+        batches += batched(rows, len(prefixes) - 1, budget)
+    if loose:
+        prefixes.append(np.empty(0, np.int64))
+        batches += batched(loose, len(prefixes) - 1, budget)
+    return Plan(tuple(prefixes), tuple(batches))
+
+
+def common(a: Ids, b: Ids) -> int:
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    at = int(differ.argmax()) if size else 0
+    return at if size and differ[at] else size
+
+
+def grouped(between: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first, last, shared prefix) of groups of neighbours, such that the most tokens are saved.
+
+    between[i] is what units i and i + 1 share. Intervals that share at least d are a tree; from its leaves upwards,
+    each is made one group if that saves more than its parts do: depth * (size - 1), less what a fill costs.
+    """
+    # (depth, first, saved, groups) of intervals still open, each deeper than the one before
+    Open = list[tuple[int, int, int]]
+    stack: list[tuple[int, int, int, Open]] = [(0, 0, 0, [])]
+    for i, depth in enumerate([*between, 0]):
+        first, saved, groups = i, 0, [(i, i + 1, 0)]
+        while stack[-1][0] > depth:
+            top, first, more, before = stack.pop()
+            saved, groups = saved + more, before + groups
+            whole = top * (i - first) - FILL
+            if whole > saved:
+                saved, groups = whole, [(first, i + 1, top)]
+        if stack[-1][0] == depth:
+            top, start, more, before = stack.pop()
+            before.extend(groups)
+            stack.append((top, start, more + saved, before))
+        else:
+            stack.append((depth, first, saved, groups))
+    yield from stack[0][3]
+
+
+def tree_rows(
+    inputs: Sequence[Input], order: Sequence[int], shared: Sequence[int], units: Sequence[tuple[int, int]], prefix: int
+) -> list[Row]:
+    rows: list[Row] = []
+    path: list[int] = []  # place in the row of each token from the root to the last input's end
+    for a, b in units:
+        for i in range(a, b):
+            tokens, scored = inputs[order[i]].tokens[prefix:], inputs[order[i]].scored - prefix
+            same = shared[i - 1] - prefix if i else 0
+            begins = i == a and not (same * 2 >= len(tokens) and rows and len(rows[-1]) + len(tokens) <= LONGEST)
+            if begins or not rows:
+                rows.append(Row())
+                path, same = [], 0
+            row = rows[-1]
+            for place in path[same:]:
+                row.ends[place] = len(row)
+            path = path[:same] + list(range(len(row), len(row) + len(tokens) - same))
+            row.tokens.extend(tokens[same:].tolist())
+            row.positions.extend(range(prefix + same, prefix + len(tokens)))
+            row.ends.extend([FOREVER] * (len(tokens) - same))
+            row.places[order[i]] = path[scored:]
+    return rows
+
+
+def batched(rows: Sequence[Row], group: int, budget: int) -> Iterator[Batch]:
+    """Longest first: if memory is short, that is known at once."""
+    held: list[Row] = []
+    size = 0
+    for row in sorted(rows, key=len, reverse=True):
+        if held and size + len(row) > budget:
+            yield Batch(group, tuple(held))
+            held, size = [], 0
+        held.append(row)
+        size += len(row)
+    if held:
+        yield Batch(group, tuple(held))
+
+
+def share(batches: Sequence[Batch], prefixes: Sequence[Ids], rank: int, ranks: int) -> list[Batch]:
+    """A rank's own, in order and by tokens: a group is on as few ranks as it can be."""
+    cost = [batch.tokens + 0.1 * len(prefixes[batch.group]) for batch in batches]
+    middle = np.cumsum(cost) - np.array(cost) / 2 if batches else np.empty(0)
+    return [b for b, at in zip(batches, middle, strict=True) if int(at * ranks / sum(cost)) == rank]
