@@ -128,6 +128,38 @@ class Place:
         self.cursor, self.saved = state["cursor"], state["samples"]
 
 
+@dataclass(frozen=True)
+class Loads:
+    """What the routers' statistics hold so far, of all layers and ranks, so that any mapping can go on with it."""
+
+    balance: Balance
+    model: Decoder
+    spec: DenseSpec | MoESpec
+    mesh: ParallelMesh
+
+    @property
+    def here(self) -> list[int]:
+        """Which of the model's MoE layers are this rank's."""
+        every = self.spec.layers if isinstance(self.spec, MoESpec) else ()
+        return [every.index(int(number)) for number, layer in self.model.layers.items() if isinstance(layer.ffn, MoE)]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        every = len(self.spec.layers) if isinstance(self.spec, MoESpec) else 0
+        found = {}
+        for name, tensor in self.balance.load.state_dict().items():
+            whole = tensor.new_zeros(every, *tensor.shape[1:])
+            whole[self.here] = all_reduce(tensor, self.mesh.tokens_group())
+            found[name] = all_reduce(whole, self.mesh.group("pp"))
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        first = self.mesh.rank % (self.mesh.world // self.mesh.size("pp")) == 0  # who counts what others counted
+        own = {
+            name: tensor[self.here] if first else torch.zeros_like(tensor[self.here]) for name, tensor in state.items()
+        }
+        self.balance.load.load_state_dict(own)
+
+
 @dataclass
 class Run:
     config: TrainConfig
@@ -181,7 +213,8 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
         guard = SpikeGuard(config.optim, device)
         balance = balance_of(config, model, mesh)
         place = Place()
-        state = TrainState(model, [optimizer], parts={"guard": guard, "data": place}, rank_parts={"load": balance.load})
+        loads = Loads(balance, model, origin.spec, mesh)
+        state = TrainState(model, [optimizer], parts={"guard": guard, "data": place, "load": loads})
         if mesh.rank == 0:
             settings = json.dumps(asdict(config), indent=2, default=str).encode() + b"\n"
             folder.mkdir(parents=True, exist_ok=True)

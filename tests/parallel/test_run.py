@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file
 
 from tests.parallel.ranks import run
+from tests.parallel.runs import on_rank, stopped_on_rank
 from tests.parity import tiny
 from tests.unit.test_data import jsonl, make_tokenizer, texts
-from training.config import read_config
 from training.metrics import read as read_metrics
 from training.prepare import main as prepare
-from training.train import train
 
 # four sequences at a time on any mesh, two times a step
 WORDS = [
     "data.sequence=32", "batch=8", "micro_batch=4", "log_every=1", "schedule.warmup=2", "schedule.peak=1e-3", "model.compute=float32",
     "model.experts=reference", "checkpoint.every=0", "balance.bias_rate=0.01", "balance.z_weight=1e-3", "data.seed=3", "steps=4", "device=cpu",
 ]  # fmt: skip
+MUON = ["optim.name=muon"]
 UPCYCLE = {
     "target": "glm4_moe", "experts": 4, "granularity": 2, "top_k": 2, "method": "virtual_group", "router": {"score": "sigmoid"},
 }  # fmt: skip
@@ -46,14 +46,15 @@ def alone(place: Path) -> Path:
     return on_rank(0, 1, words(place, place / "alone", f"export={place / 'alone-out'}"))
 
 
+@pytest.fixture(scope="module")
+def alone_muon(place: Path) -> Path:
+    return on_rank(0, 1, words(place, place / "muon", f"export={place / 'muon-out'}", *MUON))
+
+
 def words(place: Path, output: Path, *more: str) -> list[str]:
     upcycle = json.dumps({"source": str(place / "dense"), **UPCYCLE})
     data = [f"data.train=[{place / 'data'}]", f"data.valid=[{place / 'valid'}]"]
     return [f"output={output}", f"model.upcycle={upcycle}", *data, *WORDS, *more]
-
-
-def on_rank(rank: int, world: int, arguments: list[str]) -> Path:
-    return train(read_config("", arguments))
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -73,9 +74,10 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 
 MAPPINGS = [
-    (2, ["micro_batch=2"]),
-    (4, ["micro_batch=4", "mesh.tp=2", "mesh.cp=2"]),
-    (4, ["micro_batch=1", "mesh.dp_replicate=2", "model.recompute=full"]),
+    (2, ["micro_batch=2", "mesh.ep=2", "mesh.reshard=false"]),
+    (2, ["micro_batch=4", "mesh.pp=2"]),
+    (4, ["micro_batch=4", "mesh.tp=2", "mesh.cp=2", "mesh.ep=2", "mesh.etp=2"]),
+    (4, ["micro_batch=1", "mesh.dp_replicate=2", "mesh.ep=2", "model.recompute=full"]),
 ]
 
 
@@ -92,48 +94,37 @@ def test_a_run_on_any_mesh_is_the_run_on_one_process(
         assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name
 
 
-class Stopped(BaseException):
-    pass
-
-
-def stopped_on_rank(rank: int, world: int, arguments: list[str], before: int) -> None:
-    """As on_rank, but what comes in the way of step number `before` is no orderly end."""
-    from training import train as module
-
-    real, count = module.train_step, [0]
-
-    def step(*inputs: Any) -> Any:
-        count[0] += 1
-        if count[0] == before:
-            raise Stopped
-        return real(*inputs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "train_step", step)
-        with pytest.raises(Stopped):
-            train(read_config("", arguments))
-
-
+ALIKE = ["micro_batch=2", "mesh.tp=2", "mesh.ep=2"]
 RESUMES = {
-    "the same mapping": (4, ["micro_batch=2", "mesh.tp=2"], 4, ["micro_batch=2", "mesh.tp=2"]),
-    "fewer ranks": (4, ["micro_batch=1"], 2, ["micro_batch=4", "mesh.tp=2"]),
-    "one rank": (4, ["micro_batch=2", "mesh.tp=2", "optim.name=muon"], 1, ["micro_batch=4", "optim.name=muon"]),
-    "more ranks": (1, ["micro_batch=4"], 4, ["micro_batch=2", "mesh.cp=2"]),
+    "the same mapping": (4, ALIKE, 4, ALIKE),
+    "experts sharded otherwise": (4, ["micro_batch=1", "mesh.ep=4"], 4, ["micro_batch=1", "mesh.ep=2"]),
+    "stages to one rank": (2, ["micro_batch=4", "mesh.pp=2", *MUON], 1, ["micro_batch=4", *MUON]),
+    "one rank to heads and neurons": (
+        1,
+        ["micro_batch=4", *MUON],
+        2,
+        ["micro_batch=4", "mesh.tp=2", "mesh.etp=2", *MUON],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", RESUMES)
-def test_a_checkpoint_goes_on_on_any_mapping(place: Path, tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_goes_on_on_any_mapping(
+    place: Path, alone: Path, alone_muon: Path, tmp_path: Path, name: str
+) -> None:
     world, mesh, other_world, other_mesh = RESUMES[name]
-    whole = words(place, tmp_path / "whole", *mesh, f"export={tmp_path / 'whole-out'}")
     parts = words(place, tmp_path / "parts", "checkpoint.every=2", "checkpoint.asynchronous=false")
-    run(world, on_rank, whole)
     run(world, stopped_on_rank, [*parts, *mesh], 4)
     assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-00000002"]
     run(other_world, on_rank, [*parts, *other_mesh, f"export={tmp_path / 'parts-out'}"])
-    same_run(tmp_path / "parts", tmp_path / "whole")
-    have, want = exported(tmp_path / "parts-out"), exported(tmp_path / "whole-out")
-    if name == "the same mapping":
-        assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-        assert all(torch.equal(have[key], want[key]) for key in want)
-    assert all(torch.allclose(have[key].float(), want[key].float(), rtol=0, atol=2e-4) for key in want)
+    whole = alone_muon if mesh[-1] in MUON else alone
+    if mesh == other_mesh:
+        whole = tmp_path / "whole"
+        run(world, on_rank, words(place, whole, *mesh, f"export={whole}-out"))
+        assert rows(tmp_path / "parts") == rows(whole)
+    same_run(tmp_path / "parts", whole)
+    have, want = exported(tmp_path / "parts-out"), exported(whole.with_name(f"{whole.name}-out"))
+    for key in want:
+        if mesh == other_mesh:
+            assert torch.equal(have[key], want[key]), key
+        assert torch.allclose(have[key].float(), want[key].float(), rtol=0, atol=2e-4), key
