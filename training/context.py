@@ -74,7 +74,7 @@ def attach(model: Decoder, group: ProcessGroup | None, kind: str, tp: int = 1) -
             f"mesh.context=ulysses cannot divide {heads} heads and {kv_heads} key/value heads of a rank evenly over "
             f"mesh.cp={cp}; use mesh.context=ring"
         )
-    way: type[Ring] | type[Ulysses] = {"ring": Ring, "ulysses": Ulysses}[kind]
+    way: Any = {"ring": Ring, "ulysses": Ulysses}[kind]
     for layer in model.layers.values():
         assert isinstance(layer, Layer)
         sdpa = layer.attention.attend

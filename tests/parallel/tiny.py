@@ -23,10 +23,10 @@ def dense(**changed: Any) -> DenseSpec:
     return DenseSpec(**(DENSE | changed))
 
 
-def moe(layers: tuple[int, ...] | None = None, **changed: Any) -> MoESpec:
+def moe(routed: tuple[int, ...] | None = None, **changed: Any) -> MoESpec:
     spec = dense(**changed)
-    layers = tuple(range(spec.layers)) if layers is None else layers
-    return MoESpec(dense=spec, layers=layers, widths=(16,) * 4, top_k=2, copies=4, shared=8)
+    routed = tuple(range(spec.layers)) if routed is None else routed
+    return MoESpec(dense=spec, layers=routed, widths=(16,) * 4, top_k=2, copies=4, shared=8)
 
 
 def model(spec: DenseSpec | MoESpec, part: range | None = None) -> Decoder:
