@@ -38,12 +38,8 @@ class Rows:
     end_BC: Tensor
     at_BC: Tensor
     prefix: int  # P
+    length: int  # of the longest sequence here or to come: some rotary frequencies depend on it
     chains: bool  # all rows are plain sequences, and there is no prefix
-
-    @property
-    def length(self) -> int:
-        """Of the longest sequence: some rotary frequencies depend on it."""
-        return int(self.positions_T.max()) + 1
 
     @cached_property
     def masks(self) -> dict[int | None, Tensor | None]:
@@ -67,7 +63,7 @@ class Rows:
         return torch.cat([before, seen], 2)[:, None]
 
 
-def laid_out(rows: Sequence[Row], prefix: int, room: int, device: torch.device) -> Rows:
+def laid_out(rows: Sequence[Row], prefix: int, length: int, room: int, device: torch.device) -> Rows:
     """`room`: columns of keys for tokens that are still to come."""
     longest = max(map(len, rows))
     width = longest + room
@@ -96,6 +92,7 @@ def laid_out(rows: Sequence[Row], prefix: int, room: int, device: torch.device) 
         end_BC=tensor(end),
         at_BC=tensor(at),
         prefix=prefix,
+        length=length,
         chains=prefix == 0 and all(end == FOREVER for row in rows for end in row.ends),
     )
 
@@ -121,6 +118,7 @@ def next_tokens(rows: Rows, alive: Sequence[int], tokens: Sequence[int], positio
         end_BC=rows.end_BC,
         at_BC=rows.at_BC,
         prefix=rows.prefix,
+        length=rows.length,
         chains=False,
     )
 
@@ -153,9 +151,10 @@ class Remembering:
         rows, memory = self.memory.rows, self.memory
         assert rows is not None and documents_BS is None
         count, longest = rows.queries
-        q_THA = q_BSHA[0]
+        real = len(rows.tokens_T)  # tensor parallelism may bring a few more, to divide them evenly
+        q_THA = q_BSHA[0, :real]
         q_BHSA = scattered(q_THA, rows.query_T, count * longest).view(count, longest, *q_THA.shape[1:]).transpose(1, 2)
-        held = tuple(self.keys(rows, i, new[0]) for i, new in enumerate((k_BSGA, v_BSGA)))
+        held = tuple(self.keys(rows, i, new[0, :real]) for i, new in enumerate((k_BSGA, v_BSGA)))
         if memory.keep:
             kept = memory.prefix if memory.keep == "prefix" else memory.own
             kept[self.layer] = (held[0], held[1])
@@ -165,7 +164,8 @@ class Remembering:
             q_BHSA, k_BGCA, v_BGCA, mask, is_causal=mask is None, scale=self.scale,
             enable_gqa=q_BHSA.shape[1] != k_BGCA.shape[1],
         )  # fmt: skip
-        return y_BHSA.transpose(1, 2).flatten(0, 1)[rows.query_T][None]
+        y_THA = y_BHSA.transpose(1, 2).flatten(0, 1)[rows.query_T]
+        return functional.pad(y_THA, (0, 0, 0, 0, 0, q_BSHA.shape[1] - real))[None]
 
     def keys(self, rows: Rows, which: int, new_TGA: Tensor) -> Tensor:
         """All keys (or values) of the rows, [B, P + C, G, A]."""

@@ -69,8 +69,9 @@ class Plan:
         return sum(len(self.prefixes[g]) for g in used) + sum(batch.tokens for batch in self.batches)
 
 
-def plan(inputs: Sequence[Input], budget: int) -> Plan:
-    """Batches of at most `budget` tokens, but for rows that are longer by themselves."""
+def plan(inputs: Sequence[Input], budget: int, *, trees: bool = True) -> Plan:
+    """Batches of at most `budget` tokens, but for rows that are longer by themselves. Without trees a row is one input:
+    rows that are going to grow."""
     if not inputs:
         return Plan((), ())
     # big-endian bytes sort as the numbers do, and much faster than lists
@@ -86,7 +87,7 @@ def plan(inputs: Sequence[Input], budget: int) -> Plan:
     batches: list[Batch] = []
     loose: list[Row] = []
     for first, last, length in grouped(between):
-        rows = tree_rows(inputs, order, shared, units[first:last], length)
+        rows = tree_rows(inputs, order, shared, units[first:last], length, trees)
         if length == 0:
             loose += rows
             continue
@@ -132,7 +133,12 @@ def grouped(between: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def tree_rows(
-    inputs: Sequence[Input], order: Sequence[int], shared: Sequence[int], units: Sequence[tuple[int, int]], prefix: int
+    inputs: Sequence[Input],
+    order: Sequence[int],
+    shared: Sequence[int],
+    units: Sequence[tuple[int, int]],
+    prefix: int,
+    trees: bool,
 ) -> list[Row]:
     rows: list[Row] = []
     path: list[int] = []  # place in the row of each token from the root to the last input's end
@@ -140,8 +146,8 @@ def tree_rows(
         for i in range(a, b):
             tokens, scored = inputs[order[i]].tokens[prefix:], inputs[order[i]].scored - prefix
             same = shared[i - 1] - prefix if i else 0
-            begins = i == a and not (same * 2 >= len(tokens) and rows and len(rows[-1]) + len(tokens) <= LONGEST)
-            if begins or not rows:
+            joins = trees and rows and same * 2 >= len(tokens) and len(rows[-1]) + len(tokens) <= LONGEST
+            if i == a and not joins:
                 rows.append(Row())
                 path, same = [], 0
             row = rows[-1]

@@ -1,0 +1,267 @@
+"""A decoder that answers two questions: how likely is this text after that one, and what comes next.
+
+Work is a generator that hands out a forward and gets its hidden states back. So all ranks can go in step: under expert
+or data parallelism a forward is also a meeting, and a rank that has nothing left to ask brings one dummy token until
+the last one has finished.
+
+Shapes: T packed tokens, D hidden, U scored places, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from tqdm import tqdm
+
+from evaluation.attend import Memory, Remembering, Rows, laid_out, next_tokens
+from evaluation.packing import FOREVER, Ids, Input, Plan, Row, plan, share
+from evaluation.ranks import Ranks
+from training.model.decoder import Decoder
+from training.model.layers import Attention
+from training.model.moe import MoE
+from training.model.rope import original
+from training.shard import all_gather, reshard
+
+LOGITS = 1 << 26  # elements of logits at a time
+
+Score = tuple[float, bool]  # log-probability in nats; whether greedy decoding would have written it
+Work = Generator[tuple[Rows, str], Tensor, None]
+DUMMY = Row([0], [0], [FOREVER])
+
+
+@dataclass
+class Engine:
+    model: Decoder
+    budget: int  # tokens a forward
+    ranks: Ranks = field(default_factory=Ranks)
+    tensor_parallel: dist.ProcessGroup | None = None
+    progress: bool = True
+    work: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0, "forwards": 0.0})
+
+    def __post_init__(self) -> None:
+        self.memory = Memory()
+        self.head_VD = torch.empty(0)
+        self.device = next(self.model.parameters()).device
+
+    @contextmanager
+    def open(self) -> Iterator[Engine]:
+        """Within, the model reads as we want it to; afterwards it is what it was."""
+        dense = self.model.dense
+        restore: list[tuple[Any, str, Any]] = []
+        for name, layer in self.model.layers.items():
+            attention = layer.attention
+            assert isinstance(attention, Attention)
+            restore.append((attention, "attend", attention.attend))
+            window = dense.window if int(name) in dense.window_layers else None
+            attention.attend = Remembering(int(name), window, dense.attention_scale, self.memory)
+            if isinstance(layer.ffn, MoE):  # no capacity, no auxiliary loss, nothing counted
+                restore.append((layer.ffn, "balance", layer.ffn.balance))
+                layer.ffn.balance = None
+        if isinstance(self.model, FSDPModule):
+            register_fsdp_forward_method(self.model, "hidden")
+        try:
+            # packed lengths differ from forward to forward: compiled for one, a layer would be compiled for each
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                head = self.model.head_weight.detach().to(self.model.compute)
+                self.head_VD = head.full_tensor() if isinstance(head, DTensor) else head
+                yield self
+        finally:
+            for owner, name, value in restore:
+                setattr(owner, name, value)
+            reshard(self.model)
+            self.memory.forget()
+            self.head_VD = torch.empty(0)
+
+    # ---- forwards
+
+    def together(self, work: Work) -> None:
+        """Do it, in step with all other ranks."""
+        asked = next(work, None)
+        while self.ranks.any(asked is not None):
+            if asked is None:
+                self.hidden(laid_out([DUMMY], 0, 1, 0, self.device), "")
+                continue
+            try:
+                asked = work.send(self.hidden(*asked))
+            except StopIteration:
+                asked = None
+
+    def hidden(self, rows: Rows, keep: str) -> Tensor:
+        self.memory.rows, self.memory.keep = rows, keep
+        self.work["tokens"] += len(rows.tokens_T)
+        self.work["forwards"] += 1
+        tokens, positions, group = rows.tokens_T, rows.positions_T, self.tensor_parallel
+        if group is None:
+            hidden: Tensor = self.model.hidden(tokens[None], positions[None], None, rows.length)
+            return hidden[0]
+        # between attention and FFN each rank of tensor parallelism has an equal part of the tokens
+        missing = -len(tokens) % group.size()
+        tokens, positions = (functional.pad(x, (0, missing)) for x in (tokens, positions))
+        own = tokens.chunk(group.size())[group.rank()]
+        hidden = self.model.hidden(own[None], positions[None], None, rows.length)
+        return all_gather(hidden[0], group)[: len(rows.tokens_T)]
+
+    def scored(
+        self, hidden_TD: Tensor, places: Sequence[int], targets: Ids
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Of each pair: log p(target | place), and whether no token is more likely. Logits only where asked for."""
+        unique, which = np.unique(np.asarray(places), return_inverse=True)
+        order = np.argsort(which, kind="stable")
+        target = torch.from_numpy(targets[order]).to(self.device)
+        row = torch.from_numpy(which[order]).to(self.device)
+        x_UD = hidden_TD[torch.from_numpy(unique).to(self.device)]
+        logp, best = [], []
+        step = max(1, LOGITS // len(self.head_VD))
+        for start in range(0, len(unique), step):
+            logits = functional.linear(x_UD[start : start + step], self.head_VD) * self.model.dense.logit_scale
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            a, b = np.searchsorted(which[order], [start, start + step])
+            mine, wanted = row[a:b] - start, target[a:b]
+            logp.append(logits[mine, wanted] - logits.logsumexp(-1)[mine])
+            best.append(logits.argmax(-1)[mine] == wanted)
+        back = np.argsort(order)
+        return torch.cat(logp).double().cpu().numpy()[back], torch.cat(best).cpu().numpy()[back]
+
+    # ---- how likely
+
+    def score(self, pairs: Sequence[tuple[Ids, Ids]], done: Callable[[Mapping[int, Score]], None]) -> None:
+        """(context, continuation) pairs; `done` gets this rank's answers by number, batch by batch."""
+        for numbers, length in self.regimes([len(a) + len(b) - 1 for a, b in pairs]):
+            askers: dict[bytes, list[int]] = {}
+            for number in numbers:
+                context, continuation = pairs[number]
+                askers.setdefault(np.concatenate([context, continuation[:-1]]).tobytes(), []).append(number)
+            inputs = []
+            for raw, asking in askers.items():
+                tokens = np.frombuffer(raw, np.int64)
+                inputs.append(Input(tokens, len(tokens) - max(len(pairs[n][1]) for n in asking)))
+            planned = plan(inputs, self.budget)
+            self.together(self.scoring(planned, list(askers.values()), pairs, length, done))
+
+    def scoring(
+        self,
+        planned: Plan,
+        askers: Sequence[Sequence[int]],
+        pairs: Sequence[tuple[Ids, Ids]],
+        length: int,
+        done: Callable[[Mapping[int, Score]], None],
+    ) -> Work:
+        group = -1
+        batches = share(planned.batches, planned.prefixes, self.ranks.index, self.ranks.count)
+        with self.bar(sum(batch.tokens for batch in batches), "scoring") as bar:
+            for batch in batches:
+                prefix = planned.prefixes[batch.group]
+                if batch.group != group:
+                    yield from self.fill(prefix, length)
+                    group = batch.group
+                hidden = yield laid_out(batch.rows, len(prefix), length, 0, self.device), ""
+                numbers: list[int] = []
+                places: list[int] = []
+                start = 0
+                for row in batch.rows:
+                    for asked, at in row.places.items():
+                        for number in askers[asked]:
+                            numbers.append(number)
+                            places += [start + place for place in at[-len(pairs[number][1]) :]]
+                    start += len(row)
+                targets = np.concatenate([pairs[number][1] for number in numbers])
+                logp, greedy = self.scored(hidden, places, targets)
+                ends = np.cumsum([len(pairs[number][1]) for number in numbers])[:-1]
+                done(
+                    {
+                        n: (float(lp.sum()), bool(g.all()))
+                        for n, lp, g in zip(numbers, np.split(logp, ends), np.split(greedy, ends), strict=True)
+                    }
+                )
+                bar.update(batch.tokens)
+
+    def fill(self, prefix: Ids, length: int) -> Work:
+        """The keys and values of what a group's rows share."""
+        self.memory.forget()
+        if len(prefix):
+            row = Row(prefix.tolist(), list(range(len(prefix))), [FOREVER] * len(prefix))
+            yield laid_out([row], 0, length, 0, self.device), "prefix"
+
+    # ---- what comes next
+
+    def write(
+        self,
+        prompts: Sequence[Ids],
+        limit: int,
+        stopped: Callable[[Sequence[int]], bool],
+        done: Callable[[Mapping[int, Sequence[int]]], None],
+    ) -> None:
+        """Greedy tokens after each prompt, `limit` at most, or until `stopped` says that these are enough."""
+        for numbers, length in self.regimes([len(prompt) + limit for prompt in prompts]):
+            asked = [Input(prompts[n], len(prompts[n]) - 1) for n in numbers]
+            planned = plan(asked, self.budget, trees=False)
+            self.together(self.writing(planned, numbers, length, limit, stopped, done))
+
+    def writing(
+        self,
+        planned: Plan,
+        numbers: Sequence[int],
+        length: int,
+        limit: int,
+        stopped: Callable[[Sequence[int]], bool],
+        done: Callable[[Mapping[int, Sequence[int]]], None],
+    ) -> Work:
+        batches = share(planned.batches, planned.prefixes, self.ranks.index, self.ranks.count)
+        group = -1
+        with self.bar(sum(len(batch.rows) for batch in batches), "writing") as bar:
+            for batch in batches:
+                prefix = planned.prefixes[batch.group]
+                if batch.group != group:
+                    yield from self.fill(prefix, length)
+                    group = batch.group
+                rows = laid_out(batch.rows, len(prefix), length, limit, self.device)
+                ends = np.cumsum([len(row) for row in batch.rows]) - 1
+                hidden = yield rows, "own"
+                hidden = hidden[torch.from_numpy(ends).to(self.device)]
+                slot = rows.queries[1]
+                alive = list(range(len(batch.rows)))
+                texts: list[list[int]] = [[] for _ in alive]
+                while True:
+                    for row, token in zip(alive, self.likeliest(hidden), strict=True):
+                        texts[row].append(token)
+                    alive = [row for row in alive if len(texts[row]) < limit and not stopped(texts[row])]
+                    if not alive:
+                        break
+                    at = [batch.rows[row].positions[-1] + len(texts[row]) for row in alive]
+                    rows = next_tokens(rows, alive, [texts[row][-1] for row in alive], at, slot)
+                    hidden = yield rows, ""
+                    slot += 1
+                self.memory.own.clear()
+                done({numbers[n]: text for row, text in zip(batch.rows, texts, strict=True) for n in row.places})
+                bar.update(len(batch.rows))
+
+    def likeliest(self, x_BD: Tensor) -> list[int]:
+        logits = functional.linear(x_BD, self.head_VD) * self.model.dense.logit_scale
+        tokens: list[int] = logits.argmax(-1).tolist()
+        return tokens
+
+    # ---- small parts
+
+    def regimes(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int]]:
+        """(numbers, longest) of what may be computed together: all, but for a rotation that is another one for
+        sequences longer than those of its first training."""
+        rope = self.model.dense.rope
+        border = original(rope) if rope["rope_type"] == "longrope" else max(lengths, default=0)
+        for long in (False, True):
+            numbers = [n for n, length in enumerate(lengths) if (length > border) == long]
+            if numbers:
+                yield numbers, max(lengths[n] for n in numbers)
+
+    def bar(self, total: int, what: str) -> Any:
+        return tqdm(total=total, desc=what, unit="tok" if what == "scoring" else "text", disable=not self.progress)
