@@ -6,9 +6,9 @@
 Both are differentiable in x, weight and y. A choice with weight 0 was dropped, and need not be sent: its weight's
 gradient may be 0. Ranks have experts in order: of 8 experts on 2 ranks, the second has 4 to 7.
 
-`local` waits for nothing, nor do hybridep and deepep's second version but for the first time; the others wait once a
-dispatch for the number of rows that arrive. A file has `available() -> str` ("" if it can run here, else one sentence)
-and `dispatcher(experts, ep_group, etp_group)`. The latter may hold large buffers: one object serves all layers.
+`local` waits for nothing; the others wait once a dispatch, for the number of rows that arrive. A file has
+`available() -> str` ("" if it can run here, else one sentence) and `dispatcher(experts, ep_group, etp_group)`. What
+the latter returns may hold large buffers: one object serves all layers. Groups of one rank are None.
 """
 
 from __future__ import annotations

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.dispatch import Dispatched
+from training.dispatch import Dispatched, common
 from training.kernels.permute import gather, places, spread
 
 Group = dist.ProcessGroup
@@ -40,15 +39,16 @@ class AllToAll:
     etp_group: Group | None = None
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched:
-        plan = self.plan(weight_TK.detach(), expert_TK)
-        x_ND, weight_N = _Out.apply(x_TD, weight_TK, plan)  # type: ignore[no-untyped-call]
-        return Dispatched(x_ND, weight_N, plan.count_E, plan)
+        def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Plan]:
+            plan = self.plan(weight_TK, expert_TK)
+            weight_R = torch.empty_like(weight_TK).flatten().scatter_(0, plan.back_R, weight_TK.flatten())
+            return plan.out(x_TD), plan.there(weight_R[: plan.rows]), plan.count_E, plan
+
+        return common.dispatch(first, x_TD, weight_TK)
 
     def combine(self, y_RD: Tensor, handle: Plan) -> Tensor:
-        y_TD: Tensor = _Home.apply(y_RD, handle)  # type: ignore[no-untyped-call]
-        return y_TD
+        return common.combine(y_RD, handle)
 
-    @torch.no_grad()
     def plan(self, weight_TK: Tensor, expert_TK: Tensor) -> Plan:
         ep, etp = size(self.ep_group), size(self.etp_group)
         local = self.experts // ep
@@ -83,7 +83,22 @@ class Plan:
     ep_group: Group | None
     etp_group: Group | None
 
-    def out(self, rows_R: Tensor) -> Tensor:
+    @property
+    def rows(self) -> int:
+        return sum(self.send)
+
+    def out(self, x_TD: Tensor) -> Tensor:
+        return self.there(spread(x_TD, self.back_R, self.k, self.rows))
+
+    def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        y_TD = gather(self.back(y_RD), self.back_R, self.k)
+        if weight_R is None:
+            return y_TD, None
+        weight_R = self.back(weight_R)
+        weight_R = torch.cat([weight_R, weight_R.new_zeros(1)])  # what dropped choices find
+        return y_TD, weight_R[self.back_R.clamp(max=self.rows)].view(-1, self.k)
+
+    def there(self, rows_R: Tensor) -> Tensor:
         """Rows (or their weights) that leave, sorted by expert -> rows that compute here, sorted by local expert."""
         rows_N = exchange(rows_R, self.send, self.arrive, self.ep_group)
         if self.etp_group is not None:
@@ -95,7 +110,7 @@ class Plan:
             return torch.empty_like(rows_N).scatter_(0, self.place_N, rows_N)
         return spread(rows_N, self.place_N, 1)
 
-    def home(self, rows_N: Tensor) -> Tensor:
+    def back(self, rows_N: Tensor) -> Tensor:
         rows_N = rows_N[self.place_N] if rows_N.dim() == 1 else gather(rows_N, self.place_N, 1)
         if self.etp_group is not None:
             # nor an uneven reduce-scatter: everybody gets its rows from everybody, and adds them up
@@ -103,35 +118,6 @@ class Plan:
             rows_N = exchange(rows_N, self.gathered, [mine] * peers, self.etp_group)
             rows_N = rows_N.view(peers, mine, *rows_N.shape[1:]).sum(0)
         return exchange(rows_N, self.arrive, self.send, self.ep_group)
-
-
-class _Out(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_TK: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        ctx.plan = plan
-        rows = sum(plan.send)
-        weight_R = torch.empty_like(weight_TK).flatten().scatter_(0, plan.back_R, weight_TK.flatten())
-        return plan.out(spread(x_TD, plan.back_R, plan.k, rows)), plan.out(weight_R[:rows])
-
-    @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor, grad_N: Tensor) -> tuple[Tensor, Tensor, None]:
-        plan = ctx.plan
-        grad_TD = gather(plan.home(grad_ND), plan.back_R, plan.k)
-        grad_R = plan.home(grad_N)
-        grad_R = torch.cat([grad_R, grad_R.new_zeros(1)])  # what dropped choices find
-        return grad_TD, grad_R[plan.back_R.clamp(max=sum(plan.send))].view(-1, plan.k), None
-
-
-class _Home(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y_ND: Tensor, plan: Plan) -> Tensor:
-        ctx.plan = plan
-        return gather(plan.home(y_ND), plan.back_R, plan.k)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
-        plan = ctx.plan
-        return plan.out(spread(grad_TD, plan.back_R, plan.k, sum(plan.send))), None
 
 
 # ---- collectives that do nothing in a group of one

@@ -1,0 +1,100 @@
+"""What dispatchers share: the gradients, which follow from two ways that are each other's transpose, and refusals."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from training.dispatch import Dispatched
+
+
+class Route(Protocol):
+    """One dispatch's plan. It is found once, and serves both ways in both directions of differentiation."""
+
+    def out(self, x_TD: Tensor) -> Tensor:
+        """A copy of each token to all its rows."""
+        ...
+
+    def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The sum of each token's rows; and what each choice's row says, 0 where it was dropped."""
+        ...
+
+
+# the first way out, on which the plan is found: x_TD, weight_TK -> x_RD, weight_R, count_E, plan
+First = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Any]]
+
+
+def dispatch(first: First, x_TD: Tensor, weight_TK: Tensor) -> Dispatched:
+    return Dispatched(*_Out.apply(x_TD, weight_TK, first))  # type: ignore[no-untyped-call]
+
+
+def combine(y_RD: Tensor, route: Route) -> Tensor:
+    y_TD: Tensor = _Home.apply(y_RD, route)  # type: ignore[no-untyped-call]
+    return y_TD
+
+
+class _Out(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_TK: Tensor, first: First) -> tuple[Tensor, Tensor, Tensor, Route]:
+        x_RD, weight_R, count_E, ctx.route = first(x_TD, weight_TK)
+        ctx.mark_non_differentiable(count_E)
+        return x_RD, weight_R, count_E, ctx.route
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor, grad_R: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, None]:
+        return *ctx.route.home(grad_RD, grad_R), None
+
+
+class _Home(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return route.home(y_RD, None)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.out(grad_TD), None
+
+
+# ---- refusals
+
+
+def missing(dispatcher: str, *classes: str) -> str:
+    """ "" if deep_ep has one of `classes` and there is a CUDA device for it, else one sentence."""
+    start, end = f"dispatcher={dispatcher} needs", "use dispatcher=alltoall"
+    try:
+        package = importlib.import_module("deep_ep")
+    except ModuleNotFoundError as error:
+        name = (error.name or "deep_ep").partition(".")[0]
+        return f"{start} the package {name}, which is not installed; {end}"
+    except Exception as error:  # it asserts, compiles and looks for NCCL on import
+        reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".;")
+        return f"{start} the package deep_ep, which does not import ({reason}); {end}"
+    if not any(hasattr(package, name) for name in classes):
+        return f"{start} a deep_ep with {' or '.join(classes)}, and the installed one has none; {end}"
+    if not torch.cuda.is_available():
+        return f"{start} a CUDA device, and there is none; {end}"
+    return ""
+
+
+def whole_experts(dispatcher: str, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None) -> ProcessGroup:
+    if etp_group is not None:
+        raise ValueError(
+            f"dispatcher={dispatcher} sends rows to whole experts, and mesh.etp is {etp_group.size()}; "
+            "use mesh.etp=1 or dispatcher=alltoall"
+        )
+    assert ep_group is not None, "create() takes local for a mesh without ep"
+    return ep_group
+
+
+def only_bfloat16(dispatcher: str, x_TD: Tensor) -> None:
+    if x_TD.is_cuda and x_TD.dtype != torch.bfloat16:
+        got = str(x_TD.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"dispatcher={dispatcher} sends bfloat16 and got {got}; use model.compute=bfloat16 or dispatcher=alltoall"
+        )

@@ -1,0 +1,189 @@
+"""DeepEP (github.com/deepseek-ai/DeepEP): one copy of a token to each rank, whatever the number of its experts there.
+
+Two generations of it are told apart by what they have, not by their version:
+
+    ElasticBuffer (2.x)  hands out rows sorted by expert, and sums them up on the way home
+    Buffer (1.x)         hands out tokens with their choices; here our kernels make rows of them, and sums of the rows
+
+Both move bfloat16 only, and the host waits once a dispatch for the number of rows. The set of kernels inside a
+dispatch with a handle is the transpose of a combine with it, and the other way round.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.dispatch import Dispatched, Dispatcher, common
+from training.kernels.permute import gather, places, spread
+
+SMS = 24  # multiprocessors that communicate; left alone, 2.x takes 4 where it cannot read NVLink's speed
+
+
+def available() -> str:
+    return common.missing("deepep", "ElasticBuffer", "Buffer")
+
+
+def dispatcher(
+    experts: int, ep_group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None = None
+) -> Dispatcher:
+    group = common.whole_experts("deepep", ep_group, etp_group)
+    if group.size() <= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        os.environ.setdefault("EP_DISABLE_GIN", "1")  # 2.x asks for RDMA even inside a node
+    deep_ep = importlib.import_module("deep_ep")
+    return Second(experts, group, deep_ep) if hasattr(deep_ep, "ElasticBuffer") else First(experts, group, deep_ep)
+
+
+def kept(weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+    """-1 goes nowhere."""
+    return expert_TK.where(weight_TK != 0, -1).contiguous()
+
+
+# ---- 2.x
+
+
+@dataclass
+class Second:
+    experts: int
+    group: dist.ProcessGroup
+    deep_ep: Any
+    buffer: Any = None
+    tokens: int = 0  # that a rank may send at most, the same on all ranks
+
+    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched:
+        common.only_bfloat16("deepep", x_TD)
+
+        def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, SecondRoute]:
+            self.make_room(x_TD, expert_TK.shape[1])
+            x_RD, _, weight_R, handle, _ = self.buffer.dispatch(
+                x_TD.contiguous(),
+                topk_idx=kept(weight_TK, expert_TK).to(self.deep_ep.topk_idx_t),
+                topk_weights=weight_TK.float().contiguous(),
+                num_experts=self.experts,
+                num_max_tokens_per_rank=self.tokens,
+                num_sms=SMS,
+                do_expand=True,
+                do_cpu_sync=True,
+            )
+            count_E = handle.num_unaligned_recv_tokens_per_expert
+            route = SecondRoute(self.buffer, handle, kept(weight_TK, expert_TK) >= 0, weight_TK.dtype)
+            return x_RD, weight_R.to(weight_TK.dtype), count_E, route
+
+        return common.dispatch(first, x_TD, weight_TK)
+
+    def combine(self, y_RD: Tensor, handle: SecondRoute) -> Tensor:
+        return common.combine(y_RD, handle)
+
+    def make_room(self, x_TD: Tensor, k: int) -> None:
+        """The first time for the rank with most tokens; later only if all ranks have more, as ranks of a mesh do."""
+        if self.buffer is not None and len(x_TD) <= self.tokens:
+            return
+        most = torch.tensor(len(x_TD), device=x_TD.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        self.tokens = int(most)
+        self.buffer = self.deep_ep.ElasticBuffer(
+            self.group, num_max_tokens_per_rank=self.tokens, hidden=x_TD.shape[1], num_topk=k
+        )
+
+
+@dataclass(frozen=True)
+class SecondRoute:
+    buffer: Any
+    handle: Any
+    kept_TK: Tensor
+    weights: torch.dtype
+
+    def out(self, x_TD: Tensor) -> Tensor:
+        # with a handle, 2.x asks for the number of multiprocessors before it looks into the handle
+        x_RD, *_ = self.buffer.dispatch(
+            x_TD.contiguous(), handle=self.handle, do_expand=True, num_sms=self.handle.num_sms
+        )
+        return x_RD  # type: ignore[no-any-return]
+
+    def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        weight_R = None if weight_R is None else weight_R.float().contiguous()
+        y_TD, weight_TK, _ = self.buffer.combine(y_RD.contiguous(), self.handle, topk_weights=weight_R)
+        return y_TD, None if weight_TK is None else weight_TK.where(self.kept_TK, 0).to(self.weights)
+
+
+# ---- 1.x
+
+
+@dataclass
+class First:
+    experts: int
+    group: dist.ProcessGroup
+    deep_ep: Any
+    buffer: Any = field(default=None)
+
+    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched:
+        common.only_bfloat16("deepep", x_TD)
+
+        def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, FirstRoute]:
+            self.make_room(x_TD)
+            chosen_TK = kept(weight_TK, expert_TK).long()
+            to_rank, to_node, to_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(chosen_TK, self.experts)
+            x_ND, expert_NK, weight_NK, counts, handle, _ = self.buffer.dispatch(
+                x_TD.contiguous(),
+                num_tokens_per_rank=to_rank,
+                num_tokens_per_rdma_rank=to_node,
+                is_token_in_rank=is_in_rank,
+                num_tokens_per_expert=to_expert,
+                topk_idx=chosen_TK,
+                topk_weights=weight_TK.float().contiguous(),
+            )
+            # choices of other ranks' experts are sorted behind the last of ours, where there are no rows
+            local, k = self.experts // self.group.size(), expert_TK.shape[1]
+            back_R, count_E = places(expert_NK.where(expert_NK >= 0, local), local + 1)
+            route = FirstRoute(self.buffer, handle, back_R, k, sum(counts), weight_TK.dtype)
+            weight_R = torch.empty_like(weight_NK).flatten().scatter_(0, back_R, weight_NK.flatten())
+            return (
+                spread(x_ND, back_R, k, route.rows),
+                weight_R[: route.rows].to(weight_TK.dtype),
+                count_E[:-1].contiguous(),
+                route,
+            )
+
+        return common.dispatch(first, x_TD, weight_TK)
+
+    def combine(self, y_RD: Tensor, handle: FirstRoute) -> Tensor:
+        return common.combine(y_RD, handle)
+
+    def make_room(self, x_TD: Tensor) -> None:
+        if self.buffer is not None:
+            return
+        kind, ranks, row = self.deep_ep.Buffer, self.group.size(), x_TD.shape[1] * x_TD.element_size()
+        kind.set_num_sms(SMS)
+        configs = (kind.get_dispatch_config(ranks), kind.get_combine_config(ranks))
+        near = max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs)
+        far = max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs)
+        self.buffer = kind(self.group, near, far)
+
+
+@dataclass(frozen=True)
+class FirstRoute:
+    buffer: Any
+    handle: Any
+    back_R: Tensor  # choice of a token that arrived -> row; beyond the last row where the expert is not here
+    k: int
+    rows: int
+    weights: torch.dtype
+
+    def out(self, x_TD: Tensor) -> Tensor:
+        x_ND, *_ = self.buffer.dispatch(x_TD.contiguous(), handle=self.handle)
+        return spread(x_ND, self.back_R, self.k, self.rows)
+
+    def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        weight_NK = None
+        if weight_R is not None:
+            weight_R = torch.cat([weight_R.float(), weight_R.new_zeros(1, dtype=torch.float32)])
+            weight_NK = weight_R[self.back_R.clamp(max=self.rows)].view(-1, self.k)
+        y_ND = gather(y_RD, self.back_R, self.k)  # summed here, a token goes home once
+        y_TD, weight_TK, _ = self.buffer.combine(y_ND, self.handle, topk_weights=weight_NK)
+        return y_TD, None if weight_TK is None else weight_TK.to(self.weights)

@@ -1,0 +1,98 @@
+"""Hybrid-EP (DeepEP's branch hybrid-ep): rows arrive sorted by expert, and are summed up on the way home.
+
+Moves bfloat16 only; the host waits once a dispatch for the number of rows. Its handle has grown from 9 to 11 parts and
+calls have gained arguments: it is handed back as it came, and only what both forms know is asked for. All ranks must
+bring equally many tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from training.dispatch import Dispatched, common
+
+CHUNK = 64  # tokens that its kernels take at a time
+
+
+def available() -> str:
+    return common.missing("hybridep", "HybridEPBuffer")
+
+
+def dispatcher(
+    experts: int, ep_group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None = None
+) -> HybridEP:
+    group = common.whole_experts("hybridep", ep_group, etp_group)
+    return HybridEP(experts, group, importlib.import_module("deep_ep"))
+
+
+@dataclass
+class HybridEP:
+    experts: int
+    group: dist.ProcessGroup
+    deep_ep: Any
+    buffer: Any = None
+
+    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched:
+        common.only_bfloat16("hybridep", x_TD)
+
+        def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Route]:
+            x_TD = padded(x_TD)
+            local = self.experts // self.group.size()
+            if self.buffer is None:
+                self.buffer = self.deep_ep.HybridEPBuffer(self.group, x_TD.shape[1], len(x_TD), local)
+            kept_TK = weight_TK != 0
+            nothing = torch.zeros(len(x_TD), self.experts, dtype=torch.float32, device=x_TD.device)
+            # several choices of one expert add up
+            chances_TE = nothing[: len(expert_TK)].scatter_add(1, expert_TK, weight_TK.float())
+            x_RD, weight_R, _, count_E, handle = self.buffer.dispatch_with_permute(
+                hidden=x_TD,
+                routing_map=padded(chances_TE != 0),
+                probs=padded(chances_TE),
+                num_of_experts_per_rank=local,
+            )
+            count_E = count_E.to(x_TD.device, torch.int32, non_blocking=True)
+            route = Route(self.buffer, handle, len(x_RD), expert_TK, kept_TK, weight_TK.dtype)
+            return x_RD, weight_R.to(weight_TK.dtype), count_E, route
+
+        return common.dispatch(first, x_TD, weight_TK)
+
+    def combine(self, y_RD: Tensor, handle: Route) -> Tensor:
+        return common.combine(y_RD, handle)
+
+
+def padded(rows_TD: Tensor) -> Tensor:
+    """Up to whole chunks, with tokens that go nowhere."""
+    return functional.pad(rows_TD, (0, 0, 0, -len(rows_TD) % CHUNK)).contiguous()
+
+
+@dataclass(frozen=True)
+class Route:
+    buffer: Any
+    handle: Any
+    rows: int
+    expert_TK: Tensor
+    kept_TK: Tensor
+    weights: torch.dtype
+
+    def out(self, x_TD: Tensor) -> Tensor:
+        x_RD, *_ = self.buffer.dispatch_with_permute(
+            hidden=padded(x_TD), handle=self.handle, num_permuted_tokens=self.rows
+        )
+        return x_RD  # type: ignore[no-any-return]
+
+    def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        weight_R = None if weight_R is None else weight_R.float().contiguous()
+        y_TD, weight_TE = self.buffer.combine_with_unpermute(
+            hidden=y_RD.contiguous(), probs=weight_R, handle=self.handle
+        )
+        y_TD = y_TD[: len(self.expert_TK)]
+        if weight_TE is None:
+            return y_TD, None
+        return y_TD, weight_TE.gather(1, self.expert_TK).where(self.kept_TK, 0).to(self.weights)
