@@ -124,5 +124,7 @@ def test_rms_norm(tokens: int, width: int, added: bool) -> None:
     with torch.no_grad():
         got_x, got_y = norm_triton.forward(stream, delta if added else None, gain, eps)
         total, d_gain = norm_triton.backward(d_y, d_x, got_x, gain, eps)
+        alone, _ = norm_triton.backward(d_y, None, got_x, gain, eps)
+    assert torch.allclose(alone + d_x, total, rtol=1e-5, atol=1e-5)
     for got, right in ((got_x, x), (got_y, y), (total, want[0]), (d_gain, want[1])):
         assert torch.allclose(got, right, rtol=1e-4, atol=1e-4)

@@ -33,6 +33,9 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         from training.kernels import norm_triton
 
+        ctx.set_materialize_grads(
+            False
+        )  # of a stream that is not used there is no gradient, which is not zeros to read
         x, y = norm_triton.forward(stream, delta, gain_D, eps)
         ctx.save_for_backward(x, gain_D)
         ctx.eps, ctx.added = eps, delta is not None
@@ -40,9 +43,12 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_x: Tensor, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_x: Tensor | None, d_y: Tensor | None) -> tuple[Tensor | None, ...]:
         from training.kernels import norm_triton
 
+        if d_y is None:
+            return d_x, d_x if ctx.added else None, None, None
         x, gain_D = ctx.saved_tensors
-        total, d_gain_D = norm_triton.backward(d_y.contiguous(), d_x.contiguous(), x, gain_D, ctx.eps)
+        d_x = None if d_x is None else d_x.contiguous()
+        total, d_gain_D = norm_triton.backward(d_y.contiguous(), d_x, x, gain_D, ctx.eps)
         return total, total if ctx.added else None, d_gain_D, None

@@ -38,7 +38,7 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     d_y_ptr, d_x_ptr, x_ptr, gain_ptr, total_ptr, d_gain_ptr, T,
-    EPS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr,
+    ADD: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, COLS)
     keep = col < D
@@ -49,12 +49,13 @@ def backward_kernel(
         at = row * D + col
         x = tl.load(x_ptr + at, mask=keep, other=0.0).to(tl.float32)
         d_y = tl.load(d_y_ptr + at, mask=keep, other=0.0).to(tl.float32)
-        d_x = tl.load(d_x_ptr + at, mask=keep, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(x * x, 0) / D + EPS)
         x *= scale
         d_gain += d_y * x
         d_y *= gain
-        d_x += scale * (d_y - x * (tl.sum(d_y * x, 0) / D))
+        d_x = scale * (d_y - x * (tl.sum(d_y * x, 0) / D))
+        if ADD:
+            d_x += tl.load(d_x_ptr + at, mask=keep, other=0.0).to(tl.float32)
         tl.store(total_ptr + at, d_x.to(total_ptr.dtype.element_ty), mask=keep)
         row += tl.num_programs(0)
     tl.store(d_gain_ptr + tl.program_id(0) * D + col, d_gain, mask=keep)
@@ -74,10 +75,12 @@ def forward(stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) ->
     return x, y
 
 
-def backward(d_y: Tensor, d_x: Tensor, x: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def backward(d_y: Tensor, d_x: Tensor | None, x: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     total, rows = torch.empty_like(x), x.numel() // width
     programs = max(1, min(PROGRAMS, rows))
     parts_PD = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    backward_kernel[(programs,)](d_y, d_x, x, gain_D, total, parts_PD, rows, EPS=eps, **sizes(width))
+    backward_kernel[(programs,)](
+        d_y, d_x, x, gain_D, total, parts_PD, rows, ADD=d_x is not None, EPS=eps, **sizes(width)
+    )
     return total, parts_PD.sum(0).to(gain_D.dtype)

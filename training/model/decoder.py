@@ -28,7 +28,7 @@ class Layer(nn.Module):
             self.ffn = FeedForward(dense, dense.ffn)
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, documents_BS: Tensor | None) -> Tensor:
-        attended = self.attended(x_BSD, cos, sin, documents_BS)
+        x_BSD, attended = self.attended(x_BSD, cos, sin, documents_BS)
         if self.block == "parallel":
             return x_BSD + attended + self.scaled(self.ffn(self.ffn_norm(x_BSD)))
         if self.block == "post":
@@ -37,10 +37,12 @@ class Layer(nn.Module):
         x_BSD, normed_BSD = self.ffn_norm.added(x_BSD, attended)
         return x_BSD + self.scaled(self.ffn(normed_BSD))
 
-    def attended(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def attended(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(the stream, what attention adds to it)."""
         if self.block == "post":
-            return self.scaled(self.attn_norm(self.attention(x_BSD, cos, sin, documents_BS)))
-        return self.scaled(self.attention(self.attn_norm(x_BSD), cos, sin, documents_BS))
+            return x_BSD, self.scaled(self.attn_norm(self.attention(x_BSD, cos, sin, documents_BS)))
+        x_BSD, normed_BSD = self.attn_norm.added(x_BSD, None)
+        return x_BSD, self.scaled(self.attention(normed_BSD, cos, sin, documents_BS))
 
     def scaled(self, y: Tensor) -> Tensor:
         return y if self.scale == 1.0 else y * self.scale

@@ -37,11 +37,11 @@ class Norm(nn.Module):
     def gain(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype) + 1.0 if self.kind.endswith("1p") else self.weight.to(dtype)
 
-    def added(self, stream: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """(x, this norm of x) of x = stream + delta."""
+    def added(self, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x, this norm of x) of x = stream + delta; use this x from here on, for the sake of its gradient."""
         if self.bias is None and norm_kernel.on_kernel(stream):
             return norm_kernel.rms_norm(stream, delta, self.gain(torch.float32), self.eps)
-        x = stream + delta
+        x = stream if delta is None else stream + delta
         return x, self(x)
 
     def forward(self, x: Tensor) -> Tensor:
