@@ -3,6 +3,7 @@
     python -m training.bench bench-qwen3-30b-4l                       a stack of blocks, forward and backward
     python -m training.bench bench-qwen3-30b-4l routing=balanced      every expert the same number of rows
     python -m training.bench my.yaml stack=false optimizer=true       head, loss and optimiser too
+    torchrun --nproc-per-node 8 -m training.bench my.yaml mesh.ep=8 batch=8     tokens/s of all, TFLOP/s of each
 
 FLOPs by the half-square convention (upcycle.size): 6 a weight a token, half the square of attention, no router, no
 recomputation; without the head when only the blocks run. One JSON row, with versions, is the last line.
@@ -15,19 +16,27 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from training import layout
 from training.config import READY
-from training.data import Mock
+from training.data import Batch, Mock
+from training.distributed import processes, rank
 from training.flops import model_flops, peak_tflops
+from training.mesh import MeshConfig, ParallelMesh, check
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
 from training.optim import OptimConfig, Optimizer
-from upcycle import plugin
+from training.pipeline import Pipeline
+from training.shard import all_reduce, own_part, parallelize, synchronize
+from training.train import data_rank, stages_of_rank, under_one_roof
+from upcycle import plugin, rng
 from upcycle.config import read
 from upcycle.spec import DenseSpec, MoESpec
 
@@ -52,10 +61,13 @@ class BenchConfig:
     stack: bool = False  # blocks alone: no head, no loss
     sequence: int = 4096
     batch: int = 4  # sequences a step
+    micro_batch: int = 0  # sequences at a time, on each data-parallel rank; 0: all that it has
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     routing: str = "natural"  # natural | balanced
     experts: str = "grouped"
     weights: str = "bfloat16"  # dtype of parameters and gradients: bfloat16 | float32
     compute: str = "bfloat16"
+    recompute: str = "none"
     compile: bool = False
     optimizer: bool = False  # also AdamW's step
     warmup: int = 5
@@ -77,20 +89,44 @@ def spec_of(config: BenchConfig) -> DenseSpec | MoESpec:
 def bench(config: BenchConfig) -> dict[str, Any]:
     if config.routing not in ("natural", "balanced"):
         raise ValueError(f"routing is {config.routing!r}; write natural or balanced")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    spec = spec_of(config)
+    with processes() as device:
+        return measured(config, spec_of(config), device)
+
+
+def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.device) -> dict[str, Any]:
     dense = spec.dense if isinstance(spec, MoESpec) else spec
-    model = build(config, spec, device)
+    check(config.mesh, dist.get_world_size() if dist.is_initialized() else 1, spec, config.sequence)
+    mesh = ParallelMesh(config.mesh, device_type=device.type)
+    size = config.micro_batch or config.batch // mesh.dp
+    count = config.batch // (mesh.dp * size) if size else 0
+    if count * mesh.dp * size != config.batch or not count:
+        raise ValueError(
+            f"batch={config.batch} cannot be cut into micro-batches of {size or 1} sequences on {mesh.dp} "
+            f"data-parallel ranks; try batch={mesh.dp * (size or 1) * max(count, 1)}"
+        )
+    parts = [build(config, spec, mesh, layers, device) for layers in stages_of_rank(spec, mesh)]
+    model = under_one_roof(parts)
     optimizer = Optimizer(OptimConfig(clip=1.0), model.named_parameters()) if config.optimizer else None
-    batch = Mock(dense.vocab, config.sequence).batch(0, config.batch).to(device)
+    samples = Mock(dense.vocab, config.sequence)
+    pieces = [
+        own_part(samples.batch((number * mesh.dp + data_rank(mesh)) * size, size).to(device), mesh)
+        for number in range(count)
+    ]
+    whole = Batch(*(torch.cat(tensors) for tensors in zip(*(vars(piece).values() for piece in pieces), strict=True)))
+    scored = torch.tensor(config.batch * config.sequence, device=device)
+    pipeline = Pipeline(parts, mesh, config.mesh.schedule, count) if mesh.size("pp") > 1 else None
 
     def step() -> None:
-        if config.stack:
-            model.hidden(batch.tokens).float().square().mean().backward()  # type: ignore[no-untyped-call]
-        else:
-            (model.loss(batch.tokens, batch.labels) / batch.tokens.numel()).backward()  # type: ignore[no-untyped-call]
+        if pipeline is not None:
+            pipeline.step(replace(whole, documents=None), scored, config.sequence)  # type: ignore[arg-type]
+        for number, piece in enumerate(pieces if pipeline is None else [], 1):
+            synchronize(model, mesh, number == count)
+            labels = None if config.stack else piece.labels
+            out = model(piece.tokens, piece.positions, None, labels, config.sequence)
+            loss = out.float().square().mean() / count if config.stack else out / scored
+            loss.backward()
         if optimizer is not None:
-            optimizer.clip()
+            optimizer.clip(partial(all_reduce, group=mesh.group("pp")))
             optimizer.step(1e-5)
         model.zero_grad(set_to_none=True)
 
@@ -104,43 +140,51 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     flops = model_flops(spec, config.sequence) - (6 * dense.vocab * dense.hidden if config.stack else 0)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = peak_tflops(name)
-    tflops = flops * tokens / middle / 1e12
+    tflops = flops * tokens / middle / 1e12 / mesh.world
+    parameters = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
+    memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0, device=device)
+    if mesh.world > 1:
+        dist.all_reduce(memory, dist.ReduceOp.MAX)
     return {
         "device": name,
         "torch": torch.__version__,
         **{k: v for k, v in asdict(config).items() if k != "architecture"},
         "model_type": dense.family,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": int(all_reduce(parameters, mesh.group("pp"))),
+        "gpus": mesh.world,
         "tokens": tokens,
         "seconds": middle,
         "seconds_least_most": [min(seconds), max(seconds)],
         "tokens_per_s": tokens / middle,
         "gflop_per_token": flops / 1e9,
-        "tflops": tflops,
+        "tflops": tflops,  # of each GPU
         "mfu": None if peak is None else tflops / peak,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+        "peak_gib": float(memory) if device.type == "cuda" else None,  # of the fullest GPU
         "phases_ms": phases(step) if config.profile and device.type == "cuda" else None,
     }
 
 
-def build(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.device) -> Decoder:
+def build(
+    config: BenchConfig, spec: DenseSpec | MoESpec, mesh: ParallelMesh, layers: range, device: torch.device
+) -> Decoder:
     with torch.device("meta"):
-        model = Decoder(spec, experts=config.experts, compute=getattr(torch, config.compute))
-    if config.stack and model.head is not None:
-        model.head = None
-    model = model.to(getattr(torch, config.weights)).to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
+        model = Decoder(spec, part=layers, experts=config.experts, compute=getattr(torch, config.compute))
+    if config.stack:
+        model.head, model.last = None, False
+    model = model.to(getattr(torch, config.weights))
+    for block in model.modules():
+        if isinstance(block, MoE) and config.routing == "balanced":
+            block.balance = balanced
+    parallelize(model, mesh, recomputed=config.recompute, compiled=config.compile)
+    model = model.to_empty(device=device)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or tensor.ndim == 1:
                 tensor.fill_(0.0 if name.endswith("bias") or model.dense.norm.endswith("1p") else 1.0)
             else:
-                tensor.normal_(std=0.02, generator=generator)
-    for block in model.modules():
-        if isinstance(block, MoE) and config.routing == "balanced":
-            block.balance = balanced
-    if config.compile:
-        model.compile_parts()
+                # made where it is used, and so that copies are copies
+                seed = rng.generator(0, name, layout.box(tensor)).initial_seed()
+                layout.local(tensor).normal_(std=0.02, generator=torch.Generator(device).manual_seed(seed))
     return model.train()
 
 
@@ -192,6 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"training.bench: {error}", file=sys.stderr)
         return 2
+    if rank() > 0:
+        return 0
     print(
         f"{row['tokens_per_s']:,.0f} tokens/s, {row['tflops']:.4g} TFLOP/s"
         + (f" ({row['mfu']:.1%} of the card's peak)" if row["mfu"] is not None else "")

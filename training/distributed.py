@@ -34,10 +34,8 @@ def processes(device: str = "", patience: timedelta = PATIENCE) -> Iterator[torc
     # gloo beside NCCL: what lies in host memory is talked about there
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=patience, device_id=own if own.type == "cuda" else None)
-    try:
-        yield own
-    finally:
-        dist.destroy_process_group()
+    yield own
+    dist.destroy_process_group()  # not after an error: the others still wait for this rank, until torchrun ends them
 
 
 def rank() -> int:

@@ -32,6 +32,7 @@ from training.train import (
     under_one_roof,
 )
 
+CPU = torch.device("cpu")
 BATCH, MICRO = 8, 2  # sequences a step; micro-batches a step, so that gradients and counts add up over them
 GLOBAL = BalanceConfig(aux_weight=0.1, z_weight=0.01)
 SEQUENCE = replace(GLOBAL, aux_scope="sequence")
@@ -73,9 +74,9 @@ def on_ranks(rank: int, world: int, cases: list[Case]) -> list[Result]:
     return [of_rank(case) for case in cases]
 
 
-def of_rank(case: Case) -> Result:
-    mesh, spec = ParallelMesh(case.mesh), models.SPECS[case.model]
-    parts = [models.make(case.model, part=layers) for layers in stages_of_rank(spec, mesh)]
+def of_rank(case: Case, device: torch.device = CPU) -> Result:
+    mesh, spec = ParallelMesh(case.mesh, device_type=device.type), models.SPECS[case.model]
+    parts = [models.make(case.model, part=layers).to(device) for layers in stages_of_rank(spec, mesh)]
     for part in parts:
         parallelize(part, mesh, recomputed=case.recompute)
     size = BATCH // MICRO // mesh.dp
@@ -83,7 +84,7 @@ def of_rank(case: Case) -> Result:
         model=ModelConfig(source="none"), mesh=case.mesh, balance=case.balance, batch=BATCH, micro_batch=size,
         data=DataConfig(sequence=models.SEQUENCE),
     )  # fmt: skip
-    model, device = under_one_roof(parts), torch.device("cpu")
+    model = under_one_roof(parts)
     run = Run(
         config=config, mesh=mesh, parts=parts, model=model, pipeline=pipeline_of(config, parts, mesh),
         balance=balance_of(config, model, mesh), phases=Phases(device), device=device,
@@ -97,16 +98,16 @@ def of_rank(case: Case) -> Result:
         own.append(own_part(replace(data, tokens=place, labels=place, positions=place), mesh).tokens.flatten())
     loss = gradients(run, batches)
     counts = run.balance.load.end_step(run.reduce)
-    found = {name: models.whole(p.grad) for name, p in model.named_parameters()}
+    found = {name: models.whole(p.grad).cpu() for name, p in model.named_parameters()}
     with torch.no_grad():  # and a pass without a backward, such as validation's, leaves the model as it was
-        share = own_part(batches[0], mesh)
+        share = own_part(batches[0].to(device), mesh)
         if run.pipeline is not None:
             run.pipeline.evaluate(share, models.SEQUENCE)
         else:
             nll(run, share)
         reshard(model)
     assert all(p.grad is not None for p in model.parameters()), "gradients went with the weights they belong to"
-    return Result(float(loss), found, counts, own)
+    return Result(float(loss), found, counts.cpu(), own)
 
 
 # ---- one process
