@@ -129,6 +129,7 @@ class Pipeline:
         if batch.tokens.shape != self.shape:
             self.shape = tuple(batch.tokens.shape)
             self.schedule = self.planned()
+        self.copy_tied()
         self.scored = scored
         given = {"positions_BS": batch.positions, "documents_BS": batch.documents, "labels_BS": batch.labels}
         losses: list[Tensor] = []
@@ -176,23 +177,31 @@ class Pipeline:
 
     @torch.no_grad()
     def sum_tied(self) -> None:
-        """Tied embeddings are one matrix on two stages: both get the sum of both gradients, so both stay one."""
-        held = [part.embed.weight for part in self.parts.values() if part.embed is not None]
-        if not (self.dense.tied and held):
-            return
-        grads = [weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad for weight in held]
-        mine = grads[0]
-        assert isinstance(mine, Tensor)
-        if len(grads) == 2:
-            other = grads[1]
-            assert isinstance(other, Tensor)
-            mine.add_(other)
-            other.copy_(mine)
-            return
-        peer = self.ranks[self.last if 0 in self.parts else 0]
-        theirs = torch.empty_like(mine)
-        self.exchange([(dist.isend, mine, peer), (dist.irecv, theirs, peer)])
-        mine.add_(theirs)
+        """Tied embeddings are one matrix on two stages, and its gradient is the sum of theirs.
+
+        On two ranks both get it, both take the same step, and both stay equal. On one rank (zbv) the first stage's is
+        the matrix: it alone is trained, the other is its copy.
+        """
+        held = [local(weight.grad) for weight in self.tied() if weight.grad is not None]
+        if len(held) == 2:
+            held[0].add_(held[1])
+            self.tied()[1].grad = None
+        elif held:
+            peer = self.ranks[self.last if 0 in self.parts else 0]
+            theirs = torch.empty_like(held[0])
+            self.exchange([(dist.isend, held[0], peer), (dist.irecv, theirs, peer)])
+            held[0].add_(theirs)
+
+    @torch.no_grad()
+    def copy_tied(self) -> None:
+        held = [local(weight) for weight in self.tied()]
+        if len(held) == 2:
+            held[1].copy_(held[0])
+
+    def tied(self) -> list[Tensor]:
+        """This rank's copies, the first stage's first."""
+        ends = (self.parts[stage] for stage in (0, self.last) if stage in self.parts)
+        return [part.embed.weight for part in ends if self.dense.tied and part.embed is not None]
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, length: int | None = None) -> Tensor:
@@ -201,6 +210,7 @@ class Pipeline:
         All that a tick computes is sent before the next begins, so that no order of stages can block. FSDP keeps what
         it gathered: shard.reshard() afterwards.
         """
+        self.copy_tied()
         pieces = [
             Batch(*parts)
             for parts in zip(
@@ -238,3 +248,7 @@ class Pipeline:
         sent = [P2POp(way, tensor, dist.get_global_rank(self.group, peer), self.group) for way, tensor, peer in ops]
         for work in dist.batch_isend_irecv(sent) if sent else []:
             work.wait()
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -279,7 +279,7 @@ def under_one_roof(parts: Sequence[Decoder]) -> Decoder:
     for part in parts:
         roof.layers.update(dict(part.layers.items()))
         for name in ("embed", "final_norm", "head"):
-            if getattr(part, name) is not None:
+            if getattr(roof, name) is None:  # of tied embeddings the first part's, see Pipeline.sum_tied
                 setattr(roof, name, getattr(part, name))
     return roof
 
@@ -380,7 +380,8 @@ def validate(run: Run, valid: Sequence[Validation]) -> dict[str, float]:
             f"valid/{part.name}/loss": nats / tokens,
             f"valid/{part.name}/bpb": part.bits_per_byte(nats),
         }
-    reshard(run.model)
+    for stage in run.parts:
+        reshard(stage)
     return found
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.parallel import ranks, tiny
 from training.balance import Balance, BalanceConfig
-from training.context import attach, split
+from training.context import split
 from training.mesh import MeshConfig, ParallelMesh
-from training.model.decoder import Decoder
-from training.pipeline import SCHEDULES, Pipeline, cut, stages
+from training.pipeline import SCHEDULES, SINGLE, Pipeline, cut, stages
+from training.shard import all_reduce, parallelize, reshard
 from upcycle.spec import DenseSpec, MoESpec
 
 LENGTH, SEQUENCES, MICRO_BATCHES = 16, 8, 4
@@ -24,68 +24,96 @@ SPECS: dict[str, DenseSpec | MoESpec] = {
     "moe": tiny.moe((0, 2, 3, 7), layers=8),
 }
 BALANCE = BalanceConfig(aux_weight=0.1, z_weight=0.01)
+TWO_STAGES = [name for name in SCHEDULES if name not in SINGLE]
 Found = tuple[Tensor, Tensor, dict[str, Tensor]]  # loss, of evaluation, gradients
 
 
-def balanced(parts: list[Decoder], pieces: int) -> None:
-    Balance(BALANCE, nn.ModuleList(parts), scale=1 / pieces)
-
-
-def of_one(spec: DenseSpec | MoESpec, cp: int = 1) -> Found:
-    """Micro-batch by micro-batch, and for MoE share by share: what a router loss is a mean over."""
+def of_one(spec: DenseSpec | MoESpec) -> Found:
     model, batch = tiny.model(spec), tiny.batch(SEQUENCES, LENGTH, documents=True)
-    balanced([model], MICRO_BATCHES)
+    Balance(BALANCE, model, scale=1 / MICRO_BATCHES)
     scored, total = batch.scored.sum(), torch.zeros((), dtype=torch.float64)
-    for start in range(0, SEQUENCES, SEQUENCES // MICRO_BATCHES):
-        piece = batch.each(lambda x, start=start: x[start : start + SEQUENCES // MICRO_BATCHES])
+    for rows in torch.arange(SEQUENCES).chunk(MICRO_BATCHES):
+        piece = batch.each(lambda x, rows=rows: x[rows])
         loss = model.loss(piece.tokens, piece.labels, piece.positions, piece.documents) / scored
         loss.backward()
         total += loss.detach()
     return total, total, tiny.gradients(model)
 
 
-def of_ranks(pp: int, cp: int, schedule: str, spec: DenseSpec | MoESpec, swapped: bool = False) -> Found:
-    mesh = ParallelMesh(MeshConfig(pp=pp, cp=cp))
-    at, group = mesh.index("pp"), mesh.group("cp")
-    layers = [cut(spec, pp, schedule)[stage] for stage in stages(pp, schedule)[at]]
-    parts = [tiny.model(spec, part) for part in layers]
+def of_ranks(
+    config: MeshConfig, spec: DenseSpec | MoESpec, *, recomputed: str = "none", swapped: bool = False
+) -> Found:
+    mesh = ParallelMesh(config)
+    layers = cut(spec, config.pp, config.schedule)
+    parts = [tiny.model(spec, layers[stage]) for stage in stages(config.pp, config.schedule)[mesh.index("pp")]]
     for part in parts:
-        attach(part, group, "ring")
-    if swapped:  # two layers that are not where they belong
-        names = list(parts[0].layers)
-        first, second = parts[0].layers[names[0]], parts[0].layers[names[-1]]
-        parts[0].layers[names[0]], parts[0].layers[names[-1]] = second, first
-    balanced(parts, MICRO_BATCHES)
-    pipeline = Pipeline(parts, mesh, schedule, MICRO_BATCHES)
+        parallelize(part, mesh, recomputed=recomputed)
+    if swapped:  # the last layer is computed first
+        parts[0].layers = nn.ModuleDict(reversed(list(parts[0].layers.items())))
+    reduce = partial(all_reduce, group=mesh.tokens_group())
+    Balance(BALANCE, nn.ModuleList(parts), scale=1 / MICRO_BATCHES / mesh.dp / config.cp, reduce=reduce)
+    pipeline = Pipeline(parts, mesh, config.schedule, MICRO_BATCHES)
     batch = tiny.batch(SEQUENCES, LENGTH, documents=True)
     scored = batch.scored.sum()
-    batch = split(batch, mesh.index("cp"), cp)
-    before = pipeline.evaluate(batch, LENGTH) / scored
-    loss = pipeline.step(batch, scored, LENGTH)
-    after = pipeline.evaluate(batch.each(lambda x: x[:3]), LENGTH) + pipeline.evaluate(
-        batch.each(lambda x: x[3:]), LENGTH
-    )
+    rows = torch.arange(SEQUENCES).view(MICRO_BATCHES, mesh.dp, -1)[:, mesh.index("dp_shard")].flatten()
+    batch = split(batch.each(lambda x: x[rows]), mesh.index("cp"), config.cp)
+    whole = reduce(pipeline.evaluate(batch, LENGTH) / scored)
+    loss = reduce(pipeline.step(batch, scored, LENGTH))
     found = tiny.gradients(*parts)
-    if group is not None:
-        for tensor in [loss, before, after, *found.values()]:
-            dist.all_reduce(tensor, group=group)
-    assert abs(float(before - after / scored)) < 1e-10
-    return loss, before, found
+    # fewer sequences than micro-batches, and not a multiple of them
+    parted = sum(
+        reduce(pipeline.evaluate(batch.each(lambda x, of=of: x[of]), LENGTH) / scored)
+        for of in (slice(1), slice(1, None))
+    )
+    for part in parts:
+        reshard(part)
+    assert abs(float(whole - parted)) < 1e-10
+    return loss, whole, found
 
 
-def worst(pp: int, cp: int, schedule: str, name: str, **broken: Any) -> float:
-    loss, evaluated, gradients = of_ranks(pp, cp, schedule, SPECS[name], **broken)
+def worst(config: MeshConfig, name: str, **special: Any) -> float:
+    loss, evaluated, gradients = of_ranks(config, SPECS[name], **special)
     expected_loss, _, expected = of_one(SPECS[name])
     errors = [abs(float(loss - expected_loss)), abs(float(evaluated - expected_loss))]
     return max(*errors, tiny.worst(gradients, expected))
 
 
-def every_model(rank: int, world: int, pp: int, cp: int, schedule: str, names: list[str]) -> dict[str, float]:
-    return {name: worst(pp, cp, schedule, name) for name in names}
+def every_case(rank: int, world: int, cases: list[tuple[MeshConfig, str]]) -> dict[str, float]:
+    return {str(case): worst(*case) for case in cases}
+
+
+def exact(world: int, cases: list[tuple[MeshConfig, str]]) -> None:
+    for found in ranks.run(world, every_case, cases):
+        assert len(found) == len(cases)
+        assert {case: error for case, error in found.items() if not error < 1e-10} == {}
 
 
 @pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_pipeline_has_the_loss_and_gradients_of_one_process(schedule: str, pp: int) -> None:
-    for found in ranks.run(pp, every_model, pp, 1, schedule, list(SPECS)):
-        assert {name: error for name, error in found.items() if not error < 1e-10} == {}
+def test_a_pipeline_has_the_loss_and_gradients_of_one_process(pp: int) -> None:
+    exact(pp, [(MeshConfig(pp=pp, schedule=schedule), name) for schedule in SCHEDULES for name in SPECS])
+
+
+def test_stages_that_are_sharded_and_see_parts_of_sequences() -> None:
+    """FSDP around each stage: weights are gathered and freed, and gradients summed, when the schedule says so."""
+    products = [
+        MeshConfig(pp=2, schedule=schedule, **more)
+        for schedule in TWO_STAGES
+        for more in ({"cp": 2}, {"reshard": False}, {})
+    ]
+    exact(4, [(config, name) for config in products for name in ("tied", "moe")])
+
+
+def recomputed(rank: int, world: int) -> float:
+    return worst(MeshConfig(pp=2, schedule="interleaved"), "moe", recomputed="full")
+
+
+def swapped(rank: int, world: int) -> float:
+    return worst(MeshConfig(pp=2), "uneven", swapped=True)
+
+
+def test_recomputation_in_a_pipeline() -> None:
+    assert max(ranks.run(2, recomputed)) < 1e-10
+
+
+def test_a_wrong_order_of_layers_is_seen() -> None:
+    assert min(ranks.run(2, swapped)) > 1e-3
