@@ -51,6 +51,9 @@ def test_bfloat16_is_as_close_to_float64_as_the_loop(
     for activation, bias in [("silu", False), ("gelu_tanh", name == "grouped"), ("relu2", False)]:
         made = on_gpu(counts, tail, gated=gated, bias=bias)
         ours, loop = error(name, made, activation), error("reference", made, activation)
+        if name == "grouped_fp8":  # 3 bits behind the point instead of 7: sixteen times as far at most, and not nothing
+            assert ours <= 16 * loop + 1e-6 and (ours > loop or not sum(counts)), (activation, bias)
+            continue
         assert ours <= 2 * loop + 1e-6, (activation, bias)
         assert ours < 0.05
 
