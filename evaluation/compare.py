@@ -406,6 +406,7 @@ def apart(texts: Sequence[str]) -> list[str]:
     """Each in WIDTH characters or less, from about where they begin to differ."""
     shared = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
     start = max(shared - WIDTH // 3, 0) if max(map(len, texts)) > WIDTH else 0
+    start = texts[0].find(" ", start, shared) + 1 if start else 0  # at a word
     cut = ("…" * (start > 0) + text[start:] for text in texts)
     return [text if len(text) <= WIDTH else text[: WIDTH - 1] + "…" for text in cut]
 

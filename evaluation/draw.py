@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 SERIES = 6  # classes there are
 BINS = 9
+START = 0.1  # of a curve, which may be cut off
 HYPHEN = re.compile(r"(?<![\w.])-(?=[\d.])")  # that is a minus
 POINTS = 400  # a curve has no more; a screen shows no more
 Format = Callable[[float], str]
@@ -88,10 +89,11 @@ def place(value: float, low: float, high: float) -> float:
 # ---- pieces
 
 
-def legend(names: Sequence[str]) -> str:
-    if len(names) < 2:
+def legend(series: Mapping[str, int]) -> str:
+    """name -> its series; one name needs none."""
+    if len(series) < 2:
         return ""
-    keys = (f'<path class="line s{i % SERIES}" d="M1 5H27"/></svg>{escape(name)}</li>' for i, name in enumerate(names))
+    keys = (f'<path class="line s{i % SERIES}" d="M1 5H27"/></svg>{escape(name)}</li>' for name, i in series.items())
     picture = '<li><svg viewBox="0 0 28 10" aria-hidden="true">'
     return '<ul class="legend">' + "".join(picture + key for key in keys) + "</ul>"
 
@@ -114,19 +116,23 @@ def axis(marks: Sequence[tuple[float, str]]) -> str:
 
 
 def curves(title: str, unit: str, x_unit: str, found: Sequence[Curve], *, y_zero: bool = False) -> str:
-    """Lines over a common x; nothing to draw gives nothing."""
+    """Lines over a common x; nothing to draw gives nothing. A start far above the rest is cut off, with ↑."""
     found = [thinned(curve) for curve in found if len(curve.x)]
     if not found:
         return ""
     left, right = min(min(c.x) for c in found), max(max(c.x) for c in found)
     right = right if right > left else left + 1
     low, high = span([*(v for c in found for v in c.y), *([0.0] if y_zero else [])], least=1e-3)
+    later = [v for c in found for x, v in zip(c.x, c.y, strict=True) if place(x, left, right) >= START]
+    if later and not y_zero and max(max(c.y) for c in found) > 2 * max(later) - min(later):
+        low, high = span(later, least=1e-3)
+        unit += " ↑"
     low = max(low, 0.0) if y_zero else low
     y_ticks = ticks(low, high, 4)
     x_ticks = ticks(left, right, 5)
 
     def at(x: float, y: float) -> str:
-        return f"{1000 * place(x, left, right):.0f} {1000 * (1 - place(min(max(y, low), high), low, high)):.0f}"
+        return f"{1000 * place(x, left, right):.0f} {1000 * (1 - place(y, low, high)):.0f}"
 
     def path(xs: Sequence[float], ys: Sequence[float]) -> str:
         return "M" + "L".join(at(x, y) for x, y in zip(xs, ys, strict=True))
@@ -143,13 +149,14 @@ def curves(title: str, unit: str, x_unit: str, found: Sequence[Curve], *, y_zero
         if curve.dots:  # a line of no length with round ends is a dot, however the picture is stretched
             dots = "".join(f"M{at(x, y)}h0" for x, y in zip(curve.x, curve.y, strict=True))
             drawn.append(f'<path class="dot {kind}" d="{dots}"/>')
-    ends = "; ".join(f"{c.name} from {c.y[0]:.4g} to {c.y[-1]:.4g}" for c in found)
+    ends = f"{title}: " + "; ".join(f"{c.name} from {c.y[0]:.4g} to {c.y[-1]:.4g}" for c in found)
     y_labels = "".join(
         f'<span style="bottom:{100 * place(t, low, high):.2f}%">{escape(short(t))}</span>' for t in y_ticks
     )
     body = (
         f'<div class="plot"><div class="ys">{y_labels}</div><div class="area">'
-        f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{escape(f"{title}: {ends}")}">'
+        f'<svg class="curves" viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(ends)}">'
         f"{grid}{''.join(drawn)}</svg>{axis([(place(t, left, right), short(t)) for t in x_ticks])}</div></div>"
         f'<p class="xlabel">{escape(x_unit)}</p>'
     )

@@ -37,7 +37,7 @@ def page(facts: Facts) -> str:
         differences_section(facts, color),
         flips_section(facts),
         loss_section(facts, color),
-        routing_section(facts),
+        routing_section(facts, color),
         plan_section(facts),
         provenance_section(facts),
     ]
@@ -62,7 +62,8 @@ def minus(text: str) -> str:
 
 def tiles(facts: Facts) -> Iterator[str]:
     for found in facts.comparisons:
-        for d in [d for d in found.differences if d.headline][:2]:
+        headlines = sorted((d for d in found.differences if d.headline), key=lambda d: d.p)
+        for d in headlines[:2]:  # the surest ones, whichever way they point
             unit = "points" if is_share(d.metric) else d.metric.replace("_", " ")
             values = f"{found.a.name} {number(d.a, d.metric)}, {found.b.name} {number(d.b, d.metric)}"
             about = f"{d.title}, {found.b.name} − {found.a.name}"
@@ -118,7 +119,7 @@ def scores_section(facts: Facts, color: Palette) -> str:
         "Scores",
         "Each model on its own: a dot is the score, its bar the 95 % interval over items (bootstrap). A dotted line is "
         "what guessing gives. Bars that overlap may still hide a difference; the next section looks at pairs.",
-        draw.legend(models) + body,
+        draw.legend({model: color[model] for model in models}) + body,
     )
 
 
@@ -203,10 +204,14 @@ def loss_section(facts: Facts, color: Palette) -> str:
         found = [run for run in facts.runs if name in run.keys(plots.VALID)]
         lines = [Curve(run.name, color[run.name], *run.points(f"valid/{name}/loss"), dots=True) for run in found]
         pictures.append(draw.curves(name, "validation, nats a token", "tokens", lines))
-    body = draw.legend([run.name for run in facts.runs]) + f'<div class="charts">{"".join(pictures)}</div>'
+    body = (
+        draw.legend({run.name: color[run.name] for run in facts.runs})
+        + f'<div class="charts">{"".join(pictures)}</div>'
+    )
     return draw.section(
         "Loss",
-        "A pale line is each logged interval, the strong one over it is smoothed. Dots are validations.",
+        "A pale line is each logged interval, the strong one over it is smoothed. Dots are validations. "
+        "↑: the first steps lie above the frame.",
         body + (loss_tables(facts.losses) if facts.losses else ""),
     )
 
@@ -233,7 +238,7 @@ def loss_tables(losses: Losses) -> str:
         "One run each, so there is no interval: another seed would give other digits. Between two validations the loss "
         "is taken on the straight line. FLOPs are those of continued training alone."
     )
-    return f'<div class="charts">{tables}</div><p class="note">{note}</p>'
+    return f'<div class="tables">{tables}</div><p class="note">{note}</p>'
 
 
 # ---- experts
@@ -250,18 +255,18 @@ MEASURES: tuple[tuple[str, str, Measure, bool], ...] = (  # title, unit, of a la
 )
 
 
-def routing_section(facts: Facts) -> str:
+def routing_section(facts: Facts, color: Palette) -> str:
     if not facts.routing:
         return ""
     charts = []
     for title, unit, get, zero in MEASURES:
         lines = []
-        for series, (name, found) in enumerate(facts.routing.items()):
+        for name, found in facts.routing.items():
             values = [value for row in found["layers"] if (value := get(row)) is not None]
             if len(values) == len(found["layers"]):
-                lines.append(Curve(name, series, [row["layer"] for row in found["layers"]], values, dots=True))
+                lines.append(Curve(name, color[name], [row["layer"] for row in found["layers"]], values, dots=True))
         charts.append(draw.curves(title, unit, "layer", lines, y_zero=zero))
-    body = draw.legend(list(facts.routing)) + f'<div class="charts">{"".join(charts)}</div>'
+    body = draw.legend({name: color[name] for name in facts.routing}) + f'<div class="charts">{"".join(charts)}</div>'
     if any(found["granularity"] > 1 for found in facts.routing.values()):
         chances = ", ".join(f"{f['chance_of_whole_groups']:.2g} in {name}" for name, f in facts.routing.items())
         body += f'<p class="note">Experts drawn at random are whole groups this often: {escape(chances)}.</p>'

@@ -218,6 +218,8 @@ def test_a_curve_falls_where_its_values_fall() -> None:
     assert [x for x, _ in at] == [0, 500, 1000]
     assert at[0][1] < at[1][1] == 500 < at[2][1]  # SVG counts down
     assert draw.curves("t", "u", "x", [Curve("a", 0, [], [])]) == ""
+    cut = draw.curves("t", "u", "x", [Curve("a", 0, range(21), [50.0, 40.0, *range(20, 1, -1)])])
+    assert "u ↑" in cut and 'd="M0 -' in cut and "↑" not in drawn
     assert len(draw.thinned(Curve("a", 0, range(10_001), range(10_001))).x) <= draw.POINTS + 1
 
 
