@@ -167,15 +167,15 @@ def flips_section(facts: Facts) -> str:
             continue
         rows, gained = [], sum(f.gained for f in found.flips)
         for f in found.flips[:EXAMPLES]:
-            item, said = f"{f.task.replace('_', ' ')} {f.doc}", compare.apart((f.target, f.a, f.b))
+            item, said = f"{f.task.replace('_', ' ')} {f.doc}", compare.apart((f.target, f.a if f.gained else f.b))
             rows.append(("won" if f.gained else "lost", item, *said, minus(f"{f.swing:+.2f}")))
         title = f"{found.b.name}: {gained:,} won, {len(found.flips) - gained:,} lost"
-        head = ("", "item", "right", found.a.name, found.b.name, "swing, nats")
+        head = ("", "item", "right", "wrong answer", "swing")
         body += f"<h3>{escape(title)}</h3>{draw.table(head, rows)}"
     return draw.section(
         "What flipped",
         "Items that one model has right and the other wrong, those first where the right choice moved most against the "
-        "best wrong one.",
+        "best wrong one (swing, in nats of log-probability).",
         body,
     )
 

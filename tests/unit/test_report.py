@@ -105,7 +105,7 @@ def test_the_page_says_what_the_numbers_say(tmp_path: Path, all_of_it: list[str]
         assert words in markdown or "Holm for" in words
     assert "Loss at equal FLOPs, moe − dense +0.5000 nats a token; lower on 0 of 1 sets" in said
     assert "Fullest expert, moe 1.50× the mean load, in the worst layer; 2 of 8 experts unused" in said
-    assert "lost x 0 A A B −2.00" in said  # A is right; moe went from A to B
+    assert "lost x 0 A B −2.00" in said  # A is right; moe went from A to B
     assert "<title>Tiny</title>" in page and "print-of-moe" in said
     assert data["comparisons"][0]["differences"][0]["only_b"] == 5
     assert data["scores"]["moe"][0]["value"] == pytest.approx(19 / 30) and data["scores"]["moe"][0]["chance"] == 0.25
