@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from training.distributed import PATIENCE
+from training.distributed import PATIENCE, broadcast
 
 INTERVAL = 2.0  # seconds between signs of life
 SILENCE = 60.0  # after so many without one a rank is dead: long, because something may hold Python's lock
@@ -49,7 +49,8 @@ def guarded(patience: timedelta = PATIENCE, interval: float = INTERVAL) -> Itera
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
     except RuntimeError as error:
         raise RuntimeError(f"the processes' store at {address}:{port} does not answer; was this torchrun?") from error
-    own = PrefixStore(f"watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # torchrun's store outlives a restart, and what was said before it; its nodes count restarts each for itself
+    own = PrefixStore(f"watch/{broadcast(time.time_ns())}", store)
     watch = Watch(dist.get_rank(), dist.get_world_size(), own, patience.total_seconds(), interval)
     watch.start()
     try:

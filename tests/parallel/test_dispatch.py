@@ -66,11 +66,11 @@ def together(parts: list[Data]) -> Data:
     return Data(x, weight, torch.cat([p.expert_TK for p in parts]), torch.cat([p.target_TD for p in parts]))
 
 
-def weights_of(bias: bool = True) -> list[Tensor]:
+def weights_of() -> list[Tensor]:
     """up (N, 2, F, D), down, and their biases."""
     draw = torch.Generator().manual_seed(7)
     shapes = [(EXPERTS, 2, NEURONS, HIDDEN), (EXPERTS, HIDDEN, NEURONS), (EXPERTS, 2, NEURONS), (EXPERTS, HIDDEN)]
-    return [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return [(torch.randn(s, generator=draw, dtype=torch.float64) / 3).requires_grad_() for s in shapes]
 
 
 def part(weights: list[Tensor], mesh: ParallelMesh) -> list[Tensor]:
@@ -88,9 +88,12 @@ def compute(dispatcher: Dispatcher, data: Data, weights: list[Tensor], etp: int 
     up, down, up_bias, down_bias = weights
     # the bias is in every etp rank's summand: an equal part of it
     w = ExpertWeights(up.flatten(1, 2), down, True, up_bias.flatten(1, 2), down_bias / etp)
-    sent = dispatcher.dispatch(data.x_TD, data.weight_TK, data.expert_TK)
-    y_RD = experts(sent.x_RD, sent.weight_R, sent.count_E, w, "silu")
-    return dispatcher.combine(y_RD, sent.handle)
+    x_TD = data.x_TD
+    for _ in range(2):  # layers: the first one's plan is still needed when the second's is made
+        sent = dispatcher.dispatch(x_TD, data.weight_TK, data.expert_TK)
+        y_RD = experts(sent.x_RD, sent.weight_R, sent.count_E, w, "silu")
+        x_TD = x_TD + dispatcher.combine(y_RD, sent.handle)
+    return x_TD
 
 
 def gradients(y_TD: Tensor, data: Data, weights: list[Tensor]) -> list[Tensor]:

@@ -1,0 +1,131 @@
+"""On several GPUs: every dispatcher that is installed against `local` on the tokens of all ranks, and how long it takes.
+
+    torchrun --nproc-per-node 8 -m pytest -s tests/gpu/test_dispatch_ep.py
+
+-s shows the times; they are printed, never asserted. Two layers on one set of tokens, so that two plans are alive.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.dispatch import Dispatcher, create
+from training.dispatch.local import Local
+from training.distributed import processes
+from training.experts import ExpertWeights
+from training.experts.reference import experts as compute
+from training.mesh import MeshConfig, ParallelMesh
+from upcycle import plugin
+
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or RANKS == 1, reason="needs torchrun and a CUDA device a rank"),
+]
+NAMES = [name for name in plugin.names("training.dispatch") if name != "local"]
+HIDDEN, NEURONS, K, PER_RANK, TOKENS = 2048, 256, 4, 4, 512
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[ParallelMesh]:
+    with processes("cuda"):
+        yield ParallelMesh(MeshConfig(ep=RANKS), device_type="cuda")
+
+
+def routed(rank: int, case: str, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weights, experts and the output's gradient of a rank; other ones on each."""
+    draw, count = torch.Generator().manual_seed(100 + rank), PER_RANK * RANKS
+    expert = torch.rand(tokens, count, generator=draw).topk(K).indices
+    if case == "one_rank":
+        expert = torch.arange(count - K, count).expand(tokens, K)
+    weight = torch.rand(tokens, K, generator=draw) + 0.1
+    if case == "dropped":
+        weight = weight * (torch.rand(tokens, K, generator=draw) > 0.3)
+    x, target = torch.randn(2, tokens, HIDDEN, generator=draw)
+    return tuple(t.cuda() for t in (x.bfloat16(), weight, expert, target.bfloat16()))  # type: ignore[return-value]
+
+
+def weights() -> ExpertWeights:
+    draw, count = torch.Generator().manual_seed(7), PER_RANK * RANKS
+    up = torch.randn(count, 2 * NEURONS, HIDDEN, generator=draw) / HIDDEN**0.5
+    down = torch.randn(count, HIDDEN, NEURONS, generator=draw) / NEURONS**0.5
+    return ExpertWeights(up.bfloat16().cuda(), down.bfloat16().cuda(), True)
+
+
+def run(dispatcher: Dispatcher, parts: tuple[Tensor, ...], w: ExpertWeights, dtype: torch.dtype) -> list[Tensor]:
+    """Output, and gradients of tokens, routing weights, up and down."""
+    x, weight, expert, target = parts
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (x, w.up_EFD, w.down_EDF)]
+    chance = weight.detach().clone().requires_grad_()
+    own = ExpertWeights(leaves[1], leaves[2], True)
+    y = leaves[0]
+    for _ in range(2):
+        sent = dispatcher.dispatch(y, chance, expert)
+        rows = compute(sent.x_RD, sent.weight_R, sent.count_E, own, "silu")
+        y = y + dispatcher.combine(rows, sent.handle)
+    return [y, *torch.autograd.grad(y, (leaves[0], chance, leaves[1], leaves[2]), target.to(dtype))]
+
+
+def far(got: Tensor, want: Tensor) -> float:
+    got, want = got.detach(), want.detach()
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-9))
+
+
+def made(name: str, mesh: ParallelMesh) -> Dispatcher:
+    reason = plugin.load("training.dispatch", name).available()
+    if reason:
+        pytest.skip(reason)
+    return create(name, PER_RANK * RANKS, mesh.group("ep"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_local_on_the_tokens_of_all_ranks(name: str, mesh: ParallelMesh) -> None:
+    dispatcher, w = made(name, mesh), weights()
+    mine = slice(mesh.rank * PER_RANK, (mesh.rank + 1) * PER_RANK)
+    own = ExpertWeights(w.up_EFD[mine], w.down_EDF[mine], True)
+    for case in ("random", "dropped", "one_rank", "random"):
+        parts = [routed(rank, case) for rank in range(RANKS)]
+        whole = tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        want = run(Local(PER_RANK * RANKS), whole, w, torch.float32)
+        here = slice(mesh.rank * TOKENS, (mesh.rank + 1) * TOKENS)
+        want = [want[0][here], want[1][here], want[2][here], want[3][mine], want[4][mine]]
+        got = run(dispatcher, parts[mesh.rank], own, torch.bfloat16)
+        kept = parts[mesh.rank][1] != 0
+        got[2], want[2] = got[2] * kept, want[2] * kept
+        worst = [far(g, w) for g, w in zip(got, want, strict=True)]
+        # bf16 rounds each of two layers' four products and sums: 2^-9 each; a row that went astray is 1 off
+        assert max(worst) < 0.03, (case, worst)
+        assert far(got[0].roll(1, 0), want[0]) > 0.5, "and rows in another order would be noticed"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_times(name: str, mesh: ParallelMesh) -> None:
+    """A Qwen3-30B-A3B layer's tokens: slowest rank's median of 15."""
+    dispatcher = made(name, mesh)
+    x, weight, expert, _ = routed(mesh.rank, "random", 8192)
+    took: dict[str, list[float]] = {"dispatch": [], "combine": []}
+    with torch.no_grad():
+        for _ in range(19):
+            for what in took:
+                dist.barrier()
+                torch.cuda.synchronize()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                if what == "dispatch":
+                    sent = dispatcher.dispatch(x, weight, expert)
+                else:
+                    dispatcher.combine(sent.x_RD, sent.handle)
+                end.record()
+                torch.cuda.synchronize()
+                took[what].append(begin.elapsed_time(end) * 1000)
+    median = torch.tensor([sorted(times[4:])[7] for times in took.values()], device="cuda")
+    dist.all_reduce(median, dist.ReduceOp.MAX)
+    if mesh.rank == 0:
+        d, c = median.tolist()
+        print(f"\n{name}: ep={RANKS}, {K} of {PER_RANK * RANKS} experts: dispatch {d:.0f} us, combine {c:.0f} us")
