@@ -49,3 +49,22 @@ def test_local_dispatch_gives_autograds_gradients_and_waits_for_nothing() -> Non
     assert torch.allclose(y, plain, rtol=1e-5, atol=1e-5)
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(ours, theirs, strict=True))
     assert torch.equal(sent.count_E, torch.bincount(expert.flatten(), minlength=experts).int())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_beyond_the_last_are_not_made_and_count_as_zero(dtype: torch.dtype) -> None:
+    """What is sent to other ranks: dropped choices are sorted behind the rows that leave."""
+    tokens, k, experts, hidden = 257, 4, 16, 2048
+    x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
+    expert = torch.rand(tokens, experts, device="cuda").topk(k).indices
+    expert = expert.where(torch.rand(tokens, k, device="cuda") > 0.3, experts)
+    back, count = permute.places(expert, experts + 1)
+    rows = int(count[:-1].sum())
+    made = permute.spread(x, back, k, rows)
+    assert made.shape == (rows, hidden)
+    for row, choice in enumerate(back.argsort()[:rows].tolist()):
+        assert torch.equal(made[row], x[choice // k])
+    kept = (expert < experts).sum(1, keepdim=True)
+    assert torch.allclose(permute.gather(made, back, k).float(), x.float() * kept, rtol=2**-7, atol=1e-5)
+    for none in (0, 1):  # no row at all reads nothing
+        assert not permute.gather(made[:0], back[: none * k] + rows, k).any()
