@@ -9,6 +9,10 @@ The schedules are torch's; what is ours is the cut, what each stage is given, an
     zero_bubble        2         less            gradients of weights are made later, in what was the wait
     zbv                2         none, nearly    the same; stages lie in a V, so rank 0 has the first and the last one
 
+Splitting backward is no gain where a function of ours makes all its gradients at once: it runs for the inputs and once
+more for the weights. The experts' is one, and most of an MoE's work, so the last two are for dense models, or for waits
+that are longer than that.
+
 Every rank of a pipeline reads the same batch: the first stage needs its tokens, all need positions and documents, the
 last its labels, so only hidden states travel. Everything is a sum, as everywhere: the loss is nats divided by the
 number of tokens scored by all ranks, and torch's own scaling of gradients is off. Router losses enter the gradient of
@@ -40,7 +44,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 
 from training.data import Batch
-from training.mesh import ParallelMesh
+from training.mesh import MeshConfig, ParallelMesh
 from training.model.decoder import Decoder
 from upcycle.spec import DenseSpec, MoESpec
 
@@ -80,6 +84,30 @@ def cut(spec: DenseSpec | MoESpec, pp: int, schedule: str) -> list[range]:
     return [range(end - size, end) for end, size in zip(ends, held, strict=True)]
 
 
+def check(config: MeshConfig, micro_batches: int, *, recomputed: str = "none", compiled: bool = False) -> None:
+    """Refuse what a schedule cannot do, in one sentence."""
+    pp, name = config.pp, config.schedule
+    if pp == 1:
+        return
+    if name == "1f1b" and micro_batches < pp:
+        raise ValueError(
+            f"mesh.schedule=1f1b with mesh.pp={pp} needs {pp} micro-batches a step, got {micro_batches}; make batch "
+            "larger or micro_batch smaller, or try mesh.schedule=gpipe"
+        )
+    if name in ("interleaved", "zero_bubble") and micro_batches % max(1, micro_batches // pp):
+        raise ValueError(
+            f"mesh.schedule={name} with mesh.pp={pp} needs a multiple of {pp} micro-batches a step, got "
+            f"{micro_batches}; try {micro_batches // pp * pp}"
+        )
+    # each weight's gradient goes back through its region by itself, and each time the region is computed again
+    again = f"model.recompute={recomputed}" if recomputed != "none" else "model.compile=true" if compiled else ""
+    if name in SPLIT and again:
+        raise ValueError(
+            f"mesh.schedule={name} makes the gradients of inputs and of weights one after the other, which {again} "
+            "does not go with; switch that off or use mesh.schedule=interleaved"
+        )
+
+
 class Pipeline:
     """`parts`: this rank's stages in the order of `stages()`, each a Decoder of its layers, divided further or not."""
 
@@ -91,7 +119,6 @@ class Pipeline:
         self.parts = dict(zip(placed[group.rank()], parts, strict=True))
         self.ranks = {stage: rank for rank, held in enumerate(placed) for stage in held}
         self.last = len(self.ranks) - 1
-        self.check()
         self.device = next(parts[0].parameters()).device
         self.dense, self.compute = parts[0].dense, parts[0].compute
         self.scored = torch.ones((), device=self.device)
@@ -103,16 +130,6 @@ class Pipeline:
                     module.set_reshard_after_forward(False)
         # NCCL wants the first call of a group to be made by all of it, and stages call in pairs
         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-
-    def check(self) -> None:
-        pp, count = self.group.size(), self.micro_batches
-        if self.name == "1f1b" and count < pp:
-            raise ValueError(f"mesh.schedule=1f1b with mesh.pp={pp} needs {pp} micro-batches a step, got {count}")
-        if self.name in ("interleaved", "zero_bubble") and count % max(1, count // pp):
-            raise ValueError(
-                f"mesh.schedule={self.name} with mesh.pp={pp} needs a multiple of mesh.pp micro-batches, got {count}; "
-                f"try {count // pp * pp}"
-            )
 
     def step(self, batch: Batch, scored: Tensor, length: int | None = None) -> Tensor:
         """Forward and backward of all micro-batches; gradients are added to `.grad`. Returns the sum of the nats of

@@ -30,6 +30,7 @@ from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.optim import Optimizer, SpikeGuard
 from training.pipeline import Pipeline, cut, stages
+from training.pipeline import check as check_schedule
 from training.profiling import Phases, Trace, memory_snapshot, steps_to_trace
 from training.schedule import schedule
 from training.shard import all_reduce, own_part, parallelize, reshard, synchronize
@@ -206,6 +207,12 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
         check(config.mesh, world, origin.spec, config.data.sequence)
         mesh = ParallelMesh(config.mesh, device_type=device.type)
         check_batch(config, mesh)
+        check_schedule(
+            config.mesh,
+            config.batch // (config.micro_batch * mesh.dp),
+            recomputed=config.model.recompute,
+            compiled=config.model.compile,
+        )
         parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
         model = under_one_roof(parts)
         (layout.initialise(model, config.seed) if config.model.random else layout.load(model, origin))
