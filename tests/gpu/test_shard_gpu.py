@@ -36,7 +36,7 @@ def main() -> None:
             ranks: list[shard.Result] = [None] * world  # type: ignore[list-item]
             dist.all_gather_object(ranks, shard.of_rank(case, device))
             if dist.get_rank() == 0:
-                shard.assert_same(ranks, shard.reference(case, ranks))
+                shard.assert_same(ranks, shard.reference(case, ranks, device))
                 print(case, "is one process", flush=True)
 
 

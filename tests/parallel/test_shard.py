@@ -114,9 +114,14 @@ def of_rank(case: Case, device: torch.device = CPU) -> Result:
 
 
 @functools.cache
-def one(model: str, balance: BalanceConfig, sets: tuple[tuple[tuple[int, ...], ...], ...] = ()) -> Result:
+def one(
+    model: str,
+    balance: BalanceConfig,
+    sets: tuple[tuple[tuple[int, ...], ...], ...] = (),
+    device: torch.device = CPU,  # the same: angles are float32 everywhere, and have another last bit on another device
+) -> Result:
     """`sets`: of each micro-batch, which tokens compete for an expert's capacity."""
-    decoder, data, size = models.make(model), models.batch(BATCH), BATCH // MICRO
+    decoder, data, size = models.make(model).to(device), models.batch(BATCH).to(device), BATCH // MICRO
     watch = Balance(balance, decoder, scale=1 / MICRO, sequences=size)
     scored, nats = int(data.scored.sum()), 0.0
     with pytest.MonkeyPatch.context() as patch:
@@ -127,9 +132,9 @@ def one(model: str, balance: BalanceConfig, sets: tuple[tuple[tuple[int, ...], .
             loss = decoder.loss(part.tokens, part.labels, part.positions, part.documents)
             (loss / scored).backward()
             nats += float(loss.detach())
-    gradients = {name: p.grad for name, p in decoder.named_parameters()}
-    assert all(gradient is not None and bool(gradient.any()) for gradient in gradients.values()), "something is idle"
-    return Result(nats / scored, gradients, watch.load.end_step(), [])
+    gradients = {name: p.grad.cpu() for name, p in decoder.named_parameters() if p.grad is not None}
+    assert all(name in gradients and bool(gradients[name].any()) for name, _ in decoder.named_parameters()), "idle"
+    return Result(nats / scored, gradients, watch.load.end_step().cpu(), [])
 
 
 capacity_mask = balance_module.capacity_mask
@@ -139,7 +144,7 @@ def apart(mask: Callable[..., Any], sets: tuple[tuple[int, ...], ...], first: in
     def masks(expert_TK: Tensor, weight_TK: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
         keep = torch.zeros_like(expert_TK, dtype=torch.bool)
         for tokens in sets:
-            at = torch.tensor(tokens) - first * models.SEQUENCE
+            at = torch.tensor(tokens, device=keep.device) - first * models.SEQUENCE
             keep[at] = mask(expert_TK[at], weight_TK[at], *options)[0]
         assert not bool(keep.all()), "nothing is dropped"
         return keep, 1 - keep.double().mean()
@@ -237,11 +242,11 @@ def test_a_mapping_is_one_process(found: dict[Case, list[Result]], case: Case) -
     assert_same(found[case], reference(case, found[case]))
 
 
-def reference(case: Case, ranks: list[Result]) -> Result:
+def reference(case: Case, ranks: list[Result], device: torch.device = CPU) -> Result:
     if not case.balance.capacity_factor:
-        return one(case.model, case.balance)
+        return one(case.model, case.balance, device=device)
     sets = tuple(tuple({tuple(rank.own[micro].tolist()) for rank in ranks}) for micro in range(MICRO))
-    return one(case.model, case.balance, sets)
+    return one(case.model, case.balance, sets, device)
 
 
 def assert_same(ranks: list[Result], want: Result) -> None:
