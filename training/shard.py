@@ -19,6 +19,7 @@ Shapes: B sequences, S tokens each (s: of this rank), T = B * s; D hidden.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -34,7 +35,7 @@ from torch.nn import functional
 
 from training import context
 from training.data import Batch
-from training.dispatch.alltoall import AllToAll
+from training.dispatch import create
 from training.distributed import all_gather_single, reduce_scatter_single
 from training.experts import ExpertWeights
 from training.mesh import Kind, ParallelMesh
@@ -63,10 +64,13 @@ def parallelize(
             for ffn in dense_ffns(layer):
                 ffn_over_tp(ffn, mesh)
     context.attach(model, mesh.group("cp"), mesh.config.context, mesh.size("tp"))
-    for block in moe_blocks(model):
-        experts_over_ep(block, mesh)
+    experts_over_ep(model, mesh)
     recompute(model, recomputed)
     if compiled:
+        for block in moe_blocks(model):
+            if mesh.size("ep") * mesh.size("etp") > 1:
+                # as many rows as arrive: other sizes each time, and nothing between our kernels for a compiler to join
+                block.routed = torch.compiler.disable(block.routed)  # type: ignore[method-assign,no-untyped-call]
         model.compile_parts()
     shard_data_parallel(model, mesh)
 
@@ -157,10 +161,18 @@ def summed_gain(norm: Norm, group: Group, dtype: torch.dtype) -> Tensor:
 # ---- experts
 
 
-def experts_over_ep(block: MoE, mesh: ParallelMesh) -> None:
-    ep, etp = mesh.size("ep"), mesh.size("etp")
-    if ep * etp == 1:
+def experts_over_ep(model: Decoder, mesh: ParallelMesh) -> None:
+    if mesh.size("ep") * mesh.size("etp") == 1 or model.moe is None:
         return
+    # one for all layers: it may hold large buffers
+    dispatcher = create(mesh.config.dispatcher, model.moe.experts, mesh.group("ep"), mesh.group("etp"))
+    for block in moe_blocks(model):
+        divide_experts(block, mesh)
+        block.dispatcher = dispatcher
+
+
+def divide_experts(block: MoE, mesh: ParallelMesh) -> None:
+    etp = mesh.size("etp")
     # of up (N, 2, F, D) the neurons are dimension 2, as of up_bias (N, 2, F) and of down (N, D, F)
     dims = {name: dim for name, dim in (("ep", 0), ("etp", 2)) if mesh.size(name) > 1}
     experts = block.experts
@@ -168,7 +180,6 @@ def experts_over_ep(block: MoE, mesh: ParallelMesh) -> None:
         divided: list[Placement] = [Shard(dim) if dim < parameter.ndim else Replicate() for dim in dims.values()]
         place(experts, name, parameter, mesh.experts[tuple(dims)], divided)
     experts.weights = partial(local_weights, experts, etp)  # type: ignore[method-assign]
-    block.dispatcher = AllToAll(block.spec.experts, mesh.group("ep"), mesh.group("etp"))
 
 
 def local_weights(experts: Experts, etp: int, dtype: torch.dtype) -> ExpertWeights:
@@ -213,12 +224,21 @@ def shard_data_parallel(model: Decoder, mesh: ParallelMesh) -> None:
     if model.final_norm is not None:
         unit(model.final_norm, "tokens", exact)
     unit(model, "tokens", narrow)  # embedding and head
+    prefetch([[m for m in layer.modules() if isinstance(m, FSDPModule)] for layer in layers(model)])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     # our outputs are views, and nothing is done to them in place
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+
+def prefetch(units: Sequence[Sequence[FSDPModule]]) -> None:
+    """Each layer's first unit asks for the next layer's weights. FSDP would do it when the host comes there, but at a
+    dispatch the host waits for the device."""
+    for before, after in itertools.pairwise(group for group in units if group):
+        before[0].set_modules_to_forward_prefetch(list(after))
+        after[0].set_modules_to_backward_prefetch(list(reversed(before)))
 
 
 def members(mesh: ParallelMesh, kind: Kind) -> int:
