@@ -203,7 +203,7 @@ def shard_data_parallel(model: Decoder, mesh: ParallelMesh) -> None:
         if members(mesh, kind) == 1:
             alone.update(module.parameters())
             return
-        placement = partial(even, ranks=mesh.fsdp(kind).size(-1))
+        placement = partial(even, ranks=mesh.fsdp(kind).shape[-1])
         fully_shard(
             module,
             mesh=mesh.fsdp(kind),
