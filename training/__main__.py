@@ -12,6 +12,7 @@ EXAMPLES = """usage: python -m training CONFIG [key=value ...]
   python -m training model.source=./llama data.train=[runs/data] output=runs/dense steps=1000 batch=8
   python -m training model.upcycle=llama3-8b-e8t2 data.train=[runs/data] output=runs/moe
   python -m training stories output=runs/moe profile=10-12 log.tensorboard=true     where the time goes; more to look at
+  torchrun --nproc-per-node 8 -m training CONFIG mesh.ep=8 output=runs/moe          on 8 GPUs, the same run
   python -m training.plots runs/dense runs/moe --output loss.png
 
 The same command goes on where it stopped. All keys, with comments: training/config.py
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(EXAMPLES, end="")
         return 0 if words else 2
     from training.config import read_config
+    from training.distributed import rank
     from training.metrics import read
     from training.train import train
 
@@ -33,8 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = train(config)
         reached = max((row["step"] for row in read(folder)), default=config.steps)
     except (ValueError, OSError) as error:
-        print(f"training: {' '.join(str(error).split())}", file=sys.stderr)
+        who = f"training, rank {rank()}" if rank() else "training"
+        print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    if rank():  # the first one speaks for all
+        return 0
     if reached < config.steps:
         print(f"{folder} stopped after step {reached} of {config.steps}; the same command goes on from there")
     else:
