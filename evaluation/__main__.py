@@ -9,6 +9,7 @@ from importlib import import_module
 
 USER_ERROR = 2
 COMMANDS = {  # a module of this package each, with a main(words)
+    "run": "SUITE CHECKPOINT: a model's answers to the items of a suite (mmlu, core, perplexity, gsm8k, tiny)",
     "compare": "A B ...: is B better than A? paired statistics of two runs, or losses of two trainings",
     "routing": "CHECKPOINT TEXT ...: how experts are used on each text, and how far they came from their start",
     "report": "PATH ...: one page of all that lies in these folders",

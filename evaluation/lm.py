@@ -25,10 +25,18 @@ GENERATED = 256  # tokens, where a task does not say; as HFLM
 
 class DecoderLM(TemplateLM):  # type: ignore[misc]
     def __init__(
-        self, engine: Engine, tokenizer: Any, *, remembered: Remembered | None = None, stops: Iterable[int] = ()
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        remembered: Remembered | None = None,
+        stops: Iterable[int] = (),
+        generate: int = 0,
     ) -> None:
-        """`stops`: tokens that end a text besides the tokenizer's own, as generation_config.json says."""
+        """`stops`: tokens that end a text besides the tokenizer's own, as generation_config.json says. `generate`:
+        tokens of a text at most, whatever the task says."""
         super().__init__()
+        self.generate = generate
         self.engine, self.tokenizer, self.remembered = engine, tokenizer, remembered
         self.max_length = engine.model.dense.context
         if tokenizer.eos_token_id is None:
@@ -121,7 +129,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
             options = normalize_gen_kwargs(settings, GENERATED)
             if options.get("do_sample") or options.get("temperature"):
                 raise ValueError(f"a task asks for sampled texts ({settings}); only greedy ones are written here")
-            kind = (options["max_gen_toks"], tuple(handle_stop_sequences(options["until"], end)))
+            kind = (self.generate or options["max_gen_toks"], tuple(handle_stop_sequences(options["until"], end)))
             kinds.setdefault(kind, []).append(prompt)
             asked.append((kind, prompt))
         written = {kind: self.texts(list(dict.fromkeys(prompts)), *kind) for kind, prompts in kinds.items()}

@@ -1,0 +1,190 @@
+"""A checkpoint as a model that can be asked: a Hugging Face folder, a hub id, or a training run's folder.
+
+Of a training run it is the newest checkpoint that is whole, or a given one (RUN/checkpoints/step-00000100). Under a
+mesh each process reads its own share only, as training does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+
+from evaluation.results import Model
+from training import layout
+from training.config import ModelConfig, upcycle_config
+from training.layout import Origin
+from training.mesh import ParallelMesh, check
+from training.model.decoder import Decoder
+from training.shard import parallelize
+from training.state import STEP, Checkpoints, check_same, weights
+from training.storage import Reader, damage, read_manifest
+from upcycle.config import build
+from upcycle.size import dense_parameters
+from upcycle.spec import MoESpec
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: Decoder
+    about: Model
+    tokenizer: Any
+    stops: tuple[int, ...]  # end-of-text tokens of generation_config.json
+
+
+def opened(
+    source: str, dtype: str, mesh: ParallelMesh, device: torch.device, *, experts: str = "grouped", tokenizer: str = ""
+) -> Loaded:
+    run, step_folder = training_run(Path(source))
+    with origin_of(source, run) as origin:
+        words = load_tokenizer(source, origin, tokenizer)  # first: it is found wrong soonest
+        check(mesh.config, mesh.world, origin.spec, sequence=origin.dense.context)
+        with torch.device("meta"):
+            model = Decoder(origin.spec, experts=experts, compute=getattr(torch, dtype))
+            if run is None:  # of a run the masters are read; modules cast for themselves
+                for name, parameter in model.named_parameters():
+                    if ".router." not in name:
+                        parameter.data = parameter.data.to(getattr(torch, dtype))
+        parallelize(model, mesh)
+        model = model.to_empty(device=device).eval()
+        step = None
+        if run is None:
+            layout.load(model, origin)
+        else:
+            step = load_step(model, run, step_folder, mesh)
+        if len(words) > origin.dense.vocab and max(words.get_vocab().values()) >= origin.dense.vocab:
+            raise ValueError(
+                f"the tokenizer of {source} gives ids up to {max(words.get_vocab().values())} and the model has "
+                f"{origin.dense.vocab} embeddings; write tokenizer=FOLDER with the model's own"
+            )
+        total, active = parameters(origin)
+        about = Model(
+            name=Path(source).resolve().name if Path(source).exists() else source,
+            source=source,
+            fingerprint=fingerprint(model),
+            kind=str(origin.config.get("model_type")),
+            parameters=total,
+            active=active,
+            dtype=dtype,
+            step=step,
+        )
+        return Loaded(model, about, words, end_tokens(origin))
+
+
+# ---- a training run
+
+
+def training_run(path: Path) -> tuple[Path | None, Path | None]:
+    """(run's folder, the step's folder that is asked for), if it is one."""
+    step = path if STEP.fullmatch(path.name) and path.is_dir() else None
+    run = path.parent.parent if step else path
+    is_run = (run / "checkpoints").is_dir() and (run / "config.json").is_file()
+    return (run, step) if is_run else (None, None)
+
+
+def origin_of(source: str, run: Path | None) -> AbstractContextManager[Origin]:
+    if run is None:
+        return layout.opened(source)
+    settings = json.loads((run / "config.json").read_text())
+    config = build(ModelConfig, settings["model"], "model.")
+    return layout.online(upcycle_config(config)) if config.upcycle else layout.opened(config.source)
+
+
+def load_step(model: Decoder, run: Path, folder: Path | None, mesh: ParallelMesh) -> int:
+    """The weights alone; returns the step."""
+    if folder is None:
+        with Checkpoints(run / "checkpoints", asynchronous=False) as kept:
+            folder = kept.latest()
+    elif problem := damage(folder):
+        raise ValueError(f"{folder} cannot be used: {problem}")
+    if folder is None:
+        raise ValueError(f"{run} has no checkpoint yet; evaluate it after its first one, or its model.source")
+    manifest = read_manifest(folder)
+    reader = Reader(folder, manifest)
+    saved: Any = reader.metadata.state_dict_metadata
+    places = {f"model.{name}": tensor for name, tensor in weights(model).items()}
+    for name, tensor in places.items():
+        check_same(name, tensor, saved.get(name))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        load(dict(places), storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
+    return int(manifest["step"])
+
+
+# ---- what belongs to the weights
+
+
+def load_tokenizer(source: str, origin: Origin, given: str) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = Path(given) if given else next((f.parent for f in origin.files if f.name in TOKENIZERS), None)
+    if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
+        raise ValueError(
+            f"{given or source} has no tokenizer ({', '.join(TOKENIZERS[:2])}, ...), and tasks are text; write "
+            f"tokenizer=FOLDER with the one that the model was trained with"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from None
+
+
+def end_tokens(origin: Origin) -> tuple[int, ...]:
+    """As transformers' generate: generation_config.json if there is one, else config.json."""
+    file = next((f for f in origin.files if f.name == "generation_config.json"), None)
+    settings = json.loads(file.read_text()) if file else origin.config
+    ends = settings.get("eos_token_id")
+    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+
+
+def parameters(origin: Origin) -> tuple[int, int]:
+    """(all, those that a token uses)."""
+    if not isinstance(origin.spec, MoESpec):
+        count = dense_parameters(origin.dense)
+        return count, count
+    with torch.device("meta"):
+        model = Decoder(origin.spec, experts="reference")
+    total = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    widths = sorted(origin.spec.widths)
+    padded = len(widths) * widths[-1]  # uneven experts are held as wide as the widest
+    each = experts / padded
+    return round(total - each * (padded - sum(widths))), round(
+        total - experts + each * sum(widths[-origin.spec.top_k :])
+    )
+
+
+def fingerprint(model: Decoder) -> str:
+    """Of every weight, by name: the same on any mesh and from any file, another one if a single weight is."""
+    named = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0])
+    sums = hashlib.sha256()
+    for name, tensor in named:
+        sums.update(f"{name} {list(tensor.shape)} ".encode() + digest(whole(tensor)))
+    return sums.hexdigest()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Of the numbers, not of how wide they are kept: a bfloat16 model is the same when it is read into float32."""
+    narrow = tensor.bfloat16()
+    kept = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+    raw: Any = kept.contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(raw).digest()

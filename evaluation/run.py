@@ -1,0 +1,338 @@
+"""Ask a model the items of a suite, and keep every answer.
+
+    python -m evaluation run mmlu ./moe data=FOLDER fewshot=0          from files; without data from the hub
+    python -m evaluation run perplexity runs/moe texts=[law.jsonl.zst]  a training run: its newest checkpoint
+    python -m evaluation run tiny org/name limit=10 dtype=bfloat16
+    torchrun --nproc-per-node 8 -m evaluation run core ./moe mesh.ep=8
+
+Suites are the files of evaluation/suites, or a file of your own; SUITE may also be a ready config (configs/eval).
+Killed and started again, it goes on where it was. Keys:
+"""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lm_eval.evaluator
+import yaml
+
+from evaluation import load, results, tasks
+from evaluation.engine import Engine
+from evaluation.lm import DecoderLM
+from evaluation.ranks import Ranks
+from evaluation.remember import Remembered
+from evaluation.results import Group, Item, Run, Score, Task
+from training.distributed import processes
+from training.mesh import MeshConfig, ParallelMesh
+from training.model.decoder import Decoder
+from upcycle import __version__
+from upcycle.config import read
+
+READY = Path(__file__).parent.parent / "configs" / "eval"
+DTYPES = ("float32", "bfloat16", "float64")
+BOOTSTRAP = 1000  # draws for the standard errors that have no formula (perplexity)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    suite: str = ""  # a file of evaluation/suites, or one of your own
+    checkpoint: str = ""  # a Hugging Face folder, a hub id, or a training run's folder
+    data: str = ""  # a folder with the suite's files; "": from the hub
+    texts: tuple[str, ...] = ()  # perplexity: .txt, .jsonl or .jsonl.zst, each a domain
+    fewshot: int | None = None  # examples in a prompt, where the task leaves it open
+    limit: int = 0  # items of each task; 0: all
+    output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-FINGERPRINT
+    name: str = ""  # of the model in tables; "": the checkpoint's
+    dtype: str = "float32"  # float32 | bfloat16 | float64
+    tokens: int = 8192  # of a forward
+    generate: int = 0  # tokens of a written answer at most; 0: as the task says, or 256
+    experts: str = "grouped"  # a backend of training/experts
+    tokenizer: str = ""  # a folder; "": the checkpoint's
+    device: str = ""  # cuda if there is one
+    mesh: MeshConfig = field(default_factory=MeshConfig)  # how several processes divide the model
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("limit", 0), ("generate", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.fewshot is not None and self.fewshot < 0:
+            raise ValueError(f"fewshot is {self.fewshot}; it must be at least 0")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.mesh.pp > 1:
+            raise ValueError(f"mesh.pp={self.mesh.pp}: evaluation has no pipeline; divide the model by mesh.ep or tp")
+
+
+def main(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__, end="")
+        print("\n".join(f"    {f.name}" for f in EvalConfig.__dataclass_fields__.values()))
+        return 0
+    config = read_config(words)
+    command = shlex.join(["python", "-m", "evaluation", "run", *words])
+    run(config, command)
+    return 0
+
+
+def read_config(words: Sequence[str]) -> EvalConfig:
+    names = [word for word in words if "=" not in word]
+    if len(names) > 2:
+        raise ValueError(f"{names[2]!r} is one name too many; write run SUITE CHECKPOINT key=value ...")
+    more = [word for word in words if "=" in word]
+    if len(names) == 2:
+        more.append(f"checkpoint={names[1]}")
+    file = names[0] if names else ""
+    if file and not is_config(file):
+        file, more = "", [*more, f"suite={file}"]
+    config = read(EvalConfig, file, more, READY)
+    if not config.suite or not config.checkpoint:
+        lacks = "checkpoint" if config.suite else "suite"
+        raise ValueError(f"{lacks} is not set; write for instance run tiny ./model")
+    return config
+
+
+def is_config(name: str) -> bool:
+    """A file with a `suite`; else it is a suite."""
+    path = next((p for p in (Path(name), READY / f"{name}.yaml") if p.is_file()), None)
+    if path is None:
+        return False
+    try:
+        found = yaml.safe_load(path.read_text())
+    except yaml.YAMLError:
+        return True  # and read() says what is wrong with it
+    return isinstance(found, dict) and "suite" in found
+
+
+def run(config: EvalConfig, command: str) -> Path:
+    """Returns the folder with the results (results.py)."""
+    started, clock = datetime.now(UTC), time.monotonic()
+    with processes(config.device) as device:
+        # before the model: what is missing is found in seconds
+        found = tasks.load(config.suite, config.data, config.texts, config.fewshot)
+        mesh = ParallelMesh(config.mesh, device_type=device.type)
+        model = load.opened(
+            config.checkpoint, config.dtype, mesh, device, experts=config.experts, tokenizer=config.tokenizer
+        )
+        about = replace(model.about, name=config.name or model.about.name)
+        folder = Path(config.output or f"runs/eval/{Path(config.suite).stem}-{about.name}-{about.fingerprint[:8]}")
+        engine = Engine(model.model, config.tokens, ranks_of(mesh), mesh.group("tp"), progress=mesh.rank == 0)
+        remembered = Remembered(folder / "cache", about.fingerprint, config.dtype, mesh.rank)
+        engine.ranks.any(False)  # all have read before one writes
+        lm = DecoderLM(engine, model.tokenizer, remembered=remembered, stops=model.stops, generate=config.generate)
+        prepared = time.monotonic()
+        answered = ask(lm, found, config.limit, BOOTSTRAP)
+        remembered.close()
+        clock_end = time.monotonic()
+        done = Run(
+            model=about,
+            suite=config.suite,
+            command=command,
+            options=asdict(config),
+            versions=versions(),
+            started=started.isoformat(timespec="seconds"),
+            seconds=clock_end - clock,
+            work=work_of(lm) | {"loading_seconds": prepared - clock, "asking_seconds": clock_end - prepared},
+            tasks=tasks_of(answered, found),
+            groups=groups_of(answered, found),
+            notes=(*found.notes, *notes_of(config, lm)),
+        )
+        if mesh.rank == 0:
+            results.save(folder, done, items_of(answered, found))
+            print(table(done))
+            print(f"\n{folder}: run.json, items.jsonl")
+    return folder
+
+
+def evaluate_live(
+    model: Decoder,
+    tokenizer: Any,
+    suite: str,
+    mesh: ParallelMesh,
+    *,
+    data: str = "",
+    texts: Sequence[str] = (),
+    fewshot: int | None = None,
+    limit: int = 0,
+    tokens: int = 8192,
+) -> dict[str, float]:
+    """The suite's numbers of a model in training, sharded as it is; all ranks call it, and all get them."""
+    if mesh.size("pp") > 1:
+        raise ValueError(f"mesh.pp={mesh.size('pp')}: a pipeline is not evaluated while it trains; set eval_every=0")
+    found = tasks.load(suite, data, texts, fewshot)
+    engine = Engine(model, tokens, ranks_of(mesh), mesh.group("tp"), progress=False)
+    answered = ask(DecoderLM(engine, tokenizer), found, limit, bootstrap=0)
+    out: dict[str, float] = {}
+    parts: dict[str, Task | Group] = {**tasks_of(answered, found), **groups_of(answered, found)}
+    for name, part in parts.items():
+        out |= {f"eval/{name}/{metric}": value for metric, value in part.metrics.items()}
+    return out
+
+
+def ranks_of(mesh: ParallelMesh) -> Ranks:
+    """Tensor parallel ranks, which are neighbours, ask the same; all others ask something else."""
+    return Ranks(mesh.rank // mesh.size("tp"), mesh.world // mesh.size("tp"))
+
+
+def ask(lm: DecoderLM, found: tasks.Tasks, limit: int, bootstrap: int) -> Any:
+    """lm-eval's own prompts, metrics and standard errors. Every process does all of it but the forwards."""
+    was_training = lm.engine.model.training
+    with tasks.alone(), lm.engine.open():
+        try:
+            lm.engine.model.eval()
+            return lm_eval.evaluator.evaluate(
+                lm=lm, task_dict=found.loaded, limit=limit or None, bootstrap_iters=bootstrap, log_samples=True
+            )
+        finally:
+            lm.engine.model.train(was_training)
+
+
+# ---- lm-eval's results as ours
+
+
+def metric_name(metric: str, chosen: str) -> str:
+    """lm-eval's `acc,none` is acc; exact_match,strict-match keeps how the answer was found."""
+    return metric if chosen == "none" else f"{metric},{chosen}"
+
+
+def numbers(row: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    values: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for name, value in row.items():
+        metric, comma, chosen = name.partition(",")
+        if not comma or isinstance(value, str):
+            continue
+        if metric.endswith("_stderr"):
+            errors[metric_name(metric.removesuffix("_stderr"), chosen)] = float(value)
+        else:
+            values[metric_name(metric, chosen)] = float(value)
+    return values, errors
+
+
+def tasks_of(answered: Any, found: tasks.Tasks) -> dict[str, Task]:
+    members = tasks.all_groups(found.loaded)
+    out = {}
+    for name, task in found.loaded["tasks"].items():
+        values, errors = numbers(answered["results"][name])
+        higher = answered["higher_is_better"].get(name, {})
+        within = sorted((len(inside), group) for group, inside in members.items() if name in inside)
+        out[name] = Task(
+            name=name,
+            title=str(task.config.task_alias or name),
+            metrics=values,
+            stderr=errors,
+            higher_is_better={metric: bool(higher.get(metric.partition(",")[0], True)) for metric in values},
+            items=int(answered["n-samples"][name]["effective"]),
+            total=int(answered["n-samples"][name]["original"]),
+            fewshot=int(answered["n-shot"].get(name) or 0),
+            version=str(answered["versions"].get(name)),
+            output=str(task.OUTPUT_TYPE),
+            groups=tuple(group for _, group in within),
+        )
+    return out
+
+
+def groups_of(answered: Any, found: tasks.Tasks) -> dict[str, Group]:
+    out = {}
+    for name, inside in tasks.all_groups(found.loaded).items():
+        values, errors = numbers(answered.get("groups", {}).get(name, {}))
+        items = sum(int(answered["n-samples"][task]["effective"]) for task in inside)
+        title = str(found.loaded["groups"][name].alias or name)
+        out[name] = Group(name, title, values, errors, tuple(inside), items)
+    return out
+
+
+def items_of(answered: Any, found: tasks.Tasks) -> Iterator[Item]:
+    for name, task in found.loaded["tasks"].items():
+        merged: dict[int, Item] = {}
+        for sample in answered["samples"][name]:
+            scores = {
+                metric_name(metric, sample["filter"]): score(metric, sample[metric]) for metric in sample["metrics"]
+            }
+            known = merged.get(sample["doc_id"])
+            if known is None:
+                merged[sample["doc_id"]] = item(name, task, sample, scores)
+            else:  # another way to find the answer in the same text
+                merged[sample["doc_id"]] = replace(known, scores={**known.scores, **scores})
+        yield from (merged[number] for number in sorted(merged))
+
+
+def item(name: str, task: Any, sample: Mapping[str, Any], scores: Mapping[str, Score]) -> Item:
+    answers = [response[0] for response in sample["resps"]]
+    text, logprobs, greedy = "", [], []
+    choices: Sequence[Any] = ()
+    if task.OUTPUT_TYPE == "generate_until":
+        text = str(answers[0])
+    elif task.OUTPUT_TYPE == "loglikelihood_rolling":
+        logprobs = [float(answers[0])]
+    else:
+        logprobs, greedy = [float(a) for a, _ in answers], [bool(b) for _, b in answers]
+        if task.OUTPUT_TYPE == "multiple_choice":
+            choices = task.doc_to_choice(sample["doc"])
+    return Item(
+        task=name,
+        doc=int(sample["doc_id"]),
+        doc_hash=sample["doc_hash"],
+        prompt_hash=sample["prompt_hash"],
+        target="" if task.OUTPUT_TYPE == "loglikelihood_rolling" else str(sample["target"]),
+        scores=scores,
+        logprobs=tuple(logprobs),
+        greedy=tuple(greedy),
+        text=text,
+        choices=tuple(map(str, choices)),
+    )
+
+
+def score(metric: str, value: Any) -> Score:
+    if isinstance(value, tuple):
+        return float(value[0]), float(value[1])
+    return (float(value), 1.0) if metric == "perplexity" else float(value)  # of one word: nats, and one unit
+
+
+# ---- what is said about a run
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "upcycle": __version__}
+    return found | {name: version(name) for name in ("torch", "transformers", "tokenizers", "datasets", "lm_eval")}
+
+
+def work_of(lm: DecoderLM) -> dict[str, float]:
+    each = lm.engine.ranks.gather(lm.engine.work)
+    tokens, forwards = (sum(work[name] for work in each) for name in ("tokens", "forwards"))
+    return {"tokens": tokens, "forwards": forwards, "requests": lm.asked, "recalled": lm.recalled}
+
+
+def notes_of(config: EvalConfig, lm: DecoderLM) -> Iterator[str]:
+    if config.limit:
+        yield f"limit={config.limit}: not all items of each task"
+    if lm.cut:
+        yield (
+            f"{lm.cut:,} of {lm.asked:,} requests were longer than the model's context of {lm.max_length} tokens and "
+            f"lost their beginning, as in lm-eval"
+        )
+
+
+def table(done: Run) -> str:
+    lines = [f"{done.model.name}  {done.suite}  {done.model.fingerprint[:8]}  {done.model.dtype}", ""]
+    parts: list[Task | Group] = [*done.groups.values(), *done.tasks.values()]
+    width = max(len(part.name) for part in parts)
+    for part in parts:
+        for metric, value in part.metrics.items():
+            error = f" +- {part.stderr[metric]:.4f}" if metric in part.stderr else ""
+            lines.append(f"{part.name:{width}}  {part.items:>6}  {metric:28} {value:10.4f}{error}")
+    work = done.work
+    lines += [
+        "",
+        f"{work['requests']:,} requests ({work['recalled']:,} remembered), {work['tokens']:,.0f} tokens in "
+        f"{work['forwards']:,.0f} forwards, {done.seconds:.0f} s",
+        *(f"note: {note}" for note in done.notes),
+    ]
+    return "\n".join(lines)
