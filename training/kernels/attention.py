@@ -64,6 +64,7 @@ def block_backward(
             d_y, q, k, v, y, lse, None, None, s, t, 0.0, causal, seed, seed[0], scale=scale
         )
     lse = functional.pad(lse, (0, -s % LSE_ROWS), value=math.inf)
+    y = y.transpose(1, 2).contiguous().transpose(1, 2)  # the order the kernel takes for granted
     d_q, d_k, d_v, _ = aten._scaled_dot_product_efficient_attention_backward(
         d_y, q, each_head(k, q), each_head(v, q), spread(bias, q), y, lse, seed[0], seed[1], 0.0,
         [True, True, True, False], causal, scale=scale,
