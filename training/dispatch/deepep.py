@@ -23,6 +23,7 @@ from torch import Tensor
 from training.dispatch import Dispatched, Dispatcher, common
 from training.kernels.permute import gather, places, spread
 
+NODE = 8  # ranks that 1.x takes for one node
 SMS = 24  # multiprocessors that communicate; left alone, 2.x takes 4 where it cannot read NVLink's speed
 
 
@@ -162,7 +163,8 @@ class First:
         kind.set_num_sms(SMS)
         configs = (kind.get_dispatch_config(ranks), kind.get_combine_config(ranks))
         near = max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs)
-        far = max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs)
+        # inside a node there is none, and a build without NVSHMEM does not even answer
+        far = max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs) if ranks > NODE else 0
         self.buffer = kind(self.group, near, far)
 
 
