@@ -124,6 +124,9 @@ class Pipeline:
         self.scored = torch.ones((), device=self.device)
         self.shape: tuple[int, ...] = ()  # of a batch; the schedule has buffers for one
         self.schedule: Any = None
+        self.length: int | None = None
+        for part in parts:
+            part.register_forward_pre_hook(self.add_length, with_kwargs=True)
         if schedule in SPLIT:  # weights that were freed in between would not be found again
             for module in (module for part in parts for module in part.modules()):
                 if isinstance(module, FSDPModule):
@@ -147,13 +150,18 @@ class Pipeline:
             self.shape = tuple(batch.tokens.shape)
             self.schedule = self.planned()
         self.copy_tied()
-        self.scored = scored
+        self.scored, self.length = scored, length
         given = {"positions_BS": batch.positions, "documents_BS": batch.documents, "labels_BS": batch.labels}
+        # torch 2.11 cannot split the backward of what was given anything but tensors
+        given = {name: tensor for name, tensor in given.items() if tensor is not None}
         losses: list[Tensor] = []
         tokens = [batch.tokens] if 0 in self.parts else []
-        self.schedule.step(*tokens, target=batch.labels, losses=losses, return_outputs=False, length=length, **given)
+        self.schedule.step(*tokens, target=batch.labels, losses=losses, return_outputs=False, **given)
         self.sum_tied()
         return self.told(sum(losses[1:], losses[0]).detach() if losses else None)
+
+    def add_length(self, _: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return inputs, named | {"length": self.length}
 
     def planned(self) -> Any:
         """torch's schedule, with the shapes of all that travels: left to find them out it would run the model once,
@@ -228,6 +236,7 @@ class Pipeline:
         it gathered: shard.reshard() afterwards.
         """
         self.copy_tied()
+        self.length = length
         pieces = [
             Batch(*parts)
             for parts in zip(
@@ -244,7 +253,7 @@ class Pipeline:
                     continue
                 piece = pieces[number]
                 x = waiting.pop((stage, number)) if stage else piece.tokens
-                y = part(x, piece.positions, piece.documents, piece.labels, length)
+                y = part(x, piece.positions, piece.documents, piece.labels)
                 if stage == self.last:
                     nats = y if nats is None else nats + y
                 elif stage + 1 in self.parts:

@@ -104,6 +104,7 @@ def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
 
 
 def refused(rank: int, world: int) -> str:
+    dist.barrier()  # nobody leaves before all are there
     with pytest.raises(ValueError, match=r"use mesh\.context=ring") as caught:
         attach(tiny.model(tiny.dense(heads=3, kv_heads=3)), dist.group.WORLD, "ulysses")
     return str(caught.value)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parallel import ranks, tiny
+from tests.parallel import ranks, test_run, tiny
 from training.balance import Balance, BalanceConfig
 from training.context import split
 from training.mesh import MeshConfig, ParallelMesh
@@ -158,3 +159,24 @@ def test_what_a_schedule_cannot_do_is_refused(
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("makes 8 stages, and the model has 6 layers; try mesh.pp=3")):
         cut(tiny.dense(layers=6), 4, "zbv")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What test_run.py starts from, with tied embeddings and layers for four stages."""
+    return test_run.folder_of(tmp_path_factory.mktemp("run"), num_hidden_layers=4, tie_word_embeddings=True)
+
+
+def test_tied_embeddings_are_trained_as_one_matrix(place: Path, tmp_path: Path) -> None:
+    """Loaded, stepped, clipped, validated and exported once, whether one rank has both stages or two have one each."""
+    alone = test_run.on_rank(0, 1, test_run.words(place, tmp_path / "alone", f"export={tmp_path / 'alone-out'}"))
+    want = test_run.exported(tmp_path / "alone-out")
+    for schedule in ("1f1b", "zbv"):
+        out = tmp_path / f"{schedule}-out"
+        more = ["micro_batch=4", "mesh.pp=2", f"mesh.schedule={schedule}", f"export={out}"]
+        ranks.run(2, test_run.on_rank, test_run.words(place, tmp_path / schedule, *more))
+        test_run.same_run(tmp_path / schedule, alone)
+        have = test_run.exported(out)
+        assert have.keys() == want.keys()
+        for name in want:
+            assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name

@@ -31,8 +31,12 @@ UPCYCLE = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    tiny.make("qwen3", folder / "dense", vocab_size=400, num_key_value_heads=4, num_hidden_layers=3)
+    return folder_of(tmp_path_factory.mktemp("run"), num_hidden_layers=3)
+
+
+def folder_of(folder: Path, **changed: Any) -> Path:
+    """A tiny dense model, data to train on and to validate with."""
+    tiny.make("qwen3", folder / "dense", vocab_size=400, num_key_value_heads=4, **changed)
     (folder / "tokenizer").mkdir()
     tokenizer = make_tokenizer(folder / "tokenizer", bos=False)
     for name, seed in (("data", 0), ("valid", 1)):
