@@ -104,6 +104,8 @@ def opened(source: str | Path) -> Iterator[Origin]:
 @contextmanager
 def online(config: UpcycleConfig) -> Iterator[Origin]:
     """What `upcycle convert` would write, made as it is read."""
+    if not (config.source or config.donors):
+        raise ValueError("model.upcycle names no dense model; write model.upcycle.source=FOLDER, or a hub id")
     with ExitStack() as stack:
         names = [config.source or config.donors[0], *config.donors]
         checkpoints = [stack.enter_context(Checkpoint.open(name)) for name in names]

@@ -15,12 +15,13 @@ from torch import Tensor
 from tests.parallel import models
 from tests.parallel.ranks import run
 from training import balance as balance_module
+from training import plan
 from training.balance import Balance, BalanceConfig
 from training.config import ModelConfig, TrainConfig
 from training.data import DataConfig
 from training.mesh import AXES, MeshConfig, ParallelMesh
 from training.profiling import Phases
-from training.shard import own_part, parallelize, reshard
+from training.shard import local, own_part, parallelize, reshard
 from training.train import (
     Run,
     balance_of,
@@ -65,6 +66,7 @@ class Result:
     counts: Tensor = field(repr=False)
     # which tokens (sequence, place) of each micro-batch this rank had
     own: list[Tensor] = field(repr=False)
+    held: int = 0  # elements of parameters
 
 
 # ---- on the ranks
@@ -74,16 +76,20 @@ def on_ranks(rank: int, world: int, cases: list[Case]) -> list[Result]:
     return [of_rank(case) for case in cases]
 
 
+def config_of(case: Case, micro_batch: int) -> TrainConfig:
+    data, source = DataConfig(sequence=models.SEQUENCE), ModelConfig(source="none")
+    return TrainConfig(
+        model=source, data=data, mesh=case.mesh, balance=case.balance, batch=BATCH, micro_batch=micro_batch
+    )
+
+
 def of_rank(case: Case, device: torch.device = CPU) -> Result:
     mesh, spec = ParallelMesh(case.mesh, device_type=device.type), models.SPECS[case.model]
     parts = [models.make(case.model, part=layers).to(device) for layers in stages_of_rank(spec, mesh)]
     for part in parts:
         parallelize(part, mesh, recomputed=case.recompute)
     size = BATCH // MICRO // mesh.dp
-    config = TrainConfig(
-        model=ModelConfig(source="none"), mesh=case.mesh, balance=case.balance, batch=BATCH, micro_batch=size,
-        data=DataConfig(sequence=models.SEQUENCE),
-    )  # fmt: skip
+    config = config_of(case, size)
     model = under_one_roof(parts)
     run = Run(
         config=config, mesh=mesh, parts=parts, model=model, pipeline=pipeline_of(config, parts, mesh),
@@ -107,7 +113,8 @@ def of_rank(case: Case, device: torch.device = CPU) -> Result:
             nll(run, share)
         reshard(model)
     assert all(p.grad is not None for p in model.parameters()), "gradients went with the weights they belong to"
-    return Result(float(loss), found, counts.cpu(), own)
+    held = sum(local(p).numel() for p in model.parameters())
+    return Result(float(loss), found, counts.cpu(), own, held)
 
 
 # ---- one process
@@ -240,6 +247,12 @@ def found() -> dict[Case, list[Result]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_mapping_is_one_process(found: dict[Case, list[Result]], case: Case) -> None:
     assert_same(found[case], reference(case, found[case]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_plan_counts_what_the_fullest_rank_holds(found: dict[Case, list[Result]], case: Case) -> None:
+    planned = plan.memory(models.SPECS[case.model], config_of(case, 1), case.world)
+    assert planned.weights == 4 * max(rank.held for rank in found[case])
 
 
 def reference(case: Case, ranks: list[Result], device: torch.device = CPU) -> Result:

@@ -1,0 +1,59 @@
+"""The memory plan: what is counted is held to the ranks in tests/parallel/test_shard.py; here what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.models import SPECS
+from tests.parity import tiny
+from training.config import ModelConfig, TrainConfig
+from training.data import DataConfig
+from training.mesh import MeshConfig
+from training.plan import main, memory, table
+
+CONFIG = TrainConfig(model=ModelConfig(source="none"), data=DataConfig(sequence=32), batch=8, micro_batch=1)
+
+
+def on(mesh: MeshConfig, config: TrainConfig = CONFIG, world: int = 4) -> object:
+    return memory(SPECS["moe"], replace(config, mesh=mesh), world)
+
+
+def test_what_is_divided_is_smaller() -> None:
+    one, four = on(MeshConfig(), world=1), on(MeshConfig())
+    assert one.weights == one.gradients == one.moments / 2 > 3.9 * four.weights
+    assert on(MeshConfig(ep=4)).gathered < four.gathered, "no rank gathers all experts"
+    assert on(MeshConfig(ep=4, reshard=False)).gradients > on(MeshConfig(ep=4)).gradients
+    assert on(MeshConfig(tp=4)).activations < four.activations
+    assert on(MeshConfig(cp=4)).activations == four.activations // 4
+    assert on(MeshConfig(pp=2, schedule="gpipe")).activations > on(MeshConfig(pp=2)).activations
+    full = replace(CONFIG, model=replace(CONFIG.model, recompute="full"))
+    selective = replace(CONFIG, model=replace(CONFIG.model, recompute="selective"))
+    sizes = [on(MeshConfig(), config).activations for config in (full, selective, CONFIG)]
+    assert sizes == sorted(set(sizes))
+
+
+def test_one_micro_batch_trades_its_activations_for_gradients() -> None:
+    one = on(MeshConfig(), replace(CONFIG, batch=4))
+    several = on(MeshConfig())
+    assert several.total - one.total == min(one.activations, one.gradients)
+
+
+def test_the_table_begins_with_the_config_and_has_only_what_can_run() -> None:
+    lines = table(SPECS["moe"], replace(CONFIG, mesh=MeshConfig(tp=2)), 4).splitlines()
+    assert lines[1].endswith("tp=2 cp=1 pp=1 ep=1 etp=1   (this config)")
+    totals = [float(line.split()[6]) for line in lines[2:]]
+    assert totals == sorted(totals)
+    assert len(set(lines)) == len(lines) > 5
+    assert not any("pp=4" in line for line in lines), "three layers are no four stages"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"model.source={tiny.make('llama', tmp_path / 'dense')}", "data.sequence=32", "batch=8"]
+    assert main([*words, "gpus=2", "mesh.tp=2"]) == 0
+    assert "tp=2 cp=1 pp=1 ep=1 etp=1   (this config)" in capsys.readouterr().out
+    for more, says in ((["gpus=0"], "gpus=8"), ([], "gpus=8"), (["gpus=2", "mesh.tp=4"], "try mesh.tp=2")):
+        assert main([*words, *more]) == 2
+        assert says in capsys.readouterr().err
