@@ -78,7 +78,9 @@ def plan(inputs: Sequence[Input], budget: int, *, trees: bool = True) -> Plan:
     order = sorted(range(len(inputs)), key=lambda i: inputs[i].tokens.astype(">u4").tobytes())
     shared = [common(inputs[a].tokens, inputs[b].tokens) for a, b in itertools.pairwise(order)]
     starts = [0] + [
-        i + 1 for i, length in enumerate(shared) if not inputs[order[i]].scored == inputs[order[i + 1]].scored <= length
+        i + 1
+        for i, length in enumerate(shared)
+        if not (trees and inputs[order[i]].scored == inputs[order[i + 1]].scored <= length)
     ]
     units = list(zip(starts, [*starts[1:], len(order)], strict=True))  # inputs of one context
     free = [min(inputs[i].scored for i in order[a:b]) for a, b in units]  # what is before everything scored
@@ -107,9 +109,9 @@ def common(a: Ids, b: Ids) -> int:
 
 
 def grouped(between: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first, last, shared prefix) of groups of neighbours, such that the most tokens are saved.
+    """(first, last, shared prefix) of groups of neighbours.
 
-    between[i] is what units i and i + 1 share. Intervals that share at least d are a tree; from its leaves upwards,
+    between[i] is what units i and i + 1 share. Longest intervals that share so much are a tree; from its leaves upwards,
     each is made one group if that saves more than its parts do: depth * (size - 1), less what a fill costs.
     """
     # (depth, first, saved, groups) of intervals still open, each deeper than the one before
@@ -129,7 +131,13 @@ def grouped(between: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             stack.append((top, start, more + saved, before))
         else:
             stack.append((depth, first, saved, groups))
-    yield from stack[0][3]
+    # those that have no group of their own share what neighbours share within a row
+    for alone, some in itertools.groupby(stack[0][3], key=lambda group: group[2] == 0):
+        if alone:
+            ungrouped = list(some)
+            yield ungrouped[0][0], ungrouped[-1][1], 0
+        else:
+            yield from some
 
 
 def tree_rows(
