@@ -196,6 +196,13 @@ class Run:
         """The sum over all ranks with other tokens."""
         return all_reduce(tensor, self.mesh.tokens_group())
 
+    def agree(self, number: Tensor) -> Tensor:
+        """What the first rank found. Sums of other groups may differ in their last bit, and what all ranks scale and
+        decide by must not: copies of a weight would drift apart, or one rank would skip a step."""
+        if self.mesh.world > 1:
+            dist.broadcast(number, 0)
+        return number
+
 
 @contextmanager
 def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
@@ -326,9 +333,9 @@ def source(config: TrainConfig) -> AbstractContextManager[Origin]:
 
 def train_step(run: Run, batches: Sequence[Batch], lr: float) -> dict[str, Tensor]:
     """Forward and backward over the micro-batches, one update. Everything stays on the device."""
-    loss = gradients(run, batches)
+    loss = run.agree(gradients(run, batches))
     with run.phases("optimizer"):
-        norm = run.optimizer.clip(partial(all_reduce, group=run.mesh.group("pp")), elsewhere(run))
+        norm = run.optimizer.clip(lambda square: run.agree(all_reduce(square, run.mesh.group("pp"))), elsewhere(run))
         skip = ~(torch.isfinite(loss) & torch.isfinite(norm))
         if run.config.optim.spike_sigma:
             skip = skip | run.guard.spike(loss, norm)
