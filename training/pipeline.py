@@ -99,6 +99,11 @@ def check(config: MeshConfig, micro_batches: int, *, recomputed: str = "none", c
             f"mesh.schedule={name} with mesh.pp={pp} needs a multiple of {pp} micro-batches a step, got "
             f"{micro_batches}; try {micro_batches // pp * pp}"
         )
+    if name in SPLIT and not can_split():
+        raise ValueError(
+            f"mesh.schedule={name} needs torch 2.13, and this is {torch.__version__}; update it or use "
+            "mesh.schedule=interleaved"
+        )
     # each weight's gradient goes back through its region by itself, and each time the region is computed again
     again = f"model.recompute={recomputed}" if recomputed != "none" else "model.compile=true" if compiled else ""
     if name in SPLIT and again:
@@ -106,6 +111,11 @@ def check(config: MeshConfig, micro_batches: int, *, recomputed: str = "none", c
             f"mesh.schedule={name} makes the gradients of inputs and of weights one after the other, which {again} "
             "does not go with; switch that off or use mesh.schedule=interleaved"
         )
+
+
+def can_split() -> bool:
+    """Before 2.13 torch splits a function with two outputs (our norm with the addition before it) wrongly, if at all."""
+    return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.13")
 
 
 class Pipeline:

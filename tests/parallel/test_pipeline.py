@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.parallel import ranks, test_run, tiny
+from training import pipeline as module
 from training.balance import Balance, BalanceConfig
 from training.context import split
 from training.mesh import MeshConfig, ParallelMesh
-from training.pipeline import SCHEDULES, SINGLE, Pipeline, check, cut, stages
+from training.pipeline import SINGLE, SPLIT, Pipeline, can_split, check, cut, stages
 from training.shard import all_reduce, parallelize, reshard
 from upcycle.spec import DenseSpec, MoESpec
 
@@ -26,6 +27,7 @@ SPECS: dict[str, DenseSpec | MoESpec] = {
     "moe": tiny.moe((0, 2, 3, 7), layers=8),
 }
 BALANCE = BalanceConfig(aux_weight=0.1, z_weight=0.01)
+SCHEDULES = [name for name in module.SCHEDULES if can_split() or name not in SPLIT]
 TWO_STAGES = [name for name in SCHEDULES if name not in SINGLE]
 Found = tuple[Tensor, Tensor, dict[str, Tensor]]  # loss, of evaluation, gradients
 
@@ -148,8 +150,9 @@ def test_layers_are_cut_evenly() -> None:
     ],
 )
 def test_what_a_schedule_cannot_do_is_refused(
-    schedule: str, micro_batches: int, more: dict[str, Any], words: str
+    monkeypatch: pytest.MonkeyPatch, schedule: str, micro_batches: int, more: dict[str, Any], words: str
 ) -> None:
+    monkeypatch.setattr(module, "can_split", lambda: True)
     with pytest.raises(ValueError, match=re.escape(words)):
         check(MeshConfig(pp=4, schedule=schedule), micro_batches, **more)
     check(MeshConfig(pp=4, schedule=schedule), 8)
@@ -171,7 +174,7 @@ def test_tied_embeddings_are_trained_as_one_matrix(place: Path, tmp_path: Path) 
     """Loaded, stepped, clipped, validated and exported once, whether one rank has both stages or two have one each."""
     alone = test_run.on_rank(0, 1, test_run.words(place, tmp_path / "alone", f"export={tmp_path / 'alone-out'}"))
     want = test_run.exported(tmp_path / "alone-out")
-    for schedule in ("1f1b", "zbv"):
+    for schedule in ("1f1b", "zbv")[: 1 + can_split()]:
         out = tmp_path / f"{schedule}-out"
         more = ["micro_batch=4", "mesh.pp=2", f"mesh.schedule={schedule}", f"export={out}"]
         ranks.run(2, test_run.on_rank, test_run.words(place, tmp_path / schedule, *more))
@@ -180,3 +183,10 @@ def test_tied_embeddings_are_trained_as_one_matrix(place: Path, tmp_path: Path) 
         assert have.keys() == want.keys()
         for name in want:
             assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name
+
+
+def test_a_torch_that_splits_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "can_split", lambda: False)
+    with pytest.raises(ValueError, match=re.escape("mesh.schedule=zbv needs torch 2.13, and this is")):
+        check(MeshConfig(pp=2, schedule="zbv"), 4)
+    check(MeshConfig(pp=2, schedule="interleaved"), 4)
