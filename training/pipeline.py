@@ -114,7 +114,7 @@ def check(config: MeshConfig, micro_batches: int, *, recomputed: str = "none", c
 
 
 def can_split() -> bool:
-    """Before 2.13 torch splits a function with two outputs (our norm with the addition before it) wrongly, if at all."""
+    """Before 2.13 torch splits functions with two outputs (our norm with the addition before it) wrongly, if at all."""
     return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.13")
 
 
