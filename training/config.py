@@ -5,6 +5,7 @@ Each part's keys, defaults and checks stand beside the code that uses them (data
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from training.balance import BalanceConfig
 from training.data import DataConfig
+from training.evaluate import EvalConfig
 from training.mesh import MeshConfig
 from training.model.recompute import MODES
 from training.optim import OptimConfig
@@ -61,6 +63,7 @@ class TrainConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     steps: int = 1000
     batch: int = 64  # sequences a step
     micro_batch: int = 1  # sequences at a time, on each data-parallel rank
@@ -69,6 +72,7 @@ class TrainConfig:
     profile: str = ""  # steps to trace, such as 10-12: trace-10-12.json.gz, for perfetto
     memory_snapshot: bool = False  # of CUDA's allocator: memory.pickle, for pytorch.org/memory_viz
     export: str = ""  # a folder for the final model in its Hugging Face layout
+    patience: float = 30.0  # minutes that ranks wait for each other before they end and name who is missing
     device: str = ""  # cuda if there is one
     seed: int = 0
 
@@ -76,6 +80,8 @@ class TrainConfig:
         for name in ("steps", "batch", "micro_batch", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not (math.isfinite(self.patience) and self.patience > 0):
+            raise ValueError(f"patience is {self.patience}; it must be a number of minutes above 0")
         if self.valid_every < 0:
             raise ValueError(f"valid_every is {self.valid_every}; it must be at least 0")
         if self.batch % self.micro_batch:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from training.balance import Balance
 from training.config import TrainConfig, upcycle_config
 from training.data import Batch, Loader, Samples, Validation, open_training, open_validation
 from training.distributed import processes
+from training.evaluate import asker
 from training.flops import model_flops
 from training.layout import Origin
 from training.mesh import ParallelMesh, check
@@ -35,13 +37,14 @@ from training.profiling import Phases, Trace, memory_snapshot, steps_to_trace
 from training.schedule import schedule
 from training.shard import all_reduce, own_part, parallelize, reshard, synchronize
 from training.state import Checkpoints, Stop, TrainState
+from training.watch import guarded
 from upcycle import disk
 from upcycle.spec import DenseSpec, MoESpec
 
 # what may change between a run and its resumption without anybody being told: it changes no number
 QUIET = (
-    "output", "export", "checkpoint", "log", "log_every", "valid_every", "profile", "memory_snapshot", "device",
-    "mesh",
+    "output", "export", "checkpoint", "log", "log_every", "valid_every", "eval", "profile", "memory_snapshot",
+    "device", "mesh", "patience",
 )  # fmt: skip
 
 
@@ -49,7 +52,8 @@ def train(config: TrainConfig) -> Path:
     """Run to config.steps, or to a signal; the same call goes on where it stopped. Returns the run's folder."""
     torch.manual_seed(config.seed)  # nothing draws from these two; a module that ever does is still reproducible
     random.seed(config.seed)
-    with processes(config.device) as device, start(config, device) as run:
+    patience = timedelta(minutes=config.patience)
+    with processes(config.device, patience) as device, guarded(patience) as watch, start(config, device) as run:
         state, rate = run.state, schedule(config.schedule, config.steps)
         with (
             kept_in(run) as checkpoints,
@@ -63,6 +67,7 @@ def train(config: TrainConfig) -> Path:
                 raise ValueError(f"export={config.export} exists already; remove it or choose another folder")
             samples = run.place.samples = open_training(config.data, run.origin.dense.vocab, run.place.saved)
             valid = open_validation(config.data, run.origin.dense.vocab)
+            ask = asker(config.eval, run.origin, run.model, run.mesh)
             flops = model_flops(run.origin.spec, config.data.sequence)
             metrics = Metrics(
                 run.folder,
@@ -75,9 +80,10 @@ def train(config: TrainConfig) -> Path:
             )
             with metrics, loader_of(run, samples) as loader:
                 if first == 0:
-                    metrics.log(0, **validate(run, valid))
+                    metrics.log(0, **validate(run, valid), **ask())
                 stopped = False
                 while state.step < config.steps and not stopped:
+                    watch.doing(f"step {state.step + 1}")
                     trace.before(state.step + 1)
                     with run.phases("data"):
                         batches = [next(loader) for _ in range(run.micro_batches)]
@@ -90,6 +96,8 @@ def train(config: TrainConfig) -> Path:
                         metrics.log(state.step, **balance_numbers(run), **run.phases.fetch(max(metrics.taken, 1)))
                     if due(state.step, config.valid_every, config.steps):
                         metrics.log(state.step, **validate(run, valid))
+                    if due(state.step, config.eval.every, config.steps):
+                        metrics.log(state.step, **ask())
                     if due(state.step, config.checkpoint.every, config.steps) or stopped:
                         checkpoints.save(state.step, state)
         if run.leads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,6 +131,24 @@ def test_recomputation_changes_no_number(place: Path, tmp_path: Path, mode: str)
     assert losses(plain) == losses(again)
     loads = [[row.get("balance/max_over_mean") for row in read_metrics(folder)] for folder in (plain, again)]
     assert loads[0] == loads[1]
+
+
+def test_a_suite_is_asked_while_it_trains(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers stand beside the loss, and asking changes nothing of the training."""
+    (tmp_path / "words").mkdir()
+    shutil.copy(place / "tokenizer" / "tokenizer.json", tmp_path / "words")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (tmp_path / "words" / "tokenizer_config.json").write_text(json.dumps(settings))
+    words = ["eval.every=2", f"eval.tokenizer={tmp_path / 'words'}", "eval.limit=4"]
+    asked = train(config(place, tmp_path / "asked", *words, steps=3))
+    plain = train(config(place, tmp_path / "plain", steps=3))
+    rows = [row for row in read_metrics(asked) if any(key.startswith("eval/") for key in row)]
+    assert [row["step"] for row in rows] == [0, 2, 3]
+    assert len({json.dumps({k: v for k, v in row.items() if k.startswith("eval/")}) for row in rows}) > 1
+    assert losses(asked) == losses(plain)
+    data = [f"data.train=[{place / 'data'}]", f"model.source={place / 'dense'}", f"output={tmp_path / 'none'}"]
+    assert main([*data, *WORDS, "steps=8", "eval.every=1"]) == 2
+    assert "has no tokenizer" in capsys.readouterr().err
 
 
 def test_an_export_that_is_there_is_said_before_the_training(place: Path, tmp_path: Path) -> None:
