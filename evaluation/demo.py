@@ -1,0 +1,326 @@
+"""make demo: is upcycling real? From nothing to a report in a few minutes on a laptop's CPU, without network.
+
+    python -m evaluation.demo [output=runs/demo] [seed=0] [key=value ...]
+
+A small dense Llama learns to read Python's standard library, which lies on every machine. It is converted, twice:
+`copies`, 8 whole copies of each FFN of which a token takes 2, and `groups`, 4 copies cut into 4 parts of which a token
+takes 4 that are one whole FFN. Then the dense model and both mixtures go on with the same tokens at the same learning
+rate, and are compared: loss on files that none has seen, lm-eval's items, which expert is used where.
+
+Each stage is commands that are printed before they run, so that a person can type them. A finished stage is skipped; an
+interrupted one goes on where it stopped. `demo` below is the table of contents.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import sysconfig
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from upcycle.config import read
+from upcycle.disk import write_atomic
+from upcycle.sample import make_llama
+
+DOMAINS = {  # of the standard library: what each is about, as patterns of its files
+    "network": ("asyncio/*", "email/*", "http/*", "urllib/*", "xmlrpc/*", "wsgiref/*", "s*server.py", "socket.py",
+                "ssl.py", "*lib.py", "mailbox.py", "ipaddress.py"),
+    "numeric": ("statistics.py", "fractions.py", "_pydecimal.py", "*datetime.py", "random.py", "calendar.py",
+                "colorsys.py", "numbers.py", "heapq.py", "bisect.py", "_pylong.py", "turtle.py", "collections/*"),
+    "prose": ("pydoc_data/topics.py",),  # the language's reference, in English
+    "tests": ("unittest/*", "unittest/test/*", "doctest.py", "pdb.py", "bdb.py", "trace.py", "timeit.py",
+              "test/test_*.py"),
+    "text": ("re/*", "json/*", "html/*", "xml/*/*", "csv.py", "string.py", "textwrap.py", "difflib.py", "codecs.py",
+             "configparser.py", "locale.py", "gettext.py", "argparse.py", "optparse.py", "tokenize.py", "pydoc.py"),
+}  # fmt: skip
+END = "<|end|>"
+PIECE = 2000  # characters: a document is as many definitions of a file as fit
+HELD_OUT = 10  # every tenth file, and of the one that is a domain of its own every tenth piece
+DENSE, COPIES, GROUPS = ARMS = ("dense", "copies", "groups")
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    output: str = "runs/demo"
+    seed: int = 0  # of the weights, of the routers, of the order of the text
+    characters: int = 600_000  # of each domain, at most
+    held_out: int = 30_000  # characters of each domain that are kept for comparing
+    vocabulary: int = 2048
+    hidden: int = 96
+    layers: int = 4
+    first: int = 200  # steps of the dense model alone
+    steps: int = 200  # steps that all go on
+    batch: int = 8  # sequences a step
+    sequence: int = 256
+    peak: float = 2e-3  # learning rate, of the first training and of all that go on
+
+
+def demo(config: DemoConfig) -> int:
+    here = Path(config.output)
+    stage = Stages(here, config)
+    dense, suite, report = here / DENSE, here / "suite.yaml", here / "report.html"
+    stage("text", "Python's standard library, by what it is about", lambda: gather(here, config))
+    stage("start", "A tokenizer of it, and a Llama with random weights", lambda: start(here, config))
+    stage("tokens", "Text to tokens", lambda: tokens(here))
+    stage(
+        "first", "The dense Llama learns",
+        lambda: train(config, "first", here / "start", dense, config.first, "model.random=true", "valid_every=0"),
+    )  # fmt: skip
+    for arm in (COPIES, GROUPS):
+        words = [f"source={dense}", f"output={here / arm}", f"seed={config.seed}"]
+        if arm == COPIES:
+            words += ["experts=8", "top_k=2"]
+        else:
+            words = ["tiny", *words]  # the ready config: 4 copies of 4 parts
+        stage(f"convert {arm}", f"Upcycle it: {arm}", lambda words=words: call("upcycle", "convert", *words))  # type: ignore[misc]
+        stage(
+            f"verify {arm}", "Is it the same function?",
+            lambda arm=arm: call("upcycle", "verify", dense, here / arm, "--text", here / "text/valid/prose.jsonl"),  # type: ignore[misc]
+        )  # fmt: skip
+    for arm in ARMS:
+        about = "as it is: the control" if arm == DENSE else "on the same tokens"
+        more = ["optim.router_lr=0.1"] if arm == GROUPS else []  # or groups fall apart before their parts learned
+        stage(
+            f"train {arm}", f"Go on with {arm}, {about}",
+            lambda arm=arm, more=more: train(config, arm, here / arm, here / "trained" / arm, config.steps, *more),  # type: ignore[misc]
+        )  # fmt: skip
+    stage("suite", "lm-eval's tiny suite, and the text held out", lambda: write_suite(here, suite))
+    for arm in ARMS:
+        words = ["run", str(suite), str(here / "trained" / arm), f"output={here / 'results' / arm}", "tokens=4096"]
+        stage(f"ask {arm}", f"Ask {arm}", lambda words=words: call("evaluation", *words))  # type: ignore[misc]
+    for arm in (COPIES, GROUPS):
+        words = ["routing", str(here / "trained" / arm), *map(str, texts(here, "valid")), f"start={here / arm}"]
+        words += ["tokens=8192", f"length={config.sequence}", f"output={here / f'routing-{arm}.json'}"]
+        stage(f"routing {arm}", f"Which experts does {arm} use?", lambda words=words: call("evaluation", *words))  # type: ignore[misc]
+    shown = [
+        *(here / "results" / arm for arm in ARMS), *(here / "runs" / arm for arm in ARMS),
+        here / f"routing-{COPIES}.json", here / f"routing-{GROUPS}.json", here / COPIES, here / GROUPS,
+    ]  # fmt: skip
+    title = "title=A dense Llama and its upcycled twins, on Python's standard library"
+    stage("report", "All of it on one page", lambda: call("evaluation", "report", *shown, f"output={report}", title))
+    print("\n".join(["", *summary(here, config, stage)]))
+    return 0
+
+
+# ---- stages
+
+
+class Stages:
+    """What is done is written down, so that it is not done again."""
+
+    def __init__(self, folder: Path, config: DemoConfig) -> None:
+        self.file, self.number = folder / "done.json", 0
+        settings = {key: value for key, value in asdict(config).items() if key != "output"}
+        known = json.loads(self.file.read_text()) if self.file.is_file() else {"settings": settings, "stages": {}}
+        if known["settings"] != settings:
+            raise ValueError(f"{folder} was made with other settings; remove it, or write output=ANOTHER-FOLDER")
+        self.known: dict[str, Any] = known
+        self.done: dict[str, dict[str, float]] = known["stages"]
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, name: str, about: str, work: Callable[[], None]) -> None:
+        self.number += 1
+        if name in self.done:
+            print(f"{self.number:>2}. {about}: done before, in {self.done[name]['seconds']:.0f} s", flush=True)
+            return
+        print(f"\n\033[1m{self.number:>2}. {about}\033[0m", flush=True)
+        wall, processor = time.monotonic(), time.process_time()
+        work()
+        self.done[name] = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - processor}
+        write_atomic(self.file, (json.dumps(self.known, indent=1) + "\n").encode())
+
+    def total(self, kind: str) -> float:
+        return sum(stage[kind] for stage in self.done.values())
+
+
+class Stopped(Exception):
+    """A command failed, and has said why."""
+
+
+def call(program: str, *words: object) -> None:
+    """In this process, which saves the seconds that importing torch takes; but what is shown works in any shell."""
+    said = [str(word) for word in words]
+    shown = program if program == "upcycle" else f"python -m {program}"
+    print(f"$ {shown} {' '.join(word if ' ' not in word else repr(word) for word in said)}", flush=True)
+    module = program if program == "training.prepare" else f"{program}.__main__"
+    if code := import_module(module).main(said):
+        raise Stopped(code)
+
+
+# ---- text
+
+
+def gather(here: Path, config: DemoConfig) -> None:
+    """text/train and text/valid, a file for each domain. No file of the library is in both, but for the prose."""
+    for domain, patterns in DOMAINS.items():
+        parts: dict[str, list[str]] = {"train": [], "valid": []}
+        room = {"train": config.characters, "valid": config.held_out}
+        for name, piece in pieces(patterns):
+            part = "valid" if zlib.crc32(name.encode()) % HELD_OUT == 0 else "train"
+            if len(piece) <= room[part]:
+                room[part] -= len(piece)
+                parts[part].append(json.dumps({"text": piece}) + "\n")
+        for part, lines in parts.items():
+            folder = here / "text" / part
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / f"{domain}.jsonl", "".join(lines).encode())
+        print(f"{domain:8} {sum(map(len, parts['train'])):>9,} characters, {sum(map(len, parts['valid'])):,} held out")
+
+
+def pieces(patterns: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(what decides whether it is held out, text). Files in an order that has nothing to do with their names."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files = {path for pattern in patterns for path in library.glob(pattern) if path.suffix == ".py"}
+    for path in sorted(files, key=lambda path: zlib.crc32(path.relative_to(library).as_posix().encode())):
+        name = path.relative_to(library).as_posix()
+        if name.startswith("pydoc_data"):
+            yield from import_module("pydoc_data.topics").topics.items()
+            continue
+        gathered = ""
+        for block in path.read_text(encoding="utf-8", errors="replace").split("\n\n\n"):  # a definition each, by PEP 8
+            if gathered and len(gathered) + len(block) > PIECE:
+                yield name, gathered
+                gathered = ""
+            gathered += block[:PIECE] + "\n\n\n"
+        yield name, gathered
+
+
+def texts(here: Path, part: str) -> list[Path]:
+    return [here / "text" / part / f"{domain}.jsonl" for domain in DOMAINS]
+
+
+def start(here: Path, config: DemoConfig) -> None:
+    """A byte-level BPE of the training text, beside a config.json and weights that know nothing."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    folder = here / "start"
+    shutil.rmtree(folder, ignore_errors=True)
+    shape = {
+        "hidden_size": config.hidden, "intermediate_size": 4 * config.hidden, "num_hidden_layers": config.layers,
+        "num_attention_heads": config.hidden // 16, "num_key_value_heads": 2,
+        "vocab_size": config.vocabulary, "max_position_embeddings": config.sequence, "tie_word_embeddings": True,
+        "bos_token_id": 0, "eos_token_id": 0, "dtype": "float32",
+    }  # fmt: skip
+    make_llama(folder, shape, seed=config.seed)
+    words: Any = ByteLevelBPETokenizer()
+    lines = (json.loads(line)["text"] for path in texts(here, "train") for line in path.open(encoding="utf-8"))
+    words.train_from_iterator(lines, vocab_size=config.vocabulary, special_tokens=[END], show_progress=False)
+    words.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
+    print(f"{folder}: {config.vocabulary} tokens, {config.layers} layers of width {config.hidden}")
+
+
+def tokens(here: Path) -> None:
+    for name, sources in {"train": texts(here, "train"), **{p.stem: [p] for p in texts(here, "valid")}}.items():
+        call(
+            "training.prepare", here / "tokens" / name, f"tokenizer={here / 'start'}",
+            f"sources=[{','.join(map(str, sources))}]",
+        )  # fmt: skip
+
+
+# ---- training and asking
+
+
+def train(config: DemoConfig, name: str, source: Path, export: Path, steps: int, *more: str) -> None:
+    """All arms read the same samples in the same order: it is a function of the seed alone. The first training reads in
+    another order."""
+    here, output = Path(config.output), Path(config.output) / "runs" / name
+    valid = ",".join(str(here / "tokens" / domain) for domain in DOMAINS)
+    call(
+        "training", f"model.source={source}", f"output={output}", f"export={export}", f"steps={steps}",
+        f"data.train=[{here / 'tokens' / 'train'}]", f"data.valid=[{valid}]", f"data.sequence={config.sequence}",
+        f"data.seed={2 * config.seed + (name == 'first')}", f"seed={config.seed}", "model.compute=float32",
+        f"batch={config.batch}", f"micro_batch={config.batch}", f"schedule.peak={config.peak}",
+        f"schedule.final={config.peak / 10:g}", f"schedule.warmup={min(20, steps - 1)}",
+        *(() if "valid_every=0" in more else (f"valid_every={-(-steps // 4)}",)), *more,
+        f"checkpoint.every={-(-steps // 4)}", "checkpoint.keep=1",
+    )  # fmt: skip
+    if not export.is_dir():
+        raise Stopped(130)  # by a signal; the checkpoint is written
+
+
+def write_suite(here: Path, file: Path) -> None:
+    """A suite of one's own is a file: the tiny one's tasks and a text of each domain."""
+    from evaluation.tasks import SUITES, text_task
+
+    tiny = yaml.safe_load((SUITES / "tiny.yaml").read_text())["tasks"]
+    own = [{**task, "dataset_name": str(SUITES / task["dataset_name"])} for task in tiny]
+    own += [text_task(str(path)) for path in texts(here, "valid")]
+    write_atomic(file, yaml.safe_dump({"tasks": own}, sort_keys=False).encode())
+    print(f"{file}: {len(own)} tasks")
+
+
+# ---- what came of it
+
+
+def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
+    """Five lines, whichever way it went."""
+    from evaluation.compare import compare_losses
+    from evaluation.facts import mean
+    from evaluation.results import load
+    from training.metrics import read as read_metrics
+
+    losses = compare_losses([here / "runs" / arm for arm in ARMS])
+    start = read_metrics(here / "runs" / DENSE)[0]
+    before = mean(start[f"valid/{domain}/loss"] for domain in DOMAINS)
+    models = {arm: load(here / "results" / arm).model for arm in ARMS}
+    first = config.first * config.batch * config.sequence
+    sizes = {arm: f"{model.parameters / 1e6:.2f} M parameters" for arm, model in models.items()}
+    cost = dict(zip(losses.runs, losses.flops_per_token, strict=True))
+    control = mean(row.a for row in losses.at_equal_tokens[COPIES])
+
+    def beside(by_run: Any, arm: str) -> str:
+        rows = by_run[arm]
+        return (
+            f"{arm} {mean(r.b for r in rows):.4f} ({mean(r.difference for r in rows):+.4f}, lower on "
+            f"{sum(r.difference < 0 for r in rows)} of {len(rows)} domains)"
+        )
+
+    def verdict(arm: str) -> str:
+        ahead = mean(row.difference for row in losses.at_equal_tokens[arm]) < 0
+        return f"{arm} {'is' if ahead else 'is NOT'} ahead of the control"
+
+    at_flops = ", ".join(
+        f"{arm} {mean(r.difference for r in losses.at_equal_flops[arm]):+.4f} beside dense" for arm in (COPIES, GROUPS)
+    )
+    ratios = " and ".join(f"{(cost[arm] or 0) / (cost[DENSE] or 1):.2f}" for arm in (COPIES, GROUPS))
+    return [
+        f"1. A dense Llama ({sizes[DENSE]}) read {first:,} tokens of the standard library: held-out loss {before:.4f} "
+        "nats a token.",
+        f"2. Upcycled to {COPIES} ({sizes[COPIES]}) and {GROUPS} ({sizes[GROUPS]}), each the same function at first "
+        "(verify).",
+        f"3. All read the same {losses.tokens:,.0f} tokens more: dense {control:.4f}, "
+        f"{beside(losses.at_equal_tokens, COPIES)}, {beside(losses.at_equal_tokens, GROUPS)}: "
+        f"{verdict(COPIES)}, {verdict(GROUPS)}.",
+        f"4. A token of {COPIES} and {GROUPS} costs {ratios} times the FLOPs; at equal FLOPs: {at_flops}.",
+        f"5. {here / 'report.html'} shows all of it; took {stage.total('seconds'):.0f} s, "
+        f"{stage.total('cpu_seconds'):.0f} s of CPU.",
+    ]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    try:
+        return demo(read(DemoConfig, "", list(sys.argv[1:] if words is None else words)))
+    except Stopped as stopped:
+        print("demo: stopped; the same command goes on from here", file=sys.stderr)
+        return int(stopped.args[0])
+    except (ValueError, OSError) as error:
+        print(f"demo: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("demo: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
