@@ -111,8 +111,8 @@ def common(a: Ids, b: Ids) -> int:
 def grouped(between: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(first, last, shared prefix) of groups of neighbours.
 
-    between[i] is what units i and i + 1 share. Longest intervals that share so much are a tree; from its leaves upwards,
-    each is made one group if that saves more than its parts do: depth * (size - 1), less what a fill costs.
+    between[i] is what units i and i + 1 share. The longest intervals that share so much are a tree; from its leaves
+    upwards each is made one group if that saves more than its parts do: depth * (size - 1), less what a fill costs.
     """
     # (depth, first, saved, groups) of intervals still open, each deeper than the one before
     Open = list[tuple[int, int, int]]

@@ -71,7 +71,8 @@ def load(name: str, data: str = "", texts: Sequence[str] = (), fewshot: int | No
         raise ValueError(f"suite {name} takes no texts; use suite=perplexity")
     wanted: list[Any] = [text_task(text) for text in found_texts(data, texts)] if suite.texts else []
     names = list(wanted or suite.tasks)
-    folders = [LM_EVAL / folder for folder in suite.folders] or [LM_EVAL]
+    borrowed = any(isinstance(task, str) for task in names)
+    folders = [LM_EVAL / folder for folder in suite.folders] or [LM_EVAL] * borrowed
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"lm-eval has no folder {folder.name}, which suite {name} needs; install lm-eval>=0.4.13")
