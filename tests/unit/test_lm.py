@@ -190,11 +190,11 @@ def test_what_is_written_is_what_is_likeliest(name: str, budget: int) -> None:
     found: dict[int, list[int]] = {}
     engine = Engine(model, budget, progress=False)
     with engine.open():
-        engine.write(prompts, 10, lambda text: text[-1] % 7 == 0, lambda got: found.update(got))
-    assert len({len(text) for text in found.values()}) > 2
+        engine.write(prompts, 10, lambda text: sum(text) % 5 == 0, lambda got: found.update(got))
+    assert len({len(text) for text in found.values()}) > 1  # they end at other times
     for number, prompt in enumerate(prompts):
         text: list[int] = []
-        while len(text) < 10 and not (text and text[-1] % 7 == 0):
+        while len(text) < 10 and not (text and sum(text) % 5 == 0):
             text.append(int(model(torch.tensor([[*prompt, *text]]))[0, -1].argmax()))
         assert found[number] == text
 
