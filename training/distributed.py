@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 # a rank that waits longer for another one waits for a dead one; loading and checkpoints take minutes
 PATIENCE = timedelta(minutes=30)
@@ -33,9 +35,20 @@ def processes(device: str = "", patience: timedelta = PATIENCE) -> Iterator[torc
         return
     # gloo beside NCCL: what lies in host memory is talked about there
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=patience, device_id=own if own.type == "cuda" else None)
+    dist.init_process_group(backend, timeout=patience, device_id=own if own.type == "cuda" else None, **meeting_place())
     yield own
     dist.destroy_process_group()  # not after an error: the others still wait for this rank, until torchrun ends them
+
+
+def meeting_place() -> dict[str, Any]:
+    """Of one node's torchrun: a part of its store for each start of the run. The store outlives a restart, and in it
+    the addresses of those who died. Several nodes may count restarts differently; there torchrun itself is told to make
+    a new store (configs/launch/slurm.sbatch)."""
+    start, world = os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ["WORLD_SIZE"]
+    if start is None or os.environ.get("LOCAL_WORLD_SIZE") != world:
+        return {}
+    store, rank, _ = next(rendezvous("env://"))
+    return {"store": PrefixStore(f"start/{start}", store), "rank": rank, "world_size": int(world)}
 
 
 def rank() -> int:

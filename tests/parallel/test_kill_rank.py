@@ -1,0 +1,67 @@
+"""One rank of a run is killed in the middle of a step: the other names it and ends, torchrun starts both again, and the
+run ends with the bytes of one that nobody touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.parallel.test_run import folder_of, rows, words
+from training.metrics import FILE
+
+ROOT = Path(__file__).parents[2]
+STEPS = 60
+
+
+def started(place: Path, name: str) -> subprocess.Popen[bytes]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    more = ["steps=60", "mesh.ep=2", "checkpoint.every=5", f"export={place / name / 'export'}", "micro_batch=2"]
+    with open(place / f"{name}.said", "wb") as said:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        return subprocess.Popen([*torchrun, "-m", "training", *words(place, place / name, *more)], cwd=ROOT, env=environment, stdout=said, stderr=said)
+
+
+def pid_of(rank: int, torchrun: int) -> int:
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                mine = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1]) == torchrun
+                if mine and f"\0RANK={rank}\0" in "\0" + (process / "environ").read_text():
+                    return int(process.name)
+            except (OSError, ValueError):
+                continue
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def last_step(folder: Path) -> int:
+    lines = (folder / FILE).read_bytes().splitlines() if (folder / FILE).exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith(b"}")), default=0)
+
+
+def test_a_killed_rank_is_named_and_the_restarted_run_is_the_same(tmp_path: Path) -> None:
+    place = folder_of(tmp_path, num_hidden_layers=2)
+    whole = started(place, "whole")
+    assert whole.wait(240) == 0, (place / "whole.said").read_text()[-3000:]
+    run = started(place, "killed")
+    while run.poll() is None and last_step(place / "killed") < 12:
+        time.sleep(0.02)
+    os.kill(pid_of(1, run.pid), signal.SIGKILL)
+    killed = time.monotonic()
+    said = place / "killed.said"
+    while time.monotonic() - killed < 60 and not re.search(rb"this run ends|exitcode: -9", said.read_bytes()) and run.poll() is None:
+        time.sleep(0.05)
+    seconds = time.monotonic() - killed
+    assert run.wait(240) == 0, said.read_text()[-3000:]
+    # whoever is first: our watch, or torchrun, which sees its own child die
+    sentences = [line for line in said.read_text().splitlines() if "this run ends" in line or "exitcode: -9" in line]
+    assert sentences and re.search(r"rank 1|local_rank: 1", sentences[0]), said.read_text()[-3000:]
+    print(f"after {seconds:.1f} s: {sentences[0]}")
+    name = "model.safetensors"
+    assert (place / "killed" / "export" / name).read_bytes() == (place / "whole" / "export" / name).read_bytes()
+    assert [row["step"] for row in rows(place / "killed")] == [row["step"] for row in rows(place / "whole")]
