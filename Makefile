@@ -13,8 +13,8 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINT
 help:  ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/installed  ## dense model to mixture of experts on this machine's CPU, checked
-	$(VENV)/bin/python -m upcycle.demo
+demo: $(VENV)/installed  ## train, upcycle, train on, compare: minutes on this machine's CPU, ends with runs/demo/report.html
+	$(VENV)/bin/python -m evaluation.demo
 
 test: lint oracles  ## lint, then all tests; those of the peers included
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2

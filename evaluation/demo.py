@@ -66,47 +66,33 @@ class DemoConfig:
 
 def demo(config: DemoConfig) -> int:
     here = Path(config.output)
-    stage = Stages(here, config)
-    dense, suite, report = here / DENSE, here / "suite.yaml", here / "report.html"
-    stage("text", "Python's standard library, by what it is about", lambda: gather(here, config))
-    stage("start", "A tokenizer of it, and a Llama with random weights", lambda: start(here, config))
-    stage("tokens", "Text to tokens", lambda: tokens(here))
-    stage(
-        "first", "The dense Llama learns",
-        lambda: train(config, "first", here / "start", dense, config.first, "model.random=true", "valid_every=0"),
-    )  # fmt: skip
-    for arm in (COPIES, GROUPS):
-        words = [f"source={dense}", f"output={here / arm}", f"seed={config.seed}"]
-        if arm == COPIES:
-            words += ["experts=8", "top_k=2"]
-        else:
-            words = ["tiny", *words]  # the ready config: 4 copies of 4 parts
-        stage(f"convert {arm}", f"Upcycle it: {arm}", lambda words=words: call("upcycle", "convert", *words))  # type: ignore[misc]
-        stage(
-            f"verify {arm}", "Is it the same function?",
-            lambda arm=arm: call("upcycle", "verify", dense, here / arm, "--text", here / "text/valid/prose.jsonl"),  # type: ignore[misc]
-        )  # fmt: skip
+    stage, dense, suite, unseen = Stages(here, config), here / DENSE, here / "suite.yaml", texts(here, "valid")
+    ways = {COPIES: ["experts=8", "top_k=2"], GROUPS: ["tiny"]}  # the ready config: 4 copies of 4 parts
+    routing = {arm: here / f"routing-{arm}.json" for arm in ways}
+    stage("text", "Python's standard library, by what it is about", gather, here, config)
+    stage("start", "A tokenizer of it, and a Llama with random weights", start, here, config)
+    stage("tokens", "Text to tokens", tokens, here)
+    stage("first", "The dense Llama learns", train, config, "first", here / "start", dense, "model.random=true")
+    for arm, words in ways.items():
+        made = [f"source={dense}", f"output={here / arm}", f"seed={config.seed}"]
+        judged = [dense, here / arm, "--text", *unseen]
+        stage(f"convert {arm}", f"Upcycle it: {arm}", call, "upcycle", "convert", *words, *made)
+        stage(f"verify {arm}", "Is it the same function?", call, "upcycle", "verify", *judged)
     for arm in ARMS:
-        about = "as it is: the control" if arm == DENSE else "on the same tokens"
-        more = ["optim.router_lr=0.1"] if arm == GROUPS else []  # or groups fall apart before their parts learned
-        stage(
-            f"train {arm}", f"Go on with {arm}, {about}",
-            lambda arm=arm, more=more: train(config, arm, here / arm, here / "trained" / arm, config.steps, *more),  # type: ignore[misc]
-        )  # fmt: skip
-    stage("suite", "lm-eval's tiny suite, and the text held out", lambda: write_suite(here, suite))
+        more = ["optim.router_lr=0.1"] if arm == GROUPS else []  # or groups fall apart before their parts have learned
+        stage(f"train {arm}", f"Go on: {arm}", train, config, arm, here / arm, here / "trained" / arm, *more)
+    stage("suite", "lm-eval's tiny suite, and the text held out", write_suite, here, suite)
     for arm in ARMS:
-        words = ["run", str(suite), str(here / "trained" / arm), f"output={here / 'results' / arm}", "tokens=4096"]
-        stage(f"ask {arm}", f"Ask {arm}", lambda words=words: call("evaluation", *words))  # type: ignore[misc]
-    for arm in (COPIES, GROUPS):
-        words = ["routing", str(here / "trained" / arm), *map(str, texts(here, "valid")), f"start={here / arm}"]
-        words += ["tokens=8192", f"length={config.sequence}", f"output={here / f'routing-{arm}.json'}"]
-        stage(f"routing {arm}", f"Which experts does {arm} use?", lambda words=words: call("evaluation", *words))  # type: ignore[misc]
-    shown = [
-        *(here / "results" / arm for arm in ARMS), *(here / "runs" / arm for arm in ARMS),
-        here / f"routing-{COPIES}.json", here / f"routing-{GROUPS}.json", here / COPIES, here / GROUPS,
-    ]  # fmt: skip
-    title = "title=A dense Llama and its upcycled twins, on Python's standard library"
-    stage("report", "All of it on one page", lambda: call("evaluation", "report", *shown, f"output={report}", title))
+        asked = [suite, here / "trained" / arm, f"output={here / 'results' / arm}", "tokens=4096"]
+        stage(f"ask {arm}", f"Ask {arm}", call, "evaluation", "run", *asked)
+    for arm in ways:
+        options = [f"start={here / arm}", f"output={routing[arm]}", "tokens=8192", f"length={config.sequence}"]
+        watched = [here / "trained" / arm, *unseen, *options]
+        stage(f"routing {arm}", f"Which experts does {arm} use?", call, "evaluation", "routing", *watched)
+    shown = [here / kind / arm for kind in ("results", "runs") for arm in ARMS]
+    shown += [path for arm in ways for path in (routing[arm], here / arm)]
+    about = [f"output={here / 'report.html'}", "title=A dense Llama and its upcycled twins"]
+    stage("report", "All of it on one page", call, "evaluation", "report", *shown, *about)
     print("\n".join(["", *summary(here, config, stage)]))
     return 0
 
@@ -127,14 +113,14 @@ class Stages:
         self.done: dict[str, dict[str, float]] = known["stages"]
         folder.mkdir(parents=True, exist_ok=True)
 
-    def __call__(self, name: str, about: str, work: Callable[[], None]) -> None:
+    def __call__(self, name: str, about: str, work: Callable[..., None], *arguments: object) -> None:
         self.number += 1
         if name in self.done:
             print(f"{self.number:>2}. {about}: done before, in {self.done[name]['seconds']:.0f} s", flush=True)
             return
         print(f"\n\033[1m{self.number:>2}. {about}\033[0m", flush=True)
         wall, processor = time.monotonic(), time.process_time()
-        work()
+        work(*arguments)
         self.done[name] = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - processor}
         write_atomic(self.file, (json.dumps(self.known, indent=1) + "\n").encode())
 
@@ -231,19 +217,21 @@ def tokens(here: Path) -> None:
 # ---- training and asking
 
 
-def train(config: DemoConfig, name: str, source: Path, export: Path, steps: int, *more: str) -> None:
-    """All arms read the same samples in the same order: it is a function of the seed alone. The first training reads in
-    another order."""
-    here, output = Path(config.output), Path(config.output) / "runs" / name
-    valid = ",".join(str(here / "tokens" / domain) for domain in DOMAINS)
+def train(config: DemoConfig, name: str, source: Path, export: Path, *more: str) -> None:
+    """All arms read the same samples in the same order: it is a function of data.seed alone. The first training reads
+    in another order, and is not compared with anything."""
+    here, is_first = Path(config.output), name == "first"
+    steps = config.first if is_first else config.steps
+    valid = [] if is_first else [str(here / "tokens" / domain) for domain in DOMAINS]
+    quarter = -(-steps // 4)
     call(
-        "training", f"model.source={source}", f"output={output}", f"export={export}", f"steps={steps}",
-        f"data.train=[{here / 'tokens' / 'train'}]", f"data.valid=[{valid}]", f"data.sequence={config.sequence}",
-        f"data.seed={2 * config.seed + (name == 'first')}", f"seed={config.seed}", "model.compute=float32",
-        f"batch={config.batch}", f"micro_batch={config.batch}", f"schedule.peak={config.peak}",
-        f"schedule.final={config.peak / 10:g}", f"schedule.warmup={min(20, steps - 1)}",
-        *(() if "valid_every=0" in more else (f"valid_every={-(-steps // 4)}",)), *more,
-        f"checkpoint.every={-(-steps // 4)}", "checkpoint.keep=1",
+        "training", f"model.source={source}", f"output={here / 'runs' / name}", f"export={export}", f"steps={steps}",
+        f"data.train=[{here / 'tokens' / 'train'}]", f"data.valid=[{','.join(valid)}]",
+        f"data.sequence={config.sequence}", f"data.seed={2 * config.seed + is_first}", f"seed={config.seed}",
+        "model.compute=float32", f"batch={config.batch}", f"micro_batch={config.batch}",
+        f"schedule.peak={config.peak}", f"schedule.final={config.peak / 10:g}",
+        f"schedule.warmup={min(20, steps - 1)}", f"valid_every={quarter}", f"checkpoint.every={quarter}",
+        "checkpoint.keep=1", *more,
     )  # fmt: skip
     if not export.is_dir():
         raise Stopped(130)  # by a signal; the checkpoint is written
