@@ -165,7 +165,7 @@ def evaluate_live(
 ) -> dict[str, float]:
     """The suite's numbers of a model in training, sharded as it is; all ranks call it, and all get them."""
     if mesh.size("pp") > 1:
-        raise ValueError(f"mesh.pp={mesh.size('pp')}: a pipeline is not evaluated while it trains; set eval_every=0")
+        raise ValueError(f"mesh.pp={mesh.size('pp')}: a pipeline is not evaluated while it trains; write eval.every=0")
     found = tasks.load(suite, data, texts, fewshot)
     engine = Engine(model, tokens, ranks_of(mesh), mesh.group("tp"), progress=False)
     answered = ask(DecoderLM(engine, tokenizer), found, limit, bootstrap=0)
