@@ -13,8 +13,9 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINT
 help:  ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# PASSIVE: threads do not wait by spinning, which on a machine that does other things as well is several times as fast
 demo: $(VENV)/installed  ## train, upcycle, train on, compare: minutes on this machine's CPU, ends with runs/demo/report.html
-	$(VENV)/bin/python -m evaluation.demo
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m evaluation.demo
 
 test: lint oracles  ## lint, then all tests; those of the peers included
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
