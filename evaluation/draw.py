@@ -177,7 +177,7 @@ def forest(rows: Sequence[Row], text: Format, *, zero: bool = False) -> str:
     """A line a row: label, dots with their intervals on a common scale, numbers. `zero`: a line at no difference."""
     values = [v for row in rows for m in row.marks for v in (m.low, m.high)]
     values += [row.chance for row in rows if row.chance is not None] + ([0.0] if zero else [])
-    low, high = span(values, least=1e-9)
+    low, high = span(values, least=1e-9 if max(values) > min(values) else 1.0)  # where nothing differs, a calm axis
     marks = [(place(t, low, high), text(t)) for t in ticks(low, high, 5)]
     lines = []
     for row in rows:
