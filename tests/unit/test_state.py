@@ -67,7 +67,7 @@ def small(step: int = 0, **parts: Any) -> TrainState:
     """A state of which every number says which step it is of."""
     model = Weights(w=torch.full((3, 4), float(step)), b=torch.full((2,), step, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + step)
-    state = TrainState(model, [optimizer], step, {"web": 7 * step}, {name: Box(value) for name, value in parts.items()})
+    state = TrainState(model, [optimizer], step, {name: Box(value) for name, value in parts.items()})
     if step:
         for parameter in model.parameters():
             moments = {"exp_avg": torch.full(parameter.shape, step + 0.25), "step": torch.tensor(float(step))}
@@ -661,7 +661,7 @@ def sharded(step: int, dim: int) -> TrainState:
     tensors = {name: distribute_tensor(t, mesh, placements[name]) for name, t in full(step).items()}
     model = Weights(**tensors, plain=torch.full((2,), float(step)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    state = TrainState(model, [optimizer], step, {"web": step}, {"box": Box(tensors["rows"] * 2)})
+    state = TrainState(model, [optimizer], step, {"box": Box(tensors["rows"] * 2)})
     state.rank_parts = {"seen": Box((step, dist.get_rank()))}
     if step:
         model.rows.grad = distribute_tensor(full(step)["rows"], mesh, placements["rows"])
