@@ -75,13 +75,12 @@ class Rng:
 
 @dataclass
 class TrainState:
-    """What a checkpoint holds. Tensors may be DTensors; the others are alike on all ranks, but for rank_parts."""
+    """What a checkpoint holds. Tensors may be DTensors; the others are alike on all ranks, but for rng."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
     step: int = 0
     parts: Mapping[str, Part] = field(default_factory=dict)  # the same on all ranks
-    rank_parts: Mapping[str, Part] = field(default_factory=dict)  # each rank has its own, such as counts of its tokens
     rng: Rng = field(default_factory=Rng)
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
@@ -176,11 +175,7 @@ class TrainState:
         return names
 
     def named_parts(self, rank: int) -> dict[str, Part]:
-        own = {"rng": self.rng, **self.rank_parts}
-        return {
-            **{f"part.{name}": part for name, part in self.parts.items()},
-            **{f"rank.{rank}.{name}": part for name, part in own.items()},
-        }
+        return {f"part.{name}": part for name, part in self.parts.items()} | {f"rank.{rank}.rng": self.rng}
 
 
 # ---- values as tensors
