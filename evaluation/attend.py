@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from evaluation.packing import FOREVER, Row
+from training.model.attention import Seen
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,9 @@ class Remembering:
     scale: float
     memory: Memory
 
-    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
         rows, memory = self.memory.rows, self.memory
-        assert rows is not None and documents_BS is None
+        assert rows is not None and seen.documents_BS is None
         count, longest = rows.queries
         real = len(rows.tokens_T)  # tensor parallelism may bring a few more, to divide them evenly
         q_THA = q_BSHA[0, :real]

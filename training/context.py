@@ -34,7 +34,7 @@ from torch.distributed import P2POp, ProcessGroup
 
 from training.data import Batch
 from training.kernels.attention import block, block_backward
-from training.model.attention import Sdpa
+from training.model.attention import Sdpa, Seen
 from training.model.decoder import Decoder, Layer
 
 # finite: in a block where a query sees no key at all, -inf would give nan, and this a share of 0 when blocks are merged
@@ -94,9 +94,9 @@ class Ring:
     group: ProcessGroup
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_BSHA, k_BSGA, v_BSGA))
-        y: Tensor = RingAttention.apply(q, k, v, documents_BS, self)  # type: ignore[no-untyped-call]
+        y: Tensor = RingAttention.apply(q, k, v, seen.documents_BS, self)  # type: ignore[no-untyped-call]
         return y.transpose(1, 2)
 
     @property
@@ -251,20 +251,18 @@ def merge_(out: Tensor, lse: Tensor, y: Tensor, z: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Ulysses:
+class Ulysses(Sdpa):
     """An Attend over shares: all positions of some heads. Documents are those of the whole sequences."""
 
-    window: int | None
-    scale: float
     group: ProcessGroup
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
         # with fewer key/value heads than ranks each rank still needs the one of its query heads
         copies = max(1, self.group.size() // k_BSGA.shape[2])
         k_BSGA, v_BSGA = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k_BSGA, v_BSGA))
         q, k, v = (self.whole(x) for x in (q_BSHA, k_BSGA, v_BSGA))
-        return self.shares(Sdpa(self.window, self.scale)(q, k, v, documents_BS))
+        return self.shares(super().__call__(q, k, v, seen))
 
     def whole(self, x_BSHA: Tensor) -> Tensor:
         """[B, S, H, A] -> [B, cp * S, H / cp, A], positions in order."""

@@ -1,18 +1,25 @@
-"""The attention product itself, between projections: a seam. Here it is SDPA over the whole sequence; context.py puts a
-ring in its place, evaluation a cache of keys and values.
+"""The attention product itself, between projections: a seam. Here it is attention over the whole sequence; context.py
+puts a ring in its place, evaluation a cache of keys and values.
 
-Shapes: B sequences, S positions, H query heads (G key heads), A dimensions of a head.
+Plain causal attention is SDPA's. Where documents or a window hide more than that, SDPA wants a mask of S * S and leaves
+its fast kernels; on a GPU FlexAttention then skips what is hidden in blocks of 128 x 128, whose list `look` makes once a
+forward for all layers, on the device and without waiting for it.
+
+Shapes: B sequences, S positions, H query heads (G key heads), A dimensions of a head; N = S / 128 blocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 # cuDNN's kernel first: forward and backward at 492 TFLOP/s on an H200, where Flash-2, the default, reaches 274
 BACKENDS = [
@@ -21,12 +28,21 @@ BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+BLOCK = 128  # FlexAttention's own default
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What positions may look at besides causality; the same in all layers of a forward."""
+
+    documents_BS: Tensor | None = None
+    blocks: Mapping[int | None, BlockMask] = field(default_factory=dict)  # by window; made where they are used
 
 
 class Attend(Protocol):
     """Causal: position i sees j <= i, of its own document where documents are given, within the layer's window."""
 
-    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, documents_BS: Tensor | None) -> Tensor: ...
+    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -34,12 +50,16 @@ class Sdpa:
     window: int | None
     scale: float
 
-    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in (q_BSHA, k_BSGA, v_BSGA))
-        mask = visible(q.shape[2], self.window, documents_BS, q.device)
+        grouped = q.shape[1] != k.shape[1]
+        if self.window in seen.blocks:
+            y: Tensor = flex()(q, k, v, block_mask=seen.blocks[self.window], scale=self.scale, enable_gqa=grouped)
+            return y.transpose(1, 2)
+        mask = visible(q.shape[2], self.window, seen.documents_BS, q.device)
         with sdpa_kernel(BACKENDS, set_priority=True):
             y = functional.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
             )
         return y.transpose(1, 2)
 
@@ -54,3 +74,83 @@ def visible(length: int, window: int | None, documents_BS: Tensor | None, device
     if documents_BS is None:
         return mask[None, None]
     return mask[None, None] & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
+
+
+# ---- in blocks, on a GPU
+
+
+def look(
+    documents_BS: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device, dtype: torch.dtype
+) -> Seen:
+    """For attention of `dtype` over sequences of `length`; `windows`: those of the layers that take blocks.
+
+    In 16 bits on CUDA: what is wider is there to check gradients, and a sequence of one block has a small mask.
+    """
+    blocks: dict[int | None, BlockMask] = {}
+    if device.type == "cuda" and dtype.itemsize == 2 and length > BLOCK:
+        for window in set(windows):
+            if documents_BS is not None or (window is not None and window < length):
+                blocks[window] = block_mask(documents_BS, length, window, device)
+    return Seen(documents_BS, blocks)
+
+
+def block_mask(documents_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> BlockMask:
+    """Which blocks hold something to see, and in which of them all is seen, so that nothing is asked inside.
+
+    From each block's first and last position, and its lowest and highest document: right whatever the documents'
+    numbers are, and exact where they rise, as data.py's do.
+    """
+    count = -(-length // BLOCK)
+    first_N = torch.arange(count, device=device) * BLOCK
+    last_N = first_N + BLOCK - 1
+    nearest_NN = first_N[:, None] - last_N[None, :]  # from a query back to a key
+    farthest_NN = last_N[:, None] - first_N[None, :]
+    some = farthest_NN >= 0
+    every = (nearest_NN >= 0) & (last_N < length)[:, None]
+    if window is not None:
+        some, every = some & (nearest_NN < window), every & (farthest_NN < window)
+    some, every = some[None], every[None]
+    if documents_BS is not None:
+        inside = torch.arange(count * BLOCK, device=device).clamp(max=length - 1)
+        low_BN, high_BN = documents_BS[:, inside].view(-1, count, BLOCK).aminmax(dim=-1)
+        below = (low_BN[:, :, None] <= high_BN[:, None, :]) & (low_BN[:, None, :] <= high_BN[:, :, None])
+        alone = low_BN == high_BN
+        some, every = some & below, every & below & alone[:, :, None] & alone[:, None, :]
+    return BlockMask.from_kv_blocks(
+        *listed(some & ~every),
+        *listed(every & some),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=rule(documents_BS, window),
+        seq_lengths=(length, length),
+    )
+
+
+def listed(chosen_BNN: Tensor) -> tuple[Tensor, Tensor]:
+    """How many columns of each row are chosen, and which: those first, in their order; for all heads."""
+    order = chosen_BNN.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen_BNN.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+
+
+def rule(documents_BS: Tensor | None, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """`visible` for one pair of positions."""
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = q >= k
+        if window is not None:
+            seen = seen & (q - k < window)
+        return seen if documents_BS is None else seen & (documents_BS[b, q] == documents_BS[b, k])
+
+    return sees
+
+
+def flex() -> Callable[..., Any]:
+    """It has to be compiled; inside a compiled layer it is already."""
+    if torch.compiler.is_compiling():
+        return flex_attention
+    return compiled_flex()
+
+
+@functools.cache
+def compiled_flex() -> Callable[..., Any]:
+    # of other sizes another kernel, not one for all sizes: a run has one or two
+    return torch.compile(flex_attention, dynamic=False)

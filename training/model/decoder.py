@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from training.model.attention import Sdpa, Seen, look
 from training.model.layers import Attention, FeedForward, Linear, norm
 from training.model.loss import linear_cross_entropy
 from training.model.moe import ExpertFunction, MoE
@@ -27,8 +28,8 @@ class Layer(nn.Module):
         else:
             self.ffn = FeedForward(dense, dense.ffn)
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, documents_BS: Tensor | None) -> Tensor:
-        x_BSD, attended = self.attended(x_BSD, cos, sin, documents_BS)
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
+        x_BSD, attended = self.attended(x_BSD, cos, sin, seen)
         if self.block == "parallel":
             return x_BSD + attended + self.scaled(self.ffn(self.ffn_norm(x_BSD)))
         if self.block == "post":
@@ -37,12 +38,12 @@ class Layer(nn.Module):
         x_BSD, normed_BSD = self.ffn_norm.added(x_BSD, attended)
         return x_BSD + self.scaled(self.ffn(normed_BSD))
 
-    def attended(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+    def attended(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
         """(the stream, what attention adds to it)."""
         if self.block == "post":
-            return x_BSD, self.scaled(self.attn_norm(self.attention(x_BSD, cos, sin, documents_BS)))
+            return x_BSD, self.scaled(self.attn_norm(self.attention(x_BSD, cos, sin, seen)))
         x_BSD, normed_BSD = self.attn_norm.added(x_BSD, None)
-        return x_BSD, self.scaled(self.attention(normed_BSD, cos, sin, documents_BS))
+        return x_BSD, self.scaled(self.attention(normed_BSD, cos, sin, seen))
 
     def scaled(self, y: Tensor) -> Tensor:
         return y if self.scale == 1.0 else y * self.scale
@@ -103,9 +104,15 @@ class Decoder(nn.Module):
         if positions_BS is None:
             positions_BS = torch.arange(x.shape[1], device=x.device)[None]
         cos, sin = angles(self.dense, positions_BS, self.compute, length)
+        seen = self.look(documents_BS, length or positions_BS.shape[1], x.device)
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, cos, sin, documents_BS)
+            x_BSD = layer(x_BSD, cos, sin, seen)
         return x_BSD if self.final_norm is None else self.final_norm(x_BSD)
+
+    def look(self, documents_BS: Tensor | None, length: int, device: torch.device) -> Seen:
+        attends = (layer.attention.attend for layer in self.layers.values() if isinstance(layer, Layer))
+        windows = [attend.window for attend in attends if isinstance(attend, Sdpa)]
+        return look(documents_BS, length, windows, device, self.compute)
 
     def embedded(self, tokens_BS: Tensor) -> Tensor:
         assert self.embed is not None

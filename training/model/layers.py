@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from training.kernels import norm as norm_kernel
 from training.kernels import rotary
-from training.model.attention import Attend, Sdpa
+from training.model.attention import Attend, Sdpa, Seen
 from upcycle.ffn import ACTIVATIONS
 from upcycle.spec import DenseSpec
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
             self.q_norm = norm(spec, q if full else spec.head_dim, kind)
             self.k_norm = norm(spec, kv if full else spec.head_dim, kind)
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
         heads = (*x_BSD.shape[:2], -1, self.spec.head_dim)
         q, k, v = self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)
         if self.spec.qk_norm == "full":
@@ -88,7 +88,7 @@ class Attention(nn.Module):
         each = self.spec.qk_norm == "head"
         q = turned(q.view(heads), self.q_norm if each else None, cos, sin)
         k = turned(k.view(heads), self.k_norm if each else None, cos, sin)
-        y = self.attend(q, k, v.view(heads), documents_BS)
+        y = self.attend(q, k, v.view(heads), seen)
         out: Tensor = self.o(y.flatten(2))
         return out
 
