@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from training.distributed import gather
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,4 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """What each process says, in order of ranks."""
-        if not dist.is_initialized():
-            return [value]
-        said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(lengths, torch.tensor([len(said)]))
-        letters = [torch.zeros(int(max(lengths)), dtype=torch.uint8) for _ in lengths]
-        dist.all_gather(letters, torch.cat([said, torch.zeros(len(letters[0]) - len(said), dtype=torch.uint8)]))
-        return [json.loads(bytes(text[: int(n)].tolist())) for text, n in zip(letters, lengths, strict=True)]
+        return gather(value)

@@ -67,3 +67,15 @@ def broadcast(value: Any, source: int = 0) -> Any:
         letters.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
     dist.broadcast(letters, source)
     return json.loads(bytes(letters.tolist()))
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> list[Any]:
+    """What each rank says, in order of ranks; as `broadcast`. A mesh's groups may talk on the mesh's device only."""
+    if not dist.is_initialized():
+        return [value]
+    said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(said)], device=device), group=group)
+    letters = [said.new_zeros(int(max(lengths))) for _ in lengths]
+    dist.all_gather(letters, torch.cat([said, said.new_zeros(len(letters[0]) - len(said))]), group=group)
+    return [json.loads(bytes(text[: int(n)].tolist())) for text, n in zip(letters, lengths, strict=True)]

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from training.distributed import gather
 from training.mesh import ParallelMesh
 from training.model.decoder import Decoder
 from training.model.moe import MoE
@@ -382,10 +383,9 @@ class Whole:
         self.first = mesh is None or mesh.rank % (mesh.world // self.stages) == 0
         self.device = next(model.parameters()).device
         self.gathered: OrderedDict[tuple[int, str], Tensor] = OrderedDict()
-        held: list[Any] = [set(self.roles)] * self.stages
-        if self.stages > 1:
-            assert mesh is not None
-            dist.all_gather_object(held, set(self.roles), group=mesh.group("pp"))
+        held: list[Any] = [list(self.roles)]
+        if mesh is not None and self.stages > 1:
+            held = gather(held[0], mesh.group("pp"), self.device)
         self.owner = {role: stage for stage in reversed(range(self.stages)) for role in held[stage]}
 
     def tensor(self, stored: Stored) -> Tensor:

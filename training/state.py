@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from training.distributed import gather
 from training.storage import Planner, Reader, Writer, damage, read_manifest
 from upcycle.disk import sync_folder
 
@@ -331,7 +332,7 @@ class Checkpoints:
             places = state.places(saved, self.rank)
         except ValueError as error:
             problem = f"{folder}: {error}"
-        answers = self.gather((problem, set(places)))  # no rank goes on alone
+        answers = self.gather((problem, list(places)))  # no rank goes on alone
         for problem, _ in answers:
             if problem:
                 raise ValueError(problem)
@@ -431,8 +432,8 @@ class Checkpoints:
 
     def newest(self, *, set_aside: bool) -> Path | None:
         bad: list[Path] = []
-        folders: list[Path] = self.gather(self.found())[0]
-        for folder in folders:
+        names: list[str] = self.gather([path.name for path in self.found()])[0]
+        for folder in map(self.folder.joinpath, names):
             problems = self.gather(damage(folder, slice(self.rank, None, self.world)))
             problem = next((problem for problem in problems if problem), None)
             if problem is None:
@@ -451,11 +452,7 @@ class Checkpoints:
         return None
 
     def gather(self, value: Any) -> list[Any]:
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.group is None else gather(value, self.group)
 
     def copy(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of this rank's part of each tensor, in host memory; all at once, so one wait for the device."""

@@ -22,7 +22,7 @@ from training import layout
 from training.balance import Balance
 from training.config import TrainConfig, upcycle_config
 from training.data import Batch, Loader, Samples, Validation, open_training, open_validation
-from training.distributed import processes
+from training.distributed import gather, processes
 from training.evaluate import asker
 from training.flops import model_flops
 from training.layout import Origin
@@ -410,15 +410,14 @@ def validate(run: Run, valid: Sequence[Validation]) -> dict[str, float]:
 def balance_numbers(run: Run) -> dict[str, float]:
     """Since the last time: worst and mean over layers, and each layer by itself."""
     moe = [int(number) for number, layer in run.model.layers.items() if isinstance(layer.ffn, MoE)]
-    layers = dict(zip(moe, run.balance.load.fetch(run.reduce), strict=True))
+    loads = zip(moe, run.balance.load.fetch(run.reduce), strict=True)
+    layers = [(number, load.max_over_mean, load.entropy, load.dropped) for number, load in loads]
     if run.mesh.size("pp") > 1:
-        stages: list[Any] = [None] * run.mesh.size("pp")
-        dist.all_gather_object(stages, layers, group=run.mesh.group("pp"))
-        layers = {number: layer for stage in stages for number, layer in stage.items()}
+        layers = [layer for stage in gather(layers, run.mesh.group("pp"), run.device) for layer in stage]
     found: dict[str, float] = {}
-    for place, (_, layer) in enumerate(sorted(layers.items())):
-        found |= {f"balance/{place}/max_over_mean": layer.max_over_mean, f"balance/{place}/entropy": layer.entropy}
+    for place, (_, max_over_mean, entropy, _) in enumerate(sorted(layers)):
+        found |= {f"balance/{place}/max_over_mean": max_over_mean, f"balance/{place}/entropy": entropy}
     if layers:
-        found["balance/max_over_mean"] = max(layer.max_over_mean for layer in layers.values())
-        found["balance/dropped"] = sum(layer.dropped for layer in layers.values()) / len(layers)
+        found["balance/max_over_mean"] = max(max_over_mean for _, max_over_mean, _, _ in layers)
+        found["balance/dropped"] = sum(dropped for *_, dropped in layers) / len(layers)
     return found
