@@ -255,7 +255,7 @@ def test_twin_fails(target: str, wrong: str, dense: Callable[[str], Path], tmp_p
     source, spec = dense(variant), spec_of_variant(variant)
     assert spec is not None
     moe = moe_of(spec, target, top_k=3 if wrong == "top_k" else 4)
-    keys: dict[str, Any] = {"routed_scaling_factor": 1.0} if wrong == "scale" and moe.output_scale != 1.0 else {}
+    keys = target_of(target).config(replace(moe, output_scale=1.0)) if wrong == "scale" else {}
     folder = upcycled(source, moe, target, tmp_path, wrong, **keys)
     assert difference(load(folder), dense_logits(source)) > BROKEN
 
@@ -399,16 +399,15 @@ def split_share(target: str, tokens: int = 20_000, hidden: int = 512) -> float:
     )  # fmt: skip
     moe = replace(moe_of(dense, target, copies=8, parts=8, top_k=8), dtype="bfloat16")
     config = AutoConfig.for_model(**target_of(target).config(moe))
-    router = next(
-        module
-        for name, module in AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).named_modules()
-        if name.endswith(("mlp.gate", "block_sparse_moe.router"))
-    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    name = next(n for n, _ in model.named_modules() if n.endswith(("mlp.gate", "block_sparse_moe.router")))
+    router, block = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+    bias = block.buffers(recurse=False)  # of the choice, where the block has it and not the router
     generator = torch.Generator().manual_seed(0)
     rows = 0.01 * torch.randn(8, hidden, generator=generator)
     with torch.no_grad():
         router.weight.copy_(rows.repeat_interleave(8, 0))
-        chosen = router(torch.randn(tokens, hidden, generator=generator).bfloat16())[2]
+        chosen = router(torch.randn(tokens, hidden, generator=generator).bfloat16(), *bias)[2]
     whole = (chosen // 8 == chosen[:, :1] // 8).all(1) & (chosen.sort(1).values.diff(dim=1) == 1).all(1)
     return 1 - whole.double().mean().item()
 

@@ -338,7 +338,6 @@ def test_published_configs_by_number() -> None:
 
 @pytest.mark.parametrize("target", SIZES)
 def test_defaults_are_those_of_the_class(target: str) -> None:
-    assert set(SIZES) == set(plugin.names("upcycle.targets"))
     window = [{"use_sliding_window": True}] if target == "qwen3_moe" else []
     for by_hand in [{}, *BY_HAND, *window]:
         config = {"model_type": target} | LEAST | SIZES[target] | by_hand
@@ -346,6 +345,25 @@ def test_defaults_are_those_of_the_class(target: str) -> None:
         assert view == module(target).read(stated(config)), by_hand
         if target != "upcycled":
             assert count(target, view) == count_of_theirs(config)
+
+
+@pytest.mark.parametrize("target", plugin.names("upcycle.targets"))
+def test_what_a_config_leaves_out_is_what_the_class_takes_for_it(target: str) -> None:
+    """A converted model's config, less one key at a time: refused, or read as transformers reads it."""
+    spec = parity.spec_of_variant("llama" if target == "upcycled" else parity.first_variant(target))
+    assert spec is not None
+    written = module(target).config(replace(parity.moe_of(spec, target), dtype="bfloat16"))
+    read = []
+    for keys in [*((key,) for key in written.keys() - {"model_type"}), ("rope_theta", "rope_parameters")]:
+        left = {key: value for key, value in written.items() if key not in keys}
+        try:
+            view = module(target).read(left)
+        except ValueError as refusal:
+            assert "\n" not in str(refusal)
+            continue
+        assert view == module(target).read(stated(left)), keys
+        read.append(keys)
+    assert len(read) > len(written) // 2
 
 
 @pytest.mark.parametrize(
