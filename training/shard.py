@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.nn import functional
 
 from training import context
 from training.data import Batch
@@ -122,19 +121,19 @@ def columns(linear: Linear, tp: DeviceMesh) -> None:
     """Each rank makes some of the outputs."""
     for name, parameter in list(linear.named_parameters()):
         place(linear, name, parameter, tp, [Shard(0)])
-    linear.forward = partial(local_linear, linear, 1)  # type: ignore[method-assign]
+    linear.matrix = partial(local_matrix, linear, 1)  # type: ignore[method-assign]
 
 
 def rows(linear: Linear, tp: DeviceMesh) -> None:
     """Each rank has some of the inputs and makes a summand of all outputs. The bias, which every rank has whole, comes
     in equal parts; with the sum's gradient, which every rank has whole too, each finds the bias's whole gradient."""
     place(linear, "weight", linear.weight, tp, [Shard(1)])
-    linear.forward = partial(local_linear, linear, tp.size())  # type: ignore[method-assign]
+    linear.matrix = partial(local_matrix, linear, tp.size())  # type: ignore[method-assign]
 
 
-def local_linear(linear: Linear, parts: int, x: Tensor) -> Tensor:
-    bias = None if linear.bias is None else part_of(local(linear.bias), parts).to(x.dtype)
-    return functional.linear(x, local(linear.weight).to(x.dtype), bias)
+def local_matrix(linear: Linear, parts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    bias = None if linear.bias is None else part_of(local(linear.bias), parts).to(dtype)
+    return local(linear.weight).to(dtype), bias
 
 
 def norm_over_heads(norm: Norm, tp: DeviceMesh, group: Group) -> None:

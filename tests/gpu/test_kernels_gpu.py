@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.unit.test_kernels import ready
 from training.kernels import norm, rotary, router
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -49,29 +50,28 @@ def test_groups_stay_whole(copies: int, granularity: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("heads", "width", "half", "batch"), [(32, 128, 64, 1), (4, 128, 64, 2), (8, 96, 12, 1), (5, 80, 40, 2)])
-def test_norm_rotate(heads: int, width: int, half: int, batch: int, normed: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("heads", "width", "half", "batch"), [((32, 4, 4), 128, 64, 1), ((4, 4, 4), 128, 64, 2), ((8, 2, 2), 96, 12, 1), ((5, 1, 1), 80, 40, 2)])
+def test_norm_rotate(heads: tuple[int, ...], width: int, half: int, batch: int, normed: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x = torch.randn(2, 300, heads, width, device="cuda", dtype=dtype, requires_grad=True)
-    gain = (1 + torch.randn(width, device="cuda")).requires_grad_() if normed else None
+    x = torch.randn(2, 300, sum(heads) * width, device="cuda", dtype=dtype, requires_grad=True)
+    gains = [(1 + torch.randn(width, device="cuda")).requires_grad_() if normed else None for _ in range(2)]
     angle = torch.randn(batch, 300, 1, half, device="cuda")
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    inputs = [x] if gain is None else [x, gain]
+    inputs = [x, *(gain for gain in gains if gain is not None)]
     wide_inputs = [t.detach().double().requires_grad_() for t in inputs]
-    wide = wide_inputs[0]
-    if gain is not None:
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * wide_inputs[1]
-    want = rotary.rotate(wide, cos.double(), sin.double())
-    d_y = torch.randn_like(x)
-    want_grads = torch.autograd.grad(want, wide_inputs, d_y.double())
+    wide_gains = wide_inputs[1:] if normed else gains
+    want = ready(wide_inputs[0], list(heads), wide_gains, 1e-5, cos.double(), sin.double())
+    d_y = [torch.randn_like(part, dtype=dtype) for part in want]
+    want_grads = torch.autograd.grad(want, wide_inputs, [d.double() for d in d_y])
     for function in (rotary.norm_rotate, torch.compile(rotary.norm_rotate)):
-        got = function(x, gain, 1e-5, cos, sin)
+        got = function(x, heads, gains, 1e-5, cos, sin)
         grads = torch.autograd.grad(got, inputs, d_y)
         unit = 2**-8 if dtype == torch.bfloat16 else 1e-5
-        assert ((got - want).abs() <= unit * want.abs() + unit / 8).all()
+        for mine, right in zip(got, want, strict=True):
+            assert ((mine - right).abs() <= unit * right.abs() + unit / 8).all()
         assert ((grads[0] - want_grads[0]).abs() <= unit * want_grads[0].abs() + unit / 8 * want_grads[0].abs().max()).all()
-        if gain is not None:
-            assert ((grads[1] - want_grads[1]).abs() <= 1e-4 * want_grads[1].abs().max()).all()
+        for mine, right in zip(grads[1:], want_grads[1:], strict=True):
+            assert ((mine - right).abs() <= 1e-4 * right.abs().max()).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -87,26 +87,34 @@ def test_places_spread_gather(tokens: int, experts: int, k: int) -> None:
     assert torch.allclose(permute.gather(rows, back, k), x * k, rtol=1e-6)
 
 
+def ready(x: torch.Tensor, heads: list[int], gains: list, eps: float, cos: torch.Tensor, sin: torch.Tensor) -> list:
+    """What rotary.norm_rotate does, in torch's lines."""
+    width = x.shape[2] // sum(heads)
+    parts = [part.unflatten(2, (-1, width)) for part in x.split([count * width for count in heads], dim=2)]
+    for index, gain in enumerate(gains):
+        part = parts[index]
+        normed = part if gain is None else part * torch.rsqrt(part.square().mean(-1, keepdim=True) + eps) * gain
+        parts[index] = rotary.rotate(normed, cos, sin)
+    return parts
+
+
 @needs_interpreter
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("width", "half", "batch"), [(8, 4, 1), (12, 6, 3), (20, 4, 3)])
 def test_norm_rotate(width: int, half: int, batch: int, normed: bool) -> None:
-    from training.kernels import rotary_triton
-
-    x = rng.normal((3, 11, 5, width), 0, "x").requires_grad_()
-    gain = (1 + rng.normal((width,), 0, "gain")).requires_grad_() if normed else None
-    angle, d_y = rng.normal((batch, 11, 1, half), 0, "angle"), rng.normal(tuple(x.shape), 0, "d")
+    heads = [5, 2, 2]
+    x = rng.normal((3, 11, sum(heads) * width), 0, "x").requires_grad_()
+    gains = [(1 + rng.normal((width,), 0, name)).requires_grad_() if normed else None for name in ("q", "k")]
+    angle = rng.normal((batch, 11, 1, half), 0, "angle")
     cos, sin, eps = angle.cos(), angle.sin(), 1e-3
-    ready = x if gain is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
-    y = rotary.rotate(ready, cos, sin)
-    want = torch.autograd.grad(y, [x] if gain is None else [x, gain], d_y)
-    with torch.no_grad():
-        assert torch.allclose(rotary_triton.forward(x, gain, eps, cos, sin), y, rtol=1e-5, atol=1e-5)
-        d_x, d_gain = rotary_triton.backward(d_y, x if normed else None, gain, eps, cos, sin)
-    assert torch.allclose(d_x, want[0], rtol=1e-4, atol=1e-5)
-    assert (d_gain is None) == (gain is None)
-    if d_gain is not None:
-        assert torch.allclose(d_gain, want[1], rtol=1e-4, atol=1e-4)
+    want = ready(x, heads, gains, eps, cos, sin)
+    got = rotary.norm_rotate(x, heads, gains, eps, cos, sin)
+    d_y = [rng.normal(tuple(part.shape), 0, "d", index) for index, part in enumerate(want)]
+    for mine, right in zip(got, want, strict=True):
+        assert torch.allclose(mine, right, rtol=1e-5, atol=1e-5) and mine.is_contiguous()
+    inputs = [x, *(gain for gain in gains if gain is not None)]
+    for mine, right in zip(torch.autograd.grad(got, inputs, d_y), torch.autograd.grad(want, inputs, d_y), strict=True):
+        assert torch.allclose(mine, right, rtol=1e-4, atol=1e-4)
 
 
 @needs_interpreter

@@ -1,11 +1,14 @@
 """Heads made ready for attention: the norm of each head (where a model has one) and the rotation, in one pass.
 
-Apart they are three passes forward and four back over the largest activations of a layer. The torch lines are the
-specification; the kernel rounds once, at the end. T tokens of H heads of A dimensions, of which 2 * half are rotated.
+Apart they are three passes forward and four back over the largest activations of a layer. Queries, keys and values come
+from one product, side by side, and their gradients are written side by side for the one product back. The torch lines
+are the specification; the kernel rounds once, at the end. Heads have A dimensions, of which 2 * half are rotated.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,28 +27,52 @@ def on_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.element_size() <= 4  # float64 is for checking gradients
 
 
-def norm_rotate(x_BSHA: Tensor, gain_A: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """rotate(x / rms(x) * gain); without a gain only rotated. cos and sin: [B or 1, S, 1, half]. CUDA only."""
-    y: Tensor = _NormRotate.apply(  # type: ignore[no-untyped-call]
-        x_BSHA.contiguous(), gain_A, eps, cos.contiguous(), sin.contiguous()
+def norm_rotate(
+    x_BSN: Tensor, heads: Sequence[int], gains: Sequence[Tensor | None], eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:
+    """x cut into groups of so many heads each. There are as many groups with a gain as gains: these become
+    rotate(x / rms(x) * gain), or without a gain only rotate(x); the groups behind them pass as they are.
+    cos and sin: [B or 1, S, 1, half]. CUDA only."""
+    groups: tuple[Tensor, ...] = _NormRotate.apply(  # type: ignore[no-untyped-call]
+        x_BSN.contiguous(), tuple(heads), eps, cos.contiguous(), sin.contiguous(), *gains
     )
-    return y
+    return groups
 
 
 class _NormRotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSHA: Tensor, gain_A: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_BSN: Tensor, heads: tuple[int, ...], eps: float, cos: Tensor, sin: Tensor, *gains: Tensor | None
+    ) -> tuple[Tensor, ...]:
         from training.kernels import rotary_triton
 
-        ctx.save_for_backward(x_BSHA if gain_A is not None else None, gain_A, cos, sin)
-        ctx.eps = eps
-        return rotary_triton.forward(x_BSHA, gain_A, eps, cos, sin)
+        width, normed = x_BSN.shape[2] // sum(heads), any(gain is not None for gain in gains)
+        ctx.save_for_backward(x_BSN if normed else None, cos, sin, *gains)
+        ctx.eps, ctx.groups = eps, groups_of(heads, width, len(gains))
+        padded = (*gains, *[None] * (len(heads) - len(gains)))
+        return tuple(
+            rotary_triton.forward(x_BSN, first, count, width, turn, gain, eps, cos, sin)
+            for (first, count, turn), gain in zip(ctx.groups, padded, strict=True)
+        )
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y_BSHA: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *d_groups: Tensor) -> tuple[Tensor | None, ...]:
         from training.kernels import rotary_triton
 
-        x_BSHA, gain_A, cos, sin = ctx.saved_tensors
-        d_x_BSHA, d_gain_A = rotary_triton.backward(d_y_BSHA.contiguous(), x_BSHA, gain_A, ctx.eps, cos, sin)
-        return d_x_BSHA, d_gain_A, None, None, None
+        x_BSN, cos, sin, *gains = ctx.saved_tensors
+        d_x_BSN = d_groups[0].new_empty(*d_groups[0].shape[:2], sum(d.shape[2] * d.shape[3] for d in d_groups))
+        padded = (*gains, *[None] * (len(d_groups) - len(gains)))
+        d_gains = [
+            rotary_triton.backward(d.contiguous(), d_x_BSN, x_BSN, first, turn, gain, ctx.eps, cos, sin)
+            for d, (first, _, turn), gain in zip(d_groups, ctx.groups, padded, strict=True)
+        ]
+        return d_x_BSN, None, None, None, None, *d_gains[: len(gains)]
+
+
+def groups_of(heads: Sequence[int], width: int, turned: int) -> list[tuple[int, int, bool]]:
+    """(where in a token's row it begins, how many heads, is it turned) of each group."""
+    starts = itertools.accumulate(heads, initial=0)
+    return [
+        (start * width, count, index < turned) for index, (start, count) in enumerate(zip(starts, heads, strict=False))
+    ]

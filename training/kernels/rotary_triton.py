@@ -20,31 +20,31 @@ PROGRAMS = 132 * 32  # that walk over the rows in backward
 
 
 @triton.jit
-def load3(ptr, row, keep, A, HALF, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr):
-    """The two halves that are turned, and the rest of the head, in float32."""
+def load3(ptr, start, keep, A, HALF, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr):
+    """The two halves that are turned, and the rest of the head, in float32. `start`: where each row begins."""
     col = tl.arange(0, COLS)
     mask = keep[:, None] & (col < HALF)[None, :]
-    at = row[:, None] * A + col[None, :]
+    at = start[:, None] + col[None, :]
     a = tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
     rest = a
     if REST:
         end = tl.arange(0, TAIL)
-        at = row[:, None] * A + 2 * HALF + end[None, :]
+        at = start[:, None] + 2 * HALF + end[None, :]
         rest = tl.load(ptr + at, mask=keep[:, None] & (2 * HALF + end < A)[None, :], other=0.0).to(tl.float32)
     return a, b, rest
 
 
 @triton.jit
-def store3(ptr, row, keep, a, b, rest, A, HALF, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr):
+def store3(ptr, start, keep, a, b, rest, A, HALF, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr):
     col = tl.arange(0, COLS)
     mask = keep[:, None] & (col < HALF)[None, :]
-    at = row[:, None] * A + col[None, :]
+    at = start[:, None] + col[None, :]
     tl.store(ptr + at, a.to(ptr.dtype.element_ty), mask=mask)
     tl.store(ptr + at + HALF, b.to(ptr.dtype.element_ty), mask=mask)
     if REST:
         end = tl.arange(0, TAIL)
-        at = row[:, None] * A + 2 * HALF + end[None, :]
+        at = start[:, None] + 2 * HALF + end[None, :]
         tl.store(ptr + at, rest.to(ptr.dtype.element_ty), mask=keep[:, None] & (2 * HALF + end < A)[None, :])
 
 
@@ -81,27 +81,30 @@ def square_sum(a, b, rest, REST: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    x_ptr, gain_ptr, cos_ptr, sin_ptr, y_ptr, R, H, POSITIONS,
-    EPS: tl.constexpr, A: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    x_ptr, gain_ptr, cos_ptr, sin_ptr, y_ptr, R, H, POSITIONS, WIDTH, FIRST,
+    EPS: tl.constexpr, A: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     keep = row < R
-    a, b, rest = load3(x_ptr, row, keep, A, HALF, COLS, REST, TAIL)
+    start = row // H * WIDTH + FIRST + row % H * A
+    a, b, rest = load3(x_ptr, start, keep, A, HALF, COLS, REST, TAIL)
     if NORM:
         scale = tl.rsqrt(square_sum(a, b, rest, REST) / A + EPS)[:, None]
         gain_a, gain_b, gain_rest = load_gain(gain_ptr, A, HALF, COLS, REST, TAIL)
         a, b = a * scale * gain_a, b * scale * gain_b
         if REST:
             rest = rest * scale * gain_rest
-    cos, sin = load_angle(cos_ptr, sin_ptr, row, keep, H, POSITIONS, HALF, COLS)
-    store3(y_ptr, row, keep, a * cos - b * sin, b * cos + a * sin, rest, A, HALF, COLS, REST, TAIL)
+    if TURN:
+        cos, sin = load_angle(cos_ptr, sin_ptr, row, keep, H, POSITIONS, HALF, COLS)
+        a, b = a * cos - b * sin, b * cos + a * sin
+    store3(y_ptr, row * A, keep, a, b, rest, A, HALF, COLS, REST, TAIL)
 
 
 @triton.jit
 def backward_kernel(
-    d_y_ptr, x_ptr, gain_ptr, cos_ptr, sin_ptr, d_x_ptr, d_gain_ptr, R, H, POSITIONS,
-    EPS: tl.constexpr, A: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    d_y_ptr, x_ptr, gain_ptr, cos_ptr, sin_ptr, d_x_ptr, d_gain_ptr, R, H, POSITIONS, WIDTH, FIRST,
+    EPS: tl.constexpr, A: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     if NORM:
@@ -109,15 +112,17 @@ def backward_kernel(
         sum_a = tl.zeros([COLS], tl.float32)
         sum_b = tl.zeros([COLS], tl.float32)
         sum_rest = tl.zeros([TAIL if REST else COLS], tl.float32)
-    start = tl.program_id(0).to(tl.int64) * ROWS
-    while start < R:
-        row = start + tl.arange(0, ROWS)
+    begin = tl.program_id(0).to(tl.int64) * ROWS
+    while begin < R:
+        row = begin + tl.arange(0, ROWS)
         keep = row < R
-        a, b, rest = load3(d_y_ptr, row, keep, A, HALF, COLS, REST, TAIL)
-        cos, sin = load_angle(cos_ptr, sin_ptr, row, keep, H, POSITIONS, HALF, COLS)
-        a, b = a * cos + b * sin, b * cos - a * sin  # turned back
+        start = row // H * WIDTH + FIRST + row % H * A
+        a, b, rest = load3(d_y_ptr, row * A, keep, A, HALF, COLS, REST, TAIL)
+        if TURN:
+            cos, sin = load_angle(cos_ptr, sin_ptr, row, keep, H, POSITIONS, HALF, COLS)
+            a, b = a * cos + b * sin, b * cos - a * sin  # turned back
         if NORM:
-            x_a, x_b, x_rest = load3(x_ptr, row, keep, A, HALF, COLS, REST, TAIL)
+            x_a, x_b, x_rest = load3(x_ptr, start, keep, A, HALF, COLS, REST, TAIL)
             scale = tl.rsqrt(square_sum(x_a, x_b, x_rest, REST) / A + EPS)[:, None]
             x_a, x_b = x_a * scale, x_b * scale
             sum_a += tl.sum(a * x_a, 0)
@@ -133,8 +138,8 @@ def backward_kernel(
             a, b = scale * (a - x_a * along), scale * (b - x_b * along)
             if REST:
                 rest = scale * (rest - x_rest * along)
-        store3(d_x_ptr, row, keep, a, b, rest, A, HALF, COLS, REST, TAIL)
-        start += tl.num_programs(0) * ROWS
+        store3(d_x_ptr, start, keep, a, b, rest, A, HALF, COLS, REST, TAIL)
+        begin += tl.num_programs(0) * ROWS
     if NORM:
         col = tl.arange(0, COLS)
         mine = d_gain_ptr + tl.program_id(0) * A
@@ -145,8 +150,8 @@ def backward_kernel(
             tl.store(mine + 2 * HALF + end, sum_rest, mask=2 * HALF + end < A)
 
 
-def sizes(x_BSHA: Tensor, cos: Tensor) -> tuple[tuple[int, int, int], dict[str, int]]:
-    batch, length, heads, width = x_BSHA.shape
+def sizes(shape: torch.Size, cos: Tensor) -> tuple[tuple[int, int, int], dict[str, int]]:
+    batch, length, heads, width = shape
     half = cos.shape[-1]
     rest = width - 2 * half
     assert cos.shape[0] in (1, batch) and cos.shape[1] == length
@@ -154,26 +159,35 @@ def sizes(x_BSHA: Tensor, cos: Tensor) -> tuple[tuple[int, int, int], dict[str, 
     return (batch * length * heads, heads, cos.shape[0] * length), tile | {"TAIL": triton.next_power_of_2(max(rest, 1))}
 
 
-def forward(x_BSHA: Tensor, gain_A: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    y_BSHA = torch.empty_like(x_BSHA)
-    (rows, heads, positions), tile = sizes(x_BSHA, cos)
-    forward_kernel[(triton.cdiv(rows, ROWS),)](
-        x_BSHA, gain_A, cos, sin, y_BSHA, rows, heads, positions,
-        EPS=eps, A=x_BSHA.shape[3], HALF=cos.shape[3], NORM=gain_A is not None, **tile,
+# `first`: where in a token's row of x the heads begin. The backward of all groups writes into one d_x, which the
+# products that made x then read as one.
+
+
+def forward(
+    x_BSN: Tensor, first: int, heads: int, width: int, turn: bool,
+    gain_A: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
+) -> Tensor:  # fmt: skip
+    y_BSHA = x_BSN.new_empty(*x_BSN.shape[:2], heads, width)
+    sized, tile = sizes(y_BSHA.shape, cos)
+    forward_kernel[(triton.cdiv(sized[0], ROWS),)](
+        x_BSN, gain_A, cos, sin, y_BSHA, *sized, x_BSN.shape[2], first,
+        EPS=eps, A=width, HALF=cos.shape[3], NORM=gain_A is not None, TURN=turn, **tile,
     )  # fmt: skip
     return y_BSHA
 
 
 def backward(
-    d_y_BSHA: Tensor, x_BSHA: Tensor | None, gain_A: Tensor | None, eps: float, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    d_x_BSHA = torch.empty_like(d_y_BSHA)
-    (rows, heads, positions), tile = sizes(d_y_BSHA, cos)
+    d_y_BSHA: Tensor, d_x_BSN: Tensor, x_BSN: Tensor | None, first: int, turn: bool,
+    gain_A: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
+) -> Tensor | None:  # fmt: skip
+    """Writes this group's part of d_x; gives the gain's gradient."""
+    sized, tile = sizes(d_y_BSHA.shape, cos)
+    width = d_y_BSHA.shape[3]
     tile |= {"ROWS": BACK_ROWS, "num_warps": BACK_WARPS}
-    programs = min(PROGRAMS, triton.cdiv(rows, BACK_ROWS))
-    parts_PA = d_y_BSHA.new_empty(programs, d_y_BSHA.shape[3], dtype=torch.float32) if gain_A is not None else None
+    programs = min(PROGRAMS, triton.cdiv(sized[0], BACK_ROWS))
+    parts_PA = d_y_BSHA.new_empty(programs, width, dtype=torch.float32) if gain_A is not None else None
     backward_kernel[(programs,)](
-        d_y_BSHA, x_BSHA, gain_A, cos, sin, d_x_BSHA, parts_PA, rows, heads, positions,
-        EPS=eps, A=d_y_BSHA.shape[3], HALF=cos.shape[3], NORM=gain_A is not None, **tile,
+        d_y_BSHA, x_BSN, gain_A, cos, sin, d_x_BSN, parts_PA, *sized, d_x_BSN.shape[2], first,
+        EPS=eps, A=width, HALF=cos.shape[3], NORM=gain_A is not None, TURN=turn, **tile,
     )  # fmt: skip
-    return d_x_BSHA, None if parts_PA is None or gain_A is None else parts_PA.sum(0).to(gain_A.dtype)
+    return None if parts_PA is None or gain_A is None else parts_PA.sum(0).to(gain_A.dtype)
