@@ -5,8 +5,8 @@
     python -m training.bench my.yaml stack=false optimizer=true       head, loss and optimiser too
     torchrun --nproc-per-node 8 -m training.bench my.yaml mesh.ep=8 batch=8     tokens/s of all, TFLOP/s of each
 
-FLOPs by the half-square convention (upcycle.size): 6 a weight a token, half the square of attention, no router, no
-recomputation; without the head when only the blocks run. One JSON row, with versions, is the last line.
+FLOPs by the half-square convention (upcycle.size): 6 a weight a token, half the square of attention (of each document),
+no router, no recomputation; without the head when only the blocks run. One JSON row, with versions, is the last line.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from training import layout
 from training.config import READY
@@ -60,6 +61,7 @@ class BenchConfig:
     layers: int = 0  # instead of the architecture's own
     stack: bool = False  # blocks alone: no head, no loss
     sequence: int = 4096
+    documents: int = 0  # tokens of a document, on average: attention stays within them; 0: a sequence is one
     batch: int = 4  # sequences a step
     micro_batch: int = 0  # sequences at a time, on each data-parallel rank; 0: all that it has
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -107,22 +109,24 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
     parts = [build(config, spec, mesh, layers, device) for layers in stages_of_rank(spec, mesh)]
     model = under_one_roof(parts)
     optimizer = Optimizer(OptimConfig(clip=1.0), model.named_parameters()) if config.optimizer else None
-    samples = Mock(dense.vocab, config.sequence)
     pieces = [
-        own_part(samples.batch((number * mesh.dp + data_rank(mesh)) * size, size).to(device), mesh)
+        own_part(batch(config, dense.vocab, (number * mesh.dp + data_rank(mesh)) * size, size).to(device), mesh)
         for number in range(count)
     ]
     whole = Batch(*(torch.cat(tensors) for tensors in zip(*(vars(piece).values() for piece in pieces), strict=True)))
     scored = torch.tensor(config.batch * config.sequence, device=device)
     pipeline = Pipeline(parts, mesh, config.mesh.schedule, count) if mesh.size("pp") > 1 else None
 
+    def held(part: Batch) -> Tensor | None:
+        return part.documents if config.documents else None  # without, attention needs no mask
+
     def step() -> None:
         if pipeline is not None:
-            pipeline.step(replace(whole, documents=None), scored, config.sequence)  # type: ignore[arg-type]
+            pipeline.step(replace(whole, documents=held(whole)), scored, config.sequence)  # type: ignore[arg-type]
         for number, piece in enumerate(pieces if pipeline is None else [], 1):
             synchronize(model, mesh, number == count)
             labels = None if config.stack else piece.labels
-            out = model(piece.tokens, piece.positions, None, labels, config.sequence)
+            out = model(piece.tokens, piece.positions, held(piece), labels, config.sequence)
             loss = out.float().square().mean() / count if config.stack else out / scored
             loss.backward()
         if optimizer is not None:
@@ -137,7 +141,9 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
     seconds = [timed(step, device, config.steps) for _ in range(BLOCKS)]
     middle = statistics.median(seconds)
     tokens = config.batch * config.sequence
-    flops = model_flops(spec, config.sequence) - (6 * dense.vocab * dense.hidden if config.stack else 0)
+    sizes = [n for sample in range(config.batch) for n in documents(config, sample).bincount().tolist()]
+    head = 6 * dense.vocab * dense.hidden if config.stack else 0  # it is not there
+    flops = sum(model_flops(spec, n) * n for n in sizes) / tokens - head
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = peak_tflops(name)
     tflops = flops * tokens / middle / 1e12 / mesh.world
@@ -186,6 +192,20 @@ def build(
                 seed = rng.generator(0, name, layout.box(tensor)).initial_seed()
                 layout.local(tensor).normal_(std=0.02, generator=torch.Generator(device).manual_seed(seed))
     return model.train()
+
+
+def batch(config: BenchConfig, vocab: int, sample: int, size: int) -> Batch:
+    made = Mock(vocab, config.sequence).batch(sample, size)
+    number_BS = torch.stack([documents(config, each) for each in range(sample, sample + size)])
+    began_BS = torch.searchsorted(number_BS, number_BS)
+    return replace(made, documents=number_BS.int(), positions=made.positions - began_BS)
+
+
+def documents(config: BenchConfig, sample: int) -> Tensor:
+    """The number of each token's document; at every token a new one may begin."""
+    chance = torch.rand(config.sequence, generator=rng.generator(0, "documents", sample))
+    begins = chance * config.documents < (1 if config.documents else 0)
+    return (begins.cumsum(0) - begins[0].long()).contiguous()
 
 
 def balanced(routing: Routing) -> Routing:

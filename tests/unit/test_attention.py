@@ -79,7 +79,7 @@ def test_attention_in_blocks_is_attention(name: str, window: int | None, monkeyp
 
     from training.model import attention
 
-    monkeypatch.setattr(attention, "flex", lambda: flex_attention)  # not compiled: the same rules, in plain torch
+    monkeypatch.setattr(attention, "flex", flex_attention)  # not compiled: the same rules, in plain torch
     draw = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, 300, heads, 16, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
     documents = DOCUMENTS[name](2, 300)
@@ -92,7 +92,7 @@ def test_attention_in_blocks_is_attention(name: str, window: int | None, monkeyp
 
 
 def test_lists_keep_their_order() -> None:
-    count, index = listed(torch.tensor([[[False, True, False, True]]]))
+    [(count, index)] = listed(torch.tensor([[[[False, True, False, True]]]]))
     assert count.tolist() == [[[2]]] and index.tolist() == [[[[1, 3, 0, 2]]]]
 
 

@@ -2,8 +2,8 @@
 puts a ring in its place, evaluation a cache of keys and values.
 
 Plain causal attention is SDPA's. Where documents or a window hide more than that, SDPA wants a mask of S * S and leaves
-its fast kernels; on a GPU FlexAttention then skips what is hidden in blocks of 128 x 128, whose list `look` makes once a
-forward for all layers, on the device and without waiting for it.
+its fast kernels; on a GPU FlexAttention then skips what is hidden in blocks of 128 x 128, whose list `look` makes once
+a forward for all layers, on the device and without waiting for it.
 
 Shapes: B sequences, S positions, H query heads (G key heads), A dimensions of a head; N = S / 128 blocks.
 """
@@ -11,7 +11,7 @@ Shapes: B sequences, S positions, H query heads (G key heads), A dimensions of a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,7 +54,7 @@ class Sdpa:
         q, k, v = (part.transpose(1, 2) for part in (q_BSHA, k_BSGA, v_BSGA))
         grouped = q.shape[1] != k.shape[1]
         if self.window in seen.blocks:
-            y: Tensor = flex()(q, k, v, block_mask=seen.blocks[self.window], scale=self.scale, enable_gqa=grouped)
+            y: Tensor = flex(q, k, v, block_mask=seen.blocks[self.window], scale=self.scale, enable_gqa=grouped)
             return y.transpose(1, 2)
         mask = visible(q.shape[2], self.window, seen.documents_BS, q.device)
         with sdpa_kernel(BACKENDS, set_priority=True):
@@ -116,19 +116,30 @@ def block_mask(documents_BS: Tensor | None, length: int, window: int | None, dev
         below = (low_BN[:, :, None] <= high_BN[:, None, :]) & (low_BN[:, None, :] <= high_BN[:, :, None])
         alone = low_BN == high_BN
         some, every = some & below, every & below & alone[:, :, None] & alone[:, None, :]
-    return BlockMask.from_kv_blocks(
-        *listed(some & ~every),
-        *listed(every & some),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=rule(documents_BS, window),
+    partial = some & ~every
+    (part, part_at), (full, full_at), (q_part, q_part_at), (q_full, q_full_at) = listed(
+        torch.stack((partial, every, partial.mT, every.mT))  # backward goes by columns
+    )
+    return BlockMask(
         seq_lengths=(length, length),
+        kv_num_blocks=part,
+        kv_indices=part_at,
+        full_kv_num_blocks=full,
+        full_kv_indices=full_at,
+        q_num_blocks=q_part,
+        q_indices=q_part_at,
+        full_q_num_blocks=q_full,
+        full_q_indices=q_full_at,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=rule(documents_BS, window),
     )
 
 
-def listed(chosen_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """How many columns of each row are chosen, and which: those first, in their order; for all heads."""
-    order = chosen_BNN.int().argsort(dim=-1, descending=True, stable=True)
-    return chosen_BNN.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+def listed(chosen_XBNN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each: how many columns of each row are chosen, and which, those first and in order; for all heads."""
+    order = chosen_XBNN.byte().argsort(dim=-1, descending=True, stable=True).int()
+    count = chosen_XBNN.sum(-1, dtype=torch.int32)
+    return zip(count[:, :, None], order[:, :, None], strict=True)
 
 
 def rule(documents_BS: Tensor | None, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -143,14 +154,15 @@ def rule(documents_BS: Tensor | None, window: int | None) -> Callable[[Tensor, T
     return sees
 
 
-def flex() -> Callable[..., Any]:
+def flex(*given: Any, **named: Any) -> Any:
     """It has to be compiled; inside a compiled layer it is already."""
     if torch.compiler.is_compiling():
-        return flex_attention
-    return compiled_flex()
+        return flex_attention(*given, **named)
+    # a variant for each size and window, with and without gradients; beyond 8 it would be run uncompiled, on all pairs
+    with torch._dynamo.config.patch(recompile_limit=256):
+        return compiled_flex()(*given, **named)
 
 
 @functools.cache
 def compiled_flex() -> Callable[..., Any]:
-    # of other sizes another kernel, not one for all sizes: a run has one or two
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
