@@ -24,8 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from training import layout
+from training.balance import BalanceConfig, capacity_mask
 from training.config import READY
 from training.data import Batch, Mock
 from training.distributed import processes, rank
@@ -34,6 +36,7 @@ from training.mesh import MeshConfig, ParallelMesh, check
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
 from training.optim import OptimConfig, Optimizer
+from training.phases import phases
 from training.pipeline import Pipeline
 from training.shard import all_reduce, own_part, parallelize, synchronize
 from training.train import data_rank, stages_of_rank, under_one_roof
@@ -42,17 +45,6 @@ from upcycle.config import read
 from upcycle.spec import DenseSpec, MoESpec
 
 BLOCKS = 3  # of `steps` steps; the row has their median
-KERNELS = 25  # listed by name with profile=true
-# kernels by what they are for; the first that matches
-PHASES: Mapping[str, tuple[str, ...]] = {
-    "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa"),
-    "grouped gemm": ("grouped", "GroupProblemShape"),
-    "gemm": ("gemm", "nvjet", "cutlass", "sm90_xmma", "ampere_"),
-    "sort and index": ("sort", "radix", "scatter", "gather", "index", "scan"),
-    "copy": ("copy", "memcpy", "memset", "cat"),
-    "triton": ("triton",),
-    "elementwise and reduce": ("elementwise", "reduce", "norm", "softmax"),
-}
 
 
 @dataclass(frozen=True)
@@ -66,6 +58,7 @@ class BenchConfig:
     micro_batch: int = 0  # sequences at a time, on each data-parallel rank; 0: all that it has
     mesh: MeshConfig = field(default_factory=MeshConfig)
     routing: str = "natural"  # natural | balanced
+    capacity: float = 0.0  # an expert takes so many times its share in balance and drops the rest; 0: all
     experts: str = "grouped"
     weights: str = "bfloat16"  # dtype of parameters and gradients: bfloat16 | float32
     compute: str = "bfloat16"
@@ -74,7 +67,7 @@ class BenchConfig:
     optimizer: bool = False  # also AdamW's step
     warmup: int = 5
     steps: int = 10
-    profile: bool = False  # also the time by kind of kernel, from the profiler
+    profile: bool = False  # also the time by phase, from the profiler
 
 
 def spec_of(config: BenchConfig) -> DenseSpec | MoESpec:
@@ -130,8 +123,9 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
             loss = out.float().square().mean() / count if config.stack else out / scored
             loss.backward()
         if optimizer is not None:
-            optimizer.clip(partial(all_reduce, group=mesh.group("pp")))
-            optimizer.step(1e-5)
+            with record_function("optimizer"):
+                optimizer.clip(partial(all_reduce, group=mesh.group("pp")))
+                optimizer.step(1e-5)
         model.zero_grad(set_to_none=True)
 
     for _ in range(config.warmup):
@@ -179,8 +173,8 @@ def build(
         model.head, model.last = None, False
     model = model.to(getattr(torch, config.weights))
     for block in model.modules():
-        if isinstance(block, MoE) and config.routing == "balanced":
-            block.balance = balanced
+        if isinstance(block, MoE) and (config.routing == "balanced" or config.capacity):
+            block.balance = partial(rerouted, config)
     parallelize(model, mesh, recomputed=config.recompute, compiled=config.compile)
     model = model.to_empty(device=device)
     with torch.no_grad():
@@ -208,12 +202,20 @@ def documents(config: BenchConfig, sample: int) -> Tensor:
     return (begins.cumsum(0) - begins[0].long()).contiguous()
 
 
-def balanced(routing: Routing) -> Routing:
-    """Tokens to experts in turn: all experts as many rows, a token's experts next to each other."""
+def rerouted(config: BenchConfig, routing: Routing) -> Routing:
+    """Balanced: tokens to experts in turn, all experts as many rows, a token's experts next to each other. With a
+    capacity: what does not fit is dropped."""
     count, k = routing.expert_TK.shape
     experts = routing.logits_TN.shape[1]
-    expert_TK = (torch.arange(count * k, device=routing.expert_TK.device) % experts).view(count, k)
-    return replace(routing, expert_TK=expert_TK)
+    if config.routing == "balanced":
+        expert_TK = (torch.arange(count * k, device=routing.expert_TK.device) % experts).view(count, k)
+        routing = replace(routing, expert_TK=expert_TK)
+    if config.capacity:
+        fits_TK, _ = capacity_mask(
+            routing.expert_TK, routing.weight_TK, experts, config.capacity, BalanceConfig().drop_policy
+        )
+        routing = replace(routing, weight_TK=routing.weight_TK.where(fits_TK, 0))
+    return routing
 
 
 def timed(step: Callable[[], None], device: torch.device, steps: int) -> float:
@@ -226,26 +228,6 @@ def timed(step: Callable[[], None], device: torch.device, steps: int) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - start) / steps
-
-
-def phases(step: Callable[[], None], repeats: int = 3) -> dict[str, float]:
-    """Milliseconds of device time a step, by kind of kernel."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(repeats):
-            step()
-        torch.cuda.synchronize()
-    out: dict[str, float] = {}
-    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
-    for event in events[:KERNELS]:  # the names behind the phases, for whoever wants to make one faster
-        spent, calls = event.self_device_time_total / 1e3 / repeats, event.count / repeats
-        print(f"{spent:8.3f} ms {calls:6.0f} x  {event.key[:100]}", file=sys.stderr)
-    for event in events:
-        spent = event.self_device_time_total / 1e3 / repeats
-        phase = next((p for p, words in PHASES.items() if any(w.lower() in event.key.lower() for w in words)), "other")
-        out[phase] = out.get(phase, 0.0) + spent
-    return {phase: round(ms, 3) for phase, ms in sorted(out.items(), key=lambda item: -item[1])}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

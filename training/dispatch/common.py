@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.profiler import record_function
 
 from training.dispatch import Dispatched
 
@@ -29,6 +30,9 @@ class Route(Protocol):
 First = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Any]]
 
 
+# the ranges are for profiles, see phases.py
+
+
 def dispatch(first: First, x_TD: Tensor, weight_TK: Tensor) -> Dispatched:
     return Dispatched(*_Out.apply(x_TD, weight_TK, first))  # type: ignore[no-untyped-call]
 
@@ -41,24 +45,28 @@ def combine(y_RD: Tensor, route: Route) -> Tensor:
 class _Out(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_TK: Tensor, first: First) -> tuple[Tensor, Tensor, Tensor, Route]:
-        x_RD, weight_R, count_E, ctx.route = first(x_TD, weight_TK)
+        with record_function("dispatch"):
+            x_RD, weight_R, count_E, ctx.route = first(x_TD, weight_TK)
         ctx.mark_non_differentiable(count_E)
         return x_RD, weight_R, count_E, ctx.route
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor, grad_R: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, None]:
-        return *ctx.route.home(grad_RD, grad_R), None
+        with record_function("combine"):
+            return *ctx.route.home(grad_RD, grad_R), None
 
 
 class _Home(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        return route.home(y_RD, None)[0]
+        with record_function("combine"):
+            return route.home(y_RD, None)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.out(grad_TD), None
+        with record_function("dispatch"):
+            return ctx.route.out(grad_TD), None
 
 
 # ---- refusals

@@ -18,7 +18,7 @@ PROGRAMS = 132 * 4  # that walk over the rows in backward
 
 
 @triton.jit
-def forward_kernel(
+def norm_kernel(
     stream_ptr, delta_ptr, gain_ptr, x_ptr, y_ptr,
     ADD: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +36,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def norm_backward_kernel(
     d_y_ptr, d_x_ptr, x_ptr, gain_ptr, total_ptr, d_gain_ptr, T,
     ADD: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def forward(stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) ->
     x = stream if delta is None else torch.empty_like(stream)
     y = torch.empty_like(stream)
     if rows := stream.numel() // width:
-        forward_kernel[(rows,)](stream, delta, gain_D, x, y, ADD=delta is not None, EPS=eps, **sizes(width))
+        norm_kernel[(rows,)](stream, delta, gain_D, x, y, ADD=delta is not None, EPS=eps, **sizes(width))
     return x, y
 
 
@@ -80,7 +80,7 @@ def backward(d_y: Tensor, d_x: Tensor | None, x: Tensor, gain_D: Tensor, eps: fl
     total, rows = torch.empty_like(x), x.numel() // width
     programs = max(1, min(PROGRAMS, rows))
     parts_PD = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    backward_kernel[(programs,)](
+    norm_backward_kernel[(programs,)](
         d_y, d_x, x, gain_D, total, parts_PD, rows, ADD=d_x is not None, EPS=eps, **sizes(width)
     )
     return total, parts_PD.sum(0).to(gain_D.dtype)

@@ -80,7 +80,7 @@ def square_sum(a, b, rest, REST: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
+def heads_kernel(
     x_ptr, gain_ptr, cos_ptr, sin_ptr, y_ptr, R, H, POSITIONS, WIDTH, FIRST,
     EPS: tl.constexpr, A: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr,
@@ -102,7 +102,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def heads_backward_kernel(
     d_y_ptr, x_ptr, gain_ptr, cos_ptr, sin_ptr, d_x_ptr, d_gain_ptr, R, H, POSITIONS, WIDTH, FIRST,
     EPS: tl.constexpr, A: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr,
@@ -169,7 +169,7 @@ def forward(
 ) -> Tensor:  # fmt: skip
     y_BSHA = x_BSN.new_empty(*x_BSN.shape[:2], heads, width)
     sized, tile = sizes(y_BSHA.shape, cos)
-    forward_kernel[(triton.cdiv(sized[0], ROWS),)](
+    heads_kernel[(triton.cdiv(sized[0], ROWS),)](
         x_BSN, gain_A, cos, sin, y_BSHA, *sized, x_BSN.shape[2], first,
         EPS=eps, A=width, HALF=cos.shape[3], NORM=gain_A is not None, TURN=turn, **tile,
     )  # fmt: skip
@@ -186,7 +186,7 @@ def backward(
     tile |= {"ROWS": BACK_ROWS, "num_warps": BACK_WARPS}
     programs = min(PROGRAMS, triton.cdiv(sized[0], BACK_ROWS))
     parts_PA = d_y_BSHA.new_empty(programs, width, dtype=torch.float32) if gain_A is not None else None
-    backward_kernel[(programs,)](
+    heads_backward_kernel[(programs,)](
         d_y_BSHA, x_BSN, gain_A, cos, sin, d_x_BSN, parts_PA, *sized, d_x_BSN.shape[2], first,
         EPS=eps, A=width, HALF=cos.shape[3], NORM=gain_A is not None, TURN=turn, **tile,
     )  # fmt: skip

@@ -38,7 +38,7 @@ def act_and_slope(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
+def activation_kernel(
     h_ptr, weight_ptr, total_ptr, a_ptr,
     F: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def activation_backward_kernel(
     d_a_ptr, h_ptr, weight_ptr, total_ptr, d_h_ptr, d_weight_ptr, a_ptr,
     F: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,7 @@ def forward(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gat
     assert h_RH.is_contiguous() and weight_R.is_contiguous()
     a_RF, size = h_RH.new_empty(rows, width), tile(width)
     grid = (triton.cdiv(rows, size["ROWS"]), triton.cdiv(width, size["COLS"]))
-    forward_kernel[grid](h_RH, weight_R, ends_E[-1:], a_RF, width, GATED=gated, ACT=activation, **size)
+    activation_kernel[grid](h_RH, weight_R, ends_E[-1:], a_RF, width, GATED=gated, ACT=activation, **size)
     return a_RF
 
 
@@ -123,7 +123,7 @@ def backward(
     d_h_RH, d_weight_R, size = torch.empty_like(h_RH), torch.zeros_like(weight_R), tile(width)
     grid = (triton.cdiv(rows, size["ROWS"]),)
     # a goes where d_a was: every element is read before it is written, by the same program
-    backward_kernel[grid](
+    activation_backward_kernel[grid](
         d_a_RF, h_RH, weight_R, ends_E[-1:], d_h_RH, d_weight_R, d_a_RF, width, GATED=gated, ACT=activation, **size
     )
     return d_h_RH, d_weight_R, d_a_RF
