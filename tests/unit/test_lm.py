@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
@@ -332,6 +333,20 @@ def test_files_of_another_form_are_refused_in_one_sentence(tmp_path: Path) -> No
     (tmp_path / "gsm8k/test.jsonl").write_text("")
     with pytest.raises(ValueError, match="no documents for openai/gsm8k"):
         tasks.load("gsm8k", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in tasks.SUITES.glob("*.yaml")))
+def test_a_suites_tasks_are_there(name: str) -> None:
+    """By name, in the folders of lm-eval that it says; with documents, where it brings them itself."""
+    suite, _ = tasks.read_suite(name)
+    folders = [tasks.LM_EVAL / folder for folder in suite.folders]
+    named = {task for task in suite.tasks if isinstance(task, str)}
+    known = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False).task_index if folders else {}
+    assert named <= set(known) and suite.notes.keys() <= named
+    own = {task["task"] for task in suite.tasks if not isinstance(task, str)}
+    loaded = tasks.load(name).loaded["tasks"] if own and not named else {}
+    assert set(loaded) == own and all(len(task.eval_docs) > 0 for task in loaded.values())
+    assert named or own
 
 
 def test_suites_are_named_and_take_what_they_can(tmp_path: Path) -> None:
