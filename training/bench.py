@@ -33,6 +33,7 @@ from training.data import Batch, Mock
 from training.distributed import processes, rank
 from training.flops import model_flops, peak_tflops
 from training.mesh import MeshConfig, ParallelMesh, check
+from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
 from training.optim import OptimConfig, Optimizer
@@ -60,6 +61,7 @@ class BenchConfig:
     routing: str = "natural"  # natural | balanced
     capacity: float = 0.0  # an expert takes so many times its share in balance and drops the rest; 0: all
     experts: str = "grouped"
+    transformer_engine: tuple[str, ...] = ()  # see model.transformer_engine of training
     weights: str = "bfloat16"  # dtype of parameters and gradients: bfloat16 | float32
     compute: str = "bfloat16"
     recompute: str = "none"
@@ -175,6 +177,7 @@ def build(
     for block in model.modules():
         if isinstance(block, MoE) and (config.routing == "balanced" or config.capacity):
             block.balance = partial(rerouted, config)
+    transformer_engine.use(model, config.transformer_engine)
     parallelize(model, mesh, recomputed=config.recompute, compiled=config.compile)
     model = model.to_empty(device=device)
     with torch.no_grad():

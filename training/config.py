@@ -15,6 +15,7 @@ from training.balance import BalanceConfig
 from training.data import DataConfig
 from training.evaluate import EvalConfig
 from training.mesh import MeshConfig
+from training.model import transformer_engine
 from training.model.recompute import MODES
 from training.optim import OptimConfig
 from training.profiling import steps_to_trace
@@ -34,6 +35,7 @@ class ModelConfig:
     compute: str = "bfloat16"  # of activations; weights, moments and gradients are float32
     recompute: str = "none"  # in backward, instead of keeping it: none | selective (norms, activations) | full
     compile: bool = False  # torch.compile each layer
+    transformer_engine: tuple[str, ...] = ()  # what of a layer it computes: attention, linear or linear_fp8, norm
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,13 @@ class TrainConfig:
             raise ValueError(f"model.compute is {self.model.compute!r}; it must be one of {', '.join(COMPUTE)}")
         if self.model.recompute not in MODES:
             raise ValueError(f"model.recompute is {self.model.recompute!r}; it must be one of {', '.join(MODES)}")
+        transformer_engine.known(self.model.transformer_engine)
+        if "attention" in self.model.transformer_engine and (self.data.mask_documents or self.mesh.pp > 1):
+            got = f"mesh.pp={self.mesh.pp}" if self.mesh.pp > 1 else "data.mask_documents=true"
+            raise ValueError(
+                f"Transformer Engine's attention does not go with {got}; leave attention out of "
+                "model.transformer_engine or change that"
+            )
         if bool(self.model.source) == bool(self.model.upcycle):
             raise ValueError(
                 "the model comes from model.source (a checkpoint) or model.upcycle (a dense one, upcycled as it is "

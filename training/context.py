@@ -78,7 +78,10 @@ def attach(model: Decoder, group: ProcessGroup | None, kind: str, tp: int = 1) -
     for layer in model.layers.values():
         assert isinstance(layer, Layer)
         sdpa = layer.attention.attend
-        assert isinstance(sdpa, Sdpa)
+        if not isinstance(sdpa, Sdpa):
+            raise ValueError(
+                f"mesh.cp={cp} attends in its own way, and model.transformer_engine names attention; leave it out there"
+            )
         layer.attention.attend = way(sdpa.window, sdpa.scale, group)
 
 

@@ -28,6 +28,7 @@ from training.flops import model_flops
 from training.layout import Origin
 from training.mesh import ParallelMesh, check
 from training.metrics import Metrics
+from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.optim import Optimizer, SpikeGuard
@@ -289,6 +290,7 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
     model = config.model
     with torch.device("meta"):
         part = Decoder(origin.spec, part=layers, experts=model.experts, compute=getattr(torch, model.compute))
+    transformer_engine.use(part, model.transformer_engine)
     parallelize(part, mesh, recomputed=model.recompute, compiled=model.compile)
     return part.to_empty(device=device)
 

@@ -12,18 +12,22 @@ from training.experts import ExpertWeights
 
 def missing(backend: str, module: str) -> str:
     """ "" if `module` can be imported and there is a CUDA device for it, else one sentence."""
+    return absent(f"experts={backend}", module, "use experts=grouped")
+
+
+def absent(asked: str, module: str, instead: str) -> str:
     package = module.partition(".")[0]
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == package:
-            return f"experts={backend} needs the {package} package, which is not installed; use experts=grouped"
-        return f"experts={backend} needs the package {error.name}, which is not installed; use experts=grouped"
+            return f"{asked} needs the {package} package, which is not installed; {instead}"
+        return f"{asked} needs the package {error.name}, which is not installed; {instead}"
     except (ImportError, OSError, RuntimeError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".;")
-        return f"experts={backend} needs the {package} package, which does not import ({reason}); use experts=grouped"
+        return f"{asked} needs the {package} package, which does not import ({reason}); {instead}"
     if not torch.cuda.is_available():
-        return f"experts={backend} needs a CUDA device, and there is none; use experts=grouped"
+        return f"{asked} needs a CUDA device, and there is none; {instead}"
     return ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from training.model.attention import Attend, Sdpa, Seen
 from upcycle.ffn import ACTIVATIONS
 from upcycle.spec import DenseSpec
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x, a weight and a bias
+
 
 class Linear(nn.Module):
     """y = x W^T + b in x's dtype, whatever the parameters' dtype is."""
@@ -22,20 +24,21 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.product: Product = functional.linear
 
     def matrix(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """(weight, bias) to compute with; of a divided one, this rank's."""
         return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, *self.matrix(x.dtype))
+        return self.product(x, *self.matrix(x.dtype))
 
 
 def joint(x: Tensor, linears: Sequence[Linear]) -> Tensor:
     """What they make of x, side by side, by one product: back, it makes one gradient of x instead of a sum of several.
     Copying the weights together costs a hundredth of it."""
     weights, biases = zip(*(linear.matrix(x.dtype) for linear in linears), strict=True)
-    return functional.linear(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
+    return linears[0].product(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
 
 class Norm(nn.Module):
