@@ -48,16 +48,25 @@ class Memory:
         return held - self.freed
 
 
-def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Memory:
-    """Of the fullest rank of `config` on `world` GPUs."""
+Parts = dict[range, Decoder]  # by their layers; on meta, where they weigh nothing
+
+
+def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, built: Parts | None = None) -> Memory:
+    """Of the fullest rank of `config` on `world` GPUs. `built`: parts of this model that were made before."""
+    built = {} if built is None else built
     layers = (spec.dense if isinstance(spec, MoESpec) else spec).layers
     ranks = [[0]] if config.mesh.pp == 1 else stages(config.mesh.pp, config.mesh.schedule)
     ranges = [range(layers)] if config.mesh.pp == 1 else cut(spec, config.mesh.pp, config.mesh.schedule)
-    found = [of_rank(spec, config, world, [ranges[stage] for stage in held], place) for place, held in enumerate(ranks)]
+    found = [
+        of_rank(spec, config, world, [ranges[stage] for stage in held], place, built)
+        for place, held in enumerate(ranks)
+    ]
     return max(found, key=lambda memory: memory.total)
 
 
-def of_rank(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, parts: Sequence[range], place: int) -> Memory:
+def of_rank(
+    spec: DenseSpec | MoESpec, config: TrainConfig, world: int, parts: Sequence[range], place: int, built: Parts
+) -> Memory:
     mesh, narrow = config.mesh, BYTES[config.model.compute]
     attention, experts = grids(mesh, world)
     shards = {
@@ -67,8 +76,7 @@ def of_rank(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, parts: S
     }
     copies = {"tokens": mesh.dp_replicate, "tensor": mesh.dp_replicate, "experts": experts["edp_replicate"]}
     dense = spec.dense if isinstance(spec, MoESpec) else spec
-    with torch.device("meta"):
-        models = [Decoder(spec, part=part, experts="reference") for part in parts]
+    models = [part_of(spec, part, built) for part in parts]
     kept = gradients = resident = 0
     passing: dict[str, int] = {}  # by layer: gathered for its forward, and again for its backward
     for name, parameter in (named for model in models for named in model.named_parameters()):
@@ -96,6 +104,14 @@ def of_rank(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, parts: S
         loss = min(LOGITS, tokens * dense.vocab) * (8 + narrow) + MASTER * dense.vocab * dense.hidden
     freed = min(activations, gradients) if count == 1 else 0
     return Memory(kept * MASTER, gradients, moments, gathered, activations, loss, freed)
+
+
+def part_of(spec: DenseSpec | MoESpec, part: range, built: Parts) -> Decoder:
+    """Made once: a table asks for the same parts hundreds of times."""
+    if part not in built:
+        with torch.device("meta"):
+            built[part] = Decoder(spec, part=part, experts="reference")
+    return built[part]
 
 
 COLUMNS, ROWS = ("q", "k", "v", "gate", "up"), ("o", "down")
@@ -161,12 +177,12 @@ def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iter
 
 
 def table(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, rows: int = 12) -> str:
-    own = config.mesh
-    found = [(mesh, memory(spec, replace(config, mesh=mesh), world)) for mesh in mappings(spec, config, world)]
+    own, built = config.mesh, Parts()
+    found = [(mesh, memory(spec, replace(config, mesh=mesh), world, built)) for mesh in mappings(spec, config, world)]
     found = sorted(((mesh, size) for mesh, size in found if mesh != own), key=lambda item: item[1].total)[:rows]
     names = ("weights", "gradients", "moments", "gathered", "activations", "loss", "total")
     lines = ["  ".join(f"{name:>11}" for name in names) + f"   GB on the fullest of {world} GPUs"]
-    for mesh, size in [(own, memory(spec, config, world)), *found]:
+    for mesh, size in [(own, memory(spec, config, world, built)), *found]:
         cells = "  ".join(f"{getattr(size, name) / 1e9:11.2f}" for name in names)
         axes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
         lines.append(f"{cells}   {axes}" + ("   (this config)" if mesh == own else ""))
