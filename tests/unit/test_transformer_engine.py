@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from training import layout
 from training.config import DataConfig, ModelConfig, TrainConfig
+from training.context import attach
 from training.mesh import MeshConfig
 from training.model import transformer_engine
 from training.model.attention import Seen
@@ -274,3 +275,18 @@ def test_configs_are_checked_before_anything_is_read() -> None:
     ]:
         with pytest.raises(ValueError, match=words):
             config(parts, **more)
+
+
+def test_attention_over_shares_of_a_sequence_is_not_its(called: list[str]) -> None:
+    model = made("llama")
+    transformer_engine.use(model, ["attention"])
+    with pytest.raises(ValueError, match=r"mesh\.cp=2 attends in its own way"):
+        attach(model, types.SimpleNamespace(size=lambda: 2), "ring")  # type: ignore[arg-type]
+
+
+def test_a_norm_that_nobody_looks_at_passes_the_streams_gradient_on(called: list[str]) -> None:
+    norm = made("llama").layers["0"].ffn_norm
+    stream, delta = (torch.randn(2, 3, 32, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x, _ = transformer_engine.added(norm, stream, delta)  # type: ignore[arg-type]
+    d_stream, d_delta = torch.autograd.grad(x.square().sum(), (stream, delta))
+    assert torch.equal(d_stream, 2 * (stream + delta)) and torch.equal(d_delta, d_stream)
