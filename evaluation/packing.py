@@ -4,7 +4,7 @@ Inputs are sorted, so that those which begin alike are neighbours. Then
 
     a group   shares a long beginning (the few-shot examples of a subject): it goes through the model once, and its keys
               and values are what every row of the group attends to first
-    a row     is a tree of inputs that share a context (a question and its endings): the context is there once
+    a row     is a tree of inputs that share a good part (a question and its endings): that part is there once
     a batch   is some rows of one group, of similar length, laid one after the other without padding
 
 A row lists its tree's tokens depth first. Token i sees token j if j <= i < end[j], where end[j] is where the subtree of
@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int64]
 
 FILL = 256  # tokens that a forward of its own must save: what a small forward costs beside a large one
-LONGEST = 512  # tokens up to which rows grow by joining questions that begin alike
+LONGEST = 512  # tokens up to which a row grows, or twice its last input: all of a row's tokens are compared with all
+WORTH = 4  # an input joins a row if it shares a fourth of itself: less does not pay for the mask that trees need
 FOREVER = np.iinfo(np.int32).max
 
 
@@ -89,7 +90,8 @@ def plan(inputs: Sequence[Input], budget: int, *, trees: bool = True) -> Plan:
     batches: list[Batch] = []
     loose: list[Row] = []
     for first, last, length in grouped(between):
-        rows = tree_rows(inputs, order, shared, units[first:last], length, trees)
+        among = range(units[first][0], units[last - 1][1])
+        rows = tree_rows(inputs, order, shared, among, length, trees)
         if length == 0:
             loose += rows
             continue
@@ -141,31 +143,25 @@ def grouped(between: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def tree_rows(
-    inputs: Sequence[Input],
-    order: Sequence[int],
-    shared: Sequence[int],
-    units: Sequence[tuple[int, int]],
-    prefix: int,
-    trees: bool,
+    inputs: Sequence[Input], order: Sequence[int], shared: Sequence[int], among: range, prefix: int, trees: bool
 ) -> list[Row]:
     rows: list[Row] = []
     path: list[int] = []  # place in the row of each token from the root to the last input's end
-    for a, b in units:
-        for i in range(a, b):
-            tokens, scored = inputs[order[i]].tokens[prefix:], inputs[order[i]].scored - prefix
-            same = shared[i - 1] - prefix if i else 0
-            joins = trees and rows and same * 2 >= len(tokens) and len(rows[-1]) + len(tokens) <= LONGEST
-            if i == a and not joins:
-                rows.append(Row())
-                path, same = [], 0
-            row = rows[-1]
-            for place in path[same:]:
-                row.ends[place] = len(row)
-            path = path[:same] + list(range(len(row), len(row) + len(tokens) - same))
-            row.tokens.extend(tokens[same:].tolist())
-            row.positions.extend(range(prefix + same, prefix + len(tokens)))
-            row.ends.extend([FOREVER] * (len(tokens) - same))
-            row.places[order[i]] = path[scored:]
+    for i in among:
+        tokens, scored = inputs[order[i]].tokens[prefix:], inputs[order[i]].scored - prefix
+        same = shared[i - 1] - prefix if rows else 0
+        room = max(LONGEST, 2 * len(tokens)) - len(rows[-1]) if rows else 0
+        if not (trees and same * WORTH >= len(tokens) and len(tokens) - same <= room):
+            rows.append(Row())
+            path, same = [], 0
+        row = rows[-1]
+        for place in path[same:]:
+            row.ends[place] = len(row)
+        path = path[:same] + list(range(len(row), len(row) + len(tokens) - same))
+        row.tokens.extend(tokens[same:].tolist())
+        row.positions.extend(range(prefix + same, prefix + len(tokens)))
+        row.ends.extend([FOREVER] * (len(tokens) - same))
+        row.places[order[i]] = path[scored:]
     return rows
 
 

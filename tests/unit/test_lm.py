@@ -81,6 +81,26 @@ def test_a_prefix_that_is_shared_is_read_once() -> None:
     assert plan([Input(each.tokens[300:], each.scored - 300) for each in inputs[:2]], 4096).tokens == 203 + 3
 
 
+def test_windows_of_a_text_share_only_their_first_token_and_stay_plain_rows() -> None:
+    """As one tree they would be a row of all texts, compared with itself token by token, behind a mask."""
+    draw = np.random.default_rng(0)
+    windows = [Input(np.concatenate([[0], draw.integers(1, 2000, 63)]), 0) for _ in range(600)]
+    planned = plan(windows, 1024)
+    assert planned.tokens == 600 * 64
+    for batch in planned.batches:
+        assert {len(row) for row in batch.rows} == {64}
+        assert laid_out(batch.rows, len(planned.prefixes[batch.group]), 64, 0, CPU).mask(None) is None
+
+
+def test_a_row_of_many_endings_does_not_grow_forever() -> None:
+    question = np.arange(1000)
+    planned = plan([Input(np.concatenate([question, np.arange(50) + 3000 * i]), 999) for i in range(1, 100)], 8192)
+    rows = [row for batch in planned.batches for row in batch.rows]
+    assert max(map(len, rows)) <= 2 * 1050
+    assert planned.tokens == sum(map(len, rows)) == len(rows) * 1000 + 99 * 50
+    assert len(rows) == 5
+
+
 @pytest.mark.parametrize(
     ("between", "expected"),
     [
