@@ -21,6 +21,7 @@ from upcycle.sample import make_llama
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "upcycle").glob("*.yaml"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # config.json of the models the ready configs name
 LLAMA3 = {
@@ -60,6 +61,8 @@ PROMISES = {
     "mistral-7b-drop": ("mixtral", False, 8, 46.7),
 }
 
+TOKENS = {"stories": 200 * 8 * 256, "llama3-8b-e8t2": 27e9, "nemotron4-15b-e64t8": 1e11, "qwen3-8b-e56t7-shared": 1e11}
+
 
 def shaped(folder: Path, config: dict[str, object]) -> Path:
     """A checkpoint of a real model's shape: real headers, no data."""
@@ -88,11 +91,22 @@ def test_every_ready_config_plans_what_it_promises(path: Path, tmp_path: Path, m
     assert sum(o.bytes for o in plan.outputs) / 2e9 == pytest.approx(billions, rel=0.01)
 
 
+def without_journeys(page: Path) -> str:
+    """test_journeys.py runs those."""
+    return re.sub(r"^## Journeys.*?^## ", "## ", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
 def blocks(language: str = "") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    found = rf"^```{language}\n(.*?)^```"
+    return [block for page in PAGES for block in re.findall(found, without_journeys(page), re.DOTALL | re.MULTILINE)]
 
 
-def test_the_readmes_code_runs_and_its_commands_exist(
+def commands(*starts: str) -> list[str]:
+    lines = [line.split("  #")[0].strip() for block in blocks() for line in block.splitlines()]
+    return [line for line in lines if line.startswith(starts)]
+
+
+def test_the_pages_code_runs_and_their_commands_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -103,21 +117,69 @@ def test_the_readmes_code_runs_and_its_commands_exist(
     printed = " ".join(capsys.readouterr().out.split())
     shown = next(block for block in blocks() if block.startswith("$ upcycle plan tiny"))
     assert " ".join(shown.split("\n", 1)[1].split()) in printed
-    commands = [line.split("#")[0] for block in blocks() for line in block.splitlines() if line.startswith("upcycle ")]
-    assert len(commands) >= 4
+    assert len(commands("upcycle ")) >= 4
     shaped(tmp_path / "llama", LLAMA3)
-    for command in commands:
+    for command in commands("upcycle "):
         verb, *words = shlex.split(command)[1:]
         if verb in ("plan", "convert"):  # planned, not converted: these are real models
             words = [w for w in words if not w.startswith("source=")] + [f"source={tmp_path / 'llama'}"]
             assert main(["plan", *words]) == 0, command
 
 
+def test_the_pages_other_commands_say_what_their_programs_understand() -> None:
+    """Read, not run: their models and texts are the reader's. What they do is run by the tests they name."""
+    from evaluation.__main__ import COMMANDS
+    from evaluation.run import read_config as read_evaluation
+    from training.bench import BenchConfig
+    from training.config import READY, read_config
+    from training.prepare import PrepareConfig
+
+    read_of = {"training": 0, "training.bench": 0, "training.plan": 0, "training.prepare": 0, "evaluation": 0}
+    for command in commands("python -m ", "torchrun "):
+        words = shlex.split(command)
+        module, *words = words[words.index("-m") + 1 :]
+        if module in ("training", "training.plan"):
+            gpus = [word for word in words if word.startswith("gpus=")]
+            assert bool(gpus) == (module == "training.plan"), command
+            own = words[0] == "my.yaml"
+            rest = [word for word in words[1:] if word not in gpus] + (["model.source=dense"] if own else [])
+            read_config("" if own else words[0], rest)
+        elif module == "training.bench":
+            read(BenchConfig, words[0], words[1:], READY)
+        elif module == "training.prepare":
+            read(PrepareConfig, "", words[1:])
+        elif module == "evaluation":
+            assert words[0] in COMMANDS, command
+            if words[0] == "run":
+                read_evaluation(words[1:])
+        read_of[module] = read_of.get(module, 0) + 1
+    assert all(read_of.values()), read_of
+
+
+def test_the_pages_links_lead_somewhere() -> None:
+    from urllib.parse import urlparse
+
+    count = 0
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if not urlparse(link).scheme:
+                count += 1
+                assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
+    assert count > 20
+
+
+def test_the_tests_that_the_pages_name_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(r"pytest (?:-s\s+)?(tests/[\w./]+)", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
 def test_make_targets_that_the_readme_names_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for word in re.findall(r"make ([a-z]+)", (ROOT / "README.md").read_text()):
-        if word in ("demo", "test"):
-            assert re.search(rf"^{word}:", makefile, re.MULTILINE)
+    named = {command.split()[1] for command in commands("make ")}
+    assert named >= {"demo", "test"}
+    for word in named:
+        assert re.search(rf"^{word}:", makefile, re.MULTILINE), word
 
 
 @pytest.mark.parametrize("verb", ["", "plan", "convert", "verify", "inspect"])
@@ -204,4 +266,6 @@ def test_every_ready_training_config_is_read(path: Path) -> None:
         spec = spec_of(read(BenchConfig, path.stem, [], READY))
         assert spec.experts in (8, 128)  # type: ignore[union-attr]
     else:
-        assert read_config(path.stem).steps == 200
+        config = read_config(path.stem)
+        tokens = config.steps * config.batch * config.data.sequence
+        assert tokens == pytest.approx(TOKENS[path.stem], rel=0.01)  # what its comments say

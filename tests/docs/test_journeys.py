@@ -1,0 +1,301 @@
+"""The README's journeys, walked: each one's commands, word for word and in their order, in an empty folder.
+
+What cannot be here is replaced: the models by random ones of the same architecture, with the same keys in config.json
+and small sizes that divide as the real ones do; the texts by a few lines; the hub by files. Words added to a command
+make it small. Where the README says 8 GPUs, two processes meet over gloo; where it says nodes, two torchruns; Slurm's own
+programs are stand-ins of a few lines. Memory is planned with the true sizes, from headers without data.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.test_docs import MODELS, ROOT, shaped
+from tests.parity import tiny
+from tests.unit.test_data import jsonl, make_tokenizer, texts
+from training.config import read_config
+from training.metrics import read as read_metrics
+from training.plan import memory
+from training.train import source
+
+README = (ROOT / "README.md").read_text()
+CARD = 80.0  # GB of a GPU: some 85.5 are free on one of "80 GB", of which 3 are the driver's and NCCL's
+PROGRAMS = {"upcycle": "upcycle.__main__", **{f"python -m {name}": name for name in ("training.plan", "training.prepare", "training.plots")}}
+# model, folder, and what makes it small; all the numbers of experts stay as they are
+SMALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3-8b": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 112}),
+    "nemotron4-15b": ("nemotron", {"hidden_act": "relu2", "partial_rotary_factor": 0.5, "intermediate_size": 128}),
+    "qwen3-8b-base": ("qwen3", {"head_dim": 16, "intermediate_size": 128}),
+}
+TRAINING = (
+    "data.sequence=64 batch=8 steps=3 schedule.warmup=1 log_every=1 valid_every=0 checkpoint.every=0 device=cpu "
+    "model.compute=float32 mesh.ep=2"
+).split()
+
+
+def journey(title: str) -> list[str]:
+    """The commands of a section of the README, without their comments."""
+    section = re.search(rf"^### {re.escape(title)}.*?\n(.*?)(?=^##)", README, re.MULTILINE | re.DOTALL)
+    assert section, title
+    blocks = re.findall(r"^```\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [found for line in lines if (found := line.split("  #")[0].strip())]
+
+
+class Walk:
+    """Runs commands in a folder, as if the big machines were there."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch = folder, monkeypatch
+        monkeypatch.chdir(folder)
+        (folder / "configs").symlink_to(ROOT / "configs")
+        self.environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+
+    def __call__(self, commands: list[str], more: Mapping[str, list[str]]) -> None:
+        """`more`: words for the commands that begin like a key; every key must be of use."""
+        used = set()
+        for command in commands:
+            keys = [key for key in more if key in command]
+            used |= set(keys)
+            begun = time.monotonic()
+            self.one(command, [word for key in keys for word in more[key]])
+            print(f"{time.monotonic() - begun:.1f} s: {command}")
+        assert used == set(more)
+
+    def one(self, command: str, more: list[str]) -> None:
+        words = shlex.split(command)
+        for start, module in PROGRAMS.items():
+            if command.startswith(start + " "):
+                code = importlib.import_module(module).main([*words[len(start.split()) :], *more])
+                assert not code, command
+                return
+        if command.startswith("python -m evaluation "):
+            assert importlib.import_module("evaluation.__main__").main([*words[3:], *more]) == 0, command
+        elif words[:2] == ["hf", "download"]:
+            helped = subprocess.run(["hf", "download", "--help"], env=self.environment, capture_output=True, text=True)
+            assert all(word in helped.stdout for word in words if word.startswith("--")), command
+            made = Path(words[words.index("--local-dir") + 1])
+            assert made.is_dir(), f"{command}: the model is not made"
+        elif words[:3] == ["pip", "install", "-e"]:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert set(words[3].strip(".[]").split(",")) <= set(extras)
+        elif words[0] == "torchrun":
+            self.torchrun(words, more)
+        elif words[0] == "sbatch":
+            self.sbatch(words, more)
+        else:
+            raise AssertionError(f"nobody knows how to try: {command}")
+
+    def torchrun(self, words: list[str], more: list[str]) -> None:
+        """Two processes: on one node, or two nodes with one each, which share this machine."""
+        nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+        assert nodes in (1, 2)
+        words = [word.replace("$FIRST:29400", "localhost:0") for word in words]
+        words[words.index("--nproc-per-node") + 1] = str(2 // nodes)
+        if nodes == 1:
+            words.insert(1, "--standalone")
+        else:
+            words[words.index("--rdzv-endpoint") + 1] = f"localhost:{free_port()}"
+        self.together([[sys.executable, "-m", "torch.distributed.run", *words[1:], *more]] * nodes)
+
+    def sbatch(self, words: list[str], more: list[str]) -> None:
+        """The batch script itself, under a Slurm that knows one machine: srun starts what it is given, once a node."""
+        assert words[1:3] == ["--nodes", "4"]
+        self.program("scontrol", "echo localhost")
+        self.program(
+            "srun",
+            'while [[ $1 == --* ]]; do shift; done\n"$@" &\nfirst=$!\n"$@"\nwait $first',
+        )
+        self.program("torchrun", f'exec {sys.executable} -m torch.distributed.run "$@"')
+        slurm = {
+            "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "7",
+            "RDZV_PORT": str(free_port()), "PATH": f"{self.folder / 'bin'}:{self.environment['PATH']}",
+        }  # fmt: skip
+        self.together([["bash", *words[3:], *more]], slurm)
+
+    def program(self, name: str, lines: str) -> None:
+        path = self.folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{lines}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def together(self, commands: list[list[str]], more: Mapping[str, str] | None = None) -> None:
+        said = [self.folder / f"said-{number}.txt" for number, _ in enumerate(commands)]
+        started = []
+        for command, file in zip(commands, said, strict=True):
+            with file.open("wb") as out:
+                environment = self.environment | dict(more or {})
+                started.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
+        try:
+            codes = [process.wait(240) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        assert not any(codes), "\n".join(file.read_text()[:3000] for file in said)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture
+def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Walk:
+    return Walk(tmp_path, monkeypatch)
+
+
+def place(folder: Path, model: str, sets: tuple[str, ...]) -> None:
+    """What a user has before the first command that is ours: the model, and texts."""
+    family, sizes = SMALL[model]
+    tiny.make(family, folder / model, vocab_size=400, bos_token_id=0, eos_token_id=1, **sizes)
+    make_tokenizer(folder / model, bos=True)
+    for seed, name in enumerate(sets):
+        (folder / "text" / name).mkdir(parents=True)
+        for part in ("law", "code"):
+            jsonl(folder / "text" / name / f"{part}.jsonl", texts(40, seed))
+
+
+def fell(folder: Path) -> None:
+    losses = [row["loss"] for row in read_metrics(folder) if "loss" in row]
+    assert len(losses) == 3 and losses[-1] < losses[0], losses
+
+
+# ---- the journeys
+
+
+def test_llama_3_8b_on_one_node(walk: Walk) -> None:
+    place(walk.folder, "llama3-8b", ("web", "academic", "held-out"))
+    more = {
+        "-m training llama3": [*TRAINING, "schedule.peak=1e-3"],
+        "model.source=llama3-8b": ["mesh.ep=1"],
+        "evaluation run": ["device=cpu"],
+        "mesh.ep=8": ["mesh.ep=2"],
+    }
+    walk(journey("Llama 3 8B"), more)
+    for arm in ("moe", "dense"):
+        fell(walk.folder / "runs" / arm)
+    # upcycled as it is read, the model began as the dense one
+    first = [next(row for row in read_metrics(walk.folder / "runs" / arm) if "loss" in row) for arm in ("moe", "dense")]
+    assert first[0]["loss"] == pytest.approx(first[1]["loss"], rel=1e-5)
+    assert json.loads((walk.folder / "llama3-8b-e8t2-trained" / "config.json").read_text())["num_experts"] == 8
+    assert (walk.folder / "report.html").is_file()
+
+
+def test_nemotron_4_15b_under_slurm(walk: Walk) -> None:
+    place(walk.folder, "nemotron4-15b", ("train", "held-out"))
+    more = {"sbatch": [*TRAINING, "schedule.peak=1e-3"], "evaluation run": ["device=cpu", "mesh.ep=2"]}
+    walk(journey("Nemotron-4 15B"), more)
+    fell(walk.folder / "runs" / "nemotron")
+    made = json.loads((walk.folder / "nemotron4-15b-e64t8-trained" / "config.json").read_text())
+    assert (made["num_experts"], made["model_type"]) == (64, "upcycled")
+
+
+def test_qwen3_8b_on_two_nodes(walk: Walk) -> None:
+    place(walk.folder, "qwen3-8b-base", ("train", "held-out"))
+    more = {"-m training qwen3": [*TRAINING, "schedule.peak=1e-3"], "evaluation routing": ["tokens=500"]}
+    walk(journey("Qwen3 8B"), more)
+    fell(walk.folder / "runs" / "qwen3")
+    made = json.loads((walk.folder / "qwen3-8b-e56t7-trained" / "config.json").read_text())
+    assert (made["n_routed_experts"], made["num_experts_per_tok"], made["n_shared_experts"]) == (56, 7, 1)
+
+
+def test_mmlu_of_dense_and_moe(walk: Walk) -> None:
+    place(walk.folder, "llama3-8b", ())
+    make_mmlu(walk.folder / "files")
+    small = [f"data={walk.folder / 'files'}", "device=cpu", "dtype=float32", "tokens=4096"]
+    walk(journey("MMLU"), {"evaluation run": small, "mesh.ep=8": ["mesh.ep=2"]})
+    dense, moe = (json.loads((walk.folder / "runs/eval" / name / "run.json").read_text()) for name in ("mmlu-dense", "mmlu-moe"))
+    assert dense["groups"]["mmlu"]["items"] == 57 * 2
+    assert dense["groups"]["mmlu"]["metrics"] == pytest.approx(moe["groups"]["mmlu"]["metrics"])  # an exact upcycle
+
+
+def make_mmlu(folder: Path) -> None:
+    """57 subjects, of two questions and five examples each."""
+    import lm_eval
+
+    names = (Path(lm_eval.__file__).parent / "tasks" / "mmlu" / "default").glob("mmlu_*.yaml")
+    subjects = sorted(name.stem.removeprefix("mmlu_") for name in names)
+    assert len(subjects) == 57
+    for split, count in (("test", 2), ("dev", 5)):
+        (folder / "mmlu" / split).mkdir(parents=True)
+        for subject in subjects:
+            with (folder / "mmlu" / split / f"{subject}_{split}.csv").open("w", newline="") as file:
+                rows = csv.writer(file)
+                rows.writerow(["question", "choice0", "choice1", "choice2", "choice3", "answer"])
+                for number, words in enumerate(texts(count, seed=len(subject))):
+                    rows.writerow([words, "old", "harbour", "grey", "boats", number % 4])
+
+
+# ---- with the true sizes
+
+
+PLANNED = [
+    ("llama3-8b-e8t2", "llama3-8b-e8t2", 8, [], CARD),
+    ("llama3-8b-e8t2", "llama3-8b-e8t2", 16, ["model.upcycle.layers=all", "mesh.ep=8"], CARD),
+    ("llama3-8b-e8t2", "llama3-8b-e8t2", 8, ["model.upcycle.layers=all"], 141.0),
+    ("llama3-8b-e8t2", "llama3-8b-e8t2", 8, ["model.upcycle=", "model.source=SOURCE", "mesh.ep=1"], CARD),
+    ("nemotron4-15b-e64t8", "nemotron4-15b-e64t8", 32, [], CARD),
+    ("qwen3-8b-e56t7-shared", "qwen3-8b-e56t7-shared", 16, [], CARD),
+    ("qwen3-8b-e56t7-shared", "qwen3-8b-e56t7-shared", 8, ["model.upcycle.experts=4", "mesh.ep=4"], CARD),
+]
+
+
+@pytest.fixture(scope="module")
+def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("headers")
+    for name in {model for _, model, *_ in PLANNED}:
+        shaped(folder / name, MODELS[name])
+    return folder
+
+
+@pytest.mark.parametrize(("config", "model", "gpus", "words", "room"), PLANNED)
+def test_it_fits_its_gpus(
+    config: str, model: str, gpus: int, words: list[str], room: float, headers: Path
+) -> None:
+    at = headers / model
+    words = [word.replace("SOURCE", str(at)) for word in words]
+    online = [] if "model.upcycle=" in words else [f"model.upcycle.source={at}"]
+    run = read_config(config, [*words, *online])
+    with source(run) as origin:
+        size = memory(origin.spec, run, gpus).total / 1e9
+    assert size < room - 3, "driver, NCCL and the allocator's waste want some too"
+    if online:
+        said = re.findall(r"(\d+) GB", README)
+        assert f"{size:.0f}" in said, f"the README does not say {size:.0f} GB"
+
+
+def test_the_journeys_plan_with_the_true_sizes(headers: Path, walk: Walk) -> None:
+    """The same two plan commands, in a folder where the models have their real shapes."""
+    for title, folder, model in (
+        ("Llama 3 8B", "llama3-8b", "llama3-8b-e8t2"),
+        ("Nemotron-4 15B", "nemotron4-15b", "nemotron4-15b-e64t8"),
+        ("Qwen3 8B", "qwen3-8b-base", "qwen3-8b-e56t7-shared"),
+    ):
+        (walk.folder / folder).symlink_to(headers / model)
+        plans = [command for command in journey(title) if " plan " in command or ".plan " in command]
+        assert len(plans) == 2
+        walk(plans, {})
