@@ -138,10 +138,11 @@ def test_a_method_has_named_randomness_and_right_shapes(method: str) -> None:
             assert torch.equal(tensor, backward[matrix])
             dim = NEURON_DIM.get(matrix)
             assert dim is None or tensor.shape[dim] == widths[index]
-    if method in ("noise", "drop"):
-        other = module.expert(dense, Place(3, 0, copies, granularity, widths, 8), module.Options())
+    if hasattr(module, "rng") and method != "split":  # split draws only if asked to
         first = module.expert(dense, Place(3, 0, copies, granularity, widths, 7), module.Options())
-        assert not torch.equal(other["up"], first["up"]), "the seed changes nothing"
+        for layer, index, seed in ((3, 0, 8), (4, 0, 7), (3, granularity, 7)):
+            other = module.expert(dense, Place(layer, index, copies, granularity, widths, seed), module.Options())
+            assert any(not torch.equal(other[m], first[m]) for m in first.matrices), "every draw is the same"
 
 
 def intact(mode: str, ratio: float, width: int = 4000) -> float:
