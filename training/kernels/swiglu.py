@@ -29,8 +29,7 @@ def live(ends_E: Tensor, rows: int) -> Tensor:
 
 def forward_reference(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
     wide = torch.promote_types(h_RH.dtype, torch.float32)
-    a_RF = product(h_RH.to(wide), weight_R.to(wide), activation, gated).to(h_RH.dtype)
-    return torch.where(live(ends_E, len(h_RH))[:, None], a_RF, 0)
+    return product(h_RH.to(wide), weight_R.to(wide), activation, gated).to(h_RH.dtype)
 
 
 def backward_reference(
@@ -41,12 +40,8 @@ def backward_reference(
         h, weight = h_RH.detach().to(wide).requires_grad_(), weight_R.detach().to(wide).requires_grad_()
         a_RF = product(h, weight, activation, gated)
         d_h, d_weight = torch.autograd.grad(a_RF, (h, weight), d_a_RF.to(wide))
-    mine_R = live(ends_E, len(h_RH))
-    return (
-        torch.where(mine_R[:, None], d_h, 0).to(h_RH.dtype),
-        torch.where(mine_R, d_weight, 0).to(weight_R.dtype),
-        torch.where(mine_R[:, None], a_RF.detach(), 0).to(h_RH.dtype),
-    )
+    d_weight_R = torch.where(live(ends_E, len(h_RH)), d_weight, 0).to(weight_R.dtype)
+    return d_h.to(h_RH.dtype), d_weight_R, a_RF.detach().to(h_RH.dtype)
 
 
 def product(h_RH: Tensor, weight_R: Tensor, activation: str, gated: bool) -> Tensor:
