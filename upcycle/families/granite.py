@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from upcycle.families import common
 from upcycle.families.common import Config, Source
 from upcycle.spec import DenseSpec
@@ -17,10 +19,7 @@ def read(config: Config) -> DenseSpec:
         qkv_bias=bool(config.get("attention_bias")),
         out_bias=bool(config.get("attention_bias")),
         ffn_bias=bool(config.get("mlp_bias")),
-        attention_scale=config.get("attention_multiplier", 1.0),
-        embed_scale=config.get("embedding_multiplier", 1.0),
-        residual_scale=config.get("residual_multiplier", 1.0),
-        logit_scale=1.0 / config.get("logits_scaling", 1.0),
+        **multipliers(config),
         bos=1,
         eos=2,
     )
@@ -28,3 +27,13 @@ def read(config: Config) -> DenseSpec:
 
 def sources(spec: DenseSpec) -> dict[str, Source]:
     return common.llama_sources(spec)
+
+
+def multipliers(config: Config) -> dict[str, Any]:
+    """The fields of a DenseSpec that all Granites have, dense or not."""
+    return {
+        "attention_scale": config.get("attention_multiplier", 1.0),
+        "embed_scale": config.get("embedding_multiplier", 1.0),
+        "residual_scale": config.get("residual_multiplier", 1.0),
+        "logit_scale": 1.0 / config.get("logits_scaling", 1.0),
+    }

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from upcycle.families.common import Config, dense
+from upcycle.families.granite import multipliers
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
@@ -57,10 +58,7 @@ def granite_view(config: Config, model_type: str, can: Abilities, shared: int = 
         context=2048,
         qkv_bias=bias,
         out_bias=bias,
-        attention_scale=config.get("attention_multiplier", 1.0),
-        embed_scale=config.get("embedding_multiplier", 1.0),
-        residual_scale=config.get("residual_multiplier", 1.0),
-        logit_scale=1.0 / config.get("logits_scaling", 1.0),
+        **multipliers(config),
         bos=1,
         eos=2,
     )
