@@ -90,7 +90,7 @@ def test_no_square_is_held() -> None:
 
 
 SPEC = DenseSpec(
-    "llama", layers=3, hidden=256, ffn=256, heads=4, kv_heads=2, head_dim=64, vocab=100, context=1024, init_std=0.2,
+    "llama", layers=3, hidden=256, ffn=256, heads=4, kv_heads=2, head_dim=64, vocab=100, context=1024, init_std=0.06,
     window=150, window_layers=(1,),
 )  # fmt: skip
 
@@ -121,8 +121,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens, labels, rising(2, 512, 60, seed)
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("mode", "compiled"), [("none", False), ("full", False), ("selective", True), ("full", True)])
 def test_a_model_compiled_and_recomputed_neither_waits_nor_compiles_anew(mode: str, compiled: bool) -> None:
     torch._dynamo.reset()
     losses, found = gradients(mode, compiled, range(3))
@@ -135,5 +134,5 @@ def test_a_model_compiled_and_recomputed_neither_waits_nor_compiles_anew(mode: s
         wanted.append(loss.detach())
     for got, want in zip(losses, wanted, strict=True):
         assert abs(float(got / want) - 1) < 0.01
-    # bfloat16 in three layers; the worst gradient of a small model
-    assert far(found, [p.grad.double() for p in wide.parameters() if p.grad is not None]) < 0.1
+    # bfloat16 in three layers: 0.03 for the worst gradient with masks on a CPU
+    assert far(found, [p.grad.double() for p in wide.parameters() if p.grad is not None]) < 0.05
