@@ -4,8 +4,8 @@
 
 A small dense Llama learns to read Python's standard library, which lies on every machine. It is converted, twice:
 `copies`, 8 whole copies of each FFN of which a token takes 2, and `groups`, 4 copies cut into 4 parts of which a token
-takes 4 that are one whole FFN. Then the dense model and both mixtures go on with the same tokens at the same learning
-rate, and are compared: loss on files that none has seen, lm-eval's items, which expert is used where.
+takes 4 that are one whole FFN. Then the dense model and both mixtures go on, side by side, with the same tokens at the
+same learning rate, and are compared: loss on files that none has seen, lm-eval's items, which expert is used where.
 
 Each stage is commands that are printed before they run, so that a person can type them. A finished stage is skipped; an
 interrupted one goes on where it stopped. `demo` below is the table of contents.
@@ -14,12 +14,17 @@ interrupted one goes on where it stopped. `demo` below is the table of contents.
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -72,15 +77,13 @@ def demo(config: DemoConfig) -> int:
     stage("text", "Python's standard library, by what it is about", gather, here, config)
     stage("start", "A tokenizer of it, and a Llama with random weights", start, here, config)
     stage("tokens", "Text to tokens", tokens, here)
-    stage("first", "The dense Llama learns", train, config, "first", here / "start", dense, "model.random=true")
+    stage("first", "The dense Llama learns", learn, config, here / "start", dense)
     for arm, words in ways.items():
         made = [f"source={dense}", f"output={here / arm}", f"seed={config.seed}"]
         judged = [dense, here / arm, "--text", *unseen]
         stage(f"convert {arm}", f"Upcycle it: {arm}", call, "upcycle", "convert", *words, *made)
         stage(f"verify {arm}", "Is it the same function?", call, "upcycle", "verify", *judged)
-    for arm in ARMS:
-        more = ["optim.router_lr=0.1"] if arm == GROUPS else []  # or groups fall apart before their parts have learned
-        stage(f"train {arm}", f"Go on: {arm}", train, config, arm, here / arm, here / "trained" / arm, *more)
+    stage("train", f"Go on, side by side: {', '.join(ARMS)}", go_on, config)
     stage("suite", "lm-eval's tiny suite, and the text held out", write_suite, here, suite)
     for arm in ARMS:
         asked = [suite, here / "trained" / arm, f"output={here / 'results' / arm}", "tokens=4096"]
@@ -119,9 +122,9 @@ class Stages:
             print(f"{self.number:>2}. {about}: done before, in {self.done[name]['seconds']:.0f} s", flush=True)
             return
         print(f"\n\033[1m{self.number:>2}. {about}\033[0m", flush=True)
-        wall, processor = time.monotonic(), time.process_time()
+        wall, processor = time.monotonic(), sum(os.times()[:4])  # of this process and those that it waited for
         work(*arguments)
-        self.done[name] = {"seconds": time.monotonic() - wall, "cpu_seconds": time.process_time() - processor}
+        self.done[name] = {"seconds": time.monotonic() - wall, "cpu_seconds": sum(os.times()[:4]) - processor}
         write_atomic(self.file, (json.dumps(self.known, indent=1) + "\n").encode())
 
     def total(self, kind: str) -> float:
@@ -135,11 +138,54 @@ class Stopped(Exception):
 def call(program: str, *words: object) -> None:
     """In this process, which saves the seconds that importing torch takes; but what is shown works in any shell."""
     said = [str(word) for word in words]
-    shown = program if program == "upcycle" else f"python -m {program}"
-    print(f"$ {shown} {' '.join(word if ' ' not in word else repr(word) for word in said)}", flush=True)
+    show(program, said)
     module = program if program == "training.prepare" else f"{program}.__main__"
     if code := import_module(module).main(said):
         raise Stopped(code)
+
+
+def show(program: str, words: Sequence[str]) -> None:
+    shown = program if program == "upcycle" else f"python -m {program}"
+    print(f"$ {shown} {shlex.join(words)}", flush=True)
+
+
+def side_by_side(program: str, commands: Mapping[str, Sequence[str]]) -> None:
+    """Each command in a process of its own with its share of the cores: small models hardly gain by a second one. Each
+    line that it says comes with its name. A signal goes to each once, as if it had been alone."""
+    import torch
+
+    root = Path(__file__).parent.parent
+    paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    threads = max(1, torch.get_num_threads() // max(1, len(commands)))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
+    started: dict[str, subprocess.Popen[str]] = {}
+
+    def pass_on(number: int, frame: object) -> None:
+        for process in started.values():
+            process.send_signal(number)
+
+    def repeat(name: str) -> int:
+        lines = started[name].stdout
+        assert lines is not None
+        for line in lines:
+            print(f"{name:>8} | {line}", end="", flush=True)
+        return started[name].wait()
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for name, words in commands.items():
+            show(program, words)
+            started[name] = subprocess.Popen(
+                [sys.executable, "-u", "-m", program, *words], env=environment, text=True, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        with ThreadPoolExecutor(max(1, len(started))) as readers:
+            codes = list(readers.map(repeat, started))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if any(codes):
+        raise Stopped(max(codes) if max(codes) > 0 else 130)
 
 
 # ---- text
@@ -217,23 +263,41 @@ def tokens(here: Path) -> None:
 # ---- training and asking
 
 
-def train(config: DemoConfig, name: str, source: Path, export: Path, *more: str) -> None:
+def learn(config: DemoConfig, source: Path, export: Path) -> None:
+    call("training", *training(config, "first", source, export, config.first), "model.random=true")
+    check_trained(export)
+
+
+def go_on(config: DemoConfig) -> None:
+    """Those that have not come to their end yet, each where it stopped."""
+    here = Path(config.output)
+    ends = {arm: here / "trained" / arm for arm in ARMS}
+    left = {arm: training(config, arm, here / arm, end, config.steps) for arm, end in ends.items() if not end.is_dir()}
+    if GROUPS in left:
+        left[GROUPS].append("optim.router_lr=0.1")  # or groups fall apart before their parts have learned
+    side_by_side("training", left)
+    check_trained(*ends.values())
+
+
+def training(config: DemoConfig, name: str, source: Path, export: Path, steps: int) -> list[str]:
     """All arms read the same samples in the same order: it is a function of data.seed alone. The first training reads
     in another order, and is not compared with anything."""
     here, is_first = Path(config.output), name == "first"
-    steps = config.first if is_first else config.steps
     valid = [] if is_first else [str(here / "tokens" / domain) for domain in DOMAINS]
     quarter = -(-steps // 4)
-    call(
-        "training", f"model.source={source}", f"output={here / 'runs' / name}", f"export={export}", f"steps={steps}",
+    return [
+        f"model.source={source}", f"output={here / 'runs' / name}", f"export={export}", f"steps={steps}",
         f"data.train=[{here / 'tokens' / 'train'}]", f"data.valid=[{','.join(valid)}]",
         f"data.sequence={config.sequence}", f"data.seed={2 * config.seed + is_first}", f"seed={config.seed}",
         "model.compute=float32", f"batch={config.batch}", f"micro_batch={config.batch}",
         f"schedule.peak={config.peak}", f"schedule.final={config.peak / 10:g}",
         f"schedule.warmup={min(20, steps - 1)}", f"valid_every={quarter}", f"checkpoint.every={quarter}",
-        "checkpoint.keep=1", *more,
-    )  # fmt: skip
-    if not export.is_dir():
+        "checkpoint.keep=1",
+    ]  # fmt: skip
+
+
+def check_trained(*exports: Path) -> None:
+    if not all(export.is_dir() for export in exports):
         raise Stopped(130)  # by a signal; the checkpoint is written
 
 

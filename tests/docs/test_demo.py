@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +39,7 @@ def test_the_demo_stops_goes_on_and_does_nothing_twice(
     assert demo.main(words) == 0
     done = json.loads((tmp_path / "demo" / "done.json").read_text())["stages"]
     assert {name: done[name] for name in first} == first
-    assert len(done) == 18
+    assert len(done) == 16
     lines = capsys.readouterr().out.splitlines()[-5:]
     assert [line[:3] for line in lines] == ["1. ", "2. ", "3. ", "4. ", "5. "]
     page = (tmp_path / "demo" / "report.html").read_text()
@@ -49,10 +53,48 @@ def test_the_demo_stops_goes_on_and_does_nothing_twice(
     assert demo.main(words) == 0
     again = capsys.readouterr().out.splitlines()
     assert again[-5:] == lines
-    assert sum("done before" in line for line in again) == 18
+    assert sum("done before" in line for line in again) == 16
 
     assert demo.main([*words, "seed=1"]) == 2
     assert "other settings" in capsys.readouterr().err
+
+
+def test_side_by_side_each_says_its_name_and_one_that_fails_stops_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    demo.side_by_side("json.tool", {"a": ["--help"], "b": ["-h"]})
+    lines = capsys.readouterr().out.splitlines()
+    for name in "ab":
+        assert any(line.startswith(f"{name:>8} | usage") for line in lines)
+    with pytest.raises(demo.Stopped) as stopped:
+        demo.side_by_side("json.tool", {"a": ["--help"], "b": ["--nonsense"]})
+    assert stopped.value.args == (2,)
+
+
+def test_a_signal_ends_all_that_run_side_by_side(tmp_path: Path) -> None:
+    """Not only the demo: they would go on writing where a second demo wants to."""
+    begun = [tmp_path / "a", tmp_path / "b"]
+    work = [
+        f"open({str(file)!r}, 'w').write(str(__import__('os').getpid())); __import__('time').sleep(60)"
+        for file in begun
+    ]
+
+    def interrupt() -> None:
+        while not all(file.is_file() and file.read_text() for file in begun):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    start = time.monotonic()
+    with pytest.raises(demo.Stopped):
+        demo.side_by_side(
+            "timeit", {file.name: ["-n", "1", "-r", "1", code] for file, code in zip(begun, work, strict=True)}
+        )
+    sender.join()
+    assert time.monotonic() - start < 50
+    for file in begun:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_no_file_is_both_learned_and_held_out(tmp_path: Path) -> None:
