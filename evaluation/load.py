@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
@@ -27,7 +27,8 @@ from training.config import ModelConfig, upcycle_config
 from training.layout import Origin
 from training.mesh import ParallelMesh, check
 from training.model.decoder import Decoder
-from training.shard import parallelize
+from training.model.moe import MoE
+from training.shard import dense_ffns, layers, parallelize
 from training.state import STEP, Checkpoints, check_same, weights
 from training.storage import Reader, damage, read_manifest
 from upcycle.config import build
@@ -55,9 +56,7 @@ def opened(
         with torch.device("meta"):
             model = Decoder(origin.spec, experts=experts, compute=getattr(torch, dtype))
             if run is None:  # of a run the masters are read; modules cast for themselves
-                for name, parameter in model.named_parameters():
-                    if ".router." not in name:
-                        parameter.data = parameter.data.to(getattr(torch, dtype))
+                narrow(model, getattr(torch, dtype))
         parallelize(model, mesh)
         model = model.to_empty(device=device).eval()
         step = None
@@ -82,6 +81,18 @@ def opened(
             step=step,
         )
         return Loaded(model, about, words, end_tokens(origin))
+
+
+def narrow(model: Decoder, dtype: torch.dtype) -> None:
+    """Routers stay float32, and with them what FSDP gathers at the same time (shard.py), which must be of one dtype."""
+    parts: list[nn.Module | None] = [model.embed, model.final_norm, model.head]
+    for layer in layers(model):
+        parts += [layer.attention, *dense_ffns(layer)]
+        if isinstance(layer.ffn, MoE):
+            parts.append(layer.ffn.experts)
+    for part in parts:
+        if part is not None:
+            part.to(dtype)
 
 
 # ---- a training run
@@ -138,7 +149,7 @@ def load_tokenizer(source: str, origin: Origin, given: str) -> Any:
             f"tokenizer=FOLDER with the one that the model was trained with"
         )
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from None
 
