@@ -290,3 +290,16 @@ def test_a_norm_that_nobody_looks_at_passes_the_streams_gradient_on(called: list
     x, _ = transformer_engine.added(norm, stream, delta)  # type: ignore[arg-type]
     d_stream, d_delta = torch.autograd.grad(x.square().sum(), (stream, delta))
     assert torch.equal(d_stream, 2 * (stream + delta)) and torch.equal(d_delta, d_stream)
+
+
+def test_a_compiled_layer_calls_them_too(called: list[str]) -> None:
+    model, want = made("moe"), step(made("moe"))
+    transformer_engine.use(model, ["attention", "linear", "norm"])
+    recompute(model, "full")
+    torch._dynamo.reset()
+    for layer in model.layers.values():
+        layer.compile(backend="eager")
+    have = step(model)
+    for key, value in want.items():
+        assert torch.allclose(have[key], value, rtol=1e-10, atol=1e-10 * float(value.abs().max())), key
+    assert AttentionStandIn.calls and LinearStandIn.calls and "rmsnorm_bwd_add" in called  # type: ignore[attr-defined]
