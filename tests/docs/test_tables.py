@@ -1,0 +1,120 @@
+"""The README's tables of families, targets and backends are what the code says.
+
+python -m tests.docs.test_tables        writes the first two anew
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from tests.parity import tiny
+from upcycle import plugin
+from upcycle.spec import DenseSpec, MoESpec
+from upcycle.targets.common import Abilities, refusals
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+TARGETS = plugin.names("upcycle.targets")
+CALLED = {
+    "llama": "llama (1 to 3.x)", "qwen2": "qwen2, 2.5", "nemotron": "nemotron (4, Minitron)", "gpt_neox": "gpt_neox (Pythia)",
+}  # fmt: skip
+
+
+def abilities(target: str) -> Abilities:
+    found: Abilities = plugin.load("upcycle.targets", target).ABILITIES
+    return found
+
+
+def plain(family: str) -> DenseSpec:
+    """A model of the family as it is by default."""
+    settings = {k: v for k, v in (tiny.SIZES | tiny.OWN.get(family, {})).items() if k != "num_key_value_heads" or v}
+    spec: DenseSpec = plugin.load("upcycle.families", family).read(AutoConfig.for_model(family, **settings).to_dict())
+    return replace(spec, dtype="float32")
+
+
+def upcycled(spec: DenseSpec, can: Abilities, shared: int = 0) -> MoESpec:
+    """Four copies of two parts, top-4: exact."""
+    return MoESpec(
+        dense=spec,
+        layers=tuple(range(spec.layers)),
+        widths=((spec.ffn - shared) // 2,) * 8,
+        top_k=4,
+        copies=4,
+        granularity=2,
+        shared=shared,
+        score="softmax" if "softmax" in can.scores else "sigmoid",
+        output_scale=2.0 if can.output_scale else 1.0,
+        dtype="float32",
+    )
+
+
+def held(spec: DenseSpec, target: str, shared: int = 0) -> bool:
+    can = abilities(target)
+    return not refusals(can, upcycled(spec, can, shared))
+
+
+def families() -> str:
+    """Stock architectures only; that `upcycled` holds everything is tested below."""
+    lines = ["| dense family | copies and virtual groups, exactly | and a shared expert, exactly |", "|---|---|---|"]
+    stock = [target for target in TARGETS if abilities(target).stock]
+    for family in plugin.names("upcycle.families"):
+        spec = plain(family)
+        columns = [[t for t in stock if held(spec, t, shared)] for shared in (0, spec.ffn // 3)]
+        cells = [", ".join(f"`{target}`" for target in column) or "only `upcycled`" for column in columns]
+        lines.append(f"| {CALLED.get(family, family)} | {cells[0]} | {cells[1]} |")
+    return "\n".join(lines)
+
+
+MIXED = {"none": "no", "first-dense": "the first ones", "any": "any"}
+
+
+def targets() -> str:
+    lines = [
+        "| target | scores | router computes in | a scale goes into | layers left dense |",
+        "|---|---|---|---|---|",
+    ]
+    for target in TARGETS:
+        can = abilities(target)
+        router = "float32" if can.router_fp32 else "the model's dtype"
+        scale = "the model's output scale" if can.output_scale else "the weights"
+        lines.append(f"| `{target}` | {' or '.join(sorted(can.scores))} | {router} | {scale} | {MIXED[can.mixed]} |")
+    return "\n".join(lines)
+
+
+TABLES = {"families": families, "targets": targets}
+
+
+def between(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {name}: .*? -->\n)(.*?)\n?(<!-- end -->)", re.DOTALL)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_table_is_what_the_code_says(name: str) -> None:
+    found = between(name).search(README.read_text())
+    assert found
+    assert found[2] == TABLES[name](), "the README is out of date; run python -m tests.docs.test_tables"
+
+
+def test_upcycled_holds_everything() -> None:
+    for family in plugin.names("upcycle.families"):
+        spec = plain(family)
+        assert held(spec, "upcycled") and held(spec, "upcycled", spec.ffn // 3), family
+
+
+def test_every_backend_is_in_the_table() -> None:
+    section = README.read_text().split("## Backends")[1].split("\n## ")[0]
+    named = set(re.findall(r"^\|[^|]*\| `(\w+)`", section, re.MULTILINE))
+    here = {name for folder in ("experts", "dispatch") for name in plugin.names(f"training.{folder}")} - {"common"}
+    assert named == here
+
+
+if __name__ == "__main__":
+    text = README.read_text()
+    for name, table in TABLES.items():
+        text = between(name).sub(lambda found, made=table(): f"{found[1]}{made}\n{found[3]}", text)
+    README.write_text(text)
