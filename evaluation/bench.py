@@ -11,6 +11,7 @@ row, with versions, is the last line.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -30,6 +31,8 @@ from evaluation.run import DTYPES, ask, numbers, versions
 from training.distributed import processes
 from training.mesh import MeshConfig, ParallelMesh
 from upcycle.config import read
+
+SAME = 1e-5  # of a score: accuracies are equal or they are not, perplexities are sums of rounded numbers
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,11 @@ def compared(result: Asked, reference: Asked) -> dict[str, Any]:
     return {
         "largest_logprob_difference": max(logprobs, default=None),
         "other_texts": sum(a != b for a, b in pairs if isinstance(a, str)),
-        "scores_equal": result.scores == reference.scores,
+        "scores_equal": all(
+            math.isclose(value, reference.scores[task][name], rel_tol=SAME, abs_tol=1e-12)
+            for task, metrics in result.scores.items()
+            for name, value in metrics.items()
+        ),
     }
 
 
