@@ -161,7 +161,7 @@ def test_the_pages_links_lead_somewhere() -> None:
 
     count = 0
     for page in PAGES:
-        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        for link in re.findall(r"(?:\]\(|src=\")([^)\"\s]+)", page.read_text()):
             if not urlparse(link).scheme:
                 count += 1
                 assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"

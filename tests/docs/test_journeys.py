@@ -65,7 +65,7 @@ def journey(title: str) -> list[str]:
     section = re.search(rf"^### {re.escape(title)}.*?\n(.*?)(?=^##)", README, re.MULTILINE | re.DOTALL)
     assert section, title
     blocks = re.findall(r"^```\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    lines = re.sub(r"\\\n\s*", "", "".join(blocks)).splitlines()
     return [found for line in lines if (found := line.split("  #")[0].strip())]
 
 
@@ -232,7 +232,7 @@ def test_nemotron_4_15b_under_slurm(walk: Walk) -> None:
     walk(journey("Nemotron-4 15B"), more)
     fell(walk.folder / "runs" / "nemotron")
     made = json.loads((walk.folder / "nemotron4-15b-e64t8-trained" / "config.json").read_text())
-    assert (made["n_routed_experts"], made["model_type"]) == (64, "upcycled")
+    assert (len(made["expert_widths"]), made["model_type"]) == (64, "upcycled")
 
 
 def test_qwen3_8b_on_two_nodes(walk: Walk) -> None:
@@ -304,9 +304,7 @@ def test_it_fits_its_gpus(config: str, model: str, gpus: int, words: list[str], 
     with source(run) as origin:
         size = memory(origin.spec, run, gpus).total / 1e9
     assert size < room - 3, "driver, NCCL and the allocator's waste want some too"
-    if online:
-        said = re.findall(r"(\d+) GB", README)
-        assert f"{size:.0f}" in said, f"the README does not say {size:.0f} GB"
+    assert f"{size:.0f}" in re.findall(r"(\d+) GB", README), f"the README does not say {size:.0f} GB"
 
 
 def test_the_journeys_plan_with_the_true_sizes(headers: Path, walk: Walk) -> None:

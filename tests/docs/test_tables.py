@@ -90,7 +90,7 @@ TABLES = {"families": families, "targets": targets}
 
 
 def between(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(<!-- {name}: .*? -->\n)(.*?)\n?(<!-- end -->)", re.DOTALL)
+    return re.compile(rf"(<!-- {name}: .*? -->\n)(.*?)(?=\n<!-- end -->)", re.DOTALL)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -113,8 +113,14 @@ def test_every_backend_is_in_the_table() -> None:
     assert named == here
 
 
-if __name__ == "__main__":
+def write() -> None:
     text = README.read_text()
     for name, table in TABLES.items():
-        text = between(name).sub(lambda found, made=table(): f"{found[1]}{made}\n{found[3]}", text)
+        found = between(name).search(text)
+        assert found
+        text = f"{text[: found.start(2)]}{table()}{text[found.end(2) :]}"
     README.write_text(text)
+
+
+if __name__ == "__main__":
+    write()
