@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.unit.test_kernels import ready
-from training.kernels import norm, rotary, router
+from training.kernels import cross_entropy, norm, rotary, router
+from training.model.loss import linear_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -99,3 +100,35 @@ def test_rms_norm(tokens: int, width: int, added: bool, dtype: torch.dtype) -> N
         unused = torch.autograd.grad(function(stream, delta if added else None, gain, 1e-5)[1], stream, d_y)[0]
         alone = want[0] - d_x.double()
         assert ((unused - alone).abs() <= unit * alone.abs() + unit).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("tokens", "vocab"), [(300, 151936), (7, 32000), (64, 500)])
+def test_cross_entropy(tokens: int, vocab: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (5 * torch.randn(tokens, vocab, device="cuda")).to(dtype)
+    label = torch.randint(vocab, (tokens,), device="cuda")
+    label[::5] = -100
+    wide = logits.double().requires_grad_()
+    want = torch.nn.functional.cross_entropy(0.5 * wide, label, ignore_index=-100, reduction="none")
+    (want_grad,) = torch.autograd.grad(want.sum(), wide)
+    unit = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    nats = cross_entropy.nats_(logits, label, 0.5, True)
+    assert ((nats - want).abs() <= 1e-5 * want.abs() + 1e-5).all()
+    assert ((logits - want_grad).abs() <= unit * want_grad.abs() + 1e-9).all()
+
+
+def test_linear_cross_entropy_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from training.model import loss
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(loss, "LOGITS", 100 * 5000)
+    x = torch.randn(333, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.1 * torch.randn(5000, 256, device="cuda")).requires_grad_()
+    label = torch.randint(5000, (333,), device="cuda")
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    want = torch.nn.functional.cross_entropy(wide[0] @ wide[1].T, label, reduction="sum")
+    got = linear_cross_entropy(x, weight, label)
+    assert abs(got - want) < 1e-3 * want
+    for mine, right in zip(torch.autograd.grad(got, (x, weight)), torch.autograd.grad(want, wide), strict=True):
+        assert (mine - right).norm() < 0.01 * right.norm()

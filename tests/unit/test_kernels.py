@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from training.kernels import permute, rotary, router
+from training.kernels import cross_entropy, permute, rotary, router
 from upcycle import rng
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -136,3 +136,24 @@ def test_rms_norm(tokens: int, width: int, added: bool) -> None:
     assert torch.allclose(alone + d_x, total, rtol=1e-5, atol=1e-5)
     for got, right in ((got_x, x), (got_y, y), (total, want[0]), (d_gain, want[1])):
         assert torch.allclose(got, right, rtol=1e-4, atol=1e-4)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+@pytest.mark.parametrize(("tokens", "vocab"), [(5, 20), (3, 9000), (1, 16384)])
+def test_cross_entropy(tokens: int, vocab: int, scale: float, dtype: torch.dtype) -> None:
+    from training.kernels import cross_entropy_triton
+
+    logits = (30 * rng.normal((tokens, vocab), 0, "logits")).to(dtype)
+    logits[0, :7] = -float("inf")
+    label = (rng.normal((tokens,), 0, "label").abs() * 1e6).long() % vocab
+    label[0] = vocab - 1
+    if tokens > 1:
+        label[1] = -100
+    want_grad, grad = logits.clone(), logits.clone()
+    want = cross_entropy.nats_(want_grad, label, scale, True)
+    got = cross_entropy_triton.nats_(grad, label, scale, True)
+    assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(grad.float(), want_grad.float(), rtol=2**-7 if dtype == torch.bfloat16 else 1e-4, atol=1e-6)
+    assert torch.equal(cross_entropy_triton.nats_(logits, label, scale, False), got)

@@ -6,12 +6,15 @@ Here a chunk's logits live while the chunk is worked on; backward multiplies wha
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-LOGITS = 1 << 28  # elements of a chunk's logits
+from training.kernels import cross_entropy
+
+LOGITS = 1 << 29  # elements of a chunk's logits, at most
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -23,24 +26,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         need_x, need_w = ctx.needs_input_grad[:2]
         grad_x = torch.empty_like(x_TD) if need_x else None
         grad_w = torch.zeros(weight_VD.shape, dtype=wide, device=x_TD.device) if need_w else None
-        step = max(1, LOGITS // w_VD.shape[0])
-        for start in range(0, x_TD.shape[0], step):
-            x, label = x_TD[start : start + step], label_T[start : start + step]
-            logits = (x @ w_VD.T).to(wide) * scale
-            counts = (label >= 0).to(wide)
-            index = label.clamp_min(0)[:, None]
-            log_z = logits.logsumexp(-1)
-            total += ((log_z - logits.gather(1, index)[:, 0]) * counts).sum()
-            if not (need_x or need_w):
-                continue
-            # d nll / d logits = softmax - one hot; in place of the logits
-            grad = logits.sub_(log_z[:, None]).exp_()
-            grad.scatter_add_(1, index, torch.full_like(index, -1, dtype=wide))
-            grad = grad.mul_((counts * scale)[:, None]).to(x.dtype)
+        chunks = max(1, -(-x_TD.shape[0] * w_VD.shape[0] // LOGITS))  # of about as many tokens each
+        starts = [x_TD.shape[0] * number // chunks for number in range(chunks + 1)]
+        for start, end in itertools.pairwise(starts):
+            x = x_TD[start:end]
+            logits = x @ w_VD.T
+            total += cross_entropy.nats_(logits, label_T[start:end], scale, need_x or need_w).sum()
+            grad = logits  # by now
             if grad_x is not None:
-                torch.mm(grad, w_VD, out=grad_x[start : start + step])
+                torch.mm(grad, w_VD, out=grad_x[start:end])
             if grad_w is not None:
-                grad_w += grad.T @ x
+                add_product_(grad_w, grad.T, x)
         ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(weight_VD.dtype))
         return total
 
@@ -49,6 +45,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_w = ctx.saved_tensors
         x = None if grad_x is None else grad_x * grad.to(grad_x.dtype)
         return x, None if grad_w is None else grad_w * grad.to(grad_w.dtype), None, None
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where `total` is float32 and `a` and `b` may be bfloat16: one pass of the product's own there."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float = 1.0) -> Tensor:

@@ -1,0 +1,34 @@
+"""-log softmax(logits)[label] a token, and its gradient in place of the logits.
+
+In torch that is a dozen passes over float32 logits, the largest tensor of a step. The kernel reads the logits in their
+own dtype, twice, and writes once; what it sums it sums in float32. The torch lines are the specification.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def on_kernel(logits: Tensor) -> bool:
+    return logits.is_cuda and logits.element_size() <= 4  # float64 is for checking gradients
+
+
+def nats_(logits_TV: Tensor, label_T: Tensor, scale: float, gradient: bool) -> Tensor:
+    """nats_T of scale * logits, float32 at least, 0 where the label is negative. With `gradient`, the logits are its
+    gradient afterwards."""
+    if on_kernel(logits_TV):
+        from training.kernels import cross_entropy_triton
+
+        nats_T: Tensor = cross_entropy_triton.nats_(logits_TV, label_T, scale, gradient)
+        return nats_T
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    scaled_TV = logits_TV.to(wide) * scale
+    counts_T, index_T1 = (label_T >= 0).to(wide), label_T.clamp_min(0)[:, None]
+    log_z_T = scaled_TV.logsumexp(-1)
+    nats_T = (log_z_T - scaled_TV.gather(1, index_T1)[:, 0]) * counts_T
+    if gradient:  # softmax - one hot
+        grad_TV = scaled_TV.sub_(log_z_T[:, None]).exp_()
+        grad_TV.scatter_add_(1, index_T1, torch.full_like(index_T1, -1, dtype=wide))
+        logits_TV.copy_(grad_TV.mul_((counts_T * scale)[:, None]))
+    return nats_T
