@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
+from tests.unit.test_experts import GroupedLinearStandIn, case
 from training import layout
 from training.config import DataConfig, ModelConfig, TrainConfig
 from training.context import attach
+from training.experts import reference
+from training.experts import transformer_engine as experts
 from training.mesh import MeshConfig
 from training.model import transformer_engine
 from training.model.attention import Seen
@@ -303,3 +307,18 @@ def test_a_compiled_layer_calls_them_too(called: list[str]) -> None:
     for key, value in want.items():
         assert torch.allclose(have[key], value, rtol=1e-10, atol=1e-10 * float(value.abs().max())), key
     assert AttentionStandIn.calls and LinearStandIn.calls and "rmsnorm_bwd_add" in called  # type: ignore[attr-defined]
+
+
+def test_its_experts_stay_outside_of_a_compiled_layers_graph(
+    called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["transformer_engine.pytorch"], "GroupedLinear", GroupedLinearStandIn, raising=False)
+    monkeypatch.setattr(experts, "only_bfloat16", lambda *_: None)
+    experts.template.cache_clear()
+    given = case((3, 0, 2), 1)
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    y = torch.compile(lambda *x: experts.experts(*x, "silu") * 2, backend=counter)(*given)
+    experts.template.cache_clear()
+    assert counter.frame_count == 1 and counter.op_count == 1, "the product with 2"
+    assert torch.allclose(y, 2 * reference.experts(*given, "silu"), rtol=1e-10, atol=1e-10)

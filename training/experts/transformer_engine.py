@@ -1,13 +1,13 @@
-"""TransformerEngine's GroupedLinear, fed with our stacked weights. bfloat16 on CUDA, no biases.
+"""Transformer Engine's GroupedLinear, fed with our stacked weights. bfloat16 on CUDA, no biases.
 
 The module is a template without memory (its parameters are on the meta device); torch.func.functional_call puts the
 experts' matrices in their place for one call, so that there is one copy of the weights, ours. GroupedLinear splits its
-input on the host, so a layer waits for the device once.
+input on the host, so a layer waits for the device once, and a compiled layer leaves its graph.
 """
 
-# Written against TransformerEngine 2.18 (transformer_engine/pytorch/module/grouped_linear.py): GroupedLinear(num_gemms,
-# in_features, out_features, bias=, params_dtype=, device=), parameters weight0 ... weight{n-1} of (out, in), and
-# forward(inp, m_splits), where m_splits may be a list (before 2.14 or so it has to be).
+# Tested with Transformer Engine 2.12, compared with the source of 2.18 (pytorch/module/grouped_linear.py):
+# GroupedLinear(num_gemms, in_features, out_features, bias=, params_dtype=, device=), parameters weight0 ... weight{n-1}
+# of (out, in), and forward(inp, m_splits), where m_splits may be a list (before 2.14 or so it has to be).
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def available() -> str:
     return missing("transformer_engine", "transformer_engine.pytorch")
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # traced, a hundred matrices are a hundred inputs
 def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
     check(x_RD, weight_R, count_E, w)
     only_bfloat16("transformer_engine", x_RD, w)
