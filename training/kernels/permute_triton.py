@@ -15,22 +15,22 @@ PIECE = 128  # choices that a program of `places` ranks among themselves
 
 @triton.jit
 def count_kernel(expert_ptr, count_ptr, R, E, PIECE: tl.constexpr, BINS: tl.constexpr):
-    """count[p, e]: choices of expert e in piece p."""
+    """count[e, p]: choices of expert e in piece p."""
     at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
     expert = tl.load(expert_ptr + at, mask=at < R, other=0).to(tl.int32)
     bins = tl.histogram(expert, BINS, mask=at < R)
     col = tl.arange(0, BINS)
-    tl.store(count_ptr + tl.program_id(0) * E + col, bins, mask=col < E)
+    tl.store(count_ptr + col * tl.num_programs(0) + tl.program_id(0), bins, mask=col < E)
 
 
 @triton.jit
-def place_kernel(expert_ptr, first_ptr, back_ptr, R, E, PIECE: tl.constexpr):
+def place_kernel(expert_ptr, first_ptr, back_ptr, R, PIECE: tl.constexpr):
     """A choice's row: where its expert's rows of this piece begin, and how many in the piece came before it."""
     index = tl.arange(0, PIECE)
     at = tl.program_id(0) * PIECE + index
     expert = tl.load(expert_ptr + at, mask=at < R, other=0).to(tl.int32)
     before = (expert[:, None] == expert[None, :]) & (index[None, :] < index[:, None])
-    first = tl.load(first_ptr + tl.program_id(0) * E + expert, mask=at < R, other=0)
+    first = tl.load(first_ptr + expert * tl.num_programs(0) + tl.program_id(0), mask=at < R, other=0)
     tl.store(back_ptr + at, (first + tl.sum(before.to(tl.int32), 1)).to(tl.int64), mask=at < R)
 
 
@@ -60,16 +60,17 @@ def gather_kernel(y_ptr, back_ptr, out_ptr, R, D: tl.constexpr, K: tl.constexpr,
 def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     rows = expert_TK.numel()
     pieces = triton.cdiv(rows, PIECE)
-    count_PE = torch.empty(pieces, experts, dtype=torch.int32, device=expert_TK.device)
+    # experts first: along the first dimension this sum was the slowest part of a dispatch, 90 us
+    count_EP = torch.empty(experts, pieces, dtype=torch.int32, device=expert_TK.device)
     back_R = torch.empty(rows, dtype=torch.int64, device=expert_TK.device)
     if rows == 0:
         return back_R, torch.zeros(experts, dtype=torch.int32, device=expert_TK.device)
     bins = max(triton.next_power_of_2(experts), 2)
-    count_kernel[(pieces,)](expert_TK, count_PE, rows, experts, PIECE=PIECE, BINS=bins)
-    until_PE = count_PE.cumsum(0, dtype=torch.int32)
-    count_E = until_PE[-1].clone()
-    first_PE = until_PE - count_PE + (count_E.cumsum(0, dtype=torch.int32) - count_E)
-    place_kernel[(pieces,)](expert_TK, first_PE, back_R, rows, experts, PIECE=PIECE)
+    count_kernel[(pieces,)](expert_TK, count_EP, rows, experts, PIECE=PIECE, BINS=bins)
+    until_EP = count_EP.cumsum(1, dtype=torch.int32)
+    count_E = until_EP[:, -1].clone()
+    first_EP = until_EP - count_EP + (count_E.cumsum(0, dtype=torch.int32) - count_E)[:, None]
+    place_kernel[(pieces,)](expert_TK, first_EP, back_R, rows, PIECE=PIECE)
     return back_R, count_E
 
 
