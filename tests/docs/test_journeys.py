@@ -304,7 +304,8 @@ def test_it_fits_its_gpus(config: str, model: str, gpus: int, words: list[str], 
     with source(run) as origin:
         size = memory(origin.spec, run, gpus).total / 1e9
     assert size < room - 3, "driver, NCCL and the allocator's waste want some too"
-    assert f"{size:.0f}" in re.findall(r"(\d+) GB", README), f"the README does not say {size:.0f} GB"
+    said = [int(found) for found in re.findall(r"(\d+) GB", README)]
+    assert min(abs(size - number) for number in said) < 1.5, f"the README does not say {size:.0f} GB"
 
 
 def test_the_journeys_plan_with_the_true_sizes(headers: Path, walk: Walk) -> None:
