@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,7 @@ from training.model.decoder import Decoder, Layer
 from training.model.layers import Attention, FeedForward, Linear, Norm
 from training.model.moe import Experts, MoE
 from training.model.recompute import recompute
+from training.pipeline import SPLIT
 
 Group = dist.ProcessGroup
 
@@ -178,14 +179,39 @@ def divide_experts(block: MoE, mesh: ParallelMesh) -> None:
     for name, parameter in list(experts.named_parameters()):
         divided: list[Placement] = [Shard(dim) if dim < parameter.ndim else Replicate() for dim in dims.values()]
         place(experts, name, parameter, mesh.experts[tuple(dims)], divided)
-    experts.weights = partial(local_weights, experts, etp)  # type: ignore[method-assign]
+    # a split schedule asks for the gradient itself
+    matrix = computed if mesh.config.schedule in SPLIT else Computed.apply
+    experts.weights = partial(local_weights, experts, etp, matrix)  # type: ignore[method-assign]
 
 
-def local_weights(experts: Experts, etp: int, dtype: torch.dtype) -> ExpertWeights:
-    up, down = (local(p).to(dtype) for p in (experts.up, experts.down))
+def local_weights(experts: Experts, etp: int, matrix: Callable[..., Tensor], dtype: torch.dtype) -> ExpertWeights:
+    up, down = (matrix(p, dtype) if p.dtype != dtype else local(p) for p in (experts.up, experts.down))
     up_bias = None if experts.up_bias is None else local(experts.up_bias).to(dtype).flatten(1, 2)
     down_bias = None if experts.down_bias is None else part_of(local(experts.down_bias), etp).to(dtype)
     return ExpertWeights(up.flatten(1, 2), down, experts.gated, up_bias, down_bias)
+
+
+def computed(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """This rank's part in the dtype that experts compute in."""
+    return local(parameter).to(dtype)
+
+
+class Computed(torch.autograd.Function):
+    """The same, but the gradient is added to the parameter's in the dtype it comes in. Autograd would make a float32
+    copy of it first: two more passes over the largest tensors there are, in every micro-batch."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, dtype: torch.dtype) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.to_local().to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        parameter: DTensor = ctx.parameter
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad.to_local().add_(grad)
+            return None, None
+        return DTensor.from_local(grad.to(parameter.dtype), parameter.device_mesh, parameter.placements), None
 
 
 # ---- data parallel

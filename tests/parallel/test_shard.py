@@ -273,3 +273,30 @@ def assert_same(ranks: list[Result], want: Result) -> None:
             assert error < 1e-10, f"{name} on rank {number}: {error:.1e}"
         missing -= set(rank.gradients)
     assert not missing
+
+
+def sums_of_narrow_gradients(rank: int, world: int, as_they_are: bool) -> dict[str, Tensor]:
+    """The experts' gradients of three micro-batches in bfloat16, of float32 parameters."""
+    from training import shard
+
+    mesh = ParallelMesh(MeshConfig(ep=world), device_type="cpu")
+    model = models.make("moe", torch.float32)
+    model.compute = torch.bfloat16
+    plain = shard.Computed.apply
+    try:
+        if not as_they_are:
+            shard.Computed.apply = shard.computed  # type: ignore[method-assign]
+        parallelize(model, mesh)
+        for seed in range(3):
+            batch = own_part(models.batch(2, 10 * rank + seed), mesh)
+            model.loss(batch.tokens, batch.labels, batch.positions, batch.documents).backward()
+    finally:
+        shard.Computed.apply = plain  # type: ignore[method-assign]
+    return {name: local(p.grad) for name, p in model.named_parameters() if ".experts." in name and p.grad is not None}
+
+
+def test_narrow_gradients_add_up_as_wide_ones_do() -> None:
+    got, want = (run(2, sums_of_narrow_gradients, as_they_are) for as_they_are in (True, False))
+    for mine, right in zip(got, want, strict=True):
+        assert len(mine) == 4 and all(grad.dtype == torch.float32 and grad.any() for grad in mine.values())
+        assert all(torch.equal(mine[name], right[name]) for name in right)
