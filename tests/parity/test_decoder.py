@@ -185,3 +185,15 @@ def test_chunked_cross_entropy_has_the_plain_ones_value_and_gradients(
     assert relative(ours, plain) < 1e-12
     assert all(relative(a, b) < 1e-12 for a, b in zip(got, want, strict=True))
     assert torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, label, scale), (x, w))
+
+
+def test_a_loss_without_a_backward_makes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation's: the weight's gradient is a product as large as the loss itself, and a float32 copy of the head."""
+    made: list[Tensor] = []
+    monkeypatch.setattr("training.model.loss.add_product_", lambda total, *factors: made.append(total))
+    x, w = torch.randn(5, 8), torch.randn(20, 8, requires_grad=True)
+    label = torch.randint(20, (5,))
+    with torch.no_grad():
+        quiet = linear_cross_entropy(x, w, label)
+    assert not made and not quiet.requires_grad
+    assert torch.equal(linear_cross_entropy(x, w, label).detach(), quiet) and len(made) == 1

@@ -57,4 +57,6 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float = 1.0) -> Tensor:
     """Sum over labels >= 0 of -log softmax(scale * x W^T)[label], in float32 at least."""
+    if not torch.is_grad_enabled():  # a forward is not told, and would make the gradients of what could have some
+        x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
     return LinearCrossEntropy.apply(x_TD, weight_VD, label_T, scale)  # type: ignore[no-any-return,no-untyped-call]
