@@ -174,6 +174,15 @@ def test_the_tests_that_the_pages_name_exist() -> None:
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
+def test_the_pages_that_the_configs_name_exist() -> None:
+    named = {
+        (path.name, page)
+        for path in sorted((ROOT / "configs").rglob("*.*"))
+        for page in re.findall(r"[\w./-]+\.md\b", path.read_text())
+    }
+    assert named and all((ROOT / page).is_file() for _, page in named), named
+
+
 def test_make_targets_that_the_readme_names_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = {command.split()[1] for command in commands("make ")}
