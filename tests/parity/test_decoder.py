@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,24 @@ def test_chunked_cross_entropy_has_the_plain_ones_value_and_gradients(
     assert relative(ours, plain) < 1e-12
     assert all(relative(a, b) < 1e-12 for a, b in zip(got, want, strict=True))
     assert torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, label, scale), (x, w))
+
+
+def test_one_chunk_of_logits_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from training.model import loss
+
+    held: list[weakref.ref[Tensor]] = []
+    nats_ = loss.cross_entropy.nats_
+
+    def watched(logits: Tensor, *rest: Any) -> Tensor:
+        assert len(logits) == 3 and not any(before() is not None for before in held)
+        held.append(weakref.ref(logits))
+        return nats_(logits, *rest)
+
+    monkeypatch.setattr(loss, "LOGITS", 3 * 20)
+    monkeypatch.setattr(loss.cross_entropy, "nats_", watched)
+    x, w = torch.randn(9, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    linear_cross_entropy(x, w, torch.arange(9)).backward()
+    assert len(held) == 3
 
 
 def test_a_loss_without_a_backward_makes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad, w_VD, out=grad_x[start:end])
             if grad_w is not None:
                 add_product_(grad_w, grad.T, x)
+            del logits, grad  # or the next chunk's would be made beside this one's
         ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(weight_VD.dtype))
         return total
 
