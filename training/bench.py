@@ -28,7 +28,7 @@ from torch.profiler import record_function
 
 from training import layout
 from training.balance import BalanceConfig, capacity_mask
-from training.config import READY
+from training.config import COMPUTE, READY
 from training.data import Batch, Mock
 from training.distributed import processes, rank
 from training.flops import model_flops, peak_tflops
@@ -36,6 +36,7 @@ from training.mesh import MeshConfig, ParallelMesh, check
 from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
+from training.model.recompute import MODES
 from training.optim import OptimConfig, Optimizer
 from training.phases import phases
 from training.pipeline import Pipeline
@@ -45,6 +46,7 @@ from upcycle import plugin, rng
 from upcycle.config import read
 from upcycle.spec import DenseSpec, MoESpec
 
+ROUTING = ("natural", "balanced")
 BLOCKS = 3  # of `steps` steps; the row has their median
 
 
@@ -71,6 +73,15 @@ class BenchConfig:
     steps: int = 10
     profile: bool = False  # also the time by phase, from the profiler
 
+    def __post_init__(self) -> None:
+        allowed = {"routing": ROUTING, "weights": COMPUTE, "compute": COMPUTE, "recompute": MODES}
+        for name, words in allowed.items():
+            if getattr(self, name) not in words:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(words)}")
+        for name, least in {"sequence": 1, "batch": 1, "steps": 1, "warmup": 0, "documents": 0, "capacity": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+
 
 def spec_of(config: BenchConfig) -> DenseSpec | MoESpec:
     given = config.architecture
@@ -84,8 +95,6 @@ def spec_of(config: BenchConfig) -> DenseSpec | MoESpec:
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
-    if config.routing not in ("natural", "balanced"):
-        raise ValueError(f"routing is {config.routing!r}; write natural or balanced")
     with processes() as device:
         return measured(config, spec_of(config), device)
 
@@ -238,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file, words = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
     try:
         row = bench(read(BenchConfig, file, words, READY))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"training.bench: {error}", file=sys.stderr)
         return 2
     if rank() > 0:

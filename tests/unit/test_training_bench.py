@@ -1,0 +1,98 @@
+"""training.bench in small on a CPU: what it counts, that its switches switch, and its errors. It times nothing here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from training.bench import BenchConfig, batch, bench, documents, main, rerouted
+from training.model.moe import Routing
+
+ARCHITECTURE: dict[str, Any] = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+    "moe_intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "vocab_size": 128,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+SMALL = BenchConfig(
+    architecture=ARCHITECTURE, layers=1, sequence=32, batch=2, weights="float32", compute="float32", warmup=1, steps=1
+)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"stack": True},
+        {"optimizer": True, "micro_batch": 1},
+        {"documents": 8, "recompute": "full"},
+        {"routing": "balanced", "capacity": 1.0},
+        {"weights": "bfloat16", "compute": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_it_runs_and_counts(changed: dict[str, Any]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("these sizes are for a CPU")
+    row = bench(replace(SMALL, **changed))
+    assert row["tokens"] == 64 and row["gpus"] == 1 and row["seconds"] > 0 and row["tokens_per_s"] > 0
+    attention, mixture, norms = 32 * 16 * (2 + 1 + 1 + 2), 32 * 8 + 8 * 3 * 16 * 32, 3 * 32 + 2 * 16
+    words = 128 * 32  # embedding, and the head where there is one
+    assert row["parameters"] == attention + mixture + norms + words * (1 if row["stack"] else 2)
+    json.dumps(row)
+
+
+def test_flops_of_documents_are_less_and_of_a_stack_lack_the_head() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("these sizes are for a CPU")
+    whole, short, stack = (
+        bench(replace(SMALL, **changed))["gflop_per_token"] for changed in ({}, {"documents": 4}, {"stack": True})
+    )
+    assert short < whole
+    assert whole - stack == pytest.approx(6 * 128 * 32 / 1e9)
+
+
+def test_documents_are_about_as_long_as_asked_and_positions_count_within_them() -> None:
+    config = replace(SMALL, sequence=4000, documents=50)
+    number = documents(config, 3)
+    assert number[0] == 0 and number.diff().unique().tolist() == [0, 1]
+    assert 35 < 4000 / (int(number[-1]) + 1) < 70
+    made = batch(config, 128, 3, 1)
+    assert torch.equal(made.documents[0], number.int())
+    first = torch.tensor([int((number == n).nonzero()[0]) for n in range(int(number[-1]) + 1)])
+    assert torch.equal(made.positions[0], torch.arange(4000) - first[number])
+    assert documents(replace(config, documents=0), 3).unique().tolist() == [0]
+
+
+def test_balanced_is_balanced_and_a_capacity_drops() -> None:
+    logits = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
+    weight, expert = logits.softmax(-1).topk(2)
+    given = Routing(weight, expert, logits, logits.softmax(-1))
+    balanced = rerouted(replace(SMALL, routing="balanced"), given)
+    assert balanced.expert_TK.flatten().bincount().tolist() == [6] * 8
+    assert torch.equal(balanced.weight_TK, weight)
+    kept = rerouted(replace(SMALL, capacity=1.0), given).weight_TK != 0
+    assert int(expert[kept].bincount().max()) <= 6 < int(expert.flatten().bincount().max())
+    assert rerouted(replace(SMALL, routing="balanced", capacity=1.0), given).weight_TK.all()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "architecture must be a config.json"),
+        (["architecture=no-such.json"], "no-such.json"),
+        (["bench-qwen3-30b-4l", "compute=bf16"], "compute is 'bf16'; it must be one of bfloat16, float32, float64"),
+        (["bench-qwen3-30b-4l", "recompute=all"], "must be one of none, selective, full"),
+        (["bench-qwen3-30b-4l", "routing=forced"], "must be one of natural, balanced"),
+        (["bench-qwen3-30b-4l", "steps=0"], "steps is 0; it must be at least 1"),
+        (["bench-qwen3-30b-4l", "batch=3", "micro_batch=2"], "try batch=2"),
+        (["bench-qwen3-30b-4l", "step=3"], "did you mean 'steps'"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("training.bench: ") and says in said and said.count("\n") == 1
