@@ -100,8 +100,8 @@ def of_rank(
     activations = sum(flight * tokens * of_layer(spec, config, layer) for part in parts for layer in part)
     loss = 0
     if any(model.last for model in models):
-        # a chunk of logits, in float32 twice and once as computed; the head's gradient in float32
-        loss = min(LOGITS, tokens * dense.vocab) * (8 + narrow) + MASTER * dense.vocab * dense.hidden
+        # a chunk of logits, whose gradient takes their place; the head's gradient, in float32 and as it is handed on
+        loss = min(LOGITS, tokens * dense.vocab) * narrow + (MASTER + narrow) * dense.vocab * dense.hidden
     freed = min(activations, gradients) if count == 1 else 0
     return Memory(kept * MASTER, gradients, moments, gathered, activations, loss, freed)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from training.kernels import cross_entropy
 
-LOGITS = 1 << 29  # elements of a chunk's logits, at most
+LOGITS = 1 << 29  # elements of a chunk's logits, at most; without the kernel a fourth of it, copied in float32
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -26,7 +26,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         need_x, need_w = ctx.needs_input_grad[:2]
         grad_x = torch.empty_like(x_TD) if need_x else None
         grad_w = torch.zeros(weight_VD.shape, dtype=wide, device=x_TD.device) if need_w else None
-        chunks = max(1, -(-x_TD.shape[0] * w_VD.shape[0] // LOGITS))  # of about as many tokens each
+        limit = LOGITS if cross_entropy.on_kernel(x_TD) else LOGITS // 4
+        chunks = max(1, -(-x_TD.shape[0] * w_VD.shape[0] // limit))  # of about as many tokens each
         starts = [x_TD.shape[0] * number // chunks for number in range(chunks + 1)]
         for start, end in itertools.pairwise(starts):
             x = x_TD[start:end]
