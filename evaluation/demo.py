@@ -181,6 +181,10 @@ def side_by_side(program: str, commands: Mapping[str, Sequence[str]]) -> None:
             )  # fmt: skip
         with ThreadPoolExecutor(max(1, len(started))) as readers:
             codes = list(readers.map(repeat, started))
+    except OSError:  # one could not be started: the others would go on unseen
+        for process in started.values():
+            process.terminate()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
