@@ -76,6 +76,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None, device: torch.dev
     said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([len(said)], device=device), group=group)
-    letters = [said.new_zeros(int(max(lengths))) for _ in lengths]
+    sizes = torch.cat(lengths).tolist()
+    letters = [said.new_zeros(max(sizes)) for _ in sizes]
     dist.all_gather(letters, torch.cat([said, said.new_zeros(len(letters[0]) - len(said))]), group=group)
-    return [json.loads(bytes(text[: int(n)].tolist())) for text, n in zip(letters, lengths, strict=True)]
+    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(letters, sizes, strict=True)]

@@ -30,8 +30,8 @@ def on_kernel(x: Tensor) -> bool:
 def norm_rotate(
     x_BSN: Tensor, heads: Sequence[int], gains: Sequence[Tensor | None], eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, ...]:
-    """x cut into groups of so many heads each. There are as many groups with a gain as gains: these become
-    rotate(x / rms(x) * gain), or without a gain only rotate(x); the groups behind them pass as they are.
+    """x cut into groups of so many heads each. The first ones, one for each of `gains`, become
+    rotate(x / rms(x) * gain), or where the gain is None rotate(x); the groups behind them pass as they are.
     cos and sin: [B or 1, S, 1, half]. CUDA only."""
     groups: tuple[Tensor, ...] = _NormRotate.apply(  # type: ignore[no-untyped-call]
         x_BSN.contiguous(), tuple(heads), eps, cos.contiguous(), sin.contiguous(), *gains
