@@ -37,10 +37,10 @@ from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
 from training.model.recompute import MODES
-from training.optim import OptimConfig, Optimizer
+from training.optim import MOMENTS, OptimConfig, Optimizer
 from training.phases import phases
 from training.pipeline import Pipeline
-from training.shard import all_reduce, own_part, parallelize, synchronize
+from training.shard import all_reduce, one_step, own_part, parallelize, synchronize
 from training.train import data_rank, stages_of_rank, under_one_roof
 from upcycle import plugin, rng
 from upcycle.config import read
@@ -69,12 +69,15 @@ class BenchConfig:
     recompute: str = "none"
     compile: bool = False
     optimizer: bool = False  # also AdamW's step
+    moments: str = "float32"  # AdamW's: float32 | bfloat16
     warmup: int = 5
     steps: int = 10
     profile: bool = False  # also the time by phase, from the profiler
 
     def __post_init__(self) -> None:
-        allowed = {"routing": ROUTING, "weights": COMPUTE, "compute": COMPUTE, "recompute": MODES}
+        allowed = {
+            "routing": ROUTING, "weights": COMPUTE, "compute": COMPUTE, "recompute": MODES, "moments": tuple(MOMENTS),
+        }  # fmt: skip
         for name, words in allowed.items():
             if getattr(self, name) not in words:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(words)}")
@@ -112,7 +115,7 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
         )
     parts = [build(config, spec, mesh, layers, device) for layers in stages_of_rank(spec, mesh)]
     model = under_one_roof(parts)
-    optimizer = Optimizer(OptimConfig(clip=1.0), model.named_parameters()) if config.optimizer else None
+    optimizer = Optimizer(OptimConfig(moments=config.moments), model.named_parameters()) if config.optimizer else None
     pieces = [
         own_part(batch(config, dense.vocab, (number * mesh.dp + data_rank(mesh)) * size, size).to(device), mesh)
         for number in range(count)
@@ -125,14 +128,15 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
         return part.documents if config.documents else None  # without, attention needs no mask
 
     def step() -> None:
-        if pipeline is not None:
-            pipeline.step(replace(whole, documents=held(whole)), scored, config.sequence)  # type: ignore[arg-type]
-        for number, piece in enumerate(pieces if pipeline is None else [], 1):
-            synchronize(model, mesh, number == count)
-            labels = None if config.stack else piece.labels
-            out = model(piece.tokens, piece.positions, held(piece), labels, config.sequence)
-            loss = out.float().square().mean() / count if config.stack else out / scored
-            loss.backward()
+        with one_step(model, count):
+            if pipeline is not None:
+                pipeline.step(replace(whole, documents=held(whole)), scored, config.sequence)  # type: ignore[arg-type]
+            for number, piece in enumerate(pieces if pipeline is None else [], 1):
+                synchronize(model, mesh, number == count)
+                labels = None if config.stack else piece.labels
+                out = model(piece.tokens, piece.positions, held(piece), labels, config.sequence)
+                loss = out.float().square().mean() / count if config.stack else out / scored
+                loss.backward()
         if optimizer is not None:
             with record_function("optimizer"):
                 optimizer.clip(partial(all_reduce, group=mesh.group("pp")))
@@ -143,6 +147,7 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
         step()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    before = retries(device)
     seconds = [timed(step, device, config.steps) for _ in range(BLOCKS)]
     middle = statistics.median(seconds)
     tokens = config.batch * config.sequence
@@ -154,8 +159,10 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
     tflops = flops * tokens / middle / 1e12 / mesh.world
     parameters = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
     memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0, device=device)
+    tried = torch.tensor(retries(device) - before, device=device)
     if mesh.world > 1:
         dist.all_reduce(memory, dist.ReduceOp.MAX)
+        dist.all_reduce(tried, dist.ReduceOp.MAX)
     return {
         "device": name,
         "torch": torch.__version__,
@@ -171,8 +178,14 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
         "tflops": tflops,  # of each GPU
         "mfu": None if peak is None else tflops / peak,
         "peak_gib": float(memory) if device.type == "cuda" else None,  # of the fullest GPU
+        "allocation_retries": int(tried),  # more than none: there is too little memory, and the time is not the model's
         "phases_ms": phases(step) if config.profile and device.type == "cuda" else None,
     }
+
+
+def retries(device: torch.device) -> int:
+    """How often the allocator gave back all that it kept, to ask the device once more."""
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
 def build(

@@ -33,7 +33,7 @@ class ModelConfig:
     random: bool = False  # random weights in the source's shape
     experts: str = "grouped"  # a backend of training/experts
     compute: str = "bfloat16"  # of activations; weights, moments and gradients are float32
-    recompute: str = "none"  # in backward, instead of keeping it: none | selective (norms, activations) | full
+    recompute: str = "none"  # in backward, instead of keeping it: none | selective | attention | experts | full
     compile: bool = False  # torch.compile each layer
     transformer_engine: tuple[str, ...] = ()  # what of a layer it computes: attention, linear or linear_fp8, norm
 

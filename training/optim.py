@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.adamw import adamw
 
+from training.kernels import updates
+
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over ranks that hold different parameters (pipeline stages)
 RULES = ("adamw", "muon")
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -124,6 +126,7 @@ class Optimizer(torch.optim.Optimizer):
         self.buckets = make_buckets([slot for slot in self.slots if slot.rule == "adamw"])
         device = local(named[0][1]).device
         self.never = torch.zeros((), dtype=torch.bool, device=device)
+        self.excess: Tensor | None = None  # what the next step divides gradients by
         self.param_groups[0]["skipped"] = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
@@ -134,25 +137,24 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip(self, reduce: Reduce | None = None, elsewhere: Container[str] = ()) -> Tensor:
-        """Scales all gradients together to a global norm of at most `config.clip`; returns the norm they had.
-        `elsewhere`: parameters that another pipeline stage has too, and counts."""
-        gradients = [slot.gradient for slot in self.slots]
+        """The global norm of all gradients. The next step takes them scaled, all together, to a norm of at most
+        `config.clip`; as they are read there anyway, no pass over them is spent here. `elsewhere`: parameters that
+        another pipeline stage has too, and counts."""
         norm = global_norm([slot.gradient for slot in self.slots if slot.name not in elsewhere], reduce)
-        if self.config.clip:
-            shrink = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([local(g) for g in gradients], shrink)
+        self.excess = ((norm + 1e-6) / self.config.clip).clamp(min=1.0) if self.config.clip else None
         return norm
 
     @torch.no_grad()
     def step(self, lr: float, skip: Tensor | None = None) -> None:  # type: ignore[override]  # torch's takes a closure
         """One update. Where `skip` (a bool on the device, the same on every rank) is true, nothing changes but the
         count of skipped steps: not a weight, not a moment, not the step number of the bias correction."""
-        skip = self.never if skip is None else skip
+        skip, excess = self.never if skip is None else skip, self.excess
+        self.excess = None
         for bucket in self.buckets:
-            adamw_(bucket, self.config, lr, skip)
+            adamw_(bucket, self.config, lr, skip, excess)
         for slot in self.slots:
             if slot.rule == "muon":
-                muon_(slot, self.config, lr, skip)
+                muon_(slot, self.config, lr, skip, excess)
         self.skipped.add_(skip)
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,19 +216,27 @@ def make_buckets(slots: Sequence[Slot]) -> list[list[Slot]]:
     return [bucket for same in buckets.values() for bucket in same]
 
 
-def adamw_(slots: Sequence[Slot], config: OptimConfig, lr: float, skip: Tensor) -> None:
-    """torch's fused AdamW, whose `found_inf` is the skip. It wants one dtype, hence the copies of what is bf16."""
+def adamw_(slots: Sequence[Slot], config: OptimConfig, lr: float, skip: Tensor, excess: Tensor | None) -> None:
+    """torch's fused AdamW, whose `found_inf` is the skip and whose `grad_scale` divides gradients. It wants one dtype,
+    hence the copies of what is bf16, where there is no kernel of ours."""
+    slots = [slot for slot in slots if not adamw_of_mixed_(slot, config, lr, skip, excess)]
+    if not slots:
+        return
     masters = [local(slot.master) for slot in slots]
     kept = [[local(slot.state[kind]) for slot in slots] for kind in ("exp_avg", "exp_avg_sq")]
     first, second = ([k.to(m.dtype) for k, m in zip(moments, masters, strict=True)] for moments in kept)
+    gradients = [local(slot.gradient).to(m.dtype) for slot, m in zip(slots, masters, strict=True)]
+    if excess is not None and masters[0].dtype == torch.float64:  # which a float32 grad_scale would round
+        gradients, excess = list(torch._foreach_div(gradients, excess)), None
     adamw(
         masters,
-        [local(slot.gradient).to(m.dtype) for slot, m in zip(slots, masters, strict=True)],
+        gradients,
         first,
         second,
         [],
         [slot.state["step"] for slot in slots],
         fused=True,
+        grad_scale=None if excess is None else excess.float(),
         found_inf=skip.float(),
         amsgrad=False,
         beta1=config.beta1,
@@ -240,13 +250,28 @@ def adamw_(slots: Sequence[Slot], config: OptimConfig, lr: float, skip: Tensor) 
     copy_where_apart([local(slot.parameter) for slot in slots], masters)
 
 
+def adamw_of_mixed_(slot: Slot, config: OptimConfig, lr: float, skip: Tensor, excess: Tensor | None) -> bool:
+    """The same for one slot on a GPU whose tensors have several dtypes, without copies; or nothing, which is False."""
+    parameter, master, gradient = local(slot.parameter), local(slot.master), local(slot.gradient)
+    first, second = (local(slot.state[kind]) for kind in ("exp_avg", "exp_avg_sq"))
+    if not updates.mixed([parameter, master, gradient, first, second]):
+        return False
+    copy = parameter if parameter.dtype != master.dtype else None
+    updates.adamw_(
+        master, gradient, first, second, copy, slot.state["step"], skip, None if excess is None else excess.float(),
+        lr=lr * slot.multiplier, decay=slot.decay, beta1=config.beta1, beta2=config.beta2, eps=config.eps,
+    )  # fmt: skip
+    slot.state["step"].add_(~skip)
+    return True
+
+
 def copy_where_apart(kept: Sequence[Tensor], used: Sequence[Tensor]) -> None:
     pairs = [(k, u) for k, u in zip(kept, used, strict=True) if k.dtype != u.dtype]
     if pairs:
         torch._foreach_copy_([k for k, _ in pairs], [u for _, u in pairs])
 
 
-def muon_(slot: Slot, config: OptimConfig, lr: float, skip: Tensor) -> None:
+def muon_(slot: Slot, config: OptimConfig, lr: float, skip: Tensor, excess: Tensor | None) -> None:
     """Momentum, orthogonalised: every direction of a matrix learns at the same speed (arXiv 2502.16982).
 
     The factor 0.2 * sqrt(larger side) gives the update the size of AdamW's, so that both share rate and decay.
@@ -258,7 +283,7 @@ def muon_(slot: Slot, config: OptimConfig, lr: float, skip: Tensor) -> None:
     if tensors[0].ndim > 2 and has_whole_matrices(slot.parameter):
         count = min(count, max(PIECE // math.prod(tensors[0].shape[1:]), 1))
     for master, kept, raw in zip(*(torch.split(t, count) for t in tensors), strict=True):
-        gradient = raw.to(master.dtype)
+        gradient = raw.to(master.dtype) if excess is None else raw.to(master.dtype) / excess
         momentum = config.momentum * kept.to(master.dtype) + gradient
         nesterov = gradient + config.momentum * momentum
         update = on_whole_matrices(muon_update, nesterov, slot.parameter)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,9 +61,10 @@ def recorded(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
     for event in events:
         if event.device_type.name == "CUDA":
             span = Span(event.name, event.time_range.start, event.time_range.end)
-            # what a program names is on the device's timeline too, from its first kernel to its last
+            # what a program names is on the device's timeline too, from its first kernel to its last; of two names, one
+            # within the other, kernels are the inner one's: torch gives one to a step of an optimiser
             if event.is_user_annotation:
-                ranges.append(span)
+                ranges.append(replace(span, name="optimizer") if span.name.startswith("Optimizer.step") else span)
             else:
                 kernels.append(span)
     return kernels, [span for span in ranges if span.name in RANGES]

@@ -22,6 +22,7 @@ from training.config import TrainConfig, read_config
 from training.mesh import MeshConfig, changed_to, check, grids, problem
 from training.model.decoder import Decoder
 from training.model.loss import LOGITS
+from training.model.recompute import MOVES
 from training.pipeline import cut, stages
 from training.train import source
 from upcycle.spec import BYTES, DenseSpec, MoESpec
@@ -77,25 +78,27 @@ def of_rank(
     copies = {"tokens": mesh.dp_replicate, "tensor": mesh.dp_replicate, "experts": experts["edp_replicate"]}
     dense = spec.dense if isinstance(spec, MoESpec) else spec
     models = [part_of(spec, part, built) for part in parts]
+    count = max(1, config.batch // (config.micro_batch * attention["dp_shard"] * mesh.dp_replicate))
     kept = gradients = resident = 0
-    passing: dict[str, int] = {}  # by layer: gathered for its forward, and again for its backward
+    passing: dict[str, int] = {}  # by layer: gathered or copied for its forward, and again for its backward
     for name, parameter in (named for model in models for named in model.named_parameters()):
         kind, shape = divided(name, parameter, mesh, dense)
-        whole, count = math.prod(shape), shards[kind]
-        by_hidden = kind == "experts" and shape[0] % count and len(shape) > 2
-        shard = whole // count if by_hidden else whole // shape[0] * -(-shape[0] // count)
-        fsdp = count * copies[kind] > 1
+        whole, ranks = math.prod(shape), shards[kind]
+        by_hidden = kind == "experts" and shape[0] % ranks and len(shape) > 2
+        shard = whole // ranks if by_hidden else whole // shape[0] * -(-shape[0] // ranks)
+        fsdp = ranks * copies[kind] > 1
         kept += shard
-        gradients += (whole if fsdp and not mesh.reshard else shard) * MASTER
-        if fsdp and mesh.reshard and name.startswith("layers."):
+        apart = kind == "experts" and not fsdp and mesh.ep * mesh.etp > 1  # see LocalExperts
+        gradients += (whole if fsdp and not mesh.reshard else shard) * (narrow if apart and count == 1 else MASTER)
+        again = mesh.reshard if fsdp else apart and config.model.recompute in MOVES
+        if again and name.startswith("layers."):
             layer = name.split(".")[1]
             passing[layer] = passing.get(layer, 0) + whole * narrow
-        elif fsdp or narrow < MASTER:  # without FSDP the copy in the compute dtype stays until the backward
+        elif fsdp or narrow < MASTER:  # without FSDP the copy in the compute dtype stays for the backward
             resident += whole * narrow
     gathered = resident + 3 * max(passing.values(), default=0)  # two layers' weights, one's gradients
     moments = kept * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
-    count = max(1, config.batch // (config.micro_batch * attention["dp_shard"] * mesh.dp_replicate))
     flight = in_flight(mesh, count, place, len(parts))
     activations = sum(flight * tokens * of_layer(spec, config, layer) for part in parts for layer in part)
     loss = 0
@@ -147,17 +150,20 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, layer: int) -> int:
     moe = spec if isinstance(spec, MoESpec) and layer in spec.layers else None
     d = spec.dense if isinstance(spec, MoESpec) else spec
     router = 4 * 3 * moe.experts + 8 * 2 * moe.top_k if moe else 0
+    halves = narrow * 3 * d.hidden  # the stream twice, the FFN's input
     if mode == "full":
-        return narrow * 3 * d.hidden + router  # the stream twice, the FFN's input
+        return halves + router
     # attention sees tp times as many tokens, with a tp-th of the heads: its inputs grow, its heads do not
     heads = (d.heads + 2 * d.kv_heads) * d.head_dim
     attention = narrow * (d.hidden * mesh.tp + 2 * heads + d.heads * d.head_dim) + 4 * d.heads
-    stream = narrow * d.hidden * (2 if mode == "selective" else 4)
-    width, halves = moe.shared if moe else d.ffn, 2 if d.gated else 1
-    ffn = narrow * (width * (halves + (0 if mode == "selective" else 2)) + (d.hidden * mesh.tp if width else 0))
+    if mode == "experts" and moe:
+        return attention + halves + router
+    stream = narrow * d.hidden * (4 if mode == "none" else 2)
+    width, matrices = moe.shared if moe else d.ffn, 2 if d.gated else 1
+    ffn = narrow * (width * (matrices + (2 if mode == "none" else 0)) + (d.hidden * mesh.tp if width else 0))
     # x and its products; over etp each rank has a slice of the neurons of etp times as many rows
-    routed = moe.top_k * narrow * (d.hidden * mesh.etp + halves * max(moe.widths)) + router if moe else 0
-    return attention + stream + ffn + routed
+    routed = moe.top_k * narrow * (d.hidden * mesh.etp + matrices * max(moe.widths)) + router if moe else 0
+    return (halves if mode == "attention" else attention + stream) + ffn + routed
 
 
 # ---- the table

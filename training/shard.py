@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,11 +39,12 @@ from training.data import Batch
 from training.dispatch import create
 from training.distributed import all_gather_single, reduce_scatter_single
 from training.experts import ExpertWeights
+from training.kernels import updates
 from training.mesh import Kind, ParallelMesh
 from training.model.decoder import Decoder, Layer
 from training.model.layers import Attention, FeedForward, Linear, Norm
 from training.model.moe import Experts, MoE
-from training.model.recompute import recompute
+from training.model.recompute import MOVES, recompute
 from training.pipeline import SPLIT
 
 Group = dist.ProcessGroup
@@ -64,7 +67,7 @@ def parallelize(
             for ffn in dense_ffns(layer):
                 ffn_over_tp(ffn, mesh)
     context.attach(model, mesh.group("cp"), mesh.config.context, mesh.size("tp"))
-    experts_over_ep(model, mesh)
+    experts_over_ep(model, mesh, keep=recomputed not in MOVES)
     recompute(model, recomputed)
     if compiled:
         for block in moe_blocks(model):
@@ -161,17 +164,17 @@ def summed_gain(norm: Norm, group: Group, dtype: torch.dtype) -> Tensor:
 # ---- experts
 
 
-def experts_over_ep(model: Decoder, mesh: ParallelMesh) -> None:
+def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
     if mesh.size("ep") * mesh.size("etp") == 1 or model.moe is None:
         return
     # one for all layers: it may hold large buffers
     dispatcher = create(mesh.config.dispatcher, model.moe.experts, mesh.group("ep"), mesh.group("etp"))
     for block in moe_blocks(model):
-        divide_experts(block, mesh)
+        divide_experts(block, mesh, keep)
         block.dispatcher = dispatcher
 
 
-def divide_experts(block: MoE, mesh: ParallelMesh) -> None:
+def divide_experts(block: MoE, mesh: ParallelMesh, keep: bool) -> None:
     etp = mesh.size("etp")
     # of up (N, 2, F, D) the neurons are dimension 2, as of up_bias (N, 2, F) and of down (N, D, F)
     dims = {name: dim for name, dim in (("ep", 0), ("etp", 2)) if mesh.size(name) > 1}
@@ -179,39 +182,72 @@ def divide_experts(block: MoE, mesh: ParallelMesh) -> None:
     for name, parameter in list(experts.named_parameters()):
         divided: list[Placement] = [Shard(dim) if dim < parameter.ndim else Replicate() for dim in dims.values()]
         place(experts, name, parameter, mesh.experts[tuple(dims)], divided)
-    # a split schedule asks for the gradient itself
-    matrix = computed if mesh.config.schedule in SPLIT else Computed.apply
-    experts.weights = partial(local_weights, experts, etp, matrix)  # type: ignore[method-assign]
+    split = mesh.config.schedule in SPLIT  # such a schedule asks for the gradient itself
+    experts.weights = LocalExperts(experts, etp, split, keep)  # type: ignore[method-assign]
 
 
-def local_weights(experts: Experts, etp: int, matrix: Callable[..., Tensor], dtype: torch.dtype) -> ExpertWeights:
-    up, down = (matrix(p, dtype) if p.dtype != dtype else local(p) for p in (experts.up, experts.down))
-    up_bias = None if experts.up_bias is None else local(experts.up_bias).to(dtype).flatten(1, 2)
-    down_bias = None if experts.down_bias is None else part_of(local(experts.down_bias), etp).to(dtype)
-    return ExpertWeights(up.flatten(1, 2), down, experts.gated, up_bias, down_bias)
+@dataclass
+class LocalExperts:
+    """The experts of this rank in the dtype that they compute in. They are the largest tensors there are, and every
+    pass over them that is not made counts."""
+
+    experts: Experts
+    etp: int
+    plain: bool  # leave copies and gradients to autograd
+    keep: bool  # copies from one micro-batch of a step to the next
+    copies: dict[Tensor, Tensor] | None = None
+
+    def __call__(self, dtype: torch.dtype) -> ExpertWeights:
+        up, down = (self.matrix(p, dtype) for p in (self.experts.up, self.experts.down))
+        own_up, own_down = self.experts.up_bias, self.experts.down_bias
+        up_bias = None if own_up is None else local(own_up).to(dtype).flatten(1, 2)
+        down_bias = None if own_down is None else part_of(local(own_down), self.etp).to(dtype)
+        return ExpertWeights(up.flatten(1, 2), down, self.experts.gated, up_bias, down_bias)
+
+    def matrix(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.plain or parameter.dtype == dtype:
+            return local(parameter).to(dtype)
+        copy = None if self.copies is None else self.copies.get(parameter)
+        if copy is None:
+            copy = local(parameter.detach()).to(dtype)
+            if self.copies is not None:
+                self.copies[parameter] = copy
+        return Summed.apply(parameter, copy)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def computed(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """This rank's part in the dtype that experts compute in."""
-    return local(parameter).to(dtype)
+@contextmanager
+def one_step(model: nn.Module, micro_batches: int) -> Iterator[None]:
+    """Around the micro-batches of a step, in which no weight changes: experts are copied once. Autograd holds copies
+    from forward to backward anyway, so that keeping them makes no peak higher, unless backward makes new ones."""
+    found = [block.experts.weights for block in moe_blocks(model)]
+    keeping = [each for each in found if isinstance(each, LocalExperts) and each.keep and micro_batches > 1]
+    for each in keeping:
+        each.copies = {}
+    try:
+        yield
+    finally:
+        for each in keeping:
+            each.copies = None
 
 
-class Computed(torch.autograd.Function):
-    """The same, but the gradient is added to the parameter's in the dtype it comes in. Autograd would make a float32
-    copy of it first: two more passes over the largest tensors there are, in every micro-batch."""
+class Summed(torch.autograd.Function):
+    """`copy` as a function of `parameter`. Its gradient is kept in the dtype it comes in while there is nothing to add
+    to it; what comes later is added in the parameter's dtype, without the wide copy that autograd would make of it."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, parameter: DTensor, copy: Tensor) -> Tensor:
         ctx.parameter = parameter
-        return parameter.to_local().to(dtype)
+        return copy.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         parameter: DTensor = ctx.parameter
         if isinstance(parameter.grad, DTensor):
-            parameter.grad.to_local().add_(grad)
-            return None, None
-        return DTensor.from_local(grad.to(parameter.dtype), parameter.device_mesh, parameter.placements), None
+            grad = updates.total(parameter.grad.to_local(), grad, parameter.dtype)
+            parameter.grad = None
+        parameter.grad_dtype = None  # any
+        parameter.grad = DTensor.from_local(grad, parameter.device_mesh, parameter.placements, run_check=False)
+        return None, None
 
 
 # ---- data parallel

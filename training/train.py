@@ -36,7 +36,7 @@ from training.pipeline import Pipeline, cut, stages
 from training.pipeline import check as check_schedule
 from training.profiling import Phases, Trace, memory_snapshot, steps_to_trace
 from training.schedule import schedule
-from training.shard import all_reduce, own_part, parallelize, reshard, synchronize
+from training.shard import all_reduce, one_step, own_part, parallelize, reshard, synchronize
 from training.state import Checkpoints, Stop, TrainState
 from training.watch import guarded
 from upcycle import disk
@@ -360,19 +360,20 @@ def gradients(run: Run, batches: Sequence[Batch]) -> Tensor:
     parts = [own_part(batch.to(run.device), run.mesh) for batch in batches]
     scored = run.reduce(torch.stack([part.scored.sum() for part in parts]).sum())
     if run.pipeline is not None:
-        with run.phases("forward and backward"):
+        with run.phases("forward and backward"), one_step(run.model, run.pipeline.micro_batches):
             whole = Batch(*(torch.cat(tensors) for tensors in zip(*(vars(p).values() for p in parts), strict=True)))
             if not run.config.data.mask_documents:
                 whole = replace(whole, documents=None)  # type: ignore[arg-type]  # so that attention needs no mask
             return run.reduce(run.pipeline.step(whole, scored, run.config.data.sequence))
     nats = torch.zeros((), dtype=torch.promote_types(run.model.compute, torch.float32), device=run.device)
-    for number, part in enumerate(parts, 1):
-        synchronize(run.model, run.mesh, number == len(parts))
-        with run.phases("forward"):
-            loss = nll(run, part)
-        with run.phases("backward"):
-            (loss / scored).backward()  # type: ignore[no-untyped-call]
-        nats += loss.detach()
+    with one_step(run.model, len(parts)):
+        for number, part in enumerate(parts, 1):
+            synchronize(run.model, run.mesh, number == len(parts))
+            with run.phases("forward"):
+                loss = nll(run, part)
+            with run.phases("backward"):
+                (loss / scored).backward()  # type: ignore[no-untyped-call]
+            nats += loss.detach()
     return run.reduce(nats) / scored
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.test_kernels import ready
-from training.kernels import cross_entropy, norm, rotary, router
+from tests.unit.test_kernels import NARROW, assert_updates_agree, ready
+from training.kernels import cross_entropy, norm, rotary, router, updates
 from training.model.loss import linear_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -132,3 +132,17 @@ def test_linear_cross_entropy_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     assert abs(got - want) < 1e-3 * want
     for mine, right in zip(torch.autograd.grad(got, (x, weight)), torch.autograd.grad(want, wide), strict=True):
         assert (mine - right).norm() < 0.01 * right.norm()
+
+
+@pytest.mark.parametrize("dtypes", NARROW, ids=str)
+def test_adamw_of_mixed_dtypes(dtypes: tuple[torch.dtype, torch.dtype, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_updates_agree(dtypes, monkeypatch, "cuda")
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16], ids=str)
+def test_totals(first: torch.dtype) -> None:
+    a, b = torch.randn(300, 5001, device="cuda").to(first), torch.randn(300, 5001, device="cuda").bfloat16()
+    got = updates.total(a.clone(), b, torch.float32)
+    assert torch.equal(got, a.float() + b.float())
+    apart = updates.total(a.clone().t(), b.t(), torch.float32)  # not one piece of memory: torch's lines
+    assert torch.equal(apart, (a.float() + b.float()).t())

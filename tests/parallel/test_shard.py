@@ -4,6 +4,7 @@ on every rank. Dropping too, against a process that lets each rank's tokens comp
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,8 +21,11 @@ from training.balance import Balance, BalanceConfig
 from training.config import ModelConfig, TrainConfig
 from training.data import DataConfig
 from training.mesh import AXES, MeshConfig, ParallelMesh
+from training.model.decoder import Decoder
+from training.model.moe import MoE
+from training.optim import OptimConfig, Optimizer
 from training.profiling import Phases
-from training.shard import local, own_part, parallelize, reshard
+from training.shard import local, one_step, own_part, parallelize, reshard
 from training.train import (
     Run,
     balance_of,
@@ -275,28 +279,50 @@ def assert_same(ranks: list[Result], want: Result) -> None:
     assert not missing
 
 
-def sums_of_narrow_gradients(rank: int, world: int, as_they_are: bool) -> dict[str, Tensor]:
-    """The experts' gradients of three micro-batches in bfloat16, of float32 parameters."""
-    from training import shard
-
+def steps_with_narrow_experts(rank: int, world: int, plain: bool, count: int) -> list[dict[str, Tensor]]:
+    """Experts of float32 that compute in bfloat16, through three optimiser steps of `count` micro-batches: of each the
+    experts' gradients, the weights they compute with and how many copies of these there were."""
     mesh = ParallelMesh(MeshConfig(ep=world), device_type="cpu")
     model = models.make("moe", torch.float32)
     model.compute = torch.bfloat16
-    plain = shard.Computed.apply
-    try:
-        if not as_they_are:
-            shard.Computed.apply = shard.computed  # type: ignore[method-assign]
-        parallelize(model, mesh)
-        for seed in range(3):
-            batch = own_part(models.batch(2, 10 * rank + seed), mesh)
-            model.loss(batch.tokens, batch.labels, batch.positions, batch.documents).backward()
-    finally:
-        shard.Computed.apply = plain  # type: ignore[method-assign]
-    return {name: local(p.grad) for name, p in model.named_parameters() if ".experts." in name and p.grad is not None}
+    parallelize(model, mesh)
+    for _, block in blocks(model):
+        block.experts.weights.plain = plain  # type: ignore[attr-defined]
+    optimizer = Optimizer(OptimConfig(), model.named_parameters())
+    seen = []
+    for step in range(3):
+        copies: dict[str, list[Tensor]] = {}
+        with one_step(model, count):
+            for seed in range(count):
+                batch = own_part(models.batch(2, 100 * step + 10 * rank + seed), mesh)
+                model.loss(batch.tokens, batch.labels, batch.positions, batch.documents).backward()
+                for name, block in blocks(model):
+                    copies.setdefault(f"{name} copy", []).append(block.experts.weights(torch.bfloat16).down_EDF)
+        different = torch.tensor([len({copy.data_ptr() for copy in found}) for found in copies.values()])
+        gradients = {n: local(p.grad) for n, p in model.named_parameters() if ".experts." in n and p.grad is not None}
+        last = {name: found[-1].detach() for name, found in copies.items()}
+        seen.append({n: t.clone() for n, t in {**gradients, **last, "different": different}.items()})
+        optimizer.clip()
+        optimizer.step(1e-2)
+        optimizer.zero_grad(set_to_none=True)
+    return seen
 
 
-def test_narrow_gradients_add_up_as_wide_ones_do() -> None:
-    got, want = (run(2, sums_of_narrow_gradients, as_they_are) for as_they_are in (True, False))
-    for mine, right in zip(got, want, strict=True):
-        assert len(mine) == 4 and all(grad.dtype == torch.float32 and grad.any() for grad in mine.values())
-        assert all(torch.equal(mine[name], right[name]) for name in right)
+def blocks(model: Decoder) -> list[tuple[str, MoE]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_narrow_experts_learn_as_autograd_would_have_them(count: int) -> None:
+    """The same bits. One micro-batch's gradient stays in bfloat16, where it loses nothing; sums are float32. The copy to
+    compute with is made once a step, and is another one when the optimiser has been there."""
+    got, want = (run(2, steps_with_narrow_experts, plain, count) for plain in (False, True))
+    for mine, right in zip(itertools.chain(*got), itertools.chain(*want), strict=True):
+        assert mine.keys() == right.keys() and len(mine) == 7
+        assert mine.pop("different").eq(1).all() and right.pop("different").eq(count).all()
+        for name, tensor in mine.items():
+            if "copy" not in name:
+                assert tensor.dtype == (torch.bfloat16 if count == 1 else torch.float32) and tensor.any()
+            assert torch.equal(tensor.to(right[name].dtype), right[name]), name
+    first, second, third = (step["layers.0.ffn copy"] for step in got[0])
+    assert not torch.equal(first, second) and not torch.equal(second, third)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from training.flops import model_flops, peak_tflops, throughput
-from training.optim import OptimConfig, Optimizer, SpikeGuard, global_norm, muon_update, orthogonalize
+from training.optim import OptimConfig, Optimizer, Slot, SpikeGuard, global_norm, muon_update, orthogonalize
 from training.schedule import SHAPES, ScheduleConfig, schedule
 from upcycle.config import build
 from upcycle.spec import DenseSpec, MoESpec
@@ -328,22 +328,47 @@ def test_what_is_kept_in_bf16_is_stepped_in_float32_and_rounded(name: str) -> No
             assert second.dtype == first.dtype and second.any() and slot.state["step"] == 1
 
 
-def test_the_norm_is_of_all_gradients_together_and_clipping_keeps_directions() -> None:
-    parameters = model(torch.float64)
-    optimiser = Optimizer(OptimConfig(clip=0.5), parameters.items())
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_norm_is_of_all_gradients_together_and_clipping_keeps_directions(name: str, dtype: torch.dtype) -> None:
+    parameters = model(dtype)
+    config = OptimConfig(name=name, clip=0.5)
+    optimiser = Optimizer(config, parameters.items())
     give_gradients(parameters, 0)
     before = {n: p.grad.clone() for n, p in parameters.items()}  # type: ignore[union-attr]
-    want = torch.cat([g.flatten() for g in before.values()]).norm()
+    want = torch.cat([g.flatten().double() for g in before.values()]).norm()
+    exact = 1e-12 if dtype == torch.float64 else 1e-6
     norm = optimiser.clip()
-    torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)
-    for n, p in parameters.items():
-        torch.testing.assert_close(p.grad, before[n] * (0.5 / (want + 1e-6)), rtol=1e-12, atol=0)
-    apart = {n: g * min(1.0, float(0.5 / g.norm())) for n, g in before.items()}  # twin: each tensor by itself
-    assert any((p.grad - apart[n]).abs().max() > 1e-6 for n, p in parameters.items())  # type: ignore[operator]
-    unclipped = Optimizer(OptimConfig(clip=100), parameters.items())
-    now = {n: p.grad.clone() for n, p in parameters.items()}  # type: ignore[union-attr]
+    torch.testing.assert_close(norm.double(), want, rtol=exact, atol=0)
+    optimiser.step(0.1)
+
+    def seen(slot: Slot) -> Tensor:  # the gradient that the step worked with, not rounded to the parameter's dtype
+        first = slot.state["momentum"] if slot.rule == "muon" else slot.state["exp_avg"] / (1 - config.beta1)
+        return first.double()
+
+    for slot in optimiser.slots:
+        torch.testing.assert_close(
+            seen(slot), before[slot.name].double() * (0.5 / (want + 1e-6)), rtol=exact * 2, atol=1e-12
+        )
+    apart = {n: g.double() * min(1.0, float(0.5 / g.double().norm())) for n, g in before.items()}  # each by itself
+    assert any((seen(slot) - apart[slot.name]).abs().max() > 1e-6 for slot in optimiser.slots)
+    # gradients that are small enough are taken as they are; and a clip is for one step
+    unclipped = Optimizer(OptimConfig(name=name, clip=100), model(dtype).items())
+    give_gradients({slot.name: slot.parameter for slot in unclipped.slots}, 0)
     unclipped.clip()
-    assert all(torch.equal(p.grad, now[n]) for n, p in parameters.items())  # type: ignore[arg-type]
+    unclipped.step(0.1)
+    for slot in unclipped.slots:
+        torch.testing.assert_close(seen(slot), before[slot.name].double(), rtol=exact * 2, atol=1e-12)
+    clipped = {slot.name: seen(slot) for slot in optimiser.slots}
+    give_gradients(parameters, 0)
+    optimiser.step(0.1)
+    for slot in optimiser.slots:
+        if slot.rule == "adamw":
+            mean = config.beta1 * (1 - config.beta1) * clipped[slot.name]
+            both = mean + (1 - config.beta1) * before[slot.name].double()
+            torch.testing.assert_close(
+                seen(slot) * (1 - config.beta1), both, rtol=exact * 10, atol=1e-12 if exact < 1e-9 else 1e-7
+            )
     other_stage = global_norm([torch.full((4,), 3.0)], reduce=lambda squares: squares + 64)
     assert other_stage == 10
 

@@ -47,9 +47,11 @@ def test_recorded_takes_ranges_from_the_devices_timeline_only() -> None:
         event("dispatch", cpu, True),
         event("dispatch", cuda, True),
         event("ProfilerStep*", cuda, True),
+        event("Optimizer.step#Optimizer.step", cuda, True),
         event("gemm", cuda, False),
     ]
-    assert recorded(events) == ([Span("gemm", 1.0, 2.0)], [Span("dispatch", 1.0, 2.0)])
+    ranges = [Span("dispatch", 1.0, 2.0), Span("optimizer", 1.0, 2.0)]
+    assert recorded(events) == ([Span("gemm", 1.0, 2.0)], ranges)
 
 
 def test_both_passes_of_both_ways_are_named() -> None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from training import layout
 from training.balance import Balance, BalanceConfig
+from training.experts import grouped
 from training.model.decoder import Decoder, Layer
 from training.model.moe import MoE
-from training.model.recompute import again, recompute
+from training.model.recompute import MODES, again, recompute
 from upcycle.spec import DenseSpec, MoESpec
 
 DENSE = DenseSpec(
@@ -38,8 +39,10 @@ BALANCES = {
 }
 
 
-def made(shape: str, mode: str, balance: str = "whole step") -> tuple[Decoder, Balance]:
-    model = layout.initialise(Decoder(SHAPES[shape], experts="reference", compute=torch.float64).double())
+def made(
+    shape: str, mode: str, balance: str = "whole step", experts: str = "reference"
+) -> tuple[Decoder, Balance]:
+    model = layout.initialise(Decoder(SHAPES[shape], experts=experts, compute=torch.float64).double())
     recompute(model, mode)
     return model, Balance(BALANCES[balance], model, sequences=2)
 
@@ -58,16 +61,30 @@ def step(model: Decoder, balance: Balance) -> tuple[dict[str, Tensor], list[Any]
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, balance.load.fetch()
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("experts", ["reference", "grouped"])
+@pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_and_counts_are_those_without(shape: str, balance: str, mode: str) -> None:
+def test_gradients_and_counts_are_those_without(shape: str, balance: str, mode: str, experts: str) -> None:
     want, counts = step(*made(shape, "none", balance))
-    have, counts_again = step(*made(shape, mode, balance))
+    have, counts_again = step(*made(shape, mode, balance, experts))
     assert counts == counts_again
     assert have.keys() == want.keys()
     for name, gradient in want.items():
         assert torch.allclose(have[name], gradient, rtol=1e-10, atol=1e-10 * float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize("shape", ["moe", "moe, shared, sigmoid, one dense layer"])
+def test_experts_second_product_is_not_made_again(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("products", "of_rows"):
+        function = getattr(grouped, name)
+        monkeypatch.setattr(grouped, name, lambda *a, f=function, n=name: (calls.append(n), f(*a))[1])
+    step(*made(shape, "none", experts="grouped"))
+    once = len(calls)
+    step(*made(shape, "full", experts="grouped"))
+    layers = len(SHAPES[shape].layers)
+    assert len(calls) - 2 * once == 2 * layers  # of each micro-batch the first product
 
 
 def test_a_region_around_the_balance_hook_would_be_seen() -> None:
@@ -103,13 +120,18 @@ def kept(model: nn.Module) -> Iterator[dict[int, int]]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_less_is_kept(shape: str) -> None:
     sizes = {}
-    for mode in ("none", "selective", "full"):
+    for mode in MODES:
         model, _ = made(shape, mode)
         with kept(model) as found:
             model.hidden(micro_batches(1)[0][0])
         sizes[mode] = sum(found.values())
     assert sizes["selective"] < 0.95 * sizes["none"], sizes
     assert sizes["full"] < 0.6 * sizes["selective"], sizes
+    assert sizes["full"] < sizes["attention"] < sizes["selective"], sizes
+    if "moe" in shape:
+        assert sizes["full"] < sizes["experts"] < sizes["selective"], sizes
+    else:
+        assert sizes["experts"] == sizes["selective"], sizes
 
 
 def test_names_stay_and_validation_is_not_touched() -> None:
@@ -120,7 +142,7 @@ def test_names_stay_and_validation_is_not_touched() -> None:
         assert torch.equal(plain.loss(tokens, labels), model.loss(tokens, labels))
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_it_compiles(mode: str) -> None:
     want, counts = step(*made("moe", "none"))
     model, balance = made("moe", mode)

@@ -27,7 +27,7 @@ SMALL = BenchConfig(
     "changed",
     [
         {"stack": True},
-        {"optimizer": True, "micro_batch": 1},
+        {"optimizer": True, "micro_batch": 1, "moments": "bfloat16"},
         {"documents": 8, "recompute": "full"},
         {"routing": "balanced", "capacity": 1.0},
         {"weights": "bfloat16", "compute": "bfloat16"},
@@ -85,7 +85,7 @@ def test_balanced_is_balanced_and_a_capacity_drops() -> None:
         ([], "architecture must be a config.json"),
         (["architecture=no-such.json"], "no-such.json"),
         (["bench-qwen3-30b-4l", "compute=bf16"], "compute is 'bf16'; it must be one of bfloat16, float32, float64"),
-        (["bench-qwen3-30b-4l", "recompute=all"], "must be one of none, selective, full"),
+        (["bench-qwen3-30b-4l", "recompute=all"], "must be one of none, selective, attention, experts, full"),
         (["bench-qwen3-30b-4l", "routing=forced"], "must be one of natural, balanced"),
         (["bench-qwen3-30b-4l", "steps=0"], "steps is 0; it must be at least 1"),
         (["bench-qwen3-30b-4l", "batch=3", "micro_batch=2"], "try batch=2"),

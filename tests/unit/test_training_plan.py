@@ -12,6 +12,7 @@ from tests.parity import tiny
 from training.config import ModelConfig, TrainConfig
 from training.data import DataConfig
 from training.mesh import MeshConfig
+from training.model.recompute import MODES
 from training.plan import main, memory, table
 
 CONFIG = TrainConfig(model=ModelConfig(source="none"), data=DataConfig(sequence=32), batch=8, micro_batch=1)
@@ -29,16 +30,28 @@ def test_what_is_divided_is_smaller() -> None:
     assert on(MeshConfig(tp=4)).activations < four.activations
     assert on(MeshConfig(cp=4)).activations == four.activations // 4
     assert on(MeshConfig(pp=2, schedule="gpipe")).activations > on(MeshConfig(pp=2)).activations
-    full = replace(CONFIG, model=replace(CONFIG.model, recompute="full"))
-    selective = replace(CONFIG, model=replace(CONFIG.model, recompute="selective"))
-    sizes = [on(MeshConfig(), config).activations for config in (full, selective, CONFIG)]
-    assert sizes == sorted(set(sizes))
+    sizes = {
+        mode: on(MeshConfig(), replace(CONFIG, model=replace(CONFIG.model, recompute=mode))).activations
+        for mode in MODES
+    }
+    assert sizes["none"] > sizes["selective"] > max(sizes["attention"], sizes["experts"])
+    assert min(sizes["attention"], sizes["experts"]) > sizes["full"]
 
 
 def test_one_micro_batch_trades_its_activations_for_gradients() -> None:
     one = on(MeshConfig(), replace(CONFIG, batch=4))
     several = on(MeshConfig())
     assert several.total - one.total == min(one.activations, one.gradients)
+
+
+def test_experts_of_one_rank_alone() -> None:
+    """Their gradient stays narrow while there is only one, and with recompute=full their copies do not stay."""
+    mesh, moe = MeshConfig(ep=4), SPECS["moe"]
+    experts = len(moe.layers) * moe.experts * 3 * 8 * moe.dense.hidden // 4  # weights on each rank
+    one, several = on(mesh, replace(CONFIG, batch=4)), on(mesh)
+    assert several.gradients - one.gradients == experts * (4 - 2)
+    again = {mode: on(mesh, replace(CONFIG, model=replace(CONFIG.model, recompute=mode))) for mode in MODES}
+    assert again["full"].gathered == again["experts"].gathered < several.gathered == again["attention"].gathered
 
 
 def test_the_table_begins_with_the_config_and_has_only_what_can_run() -> None:

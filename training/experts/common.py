@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -29,6 +32,24 @@ def absent(asked: str, module: str, instead: str) -> str:
     if not torch.cuda.is_available():
         return f"{asked} needs a CUDA device, and there is none; {instead}"
     return ""
+
+
+_again = ContextVar("again", default=False)
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Within, a forward runs once more (model/recompute.py): what backward needs has to come about, and nobody reads
+    what experts return."""
+    token = _again.set(True)
+    try:
+        yield
+    finally:
+        _again.reset(token)
+
+
+def recomputed() -> bool:
+    return not torch.compiler.is_compiling() and _again.get()  # the compiler knows no ContextVar
 
 
 def check(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights) -> None:

@@ -1,8 +1,8 @@
 """torch's grouped_mm: one kernel for all experts, the counts read on the device.
 
 For backward only x, h = [gate | up] and the routing weights are kept; the activation is recomputed there, in the same
-pass that makes its gradient. In bfloat16 on Hopper and Blackwell nothing waits for the GPU; for other dtypes and older
-GPUs torch itself falls back to a loop that does.
+pass that makes its gradient, and a forward that is run once more for backward ends with h. In bfloat16 on Hopper and
+Blackwell nothing waits for the GPU; for other dtypes and older GPUs torch itself falls back to a loop that does.
 
 grouped_mm wants rows of a multiple of 16 bytes and knows no float64. Where it would refuse on the CPU, and for float64,
 which is there to check gradients, `products` is a loop over the same slices; unaligned sizes on CUDA are refused.
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from training.experts import ExpertWeights
-from training.experts.common import check
+from training.experts.common import check, recomputed
 from training.kernels import swiglu
 
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -61,12 +61,14 @@ class _Experts(torch.autograd.Function):
         h_RH = products(x_RD, up_EHD.transpose(1, 2), ends_E)
         if up_bias_EH is not None:
             h_RH += of_rows(up_bias_EH, ends_E, len(x_RD))
+        ctx.save_for_backward(x_RD, weight_R, ends_E, up_EHD, down_EDF, down_bias_ED, h_RH)
+        ctx.options = activation, gated
+        if recomputed():
+            return torch.empty_like(x_RD)
         a_RF = swiglu.forward(h_RH, weight_R, ends_E, activation, gated)
         y_RD = products(a_RF, down_EDF.transpose(1, 2), ends_E)
         if down_bias_ED is not None:
             y_RD += weight_R[:, None] * of_rows(down_bias_ED, ends_E, len(x_RD))
-        ctx.save_for_backward(x_RD, weight_R, ends_E, up_EHD, down_EDF, down_bias_ED, h_RH)
-        ctx.options = activation, gated
         return swiglu.zero_tail(y_RD, ends_E)
 
     @staticmethod

@@ -4,8 +4,10 @@
 
 selective: norms and the product of an FFN's gate and up. Cheap to compute, large to keep: in bf16 a norm's float32
     insides are three times its input. (The experts' own product is never kept, see experts/grouped.py.)
-full: nearly all of a layer. What stays of a token is the stream at the layer's two halves, the FFN's normed input and
-    the routing; what is paid is one more forward pass, with an MoE's dispatch.
+attention: that, and the half of a layer that attends; for experts whose neurons cost more than all of attention.
+experts: that of selective, and the MoE's half with its dispatch, but without the experts' second product; for many rows
+    of small experts.
+full: both halves. What stays of a token is the stream before each, the FFN's normed input and the routing.
 
 What counts or decides is outside of every region, so no hook needs to know whether it is seen for the second time: the
 balance hook stands between the router and `MoE.routed`, and tokens go where the first pass sent them. Nothing in a
@@ -15,20 +17,24 @@ layer draws random numbers. Only functions are replaced, so parameters keep thei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from training.experts.common import recomputing
 from training.model.decoder import Decoder, Layer
 from training.model.layers import FeedForward, Norm
 from training.model.moe import MoE
 
-MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "attention", "experts", "full")
+MOVES = ("experts", "full")  # those whose backward dispatches, and asks for the experts' weights, once more
 
 
 def recompute(model: Decoder, mode: str) -> None:
-    regions = {"none": nothing, "selective": cheap, "full": whole}[mode]
+    regions = {"none": nothing, "selective": cheap, "attention": attending, "experts": routed, "full": whole}[mode]
     for layer in model.layers.values():
         assert isinstance(layer, Layer)
         for module, name in regions(layer):
@@ -37,9 +43,16 @@ def recompute(model: Decoder, mode: str) -> None:
 
 def again(function: Callable[..., Any]) -> Callable[..., Any]:
     def region(*inputs: Any) -> Any:
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        if torch.compiler.is_compiling():  # which leaves out by itself what nobody reads
+            return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
     return region
+
+
+def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Around the first pass and around the second."""
+    return nullcontext(), recomputing()
 
 
 Region = tuple[nn.Module, str]
@@ -49,12 +62,28 @@ def nothing(layer: Layer) -> Iterator[Region]:
     yield from ()
 
 
-def cheap(layer: Layer) -> Iterator[Region]:
-    for module in layer.modules():
+def cheap(part: nn.Module) -> Iterator[Region]:
+    for module in part.modules():
         if isinstance(module, Norm):
             yield module, "forward"
         elif isinstance(module, FeedForward):
             yield module, "neurons"
+
+
+def attending(layer: Layer) -> Iterator[Region]:
+    yield layer, "attended"
+    yield layer.ffn_norm, "forward"
+    yield from cheap(layer.ffn)
+
+
+def routed(layer: Layer) -> Iterator[Region]:
+    if not isinstance(layer.ffn, MoE):
+        yield from cheap(layer)
+        return
+    for norm in (layer.attn_norm, layer.ffn_norm):
+        yield norm, "forward"
+    yield from cheap(layer.attention)
+    yield layer.ffn, "routed"
 
 
 def whole(layer: Layer) -> Iterator[Region]:

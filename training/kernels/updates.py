@@ -1,0 +1,46 @@
+"""Passes over gradients, moments and weights where these have several dtypes.
+
+torch reads and writes mixed dtypes an element at a time, at a fifth of the memory's speed, and its fused AdamW wants
+one dtype, for which all that is narrow would be copied first. The torch lines (here, and in optim.adamw_) are the
+specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def on_kernel(*tensors: Tensor) -> bool:
+    return all(t.is_cuda and t.is_contiguous() and t.element_size() <= 4 for t in tensors)  # float64 is for checking
+
+
+def total(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
+    """Their sum in `dtype`: in the first's place if that is its dtype."""
+    if first.dtype == second.dtype == dtype or not on_kernel(first, second) or dtype.itemsize > 4:
+        return first.to(dtype).add_(second)
+    from training.kernels import updates_triton
+
+    out: Tensor = updates_triton.total(first, second, dtype)
+    return out
+
+
+def mixed(tensors: Sequence[Tensor]) -> bool:
+    """Do they have several dtypes, and a kernel that reads them as they are?"""
+    return len({t.dtype for t in tensors}) > 1 and on_kernel(*tensors)
+
+
+def adamw_(
+    master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, step: Tensor, skip: Tensor,
+    excess: Tensor | None, *, lr: float, decay: float, beta1: float, beta2: float, eps: float,
+) -> None:  # fmt: skip
+    """One tensor's update, of which `step` is the number so far; nothing where `skip`. `copy`: gets the master in its
+    own dtype. `excess`: what the gradient is divided by."""
+    from training.kernels import updates_triton
+
+    updates_triton.adamw_(
+        master, gradient, first, second, copy, step, skip, excess,
+        lr=lr, decay=decay, beta1=beta1, beta2=beta2, eps=eps,
+    )  # fmt: skip
