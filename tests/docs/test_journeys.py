@@ -278,8 +278,9 @@ def make_mmlu(folder: Path) -> None:
 
 PLANNED = [
     ("llama3-8b-e8t2", "llama3-8b-e8t2", 8, [], CARD),
-    ("llama3-8b-e8t2", "llama3-8b-e8t2", 16, ["model.upcycle.layers=all", "mesh.ep=8"], CARD),
+    ("llama3-8b-e8t2", "llama3-8b-e8t2", 16, ["model.upcycle.layers=all"], CARD),
     ("llama3-8b-e8t2", "llama3-8b-e8t2", 8, ["model.upcycle.layers=all"], 141.0),
+    ("llama3-8b-e8t2", "llama3-8b-e8t2", 8, ["model.upcycle.layers=all", "model.recompute=experts"], 141.0),
     ("llama3-8b-e8t2", "llama3-8b-e8t2", 8, ["model.upcycle=", "model.source=SOURCE", "mesh.ep=1"], CARD),
     ("nemotron4-15b-e64t8", "nemotron4-15b-e64t8", 32, [], CARD),
     ("qwen3-8b-e56t7-shared", "qwen3-8b-e56t7-shared", 16, [], CARD),
