@@ -165,31 +165,31 @@ def summed_gain(norm: Norm, group: Group, dtype: torch.dtype) -> Tensor:
 
 
 def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
-    if mesh.size("ep") * mesh.size("etp") == 1 or model.moe is None:
-        return
+    ep, etp = mesh.size("ep"), mesh.size("etp")
     # one for all layers: it may hold large buffers
-    dispatcher = create(mesh.config.dispatcher, model.moe.experts, mesh.group("ep"), mesh.group("etp"))
+    dispatcher = None
+    if ep * etp > 1 and model.moe is not None:
+        dispatcher = create(mesh.config.dispatcher, model.moe.experts, mesh.group("ep"), mesh.group("etp"))
     for block in moe_blocks(model):
-        divide_experts(block, mesh, keep)
-        block.dispatcher = dispatcher
+        if dispatcher is not None:
+            divide_experts(block.experts, mesh)
+            block.dispatcher = dispatcher
+        split = mesh.config.schedule in SPLIT  # such a schedule asks for the gradient itself
+        block.experts.weights = LocalExperts(block.experts, etp, split, keep)  # type: ignore[method-assign]
 
 
-def divide_experts(block: MoE, mesh: ParallelMesh, keep: bool) -> None:
-    etp = mesh.size("etp")
+def divide_experts(experts: Experts, mesh: ParallelMesh) -> None:
     # of up (N, 2, F, D) the neurons are dimension 2, as of up_bias (N, 2, F) and of down (N, D, F)
     dims = {name: dim for name, dim in (("ep", 0), ("etp", 2)) if mesh.size(name) > 1}
-    experts = block.experts
     for name, parameter in list(experts.named_parameters()):
         divided: list[Placement] = [Shard(dim) if dim < parameter.ndim else Replicate() for dim in dims.values()]
         place(experts, name, parameter, mesh.experts[tuple(dims)], divided)
-    split = mesh.config.schedule in SPLIT  # such a schedule asks for the gradient itself
-    experts.weights = LocalExperts(experts, etp, split, keep)  # type: ignore[method-assign]
 
 
 @dataclass
 class LocalExperts:
     """The experts of this rank in the dtype that they compute in. They are the largest tensors there are, and every
-    pass over them that is not made counts."""
+    pass over them that is not made counts. (What FSDP gathers is in that dtype already.)"""
 
     experts: Experts
     etp: int
@@ -198,21 +198,23 @@ class LocalExperts:
     copies: dict[Tensor, Tensor] | None = None
 
     def __call__(self, dtype: torch.dtype) -> ExpertWeights:
-        up, down = (self.matrix(p, dtype) for p in (self.experts.up, self.experts.down))
+        matrices = self.experts.up, self.experts.down
+        if self.plain or self.experts.up.dtype == dtype:
+            up, down = (local(p).to(dtype) for p in matrices)
+        else:
+            up, down = self.copied(matrices, dtype)
         own_up, own_down = self.experts.up_bias, self.experts.down_bias
         up_bias = None if own_up is None else local(own_up).to(dtype).flatten(1, 2)
         down_bias = None if own_down is None else part_of(local(own_down), self.etp).to(dtype)
         return ExpertWeights(up.flatten(1, 2), down, self.experts.gated, up_bias, down_bias)
 
-    def matrix(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.plain or parameter.dtype == dtype:
-            return local(parameter).to(dtype)
-        copy = None if self.copies is None else self.copies.get(parameter)
-        if copy is None:
-            copy = local(parameter.detach()).to(dtype)
-            if self.copies is not None:
-                self.copies[parameter] = copy
-        return Summed.apply(parameter, copy)  # type: ignore[no-any-return,no-untyped-call]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads and writes what lies outside of any graph
+    def copied(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        kept = self.copies if self.copies is not None else {}
+        for parameter in parameters:
+            if parameter not in kept:
+                kept[parameter] = local(parameter.detach()).to(dtype)
+        return [Summed.apply(parameter, kept[parameter]) for parameter in parameters]  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -235,18 +237,20 @@ class Summed(torch.autograd.Function):
     to it; what comes later is added in the parameter's dtype, without the wide copy that autograd would make of it."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor, copy: Tensor) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
         ctx.parameter = parameter
         return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        parameter: DTensor = ctx.parameter
-        if isinstance(parameter.grad, DTensor):
-            grad = updates.total(parameter.grad.to_local(), grad, parameter.dtype)
+        parameter: Tensor = ctx.parameter
+        if parameter.grad is not None:
+            grad = updates.total(local(parameter.grad), grad, parameter.dtype)
             parameter.grad = None
         parameter.grad_dtype = None  # any
-        parameter.grad = DTensor.from_local(grad, parameter.device_mesh, parameter.placements, run_check=False)
+        if isinstance(parameter, DTensor):
+            grad = DTensor.from_local(grad, parameter.device_mesh, parameter.placements, run_check=False)
+        parameter.grad = grad
         return None, None
 
 

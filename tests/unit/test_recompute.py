@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from training import layout
 from training.balance import Balance, BalanceConfig
 from training.experts import grouped
+from training.mesh import MeshConfig, ParallelMesh
 from training.model.decoder import Decoder, Layer
 from training.model.moe import MoE
 from training.model.recompute import MODES, again, recompute
+from training.shard import moe_blocks, one_step, parallelize
 from upcycle.spec import DenseSpec, MoESpec
 
 DENSE = DenseSpec(
@@ -151,3 +153,27 @@ def test_it_compiles(mode: str) -> None:
     have, counts_again = step(model, balance)
     assert counts == counts_again
     assert all(torch.allclose(have[n], g, rtol=1e-10, atol=1e-10 * float(g.abs().max())) for n, g in want.items())
+
+
+@pytest.mark.parametrize("mode", ["none", "attention", "experts", "full"])
+def test_experts_of_narrow_copies_compile(mode: str) -> None:
+    """float32 weights that compute in bfloat16, on one device: the copies are made outside of the compiled graphs."""
+    found = []
+    for plain in (True, False):
+        model = layout.initialise(Decoder(SHAPES["moe"], experts="reference", compute=torch.bfloat16))
+        parallelize(model, ParallelMesh(MeshConfig(), device_type="cpu"), recomputed=mode)
+        for block in moe_blocks(model):
+            block.experts.weights.plain = plain  # type: ignore[attr-defined]
+        if not plain:
+            for layer in model.layers.values():
+                layer.compile(backend="aot_eager")
+        losses = []
+        with one_step(model, 2):
+            for tokens, labels in micro_batches(2):
+                losses.append(model.loss(tokens, labels))
+                losses[-1].backward()
+        found.append({n: p.grad for n, p in model.named_parameters()} | {"loss": torch.stack(losses).detach()})
+    want, have = found
+    for name, tensor in want.items():
+        assert tensor is not None and have[name].dtype == tensor.dtype == torch.float32
+        torch.testing.assert_close(have[name], tensor, rtol=0.02, atol=0.02 * float(tensor.abs().max()), msg=name)

@@ -212,7 +212,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(place: Path, tmp_path: Path) -> 
         (["data.train=[nowhere]"], "nowhere"),
         (["output="], "output is not set"),
         (["profile=3-1"], "write the steps to trace, such as 10-12"),
-        (["model.recompute=all"], "none, selective, full"),
+        (["model.recompute=all"], "none, selective, attention, experts, full"),
         (["log.wandbb=x"], "did you mean 'wandb'"),
     ],
 )
