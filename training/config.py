@@ -32,7 +32,7 @@ class ModelConfig:
     upcycle: Any = ""  # an upcycle config (file, ready name, or keys and values): the MoE is made as it is loaded
     random: bool = False  # random weights in the source's shape
     experts: str = "grouped"  # a backend of training/experts
-    compute: str = "bfloat16"  # of activations; weights, moments and gradients are float32
+    compute: str = "bfloat16"  # of activations; weights, moments and sums of gradients are float32
     recompute: str = "none"  # in backward, instead of keeping it: none | selective | attention | experts | full
     compile: bool = False  # torch.compile each layer
     transformer_engine: tuple[str, ...] = ()  # what of a layer it computes: attention, linear or linear_fp8, norm

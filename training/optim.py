@@ -138,9 +138,10 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def clip(self, reduce: Reduce | None = None, elsewhere: Container[str] = ()) -> Tensor:
         """The global norm of all gradients. The next step takes them scaled, all together, to a norm of at most
-        `config.clip`; as they are read there anyway, no pass over them is spent here. `elsewhere`: parameters that
-        another pipeline stage has too, and counts."""
-        norm = global_norm([slot.gradient for slot in self.slots if slot.name not in elsewhere], reduce)
+        `config.clip`, as it reads them, and may overwrite them; no pass of its own is spent on that. `elsewhere`:
+        parameters that another pipeline stage has too, and counts."""
+        gradients = {slot.name: slot.gradient for slot in self.slots}
+        norm = global_norm([grad for name, grad in gradients.items() if name not in elsewhere], reduce)
         self.excess = ((norm + 1e-6) / self.config.clip).clamp(min=1.0) if self.config.clip else None
         return norm
 
@@ -359,7 +360,7 @@ def global_norm(gradients: Sequence[Tensor], reduce: Reduce | None = None) -> Te
     squares = []
     for group in groups.values():
         parts = [local(g) for g in group]
-        wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+        wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
         square = torch.stack(torch._foreach_norm(parts, 2.0, dtype=wide)).square().sum()
         if isinstance(group[0], DTensor):
             sums = [Replicate() if isinstance(p, Replicate) else Partial() for p in group[0].placements]

@@ -88,7 +88,7 @@ def of_rank(
         shard = whole // ranks if by_hidden else whole // shape[0] * -(-shape[0] // ranks)
         fsdp = ranks * copies[kind] > 1
         kept += shard
-        apart = kind == "experts" and not fsdp  # see LocalExperts
+        apart = kind == "experts" and not fsdp and narrow < MASTER  # see LocalExperts
         gradients += (whole if fsdp and not mesh.reshard else shard) * (narrow if apart and count == 1 else MASTER)
         again = mesh.reshard if fsdp else apart and config.model.recompute in MOVES
         if again and name.startswith("layers."):

@@ -193,13 +193,14 @@ class LocalExperts:
 
     experts: Experts
     etp: int
-    plain: bool  # leave copies and gradients to autograd
+    split: bool  # the schedule asks autograd for the gradients itself
     keep: bool  # copies from one micro-batch of a step to the next
     copies: dict[Tensor, Tensor] | None = None
+    left: int = 0  # forwards of the step that still want them
 
     def __call__(self, dtype: torch.dtype) -> ExpertWeights:
         matrices = self.experts.up, self.experts.down
-        if self.plain or self.experts.up.dtype == dtype:
+        if self.split or self.experts.up.dtype == dtype:
             up, down = (local(p).to(dtype) for p in matrices)
         else:
             up, down = self.copied(matrices, dtype)
@@ -214,6 +215,10 @@ class LocalExperts:
         for parameter in parameters:
             if parameter not in kept:
                 kept[parameter] = local(parameter.detach()).to(dtype)
+        if torch.is_grad_enabled():
+            self.left -= 1
+            if self.left <= 0:  # autograd holds them until each layer has its gradient
+                self.copies = None
         return [Summed.apply(parameter, kept[parameter]) for parameter in parameters]  # type: ignore[no-untyped-call]
 
 
@@ -222,9 +227,9 @@ def one_step(model: nn.Module, micro_batches: int) -> Iterator[None]:
     """Around the micro-batches of a step, in which no weight changes: experts are copied once. Autograd holds copies
     from forward to backward anyway, so that keeping them makes no peak higher, unless backward makes new ones."""
     found = [block.experts.weights for block in moe_blocks(model)]
-    keeping = [each for each in found if isinstance(each, LocalExperts) and each.keep and micro_batches > 1]
+    keeping = [each for each in found if isinstance(each, LocalExperts) and each.keep]
     for each in keeping:
-        each.copies = {}
+        each.copies, each.left = {}, micro_batches
     try:
         yield
     finally:
@@ -244,6 +249,8 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         parameter: Tensor = ctx.parameter
+        if grad.dtype.itemsize > parameter.dtype.itemsize:
+            grad = grad.to(parameter.dtype)
         if parameter.grad is not None:
             grad = updates.total(local(parameter.grad), grad, parameter.dtype)
             parameter.grad = None

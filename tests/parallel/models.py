@@ -41,7 +41,7 @@ SPECS: dict[str, DenseSpec | MoESpec] = {
 
 def make(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
     """The same weights on every rank, and in every part of the model."""
-    model = Decoder(SPECS[name], experts="reference", compute=dtype, **options).to(dtype)
+    model = Decoder(SPECS[name], **{"experts": "reference", "compute": dtype} | options).to(dtype)
     with torch.no_grad():
         for role, tensor in [*model.named_parameters(), *model.named_buffers()]:
             tensor.copy_(0.3 * rng.normal(tuple(tensor.shape), 0, role) + ("norm" in role))

@@ -177,8 +177,9 @@ def trained(
     monkeypatch.setattr(updates, "on_kernel", lambda *tensors: kernel)
     plain = updates.adamw_
     monkeypatch.setattr(updates, "adamw_", lambda *a, **k: (calls.append(1), plain(*a, **k))[1])
-    weights = {n: torch.nn.Parameter(rng.normal(shape, 0, n).to(parameter).to(device)) for n, shape in (("layers.0.q.weight", (70, 90)), ("layers.0.norm.weight", (33,)))}
-    optimizer = Optimizer(OptimConfig(clip=1.0, moments=moments), weights.items())
+    shapes = {"layers.0.ffn.experts.up": (3, 2, 33, 40), "layers.0.attn_norm.weight": (33,)}
+    weights = {n: torch.nn.Parameter(rng.normal(shape, 0, n).to(parameter).to(device)) for n, shape in shapes.items()}
+    optimizer = Optimizer(OptimConfig(clip=1.0, moments=moments, expert_lr=0.5), weights.items())
     for step, scale in enumerate((1e-4, 1.0, 1e-3, 1e-3)):
         for n, p in weights.items():
             p.grad_dtype = None
@@ -186,7 +187,8 @@ def trained(
         optimizer.clip()
         optimizer.step(1e-2, torch.tensor(step == 2, device=device))
     monkeypatch.undo()
-    return {**{n: p.detach().clone() for n, p in weights.items()}, **{n: t.clone() for n, t in optimizer.state_dict().items()}}, len(calls)
+    found = {n: t.detach().clone() for n, t in [*weights.items(), *optimizer.state_dict().items()]}
+    return found, len(calls)
 
 
 def assert_updates_agree(dtypes: tuple[torch.dtype, torch.dtype, str], monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
@@ -197,7 +199,7 @@ def assert_updates_agree(dtypes: tuple[torch.dtype, torch.dtype, str], monkeypat
         # what is narrow may round to the other side of where it stood; a moment's rounding is one of a step of 1e-2
         rtol, atol = 2**-7 if tensor.dtype == torch.bfloat16 else 2e-5, 1e-4 if dtypes[2] == "bfloat16" else 1e-7
         torch.testing.assert_close(got[name], tensor, rtol=rtol, atol=atol, msg=name)
-    assert int(got["step.layers.0.q.weight"]) == 3
+    assert int(got["step.layers.0.ffn.experts.up"]) == 3
 
 
 @needs_interpreter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from training.experts import grouped
 from training.mesh import MeshConfig, ParallelMesh
 from training.model.decoder import Decoder, Layer
 from training.model.moe import MoE
-from training.model.recompute import MODES, again, recompute
+from training.model.recompute import MODES, REGIONS, again, recompute
 from training.shard import moe_blocks, one_step, parallelize
 from upcycle.spec import DenseSpec, MoESpec
 
@@ -41,9 +42,7 @@ BALANCES = {
 }
 
 
-def made(
-    shape: str, mode: str, balance: str = "whole step", experts: str = "reference"
-) -> tuple[Decoder, Balance]:
+def made(shape: str, mode: str, balance: str = "whole step", experts: str = "reference") -> tuple[Decoder, Balance]:
     model = layout.initialise(Decoder(SHAPES[shape], experts=experts, compute=torch.float64).double())
     recompute(model, mode)
     return model, Balance(BALANCES[balance], model, sequences=2)
@@ -99,6 +98,28 @@ def test_a_region_around_the_balance_hook_would_be_seen() -> None:
     have, counts_again = step(model, balance)
     assert counts != counts_again
     assert not torch.allclose(have["layers.0.ffn.router.weight"], want["layers.0.ffn.router.weight"])
+
+
+def test_each_mode_has_its_regions() -> None:
+    shape = replace(SHAPES["moe, shared, sigmoid, one dense layer"], dense=replace(DENSE, qk_norm="head"))  # type: ignore[arg-type]
+    model = Decoder(shape, experts="reference")
+    names = {module: name for name, module in model.named_modules()}
+
+    def found(mode: str, layer: int) -> set[str]:
+        held = model.layers[str(layer)]
+        return {
+            f"{names[module]}.{function}".removeprefix(f"layers.{layer}.") for module, function in REGIONS[mode](held)
+        }
+
+    heads, halves = {"attention.q_norm.forward", "attention.k_norm.forward"}, {"attn_norm.forward", "ffn_norm.forward"}
+    for layer, ffn in ((0, "ffn"), (1, "ffn.shared")):  # a dense one, an MoE with a shared expert
+        assert found("none", layer) == set()
+        assert found("selective", layer) == heads | halves | {f"{ffn}.neurons"}
+        assert found("attention", layer) == {"attended", "ffn_norm.forward", f"{ffn}.neurons"}
+    assert found("experts", 0) == found("selective", 0)
+    assert found("experts", 1) == heads | halves | {"ffn.routed"}
+    assert found("full", 0) == {"attended", "ffn_norm.forward", "ffn.forward"}
+    assert found("full", 1) == {"attended", "ffn_norm.forward", "ffn.router.forward", "ffn.routed"}
 
 
 @contextmanager
@@ -159,12 +180,12 @@ def test_it_compiles(mode: str) -> None:
 def test_experts_of_narrow_copies_compile(mode: str) -> None:
     """float32 weights that compute in bfloat16, on one device: the copies are made outside of the compiled graphs."""
     found = []
-    for plain in (True, False):
+    for split in (True, False):
         model = layout.initialise(Decoder(SHAPES["moe"], experts="reference", compute=torch.bfloat16))
         parallelize(model, ParallelMesh(MeshConfig(), device_type="cpu"), recomputed=mode)
         for block in moe_blocks(model):
-            block.experts.weights.plain = plain  # type: ignore[attr-defined]
-        if not plain:
+            block.experts.weights.split = split  # type: ignore[attr-defined]
+        if not split:
             for layer in model.layers.values():
                 layer.compile(backend="aot_eager")
         losses = []

@@ -50,6 +50,10 @@ def test_experts_of_one_rank_alone() -> None:
     experts = len(moe.layers) * moe.experts * 3 * 8 * moe.dense.hidden // 4  # weights on each rank
     one, several = on(mesh, replace(CONFIG, batch=4)), on(mesh)
     assert several.gradients - one.gradients == experts * (4 - 2)
+    shared = MeshConfig(ep=2)  # two ranks with the same experts: FSDP sums in float32
+    assert on(shared).gradients == on(shared, replace(CONFIG, batch=4)).gradients
+    exact = replace(CONFIG, model=replace(CONFIG.model, compute="float32"))  # where nothing is copied
+    assert on(mesh, exact).gathered == on(mesh, replace(exact, model=replace(exact.model, recompute="full"))).gathered
     again = {mode: on(mesh, replace(CONFIG, model=replace(CONFIG.model, recompute=mode))) for mode in MODES}
     assert again["full"].gathered == again["experts"].gathered < several.gathered == again["attention"].gathered
 

@@ -1,4 +1,4 @@
-"""What the backends share: how a missing package is refused, and what every call must bring."""
+"""What the backends share: how a missing package is refused, what every call must bring, and whether it is a second."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def absent(asked: str, module: str, instead: str) -> str:
     return ""
 
 
+# not an argument: between a recomputed region and the experts in it are functions that know nothing of it
 _again = ContextVar("again", default=False)
 
 

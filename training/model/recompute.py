@@ -5,8 +5,8 @@
 selective: norms and the product of an FFN's gate and up. Cheap to compute, large to keep: in bf16 a norm's float32
     insides are three times its input. (The experts' own product is never kept, see experts/grouped.py.)
 attention: that, and the half of a layer that attends; for experts whose neurons cost more than all of attention.
-experts: that of selective, and the MoE's half with its dispatch, but without the experts' second product; for many rows
-    of small experts.
+experts: that of selective, and the MoE's half with its dispatch; for many rows of small experts. Of the experts' two
+    products `experts=grouped` makes only the first again, which is all that backward needs.
 full: both halves. What stays of a token is the stream before each, the FFN's normed input and the routing.
 
 What counts or decides is outside of every region, so no hook needs to know whether it is seen for the second time: the
@@ -29,15 +29,13 @@ from training.model.decoder import Decoder, Layer
 from training.model.layers import FeedForward, Norm
 from training.model.moe import MoE
 
-MODES = ("none", "selective", "attention", "experts", "full")
 MOVES = ("experts", "full")  # those whose backward dispatches, and asks for the experts' weights, once more
 
 
 def recompute(model: Decoder, mode: str) -> None:
-    regions = {"none": nothing, "selective": cheap, "attention": attending, "experts": routed, "full": whole}[mode]
     for layer in model.layers.values():
         assert isinstance(layer, Layer)
-        for module, name in regions(layer):
+        for module, name in list(REGIONS[mode](layer)):
             setattr(module, name, again(getattr(module, name)))
 
 
@@ -94,3 +92,9 @@ def whole(layer: Layer) -> Iterator[Region]:
         yield layer.ffn, "routed"
     else:
         yield layer.ffn, "forward"
+
+
+REGIONS: dict[str, Callable[[Layer], Iterator[Region]]] = {
+    "none": nothing, "selective": cheap, "attention": attending, "experts": routed, "full": whole,
+}  # fmt: skip
+MODES = tuple(REGIONS)
