@@ -300,6 +300,8 @@ def steps_with_narrow_experts(rank: int, world: int, split: bool, count: int, mo
             for seed in range(count):
                 batch = own_part(models.batch(2, 100 * step + 10 * rank + seed), mesh)
                 model.loss(batch.tokens, batch.labels, batch.positions, batch.documents).backward()
+            # gone as soon as the last of them is used: the last backward frees one after the other
+            assert all(not block.experts.weights.copies for block in blocks(model))  # type: ignore[attr-defined]
         found = {n: p for n, p in model.named_parameters() if n.endswith(("experts.up", "experts.down"))}
         seen.append({f"{n} gradient": local(p.grad).clone() for n, p in found.items() if p.grad is not None})
         seen[-1]["copies"] = torch.tensor(len({id(copy) for copy in made}))
@@ -342,9 +344,21 @@ def of_other_dtypes(rank: int, world: int) -> float:
         parallelize(model, mesh)
         batch = own_part(models.batch(2, rank), mesh)
         model.loss(batch.tokens, batch.labels, batch.positions, batch.documents).backward()
+        assert all(p.grad.dtype.itemsize <= p.dtype.itemsize for p in model.parameters() if p.grad is not None)
         norms.append(float(Optimizer(OptimConfig(), model.named_parameters()).clip()))
     return norms[0] / norms[1]
 
 
 def test_gradients_of_any_dtype_have_a_norm() -> None:
     assert run(2, of_other_dtypes) == pytest.approx([1.0, 1.0], rel=1e-4)
+
+
+def test_a_step_that_breaks_off_leaves_no_copies() -> None:
+    model = models.make("moe", torch.float32, compute=torch.bfloat16)
+    parallelize(model, ParallelMesh(MeshConfig(), device_type="cpu"))
+    batch = models.batch(2)
+    with pytest.raises(KeyboardInterrupt), one_step(model, 2):
+        model.loss(batch.tokens, batch.labels, batch.positions, batch.documents)
+        assert all(block.experts.weights.copies for block in blocks(model))  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+    assert all(block.experts.weights.copies is None for block in blocks(model))  # type: ignore[attr-defined]
