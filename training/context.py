@@ -12,6 +12,7 @@ looked at: they are read with the batch and nothing need be exchanged. Rotary po
 Two ways to attend (`mesh.context`), both exact:
 - ring: keys and values go around the ranks while the queries stay. Each pair of shares is a block of its own with its
   own log-sum-exp, and the blocks are merged by them; sending is hidden behind the block before. Any number of heads.
+  Pairs of chunks that no document joins are left out, and where documents hide nothing there is no bias.
 - ulysses: an all-to-all exchanges sequence for heads, so that each rank attends over all positions with some heads.
   Fewer, larger messages, but heads must be divisible.
 
@@ -99,7 +100,7 @@ class Ring:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q_BSHA, k_BSGA, v_BSGA))
-        y: Tensor = RingAttention.apply(q, k, v, seen.documents_BS, self)  # type: ignore[no-untyped-call]
+        y: Tensor = RingAttention.apply(q, k, v, seen, self)  # type: ignore[no-untyped-call]
         return y.transpose(1, 2)
 
     @property
@@ -130,49 +131,84 @@ class Ring:
         ]
         return Coming(tensor, arriving, dist.batch_isend_irecv(ops))
 
-    def seen(self, source: int, share: int) -> tuple[slice, slice] | None:
-        """Which of this rank's queries see any of `source`'s keys by place and window, and which keys those are."""
+    def blocks(self, held: Iterator[tuple[int, Tensor]], like: Tensor, seen: Seen) -> Iterator[Block]:
+        joined = self.joined(seen, like.shape[2])
+        for source, kv in held:
+            box = self.box(source, like.shape[2], joined)
+            bias = None if box is None else self.bias(source, box, like, seen)
+            yield Block(kv, box, bias, source == self.rank and bias is None)
+
+    def joined(self, seen: Seen, share: int) -> Joined | None:
+        """Found out once a forward: it is the one thing that the host has to wait for."""
+        if seen.documents_BS is not None and Joined not in seen.found:
+            chunk_BCS = seen.documents_BS.view(-1, 2 * self.size, share // 2)
+            low_BC, high_BC = chunk_BCS.aminmax(dim=-1)
+            meet = (low_BC[:, :, None] <= high_BC[:, None]) & (low_BC[:, None] <= high_BC[:, :, None])
+            alone_BC = low_BC == high_BC
+            same = (low_BC[:, :, None] == low_BC[:, None]) & alone_BC[:, :, None] & alone_BC[:, None]
+            some, every = torch.stack((meet.any(0), same.all(0))).tolist()
+            seen.found[Joined] = Joined(some, every)
+        found: Joined | None = seen.found.get(Joined)
+        return found
+
+    def box(self, source: int, share: int, joined: Joined | None) -> Box | None:
+        """Which of this rank's queries see any of `source`'s keys, and which keys those are, in whole chunks."""
         size = share // 2
 
         def sees(mine: int, other: int) -> bool:
             nearest = (mine - other) * size - (size - 1)  # from the first query back to the last key
-            return mine >= other and (self.window is None or nearest < self.window)
+            near = mine >= other and (self.window is None or nearest < self.window)
+            return near and (joined is None or joined.some[mine][other])
 
-        pairs = [
-            (i, j)
-            for i, mine in enumerate(chunks(self.rank, self.size))
-            for j, other in enumerate(chunks(source, self.size))
-            if sees(mine, other)
-        ]
+        ours, theirs = chunks(self.rank, self.size), chunks(source, self.size)
+        pairs = [(i, j) for i, mine in enumerate(ours) for j, other in enumerate(theirs) if sees(mine, other)]
         if not pairs:
             return None
-        rows, columns = zip(*pairs, strict=True)
-        return (
-            slice(min(rows) * size, (max(rows) + 1) * size),
-            slice(min(columns) * size, (max(columns) + 1) * size),
+        rows, columns = (range(min(places), max(places) + 1) for places in zip(*pairs, strict=True))
+        hidden = joined is not None and not all(
+            joined.every[ours[i]][theirs[j]] for i in rows for j in columns if ours[i] >= theirs[j]
         )
+        first, second = (slice(places.start * size, places.stop * size) for places in (rows, columns))
+        return Box(first, second, hidden)
 
-    def bias(
-        self, source: int, rows: slice, columns: slice, like: Tensor, documents_BS: Tensor | None
-    ) -> Tensor | None:
+    def bias(self, source: int, box: Box, like: Tensor, seen: Seen) -> Tensor | None:
         """None where causality alone, or nothing, hides: a whole block, or the diagonal one."""
         share = like.shape[2]
-        if documents_BS is None and (self.window is None or self.window >= share * self.size):
+        if not box.hidden and (self.window is None or self.window >= share * self.size):
             return None
-        place = torch.arange(share * self.size, device=like.device)[None]
-        q_at, k_at = own(place, self.rank, self.size)[:, rows], own(place, source, self.size)[:, columns]
-        back = q_at[:, :, None] - k_at[:, None, :]
-        visible = back >= 0 if self.window is None else (back >= 0) & (back < self.window)
-        if documents_BS is not None:
-            q_document = own(documents_BS, self.rank, self.size)[:, rows, None]
-            visible = visible & (q_document == own(documents_BS, source, self.size)[:, None, columns])
-        return torch.zeros_like(visible, dtype=like.dtype).masked_fill_(~visible, NEVER)[:, None]
+        key = (source, self.window)
+        if key not in seen.found:
+            place = torch.arange(share * self.size, device=like.device, dtype=torch.int32)[None]
+            q_at, k_at = own(place, self.rank, self.size)[:, box.rows], own(place, source, self.size)[:, box.columns]
+            visible = q_at[:, :, None] >= k_at[:, None, :]
+            if self.window is not None:
+                visible &= q_at[:, :, None] < k_at[:, None, :] + self.window
+            if seen.documents_BS is not None:
+                q_document = own(seen.documents_BS, self.rank, self.size)[:, box.rows, None]
+                visible = visible & (q_document == own(seen.documents_BS, source, self.size)[:, None, box.columns])
+            hides = torch.zeros_like(visible, dtype=like.dtype).masked_fill_(visible.logical_not_(), NEVER)
+            seen.found[key] = hides[:, None]
+        found: Tensor = seen.found[key]
+        return found
 
-    def blocks(self, held: Iterator[tuple[int, Tensor]], like: Tensor, documents_BS: Tensor | None) -> Iterator[Block]:
-        for source, kv in held:
-            seen = self.seen(source, like.shape[2])
-            bias = None if seen is None else self.bias(source, *seen, like, documents_BS)
-            yield Block(kv, seen, bias, source == self.rank and bias is None)
+
+@dataclass(frozen=True)
+class Joined:
+    """[chunk of queries][chunk of keys] of all sequences: does a document, in any of them, reach from one to the other;
+    and is there nothing but one document in both, in all of them? Right however documents are numbered, exact where the
+    numbers rise."""
+
+    some: list[list[bool]]
+    every: list[list[bool]]
+
+
+@dataclass(frozen=True)
+class Box:
+    """What a block is of, within the shares of two ranks."""
+
+    rows: slice  # queries
+    columns: slice  # keys
+    hidden: bool  # by documents, something of it
 
 
 @dataclass(frozen=True)
@@ -194,26 +230,26 @@ class Block:
     """This rank's queries against one rank's keys and values [2, B, G, S, A]."""
 
     kv: Tensor
-    seen: tuple[slice, slice] | None  # queries and keys; None: the block is empty
+    box: Box | None  # None: nothing is seen
     bias: Tensor | None
     causal: bool
 
 
 class RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents_BS: Tensor | None, ring: Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, ring: Ring) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out_BHSA = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse_BHS = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
-        for part in ring.blocks(ring.around(torch.stack((k, v))), q, documents_BS):
-            if part.seen is not None:
-                rows, columns = part.seen
+        for part in ring.blocks(ring.around(torch.stack((k, v))), q, seen):
+            if part.box is not None:
+                rows, columns = part.box.rows, part.box.columns
                 keys, values = part.kv[:, :, :, columns]
                 y, z = block(q[:, :, rows], keys, values, part.bias, part.causal, ring.scale)
                 merge_(out_BHSA[:, :, rows], lse_BHS[:, :, rows], y, z)
         out = out_BHSA.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse_BHS, documents_BS)
-        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, lse_BHS)
+        ctx.seen, ctx.ring = seen, ring
         return out
 
     @staticmethod
@@ -221,19 +257,19 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The keys and values go around again. Their gradients follow one block behind, gathering every rank's part,
         and are home after a whole turn."""
-        q, k, v, out, lse, documents_BS = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         d_q = torch.zeros_like(out, dtype=lse.dtype)
         coming: Coming | None = None
-        for part in ring.blocks(ring.around(torch.stack((k, v))), q, documents_BS):
+        for part in ring.blocks(ring.around(torch.stack((k, v))), q, ctx.seen):
             found = None
-            if part.seen is not None:
-                rows, columns = part.seen
+            if part.box is not None:
+                rows, columns = part.box.rows, part.box.columns
                 keys, values = part.kv[:, :, :, columns]
-                given, asked, seen, z = (x[:, :, rows] for x in (grad, q, out, lse))
-                found = block_backward(given, asked, seen, z, keys, values, part.bias, part.causal, ring.scale)
+                given, asked, got, z = (x[:, :, rows] for x in (grad, q, out, lse))
+                found = block_backward(given, asked, got, z, keys, values, part.bias, part.causal, ring.scale)
             d_kv = torch.zeros_like(part.kv, dtype=lse.dtype) if coming is None else coming.wait()
-            if part.seen is not None and found is not None:
+            if found is not None:
                 d_q[:, :, rows] += found[0]
                 d_kv[0, :, :, columns] += found[1]
                 d_kv[1, :, :, columns] += found[2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.parallel import ranks, tiny
-from training.context import Coming, Ring, attach, chunks, own, split
+from training.context import Box, Coming, Ring, attach, chunks, own, split
+from training.model.attention import Seen, visible
 from upcycle.spec import DenseSpec
 
 LENGTH = 24
@@ -63,6 +66,78 @@ def test_a_cut_sequence_has_the_loss_and_gradients_of_a_whole_one(kind: str, cp:
     for found in ranks.run(cp, worst_by_case, kind):
         assert len(found) == len(CASES)
         assert {case: error for case, error in found.items() if not error < 1e-10} == {}
+
+
+LONG = 64  # 16 chunks of 4 on 8 ranks, of which each computes in one process here
+
+
+def boxes(documents: Tensor | None, cp: int, window: int | None = None) -> dict[tuple[int, int], Box | None]:
+    """By (rank, source). What a rank decides needs no other rank."""
+    found, share = {}, LONG // cp
+    for rank in range(cp):
+        ring = Ring(window, 1.0, SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: cp))  # type: ignore[arg-type]
+        joined = ring.joined(Seen(documents), share)
+        found.update({(rank, source): ring.box(source, share, joined) for source in range(cp)})
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 9, 30])
+@pytest.mark.parametrize("lengths", [[64], [20, 44], [4] * 16, [3, 1, 40, 20], [1] * 64, [33, 31]], ids=str)
+def test_a_block_is_what_is_seen_of_it(lengths: list[int], window: int | None) -> None:
+    """Nothing seen is left out; of several sequences all count; and a block without a bias hides nothing."""
+    number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    several = torch.stack([number, torch.zeros_like(number)])  # the other sequence is one document
+    for documents, cp in itertools.product((number[None], several, (7 - number)[None]), (2, 4)):
+        mask = visible(LONG, window, documents, torch.device("cpu"))
+        mask = torch.ones(LONG, LONG).tril().bool()[None, None] if mask is None else mask
+        place = torch.arange(LONG)[None]
+        for (rank, source), box in boxes(documents, cp, window).items():
+            sees = mask[:, 0][:, own(place, rank, cp)[0]][:, :, own(place, source, cp)[0]]
+            if box is None:
+                assert not sees.any()
+                continue
+            outside = sees.clone()
+            outside[:, box.rows, box.columns] = False
+            assert not outside.any()
+            if not box.hidden and window is None:  # then a kernel without a bias is called, causal on the diagonal
+                inside = sees[:, box.rows, box.columns]
+                assert torch.equal(inside, inside.tril() if rank == source else torch.ones_like(inside))
+                assert rank != source or inside[0].tril().eq(torch.ones_like(inside[0]).tril()).all()
+
+
+def test_what_no_document_joins_is_not_computed() -> None:
+    cp, half = 4, LONG // 8
+    short = torch.arange(8).repeat_interleave(half)[None]  # a document a chunk
+    found = boxes(short, cp)
+    assert {pair for pair, box in found.items() if box} == {(rank, rank) for rank in range(cp)}
+    one = boxes(torch.zeros(1, LONG), cp)
+    assert one == boxes(None, cp) and not any(box.hidden for box in one.values() if box)
+    # a document over the chunks 2 and 3, which are the early ones of ranks 2 and 3
+    joined = boxes(short.where(short != 3, 2), cp)
+    assert {pair for pair, box in joined.items() if box and pair[0] != pair[1]} == {(3, 2)}
+    assert joined[3, 2] == Box(slice(0, half), slice(0, half), hidden=False)
+
+
+def biases(rank: int, world: int) -> tuple[int, int]:
+    """How many were made in a forward and a backward of three layers, and how many blocks had one."""
+    made, had = [], []
+    plain, blocks = torch.zeros_like, Ring.blocks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "zeros_like", lambda *a, **k: (made.append(1) if a[0].dtype == torch.bool else None, plain(*a, **k))[1])
+
+        def counted(self: Ring, *given: Any) -> Any:
+            for block in blocks(self, *given):
+                had.append(block.bias is not None)
+                yield block
+
+        patch.setattr(Ring, "blocks", counted)
+        loss_and_gradients(rank, world, "ring", "grouped", True)
+    return len(made), sum(had)
+
+
+def test_a_bias_is_made_once_for_all_layers() -> None:
+    for made, had in ranks.run(2, biases):
+        assert 0 < made <= 2 and had == made * 2 * SPECS["grouped"].layers
 
 
 def astray(rank: int, world: int) -> float:

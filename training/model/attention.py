@@ -37,6 +37,7 @@ class Seen:
 
     documents_BS: Tensor | None = None
     blocks: Mapping[int | None, BlockMask] = field(default_factory=dict)  # by window; made where they are used
+    found: dict[Any, Any] = field(default_factory=dict)  # what attention worked out in one layer, for the others
 
 
 class Attend(Protocol):
