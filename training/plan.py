@@ -27,7 +27,7 @@ from training.pipeline import cut, stages
 from training.train import source
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 
-MASTER = 4  # bytes of a weight, and of its gradient
+MASTER = 4  # bytes of a weight, and of a sum of gradients
 MOMENTS = {"adamw": 2, "muon": 1}
 
 

@@ -290,7 +290,7 @@ def steps_with_narrow_experts(rank: int, world: int, split: bool, count: int, mo
     model.compute = torch.bfloat16
     parallelize(model, mesh, recomputed=mode)
     for block in blocks(model):
-        block.experts.weights.split = split  # type: ignore[attr-defined]
+        local_experts(block).split = split
     optimizer = Optimizer(OptimConfig(), model.named_parameters())
     seen, summed = [], shard.Summed.apply
     for step in range(3):
@@ -301,7 +301,7 @@ def steps_with_narrow_experts(rank: int, world: int, split: bool, count: int, mo
                 batch = own_part(models.batch(2, 100 * step + 10 * rank + seed), mesh)
                 model.loss(batch.tokens, batch.labels, batch.positions, batch.documents).backward()
             # gone as soon as the last of them is used: the last backward frees one after the other
-            assert all(not block.experts.weights.copies for block in blocks(model))  # type: ignore[attr-defined]
+            assert not any(local_experts(block).copies for block in blocks(model))
         found = {n: p for n, p in model.named_parameters() if n.endswith(("experts.up", "experts.down"))}
         seen.append({f"{n} gradient": local(p.grad).clone() for n, p in found.items() if p.grad is not None})
         seen[-1]["copies"] = torch.tensor(len({id(copy) for copy in made}))
@@ -317,6 +317,12 @@ def steps_with_narrow_experts(rank: int, world: int, split: bool, count: int, mo
 
 def blocks(model: Decoder) -> list[MoE]:
     return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+def local_experts(block: MoE) -> shard.LocalExperts:
+    weights = block.experts.weights
+    assert isinstance(weights, shard.LocalExperts)
+    return weights
 
 
 @pytest.mark.parametrize(("count", "mode"), [(1, "none"), (3, "attention"), (1, "full"), (3, "experts")])
@@ -359,6 +365,6 @@ def test_a_step_that_breaks_off_leaves_no_copies() -> None:
     batch = models.batch(2)
     with pytest.raises(KeyboardInterrupt), one_step(model, 2):
         model.loss(batch.tokens, batch.labels, batch.positions, batch.documents)
-        assert all(block.experts.weights.copies for block in blocks(model))  # type: ignore[attr-defined]
+        assert all(local_experts(block).copies for block in blocks(model))
         raise KeyboardInterrupt
-    assert all(block.experts.weights.copies is None for block in blocks(model))  # type: ignore[attr-defined]
+    assert all(local_experts(block).copies is None for block in blocks(model))

@@ -18,7 +18,7 @@ from training.mesh import MeshConfig, ParallelMesh
 from training.model.decoder import Decoder, Layer
 from training.model.moe import MoE
 from training.model.recompute import MODES, REGIONS, again, recompute
-from training.shard import moe_blocks, one_step, parallelize
+from training.shard import LocalExperts, moe_blocks, one_step, parallelize
 from upcycle.spec import DenseSpec, MoESpec
 
 DENSE = DenseSpec(
@@ -184,7 +184,8 @@ def test_experts_of_narrow_copies_compile(mode: str) -> None:
         model = layout.initialise(Decoder(SHAPES["moe"], experts="reference", compute=torch.bfloat16))
         parallelize(model, ParallelMesh(MeshConfig(), device_type="cpu"), recomputed=mode)
         for block in moe_blocks(model):
-            block.experts.weights.split = split  # type: ignore[attr-defined]
+            assert isinstance(weights := block.experts.weights, LocalExperts)
+            weights.split = split
         if not split:
             for layer in model.layers.values():
                 layer.compile(backend="aot_eager")

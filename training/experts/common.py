@@ -1,4 +1,4 @@
-"""What the backends share: how a missing package is refused, what every call must bring, and whether it is a second."""
+"""What the backends share: how a missing package is refused, what a call must bring, whether it is a second one."""
 
 from __future__ import annotations
 
