@@ -184,7 +184,8 @@ def test_experts_of_narrow_copies_compile(mode: str) -> None:
         model = layout.initialise(Decoder(SHAPES["moe"], experts="reference", compute=torch.bfloat16))
         parallelize(model, ParallelMesh(MeshConfig(), device_type="cpu"), recomputed=mode)
         for block in moe_blocks(model):
-            assert isinstance(weights := block.experts.weights, LocalExperts)
+            weights = block.experts.weights
+            assert isinstance(weights, LocalExperts)
             weights.split = split
         if not split:
             for layer in model.layers.values():
