@@ -40,12 +40,20 @@ class BalanceConfig:
     bias_rate: float = 0.0  # DeepSeek-V3's bias on the selection: 1e-3; usually with aux_weight 1e-4 or 0
     capacity_factor: float = 0.0  # 0: no token is dropped; 1: an expert takes as many as in perfect balance
     drop_policy: str = "probability"  # who stays in a full expert: probability (highest weight) | position (first come)
+    # what other ranks' experts are sent is padded to the capacity, so that all sizes are known and the host waits for
+    # no GPU: faster and without fragments at a factor of about 1; buffers grow with the factor
+    pad_to_capacity: bool = False
 
     def __post_init__(self) -> None:
         if self.aux_scope not in SCOPES:
             raise ValueError(f"balance.aux_scope is {self.aux_scope!r}; it must be one of {', '.join(SCOPES)}")
         if self.drop_policy not in POLICIES:
             raise ValueError(f"balance.drop_policy is {self.drop_policy!r}; it must be one of {', '.join(POLICIES)}")
+        if self.pad_to_capacity and not self.capacity_factor:
+            raise ValueError(
+                "balance.pad_to_capacity needs a capacity, and balance.capacity_factor is 0; set that to 1, or drop "
+                "pad_to_capacity"
+            )
         for name in ("aux_weight", "z_weight", "bias_rate", "capacity_factor"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -289,12 +297,12 @@ class Balance:
             return routing
         config, score = self.config, self.blocks[number].spec.score
         tokens, experts = routing.logits_TN.shape
-        weight_TK, dropped = routing.weight_TK, None
+        weight_TK, dropped, room = routing.weight_TK, None, None
         if config.capacity_factor:
-            keep_TK, dropped = capacity_mask(
-                routing.expert_TK, weight_TK, experts, config.capacity_factor, config.drop_policy
-            )
+            factor, k = config.capacity_factor, routing.expert_TK.shape[1]
+            keep_TK, dropped = capacity_mask(routing.expert_TK, weight_TK, experts, factor, config.drop_policy)
             weight_TK = weight_TK.where(keep_TK, 0)
+            room = capacity(tokens, k, experts, factor) if config.pad_to_capacity else None
         # of softmax routers the scores are the probabilities
         probability_TE = routing.scores_TN if score == "softmax" else probabilities(routing.logits_TN, score)
         count_E = expert_counts(routing.expert_TK, experts)
@@ -313,7 +321,7 @@ class Balance:
                 self.reduce_sequence,
             )
             weight_TK = AuxLoss.apply(weight_TK, loss * self.scale)  # type: ignore[no-untyped-call]
-        return replace(routing, weight_TK=weight_TK)
+        return replace(routing, weight_TK=weight_TK, room=room)
 
     @torch.no_grad()
     def end_step(self, skip: Tensor | None = None) -> None:

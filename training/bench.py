@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from training import layout
-from training.balance import BalanceConfig, capacity_mask
+from training.balance import BalanceConfig, capacity, capacity_mask
 from training.config import COMPUTE, READY
 from training.data import Batch, Mock
 from training.distributed import processes, rank
@@ -62,6 +62,7 @@ class BenchConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     routing: str = "natural"  # natural | balanced
     capacity: float = 0.0  # an expert takes so many times its share in balance and drops the rest; 0: all
+    pad: bool = False  # to the capacity: nothing waits for the device (balance.pad_to_capacity of training)
     experts: str = "grouped"
     transformer_engine: tuple[str, ...] = ()  # see model.transformer_engine of training
     weights: str = "bfloat16"  # dtype of parameters and gradients: bfloat16 | float32
@@ -239,7 +240,8 @@ def rerouted(config: BenchConfig, routing: Routing) -> Routing:
         fits_TK, _ = capacity_mask(
             routing.expert_TK, routing.weight_TK, experts, config.capacity, BalanceConfig().drop_policy
         )
-        routing = replace(routing, weight_TK=routing.weight_TK.where(fits_TK, 0))
+        room = capacity(count, k, experts, config.capacity) if config.pad else None
+        routing = replace(routing, weight_TK=routing.weight_TK.where(fits_TK, 0), room=room)
     return routing
 
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -58,7 +59,14 @@ def weights() -> ExpertWeights:
     return ExpertWeights(up.bfloat16().cuda(), down.bfloat16().cuda(), True)
 
 
-def run(dispatcher: Dispatcher, parts: tuple[Tensor, ...], w: ExpertWeights, dtype: torch.dtype) -> list[Tensor]:
+def needed(parts: list[tuple[Tensor, ...]]) -> int:
+    """The most rows that an expert gets from a rank."""
+    return max(int(expert[weight != 0].bincount().max()) for _, weight, expert, _ in parts)
+
+
+def run(
+    dispatcher: Dispatcher, parts: tuple[Tensor, ...], w: ExpertWeights, dtype: torch.dtype, room: int | None = None
+) -> list[Tensor]:
     """Output, and gradients of tokens, routing weights, up and down."""
     x, weight, expert, target = parts
     leaves = [t.detach().to(dtype).requires_grad_() for t in (x, w.up_EFD, w.down_EDF)]
@@ -66,7 +74,7 @@ def run(dispatcher: Dispatcher, parts: tuple[Tensor, ...], w: ExpertWeights, dty
     own = ExpertWeights(leaves[1], leaves[2], True)
     y = leaves[0]
     for _ in range(2):
-        sent = dispatcher.dispatch(y, chance, expert)
+        sent = dispatcher.dispatch(y, chance, expert, room)
         rows = compute(sent.x_RD, sent.weight_R, sent.count_E, own, "silu")
         y = y + dispatcher.combine(rows, sent.handle)
     return [y, *torch.autograd.grad(y, (leaves[0], chance, leaves[1], leaves[2]), target.to(dtype))]
@@ -84,8 +92,9 @@ def made(name: str, mesh: ParallelMesh) -> Dispatcher:
     return create(name, PER_RANK * RANKS, mesh.group("ep"))
 
 
+@pytest.mark.parametrize("spare", [None, 0, 21], ids=["waits", "exact", "spare"])
 @pytest.mark.parametrize("name", NAMES)
-def test_is_local_on_the_tokens_of_all_ranks(name: str, mesh: ParallelMesh) -> None:
+def test_is_local_on_the_tokens_of_all_ranks(name: str, spare: int | None, mesh: ParallelMesh) -> None:
     dispatcher, w = made(name, mesh), weights()
     mine = slice(mesh.rank * PER_RANK, (mesh.rank + 1) * PER_RANK)
     own = ExpertWeights(w.up_EFD[mine], w.down_EDF[mine], True)
@@ -95,7 +104,8 @@ def test_is_local_on_the_tokens_of_all_ranks(name: str, mesh: ParallelMesh) -> N
         want = run(Local(PER_RANK * RANKS), whole, w, torch.float32)
         here = slice(mesh.rank * TOKENS, (mesh.rank + 1) * TOKENS)
         want = [want[0][here], want[1][here], want[2][here], want[3][mine], want[4][mine]]
-        got = run(dispatcher, parts[mesh.rank], own, torch.bfloat16)
+        room = None if spare is None else needed(parts) + spare
+        got = run(dispatcher, parts[mesh.rank], own, torch.bfloat16, room)
         kept = parts[mesh.rank][1] != 0
         got[2], want[2] = got[2] * kept, want[2] * kept
         worst = [far(g, w) for g, w in zip(got, want, strict=True)]
@@ -105,10 +115,32 @@ def test_is_local_on_the_tokens_of_all_ranks(name: str, mesh: ParallelMesh) -> N
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_times(name: str, mesh: ParallelMesh) -> None:
+def test_with_room_nothing_waits_for_the_device(name: str, mesh: ParallelMesh) -> None:
+    dispatcher = made(name, mesh)
+    if hasattr(dispatcher, "tokens"):
+        pytest.skip("DeepEP 2.x waits")
+    x, weight, expert, _ = routed(mesh.rank, "random")
+    x.requires_grad_()
+    for _ in range(2):  # the first time kernels are compiled and buffers made
+        dist.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        torch.cuda._sleep(2**31)  # a second or more
+        sent = dispatcher.dispatch(x, weight, expert, TOKENS)
+        dispatcher.combine(sent.x_RD, sent.handle).sum().backward()  # type: ignore[no-untyped-call]
+        said = time.perf_counter() - start
+        torch.cuda.synchronize()
+        slept = time.perf_counter() - start
+    assert said < slept / 2, (said, slept)
+
+
+@pytest.mark.parametrize("spare", [None, 0], ids=["waits", "room"])
+@pytest.mark.parametrize("name", NAMES)
+def test_times(name: str, spare: int | None, mesh: ParallelMesh) -> None:
     """A Qwen3-30B-A3B layer's tokens: slowest rank's median of 15."""
     dispatcher = made(name, mesh)
-    x, weight, expert, _ = routed(mesh.rank, "random", 8192)
+    parts = [routed(rank, "random", 8192) for rank in range(RANKS)]
+    room, (x, weight, expert, _) = None if spare is None else needed(parts), parts[mesh.rank]
     took: dict[str, list[float]] = {"dispatch": [], "combine": []}
     with torch.no_grad():
         for _ in range(19):
@@ -118,7 +150,7 @@ def test_times(name: str, mesh: ParallelMesh) -> None:
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
                 if what == "dispatch":
-                    sent = dispatcher.dispatch(x, weight, expert)
+                    sent = dispatcher.dispatch(x, weight, expert, room)
                 else:
                     dispatcher.combine(sent.x_RD, sent.handle)
                 end.record()
@@ -128,4 +160,5 @@ def test_times(name: str, mesh: ParallelMesh) -> None:
     dist.all_reduce(median, dist.ReduceOp.MAX)
     if mesh.rank == 0:
         d, c = median.tolist()
-        print(f"\n{name}: ep={RANKS}, {K} of {PER_RANK * RANKS} experts: dispatch {d:.0f} us, combine {c:.0f} us")
+        with_room = "" if room is None else ", with room"
+        print(f"\n{name}{with_room}: ep={RANKS}, {K} of {PER_RANK * RANKS} experts: dispatch {d:.0f}, combine {c:.0f} us")

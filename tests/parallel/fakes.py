@@ -14,6 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+waits = 0  # how often the real ones would have kept the host, until the device knew how many rows there are
+
+
+def waited() -> None:
+    global waits
+    waits += 1
+
 
 def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
     found: list[Any] = [None] * group.size()
@@ -46,6 +53,12 @@ class Move:
                 if rank == self.group.rank():
                     out[token] += row
         return out
+
+
+def padded(rows: Tensor, count: int) -> Tensor:
+    """Up to `count` rows, with what memory holds where nobody wrote."""
+    assert len(rows) <= count, "more rows than there is room for"
+    return torch.cat([rows, rows.new_full((count - len(rows), *rows.shape[1:]), float("nan"))])
 
 
 def chosen(topk_idx: Tensor, experts: int) -> Tensor:
@@ -100,11 +113,11 @@ class Buffer:
     ):  # fmt: skip
         assert x.dim() == 2 and x.is_contiguous() and x.shape[1] * x.element_size() % 16 == 0
         assert self.num_nvl_bytes >= Config().get_nvl_buffer_size_hint(x.shape[1] * x.element_size(), self.group_size)
-        assert num_worst_tokens == 0 and expert_alignment == 1 and not async_finish
+        assert expert_alignment == 1 and not async_finish
         if handle is not None:
-            assert topk_idx is None and topk_weights is None
-            *_, move, _, _ = handle
-            return move.out(x), None, None, None, None, None
+            assert topk_idx is None and topk_weights is None and not num_worst_tokens
+            *_, tokens, move, _, _ = handle
+            return padded(move.out(x), tokens), None, None, None, None, None
         assert num_tokens_per_rank is not None and is_token_in_rank is not None and num_tokens_per_expert is not None
         assert topk_idx.dtype == torch.int64 and topk_weights.dtype == torch.float32
         assert topk_idx.is_contiguous() and topk_weights.is_contiguous() and topk_idx.shape == topk_weights.shape
@@ -114,17 +127,26 @@ class Buffer:
         here = (idx >= 0) & (idx < local)
         weights = move.out(topk_weights).where(here, 0)
         counts = [int(((idx == e) & here).sum()) for e in range(local)]
-        handle = (None, None, None, move, is_token_in_rank, None)
-        return move.out(x), idx.where(here, -1), weights, counts, handle, None
+        if not num_worst_tokens:
+            waited()
+        tokens = num_worst_tokens or len(idx)
+        handle = (None, None, tokens, move, is_token_in_rank, None)
+        if num_worst_tokens:
+            counts, here = [], torch.cat([here, here.new_zeros(tokens - len(here), here.shape[1])])
+            idx = torch.cat([idx, idx.new_zeros(tokens - len(idx), idx.shape[1])])
+        return padded(move.out(x), tokens), idx.where(here, -1), padded(weights, tokens), counts, handle, None
 
     def combine(
         self, x, handle, topk_weights=None, bias=None, config=None, previous_event=None, async_finish=False,
         allocate_on_comm_stream=False,
     ):  # fmt: skip
-        *_, move, _, _ = handle
+        *_, tokens, move, _, _ = handle
+        here = len(move.arrivals)
+        assert len(x) == tokens
         if topk_weights is not None:
-            assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous()
-        return move.home(x), None if topk_weights is None else move.home(topk_weights), None
+            assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous() and len(topk_weights) == tokens
+            topk_weights = move.home(topk_weights[:here])
+        return move.home(x[:here]), topk_weights, None
 
 
 # ---- 2.x
@@ -164,7 +186,8 @@ class ElasticBuffer:
             return self.expanded(x, handle), None, None, handle, None
         assert topk_idx.dtype == topk_idx_t and topk_idx.is_contiguous() and topk_weights.is_contiguous()
         assert topk_weights.dtype == torch.float32 and topk_idx.shape[1] == self.k
-        assert num_max_tokens_per_rank == self.tokens
+        assert num_max_tokens_per_rank == self.tokens and do_cpu_sync
+        waited()
         ranks, rank = self.group.size(), self.group.rank()
         local = num_experts // ranks
         hot = chosen(topk_idx, num_experts)
@@ -247,34 +270,39 @@ class HybridBase:
         assert hidden.is_contiguous() and hidden.shape[1] == self.hidden
         return torch.cat([move.out(hidden) for move in moves])
 
-    def sums(self, hidden: Tensor, probs: Tensor | None, moves: list[Move]) -> tuple[Tensor, Tensor | None]:
-        assert hidden.is_contiguous()
+    def sums(
+        self, hidden: Tensor, probs: Tensor | None, moves: list[Move], rows: int
+    ) -> tuple[Tensor, Tensor | None]:
+        assert hidden.is_contiguous() and len(hidden) == rows
         sizes = [len(move.arrivals) for move in moves]
-        parts = [move.home(part.contiguous()) for move, part in zip(moves, hidden.split(sizes), strict=True)]
+        there = hidden[: sum(sizes)]
+        parts = [move.home(part.contiguous()) for move, part in zip(moves, there.split(sizes), strict=True)]
         total = torch.stack(parts).sum(0)
         if probs is None:
             return total, None
         assert probs.dtype == torch.float32 and probs.shape == hidden.shape[:1]
         ranks, rank = self.group.size(), self.group.rank()
         out = torch.zeros(len(total), ranks * self.local)
-        for e, (move, part) in enumerate(zip(moves, probs.split(sizes), strict=True)):
+        for e, (move, part) in enumerate(zip(moves, probs[: sum(sizes)].split(sizes), strict=True)):
             wide = torch.zeros(len(part), ranks * self.local)
             wide[:, rank * self.local + e] = part
             out += move.home(wide)
         return total, out
 
     def run_dispatch(
-        self, hidden: Tensor, routing_map: Any, probs: Any, num_permuted_tokens: Any, handle: Any
+        self, hidden: Tensor, routing_map: Any, probs: Any, rows: int | None, handle: Any, non_blocking: bool
     ) -> tuple[Any, ...]:
         if handle is None:
             moves, weights, counts = self.first(hidden, routing_map, probs)
-            handle = (moves, *[None] * (self.parts - 1))
-            return self.sent(hidden, moves), weights, None, counts, handle
-        moves, *rest = handle
-        assert len(rest) == self.parts - 1
-        out = self.sent(hidden, moves)
-        assert num_permuted_tokens == len(out), "with a handle, the number of rows must be said"
-        return out, None, None, None, handle
+            if not non_blocking:
+                waited()
+            rows = int(counts.sum()) if rows is None else rows
+            handle = (moves, rows, *[None] * (self.parts - 2))
+            return padded(self.sent(hidden, moves), rows), padded(weights, rows), None, counts, handle
+        moves, made, *rest = handle
+        assert len(rest) == self.parts - 2
+        assert rows == made, "with a handle, the number of rows must be said"
+        return padded(self.sent(hidden, moves), made), None, None, None, handle
 
 
 class HybridEPBuffer(HybridBase):
@@ -283,13 +311,13 @@ class HybridEPBuffer(HybridBase):
         use_fp8=None, routing_map=None, probs=None, scaling_factor=None, num_permuted_tokens=None, pad_multiple=None,
         handle=None, non_blocking=False, fuse_permute_dispatch=False, num_dispatched_tokens=None, use_host_meta=None,
     ):  # fmt: skip
-        return self.run_dispatch(hidden, routing_map, probs, num_permuted_tokens, handle)
+        return self.run_dispatch(hidden, routing_map, probs, num_permuted_tokens, handle, non_blocking)
 
     def combine_with_unpermute(
         self, *, hidden, probs=None, handle=None, pad_multiple=None, fuse_unpermute_combine=False,
         num_dispatched_tokens=None,
     ):  # fmt: skip
-        return self.sums(hidden, probs, handle[0])
+        return self.sums(hidden, probs, *handle[:2])
 
 
 class OldHybridEPBuffer(HybridBase):
@@ -300,10 +328,10 @@ class OldHybridEPBuffer(HybridBase):
         use_fp8=None, routing_map=None, probs=None, scaling_factor=None, num_permuted_tokens=None, pad_multiple=None,
         handle=None, non_blocking=False, num_dispatched_tokens=None, use_host_meta=None,
     ):  # fmt: skip
-        return self.run_dispatch(hidden, routing_map, probs, num_permuted_tokens, handle)
+        return self.run_dispatch(hidden, routing_map, probs, num_permuted_tokens, handle, non_blocking)
 
     def combine_with_unpermute(self, *, hidden, probs=None, handle=None, pad_multiple=None, num_dispatched_tokens=None):
-        return self.sums(hidden, probs, handle[0])
+        return self.sums(hidden, probs, *handle[:2])
 
 
 def package(name: str) -> types.ModuleType:

@@ -86,13 +86,22 @@ def part(weights: list[Tensor], mesh: ParallelMesh) -> list[Tensor]:
     return [w.contiguous().requires_grad_() for w in own]
 
 
-def compute(dispatcher: Dispatcher, data: Data, weights: list[Tensor], etp: int = 1) -> Tensor:
+def needed(parts: list[Data]) -> int:
+    """The most rows that an expert gets from a rank."""
+    counts = [(part.expert_TK[part.weight_TK != 0]).bincount(minlength=EXPERTS).max() for part in parts]
+    return int(max(counts))
+
+
+def compute(
+    dispatcher: Dispatcher, data: Data, weights: list[Tensor], etp: int = 1, room: int | None = None, waits: bool = True
+) -> Tensor:
     up, down, up_bias, down_bias = weights
     # the bias is in every etp rank's summand: an equal part of it
     w = ExpertWeights(up.flatten(1, 2), down, True, up_bias.flatten(1, 2), down_bias / etp)
     x_TD = data.x_TD
     for _ in range(2):  # layers: the first one's plan is still needed when the second's is made
-        sent = dispatcher.dispatch(x_TD, data.weight_TK, data.expert_TK)
+        sent = dispatcher.dispatch(x_TD, data.weight_TK, data.expert_TK, room)
+        assert waits or room is None or len(sent.x_RD) == etp * EXPERTS * room, "a size that the counts are not asked for"
         y_RD = experts(sent.x_RD, sent.weight_R, sent.count_E, w, "silu")
         x_TD = x_TD + dispatcher.combine(y_RD, sent.handle)
     return x_TD
@@ -108,16 +117,23 @@ class Misdelivering:
     def __init__(self, inner: Dispatcher) -> None:
         self.inner = inner
 
-    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> dispatch.Dispatched:
-        return self.inner.dispatch(x_TD, weight_TK, expert_TK)
+    def dispatch(
+        self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None
+    ) -> dispatch.Dispatched:
+        return self.inner.dispatch(x_TD, weight_TK, expert_TK, room)
 
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor:
         y_TD = self.inner.combine(y_RD, handle)
         return y_TD if dist.get_rank() else torch.cat([y_TD[1:2], y_TD[:1], y_TD[2:]])
 
 
-def compare(rank: int, world: int, name: str, config: MeshConfig, cases: tuple[str, ...], broken: bool = False) -> None:
+def compare(
+    rank: int, world: int, name: str, config: MeshConfig, cases: tuple[str, ...], broken: bool = False,
+    spare: int | None = None,
+) -> None:  # fmt: skip
+    """`spare`: there is room for so many rows more than come; None: for as many as come, whatever that is."""
     mesh = ParallelMesh(config)
+    torch.use_deterministic_algorithms(True)  # memory where nobody wrote is NaN
     if mesh.size("etp") > 1 and name != "alltoall":  # which slices of experts may be sent to; others may refuse them
         try:
             dispatcher = made(name, mesh)
@@ -133,8 +149,11 @@ def compare(rank: int, world: int, name: str, config: MeshConfig, cases: tuple[s
         want_y = compute(Local(EXPERTS), whole, weights)
         want = gradients(want_y, whole, weights)
         own = part(weights, mesh)
-        y = compute(dispatcher, mine, own, mesh.size("etp"))
+        room = None if spare is None else needed(parts) + spare
+        waits = name == "deepep on 2.x" or world == 1
+        y = compute(dispatcher, mine, own, mesh.size("etp"), room, waits)
         got = gradients(y, mine, own)
+        assert not fakes.waits or waits or room is None, "nothing is to wait for the device"
         start = sum(len(p.x_TD) for p in parts[:rank])
         rows = slice(start, start + len(mine.x_TD))
         close(y, want_y[rows], "output", case)
@@ -175,6 +194,27 @@ def close(got: Tensor, want: Tensor, what: str, case: str, tolerance: float = 1e
 @pytest.mark.parametrize("name", WALKED)
 def test_a_dispatcher_is_local_on_the_tokens_of_all_ranks(name: str, world: int, ep: int, etp: int) -> None:
     run(world, compare, name, MeshConfig(ep=ep, etp=etp), CASES)
+
+
+@pytest.mark.parametrize(("world", "ep", "etp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 2, 1), (8, 4, 2)])
+@pytest.mark.parametrize("name", WALKED)
+def test_with_room_for_more_rows_than_come(name: str, world: int, ep: int, etp: int) -> None:
+    run(world, compare, name, MeshConfig(ep=ep, etp=etp), CASES, False, 0)
+    run(world, compare, name, MeshConfig(ep=ep, etp=etp), CASES, False, 3)
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        ("deepep on 1.x", CASES),
+        ("deepep on 2.x", ("uneven", *EVEN)),
+        ("hybridep on hybrid", EVEN),
+        ("hybridep on old hybrid", EVEN),
+    ],
+)
+def test_adapters_with_room_for_more_rows_than_come(name: str, cases: tuple[str, ...], spare: int) -> None:
+    run(4, compare, name, MeshConfig(ep=4), cases, False, spare)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -43,6 +43,7 @@ GLOBAL = BalanceConfig(aux_weight=0.1, z_weight=0.01)
 SEQUENCE = replace(GLOBAL, aux_scope="sequence")
 EACH = replace(GLOBAL, aux_scope="micro_batch")
 DROP = replace(GLOBAL, capacity_factor=1.0)
+PAD = replace(DROP, pad_to_capacity=True)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Case:
         sizes = " ".join(f"{k}{v}" for k, v in vars(self.mesh).items() if k in AXES and v > 1)
         rest = [
             self.balance.aux_scope,
-            "drop" if self.balance.capacity_factor else "",
+            "pad" if self.balance.pad_to_capacity else "drop" if self.balance.capacity_factor else "",
             self.recompute if self.recompute != "none" else "",
         ]
         return " ".join(filter(None, [str(self.world), sizes, self.model, *rest, "" if self.mesh.reshard else "kept"]))
@@ -208,6 +209,7 @@ CASES = [
     Case(4, m(etp=2), "odd"),
     Case(4, m(ep=2, etp=2), "odd", SEQUENCE),
     Case(4, m(ep=2, etp=2), "parallel", DROP),
+    Case(4, m(tp=2, ep=2, etp=2), balance=PAD),
     Case(4, m(ep=4, dp_replicate=2), "odd"),
     Case(4, m(ep=2, dp_replicate=2)),
     Case(4, m(tp=2, ep=4)),
@@ -222,6 +224,7 @@ CASES = [
     Case(4, m(tp=2, ep=2), "odd", DROP, recompute="full"),
     Case(4, m(cp=2, ep=4, reshard=False), recompute="experts"),
     Case(4, m(cp=4, ep=2), recompute="attention"),
+    Case(4, m(cp=2, ep=4, reshard=False), "odd", PAD, recompute="experts"),
     # and with the pipeline
     Case(2, m(pp=2)),
     Case(2, m(pp=2), "odd", DROP),
@@ -231,6 +234,7 @@ CASES = [
     Case(4, m(pp=2, cp=2), balance=SEQUENCE),
     Case(4, m(pp=2, ep=2), "odd", DROP),
     Case(4, m(pp=2, etp=2, reshard=False), recompute="full"),
+    Case(4, m(pp=2, ep=2), "odd", PAD),
     Case(8, m(pp=2, tp=2, ep=4), "odd"),
     Case(8, m(pp=2, tp=2, cp=2, ep=2, etp=2), "parallel", DROP),
     Case(8, m(tp=2, cp=2, ep=4), "odd", SEQUENCE),
@@ -246,7 +250,7 @@ def found() -> dict[Case, list[Result]]:
     out: dict[Case, list[Result]] = {}
     for world in sorted({case.world for case in CASES}):
         cases = [case for case in CASES if case.world == world]
-        ranks = run(world, on_ranks, cases)
+        ranks = run(world, on_ranks, cases, timeout=60.0 + 10 * len(cases))
         out |= {case: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
     return out
 

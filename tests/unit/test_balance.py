@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from training.balance import (
     update_bias_,
     z_loss,
 )
+from training.dispatch import Dispatched, Dispatcher
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from upcycle.config import build
@@ -344,6 +346,27 @@ def test_capacity_in_a_model_changes_training_and_not_validation() -> None:
     assert all(layer.dropped >= 0.5 - E / 32 for layer in balance.load.fetch())
 
 
+@pytest.mark.parametrize(("pad", "room"), [(False, None), (True, capacity(16, K, E, 0.5))])
+def test_padding_tells_the_dispatcher_what_an_expert_has_room_for(pad: bool, room: int | None) -> None:
+    net, told = decoder(), []
+    Balance(BalanceConfig(capacity_factor=0.5, pad_to_capacity=pad, aux_weight=0), net)
+    for block in (module for module in net.modules() if isinstance(module, MoE)):
+
+        def dispatch(
+            x: Tensor, weight: Tensor, expert: Tensor, room: int | None, to: Dispatcher = block.dispatcher
+        ) -> Dispatched:
+            told.append((room, int(expert[weight != 0].bincount().max())))
+            return to.dispatch(x, weight, expert, room)
+
+        block.dispatcher = SimpleNamespace(dispatch=dispatch, combine=block.dispatcher.combine)  # type: ignore[assignment]
+    net.loss(batch(1)[:, :-1], batch(1)[:, 1:])
+    assert [found for found, _ in told] == [room] * 2
+    assert max(most for _, most in told) == capacity(16, K, E, 0.5), "and no less than it is needed"
+    with torch.no_grad():  # validation drops nothing, so that any number may come
+        net.loss(batch(1)[:, :-1], batch(1)[:, 1:])
+    assert [found for found, _ in told[2:]] == [None] * 2
+
+
 def test_selection_biases_move_with_the_step_and_are_in_the_checkpoint() -> None:
     net = decoder("sigmoid")
     net.load_state_dict(decoder("sigmoid").state_dict())
@@ -372,6 +395,7 @@ def test_selection_biases_move_with_the_step_and_are_in_the_checkpoint() -> None
         ({"drop_policy": "random"}, "it must be one of probability, position"),
         ({"aux_weight": -1}, "0 switches it off"),
         ({"capacity_factor": math.inf}, "balance.capacity_factor is inf"),
+        ({"pad_to_capacity": True}, "balance.pad_to_capacity needs a capacity, and balance.capacity_factor is 0"),
         ({"aux_wieght": 1}, "did you mean 'aux_weight'"),
     ],
 )

@@ -77,6 +77,7 @@ def test_balanced_is_balanced_and_a_capacity_drops() -> None:
     kept = rerouted(replace(SMALL, capacity=1.0), given).weight_TK != 0
     assert int(expert[kept].bincount().max()) <= 6 < int(expert.flatten().bincount().max())
     assert rerouted(replace(SMALL, routing="balanced", capacity=1.0), given).weight_TK.all()
+    assert [rerouted(replace(SMALL, capacity=1.5, pad=pad), given).room for pad in (False, True)] == [None, 9]
 
 
 @pytest.mark.parametrize(

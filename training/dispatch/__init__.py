@@ -1,12 +1,14 @@
 """Token dispatch: rows to the experts' devices and back, one way a file; `local` is the specification.
 
-    dispatch(x_TD, weight_TK, expert_TK) -> Dispatched    rows sorted by local expert, counts on the device
-    combine(y_RD, handle) -> y_TD                         the sum of a token's rows; weights are applied in the expert
+    dispatch(x_TD, weight_TK, expert_TK, room) -> Dispatched    rows sorted by local expert, counts on the device
+    combine(y_RD, handle) -> y_TD              the sum of a token's rows; weights are applied in the expert
 
 Both are differentiable in x, weight and y. A choice with weight 0 was dropped, and need not be sent: its weight's
 gradient may be 0. Ranks have experts in order: of 8 experts on 2 ranks, the second has 4 to 7.
 
-`local` waits for nothing; the others wait once a dispatch, for the number of rows that arrive. A file has
+`local` waits for nothing; the others wait once a dispatch, for the number of rows that arrive. Unless there is `room`,
+the same on all ranks: then an expert gets that many rows of each rank at most, which is the caller's word, buffers have
+room for as many, and nothing waits for the device (deepep does on 2.x and between nodes). A file has
 `available() -> str` ("" if it can run here, else one sentence) and `dispatcher(experts, ep_group, etp_group)`. What
 the latter returns may hold large buffers: one object serves all layers. Groups of one rank are None.
 """
@@ -31,7 +33,7 @@ class Dispatched:
 
 
 class Dispatcher(Protocol):
-    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched: ...
+    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched: ...
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
 
 

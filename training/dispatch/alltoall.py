@@ -6,7 +6,10 @@
 Each step home is the transpose of a step out, so the backward of dispatch is the way home and that of combine the way
 out, on the same plan. Runs on gloo and on NCCL; an etp rank's experts compute a summand, from its slice of the neurons.
 
-The host waits once a dispatch, for how many rows go where. R rows that leave, N rows that arrive, E local experts.
+The host waits once a dispatch, for how many rows go where. Where there is room for all that may come, as many leave for
+every expert, taken or not, and the host knows without asking: those not taken are sorted behind the last expert.
+
+R rows that leave, N rows that arrive, E local experts.
 """
 
 from __future__ import annotations
@@ -38,18 +41,18 @@ class AllToAll:
     ep_group: Group | None
     etp_group: Group | None = None
 
-    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched:
         def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Plan]:
-            plan = self.plan(weight_TK, expert_TK)
-            weight_R = torch.empty_like(weight_TK).flatten().scatter_(0, plan.back_R, weight_TK.flatten())
-            return plan.out(x_TD), plan.there(weight_R[: plan.rows]), plan.count_E, plan
+            plan = self.plan(weight_TK, expert_TK, room)
+            weight_R = common.put(weight_TK.flatten(), plan.back_R, plan.rows)
+            return plan.out(x_TD), plan.there(weight_R), plan.count_E, plan
 
         return common.dispatch(first, x_TD, weight_TK)
 
     def combine(self, y_RD: Tensor, handle: Plan) -> Tensor:
         return common.combine(y_RD, handle)
 
-    def plan(self, weight_TK: Tensor, expert_TK: Tensor) -> Plan:
+    def plan(self, weight_TK: Tensor, expert_TK: Tensor, room: int | None) -> Plan:
         ep, etp = size(self.ep_group), size(self.etp_group)
         local = self.experts // ep
         # a dropped choice goes nowhere: it is sorted behind the last expert, where nobody sends from
@@ -58,15 +61,21 @@ class AllToAll:
         send_PE = count_E[:-1].view(ep, local)
         arrive_PE = exchange(send_PE, [1] * ep, [1] * ep, self.ep_group)
         arrive_QPE = exchange(arrive_PE.expand(etp, ep, local), [1] * etp, [1] * etp, self.etp_group)
-        # the one wait
-        sizes = torch.cat([send_PE.sum(1), arrive_PE.sum(1), arrive_QPE.sum((1, 2))]).tolist()
-        send, arrive, gathered = sizes[:ep], sizes[ep : 2 * ep], sizes[2 * ep :]
         expert_N = torch.arange(local, device=expert_TK.device).repeat(etp * ep)
-        expert_N = expert_N.repeat_interleave(arrive_QPE.flatten(), output_size=sum(gathered))
-        arrival_N, arrived_E = places(expert_N[:, None], local)
-        return Plan(
-            expert_TK.shape[1], back_R, send, arrive, gathered, arrival_N, arrived_E, self.ep_group, self.etp_group
-        )
+        if room is None:
+            # the one wait
+            sizes = torch.cat([send_PE.sum(1), arrive_PE.sum(1), arrive_QPE.sum((1, 2))]).tolist()
+            send, arrive, gathered = sizes[:ep], sizes[ep : 2 * ep], sizes[2 * ep :]
+            expert_N = expert_N.repeat_interleave(arrive_QPE.flatten(), output_size=sum(gathered))
+        else:
+            send, arrive, gathered = [local * room] * ep, [local * room] * ep, [ep * local * room] * etp
+            wider_E = torch.arange(self.experts + 1, device=count_E.device) * room - (count_E.cumsum(0) - count_E)
+            back_R = back_R + wider_E[chosen_TK.flatten()]
+            taken_NC = torch.arange(room, device=count_E.device) < arrive_QPE.view(-1, 1)
+            expert_N = expert_N[:, None].where(taken_NC, local).flatten()
+        place_N, arrived_E = places(expert_N[:, None], local + 1)
+        k, count_E = expert_TK.shape[1], arrived_E[:-1].contiguous()
+        return Plan(k, back_R, send, arrive, gathered, place_N, count_E, self.ep_group, self.etp_group)
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Plan:
     """Where each row goes; it is the same on both ways and in both directions of differentiation."""
 
     k: int
-    back_R: Tensor  # choice -> row among those that leave; dropped ones are behind the last
+    back_R: Tensor  # choice -> row among those that leave; dropped ones are beyond the last
     send: list[int]  # rows to each rank of ep
     arrive: list[int]  # rows from each rank of ep
     gathered: list[int]  # rows from each rank of etp
@@ -94,9 +103,7 @@ class Plan:
         y_TD = gather(self.back(y_RD), self.back_R, self.k)
         if weight_R is None:
             return y_TD, None
-        weight_R = self.back(weight_R)
-        weight_R = torch.cat([weight_R, weight_R.new_zeros(1)])  # what dropped choices find
-        return y_TD, weight_R[self.back_R.clamp(max=self.rows)].view(-1, self.k)
+        return y_TD, common.take(self.back(weight_R), self.back_R).view(-1, self.k)
 
     def there(self, rows_R: Tensor) -> Tensor:
         """Rows (or their weights) that leave, sorted by expert -> rows that compute here, sorted by local expert."""

@@ -69,6 +69,20 @@ class _Home(torch.autograd.Function):
             return ctx.route.out(grad_TD), None
 
 
+# ---- weights of rows, as kernels/permute.py moves the rows themselves
+
+
+def put(weight_C: Tensor, back_C: Tensor, rows: int) -> Tensor:
+    """Choice c's weight in row back_C[c], of `rows`; those of no choice have 0, and beyond the last there are none."""
+    weight_R = weight_C.new_zeros(rows + 1)
+    return weight_R.scatter_(0, back_C.clamp(max=rows), weight_C)[:rows]
+
+
+def take(weight_R: Tensor, back_C: Tensor) -> Tensor:
+    """The weight of row back_C[c] for choice c, 0 for a row beyond the last."""
+    return torch.cat([weight_R, weight_R.new_zeros(1)])[back_C.clamp(max=len(weight_R))]
+
+
 # ---- refusals
 
 

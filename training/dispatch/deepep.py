@@ -5,8 +5,9 @@ Two generations of it are told apart by what they have, not by their version:
     ElasticBuffer (2.x)  hands out rows sorted by expert, and sums them up on the way home
     Buffer (1.x)         hands out tokens with their choices; here our kernels make rows of them, and sums of the rows
 
-Both move bfloat16 only, and the host waits once a dispatch for the number of rows. The set of kernels inside a
-dispatch with a handle is the transpose of a combine with it, and the other way round.
+Both move bfloat16 only, and the host waits once a dispatch for the number of rows. Where there is room for all that may
+come, 1.x inside a node does not; 2.x would, but takes room for the worst that its own buffers allow. The set of kernels
+inside a dispatch with a handle is the transpose of a combine with it, and the other way round.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Second:
     buffer: Any = None
     tokens: int = 0  # that a rank may send at most, the same on all ranks
 
-    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched:
         common.only_bfloat16("deepep", x_TD)
 
         def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, SecondRoute]:
@@ -123,12 +124,14 @@ class First:
     deep_ep: Any
     buffer: Any = field(default=None)
 
-    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched:
         common.only_bfloat16("deepep", x_TD)
 
         def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, FirstRoute]:
             self.make_room(x_TD)
             chosen_TK = kept(weight_TK, expert_TK).long()
+            # no more tokens arrive than rows are made of them
+            most = 0 if room is None or self.group.size() > NODE else self.experts * room
             to_rank, to_node, to_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(chosen_TK, self.experts)
             x_ND, expert_NK, weight_NK, counts, handle, _ = self.buffer.dispatch(
                 x_TD.contiguous(),
@@ -138,18 +141,14 @@ class First:
                 num_tokens_per_expert=to_expert,
                 topk_idx=chosen_TK,
                 topk_weights=weight_TK.float().contiguous(),
+                num_worst_tokens=most,
             )
-            # choices of other ranks' experts are sorted behind the last of ours, where there are no rows
-            local, k = self.experts // self.group.size(), expert_TK.shape[1]
+            local, k, rows = self.experts // self.group.size(), expert_TK.shape[1], most or sum(counts)
+            # choices of other ranks' experts are sorted behind the last of ours, where rows are nobody's
             back_R, count_E = places(expert_NK.where(expert_NK >= 0, local), local + 1)
-            route = FirstRoute(self.buffer, handle, back_R, k, sum(counts), weight_TK.dtype)
-            weight_R = torch.empty_like(weight_NK).flatten().scatter_(0, back_R, weight_NK.flatten())
-            return (
-                spread(x_ND, back_R, k, route.rows),
-                weight_R[: route.rows].to(weight_TK.dtype),
-                count_E[:-1].contiguous(),
-                route,
-            )
+            route = FirstRoute(self.buffer, handle, back_R, k, rows, weight_TK.dtype)
+            weight_R = common.put(weight_NK.flatten(), back_R, rows).to(weight_TK.dtype)
+            return spread(x_ND, back_R, k, rows), weight_R, count_E[:-1].contiguous(), route
 
         return common.dispatch(first, x_TD, weight_TK)
 
@@ -182,10 +181,7 @@ class FirstRoute:
         return spread(x_ND, self.back_R, self.k, self.rows)
 
     def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        weight_NK = None
-        if weight_R is not None:
-            weight_R = torch.cat([weight_R.float(), weight_R.new_zeros(1, dtype=torch.float32)])
-            weight_NK = weight_R[self.back_R.clamp(max=self.rows)].view(-1, self.k)
+        weight_NK = None if weight_R is None else common.take(weight_R.float(), self.back_R).view(-1, self.k)
         y_ND = gather(y_RD, self.back_R, self.k)  # summed here, a token goes home once
         y_TD, weight_TK, _ = self.buffer.combine(y_ND, self.handle, topk_weights=weight_NK)
         return y_TD, None if weight_TK is None else weight_TK.to(self.weights)

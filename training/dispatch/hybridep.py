@@ -1,8 +1,8 @@
 """Hybrid-EP (DeepEP's branch hybrid-ep): rows arrive sorted by expert, and are summed up on the way home.
 
-Moves bfloat16 only; the host waits once a dispatch for the number of rows. Its handle has grown from 9 to 11 parts and
-calls have gained arguments: it is handed back as it came, and only what both forms know is asked for. All ranks must
-bring equally many tokens.
+Moves bfloat16 only; the host waits once a dispatch for the number of rows, unless there is room for all that may come.
+Its handle has grown from 9 to 11 parts and calls have gained arguments: it is handed back as it came, and only what
+both forms know is asked for. All ranks must bring equally many tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HybridEP:
     deep_ep: Any
     buffer: Any = None
 
-    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched:
         common.only_bfloat16("hybridep", x_TD)
 
         def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Route]:
@@ -56,6 +56,8 @@ class HybridEP:
                 routing_map=padded(chances_TE != 0),
                 probs=padded(chances_TE),
                 num_of_experts_per_rank=local,
+                num_permuted_tokens=None if room is None else self.experts * room,
+                non_blocking=room is not None,
             )
             count_E = count_E.to(x_TD.device, torch.int32, non_blocking=True)
             route = Route(self.buffer, handle, len(x_RD), expert_TK, kept_TK, weight_TK.dtype)

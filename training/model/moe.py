@@ -24,6 +24,7 @@ class Routing:
     expert_TK: Tensor
     logits_TN: Tensor  # float32
     scores_TN: Tensor  # softmax or sigmoid of the logits
+    room: int | None = None  # of these tokens, how many rows any expert has room for; None: as many as come
 
 
 class Router(nn.Module):
@@ -95,10 +96,10 @@ class MoE(nn.Module):
         routing = self.router(x_TD)
         if self.balance is not None:
             routing = self.balance(routing)
-        return self.routed(x_TD, routing.weight_TK, routing.expert_TK).view_as(x_BSD)
+        return self.routed(x_TD, routing.weight_TK, routing.expert_TK, routing.room).view_as(x_BSD)
 
-    def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        sent = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK)
+    def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Tensor:
+        sent = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK, room)
         y_RD = self.experts(sent.x_RD, sent.weight_R, sent.count_E)
         y_TD = self.dispatcher.combine(y_RD, sent.handle).to(x_TD.dtype)
         if self.shared is not None:
