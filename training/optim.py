@@ -100,7 +100,7 @@ class Slot:
 
     @property
     def master(self) -> Tensor:
-        return self.state.get("master", self.parameter.detach())
+        return self.state.get("master", self.parameter)
 
     @property
     def gradient(self) -> Tensor:
@@ -219,51 +219,50 @@ def make_buckets(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 def adamw_(slots: Sequence[Slot], config: OptimConfig, lr: float, skip: Tensor, excess: Tensor | None) -> None:
     """torch's fused AdamW, whose `found_inf` is the skip and whose `grad_scale` divides gradients. It wants one dtype,
-    hence the copies of what is bf16, where there is no kernel of ours."""
-    slots = [slot for slot in slots if not adamw_of_mixed_(slot, config, lr, skip, excess)]
-    if not slots:
+    hence the copies of what is bf16, where there is no kernel of ours that reads several."""
+    rate, decay = lr * slots[0].multiplier, slots[0].decay
+    several: list[tuple[list[Tensor], Tensor]] = []
+    alike: list[tuple[list[Tensor], Tensor]] = []
+    for slot in slots:
+        state = slot.state
+        parts = [local(t) for t in (slot.parameter, slot.master, slot.gradient, state["exp_avg"], state["exp_avg_sq"])]
+        (several if updates.mixed(parts) else alike).append((parts, state["step"]))
+    divisor = None if excess is None else excess.float()
+    for (parameter, master, gradient, mean, square), step in several:
+        copy = parameter if parameter.dtype != master.dtype else None
+        updates.adamw_(
+            master, gradient, mean, square, copy, step, skip, divisor,
+            lr=rate, decay=decay, beta1=config.beta1, beta2=config.beta2, eps=config.eps,
+        )  # fmt: skip
+    if several:
+        torch._foreach_add_([step for _, step in several], (~skip).float())
+    if not alike:
         return
-    masters = [local(slot.master) for slot in slots]
-    kept = [[local(slot.state[kind]) for slot in slots] for kind in ("exp_avg", "exp_avg_sq")]
-    first, second = ([k.to(m.dtype) for k, m in zip(moments, masters, strict=True)] for moments in kept)
-    gradients = [local(slot.gradient).to(m.dtype) for slot, m in zip(slots, masters, strict=True)]
+    parameters, masters, raw, *kept = (list(tensors) for tensors in zip(*(parts for parts, _ in alike), strict=True))
+    first, second = ([k.to(m.dtype) for k, m in zip(each, masters, strict=True)] for each in kept)
+    gradients = [g.to(m.dtype) for g, m in zip(raw, masters, strict=True)]
     if excess is not None and masters[0].dtype == torch.float64:  # which a float32 grad_scale would round
-        gradients, excess = list(torch._foreach_div(gradients, excess)), None
+        gradients, divisor = list(torch._foreach_div(gradients, excess)), None
     adamw(
         masters,
         gradients,
         first,
         second,
         [],
-        [slot.state["step"] for slot in slots],
+        [step for _, step in alike],
         fused=True,
-        grad_scale=None if excess is None else excess.float(),
+        grad_scale=divisor,
         found_inf=skip.float(),
         amsgrad=False,
         beta1=config.beta1,
         beta2=config.beta2,
-        lr=lr * slots[0].multiplier,
-        weight_decay=slots[0].decay,
+        lr=rate,
+        weight_decay=decay,
         eps=config.eps,
         maximize=False,
     )
     copy_where_apart([*kept[0], *kept[1]], [*first, *second])
-    copy_where_apart([local(slot.parameter) for slot in slots], masters)
-
-
-def adamw_of_mixed_(slot: Slot, config: OptimConfig, lr: float, skip: Tensor, excess: Tensor | None) -> bool:
-    """The same for one slot on a GPU whose tensors have several dtypes, without copies; or nothing, which is False."""
-    parameter, master, gradient = local(slot.parameter), local(slot.master), local(slot.gradient)
-    first, second = (local(slot.state[kind]) for kind in ("exp_avg", "exp_avg_sq"))
-    if not updates.mixed([parameter, master, gradient, first, second]):
-        return False
-    copy = parameter if parameter.dtype != master.dtype else None
-    updates.adamw_(
-        master, gradient, first, second, copy, slot.state["step"], skip, None if excess is None else excess.float(),
-        lr=lr * slot.multiplier, decay=slot.decay, beta1=config.beta1, beta2=config.beta2, eps=config.eps,
-    )  # fmt: skip
-    slot.state["step"].add_(~skip)
-    return True
+    copy_where_apart(parameters, masters)
 
 
 def copy_where_apart(kept: Sequence[Tensor], used: Sequence[Tensor]) -> None:
@@ -341,9 +340,12 @@ def on_whole_matrices(function: Callable[[Tensor], Tensor], shard: Tensor, like:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory; a plain tensor is all of itself."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part, sharing memory; a plain tensor is all of itself.
+
+    A DTensor's is not detached: that would go through torch's dispatch for DTensors, 25 us of a host's time, and a step
+    asks some thousand times while the device waits for it."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def global_norm(gradients: Sequence[Tensor], reduce: Reduce | None = None) -> Tensor:
