@@ -161,9 +161,14 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, layer: int) -> int:
     stream = narrow * d.hidden * (4 if mode == "none" else 2)
     width, matrices = moe.shared if moe else d.ffn, 2 if d.gated else 1
     ffn = narrow * (width * (matrices + (2 if mode == "none" else 0)) + (d.hidden * mesh.tp if width else 0))
+    kept = (halves if mode == "attention" else attention + stream) + ffn
+    if moe is None:
+        return kept
+    rows: float = moe.top_k  # of a token; where they are padded to a capacity, as many as there is room for
+    if config.balance.pad_to_capacity and mesh.ep * mesh.etp > 1:
+        rows = min(rows * config.balance.capacity_factor, moe.experts)
     # x and its products; over etp each rank has a slice of the neurons of etp times as many rows
-    routed = moe.top_k * narrow * (d.hidden * mesh.etp + matrices * max(moe.widths)) + router if moe else 0
-    return (halves if mode == "attention" else attention + stream) + ffn + routed
+    return kept + round(rows * narrow * (d.hidden * mesh.etp + matrices * max(moe.widths))) + router
 
 
 # ---- the table

@@ -9,6 +9,7 @@ import pytest
 
 from tests.parallel.models import SPECS
 from tests.parity import tiny
+from training.balance import BalanceConfig
 from training.config import ModelConfig, TrainConfig
 from training.data import DataConfig
 from training.mesh import MeshConfig
@@ -56,6 +57,22 @@ def test_experts_of_one_rank_alone() -> None:
     assert on(mesh, exact).gathered == on(mesh, replace(exact, model=replace(exact.model, recompute="full"))).gathered
     again = {mode: on(mesh, replace(CONFIG, model=replace(CONFIG.model, recompute=mode))) for mode in MODES}
     assert again["full"].gathered == again["experts"].gathered < several.gathered == again["attention"].gathered
+
+
+def test_buffers_that_are_padded_grow_with_the_capacity() -> None:
+    def kept(factor: float, pad: bool, **mesh: int) -> int:
+        balance = BalanceConfig(capacity_factor=factor, pad_to_capacity=pad)
+        found: int = on(MeshConfig(**mesh), replace(CONFIG, balance=balance)).activations
+        return found
+
+    moe, mesh = SPECS["moe"], {"ep": 4}
+    row = 2 * (moe.dense.hidden + 2 * max(moe.widths))  # bytes, bf16
+    tokens = 32 * len(moe.layers)
+    assert kept(1.0, True, **mesh) == kept(1.0, False, **mesh) == kept(4.0, False, **mesh)
+    assert kept(1.5, True, **mesh) - kept(1.0, True, **mesh) == 0.5 * moe.top_k * row * tokens
+    roomiest = kept(1e6, True, **mesh) - kept(1.0, True, **mesh)
+    assert roomiest == (moe.experts - moe.top_k) * row * tokens, "no token chooses an expert twice"
+    assert kept(1.5, True, tp=2) == kept(1.0, True, tp=2), "on one rank nothing travels"
 
 
 def test_the_table_begins_with_the_config_and_has_only_what_can_run() -> None:
