@@ -41,7 +41,8 @@ class Memory:
     gathered: int  # what a layer computes with, in the compute dtype
     activations: int
     loss: int  # the head's logits and gradient
-    freed: int = 0  # activations that are gone by the time the gradients are all there: with one micro-batch a step
+    # activations that are gone by the time the gradients are there, or wide: with one micro-batch a step, or two
+    freed: int = 0
 
     @property
     def total(self) -> int:
@@ -79,7 +80,7 @@ def of_rank(
     dense = spec.dense if isinstance(spec, MoESpec) else spec
     models = [part_of(spec, part, built) for part in parts]
     count = max(1, config.batch // (config.micro_batch * attention["dp_shard"] * mesh.dp_replicate))
-    kept = gradients = resident = 0
+    kept = gradients = widened = resident = 0
     passing: dict[str, int] = {}  # by layer: gathered or copied for its forward, and again for its backward
     for name, parameter in (named for model in models for named in model.named_parameters()):
         kind, shape = divided(name, parameter, mesh, dense)
@@ -90,6 +91,10 @@ def of_rank(
         kept += shard
         apart = kind == "experts" and not fsdp and narrow < MASTER  # see LocalExperts
         gradients += (whole if fsdp and not mesh.reshard else shard) * (narrow if apart and count == 1 else MASTER)
+        if count == 1:
+            widened = gradients
+        elif count == 2 and apart:  # with the second micro-batch's backward
+            widened += shard * (MASTER - narrow)
         again = mesh.reshard if fsdp else apart and config.model.recompute in MOVES
         if again and name.startswith("layers."):
             layer = name.split(".")[1]
@@ -105,8 +110,7 @@ def of_rank(
     if any(model.last for model in models):
         # a chunk of logits, whose gradient takes their place; the head's gradient, in float32 and as it is handed on
         loss = min(LOGITS, tokens * dense.vocab) * narrow + (MASTER + narrow) * dense.vocab * dense.hidden
-    freed = min(activations, gradients) if count == 1 else 0
-    return Memory(kept * MASTER, gradients, moments, gathered, activations, loss, freed)
+    return Memory(kept * MASTER, gradients, moments, gathered, activations, loss, min(activations, widened))
 
 
 def part_of(spec: DenseSpec | MoESpec, part: range, built: Parts) -> Decoder:

@@ -51,6 +51,9 @@ def test_experts_of_one_rank_alone() -> None:
     experts = len(moe.layers) * moe.experts * 3 * 8 * moe.dense.hidden // 4  # weights on each rank
     one, several = on(mesh, replace(CONFIG, batch=4)), on(mesh)
     assert several.gradients - one.gradients == experts * (4 - 2)
+    three = on(mesh, replace(CONFIG, batch=12))
+    assert three.total - several.total == min(experts * (4 - 2), several.activations), "wide with the second's backward"
+    assert three.total == on(mesh, replace(CONFIG, batch=16)).total
     shared = MeshConfig(ep=2)  # two ranks with the same experts: FSDP sums in float32
     assert on(shared).gradients == on(shared, replace(CONFIG, batch=4)).gradients
     exact = replace(CONFIG, model=replace(CONFIG.model, compute="float32"))  # where nothing is copied

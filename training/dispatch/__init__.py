@@ -6,11 +6,12 @@
 Both are differentiable in x, weight and y. A choice with weight 0 was dropped, and need not be sent: its weight's
 gradient may be 0. Ranks have experts in order: of 8 experts on 2 ranks, the second has 4 to 7.
 
-`local` waits for nothing; the others wait once a dispatch, for the number of rows that arrive. Unless there is `room`,
-the same on all ranks: then an expert gets that many rows of each rank at most, which is the caller's word, buffers have
-room for as many, and nothing waits for the device (deepep does on 2.x and between nodes). A file has
-`available() -> str` ("" if it can run here, else one sentence) and `dispatcher(experts, ep_group, etp_group)`. What
-the latter returns may hold large buffers: one object serves all layers. Groups of one rank are None.
+`local` waits for nothing; the others wait once a dispatch, for the number of rows that arrive. With `room`, the same on
+all ranks, no expert gets more rows of a rank than that, which is the caller's word: buffers can be large enough without
+asking the device, and nothing waits (but deepep on 2.x and between nodes).
+
+A file has `available() -> str` ("" if it can run here, else one sentence) and `dispatcher(experts, ep_group,
+etp_group)`. What the latter returns may hold large buffers: one object serves all layers. Groups of one rank are None.
 """
 
 from __future__ import annotations
