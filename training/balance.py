@@ -40,8 +40,9 @@ class BalanceConfig:
     bias_rate: float = 0.0  # DeepSeek-V3's bias on the selection: 1e-3; usually with aux_weight 1e-4 or 0
     capacity_factor: float = 0.0  # 0: no token is dropped; 1: an expert takes as many as in perfect balance
     drop_policy: str = "probability"  # who stays in a full expert: probability (highest weight) | position (first come)
-    # what other ranks' experts are sent is padded to the capacity, so that all sizes are known and the host waits for
-    # no GPU: faster and without fragments at a factor of about 1; buffers grow with the factor
+    # what other ranks' experts are sent is padded to the capacity, so that all sizes are known and no dispatch keeps
+    # the host waiting: faster and without fragments at a factor of about 1; buffers grow with the factor. DeepEP 2.x,
+    # and 1.x between nodes, do as without
     pad_to_capacity: bool = False
 
     def __post_init__(self) -> None:

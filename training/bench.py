@@ -62,7 +62,7 @@ class BenchConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     routing: str = "natural"  # natural | balanced
     capacity: float = 0.0  # an expert takes so many times its share in balance and drops the rest; 0: all
-    pad: bool = False  # to the capacity: nothing waits for the device (balance.pad_to_capacity of training)
+    pad: bool = False  # buffers to the capacity: see balance.pad_to_capacity of training
     experts: str = "grouped"
     transformer_engine: tuple[str, ...] = ()  # see model.transformer_engine of training
     weights: str = "bfloat16"  # dtype of parameters and gradients: bfloat16 | float32
@@ -82,6 +82,8 @@ class BenchConfig:
         for name, words in allowed.items():
             if getattr(self, name) not in words:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(words)}")
+        if self.pad and not self.capacity:
+            raise ValueError("pad=true needs a capacity, and capacity is 0; set that to 1, or drop pad")
         for name, least in {"sequence": 1, "batch": 1, "steps": 1, "warmup": 0, "documents": 0, "capacity": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")

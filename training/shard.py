@@ -72,7 +72,7 @@ def parallelize(
     if compiled:
         for block in moe_blocks(model):
             if mesh.size("ep") * mesh.size("etp") > 1:
-                # as many rows as arrive: other sizes each time, and nothing between our kernels for a compiler to join
+                # as many rows as arrive, mostly other sizes each time, and nothing between our kernels to be joined
                 block.routed = torch.compiler.disable(block.routed)  # type: ignore[method-assign,no-untyped-call]
         model.compile_parts()
     shard_data_parallel(model, mesh)

@@ -103,7 +103,11 @@ def compute(
     for _ in range(2):  # layers: the first one's plan is still needed when the second's is made
         sent = dispatcher.dispatch(x_TD, data.weight_TK, data.expert_TK, room)
         assert waits or room is None or len(sent.x_RD) == etp * EXPERTS * room, "a size that the counts are not asked for"
-        y_RD = experts(sent.x_RD, sent.weight_R, sent.count_E, w, "silu")
+        # rows of no expert are NaN on the way back, in both directions: nothing may come of them
+        tail = torch.arange(int(sent.count_E.sum()), len(sent.x_RD))
+        for rows in (sent.x_RD, sent.weight_R):
+            rows.register_hook(lambda grad, tail=tail: grad.index_fill(0, tail, torch.nan))
+        y_RD = experts(sent.x_RD, sent.weight_R, sent.count_E, w, "silu").index_fill(0, tail, torch.nan)
         x_TD = x_TD + dispatcher.combine(y_RD, sent.handle)
     return x_TD
 
@@ -208,8 +212,8 @@ def test_with_room_for_more_rows_than_come(name: str, world: int, ep: int, etp: 
 @pytest.mark.parametrize(
     ("name", "cases"),
     [
-        ("deepep on 1.x", CASES),
-        ("deepep on 2.x", ("uneven", *EVEN)),
+        ("deepep on 1.x", EVEN),
+        ("deepep on 2.x", EVEN),
         ("hybridep on hybrid", EVEN),
         ("hybridep on old hybrid", EVEN),
     ],

@@ -20,6 +20,7 @@ from training import plan, shard
 from training.balance import Balance, BalanceConfig
 from training.config import ModelConfig, TrainConfig
 from training.data import DataConfig
+from training.dispatch.alltoall import AllToAll
 from training.mesh import AXES, MeshConfig, ParallelMesh
 from training.model.decoder import Decoder
 from training.model.moe import MoE
@@ -109,7 +110,11 @@ def of_rank(case: Case, device: torch.device = CPU) -> Result:
         batches.append(data.each(lambda tensor, first=first: tensor[first : first + size]))
         place = torch.arange(BATCH * models.SEQUENCE).view(BATCH, -1)[first : first + size]
         own.append(own_part(replace(data, tokens=place, labels=place, positions=place), mesh).tokens.flatten())
-    loss = gradients(run, batches)
+    asked, plain = [], AllToAll.plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AllToAll, "plan", lambda self, w, e, room: (asked.append(room), plain(self, w, e, room))[1])
+        loss = gradients(run, batches)
+    assert all((room is not None) == case.balance.pad_to_capacity for room in asked)
     counts = run.balance.load.end_step(run.reduce)
     found = {name: models.whole(p.grad).cpu() for name, p in model.named_parameters()}
     with torch.no_grad():  # and a pass without a backward, such as validation's, leaves the model as it was
@@ -250,7 +255,7 @@ def found() -> dict[Case, list[Result]]:
     out: dict[Case, list[Result]] = {}
     for world in sorted({case.world for case in CASES}):
         cases = [case for case in CASES if case.world == world]
-        ranks = run(world, on_ranks, cases, timeout=60.0 + 10 * len(cases))
+        ranks = run(world, on_ranks, cases, timeout=max(120.0, 10.0 * len(cases)))
         out |= {case: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
     return out
 

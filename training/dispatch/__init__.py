@@ -6,9 +6,10 @@
 Both are differentiable in x, weight and y. A choice with weight 0 was dropped, and need not be sent: its weight's
 gradient may be 0. Ranks have experts in order: of 8 experts on 2 ranks, the second has 4 to 7.
 
-`local` waits for nothing; the others wait once a dispatch, for the number of rows that arrive. With `room`, the same on
-all ranks, no expert gets more rows of a rank than that, which is the caller's word: buffers can be large enough without
-asking the device, and nothing waits (but deepep on 2.x and between nodes).
+`local` waits for nothing; the others wait once a dispatch, for the number of rows that arrive. With `room` no expert
+gets more rows of a rank than that, which is the caller's word, as it is that all ranks have the same `room` and equally
+many tokens: buffers can be large enough without asking the device, and nothing waits (but deepep on 2.x and between
+nodes).
 
 A file has `available() -> str` ("" if it can run here, else one sentence) and `dispatcher(experts, ep_group,
 etp_group)`. What the latter returns may hold large buffers: one object serves all layers. Groups of one rank are None.
@@ -29,7 +30,8 @@ from upcycle import plugin
 class Dispatched:
     x_RD: Tensor
     weight_R: Tensor  # 0: the row was dropped
-    count_E: Tensor  # int32 rows of each local expert; the buffers may have more rows than they sum to
+    # int32 rows of each local expert; buffers may have more rows than they sum to, which hold anything and are not read
+    count_E: Tensor
     handle: Any
 
 

@@ -130,8 +130,8 @@ class First:
         def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, FirstRoute]:
             self.make_room(x_TD)
             chosen_TK = kept(weight_TK, expert_TK).long()
-            # no more tokens arrive than rows are made of them
-            most = 0 if room is None or self.group.size() > NODE else self.experts * room
+            ranks, k = self.group.size(), expert_TK.shape[1]
+            rows = None if room is None or ranks > NODE else self.experts * room
             to_rank, to_node, to_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(chosen_TK, self.experts)
             x_ND, expert_NK, weight_NK, counts, handle, _ = self.buffer.dispatch(
                 x_TD.contiguous(),
@@ -141,11 +141,11 @@ class First:
                 num_tokens_per_expert=to_expert,
                 topk_idx=chosen_TK,
                 topk_weights=weight_TK.float().contiguous(),
-                num_worst_tokens=most,
+                num_worst_tokens=0 if rows is None else min(rows, ranks * len(x_TD)),
             )
-            local, k, rows = self.experts // self.group.size(), expert_TK.shape[1], most or sum(counts)
-            # choices of other ranks' experts are sorted behind the last of ours, where rows are nobody's
+            local, rows = self.experts // ranks, sum(counts) if rows is None else rows
             back_R, count_E = places(expert_NK.where(expert_NK >= 0, local), local + 1)
+            back_R = back_R.where(expert_NK.flatten() >= 0, rows)  # choices of other ranks' experts have no row here
             route = FirstRoute(self.buffer, handle, back_R, k, rows, weight_TK.dtype)
             weight_R = common.put(weight_NK.flatten(), back_R, rows).to(weight_TK.dtype)
             return spread(x_ND, back_R, k, rows), weight_R, count_E[:-1].contiguous(), route

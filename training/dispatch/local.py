@@ -27,9 +27,7 @@ def dispatcher(experts: int, ep_group: ProcessGroup | None, etp_group: ProcessGr
 class Local:
     experts: int
 
-    def dispatch(
-        self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None
-    ) -> Dispatched:
+    def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched:
         k = expert_TK.shape[1]  # room or not, there is one row a choice
         back_R, count_E = places(expert_TK, self.experts)
         x_RD: Tensor = _Spread.apply(x_TD, back_R, k)  # type: ignore[no-untyped-call]
