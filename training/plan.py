@@ -168,7 +168,8 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, layer: int) -> int:
     kept = (halves if mode == "attention" else attention + stream) + ffn
     if moe is None:
         return kept
-    rows: float = moe.top_k  # of a token; where they are padded to a capacity, as many as there is room for
+    # of a token; where they are padded to a capacity (which DeepEP 2.x does not), as many as there is room for
+    rows: float = moe.top_k
     if config.balance.pad_to_capacity and mesh.ep * mesh.etp > 1:
         rows = min(rows * config.balance.capacity_factor, moe.experts)
     # x and its products; over etp each rank has a slice of the neurons of etp times as many rows

@@ -62,7 +62,7 @@ class Second:
         common.only_bfloat16("deepep", x_TD)
 
         def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, SecondRoute]:
-            self.make_room(x_TD, expert_TK.shape[1])
+            self.make_buffer(x_TD, expert_TK.shape[1])
             x_RD, _, weight_R, handle, _ = self.buffer.dispatch(
                 x_TD.contiguous(),
                 topk_idx=kept(weight_TK, expert_TK).to(self.deep_ep.topk_idx_t),
@@ -82,7 +82,7 @@ class Second:
     def combine(self, y_RD: Tensor, handle: SecondRoute) -> Tensor:
         return common.combine(y_RD, handle)
 
-    def make_room(self, x_TD: Tensor, k: int) -> None:
+    def make_buffer(self, x_TD: Tensor, k: int) -> None:
         """The first time for the rank with most tokens; later only if all ranks have more, as ranks of a mesh do."""
         if self.buffer is not None and len(x_TD) <= self.tokens:
             return
@@ -128,7 +128,7 @@ class First:
         common.only_bfloat16("deepep", x_TD)
 
         def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, FirstRoute]:
-            self.make_room(x_TD)
+            self.make_buffer(x_TD)
             chosen_TK = kept(weight_TK, expert_TK).long()
             ranks, k = self.group.size(), expert_TK.shape[1]
             rows = None if room is None or ranks > NODE else self.experts * room
@@ -155,7 +155,7 @@ class First:
     def combine(self, y_RD: Tensor, handle: FirstRoute) -> Tensor:
         return common.combine(y_RD, handle)
 
-    def make_room(self, x_TD: Tensor) -> None:
+    def make_buffer(self, x_TD: Tensor) -> None:
         if self.buffer is not None:
             return
         kind, ranks, row = self.deep_ep.Buffer, self.group.size(), x_TD.shape[1] * x_TD.element_size()
