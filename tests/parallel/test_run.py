@@ -98,6 +98,15 @@ def test_a_run_on_any_mesh_is_the_run_on_one_process(
         assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name
 
 
+def test_padding_to_the_capacity_changes_no_bit(place: Path, tmp_path: Path) -> None:
+    for name, more in {"rows": [], "padded": ["balance.pad_to_capacity=true"]}.items():
+        dropping = ["micro_batch=2", "mesh.ep=2", "balance.capacity_factor=1", "valid_every=2", *more]
+        run(2, on_rank, words(place, tmp_path / name, f"export={tmp_path / name / 'out'}", *dropping))
+    assert rows(tmp_path / "rows") == rows(tmp_path / "padded")
+    have, want = (exported(tmp_path / name / "out") for name in ("rows", "padded"))
+    assert have.keys() == want.keys() and all(torch.equal(have[name], want[name]) for name in want)
+
+
 ALIKE = ["micro_batch=2", "mesh.tp=2", "mesh.ep=2"]
 RESUMES = {
     "the same mapping": (4, ALIKE, 4, ALIKE),
