@@ -26,7 +26,8 @@ from training.mesh import MeshConfig, ParallelMesh
 from upcycle import plugin
 
 EXPERTS, HIDDEN, NEURONS, K = 8, 12, 16, 3
-EVEN = ("random", "dropped", "one_rank", "one_expert", "one_token", "all_dropped_on_rank_0")  # as many on every rank
+# as many tokens on every rank
+EVEN = ("random", "dropped", "one_rank", "one_expert", "one_token", "all_dropped_on_rank_0", "whole_chunk")
 CASES = (*EVEN, "uneven", "none_on_rank_0")
 ADAPTERS = ("deepep", "hybridep")  # on CUDA alone; here on stand-ins
 WAITLESS = ("alltoall", "deepep on 1.x", "hybridep on hybrid", "hybridep on old hybrid")  # where there is room
@@ -48,7 +49,7 @@ class Data:
 
 def data_of(rank: int, case: str) -> Data:
     draw = torch.Generator().manual_seed(1000 + rank)
-    tokens = {"one_token": 1, "uneven": 5 + 4 * rank, "none_on_rank_0": 0 if rank == 0 else 9}.get(case, 10)
+    tokens = {"one_token": 1, "whole_chunk": 64, "uneven": 5 + 4 * rank, "none_on_rank_0": 0 if rank == 0 else 9}.get(case, 10)
     expert = torch.rand(tokens, EXPERTS, generator=draw).argsort(1)[:, :K]
     if case == "one_rank":
         expert = torch.arange(EXPERTS - K, EXPERTS).expand(tokens, K)

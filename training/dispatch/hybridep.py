@@ -70,8 +70,9 @@ class HybridEP:
 
 
 def padded(rows_TD: Tensor) -> Tensor:
-    """Up to whole chunks, with tokens that go nowhere."""
-    return functional.pad(rows_TD, (0, 0, 0, -len(rows_TD) % CHUNK)).contiguous()
+    """Up to whole chunks, with tokens that go nowhere. Padding by none would be a copy."""
+    short = -len(rows_TD) % CHUNK
+    return (functional.pad(rows_TD, (0, 0, 0, short)) if short else rows_TD).contiguous()
 
 
 @dataclass(frozen=True)
