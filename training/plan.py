@@ -41,7 +41,7 @@ class Memory:
     gathered: int  # what a layer computes with, in the compute dtype
     activations: int
     loss: int  # the head's logits and gradient
-    # activations that are gone by the time the gradients are there, or wide: with one micro-batch a step, or two
+    # activations that are gone by the time the last backward has made the gradients, or has made them wide
     freed: int = 0
 
     @property
@@ -80,7 +80,7 @@ def of_rank(
     dense = spec.dense if isinstance(spec, MoESpec) else spec
     models = [part_of(spec, part, built) for part in parts]
     count = max(1, config.batch // (config.micro_batch * attention["dp_shard"] * mesh.dp_replicate))
-    kept = gradients = widened = resident = 0
+    kept = gradients = late = resident = 0
     passing: dict[str, int] = {}  # by layer: gathered or copied for its forward, and again for its backward
     for name, parameter in (named for model in models for named in model.named_parameters()):
         kind, shape = divided(name, parameter, mesh, dense)
@@ -90,11 +90,11 @@ def of_rank(
         fsdp = ranks * copies[kind] > 1
         kept += shard
         apart = kind == "experts" and not fsdp and narrow < MASTER  # see LocalExperts
-        gradients += (whole if fsdp and not mesh.reshard else shard) * (narrow if apart and count == 1 else MASTER)
-        if count == 1:
-            widened = gradients
-        elif count == 2 and apart:  # with the second micro-batch's backward
-            widened += shard * (MASTER - narrow)
+        size, first = whole if fsdp and not mesh.reshard else shard, narrow if apart else MASTER
+        most = first if count == 1 else MASTER  # the first micro-batch's may be narrow
+        there = (0, first, MASTER)[min(count, 3) - 1]  # when the last one's backward begins
+        gradients += size * most
+        late += size * (most - there)
         again = mesh.reshard if fsdp else apart and config.model.recompute in MOVES
         if again and name.startswith("layers."):
             layer = name.split(".")[1]
@@ -110,7 +110,7 @@ def of_rank(
     if any(model.last for model in models):
         # a chunk of logits, whose gradient takes their place; the head's gradient, in float32 and as it is handed on
         loss = min(LOGITS, tokens * dense.vocab) * narrow + (MASTER + narrow) * dense.vocab * dense.hidden
-    return Memory(kept * MASTER, gradients, moments, gathered, activations, loss, min(activations, widened))
+    return Memory(kept * MASTER, gradients, moments, gathered, activations, loss, min(activations, late))
 
 
 def part_of(spec: DenseSpec | MoESpec, part: range, built: Parts) -> Decoder:

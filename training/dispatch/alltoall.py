@@ -67,7 +67,7 @@ class AllToAll:
             sizes = torch.cat([send_PE.sum(1), arrive_PE.sum(1), arrive_QPE.sum((1, 2))]).tolist()
             send, arrive, gathered = sizes[:ep], sizes[ep : 2 * ep], sizes[2 * ep :]
             expert_N = expert_N.repeat_interleave(arrive_QPE.flatten(), output_size=sum(gathered))
-        else:
+        else:  # every expert has so many places among the rows, taken or not
             send, arrive, gathered = [local * room] * ep, [local * room] * ep, [ep * local * room] * etp
             wider_E = torch.arange(self.experts + 1, device=count_E.device) * room - (count_E.cumsum(0) - count_E)
             back_R = back_R + wider_E[chosen_TK.flatten()]
