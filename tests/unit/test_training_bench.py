@@ -88,7 +88,7 @@ def test_balanced_is_balanced_and_a_capacity_drops() -> None:
         (["bench-qwen3-30b-4l", "compute=bf16"], "compute is 'bf16'; it must be one of bfloat16, float32, float64"),
         (["bench-qwen3-30b-4l", "recompute=all"], "must be one of none, selective, attention, experts, full"),
         (["bench-qwen3-30b-4l", "routing=forced"], "must be one of natural, balanced"),
-        (["bench-qwen3-30b-4l", "pad=true"], "pad=true needs a capacity, and capacity is 0; set that to 1, or drop pad"),
+        (["pad=true"], "pad=true needs a capacity, and capacity is 0; set that to 1, or drop pad"),
         (["bench-qwen3-30b-4l", "steps=0"], "steps is 0; it must be at least 1"),
         (["bench-qwen3-30b-4l", "batch=3", "micro_batch=2"], "try batch=2"),
         (["bench-qwen3-30b-4l", "step=3"], "did you mean 'steps'"),
