@@ -15,6 +15,8 @@ COMMANDS = {  # a module of this package each, with a main(words)
     "report": "PATH ...: one page of all that lies in these folders",
 }
 
+MODULES = {"report": "evaluation.report.report"}
+
 
 def main(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
@@ -26,7 +28,7 @@ def main(words: Sequence[str]) -> int:
     try:
         if words[0] not in COMMANDS:
             raise ValueError(f"there is no command {words[0]!r}; the commands are {', '.join(COMMANDS)}")
-        code: int = import_module(f"evaluation.{words[0]}").main(words[1:])
+        code: int = import_module(MODULES.get(words[0], f"evaluation.{words[0]}")).main(words[1:])
         return code
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -28,8 +28,8 @@ from evaluation import load, tasks
 from evaluation.engine import Engine
 from evaluation.lm import DecoderLM
 from evaluation.run import DTYPES, ask, numbers, versions
-from training.distributed import processes
-from training.mesh import MeshConfig, ParallelMesh
+from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.parallel.processes import processes
 from upcycle.config import read
 
 SAME = 1e-5  # of a score: accuracies are equal or they are not, perplexities are sums of rounded numbers

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from evaluation import results
 from evaluation.results import Item
-from training import plots
-from training.metrics import FILE as METRICS
+from training.observe import plots
+from training.observe.metrics import FILE as METRICS
 from upcycle.config import read
 from upcycle.disk import write_atomic
 

@@ -322,9 +322,9 @@ def write_suite(here: Path, file: Path) -> None:
 def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
     """Five lines, whichever way it went."""
     from evaluation.compare import compare_losses
-    from evaluation.facts import mean
+    from evaluation.report.facts import mean
     from evaluation.results import load
-    from training.metrics import read as read_metrics
+    from training.observe.metrics import read as read_metrics
 
     losses = compare_losses([here / "runs" / arm for arm in ARMS])
     start = read_metrics(here / "runs" / DENSE)[0]

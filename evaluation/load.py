@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from evaluation.results import Model
-from training import layout
+from training.checkpoint import layout
+from training.checkpoint.layout import Origin
+from training.checkpoint.state import STEP, Checkpoints, check_same, weights
+from training.checkpoint.storage import Reader, damage, read_manifest
 from training.config import ModelConfig, upcycle_config
-from training.layout import Origin
-from training.mesh import ParallelMesh, check
 from training.model.decoder import Decoder
 from training.model.moe import MoE
-from training.shard import dense_ffns, layers, parallelize
-from training.state import STEP, Checkpoints, check_same, weights
-from training.storage import Reader, damage, read_manifest
+from training.parallel.mesh import ParallelMesh, check
+from training.parallel.shard import dense_ffns, layers, parallelize
 from upcycle.config import build
 from upcycle.size import dense_parameters
 from upcycle.spec import MoESpec

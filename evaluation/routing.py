@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from training import layout
 from training.balance import expert_counts, token_entropy
+from training.checkpoint import layout
+from training.checkpoint.layout import Origin
 from training.config import ModelConfig, upcycle_config
-from training.layout import Origin
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
 from upcycle import text

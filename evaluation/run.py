@@ -30,9 +30,9 @@ from evaluation.lm import DecoderLM
 from evaluation.ranks import Ranks
 from evaluation.remember import Remembered
 from evaluation.results import Group, Item, Run, Score, Task
-from training.distributed import processes
-from training.mesh import MeshConfig, ParallelMesh
 from training.model.decoder import Decoder
+from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.parallel.processes import processes
 from upcycle import __version__
 from upcycle.config import read
 

@@ -25,8 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(EXAMPLES, end="")
         return 0 if words else 2
     from training.config import read_config
-    from training.distributed import rank
-    from training.metrics import read
+    from training.observe.metrics import read
+    from training.parallel.processes import rank
     from training.train import train
 
     file, words = (words[0], words[1:]) if "=" not in words[0] else ("", words)

@@ -26,22 +26,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from training import layout
 from training.balance import BalanceConfig, capacity, capacity_mask
+from training.build import data_rank, stages_of_rank, under_one_roof
+from training.checkpoint import layout
 from training.config import COMPUTE, READY
-from training.data import Batch, Mock
-from training.distributed import processes, rank
-from training.flops import model_flops, peak_tflops
-from training.mesh import MeshConfig, ParallelMesh, check
+from training.data.batch import Batch
+from training.data.mixture import Mock
 from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
 from training.model.recompute import MODES
+from training.observe.flops import model_flops, peak_tflops
+from training.observe.phases import phases
 from training.optim import MOMENTS, OptimConfig, Optimizer
-from training.phases import phases
-from training.pipeline import Pipeline
-from training.shard import all_reduce, one_step, own_part, parallelize, synchronize
-from training.train import data_rank, stages_of_rank, under_one_roof
+from training.parallel.mesh import MeshConfig, ParallelMesh, check
+from training.parallel.pipeline import Pipeline
+from training.parallel.processes import processes, rank
+from training.parallel.shard import all_reduce, one_step, own_part, parallelize, synchronize
 from upcycle import plugin, rng
 from upcycle.config import read
 from upcycle.spec import DenseSpec, MoESpec

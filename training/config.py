@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from training.balance import BalanceConfig
-from training.data import DataConfig
+from training.data.mixture import DataConfig
 from training.evaluate import EvalConfig
-from training.mesh import MeshConfig
 from training.model import transformer_engine
 from training.model.recompute import MODES
+from training.observe.profiling import steps_to_trace
 from training.optim import OptimConfig
-from training.profiling import steps_to_trace
+from training.parallel.mesh import MeshConfig
 from training.schedule import ScheduleConfig
 from upcycle.config import UpcycleConfig, build, read
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from training.layout import Origin
-from training.mesh import ParallelMesh
+from training.checkpoint.layout import Origin
 from training.model.decoder import Decoder
+from training.parallel.mesh import ParallelMesh
 
 
 @dataclass(frozen=True)

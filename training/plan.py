@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from training.build import source
 from training.config import TrainConfig, read_config
-from training.mesh import MeshConfig, changed_to, check, grids, problem
 from training.model.decoder import Decoder
 from training.model.loss import LOGITS
 from training.model.recompute import MOVES
-from training.pipeline import cut, stages
-from training.train import source
+from training.parallel.mesh import MeshConfig, changed_to, check, grids, problem
+from training.parallel.pipeline import cut, stages
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 
 MASTER = 4  # bytes of a weight, and of a sum of gradients

@@ -180,7 +180,8 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def run_convert(options: argparse.Namespace) -> int:
     from upcycle import card
-    from upcycle.convert import Worker, convert
+    from upcycle.convert import convert
+    from upcycle.job import Worker
 
     worker = Worker.here()
     with ExitStack() as stack:

@@ -16,24 +16,20 @@ source alone: not on order, threads, processes or how often it was killed.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import platform
-import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,31 +39,14 @@ from upcycle import card, disk, request
 from upcycle.checkpoint import Checkpoint, read_header
 from upcycle.config import byte_size
 from upcycle.disk import sync_folder, write_atomic
+from upcycle.job import JOB, POLL, Watch, Worker, explained, job, read_json
 from upcycle.make import Maker
 from upcycle.plan import Output, UpcyclePlan, target
 from upcycle.spec import BYTES
 
 MANIFEST = "upcycle.json"
-JOB = ".upcycle"
 OBSERVED = "observed.safetensors"
 LANES = 4  # shards written at once by one process
-POLL = 0.2  # seconds between looks at the other processes' shards
-PATIENCE = 60.0  # seconds that a process may come later than the others
-
-
-@dataclass(frozen=True)
-class Worker:
-    """Which of several processes this is, as torchrun says it."""
-
-    rank: int = 0
-    count: int = 1
-
-    @staticmethod
-    def here() -> Worker:
-        rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
-            raise ValueError(f"the environment has RANK={rank} and WORLD_SIZE={count}; use torchrun, or unset both")
-        return Worker(int(rank), int(count))
 
 
 def convert(
@@ -123,112 +102,6 @@ def made(output: Path, identity: Mapping[str, Any]) -> bool:
     return isinstance(found, dict) and {k: found.get(k) for k in identity} == dict(identity)
 
 
-def read_json(path: Path) -> Any:
-    """None if it is not there or no JSON."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-class Watch:
-    """Whether the processes that this one waits for are at work. Each holds its lock while it lives."""
-
-    def __init__(self, partial: Path, worker: Worker) -> None:
-        self.folder, self.worker, self.begun = partial / JOB, worker, time.time()
-        self.seen: dict[int, float] = {}
-
-    def check(self, ranks: Collection[int]) -> None:
-        """A ValueError if one of them stopped, or is not there for so long that it will not come."""
-        for rank in ranks:
-            if rank == self.worker.rank or held(self.folder / f"rank-{rank}.lock"):
-                self.seen[rank] = time.time()
-                continue
-            reason, at = "it is not running; start all of them again", 0.0
-            with suppress(FileNotFoundError):
-                failed = self.folder / f"rank-{rank}.failed"
-                reason, at = failed.read_text(), failed.stat().st_mtime
-            # one that is older than this process may be of the last run: its rank removes it when it comes
-            if at >= self.begun or time.time() - self.seen.get(rank, self.begun) > PATIENCE:
-                raise ValueError(f"rank-{rank} of {self.worker.count} stopped: {reason}")
-
-
-def held(lock: Path) -> bool:
-    try:
-        with open(lock) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:  # or nobody can know: some network filesystems have no locks
-        return True
-    return False
-
-
-def hold(lock: IO[str], partial: Path, rank: int) -> None:
-    for _ in range(5):
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(POLL / 2)  # perhaps it was only looked at, see held()
-        except OSError:
-            return None
-    raise ValueError(f"another process is writing {partial} as rank {rank}; wait for it, or stop it")
-
-
-@contextmanager
-def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) -> Iterator[Watch]:
-    """Hold this process's place in the job: one process per rank, all with the same plan."""
-    if worker.rank == 0:
-        if not partial.exists():
-            check()
-        (partial / JOB).mkdir(parents=True, exist_ok=True)
-    begun = time.time()
-    while not (partial / JOB).is_dir():  # the others wait for rank 0 to make it
-        if time.time() - begun > PATIENCE:
-            raise ValueError(f"{partial} was not begun by rank 0 within a minute; look at that process")
-        time.sleep(POLL)
-    with open(partial / JOB / f"rank-{worker.rank}.lock", "w") as lock:
-        hold(lock, partial, worker.rank)
-        failed = partial / JOB / f"rank-{worker.rank}.failed"
-        failed.unlink(missing_ok=True)
-        for old in partial.glob("*.part"):  # this rank's, or of one that there is no more
-            rank = re.search(r"\.rank-(\d+)\.part$", old.name)
-            if rank and int(rank[1]) % worker.count == worker.rank:
-                old.unlink(missing_ok=True)
-        try:
-            if worker.rank == 0:
-                start_job(partial, identity, check)
-            await_job(partial, identity)
-            yield Watch(partial, worker)
-        except BaseException as error:
-            if worker.count > 1 and (partial / JOB).is_dir():  # else the others would wait for this one's shards
-                write_atomic(failed, (str(error) or type(error).__name__).encode())
-            raise
-
-
-def start_job(partial: Path, identity: Mapping[str, Any], check: Any) -> None:
-    if read_json(partial / JOB / "job.json") == dict(identity):
-        return
-    if any((partial / JOB).glob("model*.json")) or (partial / JOB / OBSERVED).exists():
-        raise ValueError(
-            f"{partial} holds an unfinished conversion by another plan or of another source; finish it with "
-            "its own config, or remove it"
-        )
-    check()
-    write_atomic(partial / JOB / "job.json", json.dumps(identity, indent=1).encode())
-
-
-def await_job(partial: Path, identity: Mapping[str, Any]) -> None:
-    begun = time.time()
-    while read_json(partial / JOB / "job.json") != dict(identity):  # one of a job that never began is replaced
-        if time.time() - begun > PATIENCE:
-            raise ValueError(
-                f"{partial} is not being made by rank 0, or by another plan or of another source than this process "
-                "has; look at that process, and give all one config"
-            )
-        time.sleep(POLL)
-
-
 def wait_for_others(plan: UpcyclePlan, partial: Path, watch: Watch) -> None:
     missing = {name: i % watch.worker.count for i, (name, _) in enumerate(plan.shards)}
     while missing := {name: rank for name, rank in missing.items() if record(partial, name) is None}:
@@ -244,24 +117,6 @@ def check_space(plan: UpcyclePlan, partial: Path) -> None:
             f"the output needs {plan.bytes / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free; free some "
             "or choose another output"
         )
-
-
-@contextmanager
-def explained(partial: Path) -> Iterator[None]:
-    """A full disk is a sentence, not a traceback."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ValueError(
-                f"no room left while writing {partial} ({error.strerror}); free some and run the same command "
-                "again: finished shards are kept"
-            ) from None
-        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EPERM, errno.EIO):
-            raise ValueError(
-                f"{error.filename or partial} cannot be written ({error.strerror}); choose another output"
-            ) from None
-        raise
 
 
 # ---- shards

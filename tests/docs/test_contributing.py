@@ -103,7 +103,7 @@ def test_a_diff_that_does_not_fit_or_is_wrong_is_seen(tmp_path: Path) -> None:
     assert apply(diff.replace("new file mode 100644\n--- /dev/null", "--- a/upcycle/families/stablelm.py"), copy).stderr
     broken = diff.replace("partial=0.25", "partial=0.5")
     assert broken != diff and apply(broken, copy).returncode == 0
-    code, passed, said = run_tests(copy, ["tests/unit/test_families.py"], "stablelm and (sizes or counted)")
+    code, passed, said = run_tests(copy, ["tests/unit/upcycle/test_families.py"], "stablelm and (sizes or counted)")
     assert code == 1, said
     counted = {"test_parameters_are_counted[stablelm]"}
-    assert passed == {"tests/unit/test_families.py": counted}, "this alone does not see the share that turns"
+    assert passed == {"tests/unit/upcycle/test_families.py": counted}, "this alone does not see the share that turns"

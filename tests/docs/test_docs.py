@@ -132,7 +132,7 @@ def test_the_pages_other_commands_say_what_their_programs_understand() -> None:
     from evaluation.run import read_config as read_evaluation
     from training.bench import BenchConfig
     from training.config import READY, read_config
-    from training.prepare import PrepareConfig
+    from training.data.prepare import PrepareConfig
 
     read_of = {"training": 0, "training.bench": 0, "training.plan": 0, "training.prepare": 0, "evaluation": 0}
     for command in commands("python -m ", "torchrun "):

@@ -28,11 +28,11 @@ import torch
 
 from tests.docs.test_docs import MODELS, ROOT, shaped
 from tests.parity import tiny
-from tests.unit.test_data import jsonl, make_tokenizer, texts
+from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+from training.build import source
 from training.config import read_config
-from training.metrics import read as read_metrics
+from training.observe.metrics import read as read_metrics
 from training.plan import memory
-from training.train import source
 
 README = (ROOT / "README.md").read_text()
 CARD = 80.0  # GB of a GPU: some 85.5 are free on one of "80 GB", of which 3 are the driver's and NCCL's

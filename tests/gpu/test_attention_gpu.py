@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_attention import in_any_order, rising
-from training.layout import initialise
+from tests.unit.training.test_attention import in_any_order, rising
+from training.checkpoint.layout import initialise
 from training.model.attention import Sdpa, Seen, look, visible
 from training.model.decoder import Decoder
 from training.model.recompute import recompute

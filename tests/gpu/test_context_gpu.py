@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from training.context import NEVER, merge_
 from training.kernels import attention
+from training.parallel.context import NEVER, merge_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 HALF, SCALE = 256, 64**-0.5

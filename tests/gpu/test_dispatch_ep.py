@@ -18,10 +18,10 @@ from torch import Tensor
 
 from training.dispatch import Dispatcher, create, deepep
 from training.dispatch.local import Local
-from training.distributed import processes
 from training.experts import ExpertWeights
 from training.experts.reference import experts as compute
-from training.mesh import MeshConfig, ParallelMesh
+from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.parallel.processes import processes
 from upcycle import plugin
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from evaluation.engine import Engine
-from tests.unit.test_lm import requests, scores
-from training.layout import initialise
+from tests.unit.evaluation.test_lm import requests, scores
+from training.checkpoint.layout import initialise
 from training.model.decoder import Decoder
 from upcycle.spec import DenseSpec, MoESpec
 

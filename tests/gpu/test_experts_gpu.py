@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.test_experts import HERE, Case, Experts, case, compare_kernels, run, tensors, worst
+from tests.unit.training.test_experts import HERE, Case, Experts, case, compare_kernels, run, tensors, worst
 from training.experts import grouped, reference
 from training.kernels import swiglu
 from upcycle import plugin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.test_kernels import NARROW, assert_updates_agree, ready
+from tests.unit.training.test_kernels import NARROW, assert_updates_agree, ready
 from training.kernels import cross_entropy, norm, rotary, router, updates
 from training.model.loss import linear_cross_entropy
 

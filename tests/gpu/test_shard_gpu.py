@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.parallel import test_shard as shard
-from training.distributed import processes
+from training.parallel.processes import processes
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_transformer_engine import DENSE
-from training.layout import initialise
+from tests.unit.training.test_transformer_engine import DENSE
+from training.checkpoint.layout import initialise
 from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.recompute import recompute

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.data import IGNORE, Batch
+from training.data.batch import IGNORE, Batch
 from training.model.decoder import Decoder
 from upcycle import rng
 from upcycle.spec import DenseSpec, MoESpec

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.parallel import ranks, tiny
-from training.context import Box, Coming, Ring, attach, chunks, own, split
 from training.model.attention import Seen, visible
+from training.parallel.context import Box, Coming, Ring, attach, chunks, own, split
 from upcycle.spec import DenseSpec
 
 LENGTH = 24

@@ -22,7 +22,7 @@ from training.dispatch import Dispatcher
 from training.dispatch.local import Local
 from training.experts import ExpertWeights
 from training.experts.reference import experts
-from training.mesh import MeshConfig, ParallelMesh
+from training.parallel.mesh import MeshConfig, ParallelMesh
 from upcycle import plugin
 
 EXPERTS, HIDDEN, NEURONS, K = 8, 12, 16, 3

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.parallel.ranks import run
-from training.distributed import broadcast, gather
+from training.parallel.processes import broadcast, gather
 
 
 def said(rank: int) -> dict[str, Any]:

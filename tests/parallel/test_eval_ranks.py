@@ -13,8 +13,8 @@ from evaluation.engine import Engine
 from evaluation.run import ranks_of
 from tests.parallel import models
 from tests.parallel.ranks import run
-from training.mesh import MeshConfig, ParallelMesh
-from training.shard import parallelize
+from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.parallel.shard import parallelize
 
 # 32 tokens that all share, then questions of other lengths with endings; one more long one than there are ranks
 SHARED = np.arange(32) % models.VOCAB

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from tests.parallel.test_run import folder_of, rows, words
-from training.metrics import FILE
+from training.observe.metrics import FILE
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60

@@ -16,27 +16,20 @@ from torch import Tensor
 from tests.parallel import models
 from tests.parallel.ranks import run
 from training import balance as balance_module
-from training import plan, shard
+from training import plan
 from training.balance import Balance, BalanceConfig
+from training.build import Run, balance_of, data_rank, pipeline_of, stages_of_rank, under_one_roof
 from training.config import ModelConfig, TrainConfig
-from training.data import DataConfig
+from training.data.mixture import DataConfig
 from training.dispatch.alltoall import AllToAll
-from training.mesh import AXES, MeshConfig, ParallelMesh
 from training.model.decoder import Decoder
 from training.model.moe import MoE
+from training.observe.profiling import Phases
 from training.optim import OptimConfig, Optimizer
-from training.profiling import Phases
-from training.shard import local, one_step, own_part, parallelize, reshard
-from training.train import (
-    Run,
-    balance_of,
-    data_rank,
-    gradients,
-    nll,
-    pipeline_of,
-    stages_of_rank,
-    under_one_roof,
-)
+from training.parallel import shard
+from training.parallel.mesh import AXES, MeshConfig, ParallelMesh
+from training.parallel.shard import local, one_step, own_part, parallelize, reshard
+from training.step import gradients, nll
 
 CPU = torch.device("cpu")
 BATCH, MICRO = 8, 2  # sequences a step; micro-batches a step, so that gradients and counts add up over them

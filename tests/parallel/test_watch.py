@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from ranks import PRELOAD
 
-from training.distributed import processes
-from training.watch import Watch, guarded
+from training.parallel.processes import processes
+from training.parallel.watch import Watch, guarded
 
 
 def loop(rank: int, port: int, victim: int, how: str, folder: str) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.parallel.models import whole
-from training.data import Batch
-from training.layout import initialise
+from training.checkpoint.layout import initialise
+from training.data.batch import Batch
 from training.model.decoder import Decoder
 from upcycle.spec import DenseSpec, MoESpec
 

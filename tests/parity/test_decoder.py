@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.parity import test_targets_parity as parity
 from tests.parity import tiny
-from training import layout
-from training.layout import Origin
+from training.checkpoint import layout
+from training.checkpoint.layout import Origin
 from training.model.decoder import Decoder
 from training.model.loss import linear_cross_entropy
 from upcycle.__main__ import main

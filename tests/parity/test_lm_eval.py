@@ -24,11 +24,11 @@ from evaluation import results, tasks
 from evaluation.__main__ import main
 from evaluation.offline import Splits
 from evaluation.run import EvalConfig, evaluate_live, metric_name, numbers, run
-from training import layout
 from training.__main__ import main as train
-from training.mesh import MeshConfig, ParallelMesh
+from training.checkpoint import layout
+from training.data.prepare import main as prepare
 from training.model.decoder import Decoder
-from training.prepare import main as prepare
+from training.parallel.mesh import MeshConfig, ParallelMesh
 from upcycle.__main__ import main as upcycle
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -149,7 +149,7 @@ def test_every_suite_gives_lm_evals_numbers(
                 assert item.text == answers[0]
                 continue
             pairs = [answer if isinstance(answer, tuple) else (answer, None) for answer in answers]
-            # float32, and 1,500 tokens before the answer; in float64 each request is exact (tests/unit/test_lm.py)
+            # float32, and 1,500 tokens before the answer; in float64 each request is exact (tests/unit/evaluation/test_lm.py)
             assert item.logprobs == pytest.approx([a for a, _ in pairs], rel=2e-6, abs=1e-4)
             assert item.greedy == tuple(b for _, b in pairs if b is not None)
 

@@ -11,8 +11,8 @@ import torch
 from evaluation import compare, results
 from evaluation.results import Item
 from tests.parity.test_stories import STORIES, convert
-from tests.unit.test_compare import task, write
-from training import layout
+from tests.unit.evaluation.test_compare import task, write
+from training.checkpoint import layout
 from training.model.decoder import Decoder
 from upcycle import text
 

@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.parity import tiny
 from upcycle import convert as converting
-from upcycle import routers, size
+from upcycle import job, routers, size
 from upcycle.__main__ import main
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, read
-from upcycle.convert import Worker, convert
+from upcycle.convert import convert
+from upcycle.job import Worker
 from upcycle.make import Maker
 from upcycle.plan import Recipe, UpcyclePlan, build
 
@@ -252,7 +253,7 @@ def test_a_failure_in_a_late_shard_stops_the_early_ones(
 def test_a_process_that_was_killed_or_never_came_is_not_waited_for(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(converting, "PATIENCE", 0.5)
+    monkeypatch.setattr(job, "PATIENCE", 0.5)
     with pytest.raises(ValueError, match="rank-1 of 2 stopped: it is not running"):
         convert(*shared_job(llama, tmp_path / "moe"), Worker(0, 2), quiet=True)
 
@@ -260,7 +261,7 @@ def test_a_process_that_was_killed_or_never_came_is_not_waited_for(
 def test_a_process_that_failed_before_rank_0_began_is_noticed(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(converting, "PATIENCE", 0.5)
+    monkeypatch.setattr(job, "PATIENCE", 0.5)
     (tmp_path / "moe.partial" / ".upcycle").mkdir(parents=True)
     (tmp_path / "moe.partial" / ".upcycle" / "rank-1.failed").write_text("its disk is full")
     with pytest.raises(ValueError, match="rank-1 of 2 stopped: its disk is full"):
@@ -292,7 +293,7 @@ def test_a_process_that_comes_when_all_is_done_is_content(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looked for the output just before rank 0, which found every shard there, renamed the folder."""
-    monkeypatch.setattr(converting, "PATIENCE", 0.5)
+    monkeypatch.setattr(job, "PATIENCE", 0.5)
     folder = convert(*shared_job(llama, tmp_path / "moe"), quiet=True)
     monkeypatch.setattr(converting, "complete", lambda *_: False)
     assert convert(*shared_job(llama, tmp_path / "moe"), Worker(1, 2), quiet=True) == folder

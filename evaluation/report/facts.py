@@ -1,0 +1,260 @@
+"""What a report knows: everything that lies in the given folders, read once, and the sentences that follow from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evaluation import compare, results
+from evaluation.compare import Comparison, Difference, Losses, is_share, number, signed
+from evaluation.results import Item, Run
+from training.config import ModelConfig, upcycle_config
+from training.observe import plots
+from training.observe.metrics import FILE as METRICS
+from upcycle import card, plan
+from upcycle.checkpoint import Checkpoint
+from upcycle.config import UpcycleConfig, build
+from upcycle.convert import MANIFEST
+from upcycle.inspect import read_manifest
+
+HEADLINES = 3  # that have a sentence each; of more, one says how many went which way
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Score:
+    name: str
+    title: str
+    metric: str
+    higher_is_better: bool
+    headline: bool
+    items: int
+    value: float
+    low: float  # 95 % bootstrap interval over items
+    high: float
+    chance: float | None  # of guessing among the choices
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the page says."""
+
+    title: str
+    made: str
+    models: tuple[Run, ...] = ()
+    scores: dict[str, list[Score]] = field(default_factory=dict)  # by model
+    comparisons: tuple[Comparison, ...] = ()
+    runs: tuple[plots.Run, ...] = ()
+    settings: dict[str, Rows] = field(default_factory=dict)  # of training runs
+    losses: Losses | None = None
+    routing: dict[str, dict[str, Any]] = field(default_factory=dict)  # by checkpoint
+    plans: dict[str, Rows] = field(default_factory=dict)
+
+
+# ---- what there is
+
+
+def gather(paths: Sequence[str], title: str) -> Facts:
+    evaluated, trained, made, routed = sorted_out(paths)
+    runs = plots.read_runs(trained) if trained else []
+    in_common = len(runs) > 1 and set.intersection(*(set(run.keys(plots.VALID)) for run in runs))
+    return Facts(
+        title=title,
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        models=tuple(results.load(folder) for folder in evaluated),
+        scores={results.load(folder).model.name: scores(folder) for folder in evaluated},
+        comparisons=tuple(compare.compare(evaluated)) if len(evaluated) > 1 else (),
+        runs=tuple(runs),
+        settings={run.name: settings(folder) for run, folder in zip(runs, trained, strict=True)},
+        losses=compare.compare_losses(trained) if in_common else None,
+        routing=named(routed),
+        plans={folder.name: rows for folder in made if (rows := plan_rows(folder))},
+    )
+
+
+def sorted_out(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[Path], list[Path]]:
+    """(evaluated, trained, planned, routed)"""
+    evaluated: list[Path] = []
+    trained: list[Path] = []
+    made: list[Path] = []
+    routed: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_file() and path.suffix == ".json":
+            routed.append(path)
+            continue
+        kinds = {"run.json": evaluated, METRICS: trained, MANIFEST: made}
+        there = [name for name in kinds if (path / name).is_file()]
+        if not there:
+            raise ValueError(
+                f"{path} is nothing that a report shows; give folders with {', '.join(kinds)}, or the file of "
+                "`python -m evaluation routing`"
+            )
+        for name in there:
+            kinds[name].append(path)
+        if METRICS in there:
+            made.append(path)  # it may have upcycled as it loaded
+    return evaluated, trained, made, routed
+
+
+def named(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        value = json.loads(file.read_text())
+        if not isinstance(value, dict) or value.get("kind") != "routing":
+            raise ValueError(f"{file} is not a file of `python -m evaluation routing`; make it with that")
+        name = Path(value["checkpoint"]).name
+        found[name if name not in found else f"{name} ({file.stem})"] = value
+    return found
+
+
+def scores(folder: Path) -> list[Score]:
+    run, by_task = results.load(folder), dict[str, list[Item]]()
+    for item in results.items(folder):
+        by_task.setdefault(item.task, []).append(item)
+    found = []
+    parts: list[tuple[results.Group | results.Task, tuple[str, ...], bool]] = [
+        *((group, group.tasks, not compare.is_inner(group, run)) for group in run.groups.values()),
+        *((task, (task.name,), not task.groups) for task in run.tasks.values()),
+    ]
+    for part, tasks, headline in parts:
+        pairs = [(item, item) for task in tasks for item in by_task.get(task, [])]
+        if metric := compare.judged_by(part.metrics, pairs):
+            higher = run.tasks[tasks[0]].higher_is_better.get(metric, True)
+            found.append(score(part.name, part.title, metric, higher, headline, pairs))
+    return found
+
+
+def score(
+    name: str, title: str, metric: str, higher: bool, headline: bool, pairs: Sequence[tuple[Item, Item]]
+) -> Score:
+    a_N, _, unit_N, value = compare.arrays(metric, pairs)
+    nothing = float(value(np.zeros(1))[0])  # a difference to nothing, so that one interval does for both
+    low, high = compare.bootstrap(np.zeros_like(a_N), a_N, unit_N, value, f"{name} {metric}")
+    guess = [1 / len(item.choices) for item, _ in pairs if len(item.choices) > 1]
+    chance = sum(guess) / len(guess) if metric.startswith("acc") and len(guess) == len(pairs) else None
+    return Score(
+        name, title, metric, higher, headline, len(pairs), float(value(a_N.sum() / unit_N.sum())), low + nothing,
+        high + nothing, chance,
+    )  # fmt: skip
+
+
+def plan_rows(folder: Path) -> Rows:
+    """The table that `upcycle plan` prints, or what is left of it where the dense model is not at hand."""
+    config = planned(folder)
+    if config is None:
+        return []
+    try:
+        with ExitStack() as stack:
+            sources = [config.source or config.donors[0], *config.donors]
+            return list(card.rows(plan.build(config, [stack.enter_context(Checkpoint.open(name)) for name in sources])))
+    except (ValueError, OSError) as error:
+        stated = [(name, str(value)) for name, value in asdict(config).items() if name not in ("mesh", "output")]
+        return [*stated, ("note", f"sizes are left out: {' '.join(str(error).split())}")]
+
+
+def planned(folder: Path) -> UpcycleConfig | None:
+    if manifest := read_manifest(folder):
+        return build(UpcycleConfig, manifest["config"])
+    model = run_config(folder).get("model", {})
+    return upcycle_config(ModelConfig(upcycle=model["upcycle"])) if model.get("upcycle") else None
+
+
+def run_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def settings(folder: Path) -> Rows:
+    """What a training run was, in a few lines."""
+    config = run_config(folder)
+    if not config:
+        return []
+    model, data, schedule = config["model"], config["data"], config["schedule"]
+    return [
+        ("model", model["source"] or f"upcycled as it was loaded from {planned(folder) and planned(folder).source}"),  # type: ignore[union-attr]
+        ("steps", f"{config['steps']:,} of {config['batch']} sequences of {data['sequence']} tokens"),
+        ("learning rate", f"{schedule['peak']:g} to {schedule['final']:g}, {schedule['warmup']} steps of warm-up"),
+        ("compute", f"{model['compute']}, experts {model['experts']}, seed {config['seed']}"),
+    ]
+
+
+# ---- what it says
+
+
+def verdicts(facts: Facts) -> list[str]:
+    said = [sentence for found in facts.comparisons for sentence in verdict(found)]
+    return said + (list(loss_sentences(facts.losses)) if facts.losses else [])
+
+
+def verdict(found: Comparison) -> Iterator[str]:
+    headlines, (a, b) = [d for d in found.differences if d.headline], (found.a.name, found.b.name)
+    if len(headlines) <= HEADLINES:
+        yield from (sentence(found, d) for d in headlines)
+    else:
+        kinds = {"better": "better on", "worse": "worse on", "no difference shown": "not shown to differ on"}
+        titles = {words: [d.title for d in headlines if d.verdict == kind] for kind, words in kinds.items()}
+        said = (f"{words} {len(some)} ({', '.join(some)})" for words, some in titles.items() if some)
+        yield f"Of {len(headlines)} headlines, {b} beside {a} is {'; '.join(said)}."
+    if found.flips:
+        gained = sum(f.gained for f in found.flips)
+        yield f"{gained:,} items that {a} had wrong are right, {len(found.flips) - gained:,} the other way round."
+    elif any(d.only_a is not None for d in found.differences):
+        yield f"No item flipped between {a} and {b}."
+
+
+def sentence(found: Comparison, d: Difference) -> str:
+    unit = " %" if is_share(d.metric) else f" {d.metric.replace('_', ' ')}"
+    judged = {"better": "better than", "worse": "worse than"}.get(d.verdict, "not shown to differ from")
+    return (
+        f"{found.b.name} is {judged} {found.a.name} on {d.title}: "
+        f"{number(d.a, d.metric)} to {number(d.b, d.metric)}{unit} ({signed(d.difference, d.metric)}, 95 % interval "
+        f"{signed(d.low, d.metric)} to {signed(d.high, d.metric)}, p {compare.p_text(d.p_holm)})."
+    )
+
+
+def loss_sentences(losses: Losses) -> Iterator[str]:
+    for title, by_run in (("tokens", losses.at_equal_tokens), ("FLOPs", losses.at_equal_flops)):
+        for name, rows in by_run.items():
+            lower = sum(row.difference < 0 for row in rows)
+            yield (
+                f"At equal {title}, the validation loss of {name} is lower than that of {losses.runs[0]} on {lower} of "
+                f"{len(rows)} sets; mean {mean(r.a for r in rows):.4f} to {mean(r.b for r in rows):.4f} nats a token. "
+                "One run each, so without an interval."
+            )
+
+
+def mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+# ---- where it is from
+
+
+def provenance(run: Run) -> Rows:
+    m = run.model
+    rows = [
+        ("model", f"{m.source}{'' if m.step is None else f', step {m.step}'}: {m.kind}, {m.dtype}"),
+        ("parameters", f"{card.human(m.parameters)}, {card.human(m.active)} active"),
+        ("weights", m.fingerprint),
+        ("command", run.command),
+        ("options", ", ".join(f"{k}={v}" for k, v in run.options.items())),
+        ("versions", ", ".join(f"{k} {v}" for k, v in run.versions.items())),
+        ("started", f"{run.started}, took {run.seconds:,.1f} s"),
+        ("work", ", ".join(f"{k.replace('_', ' ')} {v:,.6g}" for k, v in run.work.items())),
+        *(("note", note) for note in run.notes),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def routed(found: dict[str, Any]) -> Rows:
+    tokens = ", ".join(f"{name} {count:,}" for name, count in found["tokens"].items())
+    start = [("compared with", found["start"])] if found.get("start") else []
+    return [("model", found["checkpoint"]), ("tokens", tokens), *start]

@@ -1,0 +1,327 @@
+"""The page itself: sections of facts.Facts as HTML, drawn by draw.py, dressed by page.css."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from evaluation import compare
+from evaluation.compare import Losses, is_share, number, signed
+from evaluation.report import draw
+from evaluation.report.draw import Curve, Mark, Row
+from evaluation.report.facts import Facts, Rows, mean, provenance, routed, verdicts
+from training.observe import plots
+
+EXAMPLES = 12  # flipped items shown
+SHOWN_PAIRS = 3  # layers whose pairs of experts are drawn
+RATIOS = {0: "≤ ¼", 2: "½", 4: "1", 6: "2", 8: "≥ 4"}  # what the colours of draw.diverging mean
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+class Palette(dict[str, int]):
+    """A name -> its series, the same in every picture."""
+
+    def __missing__(self, name: str) -> int:
+        self[name] = len(self)
+        return self[name]
+
+
+def page(facts: Facts) -> str:
+    color = Palette()
+    names = list(dict.fromkeys([*facts.scores, *(run.name for run in facts.runs)]))
+    for name in names:
+        color[name]
+    parts = [
+        scores_section(facts, color),
+        differences_section(facts, color),
+        flips_section(facts),
+        loss_section(facts, color),
+        routing_section(facts, color),
+        plan_section(facts),
+        provenance_section(facts),
+    ]
+    style = Path(__file__).with_name("page.css").read_text()
+    said = "".join(f"<li>{escape(minus(sentence))}</li>" for sentence in verdicts(facts))
+    by = "; ".join([", ".join(names or facts.routing), facts.made])
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<title>{escape(facts.title)}</title><style>\n{style}</style></head><body>"
+        f'<header><h1>{escape(facts.title)}</h1><p class="by">{escape(by)}</p>'
+        f'<div class="tiles">{"".join(tiles(facts))}</div><ul class="verdict">{said}</ul></header>'
+        f"<main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def minus(text: str) -> str:
+    """A hyphen before a digit is too short for a minus."""
+    return draw.HYPHEN.sub("−", text)
+
+
+def tiles(facts: Facts) -> Iterator[str]:
+    for found in facts.comparisons:
+        headlines = sorted((d for d in found.differences if d.headline), key=lambda d: d.p)
+        for d in headlines[:2]:  # the surest ones, whichever way they point
+            unit = "points" if is_share(d.metric) else d.metric.replace("_", " ")
+            values = f"{found.a.name} {number(d.a, d.metric)}, {found.b.name} {number(d.b, d.metric)}"
+            about = f"{d.title}, {found.b.name} − {found.a.name}"
+            kind = {"better": "good", "worse": "bad"}.get(d.verdict, "")
+            yield draw.tile(about, minus(signed(d.difference, d.metric)), f"{unit}, {d.verdict}; {values}", kind)
+    if facts.losses:
+        for title, by_run in (("tokens", facts.losses.at_equal_tokens), ("FLOPs", facts.losses.at_equal_flops)):
+            for name, rows in list(by_run.items())[:1]:
+                change = mean(row.difference for row in rows)
+                lower = f"nats a token; lower on {sum(r.difference < 0 for r in rows)} of {len(rows)} sets"
+                kind = "good" if change < 0 else "bad" if change > 0 else ""
+                about = f"Loss at equal {title}, {name} − {facts.losses.runs[0]}"
+                yield draw.tile(about, minus(f"{change:+.4f}"), lower, kind)
+    for name, measured in list(facts.routing.items())[-1:]:
+        layers = measured["layers"]
+        fullest, unused = max(row["max_over_mean"] for row in layers), sum(row["unused"] for row in layers)
+        about = f"the mean load, in the worst layer; {unused} of {measured['experts'] * len(layers)} experts unused"
+        yield draw.tile(f"Fullest expert, {name}", f"{fullest:.2f}×", about)
+
+
+# ---- scores
+
+
+def panels(found: Iterable[Any]) -> dict[tuple[str, bool], list[Any]]:
+    """By what can share an axis, per cent or one metric; headlines apart from their parts."""
+    out: dict[tuple[str, bool], list[Any]] = {}
+    for one in found:
+        unit = "per cent" if is_share(one.metric) else one.metric.replace("_", " ")
+        out.setdefault((unit, one.headline), []).append(one)
+    return out
+
+
+def panel(headline: bool, count: int, title: str, picture: str) -> str:
+    """Headlines are open, their parts are folded."""
+    open_ = f'<p class="unit">{escape(title)}</p>{picture}'
+    return open_ if headline else draw.folded(f"{count} parts; {title}", picture)
+
+
+def scores_section(facts: Facts, color: Palette) -> str:
+    if not facts.scores:
+        return ""
+    models, body = list(facts.scores), ""
+    by_name = {model: {(s.name, s.metric): s for s in mine} for model, mine in facts.scores.items()}
+    for (unit, headline), some in panels(facts.scores[models[0]]).items():
+        rows = []
+        for s in some:
+            there = [(model, by_name[model].get((s.name, s.metric))) for model in models]
+            marks = [Mark(color[model], t.value, t.low, t.high, ranged(t, t.value, number)) for model, t in there if t]
+            rows.append(Row(s.title, f"{s.metric.replace('_', ' ')}, {s.items:,} items", marks, chance=s.chance))
+        title = f"{unit}, {better(some[0].higher_is_better)}"
+        body += panel(headline, len(rows), title, draw.forest(rows, axis_text(some[0].metric)))
+    return draw.section(
+        "Scores",
+        "Each model on its own: a dot is the score, its bar the 95 % interval over items (bootstrap). A dotted line is "
+        "what guessing gives. Bars that overlap may still hide a difference; the next section looks at pairs.",
+        draw.legend({model: color[model] for model in models}) + body,
+    )
+
+
+def differences_section(facts: Facts, color: Palette) -> str:
+    body = ""
+    for found in facts.comparisons:
+        body += f"<h3>{escape(found.b.name)} − {escape(found.a.name)}</h3>"
+        for (unit, headline), some in panels(found.differences).items():
+            rows = []
+            for d in some:
+                said, faded = ranged(d, d.difference, signed), d.verdict == "no difference shown"
+                won = "" if d.only_a is None else f", {d.only_b:,} won, {d.only_a:,} lost"
+                mark = Mark(color[found.b.name], d.difference, d.low, d.high, said, faded)
+                note = f"p {compare.p_text(d.p_holm)}; {d.verdict}"
+                rows.append(Row(d.title, f"{d.items:,} items{won}", [mark], note))
+            title = f"{'points' if unit == 'per cent' else unit}, {better(some[0].higher_is_better)}"
+            body += panel(headline, len(rows), title, draw.forest(rows, axis_text(some[0].metric), zero=True))
+    counts = [sum(d.headline == h for c in facts.comparisons for d in c.differences) for h in (True, False)]
+    return draw.section(
+        "Differences",
+        "Item by item: both models answered the same items, so what the items have in common cancels. Bars are 95 % "
+        f"intervals of {compare.DRAWS:,} bootstrap draws. p: exact McNemar where an item is right or wrong, random "
+        f"exchanges where it is not; corrected by Holm for {counts[0]} headline and {counts[1]} part comparisons. Pale "
+        "is what chance could be.",
+        body,
+    )
+
+
+def ranged(of: Any, middle: float, form: Callable[[float, str], str]) -> str:
+    return minus(f"{form(middle, of.metric)} ({form(of.low, of.metric)} to {form(of.high, of.metric)})")
+
+
+def better(higher: bool) -> str:
+    return "higher is better" if higher else "lower is better"
+
+
+def axis_text(metric: str) -> draw.Format:
+    return (lambda v: minus(f"{100 * v:.3g}")) if is_share(metric) else (lambda v: minus(f"{v:.4g}"))
+
+
+def flips_section(facts: Facts) -> str:
+    body = ""
+    for found in facts.comparisons:
+        if not found.flips:
+            continue
+        rows, gained = [], sum(f.gained for f in found.flips)
+        for f in found.flips[:EXAMPLES]:
+            item, said = f"{f.task.replace('_', ' ')} {f.doc}", compare.apart((f.target, f.a if f.gained else f.b))
+            rows.append(("won" if f.gained else "lost", item, *said, minus(f"{f.swing:+.2f}")))
+        title = f"{found.b.name}: {gained:,} won, {len(found.flips) - gained:,} lost"
+        head = ("", "item", "right", "wrong answer", "swing")
+        body += f"<h3>{escape(title)}</h3>{draw.table(head, rows)}"
+    return draw.section(
+        "What flipped",
+        "Items that one model has right and the other wrong, those first where the right choice moved most against the "
+        "best wrong one (swing, in nats of log-probability).",
+        body,
+    )
+
+
+# ---- loss
+
+
+def loss_section(facts: Facts, color: Palette) -> str:
+    if not facts.runs:
+        return ""
+    training, by_tokens, by_flops = [], [], []
+    for run in facts.runs:
+        x, y = run.points("loss")
+        training.append(Curve(run.name, color[run.name], x, plots.smoothed(y), faint=y))
+        x, y = mean_validation(run)
+        by_tokens.append(Curve(run.name, color[run.name], x, y, dots=True))
+        if rate := compare.flops_per_token(run):
+            by_flops.append(Curve(run.name, color[run.name], [rate * tokens for tokens in x], y, dots=True))
+    pictures = [
+        draw.curves("Training loss", "nats a token", "tokens", training),
+        draw.curves("Validation, mean", "nats a token", "tokens", by_tokens),
+        draw.curves("Validation, mean", "nats a token", "FLOPs of continued training", by_flops),
+    ]
+    domains = sorted({name for run in facts.runs for name in run.keys(plots.VALID)})
+    for name in domains if len(domains) > 1 else ():
+        found = [run for run in facts.runs if name in run.keys(plots.VALID)]
+        lines = [Curve(run.name, color[run.name], *run.points(f"valid/{name}/loss"), dots=True) for run in found]
+        pictures.append(draw.curves(name, "validation, nats a token", "tokens", lines))
+    body = (
+        draw.legend({run.name: color[run.name] for run in facts.runs})
+        + f'<div class="charts">{"".join(pictures)}</div>'
+    )
+    return draw.section(
+        "Loss",
+        "A pale line is each logged interval, the strong one over it is smoothed. Dots are validations. "
+        "↑: the first steps lie above the frame.",
+        body + (loss_tables(facts.losses) if facts.losses else ""),
+    )
+
+
+def mean_validation(run: plots.Run) -> tuple[list[float], list[float]]:
+    """Over the sets, where they were looked at together."""
+    points = [run.points(key) for key in run.keys(plots.VALID).values()]
+    if not points or any(x != points[0][0] for x, _ in points):
+        return [], []
+    return points[0][0], [mean(values) for values in zip(*(y for _, y in points), strict=True)]
+
+
+def loss_tables(losses: Losses) -> str:
+    """Both points side by side."""
+    tables = ""
+    for title, by_run, at in (
+        ("equal tokens", losses.at_equal_tokens, f"{draw.short(losses.tokens)} tokens each"),
+        ("equal FLOPs", losses.at_equal_flops, f"{draw.short(losses.flops or 0)} FLOPs each"),
+    ):
+        for name, rows in by_run.items():
+            cells = [(r.domain, f"{r.a:.4f}", f"{r.b:.4f}", minus(f"{r.difference:+.4f}")) for r in rows]
+            tables += draw.figure(f"At {title}", at, draw.table(["set", losses.runs[0], name, "difference"], cells))
+    note = (
+        "One run each, so there is no interval: another seed would give other digits. Between two validations the loss "
+        "is taken on the straight line. FLOPs are those of continued training alone."
+    )
+    return f'<div class="tables">{tables}</div><p class="note">{note}</p>'
+
+
+# ---- experts
+
+Measure = Callable[[dict[str, Any]], float | None]
+MEASURES: tuple[tuple[str, str, Measure, bool], ...] = (  # title, unit, of a layer, from zero
+    ("Fullest expert", "its load / the mean", lambda row: row["max_over_mean"], False),
+    ("Entropy of the load", "1: balance", lambda row: row["entropy"], False),
+    ("Domain specialisation", "0: none, 1: whole", lambda row: row["specialisation"], True),
+    ("Whole virtual groups", "share of tokens", lambda row: row.get("whole_groups"), True),
+    ("Every part held", "share of tokens", lambda row: row.get("every_part"), True),
+    ("Copies apart", "|expert − mean| / |mean|", lambda row: mean(row["spread"]), True),
+    ("Experts moved", "|now − start| / |start|", lambda row: mean(row["moved"]) if "moved" in row else None, True),
+)
+
+
+def routing_section(facts: Facts, color: Palette) -> str:
+    if not facts.routing:
+        return ""
+    charts = []
+    for title, unit, get, zero in MEASURES:
+        lines = []
+        for name, found in facts.routing.items():
+            values = [value for row in found["layers"] if (value := get(row)) is not None]
+            if len(values) == len(found["layers"]):
+                lines.append(Curve(name, color[name], [row["layer"] for row in found["layers"]], values, dots=True))
+        charts.append(draw.curves(title, unit, "layer", lines, y_zero=zero))
+    body = draw.legend({name: color[name] for name in facts.routing}) + f'<div class="charts">{"".join(charts)}</div>'
+    if any(found["granularity"] > 1 for found in facts.routing.values()):
+        chances = ", ".join(f"{f['chance_of_whole_groups']:.2g} in {name}" for name, f in facts.routing.items())
+        body += f'<p class="note">Experts drawn at random are whole groups this often: {escape(chances)}.</p>'
+    return draw.section(
+        "Experts",
+        "How the routers use the experts on text of each domain, and how far the experts have come from the dense FFN "
+        "that they are copies of. Nothing is dropped and nothing is padded here.",
+        body + "".join(expert_maps(name, found) for name, found in facts.routing.items()),
+    )
+
+
+def expert_maps(name: str, found: dict[str, Any]) -> str:
+    layers, parts = [str(row["layer"]) for row in found["layers"]], found["granularity"]
+    body = f"<h3>{escape(name)}: {found['experts']} experts, top-{found['top_k']}</h3>"
+    body += draw.scale("h", RATIOS, "load of an expert / mean load") + '<div class="charts">'
+    for domain, table in found["load"].items():
+        unit = f"{found['tokens'][domain]:,} tokens; rows are layers"
+        body += draw.heat(domain, unit, table, layers, draw.diverging, "h", parts)
+    body += "</div>"
+    if drawn := [i for i, table in enumerate(found["together"]) if table]:
+        experts = [str(i) for i in range(found["experts"])]
+        body += draw.scale("h", RATIOS, "chosen together / if choices were independent") + '<div class="charts">'
+        for i in sorted({drawn[round(n * (len(drawn) - 1) / (SHOWN_PAIRS - 1))] for n in range(SHOWN_PAIRS)}):
+            title = f"Pairs in layer {layers[i]}"
+            body += draw.heat(title, "expert by expert", found["together"][i], experts, draw.diverging, "h", parts)
+        body += "</div>"
+    else:  # too many experts to draw each pair: the strongest one of each layer
+        pairs = [(row["layer"], *row["pairs"][0]) for row in found["layers"] if row["pairs"]]
+        rows = [(f"layer {layer}", f"{i} and {j}", f"{lift:.1f} times") for layer, i, j, lift in pairs]
+        body += draw.table(("", "most often together", "as often as if independent"), rows) if rows else ""
+    moved = [row["moved"] for row in found["layers"] if "moved" in row]
+    if (highest := max((value for row in moved for value in row), default=0.0)) > 0:
+        body += draw.scale("q", {0: "0", 8: f"{highest:.2g}"}, "|expert − what it was| / |what it was|")
+        picture = draw.heat(
+            "How far each moved", "rows are layers", moved, layers, draw.sequential(highest), "q", parts
+        )
+        body += f'<div class="charts">{picture}</div>'
+    return body
+
+
+# ---- where from
+
+
+def plan_section(facts: Facts) -> str:
+    body = "".join(f"<h3>{escape(name)}</h3>{draw.pairs(rows)}" for name, rows in facts.plans.items())
+    return draw.section("The plan", "How the dense model became a mixture of experts.", body)
+
+
+def provenance_section(facts: Facts) -> str:
+    body = "".join(f"<h3>{escape(title)}</h3>{draw.pairs(rows)}" for title, rows in sources(facts).items())
+    return draw.section("Where the numbers come from", "Enough to make them again.", body)
+
+
+def sources(facts: Facts) -> dict[str, Rows]:
+    found = {f"{run.model.name}, {run.suite}": provenance(run) for run in facts.models}
+    found |= {f"{name}, training": rows for name, rows in facts.settings.items() if rows}
+    return found | {f"{name}, routing": routed(measured) for name, measured in facts.routing.items()}

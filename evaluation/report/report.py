@@ -1,0 +1,88 @@
+"""One page that shows what came of it: scores, differences, losses, how experts are used, the plan, where it is from.
+
+    python -m evaluation report results/dense results/moe runs/dense runs/moe routing.json moe/ output=report.html
+
+Each path is what it is found to be: a folder of `evaluation run` (run.json), of `training` (metrics.jsonl), of `upcycle
+convert` (upcycle.json), or a file of `evaluation routing`; a folder may be two of these. The first of a kind is what
+the others are compared with. Beside report.html come report.md and report.json with the same numbers.
+
+The page stands alone: no script, no font, no picture is fetched, and a policy in its head forbids it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from evaluation import compare, routing
+from evaluation.compare import is_share, number
+from evaluation.report.facts import Facts, gather, verdicts
+from evaluation.report.page import page, sources
+from upcycle.config import read
+from upcycle.disk import write_atomic
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    output: str = "report.html"
+    title: str = "Upcycling report"
+
+
+# ---- the same as Markdown and JSON
+
+
+def markdown(facts: Facts) -> str:
+    lines = [f"# {facts.title}", "", facts.made, "", *(f"- {said}" for said in verdicts(facts)), ""]
+    for name, mine in facts.scores.items():
+        lines += [f"## Scores of {name}", "", "| | metric | items | score | 95 % interval |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {s.title} | {s.metric}{' %' * is_share(s.metric)} | {s.items:,} | {number(s.value, s.metric)} | "
+            f"{number(s.low, s.metric)} to {number(s.high, s.metric)} |"
+            for s in mine
+        ] + [""]
+    for found in facts.comparisons:
+        lines += [f"## {found.b.name} beside {found.a.name}", "", compare.table(found), ""]
+    if facts.losses:
+        lines += ["## Loss", "", compare.loss_table(facts.losses), ""]
+    for name, measured in facts.routing.items():
+        lines += [f"## Experts of {name}", "", "```", routing.table(measured), "```", ""]
+    sections = {f"Plan of {name}": rows for name, rows in facts.plans.items()}
+    for title, rows in (sections | sources(facts)).items():
+        cells = (f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows)
+        lines += [f"## {title}", "", "| | |", "|---|---|", *cells, ""]
+    return "\n".join(lines)
+
+
+def as_json(facts: Facts) -> dict[str, Any]:
+    """Strict JSON: what is no number is null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(k): plain(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(v) for v in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    found: dict[str, Any] = plain({"verdicts": verdicts(facts), **asdict(facts)})
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    paths = [word for word in words if "=" not in word]
+    config = read(ReportConfig, "", [word for word in words if "=" in word])
+    if not paths:
+        raise ValueError("report needs something to show: report RESULTS ... RUN ... routing.json [output=report.html]")
+    output = Path(config.output)
+    if output.suffix != ".html":
+        raise ValueError(f"output={config.output} must end in .html; its .md and .json come beside it")
+    facts = gather(paths, config.title)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(output.with_suffix(".json"), (json.dumps(as_json(facts), allow_nan=False) + "\n").encode())
+    write_atomic(output.with_suffix(".md"), markdown(facts).encode())
+    write_atomic(output, page(facts).encode())
+    print("\n".join([*verdicts(facts), str(output)]))
+    return 0

@@ -1,0 +1,248 @@
+"""The page says what the numbers say, stands alone, and gives nobody's text the power to be markup."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation.report import draw, facts, report
+from evaluation.report.draw import Curve, Mark, Row
+from evaluation.results import Run, items, load, save
+from tests.parity import tiny
+from tests.unit.evaluation.test_compare import chosen, log, model, subjects, task, text, write
+from upcycle.__main__ import main as upcycle
+
+EVIL = '<script>alert("1")</script>'
+
+
+class Tags(HTMLParser):
+    """Every tag is closed in order; what is read from elsewhere is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.fetched += [
+            str(value) for name, value in attrs if name in ("src", "href", "srcset", "xlink:href", "action")
+        ]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.getpos() and self.open:
+            assert self.open.pop() == tag, (tag, self.getpos())
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+
+def routed(folder: Path, name: str = "moe") -> Path:
+    """As routing.py writes it: two layers of four experts, two domains."""
+    row: dict[str, Any] = {
+        "max_over_mean": 1.5, "entropy": 0.9, "unused": 1, "router_entropy": 0.8, "specialisation": 0.1, "spread": [0.1] * 4,
+        "pairs": [], "moved": [0.1, 0.2, 0.3, 0.4], "router_moved": 0.1, "whole_groups": 0.5, "every_part": 0.6,
+    }  # fmt: skip
+    found = {
+        "kind": "routing", "experts": 4, "top_k": 2, "granularity": 2, "chance_of_whole_groups": 1 / 3, "checkpoint": name, "start": "",
+        "layers": [{"layer": 1} | row, {"layer": 3} | row], "tokens": {"code": 100, "law": 200},
+        "load": {"code": [[1, 1, 0, 2], [1, 1, 1, 1]], "law": [[4, 0.1, 0.2, 0.3], [1, 1, 1, 1]]},
+        "together": [[[None, 1, 2, 0.5], [1, None, 1, 1], [2, 1, None, 1], [0.5, 1, 1, None]]] * 2,
+    }  # fmt: skip
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(found))
+    return path
+
+
+@pytest.fixture
+def all_of_it(tmp_path: Path) -> list[str]:
+    """Two runs of a suite, two trainings, one routing: y flips five up and one down in x."""
+    rights = {"x": [0] * 20, "y": [1] * 10}
+    a = subjects(tmp_path / "dense", {"x": [0] * 10 + [1] * 10, "y": [1, 2] * 5}, rights)
+    b = subjects(tmp_path / "moe", {"x": [1] + [0] * 14 + [1] * 5, "y": [1, 2] * 5}, rights)
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    dense = log(runs / "dense", 10.0, {0: 5.0, 10: 4.0, 20: 3.0})
+    moe = log(runs / "moe", 20.0, {0: 5.0, 10: 3.5, 30: 1.5})
+    return [*map(str, (a, b, dense, moe)), str(routed(tmp_path))]
+
+
+def made(tmp_path: Path, paths: list[str], *words: str) -> tuple[str, str, dict[str, Any]]:
+    out = tmp_path / "out" / "report.html"
+    assert report.main([*paths, f"output={out}", *words]) == 0
+    strict = json.loads(out.with_suffix(".json").read_text(), parse_constant=pytest.fail)
+    return out.read_text(), out.with_suffix(".md").read_text(), strict
+
+
+def words_of(page: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page[page.index("<body>") :]))
+
+
+# ---- the page
+
+
+def test_the_page_says_what_the_numbers_say(tmp_path: Path, all_of_it: list[str]) -> None:
+    page, markdown, data = made(tmp_path, all_of_it, "title=Tiny")
+    said = words_of(page)
+    for words in (
+        "moe is not shown to differ from dense on All: 50.00 to 63.33 % (+13.33, 95 % interval",
+        "5 items that dense had wrong are right, 1 the other way round",
+        "At equal tokens, the validation loss of moe is lower than that of dense on 1 of 1 sets; mean 3.0000 to 2.5000",
+        "At equal FLOPs, the validation loss of moe is lower than that of dense on 0 of 1 sets; mean 3.0000 to 3.5000",
+        "corrected by Holm for 1 headline and 2 part comparisons",
+    ):
+        assert words in said
+        assert words in markdown or "Holm for" in words
+    assert "Loss at equal FLOPs, moe − dense +0.5000 nats a token; lower on 0 of 1 sets" in said
+    assert "Fullest expert, moe 1.50× the mean load, in the worst layer; 2 of 8 experts unused" in said
+    assert "lost x 0 A B −2.00" in said  # A is right; moe went from A to B
+    assert "<title>Tiny</title>" in page and "print-of-moe" in said
+    assert data["comparisons"][0]["differences"][0]["only_b"] == 5
+    assert data["scores"]["moe"][0]["value"] == pytest.approx(19 / 30) and data["scores"]["moe"][0]["chance"] == 0.25
+    assert data["losses"]["at_equal_flops"]["moe"][0]["difference"] == pytest.approx(0.5)
+
+
+def test_the_page_stands_alone_and_closes_what_it_opens(tmp_path: Path, all_of_it: list[str]) -> None:
+    page = made(tmp_path, all_of_it)[0]
+    tags = Tags()
+    tags.feed(page)
+    assert not tags.open and not tags.fetched
+    assert not {"script", "link", "img", "iframe", "object", "image", "use"} & set(tags.seen)
+    assert "default-src 'none'" in page and "@import" not in page and "url(" not in page and "http://" not in page
+    assert len(tags.seen) > 300 and tags.seen.count("section") == 6  # all but the plan, which is not given
+
+
+def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
+    folder = subjects(tmp_path / "a", {"x": [0, 1]}, {"x": [0, 0]})
+    run = load(folder)
+    evil = Run(**{**vars(run), "model": model(EVIL), "command": EVIL, "options": {EVIL: EVIL}, "notes": (EVIL,)})
+    save(folder, evil, list(items(folder)))
+    bad = json.loads(routed(tmp_path).read_text())
+    bad |= {"load": {EVIL: bad["load"]["code"]}, "tokens": {EVIL: 1}, "checkpoint": "<i>"}
+    (tmp_path / "bad.json").write_text(json.dumps(bad))
+    page = made(tmp_path, [str(folder), str(tmp_path / "bad.json")], "title=</title><i>")[0]
+    assert "<script" not in page and "<i>" not in page
+    assert "&lt;script&gt;alert" in page
+
+
+def test_of_many_experts_the_strongest_pairs_are_named(tmp_path: Path) -> None:
+    found = json.loads(routed(tmp_path).read_text()) | {"together": [None, None]}
+    found["layers"][1]["pairs"] = [[0, 3, 2.51], [1, 2, 1.5]]
+    (tmp_path / "moe.json").write_text(json.dumps(found))
+    said = words_of(made(tmp_path, [str(tmp_path / "moe.json")])[0])
+    assert "layer 3 0 and 3 2.5 times" in said and "Pairs in layer" not in said
+
+
+def test_one_run_is_shown_without_comparison(tmp_path: Path) -> None:
+    texts = [text("t", i, -70.0, 100.0) for i in range(3)]
+    folder = write(tmp_path / "a", [task("t", 3, "bits_per_byte", higher=False)], texts)
+    page, _, data = made(tmp_path, [str(folder)])
+    assert "Differences" not in words_of(page) and "lower is better" in page
+    [score] = data["scores"]["a"]
+    assert score["value"] == score["low"] == score["high"] == pytest.approx(0.7 / 0.6931471805599453)
+    assert data["comparisons"] == [] and data["losses"] is None
+
+
+def test_perplexities_and_what_is_not_finite(tmp_path: Path) -> None:
+    def run(name: str, worst: float) -> str:
+        found = [
+            replace(chosen("x", i, 0, i), scores={"acc": float(i == 0), "perplexity": (-i - 1.0, 2.0)})
+            for i in range(2)
+        ]
+        broken = replace(
+            found[1], scores=found[1].scores | {"acc": float(worst < -1)}, logprobs=(-1.0, worst, worst, worst)
+        )
+        return str(write(tmp_path / name, [task("x", 2)], [found[0], broken]))
+
+    page, _, data = made(tmp_path, [run("a", -1.0), run("b", -math.inf)])
+    assert data["comparisons"][0]["flips"][0]["swing"] is None  # JSON has no infinity
+    assert "+inf" in page
+    pairs = [(item, item) for item in items(tmp_path / "a")]
+    score = facts.score("x", "x", "perplexity", False, True, pairs)
+    assert score.value == pytest.approx(math.exp(3 / 4))
+    assert (score.low, score.high) == pytest.approx(
+        (math.exp(1 / 2), math.exp(1))
+    )  # of two texts: one twice, or the other
+
+
+def test_the_plan_is_that_of_upcycle_plan_while_the_dense_model_is_there(tmp_path: Path) -> None:
+    tiny.make("llama", tmp_path / "dense")
+    assert upcycle(["convert", f"source={tmp_path / 'dense'}", f"output={tmp_path / 'moe'}", "experts=4"]) == 0
+    there = dict(facts.plan_rows(tmp_path / "moe"))
+    assert "4 routed of" in there["experts"] and there["function"].startswith("exact")
+    (tmp_path / "dense").rename(tmp_path / "elsewhere")
+    left = dict(facts.plan_rows(tmp_path / "moe"))
+    assert left["experts"] == "4" and "sizes are left out" in left["note"]
+    assert "The plan" in made(tmp_path, [str(tmp_path / "moe")])[0]
+
+
+def test_refusals_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other.json").write_text("{}")
+    cases = {
+        "is nothing that a report shows": [str(tmp_path / "empty")],
+        "is not a file of `python -m evaluation routing`": [str(tmp_path / "other.json")],
+        "report needs something to show": [],
+        "must end in .html": [str(tmp_path / "empty"), "output=x.pdf"],
+    }
+    for sentence, words in cases.items():
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            report.main(words)
+
+
+# ---- the pictures
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert draw.ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert draw.ticks(2.31, 2.62) == pytest.approx([2.4, 2.5, 2.6])
+    assert draw.ticks(-0.03, 0.011, 4) == pytest.approx([-0.02, 0, 0.02][:2])
+    assert draw.ticks(5, 5) == [5]
+
+
+def test_a_curve_falls_where_its_values_fall() -> None:
+    drawn = draw.curves("t", "u", "x", [Curve("a", 0, [0, 1, 2], [3.0, 2.0, 1.0])])
+    points = re.search(r'class="line s0" d="M(.*?)"', drawn)
+    assert points is not None
+    at = [tuple(map(int, point.split())) for point in points[1].split("L")]
+    assert [x for x, _ in at] == [0, 500, 1000]
+    assert at[0][1] < at[1][1] == 500 < at[2][1]  # SVG counts down
+    assert draw.curves("t", "u", "x", [Curve("a", 0, [], [])]) == ""
+    cut = draw.curves("t", "u", "x", [Curve("a", 0, range(21), [50.0, 40.0, *range(20, 1, -1)])])
+    assert "u ↑" in cut and 'd="M0 -' in cut and "↑" not in drawn
+    assert len(draw.thinned(Curve("a", 0, range(10_001), range(10_001))).x) <= draw.POINTS + 1
+
+
+def test_an_interval_lies_around_its_value_and_zero_is_drawn() -> None:
+    drawn = draw.forest([Row("r", "", [Mark(1, 2.0, 1.0, 4.0, "two")])], str, zero=True)
+    bar, spot, zero = (
+        re.search(pattern, drawn)
+        for pattern in (
+            r'class="bar s1" d="M([\d.]+) 6H([\d.]+)"',
+            r'class="spot s1" d="M([\d.]+) 6h0"',
+            r'class="zero" d="M(\d+) ',
+        )
+    )
+    assert bar and spot and zero
+    low, high, value, none = float(bar[1]), float(bar[2]), float(spot[1]), float(zero[1])
+    assert none < low < value < high
+    assert (value - low) / (high - low) == pytest.approx(1 / 3, abs=0.01)
+
+
+def test_a_heat_map_has_a_cell_a_number_in_its_colour() -> None:
+    assert [draw.diverging(v) for v in (0, 0.01, 0.25, 0.5, 1, 1.1, 2, 4, 99)] == [0, 0, 0, 2, 4, 4, 6, 8, 8]
+    assert [draw.sequential(2.0)(v) for v in (0, 1, 2)] == [0, 4, 8]
+    drawn = draw.heat("t", "u", [[1, 1, 4], [None, 0, 1]], ["0", "1"], draw.diverging, "h", 2)
+    cells = {level: found.count("z") for level, found in re.findall(r'class="h(\d)" d="(.*?)"', drawn)}
+    assert cells == {"0": 1, "4": 3, "8": 1}
+    assert 'class="hair" d="M2 0V2"' in drawn

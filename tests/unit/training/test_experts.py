@@ -1,0 +1,377 @@
+"""Expert backends against the loop that specifies them, and the fused activation's kernels against torch.
+
+The Triton kernels run here in Triton's interpreter, in a process of their own (it is chosen by the environment, before
+triton is imported): `TRITON_INTERPRET=1 python tests/unit/training/test_experts.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from training.experts import ExpertWeights, common, grouped, grouped_gemm, reference, transformer_engine
+from training.kernels import swiglu
+from upcycle import plugin
+from upcycle.ffn import ACTIVATIONS
+from upcycle.rng import generator
+
+HERE = [name for name in plugin.names("training.experts") if not plugin.load("training.experts", name).available()]
+EDGES = [(0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 7, 0), (3, 0, 4), (2, 2, 2)]
+Case = tuple[Tensor, Tensor, Tensor, ExpertWeights]
+Experts = Callable[[Tensor, Tensor, Tensor, ExpertWeights, str], Tensor]
+
+
+def case(
+    counts: tuple[int, ...], tail: int = 0, *, hidden: int = 8, width: int = 16, gated: bool = True, bias: bool = False,
+    dtype: torch.dtype = torch.float64, device: str = "cpu",
+) -> Case:  # fmt: skip
+    """Random rows and weights; the rows behind the last expert's are NaN, so that reading one shows."""
+    rows, e, up = sum(counts), len(counts), width * (2 if gated else 1)
+
+    def normal(*shape: int, key: str) -> Tensor:
+        return torch.randn(shape, generator=generator(0, key), dtype=torch.float64).to(device, dtype).requires_grad_()
+
+    x, weight = normal(rows + tail, hidden, key="x"), normal(rows + tail, key="weight")
+    with torch.no_grad():
+        x[rows:], weight[rows:] = torch.nan, torch.nan
+    biases = (normal(e, up, key="up bias"), normal(e, hidden, key="down bias")) if bias else (None, None)
+    w = ExpertWeights(normal(e, up, hidden, key="up"), normal(e, hidden, width, key="down"), gated, *biases)
+    return x, weight, torch.tensor(counts, dtype=torch.int32, device=device), w
+
+
+def tensors(x: Tensor, weight: Tensor, w: ExpertWeights) -> dict[str, Tensor]:
+    named = {"x": x, "weight": weight} | {f.name: getattr(w, f.name) for f in fields(w)}
+    return {name: t for name, t in named.items() if isinstance(t, Tensor)}
+
+
+def run(experts: Experts, case: Case, activation: str) -> dict[str, Tensor]:
+    """The output and all gradients, for one random direction of the output."""
+    x, weight, count, w = case
+    y = experts(x, weight, count, w, activation)
+    inputs = tensors(x, weight, w)
+    direction = torch.randn(y.shape, generator=generator(0, "direction"), dtype=torch.float64).to(y)
+    direction[int(count.sum()) :] = torch.nan  # what a buffer holds where nobody wrote
+    grads = torch.autograd.grad(y, list(inputs.values()), direction)
+    return {"y": y.detach()} | {f"d_{name}": g for name, g in zip(inputs, grads, strict=True)}
+
+
+def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """The largest error of any output or gradient, relative to that tensor's largest element. NaN counts as infinite."""
+    errors = [0.0]
+    for name, w in want.items():
+        assert got[name].shape == w.shape and got[name].dtype == w.dtype, name
+        if w.numel():
+            error = (got[name].double() - w.double()).abs().max() / w.double().abs().max().clamp(min=1.0)
+            errors.append(float(error.nan_to_num(nan=torch.inf)))
+    return max(errors)
+
+
+def specification(case: Case, activation: str) -> dict[str, Tensor]:
+    want, rows = run(reference.experts, case, activation), int(case[2].sum())
+    assert not want["y"][rows:].any() and not want["d_x"][rows:].any() and not want["d_weight"][rows:].any()
+    return want
+
+
+# ---- every backend that runs here
+
+
+counts = st.one_of(st.sampled_from(EDGES), st.lists(st.integers(0, 6), min_size=1, max_size=5).map(tuple))
+
+
+@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=str)
+@settings(max_examples=40, deadline=None)
+@given(
+    counts=counts,
+    tail=st.integers(0, 3),
+    gated=st.booleans(),
+    bias=st.booleans(),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    sizes=st.sampled_from([(8, 16), (4, 4), (5, 3)]),  # the last is one that grouped_mm refuses
+)
+def test_equals_the_reference(
+    name: str, dtype: torch.dtype, close: float, counts: tuple[int, ...], tail: int, gated: bool, bias: bool,
+    activation: str, sizes: tuple[int, int],
+) -> None:  # fmt: skip
+    made = case(counts, tail, hidden=sizes[0], width=sizes[1], gated=gated, bias=bias, dtype=dtype)
+    backend = plugin.load("training.experts", name).experts
+    assert worst(run(backend, made, activation), specification(made, activation)) < close
+
+
+def test_the_reference_is_the_formula() -> None:
+    """Row by row, in the words of the contract, so that the specification has something to answer to as well."""
+    x, weight, count, w = case((2, 0, 3), 2, bias=True)
+    assert w.up_bias_EF is not None and w.down_bias_ED is not None
+    y = reference.experts(x, weight, count, w, "silu")
+    for row, e in enumerate([0, 0, 2, 2, 2]):
+        gate, up = (w.up_EFD[e] @ x[row] + w.up_bias_EF[e]).chunk(2)
+        want = w.down_EDF[e] @ (gate * gate.sigmoid() * up * weight[row]) + weight[row] * w.down_bias_ED[e]
+        torch.testing.assert_close(y[row], want, rtol=1e-10, atol=1e-10)
+    assert torch.equal(y[5:], torch.zeros_like(y[5:]))
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_an_expert_without_rows_learns_nothing(name: str) -> None:
+    out = run(plugin.load("training.experts", name).experts, case((3, 0, 2), 1, bias=True), "silu")
+    for tensor in ("d_up_EFD", "d_down_EDF", "d_up_bias_EF", "d_down_bias_ED"):
+        assert not out[tensor][1].any() and out[tensor][0].any() and out[tensor][2].any()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2", "gelu"])
+def test_gradcheck(activation: str, gated: bool, bias: bool) -> None:
+    x, weight, count, w = case((2, 0, 3), 0, hidden=3, width=2, gated=gated, bias=bias)
+    named = tensors(x, weight, w)
+
+    def function(*given: Tensor) -> Tensor:
+        now = dict(zip(named, given, strict=True))
+        weights = replace(w, **{name: t for name, t in now.items() if name not in ("x", "weight")})
+        return grouped.experts(now["x"], now["weight"], count, weights, activation)
+
+    assert torch.autograd.gradcheck(function, tuple(named.values()))
+
+
+def test_bfloat16_is_as_close_as_the_reference_in_bfloat16() -> None:
+    made = case((5, 0, 11, 1), 3, dtype=torch.bfloat16)
+    # weights in float32 beside rows in bfloat16: what a router gives
+    made = (made[0], made[1].detach().float().requires_grad_(), *made[2:])
+    wide = tuple(t.detach().double().requires_grad_() for t in tensors(*made[:2], made[3]).values())
+    exact = specification((wide[0], wide[1], made[2], replace(made[3], up_EFD=wide[2], down_EDF=wide[3])), "silu")
+
+    def error(got: dict[str, Tensor]) -> float:
+        return worst({k: v.double().nan_to_num() for k, v in got.items()}, exact)
+
+    ours, plain = error(run(grouped.experts, made, "silu")), error(run(reference.experts, made, "silu"))
+    assert 0 < ours < 1.5 * plain < 0.1
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    x, weight, count, w = case((2, 3))
+    w.up_EFD.requires_grad_(False)
+    x.requires_grad_(False)
+    grouped.experts(x, weight, count, w, "silu").sum().backward()
+    assert w.up_EFD.grad is None and x.grad is None
+    assert w.down_EDF.grad is not None and weight.grad is not None
+
+
+def test_backward_may_be_run_twice() -> None:
+    """It writes over buffers, which must not be the saved ones or the caller's."""
+    x, weight, count, w = case((4, 2))
+    y = grouped.experts(x, weight, count, w, "silu")
+    d_y = torch.ones_like(y)
+    first = torch.autograd.grad(y, (x, weight), d_y, retain_graph=True)
+    second = torch.autograd.grad(y, (x, weight), d_y)
+    assert (
+        torch.equal(first[0], second[0]) and torch.equal(first[1], second[1]) and torch.equal(d_y, torch.ones_like(y))
+    )
+
+
+# ---- twins: what a wrong backend would do, which the comparison must see
+
+
+def rows_of_the_wrong_expert(x: Tensor, weight: Tensor, count: Tensor, w: ExpertWeights, activation: str) -> Tensor:
+    return grouped.experts(x, weight, count.roll(1), w, activation)
+
+
+def bias_without_weight(x: Tensor, weight: Tensor, count: Tensor, w: ExpertWeights, activation: str) -> Tensor:
+    assert w.down_bias_ED is not None
+    y = grouped.experts(x, weight, count, replace(w, down_bias_ED=None), activation)
+    return y + grouped.of_rows(w.down_bias_ED, count.cumsum(0), len(x))
+
+
+def weight_before_the_activation(x: Tensor, weight: Tensor, count: Tensor, w: ExpertWeights, activation: str) -> Tensor:
+    return grouped.experts(x * weight[:, None], torch.ones_like(weight) + 0 * weight, count, w, activation)
+
+
+def gate_and_up_swapped(x: Tensor, weight: Tensor, count: Tensor, w: ExpertWeights, activation: str) -> Tensor:
+    half = w.up_EFD.shape[1] // 2
+    return grouped.experts(x, weight, count, replace(w, up_EFD=w.up_EFD.roll(half, 1)), activation)
+
+
+def no_gradient_for_the_weight(x: Tensor, weight: Tensor, count: Tensor, w: ExpertWeights, activation: str) -> Tensor:
+    return grouped.experts(x, weight.detach() + 0 * weight, count, w, activation)
+
+
+WRONG = [
+    rows_of_the_wrong_expert,
+    bias_without_weight,
+    weight_before_the_activation,
+    gate_and_up_swapped,
+    no_gradient_for_the_weight,
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_backend_is_seen(wrong: Experts) -> None:
+    made = case((2, 0, 3), bias=True)
+    right = specification(made, "silu")
+    assert worst(run(grouped.experts, made, "silu"), right) < 1e-10
+    assert worst(run(wrong, made, "silu"), right) > 1e-2
+
+
+def test_a_row_left_unwritten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = case((2, 3), 4, dtype=torch.float32)
+    right = specification(made, "silu")
+    clean = grouped.products  # leaves in the rows of no expert what the memory held, which might be zeros
+    monkeypatch.setattr(grouped, "products", lambda a, b, ends: stained(clean(a, b, ends), b, ends))
+    assert worst(run(grouped.experts, made, "silu"), right) < 1e-5
+    monkeypatch.setattr(swiglu, "zero_tail", lambda y, ends: y)
+    assert worst(run(grouped.experts, made, "silu"), right) == torch.inf
+
+
+def stained(out: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    if b.dim() == 3:
+        out[int(ends[-1]) :] = torch.nan
+    return out
+
+
+# ---- refusals
+
+
+def test_what_cannot_run_is_refused_in_one_sentence() -> None:
+    for name in plugin.names("training.experts"):
+        why = plugin.load("training.experts", name).available()
+        assert why == "" or (why.startswith(f"experts={name} needs ") and "use experts=" in why and "\n" not in why)
+    absent = common.missing("x", "no_such_package_of_ours.ops")
+    assert absent == "experts=x needs the no_such_package_of_ours package, which is not installed; use experts=grouped"
+
+
+def test_a_package_that_does_not_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_one.py").write_text("raise OSError('libcudart.so.12: cannot open\\nsecond line')")
+    (tmp_path / "broken_two.py").write_text("import no_such_package_of_ours")
+    assert "does not import (libcudart.so.12: cannot open); use" in common.missing("x", "broken_one")
+    assert "needs the package no_such_package_of_ours, which is not installed" in common.missing("x", "broken_two")
+
+
+@pytest.mark.parametrize("backend", [grouped_gemm, transformer_engine])
+def test_packages_refuse_what_they_cannot_compute(backend: types.ModuleType) -> None:
+    with pytest.raises(ValueError, match="computes in bfloat16 on CUDA, and got float64 on cpu; use experts=grouped"):
+        backend.experts(*case((2, 1)), "silu")
+
+
+def test_counts_beyond_the_rows_are_a_bug() -> None:
+    x, weight, _, w = case((2, 1))
+    with pytest.raises(AssertionError, match="more rows than there are"):
+        grouped.experts(x, weight, torch.tensor([2, 2], dtype=torch.int32), w, "silu")
+
+
+# ---- the packages' files, against stand-ins that keep the packages' documented contracts
+
+
+def gmm_stand_in(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
+    assert batch_sizes.device.type == "cpu" and batch_sizes.dtype == torch.int64 and batch_sizes.any()
+    assert a.is_contiguous() and b.is_contiguous() and int(batch_sizes.sum()) == len(a)
+    parts = a.split(batch_sizes.tolist())
+    return torch.cat([part @ (m.t() if trans_b else m) for part, m in zip(parts, b, strict=True)])
+
+
+class GroupedLinearStandIn(nn.Module):
+    def __init__(
+        self, num_gemms: int, in_features: int, out_features: int, bias: bool, params_dtype: torch.dtype, device: str
+    ) -> None:
+        super().__init__()
+        assert not bias and device == "meta"
+        self.num_gemms = num_gemms
+        for i in range(num_gemms):
+            weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=params_dtype))
+            self.register_parameter(f"weight{i}", weight)
+
+    def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        return torch.cat([x @ w.t() for x, w in zip(inp.split(m_splits), weights, strict=True)])
+
+
+@pytest.mark.parametrize("counts", EDGES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("backend", [grouped_gemm, transformer_engine])
+def test_packages_files_around_stand_ins(
+    backend: types.ModuleType, gated: bool, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, te = types.ModuleType("grouped_gemm.ops"), types.ModuleType("transformer_engine.pytorch")
+    ops.gmm, te.GroupedLinear = gmm_stand_in, GroupedLinearStandIn  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "grouped_gemm.ops", ops)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", te)
+    monkeypatch.setattr(backend, "only_bfloat16", lambda *_: None)
+    transformer_engine.template.cache_clear()
+    try:
+        made = case(counts, 2, gated=gated)
+        assert worst(run(backend.experts, made, "silu"), specification(made, "silu")) < 1e-10
+    finally:
+        transformer_engine.template.cache_clear()
+
+
+# ---- the Triton kernels
+
+
+def test_triton_kernels_in_the_interpreter() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kernels equal their references" in done.stdout
+
+
+def compare_kernels(
+    device: str, dtype: torch.dtype, close: float, shapes: list[tuple[tuple[int, ...], int, int]]
+) -> int:
+    """Each kernel against its reference over (counts, tail, width); how many comparisons were made."""
+    from training.kernels import swiglu_triton
+
+    made = 0
+    for counts, tail, width in shapes:
+        for gated in (True, False):
+            for activation in ACTIVATIONS:
+                rows = sum(counts)
+
+                def normal(*shape: int, key: str, rows: int = rows) -> Tensor:
+                    values = torch.randn(shape, generator=generator(0, key))
+                    values[rows:] = torch.nan
+                    return values.to(device)
+
+                h = normal(rows + tail, width * (2 if gated else 1), key="h").to(dtype)
+                weight, d_a = normal(rows + tail, key="w"), normal(rows + tail, width, key="d").to(dtype)
+                ends = torch.tensor(counts, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+                options = (h, weight, ends, activation, gated)
+                wants = [swiglu.forward_reference(*options), *swiglu.backward_reference(d_a, *options)]
+                gots = [swiglu_triton.forward(*options), *swiglu_triton.backward(d_a.clone(), *options)]
+                for got, want in zip(gots, wants, strict=True):
+                    assert got.shape == want.shape and got.dtype == want.dtype
+                    # a and d_h of the rows of no expert may hold anything
+                    torch.testing.assert_close(got[:rows], want[:rows], rtol=close, atol=close)
+                    made += 1
+                assert not gots[2][rows:].any()
+                y = normal(rows + tail, width, key="y").to(dtype)
+                want = torch.where(swiglu.live(ends, len(y))[:, None], y, 0)
+                assert torch.equal(swiglu_triton.zero_tail(y, ends), want)
+    return made
+
+
+if __name__ == "__main__":
+    SHAPES = [((2, 0, 3), 0, 5), ((0, 7), 3, 24), ((0,), 4, 8), ((1,), 0, 300), ((7, 3), 2, 384)]
+    done = compare_kernels("cpu", torch.float32, 1e-5, SHAPES)
+    done += compare_kernels("cpu", torch.bfloat16, 2**-7, SHAPES[-1:])  # one rounding of bfloat16
+    # the twin: a kernel that reads the other half of h must not pass
+    right = swiglu.forward_reference
+    swiglu.forward_reference = lambda h, *rest: right(h.roll(h.shape[1] // 2, 1), *rest)
+    try:
+        compare_kernels("cpu", torch.float32, 1e-5, SHAPES)
+    except AssertionError:
+        print(f"{done} comparisons: kernels equal their references, and a wrong one is seen")
+    else:
+        sys.exit("a wrong kernel was not seen")

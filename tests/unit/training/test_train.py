@@ -1,0 +1,232 @@
+"""A run as a whole: stopped and resumed it is bitwise the run that never stopped; what it exports is what it trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.parity import tiny
+from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+from training.__main__ import main
+from training.config import TrainConfig, read_config
+from training.data.prepare import main as prepare
+from training.observe.metrics import read as read_metrics
+from training.train import train
+
+WORDS = [
+    "data.sequence=24", "batch=4", "micro_batch=2", "log_every=1", "schedule.warmup=2", "schedule.peak=1e-3", "model.compute=float32",
+    "checkpoint.every=3", "balance.bias_rate=0.01", "data.seed=3",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    tiny.make("llama", folder / "dense", vocab_size=400)
+    tokenizer = make_tokenizer(folder / "tokenizer", bos=False) if not (folder / "tokenizer").mkdir() else folder
+    for name, seed in (("data", 0), ("valid", 1)):
+        source = jsonl(folder / f"{name}.jsonl", texts(60, seed))
+        assert prepare([str(folder / name), f"tokenizer={tokenizer}", f"sources=[{source}]"]) == 0
+    return folder
+
+
+def moe(place: Path) -> dict[str, Any]:
+    return {
+        "source": str(place / "dense"), "target": "glm4_moe", "experts": 4, "granularity": 2, "top_k": 2,
+        "method": "virtual_group", "router": {"score": "sigmoid"},
+    }  # fmt: skip
+
+
+def config(place: Path, output: Path, *words: str, steps: int = 8) -> TrainConfig:
+    upcycle = json.dumps(moe(place))
+    data = [f"data.train=[{place / 'data'}]", f"data.valid=[{place / 'valid'}]"]
+    return read_config("", [f"output={output}", f"model.upcycle={upcycle}", f"steps={steps}", *data, *WORDS, *words])
+
+
+def losses(folder: Path) -> list[Any]:
+    return [
+        (row["step"], row.get("loss"), row.get("grad_norm"), row.get("valid/valid/bpb")) for row in read_metrics(folder)
+    ]
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(place: Path, tmp_path: Path) -> None:
+    whole = train(config(place, tmp_path / "whole", f"export={tmp_path / 'whole-out'}"))
+
+    class Stopped(BaseException):
+        pass
+
+    from training import train as module
+
+    real, count = module.train_step, [0]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+
+        def step(*arguments: Any) -> Any:
+            count[0] += 1
+            if count[0] == 6:  # after the checkpoint of step 3, in the middle of things
+                raise Stopped
+            return real(*arguments)
+
+        patch.setattr(module, "train_step", step)
+        train(config(place, tmp_path / "parts"))
+    parts = train(config(place, tmp_path / "parts", f"export={tmp_path / 'parts-out'}"))
+    assert losses(whole) == losses(parts)
+    assert [row[0] for row in losses(parts)] == list(range(9))
+    a, b = (load_file(tmp_path / f"{name}-out" / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert losses(whole)[-1][1] < losses(whole)[1][1] - 0.1, "nothing was learned"
+    bias = a["model.layers.0.mlp.gate.e_score_correction_bias"]
+    assert bool((bias != 0).any()), "the balance bias did not move"
+
+
+def test_the_export_is_what_was_trained(place: Path, tmp_path: Path) -> None:
+    from training.checkpoint import layout
+    from training.model.decoder import Decoder
+
+    out = tmp_path / "out"
+    train(config(place, tmp_path / "run", f"export={out}", steps=3))
+    with layout.opened(out) as origin:
+        model = layout.load(Decoder(origin.spec, experts="reference"), origin)
+    want = tiny.logits(out, tiny.tokens())
+    assert float((model(tiny.tokens()) - want).detach().abs().max()) < 2e-6 * float(want.abs().max())
+
+
+def test_what_a_person_asked_to_see_is_there(
+    place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = train(config(place, tmp_path / "run", "profile=2-3", "log_every=2", steps=4))
+    assert {"trace-2-3.json.gz", "config.json", "metrics.jsonl", "checkpoints"} <= {p.name for p in folder.iterdir()}
+    rows = [row for row in read_metrics(folder) if "loss" in row]
+    for row in rows:
+        phases = [row[f"time/{name}"] for name in ("data", "forward", "backward", "optimizer")]
+        assert min(phases) > 0
+        assert sum(phases) <= row["seconds_per_step"]
+    line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("step 4/4"))
+    for word in ("loss ", " tok/s", " TFLOP/s", " GB", "load ", "ETA 0:00:00"):
+        assert word in line
+    assert ("MFU" in line) == torch.cuda.is_available()
+    for option, module in (("log.tensorboard=true", "tensorboard"), ("log.wandb=mine", "wandb")):
+        monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+        with pytest.raises(ValueError, match=f"{module} is asked for but not installed"):
+            train(config(place, tmp_path / module, option))
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_changes_no_number(place: Path, tmp_path: Path, mode: str) -> None:
+    plain, again = (
+        train(config(place, tmp_path / name, f"model.recompute={name}", "balance.aux_weight=0.1", steps=4))
+        for name in ("none", mode)
+    )
+    assert losses(plain) == losses(again)
+    loads = [[row.get("balance/max_over_mean") for row in read_metrics(folder)] for folder in (plain, again)]
+    assert loads[0] == loads[1]
+
+
+def test_a_suite_is_asked_while_it_trains(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers stand beside the loss, and asking changes nothing of the training."""
+    (tmp_path / "words").mkdir()
+    shutil.copy(place / "tokenizer" / "tokenizer.json", tmp_path / "words")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (tmp_path / "words" / "tokenizer_config.json").write_text(json.dumps(settings))
+    words = ["eval.every=2", f"eval.tokenizer={tmp_path / 'words'}", "eval.limit=4"]
+    asked = train(config(place, tmp_path / "asked", *words, steps=3))
+    plain = train(config(place, tmp_path / "plain", steps=3))
+    rows = [row for row in read_metrics(asked) if any(key.startswith("eval/") for key in row)]
+    assert [row["step"] for row in rows] == [0, 2, 3]
+    assert len({json.dumps({k: v for k, v in row.items() if k.startswith("eval/")}) for row in rows}) > 1
+    assert losses(asked) == losses(plain)
+    data = [f"data.train=[{place / 'data'}]", f"model.source={place / 'dense'}", f"output={tmp_path / 'none'}"]
+    assert main([*data, *WORDS, "steps=8", "eval.every=1"]) == 2
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_an_export_that_is_there_is_said_before_the_training(place: Path, tmp_path: Path) -> None:
+    words = [f"export={tmp_path / 'out'}"]
+    train(config(place, tmp_path / "run", *words, steps=3))
+    train(config(place, tmp_path / "run", *words, steps=3))  # a finished run has nothing left to do
+    with pytest.raises(ValueError, match="exists already; remove it or choose another folder"):
+        train(config(place, tmp_path / "other", *words, steps=3))
+    assert not (tmp_path / "other" / "metrics.jsonl").exists()
+
+
+def test_micro_batches_do_not_change_the_step(place: Path, tmp_path: Path) -> None:
+    one = train(config(place, tmp_path / "one", "micro_batch=4", "balance.aux_weight=0", steps=3))
+    four = train(config(place, tmp_path / "four", "micro_batch=1", "balance.aux_weight=0", steps=3))
+    for (_, a, *_), (_, b, *_) in zip(losses(one)[1:], losses(four)[1:], strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_sigterm_saves_and_the_next_run_goes_on(place: Path, tmp_path: Path) -> None:
+    words = [
+        "steps=400",
+        f"output={tmp_path / 'run'}",
+        f"data.train=[{place / 'data'}]",
+        *WORDS[:-3],
+        "checkpoint.every=0",
+        "log_every=50",
+    ]
+    command = [sys.executable, "-m", "training", *words, f"model.source={place / 'dense'}"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    while process.poll() is None and not (tmp_path / "run" / "metrics.jsonl").exists():
+        time.sleep(0.1)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0
+    steps = [int(path.name.removeprefix("step-")) for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert len(steps) == 1
+    assert 1 <= steps[0] < 400
+    assert f"stopped after step {steps[0]} of 400; the same command goes on" in said
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [*range(50, steps[0], 50), steps[0]]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["stepz=3"], "did you mean 'steps'"),
+        (["optim.nme=adamw"], "did you mean 'name'"),
+        (["steps=many"], "steps"),
+        (["steps=0"], "at least 1"),
+        (["micro_batch=3"], "try micro_batch=2"),
+        (["model.source=x"], "both are set"),
+        (["model.upcycle="], "neither is set"),
+        (["model.compute=int8"], "bfloat16, float32, float64"),
+        (["model.experts=grouped_gemn"], "did you mean 'grouped_gemm'"),
+        (["model.experts=transformer_engine"], "transformer_engine"),
+        (["balance.aux_scope=all"], "micro_batch, sequence, global"),
+        (["schedule.warmup=8"], "below the number of steps"),
+        (["data.train=[]"], "data.train"),
+        (["data.train=[nowhere]"], "nowhere"),
+        (["output="], "output is not set"),
+        (["profile=3-1"], "write the steps to trace, such as 10-12"),
+        (["model.recompute=all"], "none, selective, attention, experts, full"),
+        (["log.wandbb=x"], "did you mean 'wandb'"),
+    ],
+)
+def test_a_bad_config_is_one_sentence(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    data = [
+        f"data.train=[{place / 'data'}]",
+        f"output={tmp_path / 'run'}",
+        "steps=8",
+        f"model.upcycle={json.dumps(moe(place))}",
+    ]
+    assert main([*data, *WORDS, *words]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("training: ") == 1
+    assert "Traceback" not in said

@@ -1,0 +1,331 @@
+"""The converter as a program: restart, kill, share, slices, and every way the disk can be in the way."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.parity import tiny
+from upcycle import convert as converting
+from upcycle import job
+from upcycle.__main__ import main
+from upcycle.checkpoint import Checkpoint
+from upcycle.config import UpcycleConfig, read
+from upcycle.convert import convert
+from upcycle.job import Worker
+from upcycle.make import Maker
+from upcycle.plan import UpcyclePlan, build
+
+WORDS = ["method.name=drop", "granularity=2", "experts=4", "top_k=4", "max_shard=60KB", "dtype=bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.make("llama", tmp_path_factory.mktemp("dense") / "llama")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """sha256 of every file of an undisturbed conversion."""
+    return digests(run(llama, tmp_path_factory.mktemp("reference") / "moe"))
+
+
+def load(llama: Path, output: Path, *words: str) -> tuple[UpcyclePlan, list[Checkpoint]]:
+    checkpoint = Checkpoint.open(llama)
+    config = read(UpcycleConfig, "", [f"source={llama}", f"output={output}", *(words or WORDS)])
+    return build(config, [checkpoint]), [checkpoint]
+
+
+def run(llama: Path, output: Path, *words: str) -> Path:
+    return convert(*load(llama, output, *words), quiet=True)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir()) if p.name != "upcycle.json"
+    } | {"weights": str(json.loads((folder / "upcycle.json").read_text())["files"])}
+
+
+def command(llama: Path, output: Path) -> list[str]:
+    return [sys.executable, "-m", "upcycle", "convert", f"source={llama}", f"output={output}", *WORDS]
+
+
+def test_a_converted_folder_has_everything_a_loader_wants(llama: Path, tmp_path: Path) -> None:
+    folder = run(llama, tmp_path / "moe")
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors.index.json", "README.md", "upcycle.json"} <= names
+    assert {"tokenizer.json", "chat_template.jinja", "generation_config.json"} <= names
+    assert not {n for n in names if n.endswith((".part", ".tmp", ".lock")) or n == ".upcycle"}
+    manifest = json.loads((folder / "upcycle.json").read_text())
+    assert len(manifest["plan"]) == 64
+    assert manifest["seed"] == 0
+    for name, line in manifest["files"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == line["sha256"]
+        assert all(t.dtype == torch.bfloat16 for t in load_file(folder / name).values())
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(manifest["files"])
+    assert len(manifest["files"]) > 5
+    assert not (tmp_path / "moe.partial").exists()
+
+
+def test_shard_size_changes_the_files_and_not_the_tensors(llama: Path, tmp_path: Path) -> None:
+    one = run(llama, tmp_path / "one", *WORDS[:-2], "dtype=bfloat16")
+    assert {p.name for p in one.glob("*.safetensors")} == {"model.safetensors"}
+    many = run(llama, tmp_path / "many")
+    whole = load_file(one / "model.safetensors")
+    parts = {k: v for path in many.glob("*.safetensors") for k, v in load_file(path).items()}
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[k], parts[k]) for k in whole)
+    for path in many.glob("*.safetensors"):
+        tensors = load_file(path)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 60_000 or len(tensors) == 1
+
+
+def test_killed_at_random_moments_it_finishes_with_the_same_bytes(
+    llama: Path, reference: dict[str, str], tmp_path: Path
+) -> None:
+    output, chance, kills = tmp_path / "moe", random.Random(0), 0
+    slow = {**os.environ, "PYTHONPATH": str(slow_writes(tmp_path)), "OMP_NUM_THREADS": "1"}
+    job = tmp_path / "moe.partial" / ".upcycle" / "job.json"
+    while kills < 6:
+        process = subprocess.Popen(
+            command(llama, output), env=slow, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while process.poll() is None and not job.exists():
+            time.sleep(0.01)
+        if kills:  # the job is there from the last time: give this process the time to come to it
+            time.sleep(chance.uniform(0.5, 2.5))
+        time.sleep(chance.uniform(0, 0.5))
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+        if output.exists():  # killed after the last step; what is there must be whole
+            assert digests(output) == reference
+            break
+        with pytest.raises(ValueError, match=r"config\.json"):  # and nobody takes the partial one for a checkpoint
+            Checkpoint.open(tmp_path / "moe.partial")
+    assert kills >= 2, "the job was too quick to be killed"
+    for _ in range(2):  # the second time there is nothing to do
+        assert subprocess.run(command(llama, output), capture_output=True).returncode == 0
+        assert digests(output) == reference
+
+
+def slow_writes(folder: Path) -> Path:
+    """A sitecustomize that makes every shard take a while, so that a kill lands in the middle of one."""
+    place = folder / "slow"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(
+        "import os, time\nreal = os.write\n"
+        "def write(fd, data):\n    time.sleep(0.2)\n    return real(fd, data[:20480])\n"
+        "os.write = write\n"
+    )
+    return place
+
+
+def test_a_finished_shard_is_not_made_again(
+    llama: Path, reference: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = converting.write_shard, []
+
+    def stop_after_three(maker: Maker, partial: Path, name: str, *rest: object) -> None:
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(name)
+        real(maker, partial, name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(converting, "write_shard", stop_after_three)
+    with pytest.raises(KeyboardInterrupt):
+        run(llama, tmp_path / "moe")
+    first = list(made)
+
+    def record(maker: Maker, partial: Path, name: str, *rest: object) -> None:
+        made.append(name)
+        real(maker, partial, name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(converting, "write_shard", record)
+    broken = tmp_path / "moe.partial" / first[0]
+    os.truncate(broken, broken.stat().st_size - 1)  # a shard that lost its end is made again
+    assert digests(run(llama, tmp_path / "moe")) == reference
+    again = made[len(first) :]
+    assert first[0] in again
+    assert not set(first[1:]) & set(again)
+
+
+def test_several_processes_share_one_job(llama: Path, reference: dict[str, str], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "upcycle"]
+    done = subprocess.run([*torchrun, *command(llama, tmp_path / "moe")[3:]], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert digests(tmp_path / "moe") == reference
+
+
+def test_a_process_that_fails_stops_the_others_with_its_reason(llama: Path, tmp_path: Path) -> None:
+    plan, checkpoints = load(llama, tmp_path / "moe")
+    job = tmp_path / "moe.partial" / ".upcycle"
+    job.mkdir(parents=True)
+    worker = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import time, pathlib; time.sleep(2); pathlib.Path({str(job / 'rank-1.failed')!r}).write_text('its disk is full')",
+        ]
+    )
+    with pytest.raises(ValueError, match=r"rank-1 of 2 stopped: its disk is full"):
+        convert(plan, checkpoints, Worker(0, 2), quiet=True)
+    worker.wait()
+
+
+def test_any_slice_of_any_tensor_is_bit_identical_to_the_file(llama: Path, tmp_path: Path) -> None:
+    for words in (
+        WORDS,
+        ["method.name=virtual_group", "granularity=3", "top_k=3", "target=granitemoe"],
+        ["method.name=noise", "shared=0.25", "target=qwen2_moe"],
+    ):
+        plan, checkpoints = load(llama, tmp_path / words[0] / words[-1], *words)
+        folder = convert(plan, checkpoints, quiet=True)
+        files = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+        chance = random.Random(1)
+        maker = Maker(plan, checkpoints)
+        for name, whole in files.items():
+            assert torch.equal(maker.tensor(name), whole), name
+            index = []
+            for size in whole.shape:
+                start = chance.randrange(size)
+                index.append(slice(start, chance.randint(start, size)))
+            piece = Maker(plan, checkpoints).slice(name, tuple(index))
+            assert piece.shape == whole[tuple(index)].shape
+            assert torch.equal(piece, whole[tuple(index)]), (name, index)
+            assert torch.equal(maker.slice(name, (slice(0, 1),)), whole[:1])
+
+
+def test_output_that_exists_is_left_alone(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "moe"
+    output.mkdir()
+    (output / "notes.txt").write_text("mine")
+    assert main(command(llama, output)[3:]) == 2
+    assert "exists already; remove it or choose another output" in capsys.readouterr().err
+    assert (output / "notes.txt").read_text() == "mine"
+    shutil.rmtree(output)
+    output.mkdir()  # an empty folder is no obstacle
+    run(llama, output)
+    with pytest.raises(ValueError, match="result of another plan"):
+        run(llama, output, *WORDS, "seed=1")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file exists already|cannot be written"):
+        run(llama, tmp_path / "file")
+    with pytest.raises(ValueError, match="cannot be written"):
+        run(llama, tmp_path / "file" / "below")
+
+
+def test_an_unfinished_job_of_another_plan_is_not_mixed_in(llama: Path, tmp_path: Path) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    plan, checkpoints = load(llama, tmp_path / "moe")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(converting, "finish", stop)
+        convert(plan, checkpoints, quiet=True)
+    with pytest.raises(ValueError, match="unfinished conversion by another plan"):
+        run(llama, tmp_path / "moe", *WORDS, "seed=1")
+    assert len(list((tmp_path / "moe.partial").glob("*.safetensors"))) == len(plan.shards)
+
+
+def test_two_processes_of_one_rank_do_not_write_at_once(llama: Path, tmp_path: Path) -> None:
+    plan, checkpoints = load(llama, tmp_path / "moe")
+    identity = {"plan": plan.hash, "source": [c.fingerprint() for c in checkpoints]}
+    with (
+        job.job(tmp_path / "moe.partial", identity, Worker(), lambda: None),
+        pytest.raises(ValueError, match="another process is writing"),
+    ):
+        convert(plan, checkpoints, quiet=True)
+
+
+def test_a_full_disk_is_one_sentence_and_loses_nothing(
+    llama: Path, reference: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"needs .* GB and .* has 0\.0 GB free"):
+        usage = shutil.disk_usage(tmp_path)._replace(free=10)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda _: usage)
+            run(llama, tmp_path / "moe")
+    assert not (tmp_path / "moe.partial" / "job.json").exists()
+    real, room = os.write, [150_000]
+
+    def small_disk(fd: int, data: memoryview) -> int:
+        if room[0] < len(data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room[0] -= len(data)
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", small_disk)
+    with pytest.raises(ValueError, match=r"no room left .* run the same command again"):
+        run(llama, tmp_path / "moe")
+    monkeypatch.setattr(os, "write", real)
+    kept = len(list((tmp_path / "moe.partial").glob("*.safetensors")))
+    assert kept >= 1
+    assert digests(run(llama, tmp_path / "moe")) == reference
+
+
+def test_weights_that_are_not_numbers_are_named(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "nan")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        run(folder, tmp_path / "moe")
+    assert not (tmp_path / "moe").exists()
+
+
+def test_numbers_too_large_for_float16_are_named(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "large")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e6
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj.* beyond float16"):
+        run(folder, tmp_path / "moe", "dtype=float16")
+
+
+def test_a_source_that_changes_is_another_job(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "source")
+    run(folder, tmp_path / "moe")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="result of another plan"):
+        run(folder, tmp_path / "moe")
+
+
+@pytest.mark.parametrize("sizes", [[4096], [4096, 4096 * 3000, 5], [7, 4096 * 2100, 1], [1], [0, 3, 4096]])
+def test_a_stream_writes_and_hashes_what_it_is_given_aligned_or_not(tmp_path: Path, sizes: list[int]) -> None:
+    from upcycle import disk
+    from upcycle.checkpoint import on_a_page
+
+    whole = b""
+    with disk.Stream(tmp_path / "file") as stream:
+        for number, size in enumerate(sizes):
+            piece = on_a_page(size)
+            piece.copy_(
+                torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
+            )
+            stream.write(piece)
+            whole += piece.numpy().tobytes()
+            piece.zero_()  # the stream may not look at it any more
+    assert (tmp_path / "file").read_bytes() == whole
+    assert stream.bytes == len(whole)
+    assert stream.sha256 == hashlib.sha256(whole).hexdigest()

@@ -1,0 +1,256 @@
+"""What a run is made of: model with its weights, optimiser, balance, data, and the state that a checkpoint holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.balance import Balance
+from training.checkpoint import layout
+from training.checkpoint.layout import Origin
+from training.checkpoint.state import Checkpoints, TrainState
+from training.config import TrainConfig, upcycle_config
+from training.data.batch import Samples
+from training.data.mixture import Loader
+from training.model import transformer_engine
+from training.model.decoder import Decoder
+from training.model.moe import MoE
+from training.observe.profiling import Phases
+from training.optim import Optimizer, SpikeGuard
+from training.parallel.mesh import ParallelMesh, check
+from training.parallel.pipeline import Pipeline, cut, stages
+from training.parallel.pipeline import check as check_schedule
+from training.parallel.shard import all_reduce, parallelize
+from upcycle import disk
+from upcycle.spec import DenseSpec, MoESpec
+
+# what may change between a run and its resumption without anybody being told: it changes no number
+QUIET = (
+    "output", "export", "checkpoint", "log", "log_every", "valid_every", "eval", "profile", "memory_snapshot",
+    "device", "mesh", "patience",
+)  # fmt: skip
+
+
+@dataclass
+class Place:
+    """How far the data is read: one integer, and what a stream needs besides (a part of the checkpoint)."""
+
+    cursor: int = 0
+    saved: Mapping[str, Any] = field(default_factory=dict)
+    samples: Samples | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cursor": self.cursor, "samples": self.samples.state(self.cursor) if self.samples else {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.cursor, self.saved = state["cursor"], state["samples"]
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What the routers' statistics hold so far, of all layers and ranks, so that any mapping can go on with it."""
+
+    balance: Balance
+    model: Decoder
+    spec: DenseSpec | MoESpec
+    mesh: ParallelMesh
+
+    @property
+    def here(self) -> list[int]:
+        """Which of the model's MoE layers are this rank's."""
+        every = self.spec.layers if isinstance(self.spec, MoESpec) else ()
+        return [every.index(int(number)) for number, layer in self.model.layers.items() if isinstance(layer.ffn, MoE)]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        every = len(self.spec.layers) if isinstance(self.spec, MoESpec) else 0
+        found = {}
+        for name, tensor in self.balance.load.state_dict().items():
+            whole = tensor.new_zeros(every, *tensor.shape[1:])
+            whole[self.here] = all_reduce(tensor, self.mesh.tokens_group())
+            found[name] = all_reduce(whole, self.mesh.group("pp"))
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        first = self.mesh.rank % (self.mesh.world // self.mesh.size("pp")) == 0  # who counts what others counted
+        own = {
+            name: tensor[self.here] if first else torch.zeros_like(tensor[self.here]) for name, tensor in state.items()
+        }
+        self.balance.load.load_state_dict(own)
+
+
+@dataclass
+class Run:
+    config: TrainConfig
+    folder: Path
+    origin: Origin
+    mesh: ParallelMesh
+    parts: list[Decoder]  # of the model, that this rank computes: one, or several stages of a pipeline
+    model: Decoder  # all of them under one roof, with the names of the whole model
+    pipeline: Pipeline | None
+    optimizer: Optimizer
+    guard: SpikeGuard
+    balance: Balance
+    state: TrainState
+    place: Place
+    phases: Phases
+    device: torch.device
+    control: dist.ProcessGroup | None  # for what is said between hosts, besides the devices
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def leads(self) -> bool:
+        """Is this the rank that writes and draws?"""
+        return self.mesh.rank == 0
+
+    @property
+    def micro_batches(self) -> int:
+        return self.config.batch // (self.config.micro_batch * self.mesh.dp)
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks with other tokens."""
+        return all_reduce(tensor, self.mesh.tokens_group())
+
+    def agree(self, number: Tensor) -> Tensor:
+        """What the first rank found. Sums of other groups may differ in their last bit, and what all ranks scale and
+        decide by must not: copies of a weight would drift apart, or one rank would skip a step."""
+        if self.mesh.world > 1:
+            dist.broadcast(number, 0)
+        return number
+
+
+@contextmanager
+def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
+    """Model with its weights, optimiser, balance, and the state that a checkpoint holds."""
+    if not config.output:
+        raise ValueError("output is not set; write output=FOLDER for the run's checkpoints and metrics")
+    folder, world = Path(config.output), dist.get_world_size() if dist.is_initialized() else 1
+    with source(config) as origin:
+        check(config.mesh, world, origin.spec, config.data.sequence)
+        mesh = ParallelMesh(config.mesh, device_type=device.type)
+        check_batch(config, mesh)
+        check_schedule(
+            config.mesh,
+            config.batch // (config.micro_batch * mesh.dp),
+            recomputed=config.model.recompute,
+            compiled=config.model.compile,
+        )
+        parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
+        model = under_one_roof(parts)
+        (layout.initialise(model, config.seed) if config.model.random else layout.load(model, origin))
+        optimizer = Optimizer(config.optim, model.named_parameters())
+        guard = SpikeGuard(config.optim, device)
+        balance = balance_of(config, model, mesh)
+        place = Place()
+        loads = Loads(balance, model, origin.spec, mesh)
+        state = TrainState(model, [optimizer], parts={"guard": guard, "data": place, "load": loads})
+        if mesh.rank == 0:
+            settings = json.dumps(asdict(config), indent=2, default=str).encode() + b"\n"
+            folder.mkdir(parents=True, exist_ok=True)
+            disk.write_atomic(folder / "config.json", settings)
+        pipeline = pipeline_of(config, parts, mesh)
+        control = dist.new_group(backend="gloo") if world > 1 else None
+        phases = Phases(device)
+        yield Run(
+            config, folder, origin, mesh, parts, model, pipeline, optimizer, guard, balance, state, place, phases,
+            device, control,
+        )  # fmt: skip
+
+
+def balance_of(config: TrainConfig, model: Decoder, mesh: ParallelMesh) -> Balance:
+    return Balance(
+        config.balance,
+        model,
+        scale=config.micro_batch / (config.batch * mesh.size("cp") * mesh.size("tp")),
+        sequences=config.micro_batch,
+        reduce=partial(all_reduce, group=mesh.tokens_group()),
+        reduce_sequence=partial(all_reduce, group=mesh.group("cp", "tp")),
+    )
+
+
+def pipeline_of(config: TrainConfig, parts: Sequence[Decoder], mesh: ParallelMesh) -> Pipeline | None:
+    count = config.batch // (config.micro_batch * mesh.dp)
+    return Pipeline(parts, mesh, config.mesh.schedule, count) if mesh.size("pp") > 1 else None
+
+
+def check_batch(config: TrainConfig, mesh: ParallelMesh) -> None:
+    at_once = config.micro_batch * mesh.dp
+    if config.batch % at_once:
+        raise ValueError(
+            f"batch={config.batch} cannot be cut into micro-batches of micro_batch={config.micro_batch} sequences on "
+            f"{mesh.dp} data-parallel ranks; try batch={-(-config.batch // at_once) * at_once}"
+        )
+
+
+def stages_of_rank(spec: DenseSpec | MoESpec, mesh: ParallelMesh) -> list[range]:
+    """The layers of each part of the model that this rank computes."""
+    pp, name = mesh.size("pp"), mesh.config.schedule
+    if pp == 1:
+        return [range((spec.dense if isinstance(spec, MoESpec) else spec).layers)]
+    layers = cut(spec, pp, name)
+    return [layers[stage] for stage in stages(pp, name)[mesh.index("pp")]]
+
+
+def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: range, device: torch.device) -> Decoder:
+    """These layers, of which each rank makes room for its own part only."""
+    model = config.model
+    with torch.device("meta"):
+        part = Decoder(origin.spec, part=layers, experts=model.experts, compute=getattr(torch, model.compute))
+    transformer_engine.use(part, model.transformer_engine)
+    parallelize(part, mesh, recomputed=model.recompute, compiled=model.compile)
+    return part.to_empty(device=device)
+
+
+def under_one_roof(parts: Sequence[Decoder]) -> Decoder:
+    """A module with all the parts' parameters under the whole model's names; it is not for computing."""
+    if len(parts) == 1:
+        return parts[0]
+    roof = Decoder(parts[0].moe or parts[0].dense, part=range(1, 1))
+    for part in parts:
+        roof.layers.update(dict(part.layers.items()))
+        for name in ("embed", "final_norm", "head"):
+            if getattr(roof, name) is None:  # of tied embeddings the first part's, see Pipeline.sum_tied
+                setattr(roof, name, getattr(part, name))
+    return roof
+
+
+def loader_of(run: Run, samples: Samples) -> Loader:
+    """Micro-batch by micro-batch, the data-parallel ranks in turn: a step's samples, and which of them are computed at
+    the same time, are the same on every mesh with as many sequences at a time."""
+    size, ahead = run.config.micro_batch, 2 * run.micro_batches
+    return Loader(samples, run.place.cursor, size, data_rank(run.mesh), run.mesh.dp, ahead=ahead, pin=run.cuda)
+
+
+def data_rank(mesh: ParallelMesh) -> int:
+    """Ranks of one tensor, context and pipeline parallel group read the same samples."""
+    return mesh.index("dp_replicate") * mesh.dp_shard + mesh.index("dp_shard")
+
+
+def kept_in(run: Run) -> Checkpoints:
+    keep = run.config.checkpoint
+    learns = {k: v for k, v in asdict(run.config).items() if k not in QUIET}
+    settings = hashlib.sha256(json.dumps(learns, sort_keys=True, default=str).encode()).hexdigest()
+    return Checkpoints(
+        run.folder / "checkpoints",
+        keep=keep.keep,
+        keep_every=keep.keep_every,
+        asynchronous=keep.asynchronous,
+        config=settings,
+    )
+
+
+def source(config: TrainConfig) -> AbstractContextManager[Origin]:
+    model = config.model
+    return layout.online(upcycle_config(model)) if model.upcycle else layout.opened(model.source)

@@ -1,0 +1,449 @@
+"""Hugging Face folders in, Hugging Face folders out: which part of which parameter lies in which tensor on disk.
+
+A model starts from a checkpoint folder, dense or MoE, or *online* from a dense checkpoint and an upcycle config: then
+every tensor is made by the converter's own Maker, so the weights are those that `upcycle convert` would have written,
+bit for bit, and no MoE copy is on disk. `export` writes the layout of the same architecture again, at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from training.model.decoder import Decoder
+from training.model.moe import MoE
+from training.parallel.mesh import ParallelMesh
+from training.parallel.processes import gather
+from upcycle import disk, plugin
+from upcycle.checkpoint import Checkpoint
+from upcycle.config import UpcycleConfig, byte_size
+from upcycle.families.common import Source
+from upcycle.make import Maker
+from upcycle.plan import build
+from upcycle.spec import BYTES, DenseSpec, MoESpec
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor on disk: the roles it holds, each with the rows they take in it (none: they are stacked in order)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    roles: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * BYTES[self.dtype]
+
+
+class Read(Protocol):
+    def __call__(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """A tensor, or rows [first, last) of its dimension 0."""
+        ...
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model comes from: its numbers, its tensors, and what its folder holds besides them."""
+
+    spec: DenseSpec | MoESpec
+    tensors: tuple[Stored, ...]
+    read: Read
+    config: Mapping[str, Any]  # config.json
+    files: tuple[Path, ...]  # tokenizer and the like
+
+    @property
+    def dense(self) -> DenseSpec:
+        return self.spec.dense if isinstance(self.spec, MoESpec) else self.spec
+
+
+# ---- where it comes from
+
+
+@contextmanager
+def opened(source: str | Path) -> Iterator[Origin]:
+    """A checkpoint folder or hub id, dense or MoE."""
+    with Checkpoint.open(source) as checkpoint:
+        model_type, config = str(checkpoint.config.get("model_type")), checkpoint.config
+        files = tuple(checkpoint.copied_files())
+        families, targets = plugin.names("upcycle.families"), plugin.names("upcycle.targets")
+        if model_type in families:
+            module = plugin.load("upcycle.families", model_type)
+            dense: DenseSpec = module.read(config)
+            tensors = dense_tensors(dense, module.sources(dense))
+            check_shapes(checkpoint, tensors)
+            yield Origin(dense, tensors, checkpoint.read, config, files)
+        elif model_type in targets:
+            moe: MoESpec = plugin.load("upcycle.targets", model_type).read(config)
+            if model_type == "upcycled":
+                files += (plugin.load("upcycle.targets", model_type).MODELING,)
+            stored = moe_tensors(moe, model_type)
+            check_shapes(checkpoint, stored)
+            yield Origin(moe, stored, checkpoint.read, config, files)
+        else:
+            raise ValueError(
+                f"{source} has model_type {model_type!r}; training knows the dense families {', '.join(families)} "
+                f"and the MoE architectures {', '.join(targets)}"
+            )
+
+
+@contextmanager
+def online(config: UpcycleConfig) -> Iterator[Origin]:
+    """What `upcycle convert` would write, made as it is read."""
+    if not (config.source or config.donors):
+        raise ValueError("model.upcycle names no dense model; write model.upcycle.source=FOLDER, or a hub id")
+    with ExitStack() as stack:
+        names = [config.source or config.donors[0], *config.donors]
+        checkpoints = [stack.enter_context(Checkpoint.open(name)) for name in names]
+        plan = build(config, checkpoints)
+        if plan.needs_text:
+            from upcycle import measure
+
+            plan = replace(plan, observed=measure.measure(plan, checkpoints))
+        target = plugin.load("upcycle.targets", plan.target)
+        moe: MoESpec = target.read(plan.hf_config)
+        files = tuple(checkpoints[0].copied_files()) + ((target.MODELING,) if hasattr(target, "MODELING") else ())
+        tensors, maker = moe_tensors(moe, plan.target), Maker(plan, checkpoints)
+
+        def read(name: str, rows: tuple[int, int] | None = None) -> Tensor:
+            return maker.tensor(name) if rows is None else maker.slice(name, (slice(*rows),))
+
+        yield Origin(moe, tensors, read, plan.hf_config, files)
+
+
+def check_shapes(checkpoint: Checkpoint, tensors: Iterable[Stored]) -> None:
+    for stored in tensors:
+        entry = checkpoint.entries.get(stored.name)
+        if entry is not None and entry.shape != stored.shape:
+            raise ValueError(
+                f"{stored.name} has shape {list(entry.shape)}, config.json promises {list(stored.shape)}; "
+                "do the two belong together?"
+            )
+
+
+def moe_tensors(moe: MoESpec, target: str) -> tuple[Stored, ...]:
+    slots = plugin.load("upcycle.targets", target).slots(moe)
+    return tuple(Stored(s.name, s.shape, s.dtype or moe.dtype, tuple((role, ()) for role in s.roles)) for s in slots)
+
+
+def dense_tensors(dense: DenseSpec, sources: Mapping[str, Source]) -> tuple[Stored, ...]:
+    """Roles that lie in one tensor (phi3's gate_up, gpt_neox's query_key_value) come together in it."""
+    held: dict[str, list[tuple[str, tuple[tuple[int, int], ...]]]] = {}
+    shapes = dict(dense.roles())
+    for role, source in sources.items():
+        held.setdefault(source.name, []).append((role, source.rows))
+    out = []
+    for name, roles in held.items():
+        rows = sum(shapes[role][0] for role, _ in roles)
+        out.append(Stored(name, (rows, *shapes[roles[0][0]][1:]), dense.dtype, tuple(roles)))
+    return tuple(out)
+
+
+# ---- roles in the model
+
+Index = tuple[int | slice, ...]
+WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of a role's tensor."""
+
+    shape: tuple[int, ...]  # of the whole
+    slices: tuple[slice, ...]  # which part of it
+    part: Tensor  # a view of the model: writing to it writes to the model
+
+
+def roles(model: Decoder) -> dict[str, tuple[Tensor, Index]]:
+    """role -> the parameter (or buffer) that it lies in, and where in it."""
+    out: dict[str, tuple[Tensor, Index]] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        role = WRAPPERS.sub("", name).replace(".attention.", ".").replace(".ffn.", ".")
+        if ".experts." not in role:
+            out[role] = tensor, ()
+    for index, layer in model.layers.items():
+        if isinstance(layer.ffn, MoE):
+            out |= expert_roles(layer.ffn, f"layers.{index}.experts")
+    return out
+
+
+def expert_roles(block: MoE, prefix: str) -> dict[str, tuple[Tensor, Index]]:
+    out: dict[str, tuple[Tensor, Index]] = {}
+    experts = block.experts
+    halves = ("gate", "up") if experts.gated else ("up",)
+    for i, width in enumerate(block.spec.widths):
+        for half, matrix in enumerate(halves):
+            out[f"{prefix}.{i}.{matrix}.weight"] = experts.up, (i, half, slice(width))
+            if experts.up_bias is not None:
+                out[f"{prefix}.{i}.{matrix}.bias"] = experts.up_bias, (i, half, slice(width))
+        out[f"{prefix}.{i}.down.weight"] = experts.down, (i, slice(None), slice(width))
+        if experts.down_bias is not None:
+            out[f"{prefix}.{i}.down.bias"] = experts.down_bias, (i,)
+    return out
+
+
+def views(model: Decoder) -> dict[str, Tensor]:
+    """role -> what this rank holds of it, as a view of the model; of a model that is not divided, all."""
+    return {role: piece.part for role, piece in pieces(model).items()}
+
+
+def pieces(model: Decoder) -> dict[str, Piece]:
+    return {role: piece(tensor, index) for role, (tensor, index) in roles(model).items()}
+
+
+def piece(tensor: Tensor, index: Index) -> Piece:
+    """Of tensor[index], what this rank holds."""
+    index += (slice(None),) * (tensor.ndim - len(index))
+    # bounds in the whole tensor: of the role, of what this rank holds, and of what is in both
+    role = [(e, e + 1) if isinstance(e, int) else e.indices(n)[:2] for e, n in zip(index, tensor.shape, strict=True)]
+    held = box(tensor)
+    both = [(max(a, low), min(b, high)) for (a, b), (low, high) in zip(role, held, strict=True)]
+    kept = [not isinstance(e, int) for e in index]
+    shape = tuple(b - a for (a, b), keep in zip(role, kept, strict=True) if keep)
+    if any(first >= last for first, last in both):
+        return Piece(shape, (slice(0),) * len(shape), local(tensor).new_empty(0))
+    slices = (slice(f - a, t - a) for (f, t), (a, _), keep in zip(both, role, kept, strict=True) if keep)
+    places = (
+        slice(f - low, t - low) if keep else f - low for (f, t), (low, _), keep in zip(both, held, kept, strict=True)
+    )
+    return Piece(shape, tuple(slices), local(tensor)[tuple(places)])
+
+
+def box(tensor: Tensor) -> list[tuple[int, int]]:
+    """[first, last) of each dimension: the part that this rank holds of a tensor that may be divided over ranks."""
+    bounds = [(0, size) for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return bounds
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    # the last axis of a mesh cuts first: FSDP, the first, divides what tensor and expert parallel have left
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if placement.is_replicate():
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]  # a shard, strided or not
+        low, high = bounds[dim]
+        share = -(-(high - low) // tensor.device_mesh.size(axis))
+        first = min(low + coordinate[axis] * share, high)
+        bounds[dim] = (first, min(first + share, high))
+    assert tuple(high - low for low, high in bounds) == tensor.to_local().shape
+    return bounds
+
+
+def local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# ---- weights in, weights out
+
+
+@torch.no_grad()
+def load(model: Decoder, origin: Origin) -> Decoder:
+    """Every parameter from the origin; nothing may be missing. Of a model that is divided over ranks (or is a stage of
+    a pipeline), each rank reads, or makes, the rows that it holds something of."""
+    target = pieces(model)
+    left = set(target)
+    for tensor in model.parameters():
+        tensor.zero_()  # the padding of uneven experts
+    for stored in tqdm(origin.tensors, "weights", delay=2):
+        here = [role for role, _ in stored.roles if role in target]
+        left.difference_update(here)
+        if any(target[role].part.numel() for role in here):
+            copy(origin, stored, target)
+    assert not left, f"no tensor for {sorted(left)[:3]}"
+    return model
+
+
+def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece]) -> None:
+    """A tensor on disk to this rank's pieces of the roles in it; only the rows that they need are read."""
+    flat, width = 0, prod(stored.shape[1:])
+    whole: Tensor | None = None
+    for role, ranges in stored.roles:
+        piece, size = target[role], prod(target[role].shape)
+        if piece.part.numel():
+            rows = piece.slices[0]
+            if len(ranges) > 1:  # interleaved heads of q, k and v
+                whole = origin.read(stored.name) if whole is None else whole
+                part = torch.cat([whole[a:b] for a, b in ranges])[rows]
+            elif ranges:
+                part = origin.read(stored.name, (ranges[0][0] + rows.start, ranges[0][0] + rows.stop))
+            else:  # stacked one after the other, whatever the shape on disk
+                first, last = (flat + end * (size // piece.shape[0]) for end in (rows.start, rows.stop))
+                top = first // width
+                part = origin.read(stored.name, (top, -(-last // width))).flatten()[
+                    first - top * width : last - top * width
+                ]
+            piece.part.copy_(part.view(-1, *piece.shape[1:])[(slice(None), *piece.slices[1:])])
+        flat += size
+
+
+def cut(whole: Tensor, stored: Stored, target: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """The roles' parts of a whole tensor on disk, flat."""
+    start, flat = 0, whole.flatten()
+    for role, rows in stored.roles:
+        if rows:
+            yield torch.cat([whole[a:b] for a, b in rows])
+        else:
+            size = target[role].numel()
+            yield flat[start : start + size]
+            start += size
+
+
+@torch.no_grad()
+def initialise(model: Decoder, seed: int = 0) -> Decoder:
+    """Random weights, for benchmarks and training from scratch; the same ones however the model is divided."""
+    from upcycle import rng
+
+    for tensor in model.parameters():
+        tensor.zero_()  # the padding of uneven experts
+    for role, piece in pieces(model).items():
+        if not piece.part.numel():
+            continue
+        if "norm" in role:
+            piece.part.fill_(0.0 if model.dense.norm.endswith("1p") or role.endswith("bias") else 1.0)
+        elif role.endswith("bias"):
+            piece.part.zero_()
+        else:
+            piece.part.copy_(model.dense.init_std * rng.normal(piece.shape, seed, role)[piece.slices])
+    return model
+
+
+@torch.no_grad()
+def export(
+    model: Decoder,
+    origin: Origin,
+    folder: str | Path,
+    *,
+    dtype: str = "",
+    max_shard: str = "5GB",
+    mesh: ParallelMesh | None = None,
+) -> Path:
+    """The model as a folder in its origin's layout. It appears under its name when it is complete. Of a model that is
+    divided over the ranks of `mesh`, all of them call this, and the first one writes."""
+    folder = Path(folder)
+    partial = folder.with_name(folder.name + ".partial")
+    writes = mesh is None or mesh.rank == 0
+    if writes:
+        if folder.exists():
+            raise ValueError(f"{folder} exists already; remove it or choose another folder to export to")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dtype = dtype or origin.dense.dtype
+    # a float32 tensor of a bf16 model (the router's correction bias) stays float32
+    tensors = [replace(t, dtype=dtype if t.dtype == origin.spec.dtype else t.dtype) for t in origin.tensors]
+    source, shards = Whole(model, mesh), packed(tensors, byte_size(max_shard))
+    total = sum(t.bytes for t in tensors)
+    with tqdm(total=total, desc="export", unit="B", unit_scale=True, delay=2, disable=not writes) as bar:
+        for name, group in shards:
+            with disk.Stream(partial / name) if writes else nullcontext() as stream:
+                if stream is not None:
+                    stream.write(disk.header(group))
+                for stored in group:
+                    tensor = source.tensor(stored)
+                    if stream is not None:
+                        stream.write(tensor)
+                    bar.update(stored.bytes)
+    if writes:
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": {t.name: n for n, group in shards for t in group}}
+            disk.write_atomic(partial / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+        for path in origin.files:
+            shutil.copyfile(path, partial / path.name)
+        config = {k: v for k, v in origin.config.items() if k != "torch_dtype"} | {"dtype": dtype}
+        disk.write_atomic(partial / "config.json", json.dumps(config, indent=2).encode() + b"\n")
+        disk.sync_folder(partial)
+        partial.rename(folder)
+    if mesh is not None and mesh.world > 1:
+        dist.barrier()
+    return folder
+
+
+class Whole:
+    """Tensors as on disk, of a model that may be divided. Ranks gather a parameter at a time, and only the first rank
+    (of each pipeline stage, to send it on) puts tensors together."""
+
+    def __init__(self, model: Decoder, mesh: ParallelMesh | None) -> None:
+        self.roles, self.mesh = roles(model), mesh
+        self.stage, self.stages = (0, 1) if mesh is None else (mesh.index("pp"), mesh.size("pp"))
+        self.first = mesh is None or mesh.rank % (mesh.world // self.stages) == 0
+        self.device = next(model.parameters()).device
+        self.gathered: OrderedDict[tuple[int, str], Tensor] = OrderedDict()
+        held: list[Any] = [list(self.roles)]
+        if mesh is not None and self.stages > 1:
+            held = gather(held[0], mesh.group("pp"), self.device)
+        self.owner = {role: stage for stage in reversed(range(self.stages)) for role in held[stage]}
+
+    def tensor(self, stored: Stored) -> Tensor:
+        """On the first rank, in host memory; elsewhere whatever."""
+        owner, dtype = self.owner[stored.roles[0][0]], getattr(torch, stored.dtype)
+        out = torch.empty(0)
+        if owner == self.stage:
+            source = {role: self.role(role, stored.dtype) for role, _ in stored.roles}
+            if self.first:
+                out = joined(stored, source).to(dtype).contiguous()
+        if owner > 0 and self.first and self.stage in (0, owner):
+            assert self.mesh is not None
+            if self.stage == owner:
+                dist.send(out.to(self.device), dst=0, group=self.mesh.group("pp"))
+            else:
+                coming = torch.empty(stored.shape, dtype=dtype, device=self.device)
+                dist.recv(coming, src=owner * (self.mesh.world // self.stages), group=self.mesh.group("pp"))
+                out = coming.cpu()
+        return out
+
+    def role(self, role: str, dtype: str) -> Tensor:
+        """Rounded before it is gathered: half of the bytes."""
+        tensor, index = self.roles[role]
+        key = id(tensor), dtype
+        if not isinstance(tensor, DTensor):
+            return tensor.detach()[index]
+        if key not in self.gathered:
+            narrow: Any = tensor.detach().to(getattr(torch, dtype))
+            self.gathered[key] = narrow.full_tensor()
+            while len(self.gathered) > 4:  # of stacked experts come up, down and their biases in turn
+                self.gathered.popitem(last=False)
+        return self.gathered[key][index]
+
+
+def joined(stored: Stored, source: Mapping[str, Tensor]) -> Tensor:
+    if not any(rows for _, rows in stored.roles):
+        parts = [source[role].detach().cpu().flatten() for role, _ in stored.roles]
+        return torch.cat(parts).view(stored.shape)
+    first = source[stored.roles[0][0]]
+    whole = torch.empty(stored.shape, dtype=first.dtype)
+    for role, rows in stored.roles:
+        part, start = source[role].detach().cpu(), 0
+        for a, b in rows:
+            whole[a:b] = part[start : start + b - a]
+            start += b - a
+    return whole
+
+
+def packed(tensors: Iterable[Stored], limit: int) -> list[tuple[str, Sequence[Stored]]]:
+    """As upcycle.plan shards its outputs: as many per file as fit, in order."""
+    groups: list[list[Stored]] = []
+    room = 0
+    for stored in tensors:
+        if not groups or stored.bytes > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(stored)
+        room -= stored.bytes
+    if len(groups) == 1:
+        return [("model.safetensors", groups[0])]
+    return [(f"model-{i:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups, 1)]

@@ -1,0 +1,1 @@
+"""Text to token shards, shards to batches."""

@@ -1,0 +1,81 @@
+"""What training computes on: rows of token ids laid end to end, stacked into a batch.
+
+Shapes: B samples, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+IGNORE = -100  # a label that is not scored; what torch's cross_entropy leaves out
+Longs = NDArray[np.int64]
+Row = tuple[Longs, Longs, Longs, Longs]  # tokens, labels, documents, positions; [S] each
+Span = tuple[NDArray[Any], int, int, bool]  # ids, begin, end, whether `begin` is inside a document
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens: Tensor  # int64 [B, S]
+    labels: Tensor  # int64 [B, S]; IGNORE where nothing is scored
+    documents: Tensor  # int32 [B, S]: 0, 1, ... in each sample; attention stays within one
+    positions: Tensor  # int64 [B, S]: from 0 in each document
+
+    @property
+    def scored(self) -> Tensor:
+        return self.labels >= 0
+
+    def to(self, device: torch.device | str) -> Batch:
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Batch:
+        return self.each(Tensor.pin_memory)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(*(change(getattr(self, field.name)) for field in fields(self)))
+
+
+class Samples(Protocol):
+    def batch(self, sample: int, size: int) -> Batch:
+        """Samples number `sample` ... `sample + size` of the run."""
+        ...
+
+    def state(self, cursor: int) -> dict[str, Any]:
+        """What finds sample `cursor` again besides its number: nothing, but for a stream (training/data/stream.py)."""
+        ...
+
+
+def lay(spans: Iterable[Span], length: int, start: int, mask_documents: bool) -> Row:
+    """A row of parts of documents."""
+    tokens: Longs = np.full(length, start, np.int64)
+    labels: Longs = np.full(length, IGNORE, np.int64)
+    documents: Longs = np.zeros(length, np.int64)
+    positions: Longs = np.arange(length)
+    filled = 0
+    for number, (ids, begin, end, inner) in enumerate(spans):
+        size = end - begin
+        part = slice(filled, filled + size)
+        labels[part] = ids[begin:end]
+        if inner:
+            tokens[part] = ids[begin - 1 : end - 1]
+        else:
+            tokens[filled + 1 : filled + size] = ids[begin : end - 1]
+        if mask_documents:
+            documents[part] = number
+            positions[part] = np.arange(size)
+        filled += size
+    if filled < length:  # all that there is is shorter than one sequence
+        documents[filled:] = documents[filled - 1] + 1
+        positions[filled:] = np.arange(length - filled)
+    return tokens, labels, documents, positions
+
+
+def stack(rows: Sequence[Row]) -> Batch:
+    tokens, labels, documents, positions = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
+    return Batch(tokens, labels, documents.int(), positions)

@@ -1,0 +1,444 @@
+"""Token shards -> batches. Sample number n of a run is a pure function of the config and n.
+
+So the cursor of a run is one integer, the samples consumed, and no mesh is in it: with r ranks of batch B, rank i takes
+samples cursor + i*B ... cursor + (i+1)*B, and the cursor moves by r*B. Any other split reads the same samples.
+
+Which source sample n is of, and which one of it, follows from a periodic schedule in which every source's count stays
+within one sample of its share at every n (Tijdeman's solution of the chairman assignment problem).
+
+The k-th sample of a source is a window on one of its epochs. An epoch has every document once: documents change places
+within chunks of CHUNK neighbours, are laid end to end, and cut into windows; then the windows of the whole epoch change
+places. Since a chunk holds the same tokens in any order, where it lies is known without summing up lengths, and the
+windows' places come from a Feistel network, which computes a permutation entry by entry. So any sample of a set of any
+size is found by one binary search in a mapped file and a few hundred bytes of sums.
+
+A window has S inputs and S labels. Labels tile the epoch: each token is a label once. Its input is the token before it
+in its document, or `start` (bos, else eos) before the first one; `documents` and `positions` are those of that pair.
+So when documents are masked a document's loss does not depend on its neighbours, and nothing is left out at borders.
+The last window begins early enough to be full, and what the one before has scored is IGNOREd there.
+
+Shapes: B samples, S sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import queue
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from training.data.batch import IGNORE, Batch, Row, Samples, Span, lay, stack
+from training.data.shards import TokenShards
+from upcycle import rng
+from upcycle.config import build
+
+CHUNK = 1024  # neighbouring documents that change places
+CYCLE = 1 << 16  # longest schedule; weights that need a longer one are rounded to 1/CYCLE
+ROUNDS = 8
+MASK64 = (1 << 64) - 1
+
+
+# ---- config
+
+
+@dataclass(frozen=True)
+class TrainSource:
+    name: str = ""  # "": the folder's name. It seeds the order, so a source keeps its order whatever is beside it
+    path: str = ""  # a folder of token shards
+    weight: float = 1.0  # share of the samples, relative to the other sources'
+
+
+@dataclass(frozen=True)
+class ValidSource:
+    name: str = ""
+    path: str = ""
+    tokens: int = 0  # only as many first documents as fit; 0: all
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: tuple[Any, ...] = ()  # of TrainSource: a folder, or keys and values
+    valid: tuple[Any, ...] = ()  # of ValidSource
+    sequence: int = 4096
+    seed: int = 0
+    mask_documents: bool = True  # a token attends to its own document only
+    stream: str = ""  # in place of train: hf:org/name[@revision][:config][:split][#column], tokenised as it comes
+    tokenizer: str = ""  # of the stream: a folder with tokenizer.json
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "train", sources(TrainSource, self.train, "data.train"))
+        object.__setattr__(self, "valid", sources(ValidSource, self.valid, "data.valid"))
+        if self.stream and self.train:
+            raise ValueError("data.stream and data.train are both set; prepare the stream to mix it, or leave one out")
+        if self.sequence < 1:
+            raise ValueError(f"data.sequence={self.sequence} must be at least 1")
+        for source in self.train:
+            if not (source.weight > 0 and math.isfinite(source.weight)):
+                raise ValueError(
+                    f"data.train {source.name} has weight {source.weight}; it must be above 0, or leave it out"
+                )
+
+
+def sources(
+    kind: type[TrainSource] | type[ValidSource], values: Sequence[Any], where: str
+) -> tuple[TrainSource | ValidSource, ...]:
+    found: list[TrainSource | ValidSource] = []
+    for i, value in enumerate(values):
+        if not isinstance(value, kind):
+            value = build(kind, {"path": value} if isinstance(value, str) else value, f"{where}.{i}.")
+        if not value.path:
+            raise ValueError(f"{where}.{i} has no path; write the folder that training.prepare made")
+        found.append(value if value.name else replace(value, name=Path(value.path).name))
+    names = [source.name for source in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{where} has two sources named {name!r}; give each a name of its own")
+    return tuple(found)
+
+
+# ---- permutations that are computed entry by entry
+
+
+def mixed(x: int) -> int:
+    """The finaliser of splitmix64."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK64
+    return x ^ x >> 31
+
+
+def permuted(index: int, count: int, *key: object) -> int:
+    """Entry `index` of the permutation of range(count) that `key` names, without the others.
+
+    A Feistel network permutes the next power of four, whatever its round function; an entry that falls outside of
+    range(count) is sent through again until it is inside, at most four times on average.
+    """
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    keys = [int.from_bytes(digest[4 * i : 4 * i + 4], "big") << 32 | i for i in range(ROUNDS)]
+    half = max(1, (count - 1).bit_length() + 1 >> 1)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for round_key in keys:
+            left, right = right, left ^ mixed(right ^ round_key) & mask
+        index = left << half | right
+        if index < count:
+            return index
+
+
+# ---- one source
+
+
+class Windows:
+    """The windows of a set of documents, epoch after epoch; without a seed, in order."""
+
+    def __init__(
+        self, shards: TokenShards, sequence: int, mask_documents: bool = True, name: str = "", seed: int | None = None
+    ) -> None:
+        self.shards, self.sequence, self.mask_documents = shards, sequence, mask_documents
+        self.name, self.seed = name, seed
+        self.firsts = [0, *accumulate(len(shard.tokens) for shard in shards.shards)]  # tokens before each shard
+        self.tokens = self.firsts[-1]
+        self.count = -(-self.tokens // sequence)  # of an epoch
+
+    def row(self, index: int) -> Row:
+        epoch, window = divmod(index, self.count)
+        if self.seed is not None:
+            window = permuted(window, self.count, self.seed, "windows", self.name, epoch)
+        begin = window * self.sequence
+        return self.cut(max(0, min(begin, self.tokens - self.sequence)), begin, epoch)
+
+    def cut(self, first: int, scored: int, epoch: int) -> Row:
+        """Labels first ... first + S of an epoch; those before `scored` are context."""
+        row = lay(self.spans(first, self.sequence, epoch), self.sequence, self.shards.start, self.mask_documents)
+        highest = max(int(row[0].max()), int(row[1].max()))
+        if highest >= self.shards.vocab:
+            raise ValueError(
+                f"{self.shards.folder} holds id {highest} but its tokenizer has {self.shards.vocab}; its files are "
+                "damaged: run python -m training.prepare --check on it"
+            )
+        row[1][: scored - first] = IGNORE
+        return row
+
+    def spans(self, at: int, length: int, epoch: int) -> Iterator[Span]:
+        """Of `length` tokens from `at` on."""
+        while length > 0 and at < self.tokens:
+            index = bisect_right(self.firsts, at) - 1
+            shard, inside = self.shards.shards[index], at - self.firsts[index]
+            # as uint64: beside any other type numpy would copy the whole mapped array
+            found = int(np.searchsorted(shard.starts, np.uint64(inside), side="right")) - 1
+            chunk = found // CHUNK
+            starts = shard.starts[chunk * CHUNK : (chunk + 1) * CHUNK + 1].astype(np.int64)
+            sizes = np.diff(starts)
+            if self.seed is None:
+                order = np.arange(len(sizes))
+            else:
+                order = rng.permutation(len(sizes), self.seed, "documents", self.name, epoch, index, chunk).numpy()
+            ends = starts[0] + np.cumsum(sizes[order])
+            for place in range(int(np.searchsorted(ends, inside, side="right")), len(order)):
+                document = order[place]
+                skipped = inside - int(ends[place] - sizes[document])
+                begin = int(starts[document]) + skipped
+                size = min(int(sizes[document]) - skipped, length)
+                yield shard.tokens, begin, begin + size, skipped > 0
+                inside, at, length = inside + size, at + size, length - size
+                if length == 0:
+                    return
+
+
+# ---- several sources
+
+
+class Schedule:
+    """Which source each sample is of: after any number of samples each has its share of them, give or take one."""
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        self.shares = whole_shares(weights)
+        self.period = sum(self.shares)
+        self.key = mixed(seed & MASK64)
+        self.table = chairmen(self.shares)
+        self.rank = np.empty(self.period, np.int64)  # how many of the same source are before it
+        for source in range(len(weights)):
+            places = self.table == source
+            self.rank[places] = np.arange(int(places.sum()))
+
+    def backward(self, cycle: int) -> bool:
+        """Half of the cycles are read from their end, or a source might always fall to the same rank."""
+        return bool(mixed(self.key ^ cycle) & 1)
+
+    def __getitem__(self, sample: int) -> tuple[int, int]:
+        """(source, how many of its samples are before this one)."""
+        cycle, place = divmod(sample, self.period)
+        backward = self.backward(cycle)
+        place = self.period - 1 - place if backward else place
+        source = int(self.table[place])
+        rank = int(self.rank[place])
+        share = self.shares[source]
+        return source, cycle * share + (share - 1 - rank if backward else rank)
+
+    def counts(self, samples: int) -> list[int]:
+        """Of the first `samples`, how many are of each source."""
+        cycle, place = divmod(samples, self.period)
+        table = self.table[::-1] if self.backward(cycle) else self.table
+        rest = np.bincount(table[:place], minlength=len(self.shares))
+        return [cycle * share + int(more) for share, more in zip(self.shares, rest, strict=True)]
+
+
+def whole_shares(weights: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to the weights: exact if their sum can stay within CYCLE, else to 1/CYCLE."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    period = math.lcm(*(share.denominator for share in shares))
+    if period <= CYCLE:
+        return [int(share * period) for share in shares]
+    found = [max(1, int(share * CYCLE)) for share in shares]
+    missing = sorted(range(len(found)), key=lambda i: found[i] - shares[i] * CYCLE)
+    for i in missing[: max(0, CYCLE - sum(found))]:
+        found[i] += 1
+    return found
+
+
+def chairmen(shares: Sequence[int]) -> NDArray[np.int64]:
+    """Tijdeman (1980): of those who are enough in arrears, the one who must come soonest."""
+    count, period = len(shares), sum(shares)
+    table = np.zeros(period, np.int64)
+    if count == 1:
+        return table
+    share, slack = np.array(shares, np.int64), 2 * count - 2
+    arrears = np.zeros(count, np.int64)  # (n * share - count) of each, times the period
+    for n in range(period):
+        arrears += share
+        deadline = ((slack - 1) * period / slack - arrears) / share
+        chosen = int(np.argmin(np.where(slack * arrears >= period, deadline, np.inf)))
+        table[n] = chosen
+        arrears[chosen] -= period
+    return table
+
+
+class Mixture:
+    """The training samples of a run."""
+
+    def __init__(
+        self, parts: Sequence[tuple[str, TokenShards, float]], sequence: int, seed: int, *, mask_documents: bool = True
+    ) -> None:
+        if not parts:
+            raise ValueError("there is nothing to train on; name folders under data.train")
+        same_tokenizer([shards for _, shards, _ in parts])
+        self.names = [name for name, _, _ in parts]
+        self.sources = [Windows(shards, sequence, mask_documents, name, seed) for name, shards, _ in parts]
+        self.schedule = Schedule([weight for _, _, weight in parts], seed)
+
+    def batch(self, sample: int, size: int) -> Batch:
+        return stack(
+            [self.sources[source].row(n) for source, n in map(self.schedule.__getitem__, range(sample, sample + size))]
+        )
+
+    def state(self, cursor: int) -> dict[str, Any]:
+        return {}
+
+    def epochs(self, cursor: int) -> Mapping[str, float]:
+        """How often each source was read when `cursor` samples are consumed."""
+        counts = self.schedule.counts(cursor)
+        return {name: n / part.count for name, n, part in zip(self.names, counts, self.sources, strict=True)}
+
+
+def same_tokenizer(found: Sequence[TokenShards]) -> None:
+    for shards in found[1:]:
+        if (shards.tokenizer, shards.eos, shards.start) != (found[0].tokenizer, found[0].eos, found[0].start):
+            raise ValueError(
+                f"{shards.folder} and {found[0].folder} were made with different tokenizers; prepare all data with one"
+            )
+
+
+class Mock:
+    """Random tokens in place of data, for benchmarks."""
+
+    def state(self, cursor: int) -> dict[str, Any]:
+        return {}
+
+    def __init__(self, vocab: int, sequence: int, seed: int = 0) -> None:
+        self.vocab, self.sequence, self.seed = vocab, sequence, seed
+
+    def batch(self, sample: int, size: int) -> Batch:
+        shape = (self.sequence + 1,)
+        ids = [
+            torch.randint(self.vocab, shape, generator=rng.generator(self.seed, "mock", n))
+            for n in range(sample, sample + size)
+        ]
+        both = torch.stack(ids)
+        positions = torch.arange(self.sequence).repeat(size, 1)
+        return Batch(both[:, :-1].contiguous(), both[:, 1:].contiguous(), torch.zeros_like(positions).int(), positions)
+
+
+# ---- validation
+
+
+class Validation:
+    """A named set in order, each of its tokens scored once."""
+
+    def __init__(self, name: str, shards: TokenShards, sequence: int, *, mask_documents: bool = True) -> None:
+        self.name, self.windows = name, Windows(shards, sequence, mask_documents)
+        self.tokens, self.bytes = shards.tokens, shards.bytes
+
+    def batches(self, size: int, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+        """This rank's. All ranks have as many, since they compute together; what is too much is not scored."""
+        windows = self.windows
+        for first in range(rank * size, -(-windows.count // (size * ranks)) * size * ranks, size * ranks):
+            rows = [windows.row(min(n, windows.count - 1)) for n in range(first, first + size)]
+            for n in range(max(windows.count, first), first + size):
+                rows[n - first][1].fill(IGNORE)
+            yield stack(rows)
+
+    def bits_per_byte(self, nats: float) -> float:
+        """`nats`: the sum of -log p over all labels of the set."""
+        return bits_per_byte(nats, self.bytes)
+
+
+def bits_per_byte(nats: float, size: int) -> float:
+    return nats / math.log(2) / size
+
+
+# ---- from a config
+
+
+def open_training(config: DataConfig, vocab: int, state: Mapping[str, Any] | None = None) -> Samples:
+    """`vocab`: the model's number of embeddings; `state`: of the checkpoint that the run goes on from."""
+    if config.stream:
+        from training.data.stream import Stream
+
+        return Stream(config, vocab, state)
+    parts = [(source.name, TokenShards.open(source.path, vocab), source.weight) for source in config.train]
+    return Mixture(parts, config.sequence, config.seed, mask_documents=config.mask_documents)
+
+
+def open_validation(config: DataConfig, vocab: int) -> list[Validation]:
+    found = []
+    for source in config.valid:
+        shards = TokenShards.open(source.path, vocab)
+        shards = shards.head(source.tokens) if source.tokens else shards
+        found.append(Validation(source.name, shards, config.sequence, mask_documents=config.mask_documents))
+    same_tokenizer([valid.windows.shards for valid in found])
+    return found
+
+
+# ---- ahead of time
+
+
+class Loader:
+    """Batches of one rank, made in a thread ahead of their use: (batch, the cursor after it).
+
+    The cursor to save is that of the last batch that was used, which is not how far the thread has come.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        cursor: int,
+        size: int,
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        ahead: int = 2,
+        pin: bool = False,
+    ) -> None:
+        self.samples, self.cursor, self.size, self.rank, self.ranks, self.pin = samples, cursor, size, rank, ranks, pin
+        self.queue: queue.Queue[tuple[Batch, int] | BaseException] = queue.Queue(ahead)
+        self.closed = threading.Event()
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self.work, name="loader", daemon=True)
+        self.thread.start()
+
+    def work(self) -> None:
+        cursor = self.cursor
+        while not self.closed.is_set():
+            item: tuple[Batch, int] | BaseException
+            try:
+                batch = self.samples.batch(cursor + self.rank * self.size, self.size)
+                cursor += self.size * self.ranks
+                item = (batch.pinned() if self.pin else batch, cursor)
+            except BaseException as error:  # the caller's to handle, wherever it comes from
+                item = error
+            while not self.closed.is_set():
+                try:
+                    self.queue.put(item, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(item, BaseException):
+                return
+
+    def __iter__(self) -> Iterator[tuple[Batch, int]]:
+        return self
+
+    def __next__(self) -> tuple[Batch, int]:
+        if self.closed.is_set():
+            raise ValueError("the loader is closed")
+        if self.failure is None:
+            item = self.queue.get()
+            if not isinstance(item, BaseException):
+                return item
+            self.failure = item
+        raise self.failure
+
+    def close(self) -> None:
+        self.closed.set()
+        self.thread.join()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

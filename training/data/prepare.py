@@ -1,0 +1,484 @@
+"""Text -> token shards (training/data/shards.py): streamed, restartable, shared by any number of processes.
+
+    python -m training.prepare OUTPUT tokenizer=FOLDER sources=[wiki.jsonl.zst,books/,'hf:org/name:config:train#text']
+    torchrun --nproc-per-node 8 -m training.prepare OUTPUT prepare.yaml
+    python -m training.prepare --check OUTPUT
+
+A source is a .txt file (one document), .jsonl or .jsonl.zst (a document a line), .parquet (a document a row), a folder
+or a pattern of such, or a dataset of the hub, `hf:org/name[@revision][:config][:split]`. `#column` says where the text
+is; without it, `text`.
+
+The work is done in OUTPUT.partial, which is renamed at the end. A process that dies at any moment leaves complete
+parts, which the next one keeps, reading over their documents without tokenising them. The bytes depend on the
+tokenizer, the sources and shard_tokens alone. A source is one process's; in it the tokenizer's threads use all cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import hashlib
+import io
+import json
+import os
+import shutil
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from training.data.shards import KIND, META, VERSION, Ids, TokenShards, partial_of, read_meta
+from upcycle import disk, text
+from upcycle.config import read
+from upcycle.job import JOB, POLL, Watch, Worker, explained, job, read_json
+
+SUFFIXES = (*text.SUFFIXES, ".parquet")
+HUB = "hf:"
+SAMPLE = 1 << 20  # bytes of a file's begin and end that stand for it
+BATCH = 1 << 21  # characters tokenised at once: some 100 MB of the tokenizer's own
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    output: str = ""  # the folder to make
+    tokenizer: str = ""  # a folder with tokenizer.json
+    sources: tuple[str, ...] = ()
+    eos: str = ""  # the token that ends a document; "": what the folder's tokenizer_config.json says
+    shard_tokens: int = 1 << 28  # a part of a source is closed at the first document's end beyond
+
+
+@dataclass(frozen=True)
+class Source:
+    place: str  # a path, or org/name
+    column: str
+    size: int  # bytes, 0 if unknown
+    mark: str  # what its content is known by
+    hub: tuple[str, str, str] | None = None  # revision, config, split
+
+    @property
+    def name(self) -> str:
+        return Path(self.place).name
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a document, or of a part of it."""
+
+    ids: Ids
+    bytes: int
+    read: int  # documents of the source up to here, empty ones too
+    closes: bool
+
+
+@dataclass(frozen=True)
+class Encoder:
+    tokenizer: Any
+    vocab: int
+    eos: int
+    start: int
+    fingerprint: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
+
+    def pieces(self, texts: Iterable[tuple[str, bool]], skip: int) -> Iterator[Piece]:
+        """`texts`: (text, whether the document ends here). The first `skip` documents are read over."""
+        number = 0
+        batch: list[tuple[bytes, bool, int]] = []
+        size = tokens = 0
+        for piece, closes in texts:
+            number += closes
+            if number - closes < skip:
+                continue
+            # half a surrogate pair is no text, but it is in every large crawl
+            batch.append((piece.encode("utf-8", "replace"), closes, number))
+            size += len(piece)
+            if size >= BATCH:
+                for made in self.encode(batch, tokens):
+                    tokens = 0 if made.closes else tokens + len(made.ids)
+                    yield made
+                batch, size = [], 0
+        yield from self.encode(batch, tokens)
+
+    def encode(self, batch: list[tuple[bytes, bool, int]], tokens: int) -> Iterator[Piece]:
+        """`tokens`: how many the document that is not closed has so far. A document without any is left out."""
+        found = self.tokenizer.encode_batch_fast([data.decode() for data, _, _ in batch], add_special_tokens=False)
+        for (data, closes, number), encoding in zip(batch, found, strict=True):
+            ids = encoding.ids
+            tokens += len(ids)
+            if closes and tokens:
+                ids.append(self.eos)
+            if ids:
+                yield Piece(np.array(ids, self.dtype), len(data), number, closes)
+            if closes:
+                tokens = 0
+
+
+def load_encoder(folder: Path, eos: str) -> Encoder:
+    tokenizer = text.load_tokenizer(folder)
+    known = tokenizer.get_vocab(with_added_tokens=True)
+    if not eos:
+        settings = read_json(folder / "tokenizer_config.json")
+        said = settings.get("eos_token") if isinstance(settings, dict) else None
+        eos = said.get("content", "") if isinstance(said, dict) else said or ""
+        if not eos:
+            raise ValueError(f"{folder}/tokenizer_config.json names no eos_token; write eos=TOKEN")
+    if eos not in known:
+        raise ValueError(f"the tokenizer of {folder} has no token {eos!r}; write eos=TOKEN with one that it has")
+    before = [id for id in tokenizer.encode("").ids if id != known[eos]]
+    if len(before) > 1:
+        raise ValueError(f"the tokenizer of {folder} puts {len(before)} tokens before a text; at most one is possible")
+    tokenizer.encode_special_tokens = True  # a text that speaks of <eos> does not end there
+    fingerprint = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+    return Encoder(tokenizer, max(known.values()) + 1, known[eos], (before or [known[eos]])[0], fingerprint)
+
+
+# ---- sources
+
+
+def find(sources: Sequence[str]) -> list[Source]:
+    """In the order given; in a folder, by name."""
+    found = [source for word in sources for source in ([hub(word)] if word.startswith(HUB) else files(word))]
+    if not found:
+        raise ValueError("there are no sources; write sources=[FILE,...]")
+    return found
+
+
+def files(word: str) -> Iterator[Source]:
+    path, _, column = word.rpartition("#") if "#" in word and not Path(word).exists() else (word, "", "")
+    if Path(path).is_dir():
+        names = sorted(str(p) for p in Path(path).rglob("*") if p.name.endswith(SUFFIXES))
+    else:
+        names = [path] if Path(path).is_file() else sorted(glob.glob(path, recursive=True))
+    if not names:
+        raise ValueError(
+            f"source {word!r} is no file, folder or pattern that matches one ending in {', '.join(SUFFIXES)}"
+        )
+    for name in names:
+        if not name.endswith(SUFFIXES):
+            raise ValueError(f"source {name} cannot be read; its name must end in {', '.join(SUFFIXES)}")
+        with open(name, "rb") as file:
+            size = file.seek(0, io.SEEK_END)
+            digest = hashlib.sha256(str(size).encode())
+            for at in (0, max(0, size - SAMPLE)):
+                file.seek(at)
+                digest.update(file.read(SAMPLE))
+        yield Source(name, column or "text", size, digest.hexdigest())
+
+
+def hub(word: str) -> Source:
+    place, _, column = word.removeprefix(HUB).partition("#")
+    place, config, split, *more = [*place.split(":"), "", ""]
+    place, _, revision = place.partition("@")
+    if not place or more != ["", ""][: len(more)]:
+        raise ValueError(f"source {word!r} is not like hf:org/name[@revision][:config][:split][#column]")
+    if not Path(place).is_dir():  # what a branch points to may change between two starts
+        try:
+            from huggingface_hub import HfApi
+
+            revision = str(HfApi().dataset_info(place, revision=revision or None).sha)
+        except Exception as error:  # of the network, of the hub, of the name: there is no common class
+            raise ValueError(f"dataset {place} cannot be found on the hub: {' '.join(str(error).split())}") from None
+    return Source(place, column or "text", 0, revision, (revision, config, split or "train"))
+
+
+def texts(source: Source, watch: Callable[[int], object]) -> Iterator[tuple[str, bool]]:
+    """(text, whether the document ends with it)."""
+    if source.hub is not None:
+        yield from ((found, True) for found in hub_texts(source))
+    elif source.place.endswith(".parquet"):
+        yield from ((found, True) for found in parquet_texts(source, watch))
+    elif source.place.endswith(".txt"):
+        yield from whole(text.documents([source.place], watch=watch))
+    else:
+        yield from ((found, True) for found in text.documents([source.place], source.column, watch))
+
+
+def whole(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """A long text in pieces cut where tokenizers cut as well: after a line, or before a word."""
+    rest = ""
+    for piece in pieces:
+        if rest:
+            cut = rest.rfind("\n") + 1 or max(0, rest.rfind(" ")) or len(rest)
+            yield rest[:cut], False
+            rest = rest[cut:]
+        rest += piece
+    if rest:
+        yield rest, True
+
+
+def parquet_texts(source: Source, watch: Callable[[int], object]) -> Iterator[str]:
+    try:
+        pyarrow = import_module("pyarrow")
+        parquet = import_module("pyarrow.parquet")
+    except ImportError:
+        raise ValueError(f"{source.place} is parquet, which needs pyarrow; pip install pyarrow") from None
+    try:
+        with parquet.ParquetFile(source.place) as file:
+            rows = max(1, file.metadata.num_rows)
+            if source.column not in file.schema_arrow.names:
+                raise ValueError(
+                    f"{source.place} has no column {source.column!r} but {', '.join(file.schema_arrow.names)}; "
+                    "write FILE#COLUMN"
+                )
+            for batch in file.iter_batches(1024, columns=[source.column]):
+                yield from strings(source, batch.column(0).to_pylist())
+                watch(source.size * len(batch) // rows)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{source.place} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def hub_texts(source: Source) -> Iterator[str]:
+    with hub_errors(source):
+        for row in hub_rows(source):
+            yield from strings(source, [row.get(source.column)])
+
+
+def hub_rows(source: Source) -> Any:
+    """The rows as `datasets` streams them."""
+    try:
+        datasets = import_module("datasets")
+    except ImportError:
+        raise ValueError(f"{HUB}{source.place} needs the package datasets; pip install datasets") from None
+    assert source.hub is not None
+    revision, config, split = source.hub
+    return datasets.load_dataset(source.place, config or None, split=split, revision=revision or None, streaming=True)
+
+
+@contextmanager
+def hub_errors(source: Source) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, GeneratorExit):
+        raise
+    except Exception as error:  # of the network, of the hub, of its file formats: there is no common class
+        raise ValueError(f"{HUB}{source.place} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def strings(source: Source, values: Iterable[Any]) -> Iterator[str]:
+    for value in values:
+        if not isinstance(value, str):
+            raise ValueError(f"{source.place} has {type(value).__name__}, not text, in column {source.column!r}")
+        yield value
+
+
+# ---- shards
+
+
+def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool = False) -> Path:
+    """Make the folder `config.output` and return it. A failure is one ValueError; nothing done is lost."""
+    worker = worker or Worker.here()
+    output = Path(config.output)
+    if not output.name:
+        raise ValueError(f"output is {config.output!r}; write the name of a folder to make")
+    if config.shard_tokens < 1:
+        raise ValueError(f"shard_tokens={config.shard_tokens} must be at least 1")
+    if not config.tokenizer:
+        raise ValueError("tokenizer is not set; write tokenizer=FOLDER")
+    encoder, sources = load_encoder(Path(config.tokenizer), config.eos), find(config.sources)
+    # no paths: the same content elsewhere is the same job
+    wanted = {"kind": KIND, "version": VERSION, "vocab": encoder.vocab, "dtype": encoder.dtype.name}
+    wanted |= {"eos": encoder.eos, "start": encoder.start, "tokenizer": encoder.fingerprint}
+    wanted |= {"shard_tokens": config.shard_tokens}
+    wanted |= {"sources": [{"name": s.name, "column": s.column, "bytes": s.size, "mark": s.mark} for s in sources]}
+    partial = partial_of(output)
+    if complete(output, wanted):
+        return output
+    if read_json(partial / JOB / "job.json") not in (None, wanted):
+        raise ValueError(
+            f"{partial} holds unfinished work with another tokenizer, source or setting; finish it with those, "
+            "or remove it"
+        )
+    try:
+        with explained(partial), job(partial, wanted, worker, lambda: None) as watch:
+            write_own_sources(encoder, sources, partial, config.shard_tokens, worker, quiet=quiet)
+            if worker.rank == 0:
+                wait_for_others(len(sources), partial, watch)
+                finish(len(sources), partial, wanted)
+                os.rename(partial, output)
+                disk.sync_folder(output.parent)
+                shutil.rmtree(output / JOB, ignore_errors=True)
+    except (OSError, ValueError):
+        if worker.rank == 0 or not made(output, wanted):  # rank 0 may be done before a late process looked in
+            raise
+    return output
+
+
+def made(output: Path, wanted: dict[str, Any]) -> bool:
+    found = read_json(output / META)
+    return isinstance(found, dict) and {key: found.get(key) for key in wanted} == wanted
+
+
+def complete(output: Path, wanted: dict[str, Any]) -> bool:
+    """The output is there already, of these very sources. Anything else that is there is not touched."""
+    if made(output, wanted):
+        shutil.rmtree(output / JOB, ignore_errors=True)  # if the last process was killed just before this
+        return True
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ValueError(f"{output} exists and was not made of this; remove it or choose another output")
+    return False
+
+
+def write_own_sources(
+    encoder: Encoder, sources: Sequence[Source], partial: Path, limit: int, worker: Worker, *, quiet: bool
+) -> None:
+    mine = [(i, source) for i, source in enumerate(sources) if i % worker.count == worker.rank]
+    total = sum(source.size for _, source in mine) if all(source.size for _, source in mine) else None
+    tokens, begun = 0, time.monotonic()
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="prepare", disable=quiet or worker.rank > 0, mininterval=0.2
+    ) as bar:
+
+        def told(pieces: Iterator[Piece]) -> Iterator[Piece]:
+            nonlocal tokens
+            for piece in pieces:
+                tokens += len(piece.ids)
+                speed = tokens / (time.monotonic() - begun)
+                bar.set_postfix_str(f"{tokens / 1e6:.1f} M tokens, {speed / 1e3:.0f} k/s", refresh=False)
+                yield piece
+
+        for index, source in mine:
+            done = records(partial, index)
+            if done and done[-1]["last"]:
+                bar.update(source.size)
+                continue
+            pieces = told(encoder.pieces(texts(source, bar.update), done[-1]["read"] if done else 0))
+            part, last = len(done), False
+            while not last:
+                pieces, last = write_part(partial, index, part, pieces, encoder.dtype, limit, worker)
+                part += 1
+
+
+def write_part(
+    partial: Path, index: int, part: int, pieces: Iterator[Piece], dtype: np.dtype[Any], limit: int, worker: Worker
+) -> tuple[Iterator[Piece], bool]:
+    """Whole documents until there are `limit` tokens. Returns the pieces that are left, and whether there are none."""
+    name = stem("tokens", index, part) + ".bin"
+    scratch = partial / f"{name}.rank-{worker.rank}.part"
+    starts, sizes, tokens, size, read = array("Q", [0]), array("Q", [0]), 0, 0, 0
+    with disk.Stream(scratch) as stream:
+        for piece in pieces:
+            stream.write(piece.ids.tobytes())
+            tokens += len(piece.ids)
+            size += piece.bytes
+            if piece.closes:
+                starts.append(tokens)
+                sizes.append(size)
+                read = piece.read
+                if tokens >= limit:
+                    break
+    os.rename(scratch, partial / name)
+    table = io.BytesIO()
+    np.save(table, np.array([starts, sizes], "<u8"))
+    disk.write_atomic(partial / (stem("documents", index, part) + ".npy"), table.getvalue())
+    ahead = next(pieces, None)
+    record = {
+        "tokens": {"file": name, "bytes": stream.bytes, "sha256": stream.sha256},
+        "documents": {
+            "file": stem("documents", index, part) + ".npy",
+            "bytes": len(table.getvalue()),
+            "sha256": hashlib.sha256(table.getvalue()).hexdigest(),
+        },
+        "counts": {"tokens": tokens, "documents": len(starts) - 1, "bytes": size},
+        "read": read,
+        "last": ahead is None,
+    }
+    disk.write_atomic(partial / JOB / (stem("part", index, part) + ".json"), json.dumps(record).encode())
+    return chain([] if ahead is None else [ahead], pieces), ahead is None
+
+
+def stem(kind: str, index: int, part: int) -> str:
+    return f"{kind}-{index:05d}-{part:05d}"
+
+
+def records(partial: Path, index: int) -> list[dict[str, Any]]:
+    """Of the complete parts of a source, in order, up to the first that is not."""
+    found: list[dict[str, Any]] = []
+    while isinstance(record := read_json(partial / JOB / (stem("part", index, len(found)) + ".json")), dict):
+        for kind in ("tokens", "documents"):
+            path = partial / record[kind]["file"]
+            if not path.is_file() or path.stat().st_size != record[kind]["bytes"]:
+                return found
+        found.append(record)
+        if record["last"]:
+            break
+    return found
+
+
+def wait_for_others(sources: int, partial: Path, watch: Watch) -> None:
+    def unfinished(index: int) -> bool:
+        done = records(partial, index)
+        return not done or not done[-1]["last"]
+
+    missing = set(range(sources))
+    while missing := {index for index in missing if unfinished(index)}:
+        watch.check({index % watch.worker.count for index in missing})
+        time.sleep(POLL)
+
+
+def finish(sources: int, partial: Path, wanted: dict[str, Any]) -> None:
+    """meta.json; and nothing of a source without text."""
+    shards, totals = [], {"tokens": 0, "documents": 0, "bytes": 0}
+    for index in range(sources):
+        for record in records(partial, index):
+            if record["counts"]["documents"]:
+                shards.append({"source": index} | {key: record[key] for key in ("tokens", "documents", "counts")})
+                totals = {key: totals[key] + record["counts"][key] for key in totals}
+            else:
+                for kind in ("tokens", "documents"):
+                    (partial / record[kind]["file"]).unlink(missing_ok=True)
+    if not shards:
+        raise ValueError(f"there is no text in {', '.join(s['name'] for s in wanted['sources'])}")
+    for leftover in [*partial.glob("*.part"), *partial.glob("*.tmp")]:
+        leftover.unlink()
+    disk.write_atomic(partial / META, json.dumps({**wanted, **totals, "shards": shards}, indent=1).encode() + b"\n")
+    disk.sync_folder(partial)
+
+
+# ---- the command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m training.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output", help="the folder to make")
+    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="a YAML file, then key=value words")
+    parser.add_argument("--check", action="store_true", help="read a finished folder and compare every sha256")
+    options = parser.parse_args(arguments)
+    try:
+        if options.check:
+            TokenShards.open(options.output).verify()
+        else:
+            words = options.words
+            file, words = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
+            worker = Worker.here()
+            prepare(read(PrepareConfig, file, [*words, f"output={options.output}"], Path("configs")), worker)
+            if worker.rank:
+                return 0
+        meta = read_meta(Path(options.output))
+        print(
+            f"{options.output}: {meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes "
+            f"of text ({meta['bytes'] / meta['tokens']:.2f} per token)"
+        )
+    except (ValueError, OSError) as error:
+        print(f"prepare: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("prepare: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

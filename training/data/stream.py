@@ -1,0 +1,101 @@
+"""A dataset of the hub, tokenised while training: for a first try, or where there is no room for shards.
+
+Every rank reads the whole stream and keeps its own samples, so that the samples do not depend on the mesh. It costs
+each rank the tokenising of all, which a core does for some 10^5 tokens a second: prepare shards for more than a node,
+for a mixture, or to have documents shuffled. Here they come in the order in which they lie.
+
+A stream goes forward only. `state(cursor)` is a place at or before the sample `cursor`: what `datasets` says of its
+place, and what is left of the document that was being read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from training.data.batch import Batch, Longs, Row, Span, lay, stack
+from training.data.mixture import DataConfig
+from training.data.prepare import HUB, hub, hub_errors, hub_rows, load_encoder, strings
+
+PLACES = 64  # remembered: more than a loader is ahead
+
+
+class Stream:
+    def __init__(self, config: DataConfig, vocab: int, state: Mapping[str, Any] | None = None) -> None:
+        if not config.stream.startswith(HUB):
+            raise ValueError(f"data.stream is {config.stream!r}; write {HUB}org/name, or prepare files for data.train")
+        if not config.tokenizer:
+            raise ValueError("data.tokenizer is not set; a stream needs the folder of one")
+        self.config, self.encoder = config, load_encoder(Path(config.tokenizer), "")
+        if self.encoder.vocab > vocab:
+            raise ValueError(
+                f"{config.tokenizer} has {self.encoder.vocab} ids but the model has {vocab} embeddings; "
+                "use the model's own tokenizer"
+            )
+        self.source = hub(config.stream)
+        self.at, self.epoch = 0, 0  # the next sample
+        self.ids, self.used = np.empty(0, np.int64), 0  # the document being read
+        with hub_errors(self.source):
+            self.rows = hub_rows(self.source)
+            if state:
+                if state["mark"] != self.mark():
+                    raise ValueError(
+                        f"{config.stream} or its tokenizer is another than in the checkpoint; use the same"
+                    )
+                self.at, self.epoch, self.used = state["at"], state["epoch"], state["used"]
+                self.ids = np.array(state["ids"], np.int64)
+                self.rows.set_epoch(self.epoch)
+                self.rows.load_state_dict(state["rows"])
+        self.documents = self.read()
+        self.places: deque[dict[str, Any]] = deque(maxlen=PLACES)
+
+    def mark(self) -> list[Any]:
+        return [self.source.name, self.source.mark, self.source.column, self.encoder.fingerprint, self.config.sequence]
+
+    def batch(self, sample: int, size: int) -> Batch:
+        if sample < self.at:
+            raise ValueError(f"the stream is at sample {self.at} and cannot go back to {sample}; open it again")
+        while self.at < sample:
+            self.row()
+        rest = self.ids[max(0, self.used - 1) :]  # the last one that was used is the next one's input
+        place = {"at": self.at, "epoch": self.epoch, "ids": rest.tolist(), "used": min(1, self.used)}
+        self.places.append({**place, "rows": self.rows.state_dict(), "mark": self.mark()})
+        return stack([self.row() for _ in range(size)])
+
+    def state(self, cursor: int) -> dict[str, Any]:
+        before = [place for place in tuple(self.places) if place["at"] <= cursor]
+        if not before:
+            raise ValueError(f"the stream no longer knows where sample {cursor} was; save sooner after it is used")
+        return before[-1]
+
+    def row(self) -> Row:
+        self.at += 1
+        return lay(self.spans(), self.config.sequence, self.encoder.start, self.config.mask_documents)
+
+    def spans(self) -> Iterator[Span]:
+        missing = self.config.sequence
+        while missing:
+            if self.used == len(self.ids):
+                self.ids, self.used = next(self.documents), 0
+            begin, self.used = self.used, min(len(self.ids), self.used + missing)
+            missing -= self.used - begin
+            yield self.ids, begin, self.used, begin > 0
+
+    def read(self) -> Iterator[Longs]:
+        """Documents, again and again."""
+        empty = 0  # epochs; one may be, where a run goes on at its end
+        while empty < 2:
+            empty += 1
+            with hub_errors(self.source):
+                for row in self.rows:
+                    (text,) = strings(self.source, [row.get(self.source.column)])
+                    for piece in self.encoder.pieces([(text, True)], 0):
+                        empty = 0
+                        yield piece.ids.astype(np.int64)
+            self.epoch += 1
+            self.rows.set_epoch(self.epoch)
+        raise ValueError(f"there is no text in {self.config.stream}")

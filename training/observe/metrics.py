@@ -1,0 +1,337 @@
+"""What a person sees of a run: a live line, metrics.jsonl, and TensorBoard or wandb where asked for.
+
+    with Metrics(folder, first, steps=config.steps, flops=flops) as metrics:
+        for ...:
+            metrics.step(step, tokens=..., lr=..., loss=loss)   # device tensors; nothing waits for the device
+            if due: metrics.log(step, **more)                   # one copy to the host for the whole interval
+
+metrics.jsonl has one JSON object a line: `step`, and what was logged at it. Floating tensors are means over the steps
+since the last line (not-finite ones left out; null if none is left), anything else is its latest value. Validation may
+add a second line for its step; `read` joins them. A resumed run cuts off the lines after the step it resumes from, so
+the file is what a run that never stopped would have written (but for the first means, where the checkpoint lies between
+two lines: they are of the steps since then). Only rank 0 writes; values are reduced before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.observe.flops import throughput
+from upcycle.disk import write_atomic
+
+FILE = "metrics.jsonl"
+BEFORE = "metrics.before.jsonl"  # of a run that left no checkpoint to resume from
+LOAD = "balance/max_over_mean"
+SMOOTH = 0.9  # of what was, against the newest interval
+Value = Tensor | float
+
+
+class Metrics:
+    """steps: of the whole run, for the ETA. flops: of a token, forward and backward. gpus: that share the tokens."""
+
+    def __init__(
+        self,
+        folder: Path,
+        resume_step: int = 0,
+        *,
+        steps: int = 0,
+        flops: float = 0.0,
+        gpus: int = 1,
+        tensorboard: bool = False,
+        wandb: str = "",  # a project
+        config: Mapping[str, Any] | None = None,  # shown by wandb
+        stream: IO[str] | None = None,
+    ) -> None:
+        self.steps, self.flops, self.gpus = steps, flops, gpus
+        self.quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
+        self.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        self.resumed, self.line = resume_step, Line(stream or sys.stderr)
+        self.pending: dict[str, list[Value]] = {}
+        self.tokens = self.taken = 0  # since the run began; steps since the last line
+        self.pace = Smooth()
+        self.outlets: list[Any] = []
+        if self.quiet:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = cut(folder, resume_step)
+        counted = next((row for row in reversed(kept) if "tokens" in row), None)
+        self.tokens_at_resume = round(counted["tokens"] * resume_step / counted["step"]) if counted else None
+        if tensorboard:
+            self.outlets.append(TensorBoard(folder, resume_step))
+        if wandb:
+            self.outlets.append(Wandb(folder, wandb, config or {}))
+        self.file = open(folder / FILE, "a")  # noqa: SIM115 - close() closes it
+        self.restart()
+
+    def step(self, step: int, *, tokens: int, **values: Value) -> None:
+        """Remember a training step: tokens of all ranks, numbers, and scalars that may still be in the making."""
+        if self.quiet:
+            return
+        if not self.tokens:
+            at_resume = self.tokens_at_resume
+            self.tokens = self.resumed * tokens if at_resume is None else at_resume
+            self.interval_start = self.tokens
+        self.tokens += tokens
+        self.taken += 1
+        for name, value in values.items():
+            # a copy, because the owner may change it in place before it is read
+            self.pending.setdefault(name, []).append(value.detach().clone() if isinstance(value, Tensor) else value)
+
+    def log(self, step: int, **values: Value) -> None:
+        """Write a line: the steps since the last one and `values`, if there are any."""
+        if self.quiet or not (self.taken or values):
+            return
+        numbers = fetch({**self.pending, **{name: [value] for name, value in values.items()}})
+        row: dict[str, Any] = {"step": step}
+        if self.taken:
+            row |= self.speed(step)  # after fetch, which waited for the device
+        row |= numbers
+        self.file.write(json.dumps({n: v if math.isfinite(v) else None for n, v in row.items()}) + "\n")
+        self.file.flush()
+        for outlet in self.outlets:
+            outlet.log(step, row)
+        if self.taken:
+            self.line.show(describe(row, self.steps))
+        if said := validation(row):
+            self.line.keep(said)
+        self.restart()
+
+    def speed(self, step: int) -> dict[str, Any]:
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        rate = (self.tokens - self.interval_start) / seconds
+        row: dict[str, Any] = {"tokens": self.tokens, "seconds_per_step": seconds / self.taken, "tokens_per_s": rate}
+        if self.flops:
+            found = throughput(self.flops, rate / self.gpus, self.device)
+            row["tflops"] = found.tflops
+            row["flops"] = self.flops * self.tokens  # so far, as `tokens`: runs are compared at equal FLOPs too
+            if found.mfu is not None:
+                row["mfu"] = found.mfu
+        row["memory_gb"] = memory_gb()
+        if self.steps:
+            row["eta_s"] = (self.steps - step) * self.pace.add(row["seconds_per_step"])
+        return row
+
+    def restart(self) -> None:
+        """The next interval begins here: what happened since the last step (validation) is not training time."""
+        self.pending, self.taken, self.interval_start = {}, 0, self.tokens
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        self.started = time.perf_counter()
+
+    def close(self) -> None:
+        if self.quiet:
+            return
+        self.line.end()
+        self.file.close()
+        for outlet in self.outlets:
+            outlet.close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Smooth:
+    """An exponential mean that starts at its first value."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, value: float) -> float:
+        self.value = value if self.value is None else SMOOTH * self.value + (1 - SMOOTH) * value
+        return self.value
+
+
+def fetch(values: Mapping[str, list[Value]]) -> dict[str, Any]:
+    """All tensors in one copy a device; then means of what is floating, the latest of what is not."""
+    tensors = [(name, value) for name, found in values.items() for value in found if isinstance(value, Tensor)]
+    numbers: dict[str, list[float]] = {}
+    for device in {value.device for _, value in tensors}:
+        mine = [(name, value) for name, value in tensors if value.device == device]
+        host = torch.stack([value.reshape(()).double() for _, value in mine]).tolist()
+        for (name, _), number in zip(mine, host, strict=True):
+            numbers.setdefault(name, []).append(number)
+    out: dict[str, Any] = {}
+    for name, found in values.items():
+        last = found[-1]
+        if not isinstance(last, Tensor):
+            out[name] = last
+        elif last.is_floating_point():
+            finite = [number for number in numbers[name] if math.isfinite(number)]
+            out[name] = sum(finite) / len(finite) if finite else math.nan
+        else:
+            out[name] = int(numbers[name][-1])
+    return out
+
+
+def memory_gb() -> float:
+    """The most that was held: on the device in this interval, or by this process since it began."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    import resource  # not on every system
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1e9 if sys.platform == "darwin" else 1e6)  # bytes there, KiB elsewhere
+
+
+# ---- metrics.jsonl
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """A row a step, in order; lines of one step are joined. `path`: the file or the run's folder."""
+    path = path / FILE if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; give the folder of a run (the one with {FILE} in it)")
+    rows: dict[int, dict[str, Any]] = {}
+    for row in parse(path):
+        rows.setdefault(row["step"], {}).update(row)
+    return [rows[step] for step in sorted(rows)]
+
+
+def parse(path: Path) -> list[dict[str, Any]]:
+    """Its lines, up to the first that is torn: the last one, if the machine went down while it was written."""
+    rows = []
+    for line in path.read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            break
+        rows.append(row)
+    return rows
+
+
+def cut(folder: Path, step: int) -> list[dict[str, Any]]:
+    """Leave the lines up to `step`, in one move; a run that starts anew leaves the old file beside its own."""
+    path = folder / FILE
+    if not path.exists():
+        return []
+    if step == 0:
+        os.replace(path, folder / BEFORE)
+        return []
+    rows = [row for row in parse(path) if row["step"] <= step]
+    write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    return rows
+
+
+# ---- the live line
+
+
+class Line:
+    """On a terminal one line that is written over; in a log file a line an interval."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.stream, self.live = stream, stream.isatty()
+        self.open = False
+
+    def show(self, text: str) -> None:
+        if self.live:
+            width = shutil.get_terminal_size().columns
+            self.stream.write("\r\x1b[K" + text[: width - 1])
+            self.open = True
+        else:
+            self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def keep(self, text: str) -> None:
+        """A line that stays."""
+        self.end()
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def end(self) -> None:
+        if self.open:
+            self.stream.write("\n")
+            self.open = False
+
+
+def describe(row: Mapping[str, Any], steps: int) -> str:
+    parts = [f"step {row['step']}" + (f"/{steps}" if steps else "")]
+    for name, form in FORMS.items():
+        if name in row:
+            parts.append(form(row[name]))
+    if row.get("skipped"):
+        parts.append(f"skipped {row['skipped']}")
+    return "  ".join(parts)
+
+
+def validation(row: Mapping[str, Any]) -> str:
+    found = {name.removeprefix("valid/"): value for name, value in row.items() if name.startswith("valid/")}
+    return f"step {row['step']}  valid  " + "  ".join(f"{n} {v:.4f}" for n, v in found.items()) if found else ""
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+FORMS: dict[str, Callable[[float], str]] = {
+    "loss": lambda v: f"loss {v:.4f}",
+    "tokens_per_s": lambda v: f"{v:,.0f} tok/s",
+    "tflops": lambda v: f"{v:.3g} TFLOP/s",
+    "mfu": lambda v: f"MFU {v:.1%}",
+    "memory_gb": lambda v: f"{v:.1f} GB",
+    LOAD: lambda v: f"load {v:.2f}",
+    "lr": lambda v: f"lr {v:.2e}",
+    "grad_norm": lambda v: f"grad {v:.3g}",
+    "eta_s": lambda v: f"ETA {duration(v)}",
+}
+
+
+# ---- elsewhere
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        try:
+            module = import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise ValueError(f"tensorboard is asked for but not installed ({error}); pip install tensorboard") from None
+        self.writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        for name, value in row.items():
+            if name != "step":
+                self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    """A resumed run goes on under the id that the folder remembers; wandb itself keeps what it got first for a step."""
+
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any]) -> None:
+        try:
+            module = import_module("wandb")
+        except ImportError as error:
+            raise ValueError(f"wandb is asked for but not installed ({error}); pip install wandb") from None
+        known = folder / "wandb.id"
+        resumed = known.read_text() if known.exists() else None
+        self.run = module.init(
+            project=project, name=folder.name, id=resumed, resume="allow", dir=str(folder), config=dict(config)
+        )
+        known.write_text(self.run.id)
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        self.run.log(dict(row), step=step)
+
+    def close(self) -> None:
+        self.run.finish()

@@ -1,0 +1,126 @@
+"""Where a step's device time goes: from the profiler's timeline of kernels to milliseconds a phase.
+
+Rows on their way to the experts (`dispatch`) and back (`combine`) are what runs within the ranges of those names, which
+dispatch/common.py opens; a pass back through a dispatch is a combine. The rest goes by the kernels' names. Kernels of
+two streams run at once, so phases may add up to more than the step; `exposed communication` is the time in which
+nothing but communication runs, `idle` that in which nothing runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from training.parallel.processes import rank
+
+RANGES = ("dispatch", "combine", "optimizer")
+# by what a kernel's name has in it; the first that fits
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa", "cudnn::fusion", "flex"),
+    "experts": ("grouped", "groupproblemshape", "activation_kernel", "activation_backward_kernel"),
+    "router": ("choose_kernel", "softmax"),
+    "places of rows": ("count_kernel", "place_kernel", "spread_kernel", "gather_kernel"),
+    "weights and gradients between ranks": ("allgather", "reducescatter", "allreduce"),
+    "products": ("gemm", "nvjet", "cutlass", "sm90_xmma", "ampere_", "splitkreduce"),
+    "norms and rotation": ("norm_kernel", "norm_backward_kernel", "heads_kernel", "heads_backward_kernel"),
+    "copies": ("memcpy", "memset", "copy", "fill", "catarray"),
+}
+COMMUNICATION = ("nccl", "deep_ep", "intranode", "hybrid_ep")
+KERNELS = 25  # listed by name, for whoever wants to make one faster
+
+
+@dataclass(frozen=True)
+class Span:
+    """A kernel, or on the device's clock a range that the program named. Microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+def phases(step: Callable[[], None], repeats: int = 3) -> dict[str, float]:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        for _ in range(repeats):
+            step()
+        torch.cuda.synchronize()
+    kernels, ranges = recorded(found.events() or ())
+    for name, spent, calls in dearest(kernels)[: KERNELS if rank() == 0 else 0]:
+        print(f"{spent / 1e3 / repeats:8.3f} ms {calls / repeats:6.0f} x  {name[:100]}", file=sys.stderr)
+    return {name: round(spent / 1e3 / repeats, 3) for name, spent in table(kernels, ranges).items()}
+
+
+def recorded(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
+    """(kernels, ranges) of the profiler's events."""
+    kernels, ranges = [], []
+    for event in events:
+        if event.device_type.name == "CUDA":
+            span = Span(event.name, event.time_range.start, event.time_range.end)
+            # what a program names is on the device's timeline too, from its first kernel to its last; of two names, one
+            # within the other, kernels are the inner one's: torch gives one to a step of an optimiser
+            if event.is_user_annotation:
+                ranges.append(replace(span, name="optimizer") if span.name.startswith("Optimizer.step") else span)
+            else:
+                kernels.append(span)
+    return kernels, [span for span in ranges if span.name in RANGES]
+
+
+def table(kernels: Sequence[Span], ranges: Sequence[Span]) -> dict[str, float]:
+    """Microseconds a phase, the longest first, then what no phase says."""
+    spent: dict[str, float] = {}
+    within = {name: union(span for span in ranges if span.name == name) for name in RANGES}
+    for name, parts in within.items():
+        if parts:
+            spent[name] = length(parts)
+    known = union(ranges)
+    for kernel in kernels:
+        if not covers(known, (kernel.start + kernel.end) / 2):
+            phase = phase_of(kernel.name)
+            spent[phase] = spent.get(phase, 0.0) + kernel.end - kernel.start
+    busy, computing = union(kernels), union(kernel for kernel in kernels if not communicates(kernel.name))
+    out = dict(sorted(spent.items(), key=lambda item: -item[1]))
+    out["exposed communication"] = length(busy) - length(computing)
+    out["idle"] = busy[-1][1] - busy[0][0] - length(busy) if busy else 0.0
+    return out
+
+
+def phase_of(kernel: str) -> str:
+    lower = kernel.lower()
+    return next((phase for phase, words in NAMES.items() if any(word in lower for word in words)), "rest")
+
+
+def communicates(kernel: str) -> bool:
+    return any(word in kernel.lower() for word in COMMUNICATION)
+
+
+def dearest(kernels: Sequence[Span]) -> list[tuple[str, float, int]]:
+    """(name, microseconds, calls), the dearest first."""
+    total: dict[str, tuple[float, int]] = {}
+    for kernel in kernels:
+        spent, calls = total.get(kernel.name, (0.0, 0))
+        total[kernel.name] = spent + kernel.end - kernel.start, calls + 1
+    return sorted(((name, *both) for name, both in total.items()), key=lambda item: -item[1])
+
+
+def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """The time in which at least one of them is on, as pieces in order."""
+    pieces: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if pieces and span.start <= pieces[-1][1]:
+            pieces[-1] = pieces[-1][0], max(pieces[-1][1], span.end)
+        else:
+            pieces.append((span.start, span.end))
+    return pieces
+
+
+def length(pieces: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in pieces)
+
+
+def covers(pieces: Sequence[tuple[float, float]], at: float) -> bool:
+    return any(start <= at <= end for start, end in pieces)

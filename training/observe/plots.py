@@ -1,0 +1,181 @@
+"""Pictures of one run or several: training and validation loss by tokens, learning rate, load balance by layer.
+
+    python -m training.plots RUN [RUN ...] --output FILE.png
+
+Reads metrics.jsonl and nothing else, so it works while a run goes on. The panels that have no data are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from training.observe import metrics
+
+LAYER = re.compile(r"balance/(\d+)/max_over_mean")
+VALID = re.compile(r"valid/(.+)/loss")
+COLORS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#E69F00",
+    "#000000",
+)  # told apart by all eyes (Okabe-Ito)
+STYLES = ("-", "--", ":", "-.")  # of validation sets; a colour is a run's
+Points = tuple[list[float], list[float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    color: str
+    rows: list[dict[str, Any]]
+
+    def points(self, key: str) -> Points:
+        """Tokens and value wherever there is a value; a line without a count of tokens lies between its neighbours."""
+        counted = [row for row in self.rows if row.get("tokens")]
+        at = [0.0, *(float(row["step"]) for row in counted)]
+        tokens = [0.0, *(float(row["tokens"]) for row in counted)]
+        found = [row for row in self.rows if row.get(key) is not None]
+        places = np.interp([float(row["step"]) for row in found], at, tokens)
+        return places.tolist(), [row[key] for row in found]
+
+    def keys(self, pattern: re.Pattern[str]) -> dict[str, str]:
+        """What the pattern found in a key -> the key."""
+        matches = (pattern.fullmatch(key) for row in self.rows for key in row)
+        return {found[1]: found[0] for found in matches if found}
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
+    runs = [
+        Run(name, COLORS[number % len(COLORS)], metrics.read(folder))
+        for number, (name, folder) in enumerate(zip(names, folders, strict=True))
+    ]
+    for run, folder in zip(runs, folders, strict=True):
+        if not any("loss" in row or any(VALID.fullmatch(key) for key in row) for row in run.rows):
+            raise ValueError(f"{folder} has no loss in its {metrics.FILE} yet; plot it after its first logged step")
+    return runs
+
+
+def plot(folders: Sequence[Path], output: Path) -> None:
+    """Writes one picture; its type follows from the name (png, pdf, svg)."""
+    runs = read_runs(folders)
+    try:
+        figure_module = import_module("matplotlib.figure")
+    except ImportError:
+        raise ValueError("plots need matplotlib, which is not installed; pip install matplotlib") from None
+    panels: list[tuple[str, Callable[[Any], None]]] = [("Training loss", lambda axes: draw_loss(axes, runs))]
+    if any(run.keys(VALID) for run in runs):
+        panels.append(("Validation loss", lambda axes: draw_validation(axes, runs)))
+    if any(run.points("lr")[1] for run in runs):
+        panels.append(("Learning rate", lambda axes: draw_curves(axes, runs, "lr", "learning rate")))
+    for run in runs:
+        if run.keys(LAYER):
+            title = "Load of the fullest expert" + (f" - {run.name}" if len(runs) > 1 else "")
+            panels.append((title, lambda axes, run=run: draw_load(axes, run)))  # type: ignore[misc]
+    columns, lines = min(2, len(panels)), -(-len(panels) // 2)
+    figure = figure_module.Figure(figsize=(6.5 * columns, 4 * lines), layout="constrained")
+    for number, (title, draw) in enumerate(panels, 1):
+        axes = figure.add_subplot(lines, columns, number)
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("tokens")
+        draw(axes)
+        axes.xaxis.set_major_formatter(lambda tokens, _: count(tokens))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=110)
+
+
+def draw_loss(axes: Any, runs: Sequence[Run]) -> None:
+    """Each interval's mean in a pale line, the smoothed one over it."""
+    for run in runs:
+        tokens, losses = run.points("loss")
+        axes.plot(tokens, losses, color=run.color, alpha=0.3, linewidth=0.8)
+        axes.plot(tokens, smoothed(losses), color=run.color, label=run.name)
+    finish(axes, "nats a token")
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Means over about a twentieth of the curve, as far to the left as to the right: an exponential mean lags behind a
+    falling loss and would draw it too high."""
+    reach, last = len(values) // 40, len(values) - 1
+    spans = [min(reach, at, last - at) for at in range(len(values))]
+    return [float(np.mean(values[at - span : at + span + 1])) for at, span in enumerate(spans)]
+
+
+def draw_validation(axes: Any, runs: Sequence[Run]) -> None:
+    sets = sorted({name for run in runs for name in run.keys(VALID)})
+    for run in runs:
+        for name, key in run.keys(VALID).items():
+            label = f"{run.name}: {name}" if len(runs) > 1 else name
+            style = STYLES[sets.index(name) % len(STYLES)]
+            axes.plot(*run.points(key), style, color=run.color, marker="o", markersize=3, label=label)
+    finish(axes, "nats a token")
+
+
+def draw_curves(axes: Any, runs: Sequence[Run], key: str, label: str) -> None:
+    for number, run in enumerate(runs):  # a style each, because curves often lie on each other
+        axes.plot(*run.points(key), STYLES[number % len(STYLES)], color=run.color, label=run.name)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    axes.set_ylim(bottom=0)
+    finish(axes, label)
+
+
+def draw_load(axes: Any, run: Run) -> None:
+    """A row a layer: 1 is perfect balance, 2 is an expert with twice its share."""
+    layers = sorted(run.keys(LAYER).items(), key=lambda item: int(item[0]))
+    tokens = sorted({t for _, key in layers for t in run.points(key)[0]})
+    table = np.full((len(layers), len(tokens)), np.nan)
+    for line, (_, key) in enumerate(layers):
+        for at, value in zip(*run.points(key), strict=True):
+            table[line, tokens.index(at)] = value
+    edges = [*np.subtract(tokens, np.diff(tokens, prepend=0)), tokens[-1]]  # a column is the interval before its line
+    top = max(1.1, float(np.nanpercentile(table, 99)))  # one bad interval would make the rest one colour
+    mesh = axes.pcolormesh(edges, np.arange(len(layers) + 1) - 0.5, table, cmap="viridis", vmin=1, vmax=top)
+    axes.set_ylabel("MoE layer")
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.figure.colorbar(mesh, ax=axes, label="fullest expert / mean", extend="max")
+
+
+def finish(axes: Any, label: str) -> None:
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, fontsize="small")
+
+
+def count(number: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:g}{unit}"
+    return f"{number:g}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m training.plots", description="plot the metrics of runs")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or its metrics.jsonl")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a .png, .pdf or .svg to write")
+    given = parser.parse_args(words)
+    try:
+        plot(given.runs, given.output)
+    except (OSError, ValueError) as error:
+        sys.exit(f"training.plots: {error}")
+    print(given.output)
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Several processes as one: the mesh, what lies where on it, pipelines, context parallel, who is missing."""

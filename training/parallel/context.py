@@ -1,0 +1,341 @@
+"""Context parallelism: a sequence is cut over cp ranks, and attention, the only part that looks across, is told how.
+
+The cut is a zig-zag. Under a causal mask late tokens look at more than early ones, so a sequence is cut into 2 * cp
+chunks and rank r holds chunks r and 2 * cp - 1 - r: every rank has the same work (for cp 4):
+
+    chunk  0 1 2 3 4 5 6 7
+    rank   0 1 2 3 3 2 1 0
+
+`split` cuts a batch so. Tokens, labels and positions are cut; `documents` stay whole, since keys of every rank are
+looked at: they are read with the batch and nothing need be exchanged. Rotary positions come with the tokens.
+
+Two ways to attend (`mesh.context`), both exact:
+- ring: keys and values go around the ranks while the queries stay. Each pair of shares is a block of its own with its
+  own log-sum-exp, and the blocks are merged by them; sending is hidden behind the block before. Any number of heads.
+  Pairs of chunks that no document joins are left out, and where documents hide nothing there is no bias.
+- ulysses: an all-to-all exchanges sequence for heads, so that each rank attends over all positions with some heads.
+  Fewer, larger messages, but heads must be divisible.
+
+Shapes: B sequences, S positions of this rank's share, H query heads, G key/value heads, A dimensions of a head; blocks
+have heads before positions (BHSA). A `bias` of NEVER hides; it is added to the scaled logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import P2POp, ProcessGroup
+
+from training.data.batch import Batch
+from training.kernels.attention import block, block_backward
+from training.model.attention import Sdpa, Seen
+from training.model.decoder import Decoder, Layer
+
+# finite: in a block where a query sees no key at all, -inf would give nan, and this a share of 0 when blocks are merged
+NEVER = -1e30
+
+
+def chunks(rank: int, cp: int) -> tuple[int, int]:
+    return rank, 2 * cp - 1 - rank
+
+
+def own(x_BS: Tensor, rank: int, cp: int) -> Tensor:
+    """A rank's share of whole sequences [B, S, ...]."""
+    if x_BS.shape[1] % (2 * cp):
+        raise ValueError(f"a sequence of {x_BS.shape[1]} tokens cannot be cut into 2 * mesh.cp = {2 * cp} pieces")
+    pieces = x_BS.chunk(2 * cp, dim=1)
+    return torch.cat([pieces[i] for i in chunks(rank, cp)], dim=1)
+
+
+def split(batch: Batch, rank: int, cp: int) -> Batch:
+    """A rank's share of a batch. Count what is scored before; give the model the whole length: `length=`."""
+    if cp == 1:
+        return batch
+    return replace(batch.each(lambda x: own(x, rank, cp)), documents=batch.documents)
+
+
+def attach(model: Decoder, group: ProcessGroup | None, kind: str, tp: int = 1) -> None:
+    """Put context parallel attention into the model's layers. `group`: cp's, None if there is one rank.
+
+    After this the model takes shares (see `split`), whole documents, and `length`. With tensor parallelism attention
+    has heads / tp heads and, after its all-gather over tp, all of this rank's share.
+    """
+    if group is None:
+        return
+    cp, heads, kv_heads = group.size(), model.dense.heads // tp, model.dense.kv_heads // tp
+    if kind == "ulysses" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
+        raise ValueError(
+            f"mesh.context=ulysses cannot divide {heads} heads and {kv_heads} key/value heads of a rank evenly over "
+            f"mesh.cp={cp}; use mesh.context=ring"
+        )
+    way: Any = {"ring": Ring, "ulysses": Ulysses}[kind]
+    for layer in model.layers.values():
+        assert isinstance(layer, Layer)
+        sdpa = layer.attention.attend
+        if not isinstance(sdpa, Sdpa):
+            raise ValueError(
+                f"mesh.cp={cp} attends in its own way, and model.transformer_engine names attention; leave it out there"
+            )
+        layer.attention.attend = way(sdpa.window, sdpa.scale, group)
+
+
+# ---- ring
+
+
+@dataclass(frozen=True)
+class Ring:
+    """An Attend over shares. Documents are those of the whole sequences, [B, cp * S]."""
+
+    window: int | None
+    scale: float
+    group: ProcessGroup
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHA, k_BSGA, v_BSGA))
+        y: Tensor = RingAttention.apply(q, k, v, seen, self)  # type: ignore[no-untyped-call]
+        return y.transpose(1, 2)
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    def around(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(rank, what it holds): this rank first, then the one before it. The next comes while this one is used."""
+        held = own
+        for step in range(self.size):
+            last = step == self.size - 1
+            coming = None if last else self.passed_on(held)
+            yield (self.rank - step) % self.size, held
+            if coming is not None:
+                held = coming.wait()
+
+    def passed_on(self, tensor: Tensor) -> Coming:
+        """Send to the next rank, receive from the one before."""
+        after, before = ((self.rank + step) % self.size for step in (1, -1))
+        arriving = torch.empty_like(tensor)
+        ops = [
+            P2POp(dist.isend, tensor, dist.get_global_rank(self.group, after), self.group),
+            P2POp(dist.irecv, arriving, dist.get_global_rank(self.group, before), self.group),
+        ]
+        return Coming(tensor, arriving, dist.batch_isend_irecv(ops))
+
+    def blocks(self, held: Iterator[tuple[int, Tensor]], like: Tensor, seen: Seen) -> Iterator[Block]:
+        joined = self.joined(seen, like.shape[2])
+        for source, kv in held:
+            box = self.box(source, like.shape[2], joined)
+            bias = None if box is None else self.bias(source, box, like, seen)
+            yield Block(kv, box, bias, source == self.rank and bias is None)
+
+    def joined(self, seen: Seen, share: int) -> Joined | None:
+        """Found out once a forward: it is the one thing that the host has to wait for."""
+        if seen.documents_BS is not None and Joined not in seen.found:
+            chunk_BCS = seen.documents_BS.view(-1, 2 * self.size, share // 2)
+            low_BC, high_BC = chunk_BCS.aminmax(dim=-1)
+            meet = (low_BC[:, :, None] <= high_BC[:, None]) & (low_BC[:, None] <= high_BC[:, :, None])
+            alone_BC = low_BC == high_BC
+            same = (low_BC[:, :, None] == low_BC[:, None]) & alone_BC[:, :, None] & alone_BC[:, None]
+            some, every = torch.stack((meet.any(0), same.all(0))).tolist()
+            seen.found[Joined] = Joined(some, every)
+        found: Joined | None = seen.found.get(Joined)
+        return found
+
+    def box(self, source: int, share: int, joined: Joined | None) -> Box | None:
+        """Which of this rank's queries see any of `source`'s keys, and which keys those are, in whole chunks."""
+        size = share // 2
+
+        def sees(mine: int, other: int) -> bool:
+            nearest = (mine - other) * size - (size - 1)  # from the first query back to the last key
+            near = mine >= other and (self.window is None or nearest < self.window)
+            return near and (joined is None or joined.some[mine][other])
+
+        ours, theirs = chunks(self.rank, self.size), chunks(source, self.size)
+        pairs = [(i, j) for i, mine in enumerate(ours) for j, other in enumerate(theirs) if sees(mine, other)]
+        if not pairs:
+            return None
+        rows, columns = (range(min(places), max(places) + 1) for places in zip(*pairs, strict=True))
+        hidden = joined is not None and not all(
+            joined.every[ours[i]][theirs[j]] for i in rows for j in columns if ours[i] >= theirs[j]
+        )
+        first, second = (slice(places.start * size, places.stop * size) for places in (rows, columns))
+        return Box(first, second, hidden)
+
+    def bias(self, source: int, box: Box, like: Tensor, seen: Seen) -> Tensor | None:
+        """None where causality alone, or nothing, hides: a whole block, or the diagonal one."""
+        share = like.shape[2]
+        if not box.hidden and (self.window is None or self.window >= share * self.size):
+            return None
+        key = (source, self.window)
+        if key not in seen.found:
+            place = torch.arange(share * self.size, device=like.device, dtype=torch.int32)[None]
+            q_at, k_at = own(place, self.rank, self.size)[:, box.rows], own(place, source, self.size)[:, box.columns]
+            visible = q_at[:, :, None] >= k_at[:, None, :]
+            if self.window is not None:
+                visible &= q_at[:, :, None] < k_at[:, None, :] + self.window
+            if seen.documents_BS is not None:
+                q_document = own(seen.documents_BS, self.rank, self.size)[:, box.rows, None]
+                visible = visible & (q_document == own(seen.documents_BS, source, self.size)[:, None, box.columns])
+            hides = torch.zeros_like(visible, dtype=like.dtype).masked_fill_(visible.logical_not_(), NEVER)
+            seen.found[key] = hides[:, None]
+        found: Tensor = seen.found[key]
+        return found
+
+
+@dataclass(frozen=True)
+class Joined:
+    """[chunk of queries][chunk of keys] of all sequences: does a document, in any of them, reach from one to the other;
+    and is there nothing but one document in both, in all of them? Right however documents are numbered, exact where the
+    numbers rise."""
+
+    some: list[list[bool]]
+    every: list[list[bool]]
+
+
+@dataclass(frozen=True)
+class Box:
+    """What a block is of, within the shares of two ranks."""
+
+    rows: slice  # queries
+    columns: slice  # keys
+    hidden: bool  # by documents, something of it
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A tensor on its way. What is sent is held too, until it has left."""
+
+    sent: Tensor
+    arriving: Tensor
+    works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.arriving
+
+
+@dataclass(frozen=True)
+class Block:
+    """This rank's queries against one rank's keys and values [2, B, G, S, A]."""
+
+    kv: Tensor
+    box: Box | None  # None: nothing is seen
+    bias: Tensor | None
+    causal: bool
+
+
+class RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, ring: Ring) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out_BHSA = torch.zeros(q.shape, dtype=wide, device=q.device)
+        lse_BHS = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
+        for part in ring.blocks(ring.around(torch.stack((k, v))), q, seen):
+            if part.box is not None:
+                rows, columns = part.box.rows, part.box.columns
+                keys, values = part.kv[:, :, :, columns]
+                y, z = block(q[:, :, rows], keys, values, part.bias, part.causal, ring.scale)
+                merge_(out_BHSA[:, :, rows], lse_BHS[:, :, rows], y, z)
+        out = out_BHSA.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse_BHS)
+        ctx.seen, ctx.ring = seen, ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The keys and values go around again. Their gradients follow one block behind, gathering every rank's part,
+        and are home after a whole turn."""
+        q, k, v, out, lse = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        d_q = torch.zeros_like(out, dtype=lse.dtype)
+        coming: Coming | None = None
+        for part in ring.blocks(ring.around(torch.stack((k, v))), q, ctx.seen):
+            found = None
+            if part.box is not None:
+                rows, columns = part.box.rows, part.box.columns
+                keys, values = part.kv[:, :, :, columns]
+                given, asked, got, z = (x[:, :, rows] for x in (grad, q, out, lse))
+                found = block_backward(given, asked, got, z, keys, values, part.bias, part.causal, ring.scale)
+            d_kv = torch.zeros_like(part.kv, dtype=lse.dtype) if coming is None else coming.wait()
+            if found is not None:
+                d_q[:, :, rows] += found[0]
+                d_kv[0, :, :, columns] += found[1]
+                d_kv[1, :, :, columns] += found[2]
+            coming = ring.passed_on(d_kv)
+        assert coming is not None
+        d_k, d_v = coming.wait().to(k.dtype)
+        return d_q.to(q.dtype), d_k, d_v, None, None
+
+
+def merge_(out: Tensor, lse: Tensor, y: Tensor, z: Tensor) -> None:
+    """Two softmaxes over different keys become one over both, by their log-sum-exps."""
+    both = torch.logaddexp(lse, z.to(lse.dtype))
+    out.mul_((lse - both).exp_()[..., None]).add_(y * (z - both).exp_()[..., None])
+    lse.copy_(both)
+
+
+# ---- ulysses
+
+
+@dataclass(frozen=True)
+class Ulysses(Sdpa):
+    """An Attend over shares: all positions of some heads. Documents are those of the whole sequences."""
+
+    group: ProcessGroup
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
+        # with fewer key/value heads than ranks each rank still needs the one of its query heads
+        copies = max(1, self.group.size() // k_BSGA.shape[2])
+        k_BSGA, v_BSGA = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k_BSGA, v_BSGA))
+        q, k, v = (self.whole(x) for x in (q_BSHA, k_BSGA, v_BSGA))
+        return self.shares(super().__call__(q, k, v, seen))
+
+    def whole(self, x_BSHA: Tensor) -> Tensor:
+        """[B, S, H, A] -> [B, cp * S, H / cp, A], positions in order."""
+        cp = self.group.size()
+        b, s, h, a = x_BSHA.shape
+        x = x_BSHA.view(b, s, cp, h // cp, a).permute(2, 0, 1, 3, 4)
+        x = exchange(x, self.group).view(cp, b, 2, s // 2, h // cp, a)  # by rank, early and late chunk
+        ordered = torch.cat((x[:, :, 0], x[:, :, 1].flip(0)))  # by chunk
+        return ordered.transpose(0, 1).reshape(b, cp * s, h // cp, a)
+
+    def shares(self, y_BSHA: Tensor) -> Tensor:
+        """The other way."""
+        cp = self.group.size()
+        b, s, h, a = y_BSHA.shape
+        y = y_BSHA.reshape(b, 2 * cp, s // (2 * cp), h, a).transpose(0, 1)
+        y = torch.stack((y[:cp], y[cp:].flip(0)), dim=2).view(cp, b, s // cp, h, a)
+        return exchange(y, self.group).permute(1, 2, 0, 3, 4).reshape(b, s // cp, cp * h, a)
+
+
+class Exchange(torch.autograd.Function):
+    """x[i] goes to rank i; its own inverse, and its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        dist.all_to_all_single(y, x, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return Exchange.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
+
+
+def exchange(x: Tensor, group: ProcessGroup) -> Tensor:
+    return Exchange.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]

@@ -1,0 +1,290 @@
+"""Pipeline parallelism: stages of consecutive layers on different ranks, micro-batches going through them.
+
+The schedules are torch's; what is ours is the cut, what each stage is given, and what comes out.
+
+    schedule     stages a rank   waits (bubble)  what it costs
+    gpipe              1         most            activations of all micro-batches
+    1f1b               1         as gpipe        activations of pp micro-batches
+    interleaved        2         half            twice the messages
+    zero_bubble        2         less            gradients of weights are made later, in what was the wait
+    zbv                2         none, nearly    the same; stages lie in a V, so rank 0 has the first and the last one
+
+Splitting backward is no gain where a function of ours makes all its gradients at once: it runs for the inputs and once
+more for the weights. The experts' is one, and most of an MoE's work, so the last two are for dense models, or for waits
+that are longer than that.
+
+Every rank of a pipeline reads the same batch: the first stage needs its tokens, all need positions and documents, the
+last its labels, so only hidden states travel. Everything is a sum, as everywhere: the loss is nats divided by the
+number of tokens scored by all ranks, and torch's own scaling of gradients is off. Router losses enter the gradient of
+the stage they arise on (balance.AuxLoss) and need not travel.
+
+    ranges = [cut(spec, pp, name)[stage] for stage in stages(pp, name)[rank]]
+    pipeline = Pipeline([Decoder(spec, part=layers) for layers in ranges], mesh, name, micro_batches)
+    loss = pipeline.step(batch, scored)        # forward, backward; then the optimiser's step as usual
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+
+from training.data.batch import Batch
+from training.model.decoder import Decoder
+from training.parallel.mesh import MeshConfig, ParallelMesh
+from upcycle.spec import DenseSpec, MoESpec
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+SINGLE = ("gpipe", "1f1b")  # one stage a rank
+SPLIT = ("zero_bubble", "zbv")  # gradients of inputs first, of weights later
+
+
+def stages(pp: int, schedule: str) -> list[list[int]]:
+    """The stages of each rank."""
+    if schedule in SINGLE:
+        return [[rank] for rank in range(pp)]
+    return [[rank, 2 * pp - 1 - rank if schedule == "zbv" else rank + pp] for rank in range(pp)]
+
+
+def cut(spec: DenseSpec | MoESpec, pp: int, schedule: str) -> list[range]:
+    """The layers of each stage, as even as can be, embedding and head counting as a layer each."""
+    layers = (spec.dense if isinstance(spec, MoESpec) else spec).layers
+    count = pp if schedule in SINGLE else 2 * pp
+    if count > layers:
+        raise ValueError(
+            f"mesh.pp={pp} with mesh.schedule={schedule} makes {count} stages, and the model has {layers} layers; try "
+            f"mesh.pp={max(1, layers * pp // count)}"
+        )
+    held = [0] * count
+    load = [(stage == 0) + (stage == count - 1) for stage in range(count)]
+    for _ in range(layers):
+        least = min(range(count), key=lambda stage: (held[stage] + load[stage], held[stage]))
+        held[least] += 1
+    ends = [sum(held[: stage + 1]) for stage in range(count)]
+    return [range(end - size, end) for end, size in zip(ends, held, strict=True)]
+
+
+def check(config: MeshConfig, micro_batches: int, *, recomputed: str = "none", compiled: bool = False) -> None:
+    """Refuse what a schedule cannot do, in one sentence."""
+    pp, name = config.pp, config.schedule
+    if pp == 1:
+        return
+    if name == "1f1b" and micro_batches < pp:
+        raise ValueError(
+            f"mesh.schedule=1f1b with mesh.pp={pp} needs {pp} micro-batches a step, got {micro_batches}; make batch "
+            "larger or micro_batch smaller, or try mesh.schedule=gpipe"
+        )
+    if name in ("interleaved", "zero_bubble") and micro_batches % max(1, micro_batches // pp):
+        raise ValueError(
+            f"mesh.schedule={name} with mesh.pp={pp} needs a multiple of {pp} micro-batches a step, got "
+            f"{micro_batches}; try {micro_batches // pp * pp}"
+        )
+    if name in SPLIT and not can_split():
+        raise ValueError(
+            f"mesh.schedule={name} needs torch 2.13, and this is {torch.__version__}; update it or use "
+            "mesh.schedule=interleaved"
+        )
+    # each weight's gradient goes back through its region by itself, and each time the region is computed again
+    again = f"model.recompute={recomputed}" if recomputed != "none" else "model.compile=true" if compiled else ""
+    if name in SPLIT and again:
+        raise ValueError(
+            f"mesh.schedule={name} makes the gradients of inputs and of weights one after the other, which {again} "
+            "does not go with; switch that off or use mesh.schedule=interleaved"
+        )
+
+
+def can_split() -> bool:
+    """Before 2.13 torch splits functions with two outputs (our norm with the addition before it) wrongly, if at all."""
+    return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.13")
+
+
+class Pipeline:
+    """`parts`: this rank's stages in the order of `stages()`, each a Decoder of its layers, divided further or not."""
+
+    def __init__(self, parts: Sequence[Decoder], mesh: ParallelMesh, schedule: str, micro_batches: int) -> None:
+        group = mesh.group("pp")
+        assert group is not None, "one stage is no pipeline"
+        self.group, self.name, self.micro_batches = group, schedule, micro_batches
+        placed = stages(group.size(), schedule)
+        self.parts = dict(zip(placed[group.rank()], parts, strict=True))
+        self.ranks = {stage: rank for rank, held in enumerate(placed) for stage in held}
+        self.last = len(self.ranks) - 1
+        self.device = next(parts[0].parameters()).device
+        self.dense, self.compute = parts[0].dense, parts[0].compute
+        self.scored = torch.ones((), device=self.device)
+        self.shape: tuple[int, ...] = ()  # of a batch; the schedule has buffers for one
+        self.schedule: Any = None
+        self.length: int | None = None
+        for part in parts:
+            part.register_forward_pre_hook(self.add_length, with_kwargs=True)
+        if schedule in SPLIT:  # weights that were freed in between would not be found again
+            for module in (module for part in parts for module in part.modules()):
+                if isinstance(module, FSDPModule):
+                    module.set_reshard_after_forward(False)
+        # NCCL wants the first call of a group to be made by all of it, and stages call in pairs
+        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+    def step(self, batch: Batch, scored: Tensor, length: int | None = None) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are added to `.grad`. Returns the sum of the nats of
+        `batch`'s labels divided by `scored`, the same on all ranks of the pipeline.
+
+        `batch`: this rank's tokens and labels [B, s], the same on all ranks of the pipeline; positions and documents as
+        the model wants them. `scored`: how many labels are scored by all ranks in the step. `length`: see Decoder.
+        """
+        if batch.tokens.shape[0] % self.micro_batches:
+            raise ValueError(
+                f"a pipeline's batch of {batch.tokens.shape[0]} sequences cannot be cut into {self.micro_batches} "
+                "micro-batches of one size"
+            )
+        if batch.tokens.shape != self.shape:
+            self.shape = tuple(batch.tokens.shape)
+            self.schedule = self.planned()
+        self.copy_tied()
+        self.scored, self.length = scored, length
+        given = {"positions_BS": batch.positions, "documents_BS": batch.documents, "labels_BS": batch.labels}
+        # torch 2.11 cannot split the backward of what was given anything but tensors
+        given = {name: tensor for name, tensor in given.items() if tensor is not None}
+        losses: list[Tensor] = []
+        tokens = [batch.tokens] if 0 in self.parts else []
+        self.schedule.step(*tokens, target=batch.labels, losses=losses, return_outputs=False, **given)
+        self.sum_tied()
+        return self.told(sum(losses[1:], losses[0]).detach() if losses else None)
+
+    def add_length(self, _: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return inputs, named | {"length": self.length}
+
+    def planned(self) -> Any:
+        """torch's schedule, with the shapes of all that travels: left to find them out it would run the model once,
+        with all that a run of it does."""
+        sequences, tokens = self.shape
+        size = sequences // self.micro_batches
+        first = torch.empty(size, tokens, dtype=torch.int64, device="meta")
+        hidden = torch.empty(size, tokens, self.dense.hidden, dtype=self.compute, device="meta", requires_grad=True)
+        nats = torch.empty((), dtype=self.wide, device="meta", requires_grad=True)
+        staged = [
+            PipelineStage(
+                part,
+                stage,
+                len(self.ranks),
+                self.device,
+                input_args=hidden if stage else first,
+                output_args=hidden if stage < self.last else nats,
+                group=self.group,
+            )
+            for stage, part in self.parts.items()
+        ]
+        return SCHEDULES[self.name](
+            staged[0] if self.name in SINGLE else staged,
+            self.micro_batches,
+            loss_fn=lambda nats, _: nats / self.scored,
+            scale_grads=False,
+        )
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.compute, torch.float32)
+
+    def told(self, found: Tensor | None) -> Tensor:
+        """What the last stage found, on every rank."""
+        total = torch.zeros((), dtype=self.wide, device=self.device) if found is None else found.to(self.wide).clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    @torch.no_grad()
+    def sum_tied(self) -> None:
+        """Tied embeddings are one matrix on two stages, and its gradient is the sum of theirs.
+
+        On two ranks both get it, both take the same step, and both stay equal. On one rank (zbv) the first stage's is
+        the matrix: it alone is trained, the other is its copy.
+        """
+        held = [local(weight.grad) for weight in self.tied() if weight.grad is not None]
+        if len(held) == 2:
+            held[0].add_(held[1])
+            self.tied()[1].grad = None
+        elif held:
+            peer = self.ranks[self.last if 0 in self.parts else 0]
+            theirs = torch.empty_like(held[0])
+            self.exchange([(dist.isend, held[0], peer), (dist.irecv, theirs, peer)])
+            held[0].add_(theirs)
+
+    @torch.no_grad()
+    def copy_tied(self) -> None:
+        held = [local(weight) for weight in self.tied()]
+        if len(held) == 2:
+            held[1].copy_(held[0])
+
+    def tied(self) -> list[Tensor]:
+        """This rank's copies, the first stage's first."""
+        ends = (self.parts[stage] for stage in (0, self.last) if stage in self.parts)
+        return [part.embed.weight for part in ends if self.dense.tied and part.embed is not None]
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, length: int | None = None) -> Tensor:
+        """The sum of the nats of `batch`'s labels, on all ranks of the pipeline; any number of sequences.
+
+        All that a tick computes is sent before the next begins, so that no order of stages can block. FSDP keeps what
+        it gathered: shard.reshard() afterwards.
+        """
+        self.copy_tied()
+        self.length = length
+        pieces = [
+            Batch(*parts)
+            for parts in zip(
+                *(x.tensor_split(min(self.micro_batches, len(x))) for x in vars(batch).values()), strict=True
+            )
+        ]
+        nats: Tensor | None = None
+        waiting: dict[tuple[int, int], Tensor] = {}  # what goes into (stage, piece)
+        for tick in range(self.last + len(pieces)):
+            ops: list[tuple[Any, Tensor, int]] = []
+            for stage, part in self.parts.items():
+                number = tick - stage
+                if not 0 <= number < len(pieces):
+                    continue
+                piece = pieces[number]
+                x = waiting.pop((stage, number)) if stage else piece.tokens
+                y = part(x, piece.positions, piece.documents, piece.labels)
+                if stage == self.last:
+                    nats = y if nats is None else nats + y
+                elif stage + 1 in self.parts:
+                    waiting[stage + 1, number] = y
+                else:
+                    ops.append((dist.isend, y.contiguous(), self.ranks[stage + 1]))
+            for stage in self.parts:
+                number = tick + 1 - stage
+                if stage and stage - 1 not in self.parts and 0 <= number < len(pieces):
+                    shape = (*pieces[number].tokens.shape, self.dense.hidden)
+                    coming = torch.empty(shape, dtype=self.compute, device=self.device)
+                    waiting[stage, number] = coming
+                    ops.append((dist.irecv, coming, self.ranks[stage - 1]))
+            self.exchange(ops)
+        return self.told(nats)
+
+    def exchange(self, ops: Sequence[tuple[Any, Tensor, int]]) -> None:
+        sent = [P2POp(way, tensor, dist.get_global_rank(self.group, peer), self.group) for way, tensor, peer in ops]
+        for work in dist.batch_isend_irecv(sent) if sent else []:
+            work.wait()
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

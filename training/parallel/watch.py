@@ -1,0 +1,176 @@
+"""When a rank dies, the others end too, and say which one it was. A collective only says that somebody is missing.
+
+    with processes() as device, guarded() as watch:
+        for step in ...:
+            watch.doing(f"step {step}")        # the same words in the same order on every rank
+            ...
+
+A thread of each rank leaves a sign of life in torchrun's store every two seconds, with what the rank is doing. Rank 0
+looks at all of them, everybody at rank 0's. Three things end a run, each with one sentence:
+
+    a rank failed        its exception, in its own words
+    a rank fell silent   killed, frozen, or its node is gone
+    a rank is late       alive, but longer at one thing than the run has patience, while others wait further on
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from training.parallel.processes import PATIENCE, broadcast
+
+INTERVAL = 2.0  # seconds between signs of life
+SILENCE = 60.0  # after so many without one a rank is dead: long, because something may hold Python's lock
+PEERS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out", "Broken pipe")
+
+
+@contextmanager
+def guarded(patience: timedelta = PATIENCE, interval: float = INTERVAL) -> Iterator[Watch]:
+    """Within, a failure of any rank is known to all. One process has nobody to watch."""
+    if not dist.is_initialized() or "MASTER_ADDR" not in os.environ:
+        yield Watch(0, 1)
+        return
+    # a connection of its own: the main thread may be waiting on the other one
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+    except RuntimeError as error:
+        raise RuntimeError(f"the processes' store at {address}:{port} does not answer; was this torchrun?") from error
+    # torchrun's store outlives a restart, and what was said before it; its nodes count restarts each for itself
+    own = PrefixStore(f"watch/{broadcast(time.time_ns())}", store)
+    watch = Watch(dist.get_rank(), dist.get_world_size(), own, patience.total_seconds(), interval)
+    watch.start()
+    try:
+        yield watch
+        dist.barrier()  # nobody's end looks like a death to those who still work
+    except BaseException as error:
+        watch.failed(error)
+        raise
+    finally:
+        watch.stop()
+
+
+def leave(sentence: str) -> None:
+    """Without asking Python: the main thread may be in a collective that never returns."""
+    print(f"training: {sentence}; this run ends", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+@dataclass
+class Sign:
+    """What a rank last said, and when that was heard."""
+
+    said: dict[str, Any]
+    heard: float
+
+
+@dataclass
+class Watch:
+    rank: int
+    world: int
+    store: Store | None = None
+    patience: float = PATIENCE.total_seconds()
+    interval: float = INTERVAL
+    end: Callable[[str], None] = leave
+    _what: tuple[int, str, float] = (0, "the start", 0.0)  # number, words, since when
+    _beats: int = 0
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _signs: dict[int, Sign] = field(default_factory=dict)
+    _thread: threading.Thread | None = None
+
+    def doing(self, what: str) -> None:
+        self._what = (self._what[0] + 1, what, time.monotonic())
+
+    # ---- what ends a run
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others. If it is they who are missing, wait until it is known who: the thread then ends all."""
+        if self.store is None:
+            return
+        with suppress(RuntimeError):  # of a store that is gone; the thread will notice
+            if any(word in str(error) for word in PEERS) or isinstance(error, dist.DistError):
+                self.store.set("doubt", "1")
+                self._stop.wait(10 * self.interval)
+            else:
+                self._stop.set()
+                words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                self.store.compare_set("verdict", "", f"rank {self.rank} failed in {self._what[1]} ({words})")
+
+    def verdict(self, now: float) -> str:
+        """Who is to blame, as far as this rank can see: rank 0 sees all, the others see rank 0."""
+        assert self.store is not None
+        if self.store.check(["verdict"]):
+            return str(self.store.get("verdict"), "utf-8")
+        watched = [str(rank) for rank in range(self.world)] if self.rank == 0 else ["0"]
+        if not self.store.check(watched):
+            return ""  # somebody is still starting
+        for rank, beat in zip(watched, self.store.multi_get(watched), strict=True):
+            said = json.loads(beat)
+            if int(rank) not in self._signs or self._signs[int(rank)].said != said:
+                self._signs[int(rank)] = Sign(said, now)
+        doubt = bool(self.store.check(["doubt"]))
+        return self.silent(now, 3 * self.interval if doubt else SILENCE) or self.late(doubt)
+
+    def silent(self, now: float, allowed: float) -> str:
+        dead = [rank for rank, sign in self._signs.items() if now - sign.heard > max(allowed, 2 * self.interval)]
+        return f"{self.named(dead)} died or froze, in {self._signs[dead[0]].said['what']}" if dead else ""
+
+    def late(self, doubt: bool) -> str:
+        # in doubt somebody's patience is at its end already; the silent ones have been given their time
+        seconds = {rank: float(sign.said["since"]) for rank, sign in self._signs.items()}
+        if self.rank != 0 or max(seconds.values()) < self.patience * (0.5 if doubt else 1.0):
+            return ""
+        number = {rank: sign.said["number"] for rank, sign in self._signs.items()}
+        behind = [rank for rank in number if number[rank] == min(number.values())]
+        first, ahead = self._signs[behind[0]].said["what"], max(number, key=lambda rank: number[rank])
+        if len(behind) == self.world:
+            return f"no rank came out of {first} in {max(seconds.values()):.0f} s"
+        waiting = self._signs[ahead].said["what"]
+        return f"{self.named(behind)} is late, {seconds[behind[0]]:.0f} s in {first} while others wait in {waiting}"
+
+    def named(self, ranks: list[int]) -> str:
+        words = [f"rank {rank} ({self._signs[rank].said['host']})" for rank in sorted(ranks)[:4]]
+        return " and ".join(words) + (f" and {len(ranks) - 4} others" if len(ranks) > 4 else "")
+
+    # ---- the thread
+
+    def start(self) -> None:
+        self._what = (0, "the start", time.monotonic())
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=self.interval)
+
+    def _run(self) -> None:
+        assert self.store is not None
+        host, found = socket.gethostname(), ""
+        while not found and not self._stop.wait(self.interval if self._beats else 0):
+            number, what, since = self._what
+            self._beats += 1
+            sign = {"beat": self._beats, "number": number, "what": what, "host": host}
+            try:
+                self.store.set(str(self.rank), json.dumps(sign | {"since": time.monotonic() - since}))
+                found = self.verdict(time.monotonic())
+                if found and self.rank == 0:
+                    self.store.compare_set("verdict", "", found)
+            except RuntimeError:
+                found = f"the store of the processes is gone, and with it rank 0 or torchrun on its node ({what})"
+        # a moment for those who are about to fail by themselves, and for the others to read what rank 0 found
+        if found and not self._stop.wait(2 * self.interval):
+            self.end(found)

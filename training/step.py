@@ -1,0 +1,101 @@
+"""One training step and one validation: what the loop repeats, and what bench times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from training.build import Run, data_rank
+from training.data.batch import Batch
+from training.data.mixture import Validation
+from training.model.moe import MoE
+from training.parallel.processes import gather
+from training.parallel.shard import all_reduce, one_step, own_part, reshard, synchronize
+
+
+def train_step(run: Run, batches: Sequence[Batch], lr: float) -> dict[str, Tensor]:
+    """Forward and backward over the micro-batches, one update. Everything stays on the device."""
+    loss = run.agree(gradients(run, batches))
+    with run.phases("optimizer"):
+        norm = run.optimizer.clip(lambda square: run.agree(all_reduce(square, run.mesh.group("pp"))), elsewhere(run))
+        skip = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        if run.config.optim.spike_sigma:
+            skip = skip | run.guard.spike(loss, norm)
+        run.optimizer.step(lr, skip)
+        run.balance.end_step(skip)
+        run.optimizer.zero_grad(set_to_none=True)
+    return {"loss": loss, "grad_norm": norm, "skipped": run.optimizer.skipped}
+
+
+def gradients(run: Run, batches: Sequence[Batch]) -> Tensor:
+    """Of the step's loss a token, which is returned: the sum of all ranks' nats divided by all that they score."""
+    parts = [own_part(batch.to(run.device), run.mesh) for batch in batches]
+    scored = run.reduce(torch.stack([part.scored.sum() for part in parts]).sum())
+    if run.pipeline is not None:
+        with run.phases("forward and backward"), one_step(run.model, run.pipeline.micro_batches):
+            whole = Batch(*(torch.cat(tensors) for tensors in zip(*(vars(p).values() for p in parts), strict=True)))
+            if not run.config.data.mask_documents:
+                whole = replace(whole, documents=None)  # type: ignore[arg-type]  # so that attention needs no mask
+            return run.reduce(run.pipeline.step(whole, scored, run.config.data.sequence))
+    nats = torch.zeros((), dtype=torch.promote_types(run.model.compute, torch.float32), device=run.device)
+    with one_step(run.model, len(parts)):
+        for number, part in enumerate(parts, 1):
+            synchronize(run.model, run.mesh, number == len(parts))
+            with run.phases("forward"):
+                loss = nll(run, part)
+            with run.phases("backward"):
+                (loss / scored).backward()  # type: ignore[no-untyped-call]
+            nats += loss.detach()
+    return run.reduce(nats) / scored
+
+
+def nll(run: Run, part: Batch) -> Tensor:
+    documents = part.documents if run.config.data.mask_documents else None
+    return run.model.loss(part.tokens, part.labels, part.positions, documents, run.config.data.sequence)
+
+
+def elsewhere(run: Run) -> tuple[str, ...]:
+    """Tied embeddings are on the first and on the last stage, and count once."""
+    return ("embed.weight",) if run.model.dense.tied and run.mesh.index("pp") > 0 else ()
+
+
+@torch.no_grad()
+def validate(run: Run, valid: Sequence[Validation]) -> dict[str, float]:
+    """Loss a token and bits per byte of every named set."""
+    found: dict[str, float] = {}
+    for part in valid:
+        nats, tokens = torch.zeros(2, dtype=torch.float64, device=run.device)
+        for batch in part.batches(run.config.micro_batch, data_rank(run.mesh), run.mesh.dp):
+            own = own_part(batch.to(run.device), run.mesh)
+            if run.pipeline is not None:
+                nats += run.pipeline.evaluate(own, run.config.data.sequence)
+            else:
+                nats += nll(run, own)
+            tokens += own.scored.sum()
+        nats, tokens = run.reduce(torch.stack([nats, tokens])).tolist()
+        found |= {
+            f"valid/{part.name}/loss": nats / tokens,
+            f"valid/{part.name}/bpb": part.bits_per_byte(nats),
+        }
+    for stage in run.parts:
+        reshard(stage)
+    return found
+
+
+def balance_numbers(run: Run) -> dict[str, float]:
+    """Since the last time: worst and mean over layers, and each layer by itself."""
+    moe = [int(number) for number, layer in run.model.layers.items() if isinstance(layer.ffn, MoE)]
+    loads = zip(moe, run.balance.load.fetch(run.reduce), strict=True)
+    layers = [(number, load.max_over_mean, load.entropy, load.dropped) for number, load in loads]
+    if run.mesh.size("pp") > 1:
+        layers = [layer for stage in gather(layers, run.mesh.group("pp"), run.device) for layer in stage]
+    found: dict[str, float] = {}
+    for place, (_, max_over_mean, entropy, _) in enumerate(sorted(layers)):
+        found |= {f"balance/{place}/max_over_mean": max_over_mean, f"balance/{place}/entropy": entropy}
+    if layers:
+        found["balance/max_over_mean"] = max(max_over_mean for _, max_over_mean, _, _ in layers)
+        found["balance/dropped"] = sum(dropped for *_, dropped in layers) / len(layers)
+    return found
