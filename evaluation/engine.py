@@ -31,7 +31,8 @@ from training.model.decoder import Decoder
 from training.model.layers import Attention
 from training.model.moe import MoE
 from training.model.rope import original
-from training.parallel.shard import all_gather, reshard
+from training.parallel.collectives import all_gather
+from training.parallel.shard import reshard
 
 LOGITS = 1 << 26  # elements of logits at a time
 

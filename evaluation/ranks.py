@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.parallel.processes import gather
+from training.parallel.collectives import gather
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,11 @@ from training.model.recompute import MODES
 from training.observe.flops import model_flops, peak_tflops
 from training.observe.phases import phases
 from training.optim import MOMENTS, OptimConfig, Optimizer
+from training.parallel.collectives import all_reduce, local
 from training.parallel.mesh import MeshConfig, ParallelMesh, check
 from training.parallel.pipeline import Pipeline
 from training.parallel.processes import processes, rank
-from training.parallel.shard import all_reduce, one_step, own_part, parallelize, synchronize
+from training.parallel.shard import one_step, own_part, parallelize, synchronize
 from upcycle import plugin, rng
 from upcycle.config import read
 from upcycle.spec import DenseSpec, MoESpec
@@ -213,7 +214,7 @@ def build(
             else:
                 # made where it is used, and so that copies are copies
                 seed = rng.generator(0, name, layout.box(tensor)).initial_seed()
-                layout.local(tensor).normal_(std=0.02, generator=torch.Generator(device).manual_seed(seed))
+                local(tensor).normal_(std=0.02, generator=torch.Generator(device).manual_seed(seed))
     return model.train()
 
 

@@ -27,10 +27,11 @@ from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.observe.profiling import Phases
 from training.optim import Optimizer, SpikeGuard
+from training.parallel.collectives import all_reduce
 from training.parallel.mesh import ParallelMesh, check
 from training.parallel.pipeline import Pipeline, cut, stages
 from training.parallel.pipeline import check as check_schedule
-from training.parallel.shard import all_reduce, parallelize
+from training.parallel.shard import parallelize
 from upcycle import disk
 from upcycle.spec import DenseSpec, MoESpec
 

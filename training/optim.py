@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.adamw import adamw
 
 from training.kernels import updates
+from training.parallel.collectives import local
 
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over ranks that hold different parameters (pipeline stages)
 RULES = ("adamw", "muon")
@@ -337,15 +338,6 @@ def on_whole_matrices(function: Callable[[Tensor], Tensor], shard: Tensor, like:
         function(whole.to_local()), mesh, apart, run_check=False, shape=like.shape, stride=like.stride()
     )
     return done.redistribute(mesh, placements).to_local()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory; a plain tensor is all of itself.
-
-    A DTensor's is not detached: that would go through torch's dispatch for DTensors, 25 us of a host's time, and a step
-    asks some thousand times while the device waits for it."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def global_norm(gradients: Sequence[Tensor], reduce: Reduce | None = None) -> Tensor:

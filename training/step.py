@@ -12,8 +12,8 @@ from training.build import Run, data_rank
 from training.data.batch import Batch
 from training.data.mixture import Validation
 from training.model.moe import MoE
-from training.parallel.processes import gather
-from training.parallel.shard import all_reduce, one_step, own_part, reshard, synchronize
+from training.parallel.collectives import all_reduce, gather
+from training.parallel.shard import one_step, own_part, reshard, synchronize
 
 
 def train_step(run: Run, batches: Sequence[Batch], lr: float) -> dict[str, Tensor]:

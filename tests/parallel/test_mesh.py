@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from training.parallel.collectives import broadcast
 from training.parallel.mesh import AXES, MeshConfig, ParallelMesh, check, grids, groups, problem
-from training.parallel.processes import broadcast
 from upcycle.spec import DenseSpec, MoESpec
 
 DENSE = DenseSpec("llama", layers=4, hidden=64, ffn=96, heads=8, kv_heads=4, head_dim=8, vocab=128, context=256)

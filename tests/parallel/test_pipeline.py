@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from tests.parallel import ranks, test_run, tiny
 from training.balance import Balance, BalanceConfig
 from training.parallel import pipeline as module
+from training.parallel.collectives import all_reduce
 from training.parallel.context import split
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.pipeline import SINGLE, SPLIT, Pipeline, can_split, check, cut, stages
-from training.parallel.shard import all_reduce, parallelize, reshard
+from training.parallel.shard import parallelize, reshard
 from upcycle.spec import DenseSpec, MoESpec
 
 LENGTH, SEQUENCES, MICRO_BATCHES = 16, 8, 4

@@ -27,8 +27,9 @@ from training.model.moe import MoE
 from training.observe.profiling import Phases
 from training.optim import OptimConfig, Optimizer
 from training.parallel import shard
+from training.parallel.collectives import local
 from training.parallel.mesh import AXES, MeshConfig, ParallelMesh
-from training.parallel.shard import local, one_step, own_part, parallelize, reshard
+from training.parallel.shard import one_step, own_part, parallelize, reshard
 from training.step import gradients, nll
 
 CPU = torch.device("cpu")

@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 from training.model.decoder import Decoder
 from training.model.moe import MoE
+from training.parallel.collectives import gather, local
 from training.parallel.mesh import ParallelMesh
-from training.parallel.processes import gather
 from upcycle import disk, plugin
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, byte_size
@@ -208,6 +208,7 @@ def pieces(model: Decoder) -> dict[str, Piece]:
 
 def piece(tensor: Tensor, index: Index) -> Piece:
     """Of tensor[index], what this rank holds."""
+    tensor = tensor.detach()
     index += (slice(None),) * (tensor.ndim - len(index))
     # bounds in the whole tensor: of the role, of what this rank holds, and of what is in both
     role = [(e, e + 1) if isinstance(e, int) else e.indices(n)[:2] for e, n in zip(index, tensor.shape, strict=True)]
@@ -242,11 +243,6 @@ def box(tensor: Tensor) -> list[tuple[int, int]]:
         bounds[dim] = (first, min(first + share, high))
     assert tuple(high - low for low, high in bounds) == tensor.to_local().shape
     return bounds
-
-
-def local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # ---- weights in, weights out

@@ -40,11 +40,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from training.checkpoint.storage import Planner, Reader, Writer, damage, read_manifest
-from training.parallel.processes import gather
+from training.parallel.collectives import gather, local
 from upcycle.disk import sync_folder
 
 JSON = ".json"  # the name of what is kept as text ends so
@@ -310,7 +309,7 @@ class Checkpoints:
         self.wait()
         state.step = step
         live = state.tensors(self.rank)
-        staged = self.copy(live) if self.asynchronous else {name: local(tensor) for name, tensor in live.items()}
+        staged = self.copy(live) if self.asynchronous else held(live)
         self.pending = self.thread.submit(self.write, step, live, staged)
         if not self.asynchronous:
             self.wait()
@@ -457,8 +456,8 @@ class Checkpoints:
     def copy(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of this rank's part of each tensor, in host memory; all at once, so one wait for the device."""
         copies = {}
-        for name, tensor in live.items():
-            part, old = local(tensor), self.copies.get(name)
+        for name, part in held(live).items():
+            old = self.copies.get(name)
             if old is None or old.shape != part.shape or old.dtype != part.dtype:
                 old = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
             copies[name] = old.copy_(part, non_blocking=True)
@@ -480,8 +479,9 @@ def told() -> Iterator[None]:
         raise
 
 
-def local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+def held(live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's part of each."""
+    return {name: local(tensor.detach()) for name, tensor in live.items()}
 
 
 def step_of(path: Path) -> int:

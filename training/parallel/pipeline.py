@@ -41,10 +41,10 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor
 
 from training.data.batch import Batch
 from training.model.decoder import Decoder
+from training.parallel.collectives import local
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from upcycle.spec import DenseSpec, MoESpec
 
@@ -284,7 +284,3 @@ class Pipeline:
         sent = [P2POp(way, tensor, dist.get_global_rank(self.group, peer), self.group) for way, tensor, peer in ops]
         for work in dist.batch_isend_irecv(sent) if sent else []:
             work.wait()
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

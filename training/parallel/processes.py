@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +15,6 @@ from torch.distributed.rendezvous import rendezvous
 
 # a rank that waits longer for another one waits for a dead one; loading and checkpoints take minutes
 PATIENCE = timedelta(minutes=30)
-# torch 2.13's names for what 2.11 calls otherwise
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @contextmanager
@@ -53,30 +49,3 @@ def meeting_place() -> dict[str, Any]:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-
-
-def broadcast(value: Any, source: int = 0) -> Any:
-    """What rank `source` says: anything that JSON can hold, and nothing that could run. For all ranks at once."""
-    if not dist.is_initialized():
-        return value
-    said = json.dumps(value).encode() if dist.get_rank() == source else b""
-    length = torch.tensor([len(said)])
-    dist.broadcast(length, source)  # host memory: over gloo, also where there is NCCL
-    letters = torch.zeros(int(length), dtype=torch.uint8)
-    if said:
-        letters.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-    dist.broadcast(letters, source)
-    return json.loads(bytes(letters.tolist()))
-
-
-def gather(value: Any, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> list[Any]:
-    """What each rank says, in order of ranks; as `broadcast`. A mesh's groups may talk on the mesh's device only."""
-    if not dist.is_initialized():
-        return [value]
-    said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(said)], device=device), group=group)
-    sizes = torch.cat(lengths).tolist()
-    letters = [said.new_zeros(max(sizes)) for _ in sizes]
-    dist.all_gather(letters, torch.cat([said, said.new_zeros(len(letters[0]) - len(said))]), group=group)
-    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(letters, sizes, strict=True)]

@@ -28,7 +28,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -43,11 +42,9 @@ from training.model.layers import Attention, FeedForward, Linear, Norm
 from training.model.moe import Experts, MoE
 from training.model.recompute import MOVES, recompute
 from training.parallel import context
+from training.parallel.collectives import Group, all_gather, all_reduce, local, reduce_scatter
 from training.parallel.mesh import Kind, ParallelMesh
 from training.parallel.pipeline import SPLIT
-from training.parallel.processes import all_gather_single, reduce_scatter_single
-
-Group = dist.ProcessGroup
 
 
 def parallelize(
@@ -368,11 +365,6 @@ def place(
     module.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, as a plain tensor in the graph."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def present(group: Group | None) -> Group:
     assert group is not None
     return group
@@ -454,24 +446,3 @@ class Part(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-def all_gather(x: Tensor, group: Group) -> Tensor:
-    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    all_gather_single(out, x.contiguous(), group=group)
-    return out
-
-
-def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    reduce_scatter_single(out, x.contiguous(), group=group)
-    return out
-
-
-def all_reduce(x: Tensor, group: Group | None) -> Tensor:
-    """The sum over a group, as a new tensor; of a group of one, the tensor."""
-    if group is None:
-        return x
-    y = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(y, group=group)
-    return y

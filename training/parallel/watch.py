@@ -30,7 +30,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from training.parallel.processes import PATIENCE, broadcast
+from training.parallel.collectives import broadcast
+from training.parallel.processes import PATIENCE
 
 INTERVAL = 2.0  # seconds between signs of life
 SILENCE = 60.0  # after so many without one a rank is dead: long, because something may hold Python's lock

@@ -1,4 +1,4 @@
-"""What ranks tell each other: JSON as bytes, to all, to one, and within a group of them."""
+"""What ranks tell each other: JSON and tensors as bytes, to all, to one, and within a group of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.parallel.ranks import run
-from training.parallel.processes import broadcast, gather
+from training.parallel.collectives import broadcast, broadcast_tensors, gather
 
 
 def said(rank: int) -> dict[str, Any]:
@@ -27,6 +28,21 @@ def test_what_ranks_say_arrives_in_their_order() -> None:
         assert all_of_them == [said(r) for r in range(4)]
         assert half == [said(r) for r in range(rank % 2, 4, 2)]
         assert third == said(3)
+
+
+def held(rank: int) -> dict[str, torch.Tensor]:
+    return {"order": torch.arange(rank + 2), "mass": torch.tensor(rank / 3).double(), "rows": torch.ones(rank, 2)}
+
+
+def hear(rank: int, world: int) -> dict[str, torch.Tensor]:
+    return broadcast_tensors(held(rank) if rank == 1 else {}, source=1)
+
+
+def test_tensors_of_one_rank_arrive_on_all() -> None:
+    for heard in run(2, hear):
+        assert heard.keys() == held(1).keys()
+        for name, tensor in held(1).items():
+            assert heard[name].dtype == tensor.dtype and torch.equal(heard[name], tensor)
 
 
 def test_alone_one_hears_oneself() -> None:
