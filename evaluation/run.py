@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from evaluation.lm import DecoderLM
 from evaluation.ranks import Ranks
 from evaluation.remember import Remembered
 from evaluation.results import Group, Item, Run, Score, Task
+from training.checkpoint.layout import Origin
+from training.evaluate import Ask, EvalConfig
 from training.model.decoder import Decoder
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
@@ -42,7 +45,7 @@ BOOTSTRAP = 1000  # draws for the standard errors that have no formula (perplexi
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class RunConfig:
     suite: str = ""  # a file of evaluation/suites, or one of your own
     checkpoint: str = ""  # a Hugging Face folder, a hub id, or a training run's folder
     data: str = ""  # a folder with the suite's files; "": from the hub
@@ -74,7 +77,7 @@ class EvalConfig:
 def main(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(__doc__, end="")
-        print("\n".join(f"    {f.name}" for f in EvalConfig.__dataclass_fields__.values()))
+        print("\n".join(f"    {f.name}" for f in RunConfig.__dataclass_fields__.values()))
         return 0
     config = read_config(words)
     command = shlex.join(["python", "-m", "evaluation", "run", *words])
@@ -82,7 +85,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def read_config(words: Sequence[str]) -> EvalConfig:
+def read_config(words: Sequence[str]) -> RunConfig:
     names = [word for word in words if "=" not in word]
     if len(names) > 2:
         raise ValueError(f"{names[2]!r} is one name too many; write run SUITE CHECKPOINT key=value ...")
@@ -92,7 +95,7 @@ def read_config(words: Sequence[str]) -> EvalConfig:
     file = names[0] if names else ""
     if file and not is_config(file):
         file, more = "", [*more, f"suite={file}"]
-    config = read(EvalConfig, file, more, READY)
+    config = read(RunConfig, file, more, READY)
     if not config.suite or not config.checkpoint:
         lacks = "checkpoint" if config.suite else "suite"
         raise ValueError(f"{lacks} is not set; write for instance run tiny ./model")
@@ -111,7 +114,7 @@ def is_config(name: str) -> bool:
     return isinstance(found, dict) and "suite" in found
 
 
-def run(config: EvalConfig, command: str) -> Path:
+def run(config: RunConfig, command: str) -> Path:
     """Returns the folder with the results (results.py)."""
     started, clock = datetime.now(UTC), time.monotonic()
     with processes(config.device) as device:
@@ -151,6 +154,16 @@ def run(config: EvalConfig, command: str) -> Path:
     return folder
 
 
+def live(config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh) -> Ask:
+    """What asks a model in training the suite that its run's `eval` keys name: a training.evaluate.Suite."""
+    if mesh.size("pp") > 1:
+        raise ValueError(f"mesh.pp={mesh.size('pp')}: a pipeline is not evaluated while it trains; write eval.every=0")
+    source = str(origin.files[0].parent) if origin.files else "the checkpoint"
+    words = load.load_tokenizer(source, origin, config.tokenizer)
+    asked: dict[str, Any] = {name: getattr(config, name) for name in ("data", "texts", "fewshot", "limit")}
+    return partial(evaluate_live, model, words, config.suite, mesh, **asked)
+
+
 def evaluate_live(
     model: Decoder,
     tokenizer: Any,
@@ -164,8 +177,6 @@ def evaluate_live(
     tokens: int = 8192,
 ) -> dict[str, float]:
     """The suite's numbers of a model in training, sharded as it is; all ranks call it, and all get them."""
-    if mesh.size("pp") > 1:
-        raise ValueError(f"mesh.pp={mesh.size('pp')}: a pipeline is not evaluated while it trains; write eval.every=0")
     found = tasks.load(suite, data, texts, fewshot)
     engine = Engine(model, tokens, ranks_of(mesh), mesh.group("tp"), progress=False)
     answered = ask(DecoderLM(engine, tokenizer), found, limit, bootstrap=0)
@@ -310,7 +321,7 @@ def work_of(lm: DecoderLM) -> dict[str, float]:
     return {"tokens": tokens, "forwards": forwards, "requests": lm.asked, "recalled": lm.recalled}
 
 
-def notes_of(config: EvalConfig, lm: DecoderLM) -> Iterator[str]:
+def notes_of(config: RunConfig, lm: DecoderLM) -> Iterator[str]:
     if config.limit:
         yield f"limit={config.limit}: not all items of each task"
     if lm.cut:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from training.config import TrainConfig
+    from training.evaluate import Suite
 
 EXAMPLES = """usage: python -m training CONFIG [key=value ...]
 
@@ -32,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file, words = (words[0], words[1:]) if "=" not in words[0] else ("", words)
     try:
         config = read_config(file, words)
-        folder = train(config)
+        folder = train(config, suite_of(config))
         reached = max((row["step"] for row in read(folder)), default=config.steps)
     except (ValueError, OSError) as error:
         who = f"training, rank {rank()}" if rank() else "training"
@@ -45,6 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(f"{folder} is trained: metrics.jsonl, checkpoints/")
     return 0
+
+
+def suite_of(config: TrainConfig) -> Suite | None:
+    """evaluation's, where a run wants it: the one place of training that knows evaluation. lm-eval is imported then."""
+    if not config.eval.every:
+        return None
+    try:
+        from evaluation.run import live
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"eval.every={config.eval.every} needs the package {error.name}, which is not installed; "
+            'pip install -e ".[eval]", or write eval.every=0'
+        ) from None
+    return live
 
 
 if __name__ == "__main__":

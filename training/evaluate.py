@@ -1,14 +1,13 @@
-"""A suite of evaluation/, asked of the model as it trains.
+"""A suite that is asked of the model as it trains: its keys, and what whoever starts the run gives to the loop.
 
-The only file of training that knows evaluation, and only where a run wants it: lm-eval is imported then.
+Nothing here knows evaluation/: training/__main__.py finds it, where a run wants it.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import Protocol
 
 from training.checkpoint.layout import Origin
 from training.model.decoder import Decoder
@@ -30,20 +29,10 @@ class EvalConfig:
             raise ValueError(f"eval.every is {self.every}; it must be at least 0")
 
 
-def asker(config: EvalConfig, origin: Origin, model: Decoder, mesh: ParallelMesh) -> Callable[[], Mapping[str, float]]:
-    """What asks the suite and returns its numbers, on all ranks together. Found wrong before training starts."""
-    if not config.every:
-        return dict
-    if mesh.size("pp") > 1:
-        raise ValueError(f"mesh.pp={mesh.size('pp')}: a pipeline is not evaluated while it trains; write eval.every=0")
-    try:
-        run = importlib.import_module("evaluation.run")
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"eval.every={config.every} needs the package {error.name}, which is not installed; "
-            'pip install -e ".[eval]", or write eval.every=0'
-        ) from None
-    source = str(origin.files[0].parent) if origin.files else "the checkpoint"
-    words = importlib.import_module("evaluation.load").load_tokenizer(source, origin, config.tokenizer)
-    asked = {name: getattr(config, name) for name in ("data", "texts", "fewshot", "limit")}
-    return partial(run.evaluate_live, model, words, config.suite, mesh, **asked)
+Ask = Callable[[], Mapping[str, float]]  # for all ranks together, and all get the numbers
+
+
+class Suite(Protocol):
+    def __call__(self, config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh) -> Ask:
+        """What asks this model; raises what is wrong before training starts."""
+        ...

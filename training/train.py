@@ -15,8 +15,8 @@ from training.build import kept_in, loader_of, start
 from training.checkpoint import layout
 from training.checkpoint.state import Stop
 from training.config import TrainConfig
-from training.data.mixture import open_training, open_validation
-from training.evaluate import asker
+from training.data.open import open_training, open_validation
+from training.evaluate import Ask, Suite
 from training.observe.flops import model_flops
 from training.observe.metrics import Metrics
 from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
@@ -26,8 +26,11 @@ from training.schedule import schedule
 from training.step import balance_numbers, train_step, validate
 
 
-def train(config: TrainConfig) -> Path:
-    """Run to config.steps, or to a signal; the same call goes on where it stopped. Returns the run's folder."""
+def train(config: TrainConfig, suite: Suite | None = None) -> Path:
+    """Run to config.steps, or to a signal; the same call goes on where it stopped. Returns the run's folder.
+
+    suite: what config.eval asks with (evaluation.run.live); needed where eval.every is not 0."""
+    assert suite is not None or not config.eval.every, "a suite is to be asked, and none is given"
     torch.manual_seed(config.seed)  # nothing draws from these two; a module that ever does is still reproducible
     random.seed(config.seed)
     patience = timedelta(minutes=config.patience)
@@ -45,7 +48,9 @@ def train(config: TrainConfig) -> Path:
                 raise ValueError(f"export={config.export} exists already; remove it or choose another folder")
             samples = run.place.samples = open_training(config.data, run.origin.dense.vocab, run.place.saved)
             valid = open_validation(config.data, run.origin.dense.vocab)
-            ask = asker(config.eval, run.origin, run.model, run.mesh)
+            ask: Ask = dict
+            if suite is not None and config.eval.every:
+                ask = suite(config.eval, run.model, run.origin, run.mesh)
             flops = model_flops(run.origin.spec, config.data.sequence)
             metrics = Metrics(
                 run.folder,

@@ -229,7 +229,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def test_nothing_crosses_between_the_packages_but_what_the_design_allows() -> None:
+def test_the_converter_needs_nothing_but_what_the_design_allows() -> None:
     may_use_transformers = {"verify.py", "modeling_upcycled.py"}
     files = list((ROOT / "upcycle").rglob("*.py"))
     assert len(files) > 40
@@ -237,13 +237,6 @@ def test_nothing_crosses_between_the_packages_but_what_the_design_allows() -> No
         top = {name.split(".")[0] for name in imports(path)}
         assert not top & {"training", "evaluation", "tests", "deep_ep", "transformer_engine", "grouped_gemm"}, path
         assert "transformers" not in top or path.name in may_use_transformers, path
-    # one way: evaluation looks at what training made; training/evaluate.py asks for it by name, if a run wants it
-    for package, allowed in (("training", {"upcycle"}), ("evaluation", {"upcycle", "training"})):
-        for path in (ROOT / package).rglob("*.py"):
-            crossing = {n.split(".")[0] for n in imports(path)} & {"upcycle", "training", "evaluation"} - {package}
-            assert crossing <= allowed, path
-            if package == "training":
-                assert path.name == "evaluate.py" or '"evaluation' not in path.read_text(), path
 
 
 def test_importing_the_converter_does_not_import_transformers() -> None:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evaluation import results, tasks
 from evaluation.__main__ import main
 from evaluation.offline import Splits
-from evaluation.run import EvalConfig, evaluate_live, metric_name, numbers, run
+from evaluation.run import RunConfig, evaluate_live, metric_name, numbers, run
 from training.__main__ import main as train
 from training.checkpoint import layout
 from training.data.prepare import main as prepare
@@ -117,7 +117,7 @@ def ours(folder: Path, name: str, output: Path, monkeypatch: pytest.MonkeyPatch,
         return tasks.Tasks(chosen(found.loaded, only), found.notes)
 
     monkeypatch.setattr(tasks, "load", some)
-    config = EvalConfig(suite=suite(name), checkpoint=str(folder), output=str(output), **(options | more))
+    config = RunConfig(suite=suite(name), checkpoint=str(folder), output=str(output), **(options | more))
     return run(config, "a command")
 
 

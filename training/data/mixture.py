@@ -349,29 +349,6 @@ def bits_per_byte(nats: float, size: int) -> float:
     return nats / math.log(2) / size
 
 
-# ---- from a config
-
-
-def open_training(config: DataConfig, vocab: int, state: Mapping[str, Any] | None = None) -> Samples:
-    """`vocab`: the model's number of embeddings; `state`: of the checkpoint that the run goes on from."""
-    if config.stream:
-        from training.data.stream import Stream
-
-        return Stream(config, vocab, state)
-    parts = [(source.name, TokenShards.open(source.path, vocab), source.weight) for source in config.train]
-    return Mixture(parts, config.sequence, config.seed, mask_documents=config.mask_documents)
-
-
-def open_validation(config: DataConfig, vocab: int) -> list[Validation]:
-    found = []
-    for source in config.valid:
-        shards = TokenShards.open(source.path, vocab)
-        shards = shards.head(source.tokens) if source.tokens else shards
-        found.append(Validation(source.name, shards, config.sequence, mask_documents=config.mask_documents))
-    same_tokenizer([valid.windows.shards for valid in found])
-    return found
-
-
 # ---- ahead of time
 
 

@@ -39,10 +39,9 @@ from training.data.mixture import (
     ValidSource,
     Windows,
     bits_per_byte,
-    open_training,
-    open_validation,
     permuted,
 )
+from training.data.open import open_training, open_validation
 from training.data.prepare import PrepareConfig, main, prepare
 from training.data.shards import Shard, TokenShards
 from upcycle import text
