@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from evaluation.results import Model
-from training.checkpoint import layout
+from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import STEP, Checkpoints, check_same, weights
 from training.checkpoint.storage import Reader, damage, read_manifest
-from training.config import ModelConfig, upcycle_config
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.parallel.mesh import ParallelMesh, check
 from training.parallel.shard import dense_ffns, layers, parallelize
-from upcycle.config import build
 from upcycle.size import dense_parameters
 from upcycle.spec import MoESpec
 
@@ -59,11 +57,7 @@ def opened(
                 narrow(model, getattr(torch, dtype))
         parallelize(model, mesh)
         model = model.to_empty(device=device).eval()
-        step = None
-        if run is None:
-            layout.load(model, origin)
-        else:
-            step = load_step(model, run, step_folder, mesh)
+        step = fill(model, origin, run, step_folder)
         if len(words) > origin.dense.vocab and max(words.get_vocab().values()) >= origin.dense.vocab:
             raise ValueError(
                 f"the tokenizer of {source} gives ids up to {max(words.get_vocab().values())} and the model has "
@@ -109,13 +103,18 @@ def training_run(path: Path) -> tuple[Path | None, Path | None]:
 def origin_of(source: str, run: Path | None) -> AbstractContextManager[Origin]:
     if run is None:
         return layout.opened(source)
-    settings = json.loads((run / "config.json").read_text())
-    config = build(ModelConfig, settings["model"], "model.")
-    return layout.online(upcycle_config(config)) if config.upcycle else layout.opened(config.source)
+    return nullcontext(standalone.kept(run))
 
 
-def load_step(model: Decoder, run: Path, folder: Path | None, mesh: ParallelMesh) -> int:
-    """The weights alone; returns the step."""
+def fill(model: Decoder, origin: Origin, run: Path | None, folder: Path | None) -> int | None:
+    """With the weights of a folder, or of a run; returns the run's step."""
+    if run is not None:
+        return load_step(model, run, folder)
+    layout.load(model, origin)
+    return None
+
+
+def load_step(model: Decoder, run: Path, folder: Path | None) -> int:
     if folder is None:
         with Checkpoints(run / "checkpoints", asynchronous=False) as kept:
             folder = kept.latest()

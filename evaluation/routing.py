@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from evaluation import load
 from training.balance import expert_counts, token_entropy
-from training.checkpoint import layout
+from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
-from training.config import ModelConfig, upcycle_config
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
 from upcycle import text
@@ -49,7 +49,7 @@ STRONGEST = 12
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    checkpoint: str = ""  # a folder or hub id with experts
+    checkpoint: str = ""  # a folder or hub id with experts, or a training run's folder
     texts: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst; a domain each, named by the file
     start: str = ""  # the converted folder that training began with, or the folder of a run that upcycled as it loaded
     granularity: int = 0  # parts a dense FFN was cut into; 0: as the checkpoint's or start's upcycle.json says, else 1
@@ -194,32 +194,28 @@ def moved(model: Decoder, start: Origin) -> dict[str, float]:
 @contextmanager
 def started(source: str) -> Iterator[tuple[Origin, int]]:
     """What training began with, and its granularity."""
-    run = Path(source) / "config.json"
-    settings = json.loads(run.read_text()) if run.is_file() else {}
-    opening: AbstractContextManager[Origin]
-    if isinstance(settings.get("model"), dict) and settings["model"].get("upcycle"):
-        config = upcycle_config(ModelConfig(upcycle=settings["model"]["upcycle"]))
-        opening, parts = layout.online(config), config.granularity
-    else:
-        opening, parts = layout.opened(source), stated_granularity(source)
-    with opening as origin:
-        yield origin, parts
+    run = Path(source)
+    made = standalone.upcycled(run)
+    with layout.online(made, standalone.measured_before(run)) if made else layout.opened(source) as origin:
+        yield origin, stated_granularity(source)
 
 
 def stated_granularity(source: str) -> int:
-    manifest = read_manifest(Path(source))
-    return int(manifest["config"]["granularity"]) if manifest else 0
+    manifest, made = read_manifest(Path(source)), standalone.upcycled(Path(source))
+    return int(manifest["config"]["granularity"]) if manifest else made.granularity if made else 0
 
 
 def analyse(config: RoutingConfig) -> dict[str, Any]:
     if not config.texts:
         raise ValueError("there is no text to route; name files, for instance routing ./moe book.txt code.jsonl")
-    with layout.opened(config.checkpoint) as origin:
+    run, step = load.training_run(Path(config.checkpoint))
+    with load.origin_of(config.checkpoint, run) as origin:
         if origin.spec is origin.dense:
             raise ValueError(f"{config.checkpoint} is a dense model and routes nothing; give one with experts")
         model = Decoder(origin.spec, compute=getattr(torch, config.compute))
-        model = layout.load(model, origin).to("cuda" if torch.cuda.is_available() else "cpu")
-    parts, distances = config.granularity or stated_granularity(config.checkpoint), None
+        load.fill(model, origin, run, step)
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    parts, distances = config.granularity or stated_granularity(str(run or config.checkpoint)), None
     if config.start:
         with started(config.start) as (start, stated):
             distances, parts = moved(model, start), parts or stated

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.balance import Balance
-from training.checkpoint import layout
+from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
-from training.checkpoint.state import Checkpoints, TrainState
+from training.checkpoint.state import Checkpoints, TrainState, found
 from training.config import TrainConfig, upcycle_config
 from training.data.batch import Samples
 from training.data.mixture import Loader
@@ -27,14 +27,17 @@ from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.observe.profiling import Phases
 from training.optim import Optimizer, SpikeGuard
-from training.parallel.collectives import all_reduce
+from training.parallel.collectives import all_reduce, broadcast
 from training.parallel.mesh import ParallelMesh, check
 from training.parallel.pipeline import Pipeline, cut, stages
 from training.parallel.pipeline import check as check_schedule
 from training.parallel.shard import parallelize
 from upcycle import disk
+from upcycle.checkpoint import Checkpoint
+from upcycle.plan import UpcyclePlan
 from upcycle.spec import DenseSpec, MoESpec
 
+CHECKPOINTS = "checkpoints"  # in the run's folder
 # what may change between a run and its resumption without anybody being told: it changes no number
 QUIET = (
     "output", "export", "checkpoint", "log", "log_every", "valid_every", "eval", "profile", "memory_snapshot",
@@ -134,11 +137,16 @@ class Run:
 
 @contextmanager
 def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
-    """Model with its weights, optimiser, balance, and the state that a checkpoint holds."""
+    """Model, optimiser, balance, and the state that a checkpoint holds; the weights come from one, or from `begin`."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for the run's checkpoints and metrics")
     folder, world = Path(config.output), dist.get_world_size() if dist.is_initialized() else 1
-    with source(config) as origin:
+    goes_on, kept = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
+    with (
+        nullcontext(standalone.kept(folder))
+        if goes_on and kept
+        else source(config, nothing if goes_on else standalone.measured_once)
+    ) as origin:
         check(config.mesh, world, origin.spec, config.data.sequence)
         mesh = ParallelMesh(config.mesh, device_type=device.type)
         check_batch(config, mesh)
@@ -150,7 +158,6 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
         )
         parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
         model = under_one_roof(parts)
-        (layout.initialise(model, config.seed) if config.model.random else layout.load(model, origin))
         optimizer = Optimizer(config.optim, model.named_parameters())
         guard = SpikeGuard(config.optim, device)
         balance = balance_of(config, model, mesh)
@@ -160,6 +167,8 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
         if mesh.rank == 0:
             settings = json.dumps(asdict(config), indent=2, default=str).encode() + b"\n"
             folder.mkdir(parents=True, exist_ok=True)
+            if not (goes_on and kept):
+                standalone.keep(folder, origin, config.model)
             disk.write_atomic(folder / "config.json", settings)
         pipeline = pipeline_of(config, parts, mesh)
         control = dist.new_group(backend="gloo") if world > 1 else None
@@ -168,6 +177,14 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
             config, folder, origin, mesh, parts, model, pipeline, optimizer, guard, balance, state, place, phases,
             device, control,
         )  # fmt: skip
+
+
+def begin(run: Run) -> None:
+    """The weights of step 0: read, made as they are read, or drawn."""
+    if run.config.model.random:
+        layout.initialise(run.model, run.config.seed)
+    else:
+        layout.load(run.model, run.origin)
 
 
 def balance_of(config: TrainConfig, model: Decoder, mesh: ParallelMesh) -> Balance:
@@ -244,7 +261,7 @@ def kept_in(run: Run) -> Checkpoints:
     learns = {k: v for k, v in asdict(run.config).items() if k not in QUIET}
     settings = hashlib.sha256(json.dumps(learns, sort_keys=True, default=str).encode()).hexdigest()
     return Checkpoints(
-        run.folder / "checkpoints",
+        run.folder / CHECKPOINTS,
         keep=keep.keep,
         keep_every=keep.keep_every,
         asynchronous=keep.asynchronous,
@@ -252,6 +269,11 @@ def kept_in(run: Run) -> Checkpoints:
     )
 
 
-def source(config: TrainConfig) -> AbstractContextManager[Origin]:
+def nothing(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str, Tensor]:
+    return {}
+
+
+def source(config: TrainConfig, observe: layout.Observe = nothing) -> AbstractContextManager[Origin]:
+    """Where the config's model comes from. Without `observe` it is for its numbers: nothing is measured on text."""
     model = config.model
-    return layout.online(upcycle_config(model)) if model.upcycle else layout.opened(model.source)
+    return layout.online(upcycle_config(model), observe) if model.upcycle else layout.opened(model.source)

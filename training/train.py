@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from training.build import kept_in, loader_of, start
+from training.build import begin, kept_in, loader_of, start
 from training.checkpoint import layout
 from training.checkpoint.state import Stop
 from training.config import TrainConfig
@@ -43,6 +43,8 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
             memory_snapshot(run.folder / "memory.pickle") if config.memory_snapshot and run.leads else nullcontext(),
         ):
             first = checkpoints.load(state)
+            if not first:
+                begin(run)
             exported = bool(config.export) and Path(config.export).exists()
             if exported and first < config.steps:  # said before the training, not after it
                 raise ValueError(f"export={config.export} exists already; remove it or choose another folder")

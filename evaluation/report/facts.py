@@ -15,7 +15,7 @@ import numpy as np
 from evaluation import compare, results
 from evaluation.compare import Comparison, Difference, Losses, is_share, number, signed
 from evaluation.results import Item, Run
-from training.config import ModelConfig, upcycle_config
+from training.checkpoint import standalone
 from training.observe import plots
 from training.observe.metrics import FILE as METRICS
 from upcycle import card, plan
@@ -147,9 +147,12 @@ def score(
 
 def plan_rows(folder: Path) -> Rows:
     """The table that `upcycle plan` prints, or what is left of it where the dense model is not at hand."""
-    config = planned(folder)
-    if config is None:
+    if rows := standalone.plan_rows(folder):
+        return rows
+    manifest = read_manifest(folder)
+    if manifest is None:
         return []
+    config = build(UpcycleConfig, manifest["config"])
     try:
         with ExitStack() as stack:
             sources = [config.source or config.donors[0], *config.donors]
@@ -159,26 +162,16 @@ def plan_rows(folder: Path) -> Rows:
         return [*stated, ("note", f"sizes are left out: {' '.join(str(error).split())}")]
 
 
-def planned(folder: Path) -> UpcycleConfig | None:
-    if manifest := read_manifest(folder):
-        return build(UpcycleConfig, manifest["config"])
-    model = run_config(folder).get("model", {})
-    return upcycle_config(ModelConfig(upcycle=model["upcycle"])) if model.get("upcycle") else None
-
-
-def run_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
-
-
 def settings(folder: Path) -> Rows:
     """What a training run was, in a few lines."""
-    config = run_config(folder)
-    if not config:
+    path = folder / "config.json"
+    if not path.is_file():
         return []
+    config = json.loads(path.read_text())
     model, data, schedule = config["model"], config["data"], config["schedule"]
+    made = standalone.upcycled(folder)
     return [
-        ("model", model["source"] or f"upcycled as it was loaded from {planned(folder) and planned(folder).source}"),  # type: ignore[union-attr]
+        ("model", f"upcycled as it was loaded from {made.source}" if made else model["source"]),
         ("steps", f"{config['steps']:,} of {config['batch']} sequences of {data['sequence']} tokens"),
         ("learning rate", f"{schedule['peak']:g} to {schedule['final']:g}, {schedule['warmup']} steps of warm-up"),
         ("compute", f"{model['compute']}, experts {model['experts']}, seed {config['seed']}"),

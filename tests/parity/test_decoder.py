@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.parity import test_targets_parity as parity
 from tests.parity import tiny
-from training.checkpoint import layout
+from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
+from training.config import ModelConfig
 from training.model.decoder import Decoder
 from training.model.loss import linear_cross_entropy
 from upcycle.__main__ import main
@@ -131,6 +133,10 @@ def test_an_moe_is_transformers_model_online_and_from_disk(case: str, tmp_path: 
     with layout.online(read(UpcycleConfig, "", words(dense, case))) as origin:
         online = layout.load(Decoder(origin.spec, experts="reference"), origin)
         out = layout.export(online, origin, tmp_path / "out")
+        standalone.keep(tmp_path / "run", origin, ModelConfig(upcycle={"source": str(dense)}))
+    kept = standalone.kept(tmp_path / "run")  # all that a run needs of it but the weights
+    assert (kept.spec, kept.tensors) == (origin.spec, origin.tensors)
+    assert kept.config == json.loads((folder / "config.json").read_text())
     for (name, a), (_, b) in zip(offline.state_dict().items(), online.state_dict().items(), strict=True):
         assert torch.equal(a, b), f"{name} differs between online and converted"
     before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")

@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
@@ -28,12 +28,12 @@ from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.parallel.collectives import gather, local
 from training.parallel.mesh import ParallelMesh
-from upcycle import disk, plugin
+from upcycle import disk, measure, plugin
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
 from upcycle.make import Maker
-from upcycle.plan import build
+from upcycle.plan import UpcyclePlan, build
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 
 
@@ -66,6 +66,7 @@ class Origin:
     read: Read
     config: Mapping[str, Any]  # config.json
     files: tuple[Path, ...]  # tokenizer and the like
+    plan: UpcyclePlan | None = None  # if it is made as it is read
 
     @property
     def dense(self) -> DenseSpec:
@@ -79,32 +80,17 @@ class Origin:
 def opened(source: str | Path) -> Iterator[Origin]:
     """A checkpoint folder or hub id, dense or MoE."""
     with Checkpoint.open(source) as checkpoint:
-        model_type, config = str(checkpoint.config.get("model_type")), checkpoint.config
-        files = tuple(checkpoint.copied_files())
-        families, targets = plugin.names("upcycle.families"), plugin.names("upcycle.targets")
-        if model_type in families:
-            module = plugin.load("upcycle.families", model_type)
-            dense: DenseSpec = module.read(config)
-            tensors = dense_tensors(dense, module.sources(dense))
-            check_shapes(checkpoint, tensors)
-            yield Origin(dense, tensors, checkpoint.read, config, files)
-        elif model_type in targets:
-            moe: MoESpec = plugin.load("upcycle.targets", model_type).read(config)
-            if model_type == "upcycled":
-                files += (plugin.load("upcycle.targets", model_type).MODELING,)
-            stored = moe_tensors(moe, model_type)
-            check_shapes(checkpoint, stored)
-            yield Origin(moe, stored, checkpoint.read, config, files)
-        else:
-            raise ValueError(
-                f"{source} has model_type {model_type!r}; training knows the dense families {', '.join(families)} "
-                f"and the MoE architectures {', '.join(targets)}"
-            )
+        origin = described(source, checkpoint.config, checkpoint.read, checkpoint.copied_files())
+        check_shapes(checkpoint, origin.tensors)
+        yield origin
+
+
+Observe = Callable[[UpcyclePlan, Sequence[Checkpoint]], Mapping[str, Tensor]]
 
 
 @contextmanager
-def online(config: UpcycleConfig) -> Iterator[Origin]:
-    """What `upcycle convert` would write, made as it is read."""
+def online(config: UpcycleConfig, observe: Observe = measure.measure) -> Iterator[Origin]:
+    """What `upcycle convert` would write, made as it is read. `observe`: what is measured on text comes from there."""
     if not (config.source or config.donors):
         raise ValueError("model.upcycle names no dense model; write model.upcycle.source=FOLDER, or a hub id")
     with ExitStack() as stack:
@@ -112,18 +98,33 @@ def online(config: UpcycleConfig) -> Iterator[Origin]:
         checkpoints = [stack.enter_context(Checkpoint.open(name)) for name in names]
         plan = build(config, checkpoints)
         if plan.needs_text:
-            from upcycle import measure
-
-            plan = replace(plan, observed=measure.measure(plan, checkpoints))
-        target = plugin.load("upcycle.targets", plan.target)
-        moe: MoESpec = target.read(plan.hf_config)
-        files = tuple(checkpoints[0].copied_files()) + ((target.MODELING,) if hasattr(target, "MODELING") else ())
-        tensors, maker = moe_tensors(moe, plan.target), Maker(plan, checkpoints)
+            plan = replace(plan, observed=observe(plan, checkpoints))
+        maker = Maker(plan, checkpoints)
 
         def read(name: str, rows: tuple[int, int] | None = None) -> Tensor:
             return maker.tensor(name) if rows is None else maker.slice(name, (slice(*rows),))
 
-        yield Origin(moe, tensors, read, plan.hf_config, files)
+        yield replace(described(names[0], plan.hf_config, read, checkpoints[0].copied_files()), plan=plan)
+
+
+def described(source: str | Path, config: Mapping[str, Any], read: Read, files: Iterable[Path]) -> Origin:
+    """The numbers and the tensors of a config.json; `read` has what is in them, `files` is what lies beside it."""
+    model_type, files = str(config.get("model_type")), tuple(files)
+    families, targets = plugin.names("upcycle.families"), plugin.names("upcycle.targets")
+    if model_type in families:
+        family = plugin.load("upcycle.families", model_type)
+        dense: DenseSpec = family.read(config)
+        return Origin(dense, dense_tensors(dense, family.sources(dense)), read, config, files)
+    if model_type in targets:
+        target = plugin.load("upcycle.targets", model_type)
+        moe: MoESpec = target.read(config)
+        code = getattr(target, "MODELING", None)
+        files += (code,) if code is not None and code.name not in {file.name for file in files} else ()
+        return Origin(moe, moe_tensors(moe, model_type), read, config, files)
+    raise ValueError(
+        f"{source} has model_type {model_type!r}; training knows the dense families {', '.join(families)} "
+        f"and the MoE architectures {', '.join(targets)}"
+    )
 
 
 def check_shapes(checkpoint: Checkpoint, tensors: Iterable[Stored]) -> None:

@@ -422,10 +422,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def found(self) -> list[Path]:
-        """Newest first; whole or not."""
-        paths = self.folder.iterdir() if self.folder.is_dir() else ()
-        named = [path for path in paths if STEP.fullmatch(path.name)]
-        return sorted(named, key=lambda path: (-step_of(path), path.name))
+        return found(self.folder)
 
     # what all ranks do together
 
@@ -482,6 +479,13 @@ def told() -> Iterator[None]:
 def held(live: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's part of each."""
     return {name: local(tensor.detach()) for name, tensor in live.items()}
+
+
+def found(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first; whole or not."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    named = [path for path in paths if STEP.fullmatch(path.name)]
+    return sorted(named, key=lambda path: (-step_of(path), path.name))
 
 
 def step_of(path: Path) -> int:

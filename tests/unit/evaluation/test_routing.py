@@ -14,7 +14,8 @@ from torch import Tensor
 from evaluation import routing
 from tests.parity import tiny
 from tests.unit.training.test_data import make_tokenizer
-from training.checkpoint import layout
+from training.checkpoint import layout, standalone
+from training.config import ModelConfig, upcycle_config
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
 from upcycle.__main__ import main as upcycle
@@ -145,8 +146,9 @@ def test_what_was_changed_is_what_moved(moe: Path, texts: list[str], tmp_path: P
 
 
 def test_a_run_that_upcycled_as_it_loaded_is_a_start_too(moe: Path, texts: list[str], tmp_path: Path) -> None:
-    made = json.loads((moe / "upcycle.json").read_text())["config"] | {"output": ""}
-    (tmp_path / "config.json").write_text(json.dumps({"model": {"source": "", "upcycle": made}}))
+    made = ModelConfig(upcycle=json.loads((moe / "upcycle.json").read_text())["config"] | {"output": ""})
+    with layout.online(upcycle_config(made)) as origin:
+        standalone.keep(tmp_path, origin, made)
     (tmp_path / "moe").mkdir()
     for file in moe.iterdir():
         if file.name != "upcycle.json":  # as a trained model is exported: nothing says how it was made

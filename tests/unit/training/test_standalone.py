@@ -1,0 +1,238 @@
+"""A run's folder stands alone: with the dense model and the measured text gone it resumes, is asked and exports as if
+they were there; no weight is made that a checkpoint then replaces; and text is measured once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from evaluation import routing
+from evaluation.report import facts
+from evaluation.results import items
+from evaluation.run import main as evaluate
+from tests.parallel import ranks
+from tests.parallel.runs import on_rank, stopped_on_rank
+from tests.parity import tiny
+from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+from training import build
+from training.build import begin, start
+from training.checkpoint import layout, standalone
+from training.checkpoint.standalone import keep, keeps, kept
+from training.config import ModelConfig, read_config
+from training.data.prepare import main as prepare
+from training.observe.metrics import read as read_metrics
+from upcycle import measure
+from upcycle.checkpoint import Checkpoint
+from upcycle.make import Maker
+
+WORDS = [
+    "data.sequence=24", "batch=4", "micro_batch=2", "log_every=1", "schedule.warmup=1", "schedule.peak=1e-3",
+    "model.compute=float32", "checkpoint.every=2", "checkpoint.asynchronous=false", "steps=4", "device=cpu",
+]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A dense model with its tokenizer, data, and text to measure on."""
+    tiny.make("llama", tmp_path / "dense", vocab_size=400)
+    make_tokenizer(tmp_path / "dense", bos=False)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (tmp_path / "dense" / "tokenizer_config.json").write_text(json.dumps(settings))
+    source = jsonl(tmp_path / "data.jsonl", texts(40, 0))
+    assert prepare([str(tmp_path / "data"), f"tokenizer={tmp_path / 'dense'}", f"sources=[{source}]"]) == 0
+    (tmp_path / "measured.txt").write_text("\n".join(texts(20, 7)))
+    return tmp_path
+
+
+def calibrated(place: Path, **more: Any) -> str:
+    settings = {
+        "source": str(place / "dense"), "experts": 4, "granularity": 2, "method": "virtual_group", "top_k": 2,
+        "router": {"normalize": False, "init": {"std": 0.3}}, "scale": "calibrated",
+        "calibration": {"texts": [str(place / "measured.txt")], "tokens": 128, "length": 32}, **more,
+    }  # fmt: skip
+    return f"model.upcycle={json.dumps(settings)}"
+
+
+def words(place: Path, name: str, model: str, *more: str) -> list[str]:
+    return [
+        f"output={place / name}",
+        f"export={place / name}-out",
+        f"data.train=[{place / 'data'}]",
+        *WORDS,
+        model,
+        *more,
+    ]
+
+
+def counted(counts: Counter[str]) -> Any:
+    """Within, all that makes or reads a model's first weights is counted."""
+    stack = mock.patch.multiple(layout, load=count(counts, layout.load), initialise=count(counts, layout.initialise))
+    reading = mock.patch.object(Checkpoint, "read", count(counts, Checkpoint.read))
+    making = mock.patch.object(Maker, "part", count(counts, Maker.part))
+    measuring = mock.patch.object(measure, "measure", count(counts, measure.measure))
+    return stack, reading, making, measuring
+
+
+def count(counts: Counter[str], function: Any) -> Any:
+    def counting(*inputs: Any, **named: Any) -> Any:
+        counts[function.__name__] += 1
+        return function(*inputs, **named)
+
+    return counting
+
+
+def run_counted(words: list[str]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    a, b, c, d = counted(counts)
+    with a, b, c, d:
+        on_rank(0, 1, words)
+    return counts
+
+
+def asked(place: Path, folder: Path) -> list[Any]:
+    out = place / f"{folder.name}-asked"
+    assert evaluate(["tiny", str(folder), "limit=3", f"output={out}"]) == 0
+    return list(items(out))
+
+
+def losses(folder: Path) -> list[Any]:
+    return [(row["step"], row.get("loss"), row.get("grad_norm")) for row in read_metrics(folder)]
+
+
+def routed(folder: Path, text: Path, **more: str) -> dict[str, Any]:
+    config = routing.RoutingConfig(str(folder), (str(text),), tokens=100, length=32, **more)  # type: ignore[arg-type]
+    return {name: value for name, value in routing.analyse(config).items() if name not in ("checkpoint", "start")}
+
+
+def gone(place: Path) -> None:
+    (place / "dense").rename(place / "elsewhere")
+    (place / "measured.txt").rename(place / "elsewhere.txt")
+
+
+def test_without_the_dense_model_and_the_text_a_run_resumes_is_asked_and_exports(place: Path) -> None:
+    model = calibrated(place)
+    at_first = run_counted(words(place, "whole", model))
+    assert at_first["load"] == at_first["measure"] == 1 and at_first["part"] and at_first["read"]
+    moved = routed(place / "whole", place / "data.jsonl", start=str(place / "whole"))["layers"][0]["moved"]
+    assert min(moved) > 0
+    shown = facts.plan_rows(place / "whole")
+    stopped_on_rank(0, 1, words(place, "parts", model), 4)
+    gone(place)
+    assert not run_counted(words(place, "parts", model)), "weights were made to be replaced"
+    assert losses(place / "parts") == losses(place / "whole")
+    for file in (place / "whole-out").iterdir():
+        assert file.read_bytes() == (place / "parts-out" / file.name).read_bytes(), file.name
+    assert {"tokenizer.json", "config.json"} <= {file.name for file in (place / "parts-out").iterdir()}
+    assert asked(place, place / "parts") == asked(place, place / "whole-out") != []
+    step = place / "parts" / "checkpoints" / "step-00000004"
+    assert asked(place, step) == asked(place, place / "parts")
+    alone = routed(place / "parts", place / "elsewhere.txt")
+    assert alone["granularity"] == 2
+    for name in ("load", "together"):
+        assert alone[name] == routed(place / "parts-out", place / "elsewhere.txt", granularity=2)[name]  # type: ignore[arg-type]
+    assert facts.plan_rows(place / "parts") == shown and dict(shown)["scale"].startswith("calibrated")
+    assert f"from {place / 'dense'}" in dict(facts.settings(place / "parts"))["model"]
+
+
+@pytest.mark.parametrize("more", [[], ["model.random=true"]], ids=["read", "drawn"])
+def test_a_run_of_a_checkpoint_stands_alone_too(place: Path, more: list[str]) -> None:
+    model = f"model.source={place / 'dense'}"
+    at_first = run_counted(words(place, "whole", model, *more))
+    assert at_first["initialise" if more else "load"] == 1 and not at_first["measure"]
+    stopped_on_rank(0, 1, words(place, "parts", model, *more), 4)
+    # while the dense model is there nothing of it is read either
+    assert not run_counted(words(place, "parts", model, *more))
+    gone(place)
+    assert losses(place / "parts") == losses(place / "whole")
+    for file in (place / "whole-out").iterdir():
+        assert file.read_bytes() == (place / "parts-out" / file.name).read_bytes(), file.name
+    assert asked(place, place / "parts") == asked(place, place / "whole-out")
+
+
+def test_another_wish_is_heard(place: Path) -> None:
+    """A config that names another model is no silent resume of the old one; its weights are the checkpoint's still."""
+    folder, first = place / "run", calibrated(place)
+    on_rank(0, 1, words(place, "run", first, "steps=2", "export="))
+    other = calibrated(place, top_k=4)
+    was = kept(folder).spec
+    with pytest.warns(UserWarning, match="was made with another config"):
+        assert not run_counted(words(place, "run", other, "export="))
+    now = kept(folder).spec
+    assert (was.top_k, now.top_k) == (2, 4)  # type: ignore[union-attr]
+    assert not (folder / standalone.FOLDER / standalone.OBSERVED).exists()
+    assert [keeps(folder, read_config("", words(place, "run", model)).model) for model in (first, other)] == [
+        False,
+        True,
+    ]
+
+
+def test_what_is_kept_is_whole_or_counts_for_nothing(place: Path) -> None:
+    folder, config = place / "run", ModelConfig(source=str(place / "dense"))
+    for name in (standalone.RECORD, "tokenizer.json"):
+        with layout.opened(config.source) as origin, failing(name), pytest.raises(OSError, match="no space left"):
+            keep(folder, origin, config)
+        assert not keeps(folder, config)
+        with pytest.raises(ValueError, match="does not say what model it trains"):
+            kept(folder)
+        with layout.opened(config.source) as origin:
+            keep(folder, origin, config)
+        assert keeps(folder, config) and not keeps(folder, ModelConfig(source="another"))
+
+
+def failing(name: str) -> Any:
+    real = standalone.write_atomic
+
+    def write(path: Path, data: bytes) -> None:
+        if path.name == name:
+            raise OSError("no space left")
+        real(path, data)
+
+    return mock.patch.object(standalone, "write_atomic", write)
+
+
+# ---- several ranks
+
+
+def weights_on_rank(rank: int, world: int, words: list[str]) -> tuple[int, dict[str, torch.Tensor]]:
+    """(how often this rank measured, its copy of all weights)."""
+    counts: Counter[str] = Counter()
+    config = read_config("", words)
+    with (
+        mock.patch.object(measure, "measure", count(counts, measure.measure)),
+        start(config, torch.device("cpu")) as run,
+    ):
+        begin(run)
+        return counts["measure"], {name: held.part.clone() for name, held in layout.pieces(run.model).items()}
+
+
+def refusal_on_rank(rank: int, world: int, words: list[str]) -> str:
+    with mock.patch.object(measure, "measure", side_effect=ValueError("there is no text in it")):
+        try:
+            with start(read_config("", words), torch.device("cpu")):
+                return ""
+        except ValueError as error:
+            return str(error)
+
+
+def test_two_ranks_measure_once_and_have_the_same_weights(place: Path) -> None:
+    model = calibrated(place)
+    ((_, alone),) = ranks.run(1, weights_on_rank, words(place, "one", model))
+    found = ranks.run(2, weights_on_rank, words(place, "two", model, "mesh.dp_replicate=2"))
+    assert [measured for measured, _ in found] == [1, 0]
+    for _, weights in found:
+        assert weights.keys() == alone.keys()
+        assert all(torch.equal(weights[name], alone[name]) for name in alone)
+    saids = ranks.run(2, refusal_on_rank, words(place, "three", model, "mesh.dp_replicate=2"))
+    assert saids == ["there is no text in it"] * 2
+
+
+def test_the_plan_of_memory_measures_nothing(place: Path) -> None:
+    source = build.source(read_config("", words(place, "run", calibrated(place))))
+    with mock.patch.object(measure, "measure", side_effect=AssertionError), source as origin:
+        assert origin.spec.experts == 8  # type: ignore[union-attr]

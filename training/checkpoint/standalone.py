@@ -1,0 +1,128 @@
+"""What a run keeps of the model that it began with, so that its folder stands alone.
+
+    RUN/origin/config.json, tokenizer.json, ...    as an export has them
+    RUN/origin/observed.safetensors                what upcycling measured on text, where it did
+    RUN/origin/origin.json                         which model these are of, and its plan for people; written last
+
+With the weights of a checkpoint that is all: who resumes, evaluates or exports needs neither the dense model nor the
+text that was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from training.checkpoint import layout
+from training.checkpoint.layout import Origin
+from training.config import ModelConfig, upcycle_config
+from training.parallel.collectives import broadcast, broadcast_tensors
+from training.parallel.processes import rank
+from upcycle import card, measure
+from upcycle.checkpoint import Checkpoint
+from upcycle.config import UpcycleConfig, build
+from upcycle.disk import sync_folder, write_atomic
+from upcycle.job import read_json
+from upcycle.plan import UpcyclePlan
+
+FOLDER, CONFIG, OBSERVED, RECORD = "origin", "config.json", "observed.safetensors", "origin.json"
+
+
+def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
+    """`origin` is what `config` names."""
+    home, plan = folder / FOLDER, origin.plan
+    home.mkdir(parents=True, exist_ok=True)
+    for name in (RECORD, OBSERVED):  # without the record the rest counts for nothing
+        (home / name).unlink(missing_ok=True)
+    for path in origin.files:
+        write_atomic(home / path.name, path.read_bytes())
+    write_atomic(home / CONFIG, json.dumps(dict(origin.config), indent=2).encode() + b"\n")
+    if plan is not None and plan.observed:
+        write_atomic(home / OBSERVED, save(dict(plan.observed)))
+    record = {
+        "model": named(config),
+        "files": [path.name for path in origin.files],
+        "plan": [] if plan is None else list(card.rows(plan)),
+    }
+    write_atomic(home / RECORD, json.dumps(record, indent=2).encode() + b"\n")
+    sync_folder(home)
+
+
+def kept(folder: Path) -> Origin:
+    """All but the weights."""
+    home, record = folder / FOLDER, recorded(folder)
+    if record is None:
+        raise ValueError(
+            f"{folder} has no {FOLDER}/{RECORD}, so it does not say what model it trains; run the command that made it "
+            "once more, which writes it"
+        )
+    files = [home / Path(name).name for name in record["files"]]
+    return layout.described(folder, json.loads((home / CONFIG).read_text()), no_weights, files)
+
+
+def no_weights(name: str, rows: tuple[int, int] | None = None) -> Tensor:
+    raise ValueError(f"{name} is to be made, and this run's weights are in its checkpoints; are they gone?")
+
+
+def keeps(folder: Path, config: ModelConfig) -> bool:
+    """Whether what is kept is of the model that `config` names."""
+    record = recorded(folder)
+    return record is not None and record["model"] == named(config)
+
+
+def named(config: ModelConfig) -> Any:
+    """The part of a config that says which model it is, as JSON has it."""
+    made = asdict(upcycle_config(config)) if config.upcycle else None
+    said = {"source": config.source, "random": config.random, "upcycle": made}
+    return json.loads(json.dumps(said, default=str))
+
+
+def recorded(folder: Path) -> Mapping[str, Any] | None:
+    record = read_json(folder / FOLDER / RECORD)
+    return record if isinstance(record, dict) and "model" in record else None
+
+
+def upcycled(folder: Path) -> UpcycleConfig | None:
+    """How the run's model was made, if it was as it was loaded."""
+    record = recorded(folder)
+    return build(UpcycleConfig, record["model"]["upcycle"]) if record and record["model"]["upcycle"] else None
+
+
+def plan_rows(folder: Path) -> list[tuple[str, str]]:
+    """The table that `upcycle plan` prints, of a run that upcycled as it loaded."""
+    record = recorded(folder)
+    return [(name, value) for name, value in record["plan"]] if record else []
+
+
+# ---- what upcycling measures on text
+
+
+def measured_once(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str, Tensor]:
+    """On the first rank, while the others wait for what it finds."""
+    found: Mapping[str, Tensor] = {}
+    problem = ""
+    if rank() == 0:
+        try:
+            found = measure.measure(plan, checkpoints)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    problem = broadcast(problem)
+    if problem:  # no rank goes on alone
+        raise ValueError(problem)
+    return broadcast_tensors(found)
+
+
+def measured_before(folder: Path) -> layout.Observe:
+    """What the run measured, for whoever makes its first weights once more."""
+    path = folder / FOLDER / OBSERVED
+
+    def read(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str, Tensor]:
+        return load_file(path) if path.is_file() else measure.measure(plan, checkpoints)
+
+    return read
