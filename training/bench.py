@@ -5,6 +5,9 @@
     python -m training.bench my.yaml stack=false optimizer=true       head, loss and optimiser too
     torchrun --nproc-per-node 8 -m training.bench my.yaml mesh.ep=8 batch=8     tokens/s of all, TFLOP/s of each
 
+A step is training's own (training/step.py), with its balance losses, statistics and what ranks agree on; without
+optimizer=true it ends at the gradients.
+
 FLOPs by the half-square convention (upcycle.size): 6 a weight a token, half the square of attention (of each document),
 no router, no recomputation; without the head when only the blocks run. One JSON row, with versions, is the last line.
 """
@@ -24,26 +27,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
-from training.balance import BalanceConfig, capacity, capacity_mask
-from training.build import data_rank, stages_of_rank, under_one_roof
+from training.balance import BalanceConfig
+from training.build import data_rank, learner, room, stages_of_rank
 from training.checkpoint import layout
-from training.config import COMPUTE, READY
+from training.config import COMPUTE, READY, ModelConfig, TrainConfig
 from training.data.batch import Batch
-from training.data.mixture import Mock
-from training.model import transformer_engine
+from training.data.mixture import DataConfig, Mock
 from training.model.decoder import Decoder
-from training.model.moe import MoE, Routing
+from training.model.moe import Routing
 from training.model.recompute import MODES
 from training.observe.flops import model_flops, peak_tflops
 from training.observe.phases import phases
-from training.optim import MOMENTS, OptimConfig, Optimizer
+from training.optim import MOMENTS, OptimConfig
 from training.parallel.collectives import all_reduce, local
 from training.parallel.mesh import MeshConfig, ParallelMesh, check
-from training.parallel.pipeline import Pipeline
 from training.parallel.processes import processes, rank
-from training.parallel.shard import one_step, own_part, parallelize, synchronize
+from training.step import gradients, train_step
 from upcycle import plugin, rng
 from upcycle.config import read
 from upcycle.spec import DenseSpec, MoESpec
@@ -118,35 +118,25 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
             f"batch={config.batch} cannot be cut into micro-batches of {size or 1} sequences on {mesh.dp} "
             f"data-parallel ranks; try batch={mesh.dp * (size or 1) * max(count, 1)}"
         )
-    parts = [build(config, spec, mesh, layers, device) for layers in stages_of_rank(spec, mesh)]
-    model = under_one_roof(parts)
-    optimizer = Optimizer(OptimConfig(moments=config.moments), model.named_parameters()) if config.optimizer else None
-    pieces = [
-        own_part(batch(config, dense.vocab, (number * mesh.dp + data_rank(mesh)) * size, size).to(device), mesh)
-        for number in range(count)
+    training = as_training(config, size)
+    parts = [build(config, training, spec, mesh, layers, device) for layers in stages_of_rank(spec, mesh)]
+    run = learner(training, parts, mesh, device, learns=config.optimizer)
+    if config.routing == "balanced":
+        for block in run.balance.blocks:
+            assert block.balance is not None
+            block.balance = partial(in_turn, block.balance)
+    batches = [
+        batch(config, dense.vocab, (number * mesh.dp + data_rank(mesh)) * size, size) for number in range(count)
     ]
-    whole = Batch(*(torch.cat(tensors) for tensors in zip(*(vars(piece).values() for piece in pieces), strict=True)))
-    scored = torch.tensor(config.batch * config.sequence, device=device)
-    pipeline = Pipeline(parts, mesh, config.mesh.schedule, count) if mesh.size("pp") > 1 else None
-
-    def held(part: Batch) -> Tensor | None:
-        return part.documents if config.documents else None  # without, attention needs no mask
+    batches = [part.pinned() for part in batches] if device.type == "cuda" else batches
 
     def step() -> None:
-        with one_step(model, count):
-            if pipeline is not None:
-                pipeline.step(replace(whole, documents=held(whole)), scored, config.sequence)  # type: ignore[arg-type]
-            for number, piece in enumerate(pieces if pipeline is None else [], 1):
-                synchronize(model, mesh, number == count)
-                labels = None if config.stack else piece.labels
-                out = model(piece.tokens, piece.positions, held(piece), labels, config.sequence)
-                loss = out.float().square().mean() / count if config.stack else out / scored
-                loss.backward()
-        if optimizer is not None:
-            with record_function("optimizer"):
-                optimizer.clip(partial(all_reduce, group=mesh.group("pp")))
-                optimizer.step(1e-5)
-        model.zero_grad(set_to_none=True)
+        if config.optimizer:
+            train_step(run, batches, 1e-5)
+        else:  # as far as the gradients
+            gradients(run, batches)
+            run.balance.end_step()
+            run.model.zero_grad(set_to_none=True)
 
     for _ in range(config.warmup):
         step()
@@ -162,7 +152,7 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = peak_tflops(name)
     tflops = flops * tokens / middle / 1e12 / mesh.world
-    parameters = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
+    parameters = torch.tensor(sum(p.numel() for p in run.model.parameters()), device=device)
     memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0, device=device)
     tried = torch.tensor(retries(device) - before, device=device)
     if mesh.world > 1:
@@ -193,20 +183,51 @@ def retries(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
+def as_training(config: BenchConfig, micro_batch: int) -> TrainConfig:
+    """The run whose steps these are: what is not said here is as training has it, balance and all."""
+    same = ("experts", "compute", "recompute", "compile", "transformer_engine")
+    return TrainConfig(
+        model=ModelConfig(source="architecture", random=True, **{name: getattr(config, name) for name in same}),
+        data=DataConfig(sequence=config.sequence, mask_documents=config.documents > 0),
+        optim=OptimConfig(moments=config.moments),
+        balance=BalanceConfig(capacity_factor=config.capacity, pad_to_capacity=config.pad),
+        mesh=config.mesh,
+        batch=config.batch,
+        micro_batch=micro_batch,
+    )
+
+
+class Stack(Decoder):
+    """Blocks alone, and in place of a loss the mean square of what they make."""
+
+    def __init__(self, *inputs: Any, **named: Any) -> None:
+        super().__init__(*inputs, **named)
+        self.head, self.last = None, False
+
+    def loss(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor,
+        positions_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        length: int | None = None,
+    ) -> Tensor:
+        out_BSD: Tensor = self(tokens_BS, positions_BS, documents_BS, None, length)
+        return out_BSD.float().square().mean(-1).sum()
+
+
 def build(
-    config: BenchConfig, spec: DenseSpec | MoESpec, mesh: ParallelMesh, layers: range, device: torch.device
+    config: BenchConfig,
+    training: TrainConfig,
+    spec: DenseSpec | MoESpec,
+    mesh: ParallelMesh,
+    layers: range,
+    device: torch.device,
 ) -> Decoder:
+    kind = Stack if config.stack else Decoder
     with torch.device("meta"):
-        model = Decoder(spec, part=layers, experts=config.experts, compute=getattr(torch, config.compute))
-    if config.stack:
-        model.head, model.last = None, False
-    model = model.to(getattr(torch, config.weights))
-    for block in model.modules():
-        if isinstance(block, MoE) and (config.routing == "balanced" or config.capacity):
-            block.balance = partial(rerouted, config)
-    transformer_engine.use(model, config.transformer_engine)
-    parallelize(model, mesh, recomputed=config.recompute, compiled=config.compile)
-    model = model.to_empty(device=device)
+        model = kind(spec, part=layers, experts=config.experts, compute=getattr(torch, config.compute))
+    model = room(model.to(getattr(torch, config.weights)), training.model, mesh, device)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or tensor.ndim == 1:
@@ -232,21 +253,11 @@ def documents(config: BenchConfig, sample: int) -> Tensor:
     return (begins.cumsum(0) - begins[0].long()).contiguous()
 
 
-def rerouted(config: BenchConfig, routing: Routing) -> Routing:
-    """Balanced: tokens to experts in turn, all experts as many rows, a token's experts next to each other. With a
-    capacity: what does not fit is dropped."""
+def in_turn(then: Callable[[Routing], Routing], routing: Routing) -> Routing:
+    """Before a block's balance: tokens to experts in turn, all experts as many rows, a token's next to each other."""
     count, k = routing.expert_TK.shape
-    experts = routing.logits_TN.shape[1]
-    if config.routing == "balanced":
-        expert_TK = (torch.arange(count * k, device=routing.expert_TK.device) % experts).view(count, k)
-        routing = replace(routing, expert_TK=expert_TK)
-    if config.capacity:
-        fits_TK, _ = capacity_mask(
-            routing.expert_TK, routing.weight_TK, experts, config.capacity, BalanceConfig().drop_policy
-        )
-        room = capacity(count, k, experts, config.capacity) if config.pad else None
-        routing = replace(routing, weight_TK=routing.weight_TK.where(fits_TK, 0), room=room)
-    return routing
+    turn = torch.arange(count * k, device=routing.expert_TK.device) % routing.logits_TN.shape[1]
+    return then(replace(routing, expert_TK=turn.view(count, k)))
 
 
 def timed(step: Callable[[], None], device: torch.device, steps: int) -> float:

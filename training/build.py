@@ -19,7 +19,7 @@ from training.balance import Balance
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import Checkpoints, TrainState, found
-from training.config import TrainConfig, upcycle_config
+from training.config import ModelConfig, TrainConfig, upcycle_config
 from training.data.batch import Samples
 from training.data.mixture import Loader
 from training.model import transformer_engine
@@ -93,31 +93,19 @@ class Loads:
 
 
 @dataclass
-class Run:
+class Learner:
+    """What a step needs."""
+
     config: TrainConfig
-    folder: Path
-    origin: Origin
     mesh: ParallelMesh
     parts: list[Decoder]  # of the model, that this rank computes: one, or several stages of a pipeline
     model: Decoder  # all of them under one roof, with the names of the whole model
     pipeline: Pipeline | None
-    optimizer: Optimizer
+    optimizer: Optimizer | None  # None: gradients are made, and nothing is learned of them (bench.py)
     guard: SpikeGuard
     balance: Balance
-    state: TrainState
-    place: Place
     phases: Phases
     device: torch.device
-    control: dist.ProcessGroup | None  # for what is said between hosts, besides the devices
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def leads(self) -> bool:
-        """Is this the rank that writes and draws?"""
-        return self.mesh.rank == 0
 
     @property
     def micro_batches(self) -> int:
@@ -133,6 +121,26 @@ class Run:
         if self.mesh.world > 1:
             dist.broadcast(number, 0)
         return number
+
+
+@dataclass
+class Run(Learner):
+    """A learner, where it learns and how far it has come."""
+
+    folder: Path
+    origin: Origin
+    state: TrainState
+    place: Place
+    control: dist.ProcessGroup | None  # for what is said between hosts, besides the devices
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def leads(self) -> bool:
+        """Is this the rank that writes and draws?"""
+        return self.mesh.rank == 0
 
 
 @contextmanager
@@ -157,26 +165,18 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
             compiled=config.model.compile,
         )
         parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
-        model = under_one_roof(parts)
-        optimizer = Optimizer(config.optim, model.named_parameters())
-        guard = SpikeGuard(config.optim, device)
-        balance = balance_of(config, model, mesh)
-        place = Place()
-        loads = Loads(balance, model, origin.spec, mesh)
-        state = TrainState(model, [optimizer], parts={"guard": guard, "data": place, "load": loads})
+        made, place = learner(config, parts, mesh, device), Place()
+        assert made.optimizer is not None
+        loads = Loads(made.balance, made.model, origin.spec, mesh)
+        state = TrainState(made.model, [made.optimizer], parts={"guard": made.guard, "data": place, "load": loads})
         if mesh.rank == 0:
             settings = json.dumps(asdict(config), indent=2, default=str).encode() + b"\n"
             folder.mkdir(parents=True, exist_ok=True)
             if not (goes_on and kept):
                 standalone.keep(folder, origin, config.model)
             disk.write_atomic(folder / "config.json", settings)
-        pipeline = pipeline_of(config, parts, mesh)
         control = dist.new_group(backend="gloo") if world > 1 else None
-        phases = Phases(device)
-        yield Run(
-            config, folder, origin, mesh, parts, model, pipeline, optimizer, guard, balance, state, place, phases,
-            device, control,
-        )  # fmt: skip
+        yield Run(**vars(made), folder=folder, origin=origin, state=state, place=place, control=control)
 
 
 def begin(run: Run) -> None:
@@ -185,6 +185,25 @@ def begin(run: Run) -> None:
         layout.initialise(run.model, run.config.seed)
     else:
         layout.load(run.model, run.origin)
+
+
+def learner(
+    config: TrainConfig, parts: list[Decoder], mesh: ParallelMesh, device: torch.device, *, learns: bool = True
+) -> Learner:
+    """Of parts that are divided already, whatever weights they have or will have."""
+    model = under_one_roof(parts)
+    return Learner(
+        config=config,
+        mesh=mesh,
+        parts=parts,
+        model=model,
+        pipeline=pipeline_of(config, parts, mesh),
+        optimizer=Optimizer(config.optim, model.named_parameters()) if learns else None,
+        guard=SpikeGuard(config.optim, device),
+        balance=balance_of(config, model, mesh),
+        phases=Phases(device),
+        device=device,
+    )
 
 
 def balance_of(config: TrainConfig, model: Decoder, mesh: ParallelMesh) -> Balance:
@@ -226,6 +245,11 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
     model = config.model
     with torch.device("meta"):
         part = Decoder(origin.spec, part=layers, experts=model.experts, compute=getattr(torch, model.compute))
+    return room(part, model, mesh, device)
+
+
+def room(part: Decoder, model: ModelConfig, mesh: ParallelMesh, device: torch.device) -> Decoder:
+    """A part that weighs nothing (on the meta device) as `model` wants it, with room for this rank's share of it."""
     transformer_engine.use(part, model.transformer_engine)
     parallelize(part, mesh, recomputed=model.recompute, compiled=model.compile)
     return part.to_empty(device=device)

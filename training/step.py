@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from training.build import Run, data_rank
+from training.build import Learner, data_rank
 from training.data.batch import Batch
 from training.data.mixture import Validation
 from training.model.moe import MoE
@@ -16,8 +16,9 @@ from training.parallel.collectives import all_reduce, gather
 from training.parallel.shard import one_step, own_part, reshard, synchronize
 
 
-def train_step(run: Run, batches: Sequence[Batch], lr: float) -> dict[str, Tensor]:
+def train_step(run: Learner, batches: Sequence[Batch], lr: float) -> dict[str, Tensor]:
     """Forward and backward over the micro-batches, one update. Everything stays on the device."""
+    assert run.optimizer is not None, "nothing to learn with"
     loss = run.agree(gradients(run, batches))
     with run.phases("optimizer"):
         norm = run.optimizer.clip(lambda square: run.agree(all_reduce(square, run.mesh.group("pp"))), elsewhere(run))
@@ -30,7 +31,7 @@ def train_step(run: Run, batches: Sequence[Batch], lr: float) -> dict[str, Tenso
     return {"loss": loss, "grad_norm": norm, "skipped": run.optimizer.skipped}
 
 
-def gradients(run: Run, batches: Sequence[Batch]) -> Tensor:
+def gradients(run: Learner, batches: Sequence[Batch]) -> Tensor:
     """Of the step's loss a token, which is returned: the sum of all ranks' nats divided by all that they score."""
     parts = [own_part(batch.to(run.device), run.mesh) for batch in batches]
     scored = run.reduce(torch.stack([part.scored.sum() for part in parts]).sum())
@@ -52,18 +53,18 @@ def gradients(run: Run, batches: Sequence[Batch]) -> Tensor:
     return run.reduce(nats) / scored
 
 
-def nll(run: Run, part: Batch) -> Tensor:
+def nll(run: Learner, part: Batch) -> Tensor:
     documents = part.documents if run.config.data.mask_documents else None
     return run.model.loss(part.tokens, part.labels, part.positions, documents, run.config.data.sequence)
 
 
-def elsewhere(run: Run) -> tuple[str, ...]:
+def elsewhere(run: Learner) -> tuple[str, ...]:
     """Tied embeddings are on the first and on the last stage, and count once."""
     return ("embed.weight",) if run.model.dense.tied and run.mesh.index("pp") > 0 else ()
 
 
 @torch.no_grad()
-def validate(run: Run, valid: Sequence[Validation]) -> dict[str, float]:
+def validate(run: Learner, valid: Sequence[Validation]) -> dict[str, float]:
     """Loss a token and bits per byte of every named set."""
     found: dict[str, float] = {}
     for part in valid:
@@ -85,7 +86,7 @@ def validate(run: Run, valid: Sequence[Validation]) -> dict[str, float]:
     return found
 
 
-def balance_numbers(run: Run) -> dict[str, float]:
+def balance_numbers(run: Learner) -> dict[str, float]:
     """Since the last time: worst and mean over layers, and each layer by itself."""
     moe = [int(number) for number, layer in run.model.layers.items() if isinstance(layer.ffn, MoE)]
     loads = zip(moe, run.balance.load.fetch(run.reduce), strict=True)

@@ -18,13 +18,12 @@ from tests.parallel.ranks import run
 from training import balance as balance_module
 from training import plan
 from training.balance import Balance, BalanceConfig
-from training.build import Run, balance_of, data_rank, pipeline_of, stages_of_rank, under_one_roof
+from training.build import data_rank, learner, stages_of_rank
 from training.config import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch.alltoall import AllToAll
 from training.model.decoder import Decoder
 from training.model.moe import MoE
-from training.observe.profiling import Phases
 from training.optim import OptimConfig, Optimizer
 from training.parallel import shard
 from training.parallel.collectives import local
@@ -92,12 +91,8 @@ def of_rank(case: Case, device: torch.device = CPU) -> Result:
         parallelize(part, mesh, recomputed=case.recompute)
     size = BATCH // MICRO // mesh.dp
     config = config_of(case, size)
-    model = under_one_roof(parts)
-    run = Run(
-        config=config, mesh=mesh, parts=parts, model=model, pipeline=pipeline_of(config, parts, mesh),
-        balance=balance_of(config, model, mesh), phases=Phases(device), device=device,
-        **dict.fromkeys(("folder", "origin", "optimizer", "guard", "state", "place", "control")),
-    )  # fmt: skip
+    run = learner(config, parts, mesh, device, learns=False)
+    model = run.model
     data, batches, own = models.batch(BATCH), [], []
     for micro in range(MICRO):
         first = (micro * mesh.dp + data_rank(mesh)) * size

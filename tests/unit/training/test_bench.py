@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from training.bench import BenchConfig, batch, bench, documents, main, rerouted
+from training import bench as module
+from training import step
+from training.balance import BalanceConfig
+from training.bench import BenchConfig, batch, bench, documents, in_turn, main
+from training.build import Learner, learner
 from training.model.moe import Routing
 
 ARCHITECTURE: dict[str, Any] = {
@@ -67,17 +72,54 @@ def test_documents_are_about_as_long_as_asked_and_positions_count_within_them() 
     assert documents(replace(config, documents=0), 3).unique().tolist() == [0]
 
 
+def stepped(config: BenchConfig) -> tuple[Learner, list[str]]:
+    """What was benchmarked, and which functions of training/step.py made its steps."""
+    made: list[Learner] = []
+    called: list[str] = []
+
+    def keeping(*inputs: Any, **named: Any) -> Learner:
+        made.append(learner(*inputs, **named))
+        return made[0]
+
+    def noting(function: Any) -> Any:
+        return lambda *inputs: (called.append(function.__name__), function(*inputs))[1]
+
+    with mock.patch.multiple(
+        module, learner=keeping, train_step=noting(step.train_step), gradients=noting(step.gradients)
+    ):
+        bench(config)
+    return made[0], called
+
+
+def test_its_steps_are_those_of_training() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("these sizes are for a CPU")
+    times = SMALL.warmup + 3 * SMALL.steps
+    run, called = stepped(replace(SMALL, optimizer=True))
+    assert called == ["train_step"] * times and run.optimizer is not None
+    assert int(run.optimizer.skipped) == 0
+    moved = [state["step"] for state in run.optimizer.state.values()]
+    assert moved and all(int(count) == times for count in moved)
+    run, called = stepped(SMALL)
+    assert called == ["gradients"] * times and run.optimizer is None
+    assert run.config.balance == BalanceConfig() and int(run.balance.load.total_NE.sum()) == times * 64 * 2
+
+
 def test_balanced_is_balanced_and_a_capacity_drops() -> None:
     logits = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
     weight, expert = logits.softmax(-1).topk(2)
-    given = Routing(weight, expert, logits, logits.softmax(-1))
-    balanced = rerouted(replace(SMALL, routing="balanced"), given)
+    balanced = in_turn(lambda routing: routing, Routing(weight, expert, logits, logits.softmax(-1)))
     assert balanced.expert_TK.flatten().bincount().tolist() == [6] * 8
     assert torch.equal(balanced.weight_TK, weight)
-    kept = rerouted(replace(SMALL, capacity=1.0), given).weight_TK != 0
-    assert int(expert[kept].bincount().max()) <= 6 < int(expert.flatten().bincount().max())
-    assert rerouted(replace(SMALL, routing="balanced", capacity=1.0), given).weight_TK.all()
-    assert [rerouted(replace(SMALL, capacity=1.5, pad=pad), given).room for pad in (False, True)] == [None, 9]
+    if torch.cuda.is_available():
+        pytest.skip("these sizes are for a CPU")
+    load = {}
+    for routing in ("natural", "balanced"):
+        run, _ = stepped(replace(SMALL, routing=routing, capacity=1.0, pad=True))
+        assert run.config.balance.pad_to_capacity
+        (load[routing],) = run.balance.load.fetch()
+    assert load["natural"].dropped > 0 and load["natural"].max_over_mean > 1
+    assert load["balanced"].dropped == 0 and load["balanced"].max_over_mean == 1
 
 
 @pytest.mark.parametrize(
