@@ -12,11 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from training.build import source
 from training.config import TrainConfig, read_config
@@ -25,6 +25,7 @@ from training.model.loss import LOGITS
 from training.model.recompute import MOVES
 from training.parallel.mesh import MeshConfig, changed_to, check, grids, problem
 from training.parallel.pipeline import cut, stages
+from training.parallel.placement import Rule, rule, sharded_dim
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 
 MASTER = 4  # bytes of a weight, and of a sum of gradients
@@ -50,95 +51,76 @@ class Memory:
         return held - self.freed
 
 
-Parts = dict[range, Decoder]  # by their layers; on meta, where they weigh nothing
+Unit = tuple[tuple[Rule, tuple[int, ...]], ...]  # parameters that are gathered for one layer, or for no layer
+Parts = dict[range, Counter[tuple[bool, Unit]]]  # by their layers: units (of a layer or not), and how many are alike
 
 
-def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, built: Parts | None = None) -> Memory:
-    """Of the fullest rank of `config` on `world` GPUs. `built`: parts of this model that were made before."""
-    built = {} if built is None else built
+def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, known: Parts | None = None) -> Memory:
+    """Of the fullest rank of `config` on `world` GPUs. `known`: parts of this model that were looked at before."""
+    known = {} if known is None else known
     layers = (spec.dense if isinstance(spec, MoESpec) else spec).layers
     ranks = [[0]] if config.mesh.pp == 1 else stages(config.mesh.pp, config.mesh.schedule)
     ranges = [range(layers)] if config.mesh.pp == 1 else cut(spec, config.mesh.pp, config.mesh.schedule)
     found = [
-        of_rank(spec, config, world, [ranges[stage] for stage in held], place, built)
-        for place, held in enumerate(ranks)
+        of_rank(spec, config, world, [ranges[stage] for stage in own], place, known)
+        for place, own in enumerate(ranks)
     ]
     return max(found, key=lambda memory: memory.total)
 
 
 def of_rank(
-    spec: DenseSpec | MoESpec, config: TrainConfig, world: int, parts: Sequence[range], place: int, built: Parts
+    spec: DenseSpec | MoESpec, config: TrainConfig, world: int, parts: Sequence[range], place: int, known: Parts
 ) -> Memory:
     mesh, narrow = config.mesh, BYTES[config.model.compute]
     attention, experts = grids(mesh, world)
-    shards = {
-        "tokens": attention["dp_shard"] * mesh.cp * mesh.tp,
-        "tensor": attention["dp_shard"] * mesh.cp,
-        "experts": experts["edp_shard"],
-    }
-    copies = {"tokens": mesh.dp_replicate, "tensor": mesh.dp_replicate, "experts": experts["edp_replicate"]}
+    sizes = attention | experts
     dense = spec.dense if isinstance(spec, MoESpec) else spec
-    models = [part_of(spec, part, built) for part in parts]
     count = max(1, config.batch // (config.micro_batch * attention["dp_shard"] * mesh.dp_replicate))
-    kept = gradients = late = resident = 0
-    passing: dict[str, int] = {}  # by layer: gathered or copied for its forward, and again for its backward
-    for name, parameter in (named for model in models for named in model.named_parameters()):
-        kind, shape = divided(name, parameter, mesh, dense)
-        whole, ranks = math.prod(shape), shards[kind]
-        by_hidden = kind == "experts" and shape[0] % ranks and len(shape) > 2
-        shard = whole // ranks if by_hidden else whole // shape[0] * -(-shape[0] // ranks)
-        fsdp = ranks * copies[kind] > 1
-        kept += shard
-        apart = kind == "experts" and not fsdp and narrow < MASTER  # see LocalExperts
-        size, first = whole if fsdp and not mesh.reshard else shard, narrow if apart else MASTER
-        most = first if count == 1 else MASTER  # the first micro-batch's may be narrow
-        there = (0, first, MASTER)[min(count, 3) - 1]  # when the last one's backward begins
-        gradients += size * most
-        late += size * (most - there)
-        again = mesh.reshard if fsdp else apart and config.model.recompute in MOVES
-        if again and name.startswith("layers."):
-            layer = name.split(".")[1]
-            passing[layer] = passing.get(layer, 0) + whole * narrow
-        elif fsdp or narrow < MASTER:  # without FSDP the copy in the compute dtype stays for the backward
-            resident += whole * narrow
-    gathered = resident + 3 * max(passing.values(), default=0)  # two layers' weights, one's gradients
+    kept = gradients = late = resident = most_passing = 0
+    for (of_a_layer, unit), alike in sum((units(spec, part, known) for part in parts), Counter()).items():
+        passing = 0  # gathered or copied for the layer's forward, and again for its backward
+        for held, shape in unit:
+            left, (ranks, copies) = held.part(shape, sizes), held.ranks(sizes)
+            whole, dim = math.prod(left), sharded_dim(left, ranks)
+            shard = whole // left[dim] * -(-left[dim] // ranks)
+            fsdp = ranks * copies > 1
+            kept += alike * shard
+            apart = held.kind == "experts" and not fsdp and narrow < MASTER  # see LocalExperts
+            size, first = whole if fsdp and not mesh.reshard else shard, narrow if apart else MASTER
+            most = first if count == 1 else MASTER  # the first micro-batch's may be narrow
+            there = (0, first, MASTER)[min(count, 3) - 1]  # when the last one's backward begins
+            gradients += alike * size * most
+            late += alike * size * (most - there)
+            again = mesh.reshard if fsdp else apart and config.model.recompute in MOVES
+            computed = MASTER if held.exact else narrow
+            if again and of_a_layer:
+                passing += whole * computed
+            elif fsdp or computed < MASTER:  # without FSDP the copy in the compute dtype stays for the backward
+                resident += alike * whole * computed
+        most_passing = max(most_passing, passing)
+    gathered = resident + 3 * most_passing  # two layers' weights, one's gradients
     moments = kept * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
     flight = in_flight(mesh, count, place, len(parts))
     activations = sum(flight * tokens * of_layer(spec, config, layer) for part in parts for layer in part)
     loss = 0
-    if any(model.last for model in models):
+    if any(part.stop == dense.layers for part in parts):
         # a chunk of logits, whose gradient takes their place; the head's gradient, in float32 and as it is handed on
         loss = min(LOGITS, tokens * dense.vocab) * narrow + (MASTER + narrow) * dense.vocab * dense.hidden
     return Memory(kept * MASTER, gradients, moments, gathered, activations, loss, min(activations, late))
 
 
-def part_of(spec: DenseSpec | MoESpec, part: range, built: Parts) -> Decoder:
+def units(spec: DenseSpec | MoESpec, part: range, known: Parts) -> Counter[tuple[bool, Unit]]:
     """Made once: a table asks for the same parts hundreds of times."""
-    if part not in built:
+    if part not in known:
         with torch.device("meta"):
-            built[part] = Decoder(spec, part=part, experts="reference")
-    return built[part]
-
-
-COLUMNS, ROWS = ("q", "k", "v", "gate", "up"), ("o", "down")
-
-
-def divided(name: str, parameter: nn.Parameter, mesh: MeshConfig, dense: DenseSpec) -> tuple[str, list[int]]:
-    """The kind of a parameter, and what tensor and expert parallel leave of its shape on a rank: see shard.py."""
-    shape, words = list(parameter.shape), name.split(".")
-    if "experts" in words:
-        shape[0] //= mesh.ep
-        if len(shape) > 2:
-            shape[2] //= mesh.etp
-        return "experts", shape
-    if "attention" not in words and words[-2] not in COLUMNS + ROWS:
-        return "tokens", shape
-    if words[-2] in COLUMNS or (words[-2] in ("q_norm", "k_norm") and dense.qk_norm == "full"):
-        shape[0] //= mesh.tp
-    elif words[-2] in ROWS and words[-1] == "weight":
-        shape[1] //= mesh.tp
-    return "tensor", shape
+            model = Decoder(spec, part=part, experts="reference")
+        found: dict[str, Unit] = {}
+        for name, parameter in model.named_parameters():
+            layer = name.split(".")[1] if name.startswith("layers.") else ""
+            found[layer] = (*found.get(layer, ()), (rule(name, model.dense), tuple(parameter.shape)))
+        known[part] = Counter((layer != "", unit) for layer, unit in found.items())
+    return known[part]
 
 
 def in_flight(mesh: MeshConfig, count: int, place: int, parts: int) -> int:
@@ -182,9 +164,9 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, layer: int) -> int:
 def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iterator[MeshConfig]:
     """All that can run, without copies of the model."""
     sizes = [n for n in range(1, world + 1) if world % n == 0]
+    sharded = replace(config.mesh, dp_replicate=1)
     for values in itertools.product(sizes, repeat=5):
-        mesh = changed_to(config.mesh, ("tp", "cp", "pp", "ep", "etp"), values)
-        mesh = replace(mesh, dp_replicate=1)
+        mesh = changed_to(sharded, ("tp", "cp", "pp", "ep", "etp"), values)
         if problem(mesh, world, spec, config.data.sequence):
             continue
         count, rest = divmod(config.batch, config.micro_batch * world // (mesh.tp * mesh.cp * mesh.pp))
@@ -193,12 +175,12 @@ def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iter
 
 
 def table(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, rows: int = 12) -> str:
-    own, built = config.mesh, Parts()
-    found = [(mesh, memory(spec, replace(config, mesh=mesh), world, built)) for mesh in mappings(spec, config, world)]
+    own, known = config.mesh, Parts()
+    found = [(mesh, memory(spec, replace(config, mesh=mesh), world, known)) for mesh in mappings(spec, config, world)]
     found = sorted(((mesh, size) for mesh, size in found if mesh != own), key=lambda item: item[1].total)[:rows]
     names = ("weights", "gradients", "moments", "gathered", "activations", "loss", "total")
     lines = ["  ".join(f"{name:>11}" for name in names) + f"   GB on the fullest of {world} GPUs"]
-    for mesh, size in [(own, memory(spec, config, world, built)), *found]:
+    for mesh, size in [(own, memory(spec, config, world, known)), *found]:
         cells = "  ".join(f"{getattr(size, name) / 1e9:11.2f}" for name in names)
         axes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
         lines.append(f"{cells}   {axes}" + ("   (this config)" if mesh == own else ""))

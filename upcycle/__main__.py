@@ -24,7 +24,7 @@ USER_ERROR = 2
 EXAMPLES = """examples:
   upcycle plan tiny                                          what the ready config `tiny` would make
   upcycle plan source=meta-llama/Llama-3.1-8B experts=8 top_k=2
-  upcycle plan llama3-8b-e64t8 source=./llama mesh.gpus=64 mesh.ep=8
+  upcycle plan llama3-8b-e64t8 source=./llama --tensors
   upcycle convert source=./qwen3-8b output=./moe method.name=virtual_group granularity=4 top_k=4
   torchrun --nproc-per-node 8 -m upcycle convert llama3-8b-e8t2 source=./llama output=./moe
   upcycle verify ./llama ./moe
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     config_help = "a YAML file or the name of a ready config, then key=value words; either may be left out"
     plan = add(
         "plan",
-        "What would be made: every tensor, sizes, exactness, memory. Reads headers only and writes nothing.",
+        "What would be made: every tensor, sizes, exactness. Reads headers only and writes nothing.",
         "  upcycle plan tiny\n  upcycle plan llama3-8b-e8t2 source=./llama layers=every:2\n"
         "  upcycle plan my.yaml scale=published        shows how inexact that is\n  upcycle plan my.yaml "
         "--tensors | grep experts.0",

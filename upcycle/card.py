@@ -83,7 +83,7 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
         f"{human(plan.bytes, 'B')} in {len(plan.shards)} file{'s' * (len(plan.shards) > 1)}, {moe.dtype}, "
         f"{len(plan.outputs)} tensors",
     )
-    yield "training", memory_text(plan)
+    yield "training", "memory on each GPU, by a training config: python -m training.plan CONFIG gpus=8"
     for name, why in plan.dropped[:8]:
         yield "dropped", f"{name}: {why}"
     if len(plan.dropped) > 8:
@@ -105,20 +105,6 @@ def scale_text(plan: UpcyclePlan) -> str:
     )
     return f"{plan.scale}: {inside}" + (
         f", output x {moe.output_scale:g} in the model (routed_scaling_factor)" if moe.output_scale != 1 else ""
-    )
-
-
-def memory_text(plan: UpcyclePlan) -> str:
-    mesh = plan.config.mesh
-    try:
-        m = size.memory(plan.moe, sizes(plan), mesh)
-    except ValueError as error:
-        return f"no estimate: {error}"
-    return (
-        f"about {m.total / 2**30:.1f} GiB per GPU on {mesh.gpus} GPUs (ep={mesh.ep} tp={mesh.tp} pp={mesh.pp}, "
-        f"{mesh.micro_batch} x {mesh.sequence} tokens): "
-        f"weights and optimiser {m.state / 2**30:.1f}, gathered layers {m.gathered / 2**30:.1f}, activations "
-        f"{m.activations / 2**30:.1f}, logits {m.logits / 2**30:.1f}"
     )
 
 

@@ -51,18 +51,6 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """The training mesh that `plan` estimates memory for."""
-
-    gpus: int = 8
-    ep: int = 8
-    tp: int = 1
-    pp: int = 1
-    micro_batch: int = 1
-    sequence: int = 4096
-
-
-@dataclass(frozen=True)
 class UpcycleConfig:
     source: str = ""  # a folder or a hub id (org/name or org/name@revision)
     output: str = ""  # the folder to make
@@ -83,7 +71,6 @@ class UpcycleConfig:
     seed: int = 0
     max_shard: str = "5GB"
     sequence: int = 4096  # for FLOPs/token
-    mesh: Mesh = field(default_factory=Mesh)
 
 
 def read(kind: type[T], file: str, words: Sequence[str] = (), ready: Path = READY) -> T:

@@ -152,7 +152,7 @@ class UpcyclePlan:
     def hash(self) -> str:
         """Equal plans of equal sources give equal bytes. Where things lie (source, output) is no part of it."""
         settings = {
-            k: v for k, v in asdict(self.config).items() if k not in ("source", "output", "donors", "mesh", "sequence")
+            k: v for k, v in asdict(self.config).items() if k not in ("source", "output", "donors", "sequence")
         }
         digest = hashlib.sha256(
             json.dumps([FORMAT, settings, self.target, self.hf_config], sort_keys=True, default=str).encode()

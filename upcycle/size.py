@@ -1,11 +1,10 @@
-"""How large an MoE is: parameters, FLOPs per token, memory per GPU. All from the spec; no tensor is needed."""
+"""How large an MoE is: parameters and FLOPs per token. All from the spec; no tensor is needed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from upcycle.config import Mesh
 from upcycle.spec import DenseSpec, MoESpec
 
 
@@ -64,46 +63,3 @@ def moe_flops(moe: MoESpec, sequence: int, *, gated: bool) -> float:
     chosen = moe.shared + sum(moe.widths) / moe.experts * moe.top_k
     neurons = [chosen if layer in set(moe.layers) else moe.dense.ffn for layer in range(moe.dense.layers)]
     return flops_per_token(moe.dense, matrix_weights(moe.dense, neurons, gated=gated), sequence)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on each GPU in a training step: bf16 compute; fp32 master weights, gradients and moments, fully sharded."""
-
-    state: float  # 16 bytes a parameter, sharded over all GPUs of a pipeline stage
-    gathered: float  # bf16 weights and gradients of the layers being computed
-    activations: float
-    logits: float
-
-    @property
-    def total(self) -> float:
-        return self.state + self.gathered + self.activations + self.logits
-
-
-def memory(moe: MoESpec, sizes: Sizes, mesh: Mesh) -> Memory:
-    """An estimate to choose a mesh by: two layers gathered at once, SwiGLU and norms recomputed, the rest kept."""
-    for key in ("gpus", "ep", "tp", "pp", "micro_batch", "sequence"):
-        if getattr(mesh, key) < 1:
-            raise ValueError(f"mesh.{key} is {getattr(mesh, key)}; it must be at least 1")
-    if mesh.gpus % (mesh.tp * mesh.pp) or mesh.gpus % (mesh.ep * mesh.pp):
-        raise ValueError(
-            f"mesh.gpus={mesh.gpus} must be a multiple of tp * pp = {mesh.tp * mesh.pp} and of ep * pp = "
-            f"{mesh.ep * mesh.pp}"
-        )
-    if moe.experts % mesh.ep:
-        divisors = (n for n in range(1, min(mesh.ep, moe.experts) + 1) if moe.experts % n == 0)
-        near = max(n for n in divisors if mesh.gpus % (n * mesh.pp) == 0)
-        raise ValueError(f"mesh.ep={mesh.ep} must divide the {moe.experts} experts; try mesh.ep={near}")
-    d, layers = moe.dense, max(1, moe.dense.layers // mesh.pp)
-    experts_layer = sizes.experts / max(1, len(moe.layers))
-    ends = d.vocab * d.hidden * (1 if d.tied else 2)
-    other_layer = (sizes.total - sizes.experts - ends) / d.layers
-    state = 16 * sizes.total / mesh.gpus
-    gathered = 2 * 4 * (experts_layer / mesh.ep + other_layer / mesh.tp) + 4 * ends / mesh.tp
-    tokens = mesh.micro_batch * mesh.sequence
-    attention = (2 * d.hidden + 2 * d.head_dim * (d.heads + d.kv_heads)) / mesh.tp + 2 * d.hidden
-    neurons = 2 * (moe.shared + moe.top_k * sum(moe.widths) / moe.experts) + 2 * moe.top_k * d.hidden
-    activations = 2.0 * tokens * layers * (attention + neurons)
-    in_flight = min(mesh.pp, 4) if mesh.pp > 1 else 1  # 1F1B holds one micro-batch a later stage
-    logits = 3.0 * 2 * tokens * d.vocab / mesh.tp
-    return Memory(state, gathered, activations * in_flight, logits)

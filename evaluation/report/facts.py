@@ -25,6 +25,7 @@ from upcycle.convert import MANIFEST
 from upcycle.inspect import read_manifest
 
 HEADLINES = 3  # that have a sentence each; of more, one says how many went which way
+GONE = "mesh"  # a key that older manifests have: of memory while training, which training.plan says
 Rows = list[tuple[str, str]]
 
 
@@ -152,14 +153,17 @@ def plan_rows(folder: Path) -> Rows:
     manifest = read_manifest(folder)
     if manifest is None:
         return []
-    config = build(UpcycleConfig, manifest["config"])
+    gone = manifest["config"].get(GONE)
+    config = build(UpcycleConfig, {key: value for key, value in manifest["config"].items() if key != GONE})
+    old = [("note", f"{MANIFEST} has {GONE}={gone}, a key of older versions that is of no use now")] if gone else []
     try:
         with ExitStack() as stack:
             sources = [config.source or config.donors[0], *config.donors]
-            return list(card.rows(plan.build(config, [stack.enter_context(Checkpoint.open(name)) for name in sources])))
+            made = plan.build(config, [stack.enter_context(Checkpoint.open(name)) for name in sources])
+            return [*card.rows(made), *old]
     except (ValueError, OSError) as error:
-        stated = [(name, str(value)) for name, value in asdict(config).items() if name not in ("mesh", "output")]
-        return [*stated, ("note", f"sizes are left out: {' '.join(str(error).split())}")]
+        stated = [(name, str(value)) for name, value in asdict(config).items() if name != "output"]
+        return [*stated, *old, ("note", f"sizes are left out: {' '.join(str(error).split())}")]
 
 
 def settings(folder: Path) -> Rows:

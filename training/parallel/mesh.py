@@ -17,15 +17,15 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from training.parallel.placement import FSDP, Kind
 from upcycle.spec import DenseSpec, MoESpec
 
-Kind = Literal["tokens", "tensor", "experts"]
 CONTEXTS = ("ring", "ulysses")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 AXES = ("tp", "cp", "pp", "dp_replicate", "ep", "etp")
@@ -182,6 +182,7 @@ class ParallelMesh:
         self.config, self.rank = config, 0 if alone else dist.get_rank()
         self.world = world or (1 if alone else dist.get_world_size())
         self._attention, self._experts = grids(config, self.world)
+        self.sizes = self._attention | self._experts
         self.dp_shard = self._attention["dp_shard"]
         self.dp = config.dp_replicate * self.dp_shard
         self.edp = self._experts["edp_replicate"] * self._experts["edp_shard"]
@@ -213,9 +214,7 @@ class ParallelMesh:
         return self._meshes[1]
 
     def size(self, axis: str) -> int:
-        if axis == "edp":
-            return self.edp
-        return (self._attention | self._experts)[axis]
+        return self.edp if axis == "edp" else self.sizes[axis]
 
     def index(self, axis: str) -> int:
         """This rank's coordinate."""
@@ -243,10 +242,9 @@ class ParallelMesh:
 
     def fsdp(self, kind: Kind) -> DeviceMesh:
         """What to hand to fully_shard: one axis to shard over, and before it the copies if there are any (HSDP)."""
-        over = {"tokens": ("dp_shard", "cp", "tp"), "tensor": ("dp_shard", "cp"), "experts": ("edp_shard",)}[kind]
+        over, copies = FSDP[kind]
         sizes, _ = self._grid(over)
         shard = self._line(tuple(name for name in over if sizes[name] > 1) or over[:1])
-        copies = "edp_replicate" if kind == "experts" else "dp_replicate"
         return DeviceMesh._concatenate([self._line((copies,)), shard]) if sizes[copies] > 1 else shard
 
     def _line(self, axes: tuple[str, ...]) -> DeviceMesh:

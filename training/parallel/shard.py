@@ -3,7 +3,8 @@
 Everything is a sum. A rank's loss is its own tokens' nats divided by the number of scored tokens of *all* ranks, so the
 true gradient is the plain sum over the ranks that hold different tokens, and nobody divides by a number of ranks.
 
-Whose gradients are summed over whom depends on what a parameter sees. There are three kinds:
+Whose gradients are summed over whom depends on what a parameter sees. There are three kinds (placement.py has the
+table, by which plan.py counts memory too):
 
     tokens   embedding, head, norms, router: a rank's own tokens. Between attention and FFN each tp rank holds another
              part of the sequence, so tp is one more data axis: sharded over dp_shard x cp x tp.
@@ -43,8 +44,9 @@ from training.model.moe import Experts, MoE
 from training.model.recompute import MOVES, recompute
 from training.parallel import context
 from training.parallel.collectives import Group, all_gather, all_reduce, local, reduce_scatter
-from training.parallel.mesh import Kind, ParallelMesh
+from training.parallel.mesh import ParallelMesh
 from training.parallel.pipeline import SPLIT
+from training.parallel.placement import Rule, rule, sharded_dim
 
 
 def parallelize(
@@ -58,6 +60,7 @@ def parallelize(
 
     The order matters: matrices are divided before what computes with them is wrapped, and FSDP gathers around it all.
     """
+    divide(model, mesh)
     if mesh.size("tp") > 1:
         for layer in layers(model):
             attention_over_tp(layer.attention, mesh)
@@ -89,17 +92,28 @@ def moe_blocks(model: nn.Module) -> Iterator[MoE]:
     return (module for module in model.modules() if isinstance(module, MoE))
 
 
+def divide(model: Decoder, mesh: ParallelMesh) -> None:
+    """Each parameter to what tensor and expert parallel leave of it on this rank."""
+    for name, parameter in list(model.named_parameters()):
+        found = rule(name, model.dense)
+        cuts = {axis: dim for axis, dim in found.cuts if mesh.size(axis) > 1}
+        if cuts:
+            grid = mesh.experts if found.kind == "experts" else mesh.attention
+            placements: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in cuts.values()]
+            place(model, name, parameter, grid[tuple(cuts)], placements)
+
+
 # ---- tensor parallel, with the sequence parallel between
 
 
 def attention_over_tp(attention: Attention, mesh: ParallelMesh) -> None:
-    tp, group = mesh.attention["tp"], present(mesh.group("tp"))
+    group = present(mesh.group("tp"))
     for linear in (attention.q, attention.k, attention.v):
-        columns(linear, tp)
-    rows(attention.o, tp)
+        columns(linear)
+    rows(attention.o, mesh.size("tp"))
     for norm in (attention.q_norm, attention.k_norm):
         if norm is not None and attention.spec.qk_norm == "full":
-            norm_over_heads(norm, tp, group)
+            norm_over_heads(norm, group)
         elif norm is not None:  # one gain for all heads: each rank's gradient is that of its own heads
             norm.gain = partial(summed_gain, norm, group)  # type: ignore[method-assign]
     # the sequence is dimension 1
@@ -108,28 +122,25 @@ def attention_over_tp(attention: Attention, mesh: ParallelMesh) -> None:
 
 
 def ffn_over_tp(ffn: FeedForward, mesh: ParallelMesh) -> None:
-    tp, group = mesh.attention["tp"], present(mesh.group("tp"))
+    group = present(mesh.group("tp"))
     if ffn.gate is not None:
-        columns(ffn.gate, tp)
-    columns(ffn.up, tp)
-    rows(ffn.down, tp)
+        columns(ffn.gate)
+    columns(ffn.up)
+    rows(ffn.down, mesh.size("tp"))
     # an FFN does not care which tokens are whose neighbours: any dimension will do, and the first is free
     ffn.register_forward_pre_hook(lambda _, inputs: (Gather.apply(inputs[0], group),))  # type: ignore[no-untyped-call]
     ffn.register_forward_hook(lambda _, inputs, out: Scatter.apply(out, group))  # type: ignore[no-untyped-call]
 
 
-def columns(linear: Linear, tp: DeviceMesh) -> None:
+def columns(linear: Linear) -> None:
     """Each rank makes some of the outputs."""
-    for name, parameter in list(linear.named_parameters()):
-        place(linear, name, parameter, tp, [Shard(0)])
     linear.matrix = partial(local_matrix, linear, 1)  # type: ignore[method-assign]
 
 
-def rows(linear: Linear, tp: DeviceMesh) -> None:
+def rows(linear: Linear, tp: int) -> None:
     """Each rank has some of the inputs and makes a summand of all outputs. The bias, which every rank has whole, comes
     in equal parts; with the sum's gradient, which every rank has whole too, each finds the bias's whole gradient."""
-    place(linear, "weight", linear.weight, tp, [Shard(1)])
-    linear.matrix = partial(local_matrix, linear, tp.size())  # type: ignore[method-assign]
+    linear.matrix = partial(local_matrix, linear, tp)  # type: ignore[method-assign]
 
 
 def local_matrix(linear: Linear, parts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -137,10 +148,9 @@ def local_matrix(linear: Linear, parts: int, dtype: torch.dtype) -> tuple[Tensor
     return local(linear.weight).to(dtype), bias
 
 
-def norm_over_heads(norm: Norm, tp: DeviceMesh, group: Group) -> None:
+def norm_over_heads(norm: Norm, group: Group) -> None:
     """An rms norm over all heads, of which each rank has some: the mean square is over all ranks'."""
-    size = norm.weight.numel()
-    place(norm, "weight", norm.weight, tp, [Shard(0)])
+    size = norm.weight.numel()  # of all ranks
 
     def forward(x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -169,18 +179,9 @@ def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
         dispatcher = create(mesh.config.dispatcher, model.moe.experts, mesh.group("ep"), mesh.group("etp"))
     for block in moe_blocks(model):
         if dispatcher is not None:
-            divide_experts(block.experts, mesh)
             block.dispatcher = dispatcher
         split = mesh.config.schedule in SPLIT  # such a schedule asks for the gradient itself
         block.experts.weights = LocalExperts(block.experts, etp, split, keep)  # type: ignore[method-assign]
-
-
-def divide_experts(experts: Experts, mesh: ParallelMesh) -> None:
-    # of up (N, 2, F, D) the neurons are dimension 2, as of up_bias (N, 2, F) and of down (N, D, F)
-    dims = {name: dim for name, dim in (("ep", 0), ("etp", 2)) if mesh.size(name) > 1}
-    for name, parameter in list(experts.named_parameters()):
-        divided: list[Placement] = [Shard(dim) if dim < parameter.ndim else Replicate() for dim in dims.values()]
-        place(experts, name, parameter, mesh.experts[tuple(dims)], divided)
 
 
 @dataclass
@@ -267,32 +268,38 @@ def shard_data_parallel(model: Decoder, mesh: ParallelMesh) -> None:
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     narrow = MixedPrecisionPolicy(param_dtype=model.compute, reduce_dtype=masters, cast_forward_inputs=False)
     alone: set[nn.Parameter] = set()  # divided over no rank, or not further than it is
+    names = {module: name for name, module in model.named_modules()}
+    left = {name: rule(name, model.dense) for name, _ in model.named_parameters()}
 
-    def unit(module: nn.Module, kind: Kind, policy: MixedPrecisionPolicy) -> None:
-        if members(mesh, kind) == 1:
+    def unit(module: nn.Module) -> None:
+        """Of the parameters that are in no unit inside of it. They are gathered together, so they are alike."""
+        prefix = f"{names[module]}." if names[module] else ""
+        own = [left.pop(name) for name in list(left) if name.startswith(prefix)] or [Rule("tokens")]
+        found = own[0]
+        assert all((each.kind, each.exact) == (found.kind, found.exact) for each in own), f"{prefix}: {own}"
+        shards, copies = found.ranks(mesh.sizes)
+        if shards * copies == 1:
             alone.update(module.parameters())
             return
-        placement = partial(even, ranks=mesh.fsdp(kind).shape[-1])
         fully_shard(
             module,
-            mesh=mesh.fsdp(kind),
-            mp_policy=policy,
+            mesh=mesh.fsdp(found.kind),
+            mp_policy=exact if found.exact else narrow,
             reshard_after_forward=mesh.config.reshard,
-            shard_placement_fn=placement if kind == "experts" else None,
+            shard_placement_fn=lambda parameter: Shard(sharded_dim(local(parameter).shape, shards)),
             ignored_params=alone,
         )
 
     for layer in layers(model):
-        unit(layer.attention, "tensor", narrow)
+        unit(layer.attention)
         if isinstance(layer.ffn, MoE):
-            unit(layer.ffn.experts, "experts", narrow)
+            unit(layer.ffn.experts)
         for ffn in dense_ffns(layer):
-            unit(ffn, "tensor", narrow)
-        # the router stays float32, and so do the norms beside it, which are as small
-        unit(layer, "tokens", exact)
+            unit(ffn)
+        unit(layer)
     if model.final_norm is not None:
-        unit(model.final_norm, "tokens", exact)
-    unit(model, "tokens", narrow)  # embedding and head
+        unit(model.final_norm)
+    unit(model)  # embedding and head
     prefetch([[m for m in layer.modules() if isinstance(m, FSDPModule)] for layer in layers(model)])
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -308,23 +315,6 @@ def prefetch(units: Sequence[Sequence[FSDPModule]]) -> None:
     for before, after in itertools.pairwise(group for group in units if group):
         before[0].set_modules_to_forward_prefetch(list(after))
         after[0].set_modules_to_backward_prefetch(list(reversed(before)))
-
-
-def members(mesh: ParallelMesh, kind: Kind) -> int:
-    axes = {
-        "tokens": ("dp_replicate", "dp_shard", "cp", "tp"),
-        "tensor": ("dp_replicate", "dp_shard", "cp"),
-        "experts": ("edp",),
-    }
-    group = mesh.group(*axes[kind])
-    return 1 if group is None else group.size()
-
-
-def even(parameter: nn.Parameter, ranks: int) -> Shard:
-    """By experts if there are enough for all, else by the hidden dimension, which any number of ranks divides."""
-    if local(parameter).shape[0] % ranks == 0 or parameter.ndim < 3:
-        return Shard(0)
-    return Shard(3 if parameter.ndim == 4 else 1)
 
 
 def synchronize(model: nn.Module, mesh: ParallelMesh, last: bool) -> None:
@@ -358,11 +348,12 @@ def own_part(batch: Batch, mesh: ParallelMesh) -> Batch:
 
 
 def place(
-    module: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]
+    model: nn.Module, name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> None:
     """Keeps this rank's part of a parameter that every rank has whole (or on the meta device)."""
     part = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
+    path, _, last = name.rpartition(".")
+    model.get_submodule(path).register_parameter(last, nn.Parameter(part, parameter.requires_grad))
 
 
 def present(group: Group | None) -> Group:

@@ -186,6 +186,19 @@ def test_the_plan_is_that_of_upcycle_plan_while_the_dense_model_is_there(tmp_pat
     assert "The plan" in made(tmp_path, [str(tmp_path / "moe")])[0]
 
 
+@pytest.mark.parametrize("dense", ["dense", "elsewhere"])
+def test_a_manifests_key_of_older_versions_is_named(tmp_path: Path, dense: str) -> None:
+    tiny.make("llama", tmp_path / "dense")
+    assert upcycle(["convert", f"source={tmp_path / 'dense'}", f"output={tmp_path / 'moe'}", "experts=4"]) == 0
+    (tmp_path / "dense").rename(tmp_path / dense)
+    file = tmp_path / "moe" / "upcycle.json"
+    manifest = json.loads(file.read_text())
+    manifest["config"]["mesh"] = {"gpus": 64}
+    file.write_text(json.dumps(manifest))
+    notes = [text for name, text in facts.plan_rows(tmp_path / "moe") if name == "note"]
+    assert any("upcycle.json has mesh={'gpus': 64}" in note for note in notes), notes
+
+
 def test_refusals_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other.json").write_text("{}")

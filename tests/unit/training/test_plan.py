@@ -14,9 +14,83 @@ from training.config import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.model.recompute import MODES
 from training.parallel.mesh import MeshConfig
-from training.plan import main, memory, table
+from training.plan import Memory, in_flight, main, memory, table
+from upcycle.spec import DenseSpec, MoESpec
 
 CONFIG = TrainConfig(model=ModelConfig(source="none"), data=DataConfig(sequence=32), batch=8, micro_batch=1)
+
+
+# A model whose every term is written out below: a dense layer, and one of 4 experts of 3 neurons, 2 a token.
+D = DenseSpec(family="llama", layers=2, hidden=4, ffn=6, heads=2, kv_heads=1, head_dim=2, vocab=10, context=64)
+M = MoESpec(D, layers=(1,), widths=(3,) * 4, top_k=2, copies=4)
+# parameters: an embedding and a head of 10 * 4, and in each layer two norms of 4, q and o of 4 * 4, k and v of 2 * 4
+ENDS, NORM, NORMS, ATTENTION = 10 * 4 + 10 * 4, 4, 2 * 4, 16 + 8 + 8 + 16
+FFN, ROUTER, EXPERTS = 3 * 6 * 4, 4 * 4, 4 * 3 * 3 * 4  # gate, up, down
+ALL = 428
+# bf16 bytes that a token leaves for backward: attention's input of 4, q, k and v of 8 twice, its output of 4, a float32
+# for each of 2 heads; twice the stream and two norms; then gate, up, activation and product of 6 and the input of 4
+DENSE_LAYER = 2 * (4 + 2 * 8 + 4) + 4 * 2 + 2 * 4 * 4 + 2 * (4 * 6 + 4)
+# or the inputs of 4 of two rows with gate and up of 3; of 4 experts three float32, of 2 choices two int64
+MOE_LAYER = 2 * (4 + 2 * 8 + 4) + 4 * 2 + 2 * 4 * 4 + 2 * 2 * (4 + 2 * 3) + 4 * 3 * 4 + 8 * 2 * 2
+LOSS = 2 * 8 * 10 + (4 + 2) * 10 * 4  # 8 tokens' logits; the head's gradient in float32 and bf16
+
+
+def by_hand(world: int, batch: int, **mesh: object) -> Memory:
+    data = DataConfig(sequence=8)
+    config = replace(CONFIG, data=data, batch=batch, mesh=MeshConfig(**mesh))  # type: ignore[arg-type]
+    return memory(M, config, world)
+
+
+def test_a_small_model_by_hand() -> None:
+    assert ENDS + NORM + 2 * (NORMS + ATTENTION) + FFN + ROUTER + EXPERTS == ALL
+    assert (DENSE_LAYER, MOE_LAYER) == (144, 208)
+    # one GPU: 4 + 4 + 2 * 4 bytes a weight, and a bf16 copy of all but norms and router; of 8 tokens the activations
+    copies = 2 * (ALL - NORM - 2 * NORMS - ROUTER)
+    assert by_hand(1, 8) == Memory(
+        weights=1712, gradients=1712, moments=3424, gathered=copies, activations=8 * (144 + 208), loss=LOSS
+    )
+    # two: half of everything; embedding, head and last norm stay gathered, and two layers with one's gradients pass,
+    # each as large as the MoE layer, of which norms and router are float32
+    largest = 4 * (NORMS + ROUTER) + 2 * (ATTENTION + EXPERTS)
+    assert largest == 480 > 4 * NORMS + 2 * (ATTENTION + FFN)
+    assert by_hand(2, 8) == Memory(
+        weights=856, gradients=856, moments=1712, gathered=2 * ENDS + 4 * NORM + 3 * 480, activations=2816, loss=LOSS
+    )
+    # two with an expert pair each: no experts are gathered, a bf16 copy of the own ones stays, and a dense layer is
+    # the largest that passes
+    passing = max(4 * NORMS + 2 * (ATTENTION + FFN), 4 * (NORMS + ROUTER) + 2 * ATTENTION)
+    assert by_hand(2, 8, ep=2) == Memory(
+        weights=856, gradients=856, moments=1712,
+        gathered=2 * ENDS + 4 * NORM + 2 * EXPERTS // 2 + 3 * passing, activations=2816, loss=LOSS,
+    )  # fmt: skip
+
+
+def test_a_pipelines_stages_by_hand() -> None:
+    """Stage 0 has the dense layer of two micro-batches at once, stage 1 the MoE layer of one and is the fullest; with
+    gpipe both have all four."""
+    last = Memory(
+        weights=4 * 260, gradients=4 * 260, moments=8 * 260, gathered=2 * (40 + ATTENTION + EXPERTS),
+        activations=8 * 208, loss=LOSS,
+    )  # fmt: skip
+    assert ATTENTION + NORMS + ROUTER + EXPERTS + NORM + 40 == 260
+    assert by_hand(2, 4, pp=2) == last
+    assert by_hand(2, 4, pp=2, schedule="gpipe") == replace(last, activations=4 * 8 * 208)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count", "parts", "held"),
+    [
+        ("1f1b", 8, 1, [4, 3, 2, 1]),  # the first stage has sent as many as there are stages before one comes back
+        ("1f1b", 2, 1, [2, 2, 2, 1]),
+        ("gpipe", 8, 1, [8, 8, 8, 8]),
+        ("interleaved", 8, 2, [4, 4, 4, 4]),
+        ("zbv", 3, 2, [3, 3, 3, 3]),
+    ],
+)
+def test_micro_batches_in_flight(schedule: str, count: int, parts: int, held: list[int]) -> None:
+    mesh = MeshConfig(pp=4, schedule=schedule)
+    assert [in_flight(mesh, count, place, parts) for place in range(4)] == held
+    assert in_flight(MeshConfig(schedule=schedule), count, 0, 1) == 1, "without a pipeline one after the other"
 
 
 def on(mesh: MeshConfig, config: TrainConfig = CONFIG, world: int = 4) -> object:

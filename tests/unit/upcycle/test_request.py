@@ -184,6 +184,6 @@ def test_a_plan_reads_no_tensor(llama: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_plans_hash_is_of_what_is_made_not_of_where(llama: Path) -> None:
     base = plan(f"source={llama}", "output=a").hash
-    assert plan(f"source={llama}", "output=b", "mesh.gpus=64").hash == base
+    assert plan(f"source={llama}", "output=b", "sequence=128").hash == base
     for word in ("seed=1", "top_k=3", "scale=2", "router.init.std=0.02", "max_shard=1MB", "experts=4"):
         assert plan(f"source={llama}", "output=a", word).hash != base, word
