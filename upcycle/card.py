@@ -19,7 +19,7 @@ def own_version() -> str:
 
 def settings(plan: UpcyclePlan) -> dict[str, Any]:
     """The config with every default filled in."""
-    return asdict(plan.config) | {"method": {"name": plan.method} | asdict(plan.options)}
+    return asdict(plan.config) | {"method": {"name": plan.method.name} | asdict(plan.method.options)}
 
 
 def human(number: float, unit: str = "") -> str:
@@ -63,7 +63,7 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
             + f", in {len(moe.layers)} of {d.layers} layers"
         ),
     )
-    yield "method", ", ".join([plan.method, *(f"{k}={v}" for k, v in asdict(plan.options).items())])
+    yield "method", ", ".join(f"{k}={v}" if k != "name" else v for k, v in settings(plan)["method"].items())
     norm = "normalised over the chosen" if moe.weights_sum_to_one else "not normalised"
     yield "router", f"{moe.score}, {moe.order}, {norm}; rows {config.router.init.name}, std {config.router.init.std:g}"
     yield "scale", scale_text(plan)
