@@ -7,14 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-import upcycle
 from upcycle import size
 from upcycle.plan import UpcyclePlan, sizes, target
 from upcycle.promise import Promise
-
-
-def own_version() -> str:
-    return upcycle.__version__
+from upcycle.version import __version__
 
 
 def settings(plan: UpcyclePlan) -> dict[str, Any]:
@@ -145,7 +141,7 @@ def text(plan: UpcyclePlan) -> str:
     lines = [
         "---", "library_name: transformers", "tags:", "- moe", "- upcycled", "---",
         f"# {from_name}, upcycled to a mixture of experts", "",
-        f"Made by upcycle {own_version()} from {from_name} (base model: "
+        f"Made by upcycle {__version__} from {from_name} (base model: "
         f"`{plan.config.source or plan.config.donors[0]}`).",
         f"Load it with `{load}`.", "",
         "| | |", "|---|---|",

@@ -43,6 +43,7 @@ from upcycle.job import JOB, POLL, Watch, Worker, explained, job, read_json
 from upcycle.make import Maker
 from upcycle.plan import Output, UpcyclePlan, target
 from upcycle.spec import BYTES
+from upcycle.version import __version__
 
 MANIFEST = "upcycle.json"
 OBSERVED = "observed.safetensors"
@@ -266,7 +267,7 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         "config": card.settings(plan),
         "router_mass": {k.split(".")[1]: float(v) for k, v in plan.observed.items() if k.endswith(".mass")},
         "versions": {name: version(name) for name in ("torch", "safetensors", "omegaconf")}
-        | {"python": platform.python_version(), "upcycle": card.own_version()},
+        | {"python": platform.python_version(), "upcycle": __version__},
         "files": files,
     }
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=2).encode() + b"\n")
