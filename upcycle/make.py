@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from upcycle import plugin, routers
+from upcycle import routers
 from upcycle.checkpoint import Checkpoint
 from upcycle.families.common import Source
 from upcycle.ffn import FFN, scale
@@ -63,7 +63,6 @@ class Kept:
 class Maker:
     def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], cache: int = CACHE) -> None:
         self.plan, self.checkpoints, self.kept = plan, checkpoints, Kept(cache)
-        self.sources = plugin.load("upcycle.families", plan.dense.family).sources(plan.dense)
 
     # ---- what callers want
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from upcycle import plugin, request, routers, scale, size
+from upcycle import disk, plugin, request, routers, scale, size
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
@@ -131,18 +131,8 @@ class UpcyclePlan:
 
     @cached_property
     def shards(self) -> list[tuple[str, list[Output]]]:
-        """(file name, outputs): as many per file as fit max_shard, in order; an output larger than that has its own."""
-        limit, room = byte_size(self.config.max_shard), 0
-        groups: list[list[Output]] = []
-        for output in self.outputs:
-            if not groups or output.bytes > room:
-                groups.append([])
-                room = limit
-            groups[-1].append(output)
-            room -= output.bytes
-        if len(groups) == 1:
-            return [("model.safetensors", groups[0])]
-        return [(f"model-{i:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups, 1)]
+        """(file name, outputs)."""
+        return disk.shards(self.outputs, byte_size(self.config.max_shard))
 
     @cached_property
     def bytes(self) -> int:
@@ -206,7 +196,7 @@ def build(config: UpcycleConfig, checkpoints: Sequence[Checkpoint]) -> UpcyclePl
         method,
         kind,
         outputs,
-        dropped(outputs, source_family, dense, base),
+        dropped(source_family, dense, base),
         chosen.config(moe),
         promise,
         tuple(chosen.notes(moe)),
@@ -249,14 +239,14 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
                 f"{', '.join(holding)}"
             )
         return config.target, "asked for"
-    # a router in bf16 ties, and ties split virtual groups: prefer one that computes in float32
-    half = moe.granularity > 1 and moe.dtype in ("bfloat16", "float16")
     stock = [n for n in holding if target(n).ABILITIES.stock]
-    best = sorted(stock, key=lambda n: (half and not target(n).ABILITIES.router_fp32, rank(n)))
-    if best:
-        others = f"; {', '.join(n for n in stock if n != best[0])} would too" if len(best) > 1 else ""
-        fp32 = " and routes in float32" if half and target(best[0]).ABILITIES.router_fp32 else ""
-        return best[0], f"stock transformers, holds this model exactly{fp32}{others}"
+    if stock:
+        best, *rest = stock
+        # a router in bf16 ties, and ties split virtual groups; the stock ones of one score are all of one kind
+        half = moe.granularity > 1 and moe.dtype in ("bfloat16", "float16")
+        fp32 = " and routes in float32" if half and target(best).ABILITIES.router_fp32 else ""
+        others = f"; {', '.join(rest)} would too" if rest else ""
+        return best, f"stock transformers, holds this model exactly{fp32}{others}"
     close = sorted((n for n in reasons if target(n).ABILITIES.stock), key=lambda n: (len(reasons[n]), rank(n)))[:2]
     return holding[0], "no stock architecture holds it: " + "; ".join(
         f"{n} has no {' and no '.join(reasons[n])}" for n in close
@@ -405,10 +395,8 @@ def check_outputs(outputs: Sequence[Output]) -> None:
         assert sum(prod(part.shape) for part in out.parts) == prod(out.shape), out.name
 
 
-def dropped(
-    outputs: Sequence[Output], source_family: ModuleType, dense: DenseSpec, base: Checkpoint
-) -> tuple[tuple[str, str], ...]:
-    """Dense tensors that no output uses: each must have a reason, else the conversion would lose something."""
+def dropped(source_family: ModuleType, dense: DenseSpec, base: Checkpoint) -> tuple[tuple[str, str], ...]:
+    """Tensors of the base that no model of its family needs: each must have a reason, else they would be lost."""
     sources = source_family.sources(dense)
     used = {source.name for source in sources.values()}
     head = source_family.sources(replace(dense, tied=False))["head.weight"].name
