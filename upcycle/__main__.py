@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from upcycle import __version__
 
 if TYPE_CHECKING:  # imported when a command runs: --help should not wait for torch
-    from upcycle.checkpoint import Checkpoint
-    from upcycle.plan import UpcyclePlan
+    from upcycle.library import Upcycling
 
 PROMISE_BROKEN = 1
 USER_ERROR = 2
@@ -122,78 +121,65 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def load(words: Sequence[str], stack: ExitStack, *, needs_output: bool) -> tuple[UpcyclePlan, list[Checkpoint]]:
-    from upcycle import plan as planning
-    from upcycle.checkpoint import Checkpoint
+def load(words: Sequence[str]) -> Upcycling:
     from upcycle.config import UpcycleConfig, read
+    from upcycle.library import Upcycling
 
     file, words = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
-    config = read(UpcycleConfig, file, words)
-    if not config.source and not config.donors:
-        raise ValueError("source is not set; write source=FOLDER or source=org/name")
-    if needs_output and not config.output:
-        raise ValueError("output is not set; write output=FOLDER")
-    names = [config.source or config.donors[0], *config.donors]
-    checkpoints = [stack.enter_context(Checkpoint.open(name)) for name in names]
-    return planning.build(config, checkpoints), checkpoints
+    return Upcycling(read(UpcycleConfig, file, words))
 
 
 def run_plan(options: argparse.Namespace) -> int:
     from upcycle import card, size
     from upcycle.plan import sizes
 
-    with ExitStack() as stack:
-        plan, _ = load(options.words, stack, needs_output=False)
-        if options.json:
-            moe, config = plan.moe, plan.config
-            result = {
-                "plan": plan.hash,
-                "target": plan.target,
-                "why": plan.why,
-                "promise": asdict(plan.promise),
-                "parameters": asdict(sizes(plan)),
-                "flops_per_token": {
-                    "moe": size.moe_flops(moe, config.sequence, gated=plan.gated),
-                    "dense": size.dense_flops(plan.dense, config.sequence),
-                },
-                "bytes": plan.bytes,
-                "files": len(plan.shards),
-                "config": card.settings(plan),
-                "config.json": plan.hf_config,
-                "notes": plan.notes,
-                "dropped": dict(plan.dropped),
-            }
-            if options.tensors:
-                result["tensors"] = [
-                    {"name": o.name, "shape": o.shape, "dtype": o.dtype, "recipe": [str(part) for part in o.parts]}
-                    for o in plan.outputs
-                ]
-            print(json.dumps(result, indent=1, default=str))
-            return 0
-        print(card.table(plan))
+    plan = load(options.words).plan
+    if options.json:
+        moe, config = plan.moe, plan.config
+        result = {
+            "plan": plan.hash,
+            "target": plan.target,
+            "why": plan.why,
+            "promise": asdict(plan.promise),
+            "parameters": asdict(sizes(plan)),
+            "flops_per_token": {
+                "moe": size.moe_flops(moe, config.sequence, gated=plan.gated),
+                "dense": size.dense_flops(plan.dense, config.sequence),
+            },
+            "bytes": plan.bytes,
+            "files": len(plan.shards),
+            "config": card.settings(plan),
+            "config.json": plan.hf_config,
+            "notes": plan.notes,
+            "dropped": dict(plan.dropped),
+        }
         if options.tensors:
-            print()
-            for line in card.tensors(plan):
-                print(line)
+            result["tensors"] = [
+                {"name": o.name, "shape": o.shape, "dtype": o.dtype, "recipe": [str(part) for part in o.parts]}
+                for o in plan.outputs
+            ]
+        print(json.dumps(result, indent=1, default=str))
+        return 0
+    print(plan)
+    if options.tensors:
+        print()
+        for line in card.tensors(plan):
+            print(line)
     return 0
 
 
 def run_convert(options: argparse.Namespace) -> int:
-    from upcycle import card
-    from upcycle.convert import convert
     from upcycle.job import Worker
 
     worker = Worker.here()
-    with ExitStack() as stack:
-        plan, checkpoints = load(options.words, stack, needs_output=True)
-        if worker.rank == 0:
-            print(card.table(plan), flush=True)
-        folder = convert(plan, checkpoints, worker)
-        if worker.rank == 0:
-            print(
-                f"\n{folder} is complete. Check it: upcycle verify "
-                f"{plan.config.source or plan.config.donors[0]} {folder}"
-            )
+    moe = load(options.words)
+    if not moe.config.output:
+        raise ValueError("output is not set; write output=FOLDER")
+    if worker.rank == 0:
+        print(moe.plan, flush=True)
+    folder = moe.convert(worker=worker)
+    if worker.rank == 0:
+        print(f"\n{folder} is complete. Check it: upcycle verify {moe.dense} {folder}")
     return 0
 
 
@@ -203,7 +189,7 @@ def run_verify(options: argparse.Namespace) -> int:
     report = verify.verify(
         options.dense, options.moe, options.text, options.tokens, options.length, options.dtype, options.tolerance
     )
-    print(json.dumps(asdict(report), indent=1) if options.json else verify.table(report))
+    print(json.dumps(asdict(report), indent=1) if options.json else report)
     return 0 if report.held else PROMISE_BROKEN
 
 

@@ -7,19 +7,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-import upcycle
 from upcycle import size
 from upcycle.plan import UpcyclePlan, sizes, target
 from upcycle.promise import Promise
-
-
-def own_version() -> str:
-    return upcycle.__version__
+from upcycle.version import __version__
 
 
 def settings(plan: UpcyclePlan) -> dict[str, Any]:
     """The config with every default filled in."""
-    return asdict(plan.config) | {"method": {"name": plan.method} | asdict(plan.options)}
+    return asdict(plan.config) | {"method": {"name": plan.method.name} | asdict(plan.method.options)}
 
 
 def human(number: float, unit: str = "") -> str:
@@ -63,7 +59,7 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
             + f", in {len(moe.layers)} of {d.layers} layers"
         ),
     )
-    yield "method", ", ".join([plan.method, *(f"{k}={v}" for k, v in asdict(plan.options).items())])
+    yield "method", ", ".join(f"{k}={v}" if k != "name" else v for k, v in settings(plan)["method"].items())
     norm = "normalised over the chosen" if moe.weights_sum_to_one else "not normalised"
     yield "router", f"{moe.score}, {moe.order}, {norm}; rows {config.router.init.name}, std {config.router.init.std:g}"
     yield "scale", scale_text(plan)
@@ -131,7 +127,7 @@ def text(plan: UpcyclePlan) -> str:
     lines = [
         "---", "library_name: transformers", "tags:", "- moe", "- upcycled", "---",
         f"# {from_name}, upcycled to a mixture of experts", "",
-        f"Made by upcycle {own_version()} from {from_name} (base model: "
+        f"Made by upcycle {__version__} from {from_name} (base model: "
         f"`{plan.config.source or plan.config.donors[0]}`).",
         f"Load it with `{load}`.", "",
         "| | |", "|---|---|",

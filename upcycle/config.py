@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from upcycle.plugin import nearest
 
 T = TypeVar("T")
-READY = Path(__file__).parent.parent / "configs" / "upcycle"  # in a clone; a wheel has no ready configs
+IN_CLONE = Path(__file__).parent.parent / "configs" / "upcycle"
+READY = IN_CLONE if IN_CLONE.is_dir() else Path(__file__).parent / "configs"  # where the wheel has them
 # what OmegaConf lets out for a list instead of a mapping, for `[=1`, and for a list that holds itself
 NONSENSE = (TypeError, IndexError, RecursionError)
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -73,8 +74,14 @@ class UpcycleConfig:
     sequence: int = 4096  # for FLOPs/token
 
 
-def read(kind: type[T], file: str, words: Sequence[str] = (), ready: Path = READY) -> T:
-    """`kind` from an optional YAML file (a path, or the name of a ready config) and `a.b=value` words."""
+def read(
+    kind: type[T],
+    file: str,
+    words: Sequence[str] = (),
+    ready: Path = READY,
+    values: Iterable[tuple[str, Any]] = (),
+) -> T:
+    """`kind` from an optional YAML file (a path, or the name of a ready config), `a.b=value` words, and values."""
     try:
         merged = OmegaConf.create({})
         if file:
@@ -87,6 +94,8 @@ def read(kind: type[T], file: str, words: Sequence[str] = (), ready: Path = READ
             if not equals or not key:
                 raise ValueError(f"{word!r} is not key=value; write for instance top_k=2")
             OmegaConf.update(merged, key, word_value(kind, key, value), merge=True)
+        for key, given in values:
+            OmegaConf.update(merged, key, given, merge=True)
         plain = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, *NONSENSE) as error:
         raise ValueError(f"the config cannot be read: {' '.join(str(error).split())}") from None

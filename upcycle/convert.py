@@ -39,13 +39,13 @@ from upcycle import card, disk, request
 from upcycle.checkpoint import Checkpoint, read_header
 from upcycle.config import byte_size
 from upcycle.disk import sync_folder, write_atomic
-from upcycle.job import JOB, POLL, Watch, Worker, explained, job, read_json
+from upcycle.job import JOB, OBSERVED, POLL, Watch, Worker, explained, job, read_json
 from upcycle.make import Maker
 from upcycle.plan import Output, UpcyclePlan, target
 from upcycle.spec import BYTES
+from upcycle.version import __version__
 
 MANIFEST = "upcycle.json"
-OBSERVED = "observed.safetensors"
 LANES = 4  # shards written at once by one process
 
 
@@ -266,7 +266,7 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         "config": card.settings(plan),
         "router_mass": {k.split(".")[1]: float(v) for k, v in plan.observed.items() if k.endswith(".mass")},
         "versions": {name: version(name) for name in ("torch", "safetensors", "omegaconf")}
-        | {"python": platform.python_version(), "upcycle": card.own_version()},
+        | {"python": platform.python_version(), "upcycle": __version__},
         "files": files,
     }
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=2).encode() + b"\n")

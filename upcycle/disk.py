@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,24 @@ class Stored(Protocol):
     def dtype(self) -> str: ...
     @property
     def bytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Stored)
+
+
+def shards(tensors: Iterable[T], limit: int) -> list[tuple[str, list[T]]]:
+    """(file name, tensors): as many per file as fit `limit`, in order; one that is larger than that has its own."""
+    groups: list[list[T]] = []
+    room = 0
+    for tensor in tensors:
+        if not groups or tensor.bytes > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(tensor)
+        room -= tensor.bytes
+    if len(groups) == 1:
+        return [("model.safetensors", groups[0])]
+    return [(f"model-{i:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups, 1)]
 
 
 def header(tensors: Iterable[Stored]) -> bytes:

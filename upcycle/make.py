@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from upcycle import plugin, routers
+from upcycle import routers
 from upcycle.checkpoint import Checkpoint
 from upcycle.families.common import Source
 from upcycle.ffn import FFN, scale
@@ -63,8 +63,6 @@ class Kept:
 class Maker:
     def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], cache: int = CACHE) -> None:
         self.plan, self.checkpoints, self.kept = plan, checkpoints, Kept(cache)
-        self.method = plugin.load("upcycle.methods", plan.method)
-        self.sources = plugin.load("upcycle.families", plan.dense.family).sources(plan.dense)
 
     # ---- what callers want
 
@@ -124,7 +122,7 @@ class Maker:
         elif recipe.kind == "average":
             raw = self.mean([self.read(source) for source in recipe.sources])
         elif recipe.kind == "shared":
-            ffn = self.held(self.carved(self.ffn(recipe), recipe.layer, shared=True))
+            ffn = self.held(self.carved(self.ffn(recipe, recipe.sources), recipe.layer, shared=True))
             raw = scale(ffn[recipe.matrix], recipe.factor)
         elif recipe.kind == "router":
             raw = routers.repeated(self.router_rows(recipe.layer), recipe.shape[0])
@@ -155,24 +153,22 @@ class Maker:
         place = Place(recipe.layer, recipe.expert, moe.copies, moe.granularity, moe.widths, plan.config.seed)
 
         def make() -> Tensor:
-            donors = [self.carved(self.ffn(recipe), recipe.layer, shared=False)]
-            if plan.method == "branch_train_mix":  # the recipe reads its own donor only
-                donors = donors * moe.copies
-            ffn: FFN = self.method.expert(donors, place, plan.options)
+            donors = [self.carved(self.ffn(recipe, [one]), recipe.layer, shared=False) for one in recipe.sources]
+            ffn = plan.method.expert(donors, place)
             return self.finish(recipe, self.held(ffn).scaled(plan.factors(recipe.layer))[recipe.matrix])
 
-        if not hasattr(self.method, "same"):
+        if plan.method.same is None:
             return make()
-        return self.kept.get(("expert", recipe.layer, self.method.same(place), recipe.matrix, recipe.dtype), make)
+        return self.kept.get(("expert", recipe.layer, plan.method.same(place), recipe.matrix, recipe.dtype), make)
 
-    def ffn(self, recipe: Recipe) -> FFN:
-        """The layer's dense FFN as the recipe's sources give it; only the recipe's own matrix is there."""
+    def ffn(self, recipe: Recipe, sources: Sequence[Source]) -> FFN:
+        """The layer's dense FFN, the mean of the sources' ones; only the recipe's own matrix is there."""
         dense = self.plan.dense
         matrix = recipe.matrix if dense.gated else recipe.matrix.replace("gate", "up")  # see held()
 
         def read(name: str) -> Tensor:
             assert name == matrix, name
-            tensors = [self.kept.get(("source", *self.key(s)), partial(self.read, s)) for s in recipe.sources]
+            tensors = [self.kept.get(("source", *self.key(s)), partial(self.read, s)) for s in sources]
             return tensors[0] if len(tensors) == 1 else self.mean(tensors)
 
         return FFN(dense.ffn, dense.hidden, (matrix,), read)
@@ -186,7 +182,7 @@ class Maker:
         cut = self.plan.moe.shared
         order = self.plan.observed.get(f"layers.{layer}.order")
         if order is None:
-            assert getattr(self.plan.options, "by", "") != "activation", "observe() comes before make()"
+            assert not self.plan.method.needs.order, "observe() comes before make()"
             return ffn.neurons(slice(cut)) if shared else ffn if not cut else ffn.neurons(slice(cut, None))
         return ffn.neurons(order[:cut] if shared else order[cut:])
 
@@ -221,5 +217,5 @@ def router_rows(plan: UpcyclePlan, layer: int, measured: Tensor | None = None) -
     if init.name in routers.MEASURED:
         assert measured is not None, "observe() comes before make()"
         return routers.centred(measured, init.std)
-    own = init.name == "independent" or plan.method == "split"
+    own = init.name == "independent" or moe.disjoint
     return routers.normal(moe.experts if own else moe.copies, moe.dense.hidden, init.std, plan.config.seed, layer)

@@ -22,7 +22,6 @@ TOP = 10  # the most active neurons that mark a token, as in CMoE
 
 def measure(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], *, quiet: bool = False) -> dict[str, Tensor]:
     moe, init = plan.moe, plan.config.router.init
-    by_activation = getattr(plan.options, "by", "") == "activation"
     ids, domain = tokens(plan, checkpoints)
     found: dict[str, Tensor] = {}
     for view in observe.walk(plan.dense, reader(plan, checkpoints), ids, quiet=quiet):
@@ -30,7 +29,7 @@ def measure(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], *, quiet: bool
             continue
         prefix, x_TD = f"layers.{view.layer}", view.router_input
         rows = None
-        if by_activation:
+        if plan.method.needs.order:
             marks_TF = observe.neuron_activity(view.ffn, x_TD, plan.dense.activation, TOP)
             order, representatives = observe.cluster_neurons(marks_TF, moe.shared, moe.widths, plan.config.seed)
             found[f"{prefix}.order"] = order
@@ -65,7 +64,7 @@ def reader(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> observe.Read
     """role -> tensor of the dense model that is converted: the base, or the donors' mean if the rest is that."""
     maker = Maker(plan, checkpoints)
     sources = plugin.load("upcycle.families", plan.dense.family).sources(plan.dense)
-    donors = range(1, len(checkpoints)) if getattr(plan.options, "rest", "") == "average" else [0]
+    donors = range(1, len(checkpoints)) if plan.method.needs.rest == "mean" else [0]
 
     def read(role: str) -> Tensor:
         source = sources[role]

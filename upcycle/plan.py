@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from upcycle import plugin, request, routers, scale, size
+from upcycle import disk, plugin, request, routers, scale, size
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
+from upcycle.methods import Method
 from upcycle.promise import Promise, make_promise
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 from upcycle.targets.common import Slot, refusals, relu2_as_gated
@@ -44,7 +45,7 @@ PREFERENCE = (
 class Recipe(NamedTuple):  # not a dataclass: a large plan has tens of thousands, and these are quicker to make
     """How one part of an output is made.
 
-    keep     the source                             average  the mean of the sources (branch_train_mix)
+    keep     the source                             average  the mean of the sources
     expert   matrix `matrix` of expert `expert`     shared   matrix `matrix` of the shared expert
     router   the router's rows                      fill     a constant
     """
@@ -97,8 +98,7 @@ class UpcyclePlan:
     moe: MoESpec
     target: str
     why: str  # this target
-    method: str
-    options: Any
+    method: Method
     scale: str | float
     outputs: tuple[Output, ...]
     dropped: tuple[tuple[str, str], ...]  # dense tensors not used: (name, why)
@@ -111,7 +111,7 @@ class UpcyclePlan:
     @property
     def needs_text(self) -> bool:
         measured = self.scale == "calibrated" or self.config.router.init.name in routers.MEASURED
-        return measured or getattr(self.options, "by", "") == "activation"
+        return measured or bool(self.method.needs.order)
 
     @property
     def gated(self) -> bool:
@@ -121,9 +121,9 @@ class UpcyclePlan:
     def factors(self, layer: int) -> dict[str, float]:
         """Factor of each matrix of this layer's routed experts."""
         mass = self.observed.get(f"layers.{layer}.mass")
-        c = scale.gain(self.moe, self.method, self.scale, None if mass is None else float(mass))
+        c = scale.gain(self.moe, self.scale, None if mass is None else float(mass))
         assert c is not None, "observe() comes before make()"
-        return scale.weight_factors(self.moe, self.method, self.scale, c, gated=self.gated)
+        return scale.weight_factors(self.moe, self.scale, c, gated=self.gated)
 
     @cached_property
     def by_name(self) -> dict[str, Output]:
@@ -131,18 +131,8 @@ class UpcyclePlan:
 
     @cached_property
     def shards(self) -> list[tuple[str, list[Output]]]:
-        """(file name, outputs): as many per file as fit max_shard, in order; an output larger than that has its own."""
-        limit, room = byte_size(self.config.max_shard), 0
-        groups: list[list[Output]] = []
-        for output in self.outputs:
-            if not groups or output.bytes > room:
-                groups.append([])
-                room = limit
-            groups[-1].append(output)
-            room -= output.bytes
-        if len(groups) == 1:
-            return [("model.safetensors", groups[0])]
-        return [(f"model-{i:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups, 1)]
+        """(file name, outputs)."""
+        return disk.shards(self.outputs, byte_size(self.config.max_shard))
 
     @cached_property
     def bytes(self) -> int:
@@ -183,20 +173,20 @@ def build(config: UpcycleConfig, checkpoints: Sequence[Checkpoint]) -> UpcyclePl
     dense: DenseSpec = source_family.read(base.config)
     stored = check_sources(dense, source_family, checkpoints)
     dense = replace(dense, dtype=stored_dtype(base))
-    method, options = request.read_method(config, len(checkpoints) - 1)
+    method = request.read_method(config, len(checkpoints) - 1)
     moe = request.moe_spec(config, dense, method)
     kind = scale.parse(config.scale)
-    request.check_router(config, moe, method, kind)
+    request.check_router(config, moe, kind)
     name, why = choose_target(config, moe)
     chosen = target(name)
-    moe = place_scale(config, moe, method, kind, chosen)
+    moe = place_scale(config, moe, kind, chosen)
     sources = [
         {r: replace(s, donor=i) for r, s in source_family.sources(dense).items()} for i in range(len(checkpoints))
     ]
-    make_recipe = Recipes(moe, method, options, sources, chosen)
+    make_recipe = Recipes(moe, method, sources, chosen)
     outputs = tuple(make_recipe.output(slot) for slot in make_recipe.slots)
     check_outputs(outputs)
-    promise = make_promise(config, moe, method, options, kind, chosen, stored)
+    promise = make_promise(config, moe, method, kind, chosen, stored)
     plan = UpcyclePlan(
         config,
         dense,
@@ -204,23 +194,22 @@ def build(config: UpcycleConfig, checkpoints: Sequence[Checkpoint]) -> UpcyclePl
         name,
         why,
         method,
-        options,
         kind,
         outputs,
-        dropped(outputs, source_family, dense, base),
+        dropped(source_family, dense, base),
         chosen.config(moe),
         promise,
         tuple(chosen.notes(moe)),
     )
     if plan.needs_text:
-        request.check_text(config, kind, options, base.folder)
+        request.check_text(config, kind, method, base.folder)
     return plan
 
 
 # ---- which architecture
 
 
-def place_scale(config: UpcycleConfig, moe: MoESpec, method: str, kind: str | float, chosen: ModuleType) -> MoESpec:
+def place_scale(config: UpcycleConfig, moe: MoESpec, kind: str | float, chosen: ModuleType) -> MoESpec:
     """c goes into the target's own output scale where it has one, else into the weights (Recipe, factors)."""
     if config.scale_in not in ("auto", "weights", "output"):
         raise ValueError(f"scale_in is {config.scale_in!r}; write auto, weights or output")
@@ -230,7 +219,7 @@ def place_scale(config: UpcycleConfig, moe: MoESpec, method: str, kind: str | fl
             "scale_in=output needs a target with an output scale and one number for all layers, got "
             f"{chosen.__name__.rsplit('.', 1)[-1]} with scale={kind}"
         )
-    c = scale.gain(moe, method, kind, None)
+    c = scale.gain(moe, kind, None)
     return replace(moe, output_scale=c) if fits and config.scale_in != "weights" and c is not None else moe
 
 
@@ -250,14 +239,14 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
                 f"{', '.join(holding)}"
             )
         return config.target, "asked for"
-    # a router in bf16 ties, and ties split virtual groups: prefer one that computes in float32
-    half = moe.granularity > 1 and moe.dtype in ("bfloat16", "float16")
     stock = [n for n in holding if target(n).ABILITIES.stock]
-    best = sorted(stock, key=lambda n: (half and not target(n).ABILITIES.router_fp32, rank(n)))
-    if best:
-        others = f"; {', '.join(n for n in stock if n != best[0])} would too" if len(best) > 1 else ""
-        fp32 = " and routes in float32" if half and target(best[0]).ABILITIES.router_fp32 else ""
-        return best[0], f"stock transformers, holds this model exactly{fp32}{others}"
+    if stock:
+        best, *rest = stock
+        # a router in bf16 ties, and ties split virtual groups; the stock ones of one score are all of one kind
+        half = moe.granularity > 1 and moe.dtype in ("bfloat16", "float16")
+        fp32 = " and routes in float32" if half and target(best).ABILITIES.router_fp32 else ""
+        others = f"; {', '.join(rest)} would too" if rest else ""
+        return best, f"stock transformers, holds this model exactly{fp32}{others}"
     close = sorted((n for n in reasons if target(n).ABILITIES.stock), key=lambda n: (len(reasons[n]), rank(n)))[:2]
     return holding[0], "no stock architecture holds it: " + "; ".join(
         f"{n} has no {' and no '.join(reasons[n])}" for n in close
@@ -270,13 +259,8 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
 class Recipes:
     """Slots of a target -> outputs with recipes. A role the donor lacks is filled by the rule in `dense`."""
 
-    def __init__(
-        self, moe: MoESpec, method: str, options: Any, sources: list[dict[str, Source]], chosen: ModuleType
-    ) -> None:
-        self.moe, self.sources = moe, sources
-        self.mixing = method == "branch_train_mix"
-        # branch_train_mix: everything but the routed experts is the donors' mean, unless it comes from the base
-        self.averaged = self.mixing and options.rest == "average"
+    def __init__(self, moe: MoESpec, method: Method, sources: list[dict[str, Source]], chosen: ModuleType) -> None:
+        self.moe, self.needs, self.sources = moe, method.needs, sources
         self.one_p = moe.dense.norm == "rms1p" and "rms1p" not in chosen.ABILITIES.norms
         self.slots: list[Slot] = list(chosen.slots(moe))
         self.shared_factor = 2.0 if any(".shared_gate." in role for slot in self.slots for role in slot.roles) else 1.0
@@ -303,8 +287,9 @@ class Recipes:
         key = f"layers.{layer}.{self.donor_matrix(matrix)}.{kind}"
         name = matrix if kind == "weight" else f"{matrix}_bias"
         if index >= 0:
-            donor = 1 + index // self.moe.granularity if self.mixing else 0
-            return Recipe("expert", shape, dtype, (self.sources[donor][key],), layer, index, name)
+            donor = {"source": 0, "own": 1 + index // self.moe.granularity}
+            taken = tuple(self.sources[donor[which]][key] for which in self.needs.donors)
+            return Recipe("expert", shape, dtype, taken, layer, index, name)
         factor = self.shared_factor if matrix == "down" else 1.0
         return Recipe("shared", shape, dtype, self.rest(key), layer, -1, name, factor)
 
@@ -326,7 +311,7 @@ class Recipes:
         return "up" if matrix == "gate" and not self.moe.dense.gated else matrix  # relu2_as_gated
 
     def rest(self, key: str) -> tuple[Source, ...]:
-        return tuple(s[key] for s in self.sources[1:]) if self.averaged else (self.sources[0][key],)
+        return tuple(s[key] for s in self.sources[1:]) if self.needs.rest == "mean" else (self.sources[0][key],)
 
 
 # ---- checks before any write
@@ -410,10 +395,8 @@ def check_outputs(outputs: Sequence[Output]) -> None:
         assert sum(prod(part.shape) for part in out.parts) == prod(out.shape), out.name
 
 
-def dropped(
-    outputs: Sequence[Output], source_family: ModuleType, dense: DenseSpec, base: Checkpoint
-) -> tuple[tuple[str, str], ...]:
-    """Dense tensors that no output uses: each must have a reason, else the conversion would lose something."""
+def dropped(source_family: ModuleType, dense: DenseSpec, base: Checkpoint) -> tuple[tuple[str, str], ...]:
+    """Tensors of the base that no model of its family needs: each must have a reason, else they would be lost."""
     sources = source_family.sources(dense)
     used = {source.name for source in sources.values()}
     head = source_family.sources(replace(dense, tied=False))["head.weight"].name

@@ -10,15 +10,14 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from upcycle import plugin, rng, routers, scale
+from upcycle import rng, routers, scale
 from upcycle.config import UpcycleConfig
 from upcycle.ffn import FFN
-from upcycle.methods import Place
+from upcycle.methods import Method, Place
 from upcycle.spec import BYTES, MoESpec
 from upcycle.targets.common import relu2_as_gated
 
@@ -65,7 +64,6 @@ def moe_output(x_TD: Tensor, moe: MoESpec, rows_ND: Tensor, experts: list[FFN], 
 
 def estimate(
     moe: MoESpec,
-    method: str,
     make: Callable[[FFN, MoESpec, int], FFN],
     kind: str | float,
     init: str,
@@ -74,7 +72,7 @@ def estimate(
     gated: bool,
 ) -> Estimate:
     """`make(ffn, moe, index)` is the method's expert on the small FFN."""
-    parts = moe.experts if method == "split" else moe.granularity
+    parts = moe.experts if moe.disjoint else moe.granularity
     part = PART if parts < 64 else 4
     shared = math.ceil(part * parts * moe.shared / max(moe.dense.ffn - moe.shared, 1)) if moe.shared else 0
     small = replace(
@@ -93,15 +91,15 @@ def estimate(
         gate["gate"] = draw("up", f, HIDDEN)  # relu2_as_gated
     dense = FFN.of(**gate, up=draw("up", f, HIDDEN), down=draw("down", HIDDEN, f))
     activation = "relu" if gated and not moe.dense.gated else moe.dense.activation
-    independent = method == "split" or init == "independent"
+    independent = moe.disjoint or init == "independent"
     rows = routers.normal(
         moe.experts if independent else moe.copies, HIDDEN, std * (moe.dense.hidden / HIDDEN) ** 0.5, seed, 0
     )
     rows = routers.repeated(rows.double(), moe.experts)
     mass = float(routers.weights(x, rows, small)[0].sum(-1).mean()) if kind == "calibrated" else None
-    c = scale.gain(small, method, kind, mass)
+    c = scale.gain(small, kind, mass)
     assert c is not None
-    factors = scale.weight_factors(small, method, kind, c, gated=gated)
+    factors = scale.weight_factors(small, kind, c, gated=gated)
     routed = dense.neurons(slice(shared, None))
     experts = [make(routed, small, i).scaled(factors) for i in range(moe.experts)]
     experts = [FFN.of(**{m: e[m].double() for m in e.matrices}) for e in experts]
@@ -114,39 +112,37 @@ def estimate(
 def make_promise(
     config: UpcycleConfig,
     moe: MoESpec,
-    method: str,
-    options: Any,
+    method: Method,
     kind: str | float,
     chosen: ModuleType,
     stored: Collection[str],
 ) -> Promise:
     """`stored`: the dtypes of the source's tensors."""
-    module = plugin.load("upcycle.methods", method)
     g, d = moe.granularity, moe.dense
     gated = d.gated or relu2_as_gated(moe, chosen.ABILITIES)
     why_not, know = [], []
-    if method == "branch_train_mix":
+    if method.needs.mixes:
         why_not.append("the donors are mixed")
-    elif not module.EXACT:
-        why_not.append(f"method {method} changes the experts")
+    elif not method.exact:
+        why_not.append(f"method {method.name} changes the experts")
     if not moe.weights_sum_to_one:
         why_not.append("the router's weights are not normalised over the chosen")
-    elif module.EXACT and g > 1 and moe.top_k % g:
+    elif method.exact and g > 1 and moe.top_k % g:
         why_not.append(f"top_k={moe.top_k} is not a multiple of granularity={g}, so no choice is whole copies")
-    elif module.EXACT and g > 1 and config.router.init.name == "independent":
+    elif method.exact and g > 1 and config.router.init.name == "independent":
         why_not.append("experts of one copy have router rows of their own (router.init.name=independent)")
-    c = scale.gain(moe, method, kind, None)
-    if module.EXACT and moe.weights_sum_to_one and kind != "calibrated":
+    c = scale.gain(moe, kind, None)
+    if method.exact and moe.weights_sum_to_one and kind != "calibrated":
         if kind == "published" and c != 1 and d.activation != "relu2":
             why_not.append(
                 "scale=published multiplies "
                 f"{'gate, up and down by the cube' if d.gated else 'up and down by the square'} root of {c:g}, "
                 f"under which {'SwiGLU' if d.gated else d.activation} is not homogeneous"
             )
-        elif c != scale.whole(moe, method):
-            why_not.append(f"scale is {c:g}, exact is {scale.whole(moe, method):g}")
+        elif c != scale.whole(moe):
+            why_not.append(f"scale is {c:g}, exact is {scale.whole(moe):g}")
     exact = not why_not
-    rounded = rounding(moe, method, kind, c, gated, chosen, stored)
+    rounded = rounding(moe, kind, c, gated, chosen, stored)
     half = moe.dtype in ("bfloat16", "float16")
     if exact and rounded:
         know.append(f"exact but for the rounding of {rounded} to {moe.dtype}")
@@ -157,17 +153,16 @@ def make_promise(
         )
 
     def small_expert(ffn: FFN, small: MoESpec, index: int) -> FFN:
-        chosen_options = replace(options, by="random") if getattr(options, "by", "") == "activation" else options
+        if method.needs.order:  # which is measured later: any order stands for it
+            ffn = ffn.neurons(rng.permutation(ffn.width, config.seed, "split", 0))
         place = Place(0, index, small.copies, small.granularity, small.widths, config.seed)
-        expert: FFN = module.expert([ffn if d.gated else ffn.without_gate()], place, chosen_options)
+        expert = method.expert([ffn if d.gated else ffn.without_gate()], place)
         return expert if gated == d.gated else expert.with_gate_as_up()
 
     expected = (
         None
-        if method == "branch_train_mix"
-        else estimate(
-            moe, method, small_expert, kind, config.router.init.name, config.router.init.std, config.seed, gated
-        )
+        if method.needs.mixes
+        else estimate(moe, small_expert, kind, config.router.init.name, config.router.init.std, config.seed, gated)
     )
     if exact and expected is not None:
         assert expected.error < 1e-9, f"a plan called exact has an error of {expected.error}"
@@ -176,7 +171,6 @@ def make_promise(
 
 def rounding(
     moe: MoESpec,
-    method: str,
     kind: str | float,
     c: float | None,
     gated: bool,
@@ -190,7 +184,7 @@ def rounding(
     if BYTES[moe.dtype] >= 4:
         return ""
     if c is not None:
-        factors = scale.weight_factors(moe, method, kind, c, gated=gated)
+        factors = scale.weight_factors(moe, kind, c, gated=gated)
         if any(math.frexp(factors[matrix])[0] != 0.5 for matrix in moe.dense.ffn_matrices):  # not a power of two
             return "scaled weights"
     return "norm weights + 1" if moe.dense.norm == "rms1p" and "rms1p" not in chosen.ABILITIES.norms else ""

@@ -10,30 +10,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from upcycle import plugin, routers
+from upcycle import methods, plugin, routers
 from upcycle.config import UpcycleConfig
-from upcycle.config import build as build_config
-from upcycle.methods import Sizes
+from upcycle.methods import Method, Sizes
 from upcycle.spec import BYTES, DenseSpec, MoESpec, Order, Score
 
 MAX_EXPERTS = 16384  # in a layer; more is a slip of the hand, and its plan would fill the memory
 
 
-def read_method(config: UpcycleConfig, donors: int) -> tuple[str, Any]:
+def read_method(config: UpcycleConfig, donors: int) -> Method:
     if not isinstance(config.method, str | Mapping):
         raise ValueError(f"method is {config.method!r}; write for instance method.name=virtual_group")
     values = {"name": config.method} if isinstance(config.method, str) else dict(config.method)
     name = values.pop("name", None)
     if not isinstance(name, str):
         raise ValueError(f"method.name is {name!r}; name one of {', '.join(plugin.names('upcycle.methods'))}")
-    module = plugin.load("upcycle.methods", name)
-    options = build_config(module.Options, values, "method.")
-    options.check(Sizes(config.experts, config.granularity, donors))
-    if donors and name != "branch_train_mix":
+    method = methods.load(name, values)
+    method.options.check(Sizes(config.experts, config.granularity))
+    if method.needs.mixes and donors != config.experts:
+        raise ValueError(
+            f"{name} needs one donor per copy, got {donors} donors for experts={config.experts}; "
+            f"list the models under `donors` or set experts={max(donors, 1)}"
+        )
+    if donors and not method.needs.mixes:
         raise ValueError(f"donors are given but method {name} has one source; use method.name=branch_train_mix")
-    if getattr(options, "rest", "") == "base" and not config.source:
-        raise ValueError("method.rest=base takes the rest from `source`, which is not set; write source=FOLDER")
-    return name, options
+    if not config.source and "source" in (*method.needs.donors, method.needs.rest):
+        what = f"method {name} takes FFNs" if "source" in method.needs.donors else "method.rest=base takes the rest"
+        raise ValueError(f"{what} from `source`, which is not set; write source=FOLDER")
+    return method
 
 
 def layer_list(value: Any, layers: int) -> tuple[int, ...]:
@@ -65,7 +69,7 @@ def layer_list(value: Any, layers: int) -> tuple[int, ...]:
     return tuple(sorted(value))
 
 
-def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: str) -> MoESpec:
+def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec:
     """The numbers of the MoE; refuses sizes that cannot be, naming the nearest that can."""
     for key in ("experts", "granularity", "top_k", "sequence"):
         if getattr(config, key) < 1:
@@ -77,7 +81,8 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: str) -> MoESpec:
         raise ValueError(
             f"top_k={config.top_k} of experts * granularity = {total} experts; top_k must be at most {total}"
         )
-    parts = total if method == "split" else g
+    disjoint = method.needs.disjoint
+    parts = total if disjoint else g
     if not 0 <= config.shared < math.inf or (config.shared >= 1 and config.shared != int(config.shared)):
         raise ValueError(
             f"shared is {config.shared:g}; write a number of shared experts (0, 1, 2, ...) or a share of the "
@@ -96,7 +101,7 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: str) -> MoESpec:
         shared = dense.ffn // n * int(config.shared)
     else:
         shared = round(config.shared * dense.ffn)
-        if config.shared and method != "split":
+        if config.shared and not disjoint:
             shared -= (shared - dense.ffn) % g  # so that the rest can be cut into equal parts
         if config.shared and not 0 < shared < dense.ffn:
             raise ValueError(
@@ -104,7 +109,7 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: str) -> MoESpec:
                 "write for instance shared=0.25"
             )
     routed = dense.ffn - shared
-    if method == "split":
+    if disjoint:
         if routed < total:
             raise ValueError(f"{routed} neurons cannot be split into {total} experts; lower experts or granularity")
         widths = tuple(routed // total + (i < routed % total) for i in range(total))
@@ -135,10 +140,11 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: str) -> MoESpec:
         order=cast(Order, config.router.order),
         normalize=config.router.normalize,
         dtype=dtype,
+        disjoint=disjoint,
     )
 
 
-def check_router(config: UpcycleConfig, moe: MoESpec, method: str, kind: str | float) -> None:
+def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None:
     init = config.router.init
     if init.name not in routers.NAMES:
         raise ValueError(
@@ -150,7 +156,7 @@ def check_router(config: UpcycleConfig, moe: MoESpec, method: str, kind: str | f
             f"router.init.std is {init.std}; write 1e-6 to 1e3, because equal logits send every token to the "
             "same experts, and infinite ones nowhere"
         )
-    if init.name == "neurons" and method != "split":
+    if init.name == "neurons" and not moe.disjoint:
         raise ValueError(
             "router.init.name=neurons needs method.name=split: only disjoint experts have neurons of their own"
         )
@@ -159,7 +165,7 @@ def check_router(config: UpcycleConfig, moe: MoESpec, method: str, kind: str | f
             f"router.init.name=hidden needs one text per copy in router.init.texts, got {len(init.texts)} for "
             f"experts={moe.copies}"
         )
-    if init.name == "hidden" and method == "split" and moe.granularity > 1:
+    if init.name == "hidden" and moe.disjoint and moe.granularity > 1:
         raise ValueError("router.init.name=hidden with method.name=split needs granularity=1, one text per expert")
     if kind == "exact" and not moe.weights_sum_to_one:
         raise ValueError(
@@ -175,13 +181,13 @@ def measured_texts(config: UpcycleConfig) -> tuple[str, ...]:
     return config.router.init.texts if config.router.init.name == "hidden" else config.calibration.texts
 
 
-def check_text(config: UpcycleConfig, kind: str | float, options: Any, folder: Path) -> None:
+def check_text(config: UpcycleConfig, kind: str | float, method: Method, folder: Path) -> None:
     """Whatever is measured needs text to measure it on, and the donor's tokenizer (in `folder`)."""
-    init, by_activation = config.router.init, getattr(options, "by", "") == "activation"
-    if init.name == "neurons" and not by_activation:
+    init = config.router.init
+    if init.name == "neurons" and not method.needs.order:
         raise ValueError("router.init.name=neurons needs method.by=activation, which finds the representative neurons")
     if not config.calibration.texts and init.name != "hidden":
-        what = "scale=calibrated" if kind == "calibrated" else "method.by=activation"
+        what = "scale=calibrated" if kind == "calibrated" else method.needs.order
         raise ValueError(
             f"{what} is measured on text and calibration.texts is empty; name .txt, .jsonl or .jsonl.zst files"
         )

@@ -23,9 +23,9 @@ def parse(value: Any) -> str | float:
     return float(value)
 
 
-def whole(moe: MoESpec, method: str) -> float:
-    """c if the chosen weights add up to 1. For `split`, each chosen expert then counts once."""
-    return float(moe.top_k if method == "split" else moe.granularity)
+def whole(moe: MoESpec) -> float:
+    """c if the chosen weights add up to 1. Of disjoint experts, each chosen one then counts once."""
+    return float(moe.top_k if moe.disjoint else moe.granularity)
 
 
 def uniform(moe: MoESpec) -> float:
@@ -33,14 +33,14 @@ def uniform(moe: MoESpec) -> float:
     return moe.copies * moe.granularity**2 / moe.top_k if not moe.weights_sum_to_one else float(moe.granularity)
 
 
-def gain(moe: MoESpec, method: str, scale: str | float, mass: float | None) -> float | None:
+def gain(moe: MoESpec, scale: str | float, mass: float | None) -> float | None:
     """c for a config's `scale`; None if it is calibrated and the mass is not measured yet."""
     if scale == "exact":
-        return whole(moe, method)
+        return whole(moe)
     if scale == "published":
         return uniform(moe)
     if scale == "calibrated":
-        return None if mass is None else whole(moe, method) / mass
+        return None if mass is None else whole(moe) / mass
     return 1.0 if scale == "none" else float(scale)
 
 
@@ -50,7 +50,7 @@ def published_factor(moe: MoESpec) -> float:
     return float(c ** (1 / 3) if d.gated or d.activation == "relu2" else c**0.5)
 
 
-def weight_factors(moe: MoESpec, method: str, scale: str | float, c: float, *, gated: bool) -> dict[str, float]:
+def weight_factors(moe: MoESpec, scale: str | float, c: float, *, gated: bool) -> dict[str, float]:
     """Factor of each FFN matrix of a routed expert, so that its output is multiplied by c (less output_scale).
 
     Exact wherever the FFN is homogeneous: gated in up and down, squared ReLU with the square of up, else down alone.
@@ -58,7 +58,7 @@ def weight_factors(moe: MoESpec, method: str, scale: str | float, c: float, *, g
     is itself a power of two (every usual granularity). `gated`: the target's form (see relu2_as_gated).
     """
     # a routed bias is weighted by the sum of the chosen weights, and no part of a group holds a part of it
-    down_bias = c / whole(moe, method) / moe.output_scale
+    down_bias = c / whole(moe) / moe.output_scale
     if scale == "published":
         s = published_factor(moe)
         return {"gate": s, "up": s, "down": s, "gate_bias": s, "up_bias": s, "down_bias": 1.0}

@@ -173,6 +173,7 @@ class MoESpec:
     normalize: bool = True  # the chosen weights are divided by their sum
     output_scale: float = 1.0  # multiplies the routed sum inside the model (routed_scaling_factor)
     dtype: str = "bfloat16"
+    disjoint: bool = False  # no neuron is in two experts: they are one FFN cut up, not copies of it
 
     @property
     def experts(self) -> int:

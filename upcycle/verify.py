@@ -34,6 +34,23 @@ class Report:
     tolerance: float | None  # None: nothing was promised
     held: bool
 
+    def __str__(self) -> str:
+        lines = {
+            "tokens": f"{self.tokens}",
+            "logits": f"max difference {self.max_difference:.3g}, mean {self.mean_difference:.3g}, "
+            f"relative {self.relative:.3g}",
+            "KL": f"{self.kl:.3g} nats a token",
+            "top-1": f"{self.top1_agreement:.2%} agree",
+            "promised": self.promised
+            + (f" (relative difference up to {self.tolerance:g})" if self.tolerance is not None else ""),
+            "verdict": "held"
+            if self.held and self.tolerance is not None
+            else "nothing to hold; logits are finite"
+            if self.held
+            else "BROKEN",
+        }
+        return "\n".join(f"{name:<12} {value}" for name, value in lines.items())
+
 
 def load_model(folder: str | Path, dtype: torch.dtype) -> Any:
     """A causal LM of a folder or hub id, on the CPU, without remote code; every weight must be there."""
@@ -156,21 +173,3 @@ def judge(want: Tensor, have: Tensor, promise: dict[str, Any] | None, dtype: str
         tolerance=tolerance,
         held=finite and (tolerance is None or relative <= tolerance),
     )
-
-
-def table(report: Report) -> str:
-    lines = {
-        "tokens": f"{report.tokens}",
-        "logits": f"max difference {report.max_difference:.3g}, mean {report.mean_difference:.3g}, "
-        f"relative {report.relative:.3g}",
-        "KL": f"{report.kl:.3g} nats a token",
-        "top-1": f"{report.top1_agreement:.2%} agree",
-        "promised": report.promised
-        + (f" (relative difference up to {report.tolerance:g})" if report.tolerance is not None else ""),
-        "verdict": "held"
-        if report.held and report.tolerance is not None
-        else "nothing to hold; logits are finite"
-        if report.held
-        else "BROKEN",
-    }
-    return "\n".join(f"{name:<12} {value}" for name, value in lines.items())

@@ -343,7 +343,7 @@ def export(
     dtype = dtype or origin.dense.dtype
     # a float32 tensor of a bf16 model (the router's correction bias) stays float32
     tensors = [replace(t, dtype=dtype if t.dtype == origin.spec.dtype else t.dtype) for t in origin.tensors]
-    source, shards = Whole(model, mesh), packed(tensors, byte_size(max_shard))
+    source, shards = Whole(model, mesh), disk.shards(tensors, byte_size(max_shard))
     total = sum(t.bytes for t in tensors)
     with tqdm(total=total, desc="export", unit="B", unit_scale=True, delay=2, disable=not writes) as bar:
         for name, group in shards:
@@ -429,18 +429,3 @@ def joined(stored: Stored, source: Mapping[str, Tensor]) -> Tensor:
             whole[a:b] = part[start : start + b - a]
             start += b - a
     return whole
-
-
-def packed(tensors: Iterable[Stored], limit: int) -> list[tuple[str, Sequence[Stored]]]:
-    """As upcycle.plan shards its outputs: as many per file as fit, in order."""
-    groups: list[list[Stored]] = []
-    room = 0
-    for stored in tensors:
-        if not groups or stored.bytes > room:
-            groups.append([])
-            room = limit
-        groups[-1].append(stored)
-        room -= stored.bytes
-    if len(groups) == 1:
-        return [("model.safetensors", groups[0])]
-    return [(f"model-{i:05d}-of-{len(groups):05d}.safetensors", group) for i, group in enumerate(groups, 1)]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upcycle.ffn import FFN
-from upcycle.methods import Place, Sizes
+from upcycle.methods import Needs, Place, Sizes
 
 EXACT = False
 
@@ -22,12 +22,11 @@ class Options:
     def check(self, sizes: Sizes) -> None:
         if self.rest not in ("average", "base"):
             raise ValueError(f"method.rest is {self.rest!r}; branch_train_mix knows average and base")
-        if sizes.donors != sizes.copies:
-            raise ValueError(
-                f"branch_train_mix needs one donor per copy, got {sizes.donors} donors for experts={sizes.copies}; "
-                f"list the models under `donors` or set experts={max(sizes.donors, 1)}"
-            )
+
+
+def needs(options: Options) -> Needs:
+    return Needs(donors=("own",), rest="mean" if options.rest == "average" else "source")
 
 
 def expert(donors: Sequence[FFN], place: Place, options: Options) -> FFN:
-    return place.shard(donors[place.copy])
+    return place.shard(donors[0])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from upcycle import rng
 from upcycle.ffn import FFN
-from upcycle.methods import Place, Sizes
+from upcycle.methods import Needs, Place, Sizes
 
 EXACT = False
 
@@ -24,6 +24,10 @@ class Options:
     def check(self, sizes: Sizes) -> None:
         if self.by not in ("contiguous", "random", "activation"):
             raise ValueError(f"method.by is {self.by!r}; split knows contiguous, random and activation")
+
+
+def needs(options: Options) -> Needs:
+    return Needs(disjoint=True, order="method.by=activation" if options.by == "activation" else "")
 
 
 def expert(donors: Sequence[FFN], place: Place, options: Options) -> FFN:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upcycle import plugin, rng, routers, scale
+from upcycle import methods, plugin, rng, routers, scale
 from upcycle.ffn import FFN, NEURON_DIM
 from upcycle.methods import Place
 from upcycle.promise import compare, moe_output
@@ -43,17 +43,12 @@ def upcycled(
     dense: FFN, moe: MoESpec, method: str, kind: str | float, rows: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
     """The MoE block's output, from the method and the scale as the converter uses them."""
-    module = plugin.load("upcycle.methods", method)
-    c = scale.gain(moe, method, kind, None)
+    c = scale.gain(moe, kind, None)
     assert c is not None
-    factors = scale.weight_factors(moe, method, kind, c, gated=moe.dense.gated)
-    routed = dense.neurons(slice(moe.shared, None))
-    experts = [
-        module.expert([routed], Place(0, i, moe.copies, moe.granularity, moe.widths, 0), module.Options()).scaled(
-            factors
-        )
-        for i in range(moe.experts)
-    ]
+    factors = scale.weight_factors(moe, kind, c, gated=moe.dense.gated)
+    expert, routed = methods.load(method).expert, dense.neurons(slice(moe.shared, None))
+    places = [Place(0, i, moe.copies, moe.granularity, moe.widths, 0) for i in range(moe.experts)]
+    experts = [expert([routed], place).scaled(factors) for place in places]
     y = moe_output(x, moe, routers.repeated(rows, moe.experts), experts, moe.dense.activation)
     if moe.shared:
         part = dense.neurons(slice(moe.shared))
@@ -125,23 +120,24 @@ def test_published_scale_is_exact_for_squared_relu_and_off_for_swiglu() -> None:
 @pytest.mark.parametrize("method", plugin.names("upcycle.methods"))
 def test_a_method_has_named_randomness_and_right_shapes(method: str) -> None:
     """Matrices asked for in any order, alone or together, are the same bits; an expert has the width it is given."""
-    module = plugin.load("upcycle.methods", method)
+    module, loaded = plugin.load("upcycle.methods", method), methods.load(method)
+    expert, disjoint = loaded.expert, loaded.needs.disjoint
     copies, granularity = (3, 1) if method == "copy" else (3, 2)
-    dense = [dense_ffn(12, gated=True, bias=True, seed=s) for s in range(3)]
-    parts = copies * granularity if method == "split" else granularity
+    dense = [dense_ffn(12, gated=True, bias=True, seed=s) for s, _ in enumerate(loaded.needs.donors)]
+    parts = copies * granularity if disjoint else granularity
     widths = (12 // parts,) * (copies * granularity)
     for index in range(copies * granularity):
         place = Place(3, index, copies, granularity, widths, 7)
-        forward = {m: module.expert(dense, place, module.Options())[m] for m in dense[0].matrices}
-        backward = {m: module.expert(dense, place, module.Options())[m] for m in reversed(dense[0].matrices)}
+        forward = {m: expert(dense, place)[m] for m in dense[0].matrices}
+        backward = {m: expert(dense, place)[m] for m in reversed(dense[0].matrices)}
         for matrix, tensor in forward.items():
             assert torch.equal(tensor, backward[matrix])
             dim = NEURON_DIM.get(matrix)
             assert dim is None or tensor.shape[dim] == widths[index]
-    if hasattr(module, "rng") and method != "split":  # split draws only if asked to
-        first = module.expert(dense, Place(3, 0, copies, granularity, widths, 7), module.Options())
+    if hasattr(module, "rng") and not disjoint:  # split draws only if asked to
+        first = expert(dense, Place(3, 0, copies, granularity, widths, 7))
         for layer, index, seed in ((3, 0, 8), (4, 0, 7), (3, granularity, 7)):
-            other = module.expert(dense, Place(layer, index, copies, granularity, widths, seed), module.Options())
+            other = expert(dense, Place(layer, index, copies, granularity, widths, seed))
             assert any(not torch.equal(other[m], first[m]) for m in first.matrices), "every draw is the same"
 
 
@@ -193,7 +189,7 @@ def test_split_experts_are_disjoint_and_together_the_dense_ffn(by: str) -> None:
 
 def test_calibrated_scale_is_one_over_the_mass() -> None:
     moe = moe_spec(8, "silu", gated=True, bias=False, widths=(8,) * 8, top_k=2, copies=8, normalize=False)
-    assert scale.gain(moe, "copy", "calibrated", 0.4) == pytest.approx(2.5)
+    assert scale.gain(moe, "calibrated", 0.4) == pytest.approx(2.5)
     assert scale.uniform(moe) == pytest.approx(4.0)  # E G^2 / T
     x, rows = rng.normal((4000, H), 5, "x").double(), 0.02 * rng.normal((8, H), 5, "rows").double()
     mass = float(routers.weights(x, rows, moe)[0].sum(-1).mean())
@@ -204,7 +200,7 @@ def test_calibrated_scale_is_one_over_the_mass() -> None:
 def test_weight_factors_multiply_up_to_c(c: float) -> None:
     for activation, gated, power in (("silu", True, 1), ("relu2", False, 2), ("gelu", False, 1)):
         moe = moe_spec(8, activation, gated=gated, bias=True, widths=(8,), top_k=1, copies=1)
-        f = scale.weight_factors(moe, "copy", c, c, gated=gated)
+        f = scale.weight_factors(moe, c, c, gated=gated)
         assert f["up"] ** power * f["down"] == pytest.approx(c)
         assert f["gate"] == 1.0
         assert f["up"] == 2.0 ** round(math.log2(f["up"]))  # a power of two: rounds nothing

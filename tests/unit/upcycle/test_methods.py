@@ -1,0 +1,55 @@
+"""What a method says it needs is what it is given, and what its experts are made of."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity import tiny
+from upcycle import methods, plugin
+from upcycle.checkpoint import Checkpoint
+from upcycle.config import UpcycleConfig, read
+from upcycle.make import Maker
+from upcycle.plan import Recipe, build
+
+COPIES = 3
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A source, a donor for each copy, and one that takes another's place."""
+    folder = tmp_path_factory.mktemp("dense")
+    return [tiny.make("llama", folder / f"model-{seed}", seed=seed) for seed in range(COPIES + 2)]
+
+
+def made(method: str, models: list[Path]) -> dict[Recipe, Tensor]:
+    source, *donors = models
+    words = [f"method.name={method}", f"experts={COPIES}", f"source={source}"]
+    words += [f"donors=[{','.join(map(str, donors))}]"] if donors else []
+    with ExitStack() as stack:
+        checkpoints = [stack.enter_context(Checkpoint.open(folder)) for folder in models]
+        plan = build(read(UpcycleConfig, "", words), checkpoints)
+        maker = Maker(plan, checkpoints)
+        return {part: maker.part(part) for output in plan.outputs for part in output.parts}
+
+
+@pytest.mark.parametrize("method", plugin.names("upcycle.methods"))
+def test_a_model_changes_what_the_method_needs_it_for_and_nothing_else(method: str, models: list[Path]) -> None:
+    needs = methods.load(method).needs
+    given = models[: 1 + COPIES] if needs.mixes else models[:1]
+    before = made(method, given)
+    for changed in range(len(given)):
+        after = made(method, [models[-1] if i == changed else folder for i, folder in enumerate(given)])
+        assert after.keys() == before.keys()
+        for part, tensor in after.items():
+            if part.kind == "router":
+                needed = False
+            elif part.kind == "expert":
+                needed = ("source" if changed == 0 else "own") in needs.donors and changed in (0, 1 + part.expert)
+            else:
+                needed = (changed == 0) == (needs.rest == "source")
+            assert torch.equal(tensor, before[part]) != needed, f"model {changed}: {part}"

@@ -1,0 +1,83 @@
+"""The converter for notebooks and scripts: what the command line does, with values instead of words.
+
+    moe = Upcycling("llama3-8b-e8t2", source="./llama", output="./moe")
+    print(moe.plan)
+    moe.convert()
+    print(moe.verify())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from upcycle import card, verify
+from upcycle.checkpoint import Checkpoint
+from upcycle.config import UpcycleConfig, read
+from upcycle.convert import convert
+from upcycle.job import Worker
+from upcycle.plan import UpcyclePlan, build
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(UpcyclePlan):
+    """A plan that prints as its table."""
+
+    def __repr__(self) -> str:
+        return card.table(self)
+
+
+class Upcycling:
+    """A config, the dense models that it names, and what is made of them. Every mistake is a ValueError."""
+
+    def __init__(self, config: str | PathLike[str] | Mapping[str, Any] | UpcycleConfig = "", /, **keys: Any) -> None:
+        """From a YAML file, the name of a ready config, or keys and values; `keys` change some of these.
+
+        experts=4, method="drop", router={"init": {"std": 0.02}}, or by its path **{"router.init.std": 0.02}.
+        """
+        file = fspath(config) if isinstance(config, str | PathLike) else ""
+        values = asdict(config) if isinstance(config, UpcycleConfig) else config if isinstance(config, Mapping) else {}
+        self.config = read(UpcycleConfig, file, values=[*values.items(), *keys.items()])
+        if not self.config.source and not self.config.donors:
+            raise ValueError("source is not set; write source=FOLDER or source=org/name")
+        self.dense = self.config.source or self.config.donors[0]
+
+    @contextmanager
+    def opened(self) -> Iterator[list[Checkpoint]]:
+        """The base, then the donors."""
+        with ExitStack() as stack:
+            yield [stack.enter_context(Checkpoint.open(name)) for name in (self.dense, *self.config.donors)]
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What would be made. Reads headers, writes nothing."""
+        with self.opened() as checkpoints:
+            plan = build(self.config, checkpoints)
+        return Plan(**{field.name: getattr(plan, field.name) for field in fields(plan)})
+
+    def convert(self, output: str | PathLike[str] = "", *, worker: Worker | None = None, quiet: bool = False) -> Path:
+        """Make the folder `output`, or the config's. One that this plan made already is left as it is."""
+        if output:
+            self.config = replace(self.config, output=fspath(output))
+            self.plan = replace(self.plan, config=self.config)
+        with self.opened() as checkpoints:
+            return convert(self.plan, checkpoints, worker, quiet=quiet)
+
+    def verify(
+        self,
+        texts: Sequence[str] = (),
+        *,
+        tokens: int = 1024,
+        length: int = 256,
+        dtype: str = "float32",
+        tolerance: float | None = None,
+    ) -> verify.Report:
+        """Compare the logits of the dense model and the output: on `texts`, or on random tokens. See Report.held."""
+        if not self.config.output:
+            raise ValueError("there is no output to verify; give output=FOLDER, or convert to one first")
+        return verify.verify(self.dense, self.config.output, texts, tokens, length, dtype, tolerance)
