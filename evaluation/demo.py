@@ -1,6 +1,9 @@
-"""make demo: is upcycling real? From nothing to a report in a few minutes on a laptop's CPU, without network.
+"""Is upcycling real? `make demo`: from nothing to a report in a few minutes on a laptop's CPU, without network.
 
-    python -m evaluation.demo [output=runs/demo] [seed=0] [key=value ...]
+usage: python -m evaluation.demo [key=value ...]
+
+  python -m evaluation.demo
+  python -m evaluation.demo output=runs/again seed=1
 
 A small dense Llama learns to read Python's standard library, which lies on every machine. It is converted, twice:
 `copies`, 8 whole copies of each FFN of which a token takes 2, and `groups`, 4 copies cut into 4 parts of which a token
@@ -9,9 +12,18 @@ same learning rate, and are compared: loss on files that none has seen, lm-eval'
 
 Each stage is commands that are printed before they run, so that a person can type them. A finished stage is skipped; an
 interrupted one goes on where it stopped. `demo` below is the table of contents.
+
+keys, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
+
+import sys
+
+from upcycle import cli
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    sys.exit(cli.start("evaluation.demo"))
 
 import json
 import os
@@ -19,7 +31,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 import zlib
@@ -364,19 +375,10 @@ def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
     ]
 
 
-def main(words: Sequence[str] | None = None) -> int:
+@cli.command(resumes=True)
+def main(words: list[str]) -> int:
     try:
-        return demo(read(DemoConfig, "", list(sys.argv[1:] if words is None else words)))
+        return demo(read(DemoConfig, "", words))
     except Stopped as stopped:
-        print("demo: stopped; the same command goes on from here", file=sys.stderr)
+        cli.say_stopped(__name__, resumes=True)
         return int(stopped.args[0])
-    except (ValueError, OSError) as error:
-        print(f"demo: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("demo: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

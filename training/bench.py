@@ -1,21 +1,31 @@
-"""bench: tokens/s, TFLOP/s and memory of training steps with random weights and random tokens. A measurement, no test.
+"""Tokens/s, TFLOP/s and memory of training steps with random weights and random tokens. A measurement, no test.
 
-    python -m training.bench bench-qwen3-30b-4l                       a stack of blocks, forward and backward
-    python -m training.bench bench-qwen3-30b-4l routing=balanced      every expert the same number of rows
-    python -m training.bench my.yaml stack=false optimizer=true       head, loss and optimiser too
-    torchrun --nproc-per-node 8 -m training.bench my.yaml mesh.ep=8 batch=8     tokens/s of all, TFLOP/s of each
+usage: python -m training.bench [CONFIG] [key=value ...]
+
+  python -m training.bench bench-qwen3-30b-4l                      # a stack of blocks, forward and backward
+  python -m training.bench bench-qwen3-30b-4l routing=balanced     # every expert the same number of rows
+  python -m training.bench architecture=./moe/config.json stack=false optimizer=true    # head, loss, optimiser too
+  torchrun --nproc-per-node 8 -m training.bench bench-qwen3-30b mesh.ep=8    # tokens/s of all, TFLOP/s of each
 
 FLOPs by the half-square convention (upcycle.size): 6 a weight a token, half the square of attention (of each document),
 no router, no recomputation; without the head when only the blocks run. One JSON row, with versions, is the last line.
+
+keys, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
 
+import sys
+
+from upcycle import cli
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    sys.exit(cli.start("training.bench"))
+
 import json
 import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -260,14 +270,10 @@ def timed(step: Callable[[], None], device: torch.device, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    file, words = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
-    try:
-        row = bench(read(BenchConfig, file, words, READY))
-    except (ValueError, OSError) as error:
-        print(f"training.bench: {error}", file=sys.stderr)
-        return 2
+@cli.command()
+def main(words: list[str]) -> int:
+    file, words = cli.file_and_words(words)
+    row = bench(read(BenchConfig, file, words, READY))
     if rank() > 0:
         return 0
     print(
@@ -278,7 +284,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(json.dumps(row))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -43,8 +43,9 @@ from training.data.mixture import (
     open_validation,
     permuted,
 )
-from training.data.prepare import PrepareConfig, main, prepare
+from training.data.prepare import PrepareConfig, prepare
 from training.data.shards import Shard, TokenShards
+from training.prepare import main
 from upcycle import text
 from upcycle.config import read
 from upcycle.job import Worker
