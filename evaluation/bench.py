@@ -48,16 +48,16 @@ SAME = 1e-5  # of a score: accuracies are equal or they are not, perplexities ar
 @dataclass(frozen=True)
 class BenchConfig:
     checkpoint: str = ""  # a Hugging Face folder or a hub id, which transformers must know
-    suite: str = "mmlu"
+    suite: str = "mmlu"  # a file of evaluation/suites, or one of your own
     tasks: tuple[str, ...] = ()  # these of the suite; none: all
     data: str = ""  # a folder with the suite's files; "": from the hub
-    fewshot: int | None = None
+    fewshot: int | None = None  # examples in a prompt, where the task leaves it open
     limit: int = 0  # items of each task; 0: all
-    dtype: str = "float32"
-    tokens: int = 8192  # of a forward of ours
-    batch_sizes: tuple[int, ...] = (1, 16)  # of HFLM
-    experts: str = "grouped"
-    device: str = ""  # cuda if there is one
+    dtype: str = "float32"  # float32 | bfloat16 | float64
+    tokens: int = 8192  # tokens of one forward of ours, at most
+    batch_sizes: tuple[int, ...] = (1, 16)  # rows at a time of HFLM, one turn each
+    experts: str = "grouped"  # a backend, a file of training/experts
+    device: str = ""  # cuda | cpu; "": cuda if there is one
 
     def __post_init__(self) -> None:
         if not self.checkpoint:

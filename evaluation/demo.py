@@ -66,17 +66,17 @@ DENSE, COPIES, GROUPS = ARMS = ("dense", "copies", "groups")
 
 @dataclass(frozen=True)
 class DemoConfig:
-    output: str = "runs/demo"
+    output: str = "runs/demo"  # the folder of all that is made
     seed: int = 0  # of the weights, of the routers, of the order of the text
-    characters: int = 600_000  # of each domain, at most
+    characters: int = 600_000  # characters of text of each domain, at most
     held_out: int = 30_000  # characters of each domain that are kept for comparing
-    vocabulary: int = 2048
-    hidden: int = 96
-    layers: int = 4
+    vocabulary: int = 2048  # tokens of the tokenizer that is made
+    hidden: int = 96  # width of the dense model
+    layers: int = 4  # layers of the dense model
     first: int = 200  # steps of the dense model alone
     steps: int = 200  # steps that all go on
     batch: int = 8  # sequences a step
-    sequence: int = 256
+    sequence: int = 256  # tokens a sequence
     peak: float = 2e-3  # learning rate, of the first training and of all that go on
 
 

@@ -60,8 +60,8 @@ class RoutingConfig:
     granularity: int = 0  # parts a dense FFN was cut into; 0: as the checkpoint's or start's upcycle.json says, else 1
     tokens: int = 16384  # of each text, at most
     length: int = 512  # tokens a sequence
-    compute: str = "float32"
-    output: str = "routing.json"
+    compute: str = "float32"  # dtype of activations: float32 | bfloat16 | float64
+    output: str = "routing.json"  # the file to write
 
 
 # ---- counting

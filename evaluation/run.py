@@ -56,11 +56,11 @@ class EvalConfig:
     output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-FINGERPRINT
     name: str = ""  # of the model in tables; "": the checkpoint's
     dtype: str = "float32"  # float32 | bfloat16 | float64
-    tokens: int = 8192  # of a forward
+    tokens: int = 8192  # tokens of one forward, at most
     generate: int = 0  # tokens of a written answer at most; 0: as the task says, or 256
-    experts: str = "grouped"  # a backend of training/experts
-    tokenizer: str = ""  # a folder; "": the checkpoint's
-    device: str = ""  # cuda if there is one
+    experts: str = "grouped"  # a backend, a file of training/experts
+    tokenizer: str = ""  # a folder with one; "": the checkpoint's
+    device: str = ""  # cuda | cpu; "": cuda if there is one
     mesh: MeshConfig = field(default_factory=MeshConfig)  # how several processes divide the model
 
     def __post_init__(self) -> None:

@@ -64,9 +64,9 @@ BLOCKS = 3  # of `steps` steps; the row has their median
 @dataclass(frozen=True)
 class BenchConfig:
     architecture: Any = None  # a config.json, as keys and values or as a file
-    layers: int = 0  # instead of the architecture's own
+    layers: int = 0  # how many, instead of the architecture's own; 0: those
     stack: bool = False  # blocks alone: no head, no loss
-    sequence: int = 4096
+    sequence: int = 4096  # tokens a sequence
     documents: int = 0  # tokens of a document, on average: attention stays within them; 0: a sequence is one
     batch: int = 4  # sequences a step
     micro_batch: int = 0  # sequences at a time, on each data-parallel rank; 0: all that it has
@@ -74,16 +74,16 @@ class BenchConfig:
     routing: str = "natural"  # natural | balanced
     capacity: float = 0.0  # an expert takes so many times its share in balance and drops the rest; 0: all
     pad: bool = False  # buffers to the capacity: see balance.pad_to_capacity of training
-    experts: str = "grouped"
+    experts: str = "grouped"  # a backend, a file of training/experts
     transformer_engine: tuple[str, ...] = ()  # see model.transformer_engine of training
     weights: str = "bfloat16"  # dtype of parameters and gradients: bfloat16 | float32
-    compute: str = "bfloat16"
-    recompute: str = "none"
-    compile: bool = False
+    compute: str = "bfloat16"  # dtype of activations: bfloat16 | float32 | float64
+    recompute: str = "none"  # see model.recompute of training
+    compile: bool = False  # torch.compile each layer
     optimizer: bool = False  # also AdamW's step
-    moments: str = "float32"  # AdamW's: float32 | bfloat16
-    warmup: int = 5
-    steps: int = 10
+    moments: str = "float32"  # dtype of AdamW's moments: float32 | bfloat16
+    warmup: int = 5  # steps that are not timed
+    steps: int = 10  # steps of each of the three turns that are timed
     profile: bool = False  # also the time by phase, from the profiler
 
     def __post_init__(self) -> None:

@@ -33,8 +33,8 @@ from upcycle.disk import write_atomic
 
 @dataclass(frozen=True)
 class ReportConfig:
-    output: str = "report.html"
-    title: str = "Upcycling report"
+    output: str = "report.html"  # the page to write; .md and .json come beside it
+    title: str = "Upcycling report"  # title of the page
 
 
 # ---- the same as Markdown and JSON

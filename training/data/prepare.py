@@ -40,9 +40,9 @@ BATCH = 1 << 21  # characters tokenised at once: some 100 MB of the tokenizer's 
 class PrepareConfig:
     output: str = ""  # the folder to make
     tokenizer: str = ""  # a folder with tokenizer.json
-    sources: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()  # files, folders, patterns, hf:org/name[...]; see --help
     eos: str = ""  # the token that ends a document; "": what the folder's tokenizer_config.json says
-    shard_tokens: int = 1 << 28  # a part of a source is closed at the first document's end beyond
+    shard_tokens: int = 1 << 28  # tokens of a shard: it is closed at the first document's end beyond
 
 
 @dataclass(frozen=True)
