@@ -3,7 +3,7 @@
 usage: python -m training.plan [CONFIG] gpus=N [key=value ...]
 
   python -m training.plan my.yaml gpus=8                  # the config's own mapping, and the others by their size
-  python -m training.plan llama3-8b-e8t2 model.upcycle.source=./llama gpus=16 mesh.ep=8 model.recompute=full
+  python -m training.plan llama3-8b-e8t2 model.upcycle.source=./llama gpus=16 mesh.ep=4 model.recompute=full
 
 Weights, gradients and moments are counted, parameter by parameter. Gathered weights and activations are estimated from
 what the modules keep in bf16 on a GPU (attention without its square, experts without their product); the allocator's

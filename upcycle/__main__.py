@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "plan",
         "What would be made: every tensor, sizes, exactness, memory. Reads headers only and writes nothing.",
         "  upcycle plan tiny\n"
-        "  upcycle plan llama3-8b-e8t2 source=./llama layers=every:2\n"
+        "  upcycle plan llama3-8b-e8t2 source=./llama layers=every:2 target=auto\n"
         "  upcycle plan source=./llama router.normalize=false scale=published    # shows how inexact that is\n"
         f"  upcycle plan source=./llama --tensors | grep experts.0\n\n{KEYS}",
     )
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "convert",
         "Make the MoE checkpoint. Kill it and start it again as you like: it goes on where it was.",
         "  upcycle convert tiny source=./llama output=./moe\n"
-        f"  torchrun --nproc-per-node 4 -m upcycle convert my.yaml source=./llama output=./moe\n\n{KEYS}",
+        f"  torchrun --nproc-per-node 8 -m upcycle convert llama3-8b-e8t2 source=./llama output=./moe\n\n{KEYS}",
     )
     convert.add_argument("words", nargs="*", metavar="CONFIG key=value", help=config_help)
 
