@@ -1,45 +1,49 @@
-"""The command line of evaluation. Every failure a user can cause is one sentence and exit code 2."""
+"""A model's answers to benchmarks, comparisons of models, how experts are used, and one page of it all.
+
+usage: python -m evaluation COMMAND ... [key=value ...]
+
+  run SUITE CHECKPOINT       a model's answers to the items of a suite (mmlu, core, perplexity, gsm8k, tiny)
+  compare A B ...            is B better than A? paired statistics of two runs, or losses of two trainings
+  routing CHECKPOINT TEXT    how experts are used on each text, and how far they came from their start
+  report PATH ...            one page of all that lies in these folders
+
+  python -m evaluation run tiny ./moe
+  python -m evaluation compare runs/eval/dense runs/eval/moe
+  python -m evaluation routing ./moe book.txt
+  python -m evaluation report runs/eval/dense runs/eval/moe runs/dense runs/moe output=report.html
+
+`python -m evaluation COMMAND --help` says more. keys, with defaults and meaning: docs/config.md
+"""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 
-USER_ERROR = 2
-COMMANDS = {  # a module of this package each, with a main(words)
-    "run": "SUITE CHECKPOINT: a model's answers to the items of a suite (mmlu, core, perplexity, gsm8k, tiny)",
-    "compare": "A B ...: is B better than A? paired statistics of two runs, or losses of two trainings",
-    "routing": "CHECKPOINT TEXT ...: how experts are used on each text, and how far they came from their start",
-    "report": "PATH ...: one page of all that lies in these folders",
+from upcycle import cli
+
+COMMANDS = {  # each a module with a main(words), whose docstring is its help
+    "run": "evaluation.run",
+    "compare": "evaluation.compare",
+    "routing": "evaluation.routing",
+    "report": "evaluation.report.report",
 }
 
-MODULES = {"report": "evaluation.report.report"}
 
-
-def main(words: Sequence[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print("python -m evaluation COMMAND ... [key=value ...]\n")
-        for name, about in COMMANDS.items():
-            print(f"  {name} {about}")
-        print("\nWhat each key means stands at the top of evaluation/COMMAND.py.")
+@cli.command()
+def main(words: list[str]) -> int:
+    name, *rest = words or cli.HELP
+    if name in cli.HELP:
+        print(cli.about("evaluation.__main__"))
         return 0
-    try:
-        if words[0] not in COMMANDS:
-            raise ValueError(f"there is no command {words[0]!r}; the commands are {', '.join(COMMANDS)}")
-        code: int = import_module(MODULES.get(words[0], f"evaluation.{words[0]}")).main(words[1:])
-        return code
-    except BrokenPipeError:  # `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if name not in COMMANDS:
+        raise ValueError(f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}")
+    if set(cli.HELP) & set(rest):
+        print(cli.about(COMMANDS[name]))
         return 0
-    except (ValueError, OSError) as error:
-        print(f"evaluation: {' '.join(str(error).split())}", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        print("evaluation: stopped", file=sys.stderr)
-        return 130
+    code: int = import_module(COMMANDS[name]).main(rest)
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(cli.start("evaluation.__main__", own_help=True))

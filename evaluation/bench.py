@@ -1,21 +1,31 @@
-"""bench: lm-eval's own model (HFLM on transformers) and ours on the same items, one after the other. A measurement.
+"""lm-eval's own model (HFLM on transformers) and ours on the same items, one after the other. A measurement, no test.
 
-    python -m evaluation.bench ./moe data=FOLDER limit=50      mmlu, from files; without data from the hub
-    python -m evaluation.bench ./dense tasks=[mmlu_anatomy] batch_sizes=[1,16]       these tasks of it alone
+usage: python -m evaluation.bench CHECKPOINT [key=value ...]
+
+  python -m evaluation.bench ./moe limit=50                              # mmlu from the hub; data=FOLDER: from files
+  python -m evaluation.bench ./llama 'tasks=[mmlu_anatomy]' 'batch_sizes=[1,16]'     # these tasks of it
+  python -m evaluation.bench ./llama suite=tiny limit=4
 
 What is timed is all between the items and the scores: prompts, tokens, forwards, metrics; `answering` is the part of it
 after the prompts, which lm-eval makes for both. The model is on its device, and has answered one item before. One JSON
 row, with versions, is the last line.
+
+keys, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
 
+import sys
+
+from upcycle import cli
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    sys.exit(cli.start("evaluation.bench"))
+
 import json
 import math
-import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,16 +48,16 @@ SAME = 1e-5  # of a score: accuracies are equal or they are not, perplexities ar
 @dataclass(frozen=True)
 class BenchConfig:
     checkpoint: str = ""  # a Hugging Face folder or a hub id, which transformers must know
-    suite: str = "mmlu"
+    suite: str = "mmlu"  # a file of evaluation/suites, or one of your own
     tasks: tuple[str, ...] = ()  # these of the suite; none: all
     data: str = ""  # a folder with the suite's files; "": from the hub
-    fewshot: int | None = None
+    fewshot: int | None = None  # examples in a prompt, where the task leaves it open
     limit: int = 0  # items of each task; 0: all
-    dtype: str = "float32"
-    tokens: int = 8192  # of a forward of ours
-    batch_sizes: tuple[int, ...] = (1, 16)  # of HFLM
-    experts: str = "grouped"
-    device: str = ""  # cuda if there is one
+    dtype: str = "float32"  # float32 | bfloat16 | float64
+    tokens: int = 8192  # tokens of one forward of ours, at most
+    batch_sizes: tuple[int, ...] = (1, 16)  # rows at a time of HFLM, one turn each
+    experts: str = "grouped"  # a backend, a file of training/experts
+    device: str = ""  # cuda | cpu; "": cuda if there is one
 
     def __post_init__(self) -> None:
         if not self.checkpoint:
@@ -237,18 +247,8 @@ def say(name: str, result: Asked) -> None:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and "=" not in words[0]:
-        words[0] = f"checkpoint={words[0]}"
-    try:
-        row = bench(read(BenchConfig, "", words))
-    except (ValueError, OSError) as error:
-        print(f"evaluation.bench: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(json.dumps(row))
+@cli.command()
+def main(words: list[str]) -> int:
+    checkpoint, words = cli.file_and_words(words)
+    print(json.dumps(bench(read(BenchConfig, "", [f"checkpoint={checkpoint}", *words] if checkpoint else words))))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

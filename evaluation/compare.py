@@ -1,7 +1,9 @@
 """Is B better than A? Two runs of a suite item by item, two training runs at equal tokens and at equal FLOPs.
 
-    python -m evaluation compare results/dense results/moe [output=FILE.json]      folders of `evaluation run`
-    python -m evaluation compare runs/dense runs/moe                               folders of `training`
+usage: python -m evaluation compare A B ... [output=FILE.json]
+
+  python -m evaluation compare runs/eval/dense runs/eval/moe output=compared.json    # folders of `evaluation run`
+  python -m evaluation compare runs/dense runs/moe                                   # folders of `training`
 
 The first is what the others are compared with. Both models answered the same items, so the noise of the items cancels:
 on 14,042 items the standard error of a difference is about 0.4 points instead of 0.6. A metric has
@@ -12,6 +14,8 @@ on 14,042 items the standard error of a difference is about 0.4 points instead o
                 their parts (subjects, domains) another
 
 Randomness is named by what is compared, so the same two runs give the same numbers.
+
+keys, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from evaluation import results
 from evaluation.results import Item
 from training.observe import plots
 from training.observe.metrics import FILE as METRICS
+from upcycle import cli
 from upcycle.config import read
 from upcycle.disk import write_atomic
 
@@ -434,8 +439,8 @@ class CompareConfig:
 
 
 def main(words: Sequence[str]) -> int:
-    folders = [word for word in words if "=" not in word]
-    config = read(CompareConfig, "", [word for word in words if "=" in word])
+    folders, keys = cli.names_and_words(words)
+    config = read(CompareConfig, "", keys)
     if len(folders) < 2:
         raise ValueError("compare needs two runs or more, the first is what the others are compared with: compare A B")
     said: dict[str, Any] = {}

@@ -1,6 +1,9 @@
-"""make demo: is upcycling real? From nothing to a report in a few minutes on a laptop's CPU, without network.
+"""Is upcycling real? `make demo`: from nothing to a report in a few minutes on a laptop's CPU, without network.
 
-    python -m evaluation.demo [output=runs/demo] [seed=0] [key=value ...]
+usage: python -m evaluation.demo [key=value ...]
+
+  python -m evaluation.demo
+  python -m evaluation.demo output=runs/again seed=1
 
 A small dense Llama learns to read Python's standard library, which lies on every machine. It is converted, twice:
 `copies`, 8 whole copies of each FFN of which a token takes 2, and `groups`, 4 copies cut into 4 parts of which a token
@@ -9,9 +12,18 @@ same learning rate, and are compared: loss on files that none has seen, lm-eval'
 
 Each stage is commands that are printed before they run, so that a person can type them. A finished stage is skipped; an
 interrupted one goes on where it stopped. `demo` below is the table of contents.
+
+keys, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
+
+import sys
+
+from upcycle import cli
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    sys.exit(cli.start("evaluation.demo"))
 
 import json
 import os
@@ -19,7 +31,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 import zlib
@@ -55,17 +66,17 @@ DENSE, COPIES, GROUPS = ARMS = ("dense", "copies", "groups")
 
 @dataclass(frozen=True)
 class DemoConfig:
-    output: str = "runs/demo"
+    output: str = "runs/demo"  # the folder of all that is made
     seed: int = 0  # of the weights, of the routers, of the order of the text
-    characters: int = 600_000  # of each domain, at most
+    characters: int = 600_000  # characters of text of each domain, at most
     held_out: int = 30_000  # characters of each domain that are kept for comparing
-    vocabulary: int = 2048
-    hidden: int = 96
-    layers: int = 4
+    vocabulary: int = 2048  # tokens of the tokenizer that is made
+    hidden: int = 96  # width of the dense model
+    layers: int = 4  # layers of the dense model
     first: int = 200  # steps of the dense model alone
     steps: int = 200  # steps that all go on
     batch: int = 8  # sequences a step
-    sequence: int = 256
+    sequence: int = 256  # tokens a sequence
     peak: float = 2e-3  # learning rate, of the first training and of all that go on
 
 
@@ -364,19 +375,10 @@ def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
     ]
 
 
-def main(words: Sequence[str] | None = None) -> int:
+@cli.command(resumes=True)
+def main(words: list[str]) -> int:
     try:
-        return demo(read(DemoConfig, "", list(sys.argv[1:] if words is None else words)))
+        return demo(read(DemoConfig, "", words))
     except Stopped as stopped:
-        print("demo: stopped; the same command goes on from here", file=sys.stderr)
+        cli.say_stopped(__name__, resumes=True)
         return int(stopped.args[0])
-    except (ValueError, OSError) as error:
-        print(f"demo: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("demo: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,9 @@
 """How a model uses its experts on given text, and how far they have come from the dense FFN they were copied from.
 
-    python -m evaluation routing CHECKPOINT fiction.jsonl.zst code.jsonl.zst start=UPCYCLED output=routing.json
+usage: python -m evaluation routing CHECKPOINT TEXT ... [key=value ...]
+
+  python -m evaluation routing ./moe book.txt
+  python -m evaluation routing ./moe-trained book.txt other-book.txt start=./moe output=routing.json
 
 Every text is a domain. What is measured of a layer:
 
@@ -14,6 +17,8 @@ Every text is a domain. What is measured of a layer:
     moved           |expert - what it was at `start`| / |what it was|, mean over experts; the router's rows likewise
 
 C domains, L MoE layers, N experts = E copies x G parts, K chosen a token, T tokens.
+
+keys, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
-from upcycle import text
+from upcycle import cli, text
 from upcycle.config import read
 from upcycle.disk import write_atomic
 from upcycle.inspect import read_manifest
@@ -55,8 +60,8 @@ class RoutingConfig:
     granularity: int = 0  # parts a dense FFN was cut into; 0: as the checkpoint's or start's upcycle.json says, else 1
     tokens: int = 16384  # of each text, at most
     length: int = 512  # tokens a sequence
-    compute: str = "float32"
-    output: str = "routing.json"
+    compute: str = "float32"  # dtype of activations: float32 | bfloat16 | float64
+    output: str = "routing.json"  # the file to write
 
 
 # ---- counting
@@ -345,10 +350,10 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    named = [word for word in words if "=" not in word]
+    named, keys = cli.names_and_words(words)
     if not named:
         raise ValueError("routing needs a checkpoint and texts: routing CHECKPOINT TEXT [TEXT ...] [key=value ...]")
-    given = [f"checkpoint={named[0]}", f"texts={json.dumps(named[1:])}", *(w for w in words if "=" in w)]
+    given = [f"checkpoint={named[0]}", f"texts={json.dumps(named[1:])}", *keys]
     config = read(RoutingConfig, "", given)
     found = analyse(config)
     write_atomic(Path(config.output), (json.dumps(found | {"config": asdict(config)}) + "\n").encode())

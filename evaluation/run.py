@@ -1,12 +1,16 @@
 """Ask a model the items of a suite, and keep every answer.
 
-    python -m evaluation run mmlu ./moe data=FOLDER fewshot=0          from files; without data from the hub
-    python -m evaluation run perplexity runs/moe texts=[law.jsonl.zst]  a training run: its newest checkpoint
-    python -m evaluation run tiny org/name limit=10 dtype=bfloat16
-    torchrun --nproc-per-node 8 -m evaluation run core ./moe mesh.ep=8
+usage: python -m evaluation run SUITE CHECKPOINT [key=value ...]
+
+  python -m evaluation run mmlu ./moe fewshot=0                            # from the hub; data=FOLDER: from files
+  python -m evaluation run perplexity runs/moe texts=[book.txt]            # a training run: its newest checkpoint
+  python -m evaluation run tiny ./moe limit=10 dtype=bfloat16
+  torchrun --nproc-per-node 8 -m evaluation run tiny ./moe mesh.ep=8
 
 Suites are the files of evaluation/suites, or a file of your own; SUITE may also be a ready config (configs/eval).
-Killed and started again, it goes on where it was. Keys:
+Killed and started again, it goes on where it was.
+
+keys, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from training.evaluate import Ask, EvalConfig
 from training.model.decoder import Decoder
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
-from upcycle import __version__
+from upcycle import __version__, cli
 from upcycle.config import read
 
 READY = Path(__file__).parent.parent / "configs" / "eval"
@@ -55,11 +59,11 @@ class RunConfig:
     output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-FINGERPRINT
     name: str = ""  # of the model in tables; "": the checkpoint's
     dtype: str = "float32"  # float32 | bfloat16 | float64
-    tokens: int = 8192  # of a forward
+    tokens: int = 8192  # tokens of one forward, at most
     generate: int = 0  # tokens of a written answer at most; 0: as the task says, or 256
-    experts: str = "grouped"  # a backend of training/experts
-    tokenizer: str = ""  # a folder; "": the checkpoint's
-    device: str = ""  # cuda if there is one
+    experts: str = "grouped"  # a backend, a file of training/experts
+    tokenizer: str = ""  # a folder with one; "": the checkpoint's
+    device: str = ""  # cuda | cpu; "": cuda if there is one
     mesh: MeshConfig = field(default_factory=MeshConfig)  # how several processes divide the model
 
     def __post_init__(self) -> None:
@@ -75,10 +79,6 @@ class RunConfig:
 
 
 def main(words: Sequence[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print(__doc__, end="")
-        print("\n".join(f"    {f.name}" for f in RunConfig.__dataclass_fields__.values()))
-        return 0
     config = read_config(words)
     command = shlex.join(["python", "-m", "evaluation", "run", *words])
     run(config, command)
@@ -86,10 +86,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def read_config(words: Sequence[str]) -> RunConfig:
-    names = [word for word in words if "=" not in word]
+    names, more = cli.names_and_words(words)
     if len(names) > 2:
         raise ValueError(f"{names[2]!r} is one name too many; write run SUITE CHECKPOINT key=value ...")
-    more = [word for word in words if "=" in word]
     if len(names) == 2:
         more.append(f"checkpoint={names[1]}")
     file = names[0] if names else ""

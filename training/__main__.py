@@ -1,48 +1,41 @@
-"""python -m training CONFIG [key=value ...]: train, or go on training where the run in `output` stopped."""
+"""Train, or go on training where the run in `output` stopped.
+
+usage: python -m training [CONFIG] [key=value ...]
+
+CONFIG is a YAML file or the name of a ready config (configs/train). The same command goes on where it stopped.
+
+  python -m training stories model.upcycle.source=./llama output=runs/moe
+  python -m training model.source=./llama data.train=[runs/stories-data] output=runs/dense steps=1000 batch=8
+  python -m training my.yaml profile=10-12                                  # where the time goes, as a trace
+  torchrun --nproc-per-node 8 -m training my.yaml mesh.ep=8                 # on 8 GPUs, the same run
+
+Text becomes token shards by training.prepare, once; training.plan says whether a run fits; training.plots draws it.
+
+keys, with defaults and meaning: docs/config.md
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from upcycle import cli
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
     from training.evaluate import Suite
 
-EXAMPLES = """usage: python -m training CONFIG [key=value ...]
 
-  python -m training.prepare runs/data tokenizer=./llama sources=[book.txt]     text to token shards, once
-  python -m training stories output=runs/moe                                    a ready config
-  python -m training model.source=./llama data.train=[runs/data] output=runs/dense steps=1000 batch=8
-  python -m training model.upcycle=llama3-8b-e8t2 data.train=[runs/data] output=runs/moe
-  python -m training stories output=runs/moe profile=10-12 log.tensorboard=true     where the time goes; more to look at
-  torchrun --nproc-per-node 8 -m training CONFIG mesh.ep=8 output=runs/moe          on 8 GPUs, the same run
-  python -m training.plots runs/dense runs/moe --output loss.png
-
-The same command goes on where it stopped. All keys, with comments: training/config.py
-"""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help"):
-        print(EXAMPLES, end="")
-        return 0 if words else 2
+@cli.command(resumes=True)
+def main(words: list[str]) -> int:
     from training.config import read_config
     from training.observe.metrics import read
     from training.parallel.processes import rank
     from training.train import train
 
-    file, words = (words[0], words[1:]) if "=" not in words[0] else ("", words)
-    try:
-        config = read_config(file, words)
-        folder = train(config, suite_of(config))
-        reached = max((row["step"] for row in read(folder)), default=config.steps)
-    except (ValueError, OSError) as error:
-        who = f"training, rank {rank()}" if rank() else "training"
-        print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    config = read_config(*cli.file_and_words(words))
+    folder = train(config, suite_of(config))
+    reached = max((row["step"] for row in read(folder)), default=config.steps)
     if rank():  # the first one speaks for all
         return 0
     if reached < config.steps:
@@ -67,4 +60,4 @@ def suite_of(config: TrainConfig) -> Suite | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.start("training.__main__"))

@@ -32,11 +32,11 @@ Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold di
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    aux_weight: float = 0.01  # of the balance loss; 1e-3 ... 1e-2 are best for upcycling, without it experts die
+    aux_weight: float = 0.01  # weight of the balance loss; 1e-3 ... 1e-2 are best for upcycling, without it experts die
     # whose load is balanced: micro_batch | sequence (each on its own: strict) | global: of the whole step, which leaves
     # a micro-batch of one domain free to prefer its experts (arXiv 2501.11873)
     aux_scope: str = "global"
-    z_weight: float = 0.0  # of the z-loss, which keeps logits small; 1e-3 changed nothing in upcycling
+    z_weight: float = 0.0  # weight of the z-loss, which keeps logits small; 1e-3 changed nothing in upcycling
     bias_rate: float = 0.0  # DeepSeek-V3's bias on the selection: 1e-3; usually with aux_weight 1e-4 or 0
     capacity_factor: float = 0.0  # 0: no token is dropped; 1: an expert takes as many as in perfect balance
     drop_policy: str = "probability"  # who stays in a full expert: probability (highest weight) | position (first come)

@@ -1,24 +1,34 @@
-"""bench: tokens/s, TFLOP/s and memory of training steps with random weights and random tokens. A measurement, no test.
+"""Tokens/s, TFLOP/s and memory of training steps with random weights and random tokens. A measurement, no test.
 
-    python -m training.bench bench-qwen3-30b-4l                       a stack of blocks, forward and backward
-    python -m training.bench bench-qwen3-30b-4l routing=balanced      every expert the same number of rows
-    python -m training.bench my.yaml stack=false optimizer=true       head, loss and optimiser too
-    torchrun --nproc-per-node 8 -m training.bench my.yaml mesh.ep=8 batch=8     tokens/s of all, TFLOP/s of each
+usage: python -m training.bench [CONFIG] [key=value ...]
+
+  python -m training.bench bench-qwen3-30b-4l                      # a stack of blocks, forward and backward
+  python -m training.bench bench-qwen3-30b-4l routing=balanced     # every expert the same number of rows
+  python -m training.bench architecture=./moe/config.json stack=false optimizer=true    # head, loss, optimiser too
+  torchrun --nproc-per-node 8 -m training.bench bench-qwen3-30b mesh.ep=8    # tokens/s of all, TFLOP/s of each
 
 A step is training's own (training/step.py), with its balance losses, statistics and what ranks agree on; without
 optimizer=true it ends at the gradients.
 
 FLOPs by the half-square convention (upcycle.size): 6 a weight a token, half the square of attention (of each document),
 no router, no recomputation; without the head when only the blocks run. One JSON row, with versions, is the last line.
+
+keys, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
 
+import sys
+
+from upcycle import cli
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    sys.exit(cli.start("training.bench"))
+
 import json
 import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -55,9 +65,9 @@ BLOCKS = 3  # of `steps` steps; the row has their median
 @dataclass(frozen=True)
 class BenchConfig:
     architecture: Any = None  # a config.json, as keys and values or as a file
-    layers: int = 0  # instead of the architecture's own
+    layers: int = 0  # how many, instead of the architecture's own; 0: those
     stack: bool = False  # blocks alone: no head, no loss
-    sequence: int = 4096
+    sequence: int = 4096  # tokens a sequence
     documents: int = 0  # tokens of a document, on average: attention stays within them; 0: a sequence is one
     batch: int = 4  # sequences a step
     micro_batch: int = 0  # sequences at a time, on each data-parallel rank; 0: all that it has
@@ -65,16 +75,16 @@ class BenchConfig:
     routing: str = "natural"  # natural | balanced
     capacity: float = 0.0  # an expert takes so many times its share in balance and drops the rest; 0: all
     pad: bool = False  # buffers to the capacity: see balance.pad_to_capacity of training
-    experts: str = "grouped"
+    experts: str = "grouped"  # a backend, a file of training/experts
     transformer_engine: tuple[str, ...] = ()  # see model.transformer_engine of training
     weights: str = "bfloat16"  # dtype of parameters and gradients: bfloat16 | float32
-    compute: str = "bfloat16"
-    recompute: str = "none"
-    compile: bool = False
+    compute: str = "bfloat16"  # dtype of activations: bfloat16 | float32 | float64
+    recompute: str = "none"  # see model.recompute of training
+    compile: bool = False  # torch.compile each layer
     optimizer: bool = False  # also AdamW's step
-    moments: str = "float32"  # AdamW's: float32 | bfloat16
-    warmup: int = 5
-    steps: int = 10
+    moments: str = "float32"  # dtype of AdamW's moments: float32 | bfloat16
+    warmup: int = 5  # steps that are not timed
+    steps: int = 10  # steps of each of the three turns that are timed
     profile: bool = False  # also the time by phase, from the profiler
 
     def __post_init__(self) -> None:
@@ -272,14 +282,10 @@ def timed(step: Callable[[], None], device: torch.device, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    file, words = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
-    try:
-        row = bench(read(BenchConfig, file, words, READY))
-    except (ValueError, OSError) as error:
-        print(f"training.bench: {error}", file=sys.stderr)
-        return 2
+@cli.command()
+def main(words: list[str]) -> int:
+    file, words = cli.file_and_words(words)
+    row = bench(read(BenchConfig, file, words, READY))
     if rank() > 0:
         return 0
     print(
@@ -290,7 +296,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(json.dumps(row))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

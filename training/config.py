@@ -31,27 +31,29 @@ class ModelConfig:
     source: str = ""  # a checkpoint folder or hub id, dense or MoE; with `upcycle` it is left empty
     upcycle: Any = ""  # an upcycle config (file, ready name, or keys and values): the MoE is made as it is loaded
     random: bool = False  # random weights in the source's shape
-    experts: str = "grouped"  # a backend of training/experts
-    compute: str = "bfloat16"  # of activations; weights, moments and sums of gradients are float32
-    recompute: str = "none"  # in backward, instead of keeping it: none | selective | attention | experts | full
+    experts: str = "grouped"  # a backend, a file of training/experts (in an upcycle config, experts is a count)
+    # dtype of activations: bfloat16 | float32 | float64; weights, moments and sums of gradients are float32
+    compute: str = "bfloat16"
+    # what is computed again in backward, instead of kept: none | selective | attention | experts | full (training.md)
+    recompute: str = "none"
     compile: bool = False  # torch.compile each layer
-    transformer_engine: tuple[str, ...] = ()  # what of a layer it computes: attention, linear or linear_fp8, norm
+    transformer_engine: tuple[str, ...] = ()  # what of a layer it computes: attention, linear | linear_fp8, norm
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 500  # steps; 0: only at the end
-    keep: int = 2  # newest ones
-    keep_every: int = 0  # and every one whose step is a multiple of this
-    asynchronous: bool = True
+    every: int = 500  # steps between checkpoints; 0: only at the end
+    keep: int = 2  # how many of the newest stay
+    keep_every: int = 0  # those whose step is a multiple of this stay too; 0: none
+    asynchronous: bool = True  # written while the run goes on
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """Beside metrics.jsonl, which is always written."""
 
-    tensorboard: bool = False  # into the run's folder
-    wandb: str = ""  # a project
+    tensorboard: bool = False  # events for TensorBoard, in the run's folder
+    wandb: str = ""  # the project that wandb logs to; "": it does not
 
 
 @dataclass(frozen=True)
@@ -66,17 +68,17 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    steps: int = 1000
+    steps: int = 1000  # of the optimiser, from the first on; a resumed run goes on to the same number
     batch: int = 64  # sequences a step
     micro_batch: int = 1  # sequences at a time, on each data-parallel rank
-    log_every: int = 10
-    valid_every: int = 0  # steps; 0: only before the first and after the last
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    valid_every: int = 0  # steps between validations; 0: only before the first and after the last
     profile: str = ""  # steps to trace, such as 10-12: trace-10-12.json.gz, for perfetto
-    memory_snapshot: bool = False  # of CUDA's allocator: memory.pickle, for pytorch.org/memory_viz
+    memory_snapshot: bool = False  # records CUDA's allocator: memory.pickle, for pytorch.org/memory_viz
     export: str = ""  # a folder for the final model in its Hugging Face layout
     patience: float = 30.0  # minutes that ranks wait for each other before they end and name who is missing
-    device: str = ""  # cuda if there is one
-    seed: int = 0
+    device: str = ""  # cuda | cpu; "": cuda if there is one
+    seed: int = 0  # of random weights (model.random)
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "micro_batch", "log_every"):

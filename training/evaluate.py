@@ -16,13 +16,13 @@ from training.parallel.mesh import ParallelMesh
 
 @dataclass(frozen=True)
 class EvalConfig:
-    every: int = 0  # steps, and before the first and after the last; 0: never
+    every: int = 0  # steps between evaluations, besides those before the first and after the last; 0: none
     suite: str = "tiny"  # a file of evaluation/suites, or one of your own
     data: str = ""  # a folder with the suite's files; "": from the hub
     texts: tuple[str, ...] = ()  # suite perplexity: .txt, .jsonl or .jsonl.zst
     fewshot: int | None = None  # examples in a prompt, where the task leaves it open
     limit: int = 0  # items of each task; 0: all
-    tokenizer: str = ""  # a folder; "": the checkpoint's
+    tokenizer: str = ""  # a folder with one; "": the checkpoint's
 
     def __post_init__(self) -> None:
         if self.every < 0:

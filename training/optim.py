@@ -51,17 +51,17 @@ class OptimConfig:
     name: str = "adamw"  # adamw | muon: for matrices inside the layers, AdamW for the rest, at the same learning rate
     weight_decay: float = 0.1  # of matrices; norms and biases have none
     router_decay: bool = False  # decay routers too
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    momentum: float = 0.95  # Muon's, Nesterov
-    moments: str = "float32"  # float32 | bfloat16
-    clip: float = 1.0  # limit of the gradient's global norm; 0: none
-    router_lr: float = 1.0  # these multiply the learning rate
-    expert_lr: float = 1.0  # routed experts
-    embed_lr: float = 1.0  # embeddings and LM head
+    beta1: float = 0.9  # AdamW's: share of the old mean of gradients that a step keeps
+    beta2: float = 0.95  # AdamW's: of the old mean of their squares
+    eps: float = 1e-8  # AdamW's: added to the root that it divides by
+    momentum: float = 0.95  # Muon's, after Nesterov
+    moments: str = "float32"  # dtype that the moments are kept in: float32 | bfloat16
+    clip: float = 1.0  # limit of the gradient's norm over all weights; 0: none
+    router_lr: float = 1.0  # multiplies the learning rate of routers
+    expert_lr: float = 1.0  # multiplies the learning rate of routed experts
+    embed_lr: float = 1.0  # multiplies the learning rate of embeddings and LM head
     spike_sigma: float = 0.0  # skip a step whose loss or gradient norm is so many deviations above the mean; 0: none
-    spike_window: int = 128  # steps of that mean
+    spike_window: int = 128  # steps that this mean is over
 
     def __post_init__(self) -> None:
         if self.name not in RULES:

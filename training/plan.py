@@ -1,17 +1,28 @@
-"""plan: will it fit? Bytes on the fullest rank of any mapping, without a GPU and without a byte of weights.
+"""Will it fit? Bytes on the fullest rank of any mapping, without a GPU and without a byte of weights.
 
-    python -m training.plan CONFIG gpus=8 [key=value ...]      the config's own mapping, and the others by their size
+usage: python -m training.plan [CONFIG] gpus=N [key=value ...]
+
+  python -m training.plan my.yaml gpus=8                  # the config's own mapping, and the others by their size
+  python -m training.plan llama3-8b-e8t2 model.upcycle.source=./llama gpus=16 mesh.ep=4 model.recompute=full
 
 Weights, gradients and moments are counted, parameter by parameter. Gathered weights and activations are estimated from
 what the modules keep in bf16 on a GPU (attention without its square, experts without their product); the allocator's
 own waste, NCCL's buffers and CUDA's context (some 3 GB together) are not in it.
+
+keys, with defaults and meaning: docs/config.md, those of training
 """
 
 from __future__ import annotations
 
+import sys
+
+from upcycle import cli
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    sys.exit(cli.start("training.plan"))
+
 import itertools
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -187,22 +198,14 @@ def table(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, rows: int 
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    file, words = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
+@cli.command()
+def main(words: list[str]) -> int:
+    file, words = cli.file_and_words(words)
     counts = [word.removeprefix("gpus=") for word in words if word.startswith("gpus=")]
-    try:
-        if len(counts) != 1 or not counts[0].isdecimal() or counts[0] == "0":
-            raise ValueError("say for how many GPUs to plan, for instance gpus=8")
-        config = read_config(file, [word for word in words if not word.startswith("gpus=")])
-        with source(config) as origin:
-            check(config.mesh, int(counts[0]), origin.spec, config.data.sequence)
-            print(table(origin.spec, config, int(counts[0])))
-    except (ValueError, OSError) as error:
-        print(f"training.plan: {error}", file=sys.stderr)
-        return 2
+    if len(counts) != 1 or not counts[0].isdecimal() or counts[0] == "0":
+        raise ValueError("say for how many GPUs to plan, for instance gpus=8")
+    config = read_config(file, [word for word in words if not word.startswith("gpus=")])
+    with source(config) as origin:
+        check(config.mesh, int(counts[0]), origin.spec, config.data.sequence)
+        print(table(origin.spec, config, int(counts[0])))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,53 @@
-"""python -m training.prepare: text to token shards; the work is done in training/data/prepare.py."""
+"""Text to token shards, once: streamed, restartable, shared by any number of processes.
+
+A source is a .txt file (one document), .jsonl or .jsonl.zst (a document a line), .parquet (a document a row), a folder
+or a pattern of such, or a dataset of the hub, `hf:org/name[@revision][:config][:split]`. `#column` says where the text
+is; without it, `text`.
+
+  python -m training.prepare runs/data tokenizer=./llama sources=[book.txt]
+  python -m training.prepare runs/data tokenizer=./llama 'sources=[text/*.jsonl,hf:org/name:config:train#text]'
+  torchrun --nproc-per-node 8 -m training.prepare runs/data prepare.yaml
+  python -m training.prepare --check runs/stories-data
+
+keys, with defaults and meaning: docs/config.md
+"""
+
+from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from training.data.prepare import main
+from upcycle import cli
+
+
+@cli.command(resumes=True)
+def main(words: list[str]) -> int:
+    parser = cli.Parser(prog="python -m training.prepare", description=__doc__)
+    parser.add_argument("output", metavar="OUTPUT", help="the folder to make")
+    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="a YAML file, then key=value words")
+    parser.add_argument("--check", action="store_true", help="read a finished folder and compare every sha256")
+    options = parser.parse_args(words)
+
+    from training.data.prepare import PrepareConfig, prepare
+    from training.data.shards import TokenShards, read_meta
+    from upcycle.config import read
+    from upcycle.job import Worker
+
+    if options.check:
+        TokenShards.open(options.output).verify()
+    else:
+        file, words = cli.file_and_words(options.words)
+        worker = Worker.here()
+        prepare(read(PrepareConfig, file, [*words, f"output={options.output}"], Path("configs")), worker)
+        if worker.rank:
+            return 0
+    meta = read_meta(Path(options.output))
+    print(
+        f"{options.output}: {meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes "
+        f"of text ({meta['bytes'] / meta['tokens']:.2f} per token)"
+    )
+    return 0
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.start("training.prepare", own_help=True))

@@ -23,8 +23,8 @@ DECAYS = ("sqrt", "linear")
 @dataclass(frozen=True)
 class ScheduleConfig:
     shape: str = "cosine"  # constant | linear | cosine | wsd: warm-up, stable, decay
-    peak: float = 2e-4  # a reset: near the peak of pre-training, not where it ended
-    final: float = 2e-5  # reached by the last step; not used by constant
+    peak: float = 2e-4  # learning rate after the warm-up; a reset: near the peak of pre-training, not where it ended
+    final: float = 2e-5  # learning rate of the last step; not used by constant
     warmup: int = 100  # steps; the first of them is already above 0
     decay: float = 0.2  # wsd: the share of all steps that decays
     decay_shape: str = "sqrt"  # wsd: sqrt (1 - sqrt(t), arXiv 2405.18392) | linear

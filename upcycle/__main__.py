@@ -7,61 +7,49 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from upcycle import __version__
+from upcycle import __version__, cli
 
 if TYPE_CHECKING:  # imported when a command runs: --help should not wait for torch
     from upcycle.library import Upcycling
 
 PROMISE_BROKEN = 1
-USER_ERROR = 2
+KEYS = "keys, with defaults and meaning: docs/config.md"
 
-EXAMPLES = """examples:
-  upcycle plan tiny                                          what the ready config `tiny` would make
+EXAMPLES = f"""examples:
+  upcycle plan tiny                     # what the ready config `tiny` would make; it converts the model of `make demo`
   upcycle plan source=meta-llama/Llama-3.1-8B experts=8 top_k=2
-  upcycle plan llama3-8b-e64t8 source=./llama --tensors
-  upcycle convert source=./qwen3-8b output=./moe method.name=virtual_group granularity=4 top_k=4
+  upcycle convert source=./llama output=./moe method.name=virtual_group granularity=4 top_k=4
   torchrun --nproc-per-node 8 -m upcycle convert llama3-8b-e8t2 source=./llama output=./moe
   upcycle verify ./llama ./moe
   upcycle inspect ./moe
 
-keys:
-  source target output experts granularity top_k shared layers method.name router.score router.order router.normalize
-  router.init.name router.init.std scale dtype seed max_shard; all of them, with comments: upcycle/config.py
+{KEYS}
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    main = argparse.ArgumentParser(
-        prog="upcycle",
-        description="Turn a dense language model into a mixture of experts.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    main = cli.Parser(
+        prog="upcycle", description="Turn a dense language model into a mixture of experts.", epilog=EXAMPLES
     )
     main.add_argument("--version", action="version", version=__version__)
     commands = main.add_subparsers(dest="command", required=True, metavar="command")
 
     def add(name: str, about: str, examples: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name,
-            help=about,
-            description=about,
-            epilog="examples:\n" + examples,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        return commands.add_parser(name, help=about, description=about, epilog=f"examples:\n{examples}")
 
     config_help = "a YAML file or the name of a ready config, then key=value words; either may be left out"
     plan = add(
         "plan",
         "What would be made: every tensor, sizes, exactness. Reads headers only and writes nothing.",
-        "  upcycle plan tiny\n  upcycle plan llama3-8b-e8t2 source=./llama layers=every:2\n"
-        "  upcycle plan my.yaml scale=published        shows how inexact that is\n  upcycle plan my.yaml "
-        "--tensors | grep experts.0",
-    )  # fmt: skip
+        "  upcycle plan tiny\n"
+        "  upcycle plan llama3-8b-e8t2 source=./llama layers=every:2 target=auto\n"
+        "  upcycle plan source=./llama router.normalize=false scale=published    # shows how inexact that is\n"
+        f"  upcycle plan source=./llama --tensors | grep experts.0\n\n{KEYS}",
+    )
     plan.add_argument("words", nargs="*", metavar="CONFIG key=value", help=config_help)
     plan.add_argument("--tensors", action="store_true", help="also every output tensor with its sources and recipe")
     plan.add_argument("--json", action="store_true", help="the same as one JSON object")
@@ -69,7 +57,8 @@ def parser() -> argparse.ArgumentParser:
     convert = add(
         "convert",
         "Make the MoE checkpoint. Kill it and start it again as you like: it goes on where it was.",
-        "  upcycle convert tiny source=./llama output=./moe\n  torchrun --nproc-per-node 4 -m upcycle convert my.yaml",
+        "  upcycle convert tiny source=./llama output=./moe\n"
+        f"  torchrun --nproc-per-node 8 -m upcycle convert llama3-8b-e8t2 source=./llama output=./moe\n\n{KEYS}",
     )
     convert.add_argument("words", nargs="*", metavar="CONFIG key=value", help=config_help)
 
@@ -77,8 +66,9 @@ def parser() -> argparse.ArgumentParser:
         "verify",
         "Compare the logits of two checkpoints on text or random tokens. Exit code 0 if the plan's promise "
         "held, 1 if not.",
-        "  upcycle verify ./llama ./moe\n  upcycle verify ./llama ./moe --text book.txt --dtype bfloat16\n"
-        "  upcycle verify ./a ./b --tolerance 1e-4      any two models with one vocabulary",
+        "  upcycle verify ./llama ./moe\n"
+        "  upcycle verify ./llama ./moe --text book.txt --dtype bfloat16\n"
+        "  upcycle verify ./llama ./moe --tolerance 1e-4    # any two models with one vocabulary",
     )
     verify.add_argument("dense")
     verify.add_argument("moe")
@@ -104,29 +94,18 @@ def parser() -> argparse.ArgumentParser:
     return main
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    try:
-        return {"plan": run_plan, "convert": run_convert, "verify": run_verify, "inspect": run_inspect}[
-            options.command
-        ](options)
-    except BrokenPipeError:  # `upcycle plan --tensors | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ValueError, OSError) as error:
-        print(f"upcycle: {' '.join(str(error).split())}", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        print("upcycle: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+@cli.command(resumes=True)
+def main(words: list[str]) -> int:
+    options = parser().parse_args(words)
+    run = {"plan": run_plan, "convert": run_convert, "verify": run_verify, "inspect": run_inspect}
+    return run[options.command](options)
 
 
 def load(words: Sequence[str]) -> Upcycling:
     from upcycle.config import UpcycleConfig, read
     from upcycle.library import Upcycling
 
-    file, words = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
-    return Upcycling(read(UpcycleConfig, file, words))
+    return Upcycling(read(UpcycleConfig, *cli.file_and_words(words)))
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -202,9 +181,7 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def script() -> NoReturn:
     """The process. It leaves without tearing torch down, which takes 0.4 s: what is written is on the disk by now."""
-    code = main()
-    with suppress(BrokenPipeError):  # whoever read our output has gone
-        sys.stdout.flush()
+    code = cli.start("upcycle.__main__", own_help=True)
     sys.stderr.flush()
     os._exit(code)
 

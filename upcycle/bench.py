@@ -1,8 +1,8 @@
-"""bench: how long converting takes, beside what the disk allows and beside mergekit-moe. A measurement, never a test.
+"""How long converting takes, beside what the disk allows and beside mergekit-moe. A measurement, never a test.
 
-    python -m upcycle.bench                                      a 1.1 B Llama (TinyLlama's shape), 8 experts
-    python -m upcycle.bench --layers 2 --repeat 1                a quick look
-    python -m upcycle.bench --mergekit ENV/bin/mergekit-moe      the peer too (`make oracles` makes .venv-oracles)
+  python -m upcycle.bench                                  # a 1.1 B Llama (TinyLlama's shape), 8 experts
+  python -m upcycle.bench --layers 2 --repeat 1            # a quick look
+  python -m upcycle.bench --mergekit .venv-oracles/bin/mergekit-moe    # the peer too (`make oracles` makes it)
 
 Everything runs in this one process's children, in turn, on the same disk and with the source in the page cache. Before
 each run the last one's output is deleted and `sync` has emptied the write-back queue, so that none pays for another.
@@ -29,7 +29,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from upcycle import __version__
+from upcycle import __version__, cli
 
 # No torch up here: a child's peak memory, as the system counts it, is never below its parent's.
 
@@ -231,32 +231,27 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="upcycle.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=22, help="of the dense model (22)")
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=3, help="turns; the table has medians (3)")
-    parser.add_argument("--mergekit", default="", metavar="PATH", help="the mergekit-moe to compare with")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure (the system's temporary folder)")
-    options = parser.parse_args(arguments)
+def parser() -> cli.Parser:
+    found = cli.Parser(prog="python -m upcycle.bench", description=__doc__)
+    found.add_argument("--layers", type=int, default=22, help="of the dense model (22)")
+    found.add_argument("--experts", type=int, default=8)
+    found.add_argument("--top-k", type=int, default=2)
+    found.add_argument("--repeat", type=int, default=3, help="turns; the table has medians (3)")
+    found.add_argument("--mergekit", default="", metavar="PATH", help="the mergekit-moe to compare with")
+    found.add_argument("--folder", type=Path, help="on the disk to measure (the system's temporary folder)")
+    return found
+
+
+@cli.command()
+def main(words: list[str]) -> int:
+    options = parser().parse_args(words)
     if options.mergekit and not os.access(options.mergekit, os.X_OK):
-        print(
-            f"upcycle.bench: --mergekit {options.mergekit} is no program; give the path of mergekit-moe",
-            file=sys.stderr,
-        )
-        return 2
+        raise ValueError(f"--mergekit {options.mergekit} is no program; give the path of mergekit-moe")
     with tempfile.TemporaryDirectory(prefix="upcycle-bench-", dir=options.folder) as folder:
-        try:
-            result = bench(options, Path(folder))
-        except ValueError as error:
-            print(f"upcycle.bench: {error}", file=sys.stderr)
-            return 1
+        result = bench(options, Path(folder))
     print(f"\n{table(result)}\n\n{json.dumps(result)}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.start("upcycle.bench", own_help=True))

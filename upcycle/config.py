@@ -28,16 +28,18 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 @dataclass(frozen=True)
 class RouterInit:
-    # normal: N(0, std) rows | hidden: means of hidden states, one text per copy | neurons: a representative neuron each
+    # normal, virtual_group: rows from N(0, std), one for each copy | independent: one for each expert | hidden: means
+    # of hidden states, one text per copy | neurons: a representative neuron each
     name: str = "normal"
-    std: float = 0.01  # keeps the logits' own std below 1 up to H=8192; for hidden and neurons: of a row's elements
+    # of the rows; 0.01 keeps the logits' own std below 1 up to H=8192; for hidden and neurons: of a row's elements
+    std: float = 0.01
     texts: tuple[str, ...] = ()  # hidden: one file per copy (a domain, or a donor's data)
 
 
 @dataclass(frozen=True)
 class Router:
-    score: str = "softmax"  # softmax | sigmoid
-    order: str = "softmax-then-topk"  # softmax-then-topk | topk-then-softmax
+    score: str = "softmax"  # what makes weights of logits: softmax | sigmoid
+    order: str = "softmax-then-topk"  # softmax-then-topk | topk-then-softmax: over all experts, or over the chosen
     normalize: bool = True  # divide the chosen weights by their sum
     init: RouterInit = field(default_factory=RouterInit)
 
@@ -46,8 +48,8 @@ class Router:
 class Calibration:
     """Text for what is measured instead of assumed: scale=calibrated, router.init=hidden, split by activation."""
 
-    texts: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst (key `text`)
-    tokens: int = 8192
+    texts: tuple[str, ...] = ()  # what is measured on: .txt, .jsonl or .jsonl.zst (key `text`)
+    tokens: int = 8192  # how many of them are read
     length: int = 512  # tokens a sequence
 
 
@@ -57,21 +59,21 @@ class UpcycleConfig:
     output: str = ""  # the folder to make
     target: str = "auto"  # an MoE architecture (upcycle/targets), or auto
     donors: tuple[str, ...] = ()  # branch_train_mix: one dense model per copy; `source` gives the rest
-    experts: int = 8  # E: copies of every dense FFN
+    experts: int = 8  # E, a count: copies of every dense FFN (in training, model.experts is a backend)
     granularity: int = 1  # G: parts a copy is cut into; routed experts = experts * granularity
-    top_k: int = 2
+    top_k: int = 2  # routed experts that a token takes
     # 0 | n: n shared experts of the routed width | a fraction below 1: that share of the dense FFN's neurons
     shared: float = 0
     layers: Any = "all"  # all | every:N | first-dense:K | a list of layer numbers
     method: Any = field(default_factory=lambda: {"name": "copy"})  # name, and that method's own keys
     router: Router = field(default_factory=Router)
-    scale: Any = "exact"  # exact | published | calibrated | none | a number
-    scale_in: str = "auto"  # auto (the target's output scale where it has one) | weights | output
+    scale: Any = "exact"  # of the experts' sum: exact | published | calibrated (measured on text) | none | a number
+    scale_in: str = "auto"  # where the scale goes: auto (the target's output scale where it has one) | weights | output
     calibration: Calibration = field(default_factory=Calibration)
-    dtype: str = ""  # bfloat16 | float16 | float32; "" keeps the source's
-    seed: int = 0
-    max_shard: str = "5GB"
-    sequence: int = 4096  # for FLOPs/token
+    dtype: str = ""  # of the result: bfloat16 | float16 | float32; "": the source's
+    seed: int = 0  # of all that is drawn: router rows, noise, redrawn neurons, random splits
+    max_shard: str = "5GB"  # bytes of a safetensors file at most: 5GB, 512MiB
+    sequence: int = 4096  # tokens a sequence that FLOPs a token are counted for
 
 
 def read(

@@ -1,12 +1,16 @@
 """One page that shows what came of it: scores, differences, losses, how experts are used, the plan, where it is from.
 
-    python -m evaluation report results/dense results/moe runs/dense runs/moe routing.json moe/ output=report.html
+usage: python -m evaluation report PATH ... [key=value ...]
+
+  python -m evaluation report runs/eval/dense runs/eval/moe runs/dense runs/moe ./moe output=report.html
 
 Each path is what it is found to be: a folder of `evaluation run` (run.json), of `training` (metrics.jsonl), of `upcycle
 convert` (upcycle.json), or a file of `evaluation routing`; a folder may be two of these. The first of a kind is what
 the others are compared with. Beside report.html come report.md and report.json with the same numbers.
 
 The page stands alone: no script, no font, no picture is fetched, and a policy in its head forbids it.
+
+keys, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
@@ -22,14 +26,15 @@ from evaluation import compare, routing
 from evaluation.compare import is_share, number
 from evaluation.report.facts import Facts, gather, verdicts
 from evaluation.report.page import page, sources
+from upcycle import cli
 from upcycle.config import read
 from upcycle.disk import write_atomic
 
 
 @dataclass(frozen=True)
 class ReportConfig:
-    output: str = "report.html"
-    title: str = "Upcycling report"
+    output: str = "report.html"  # the page to write; .md and .json come beside it
+    title: str = "Upcycling report"  # title of the page
 
 
 # ---- the same as Markdown and JSON
@@ -72,8 +77,8 @@ def as_json(facts: Facts) -> dict[str, Any]:
 
 
 def main(words: Sequence[str]) -> int:
-    paths = [word for word in words if "=" not in word]
-    config = read(ReportConfig, "", [word for word in words if "=" in word])
+    paths, keys = cli.names_and_words(words)
+    config = read(ReportConfig, "", keys)
     if not paths:
         raise ValueError("report needs something to show: report RESULTS ... RUN ... routing.json [output=report.html]")
     output = Path(config.output)

@@ -38,7 +38,12 @@ README = (ROOT / "README.md").read_text()
 CARD = 80.0  # GB of a GPU: some 85.5 are free on one of "80 GB", of which 3 are the driver's and NCCL's
 PROGRAMS = {
     "upcycle": "upcycle.__main__",
-    **{f"python -m {name}": name for name in ("training.plan", "training.prepare", "training.plots")},
+    "python -m training": "training.__main__",
+    "python -m evaluation": "evaluation.__main__",
+    **{
+        f"python -m {name}": name
+        for name in ("training.bench", "training.plan", "training.prepare", "training.plots", "evaluation.bench")
+    },
 }
 # model, folder, and what makes it small; all the numbers of experts stay as they are
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -97,14 +102,15 @@ class Walk:
 
     def one(self, command: str, more: list[str]) -> None:
         words = shlex.split(command)
+        if "|" in words:
+            subprocess.run(["bash", "-o", "pipefail", "-c", command], env=self.environment, check=True)
+            return
         for start, module in PROGRAMS.items():
             if command.startswith(start + " "):
                 code = importlib.import_module(module).main([*words[len(start.split()) :], *more])
                 assert not code, command
                 return
-        if command.startswith("python -m evaluation "):
-            assert importlib.import_module("evaluation.__main__").main([*words[3:], *more]) == 0, command
-        elif words[:2] == ["hf", "download"]:
+        if words[:2] == ["hf", "download"]:
             helped = subprocess.run(["hf", "download", "--help"], env=self.environment, capture_output=True, text=True)
             assert all(word in helped.stdout for word in words if word.startswith("--")), command
             made = Path(words[words.index("--local-dir") + 1])
@@ -187,13 +193,17 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Walk:
     return Walk(tmp_path, monkeypatch)
 
 
+def make_model(folder: Path, model: str) -> None:
+    family, sizes = SMALL[model]
+    tiny.make(family, folder, dtype=torch.bfloat16, vocab_size=400, bos_token_id=0, eos_token_id=1, **sizes)
+    make_tokenizer(folder, bos=True)
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+
+
 def place(folder: Path, model: str, sets: tuple[str, ...]) -> None:
     """What a user has before the first command that is ours: the model, and texts."""
-    family, sizes = SMALL[model]
-    tiny.make(family, folder / model, dtype=torch.bfloat16, vocab_size=400, bos_token_id=0, eos_token_id=1, **sizes)
-    make_tokenizer(folder / model, bos=True)
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
-    (folder / model / "tokenizer_config.json").write_text(json.dumps(names))
+    make_model(folder / model, model)
     for seed, name in enumerate(sets):
         (folder / "text" / name).mkdir(parents=True)
         for part in ("law", "code"):

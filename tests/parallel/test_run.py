@@ -15,8 +15,8 @@ from tests.parallel.ranks import run
 from tests.parallel.runs import on_rank, stopped_on_rank
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
-from training.data.prepare import main as prepare
 from training.observe.metrics import read as read_metrics
+from training.prepare import main as prepare
 
 # four sequences at a time on any mesh, two times a step
 WORDS = [

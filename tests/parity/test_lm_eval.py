@@ -26,9 +26,9 @@ from evaluation.offline import Splits
 from evaluation.run import RunConfig, evaluate_live, metric_name, numbers, run
 from training.__main__ import main as train
 from training.checkpoint import layout
-from training.data.prepare import main as prepare
 from training.model.decoder import Decoder
 from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.prepare import main as prepare
 from upcycle.__main__ import main as upcycle
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"

@@ -62,17 +62,17 @@ class TrainSource:
 
 @dataclass(frozen=True)
 class ValidSource:
-    name: str = ""
-    path: str = ""
+    name: str = ""  # of its loss in the log, valid/NAME/loss; "": the folder's name
+    path: str = ""  # a folder of token shards
     tokens: int = 0  # only as many first documents as fit; 0: all
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: tuple[Any, ...] = ()  # of TrainSource: a folder, or keys and values
-    valid: tuple[Any, ...] = ()  # of ValidSource
-    sequence: int = 4096
-    seed: int = 0
+    train: tuple[Any, ...] = ()  # what is mixed, each a TrainSource: a folder, or keys and values
+    valid: tuple[Any, ...] = ()  # held-out sets, each a ValidSource: a folder, or keys and values
+    sequence: int = 4096  # tokens a sequence
+    seed: int = 0  # of the order in which samples are read
     mask_documents: bool = True  # a token attends to its own document only
     stream: str = ""  # in place of train: hf:org/name[@revision][:config][:split][#column], tokenised as it comes
     tokenizer: str = ""  # of the stream: a folder with tokenizer.json

@@ -1,12 +1,4 @@
-"""Text -> token shards (training/data/shards.py): streamed, restartable, shared by any number of processes.
-
-    python -m training.prepare OUTPUT tokenizer=FOLDER sources=[wiki.jsonl.zst,books/,'hf:org/name:config:train#text']
-    torchrun --nproc-per-node 8 -m training.prepare OUTPUT prepare.yaml
-    python -m training.prepare --check OUTPUT
-
-A source is a .txt file (one document), .jsonl or .jsonl.zst (a document a line), .parquet (a document a row), a folder
-or a pattern of such, or a dataset of the hub, `hf:org/name[@revision][:config][:split]`. `#column` says where the text
-is; without it, `text`.
+"""Text -> token shards (shards.py): streamed, restartable, shared by any number of processes.
 
 The work is done in OUTPUT.partial, which is renamed at the end. A process that dies at any moment leaves complete
 parts, which the next one keeps, reading over their documents without tokenising them. The bytes depend on the
@@ -15,14 +7,12 @@ tokenizer, the sources and shard_tokens alone. A source is one process's; in it 
 
 from __future__ import annotations
 
-import argparse
 import glob
 import hashlib
 import io
 import json
 import os
 import shutil
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,9 +26,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from training.data.shards import KIND, META, VERSION, Ids, TokenShards, partial_of, read_meta
+from training.data.shards import KIND, META, VERSION, Ids, partial_of
 from upcycle import disk, text
-from upcycle.config import read
 from upcycle.job import JOB, POLL, Watch, Worker, explained, job, read_json
 
 SUFFIXES = (*text.SUFFIXES, ".parquet")
@@ -51,9 +40,9 @@ BATCH = 1 << 21  # characters tokenised at once: some 100 MB of the tokenizer's 
 class PrepareConfig:
     output: str = ""  # the folder to make
     tokenizer: str = ""  # a folder with tokenizer.json
-    sources: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()  # files, folders, patterns, hf:org/name[...]; see --help
     eos: str = ""  # the token that ends a document; "": what the folder's tokenizer_config.json says
-    shard_tokens: int = 1 << 28  # a part of a source is closed at the first document's end beyond
+    shard_tokens: int = 1 << 28  # tokens of a shard: it is closed at the first document's end beyond
 
 
 @dataclass(frozen=True)
@@ -443,42 +432,3 @@ def finish(sources: int, partial: Path, wanted: dict[str, Any]) -> None:
         leftover.unlink()
     disk.write_atomic(partial / META, json.dumps({**wanted, **totals, "shards": shards}, indent=1).encode() + b"\n")
     disk.sync_folder(partial)
-
-
-# ---- the command
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m training.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("output", help="the folder to make")
-    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="a YAML file, then key=value words")
-    parser.add_argument("--check", action="store_true", help="read a finished folder and compare every sha256")
-    options = parser.parse_args(arguments)
-    try:
-        if options.check:
-            TokenShards.open(options.output).verify()
-        else:
-            words = options.words
-            file, words = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
-            worker = Worker.here()
-            prepare(read(PrepareConfig, file, [*words, f"output={options.output}"], Path("configs")), worker)
-            if worker.rank:
-                return 0
-        meta = read_meta(Path(options.output))
-        print(
-            f"{options.output}: {meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes "
-            f"of text ({meta['bytes'] / meta['tokens']:.2f} per token)"
-        )
-    except (ValueError, OSError) as error:
-        print(f"prepare: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("prepare: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,8 @@
-"""`python -m training.kernels.bench`: the expert backends in TFLOP/s and the fused activation in GB/s, on one GPU.
+"""The expert backends in TFLOP/s and the fused activation in GB/s, on one GPU.
+
+usage: python -m training.kernels.bench
+
+  python -m training.kernels.bench
 
 Random data, natural uneven counts, bfloat16. A row is the median of 10 after 3 that are not counted. FLOPs are those of
 the matrix products, 2 a multiply-add, backward twice the forward; bytes are what the activation must read and write.
@@ -6,8 +10,14 @@ the matrix products, 2 a multiply-add, backward twice the forward; bytes are wha
 
 from __future__ import annotations
 
-import statistics
 import sys
+
+from upcycle import cli
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    sys.exit(cli.start("training.kernels.bench"))
+
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -155,10 +165,12 @@ def show(name: str, measure: Callable[[], str]) -> None:
     print(f"  {name:<18} {row}", flush=True)
 
 
-def main() -> int:
+@cli.command()
+def main(words: list[str]) -> int:
+    if words:
+        raise ValueError(f"{words[0]!r} is one word too many; it measures all that it can")
     if not torch.cuda.is_available():
-        print("training.kernels.bench needs a CUDA device, and there is none", file=sys.stderr)
-        return 2
+        raise ValueError("it needs a CUDA device, and there is none")
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     show("matmul 8192^3", matmul)
@@ -176,7 +188,3 @@ def main() -> int:
             for name, measure in rows(shape, count_E.cuda()):
                 show(name, measure)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

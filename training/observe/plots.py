@@ -1,15 +1,12 @@
 """Pictures of one run or several: training and validation loss by tokens, learning rate, load balance by layer.
 
-    python -m training.plots RUN [RUN ...] --output FILE.png
-
-Reads metrics.jsonl and nothing else, so it works while a run goes on. The panels that have no data are left out.
+They are drawn from metrics.jsonl and nothing else; panels that have no data are left out. The command is
+training/plots.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -162,20 +159,3 @@ def count(number: float) -> str:
         if number >= size:
             return f"{number / size:g}{unit}"
     return f"{number:g}"
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m training.plots", description="plot the metrics of runs")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or its metrics.jsonl")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a .png, .pdf or .svg to write")
-    given = parser.parse_args(words)
-    try:
-        plot(given.runs, given.output)
-    except (OSError, ValueError) as error:
-        sys.exit(f"training.plots: {error}")
-    print(given.output)
-    return 0
-
-
-if __name__ == "__main__":
-    main()

@@ -22,8 +22,8 @@ EXACT = False
 
 @dataclass(frozen=True)
 class Options:
-    ratio: float = 0.5  # of the neurons that are redrawn
-    mode: str = "paper"  # paper | released
+    ratio: float = 0.5  # share of the neurons that are redrawn
+    mode: str = "paper"  # paper: one set of neurons an expert | released: another in each of its matrices
 
     def check(self, sizes: Sizes) -> None:
         share("method.ratio", self.ratio)

@@ -18,7 +18,7 @@ EXACT = False
 @dataclass(frozen=True)
 class Options:
     std: float = 0.01  # of the noise, absolute as in mergekit's noise_scale
-    ratio: float = 1.0  # of the neurons that get it, drawn for each expert
+    ratio: float = 1.0  # share of the neurons that get it, drawn for each expert
 
     def check(self, sizes: Sizes) -> None:
         positive("method.std", self.std)

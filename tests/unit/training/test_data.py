@@ -42,8 +42,9 @@ from training.data.mixture import (
     permuted,
 )
 from training.data.open import open_training, open_validation
-from training.data.prepare import PrepareConfig, main, prepare
+from training.data.prepare import PrepareConfig, prepare
 from training.data.shards import Shard, TokenShards
+from training.prepare import main
 from upcycle import text
 from upcycle.config import read
 from upcycle.job import Worker

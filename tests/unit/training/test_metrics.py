@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 from training.observe import metrics, plots, profiling
 from training.observe.metrics import BEFORE, FILE, Line, Metrics, describe, duration, read
 from training.observe.profiling import Phases, Trace, memory_snapshot, steps_to_trace
+from training.plots import main
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -353,7 +355,7 @@ def made_up(folder: Path, shift: float, *, moe: bool) -> Path:
 def test_plots_of_two_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = [made_up(tmp_path / "dense", 0.0, moe=False), made_up(tmp_path / "moe", 0.2, moe=True)]
-    plots.main([*map(str, runs), "--output", str(tmp_path / "new" / "both.png")])
+    assert main([*map(str, runs), "--output", str(tmp_path / "new" / "both.png")]) == 0
     data = (tmp_path / "new" / "both.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 20_000
 
@@ -402,9 +404,11 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert [found.name for found in plots.read_runs(folders)] == ["a/run", "b/run"]
 
 
-def test_plots_refuse_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match=r"training.plots: .* is not there; give the folder of a run"):
-        plots.main([str(tmp_path), "--output", "x.png"])
+def test_plots_refuse_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path), "--output", "x.png"]) == 2
+    assert re.match(r"training.plots: .* is not there; give the folder of a run", capsys.readouterr().err)
     with Metrics(tmp_path, stream=io.StringIO()) as log:
         log.log(0, other=1.0)
     with pytest.raises(ValueError, match="has no loss"):

@@ -21,8 +21,8 @@ from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.__main__ import main
 from training.config import TrainConfig, read_config
-from training.data.prepare import main as prepare
 from training.observe.metrics import read as read_metrics
+from training.prepare import main as prepare
 from training.train import train
 
 WORDS = [

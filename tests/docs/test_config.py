@@ -1,0 +1,168 @@
+"""docs/config.md: every key of every command, with its default and with what its comment in the source says.
+
+python -m tests.docs.test_config        writes it anew
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import json
+import tokenize
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from evaluation import bench as evaluation_bench
+from evaluation import compare, demo, routing, run
+from evaluation.report import report
+from training import bench
+from training.config import TrainConfig
+from training.data.mixture import TrainSource, ValidSource
+from training.data.prepare import PrepareConfig
+from upcycle import plugin
+from upcycle.config import UpcycleConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+# title, what is said above the table, the class; keys of a part that an earlier table has are not listed again
+TABLES: list[tuple[str, str, type[Any]]] = [
+    ("upcycle plan, upcycle convert", "And `model.upcycle` of training.", UpcycleConfig),
+    ("training", "And training.plan, which takes `gpus=N` besides.", TrainConfig),
+    ("training: one of data.train", "A folder of token shards alone is its `path`.", TrainSource),
+    ("training: one of data.valid", "A folder of token shards alone is its `path`.", ValidSource),
+    ("training.prepare", "", PrepareConfig),
+    ("training.bench", "", bench.BenchConfig),
+    ("evaluation run", "", type(run.read_config(["tiny", "model"]))),
+    ("evaluation compare", "", compare.CompareConfig),
+    ("evaluation routing", "", routing.RoutingConfig),
+    ("evaluation report", "", report.ReportConfig),
+    ("evaluation.bench", "", evaluation_bench.BenchConfig),
+    ("evaluation.demo", "", demo.DemoConfig),
+]
+HEAD = """# Keys
+
+Back to the [README](../README.md).
+
+What a config file and `key=value` words may hold, command by command: written by `python -m tests.docs.test_config` from the
+dataclasses that read them. `a.b=1` on a command line is `a: {b: 1}` in a file; `[a,b]` is a list, nothing after `=` the
+empty text. A key that is not here is refused with the nearest one that is.
+"""
+
+
+def meanings(kind: type[Any]) -> dict[str, str]:
+    """The comment beside each field, after the lines of comment right above it."""
+    source = inspect.getsource(kind)
+    lines = source.splitlines()
+    comments = {
+        token.start[0]: token.string.removeprefix("#").strip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    found = {}
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            first = node.lineno
+            while lines[first - 2].lstrip().startswith("#"):
+                first -= 1
+            last = node.end_lineno or node.lineno
+            found[node.target.id] = " ".join(comments[at] for at in range(first, last + 1) if at in comments)
+    return found
+
+
+def default_of(field: dataclasses.Field[Any]) -> str:
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {inner}" for key, inner in value.items()) + "}"
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def rows(kind: type[Any], known: set[type[Any]], before: str = "") -> list[tuple[str, str, str]]:
+    """Key, default, meaning; the keys of a part begin with the part's name."""
+    known.add(kind)
+    found, hints, said = [], get_type_hints(kind), meanings(kind)
+    for field in dataclasses.fields(kind):
+        part = hints[field.name]
+        if not dataclasses.is_dataclass(part):
+            found.append((before + field.name, default_of(field), said[field.name]))
+        elif part in known:
+            found.append((f"{before}{field.name}.*", "", said[field.name] or "as above"))
+        else:
+            assert isinstance(part, type)
+            found += rows(part, known, f"{before}{field.name}.")
+    return found
+
+
+def table(found: list[tuple[str, str, str]]) -> list[str]:
+    cells = ([f"`{key}`", f"`{default}`" if default else "", said] for key, default, said in found)
+    lines = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+    return ["| key | default | meaning |", "|---|---|---|", *lines, ""]
+
+
+def methods() -> dict[str, type[Any]]:
+    return {name: plugin.load("upcycle.methods", name).Options for name in plugin.names("upcycle.methods")}
+
+
+def page() -> str:
+    lines, known = [HEAD], set[type[Any]]()
+    for title, about, kind in TABLES:
+        lines += [f"## {title}", "", *([about, ""] if about else []), *table(rows(kind, known))]
+        if kind is UpcycleConfig:
+            options = {name: rows(options, set(), "method.") for name, options in methods().items()}
+            found = [(f"method.name={name} {key}", *rest) for name, its in options.items() for key, *rest in its]
+            without = ", ".join(f"`{name}`" for name, its in options.items() if not its)
+            lines += [f"A method's own keys ({without} have none):", "", *table(found)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+@pytest.mark.parametrize("kind", [kind for _, _, kind in TABLES], ids=[title for title, _, _ in TABLES])
+def test_every_key_says_what_it_means(kind: type[Any]) -> None:
+    assert not [key for key, _, said in rows(kind, set()) if not said]
+
+
+@pytest.mark.parametrize("name", plugin.names("upcycle.methods"))
+def test_every_key_of_a_method_says_what_it_means(name: str) -> None:
+    assert not [key for key, _, said in rows(methods()[name], set()) if not said]
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    assert PAGE.read_text() == page(), "docs/config.md is out of date; run python -m tests.docs.test_config"
+
+
+def test_meanings_are_read_from_above_and_beside() -> None:
+    found = meanings(Example)
+    assert found == {"beside": "a # b", "above": "first, second", "both": "up, down", "several": "in a list", "none": ""}
+    assert rows(Inner, set(), "a.") == [("a.deep.beside", '"#"', "a # b"), ("a.deep.above", "0.0002", "first, second"),
+                                        ("a.deep.both", "true", "up, down"), ("a.deep.several", "[1, 2]", "in a list"),
+                                        ("a.deep.none", "null", "")]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """For the test above."""
+
+    beside: str = "#"  # a # b
+    # first,
+    # second
+    above: float = 2e-4
+    # up,
+    both: bool = True  # down
+    several: tuple[int, ...] = (
+        1,
+        2,
+    )  # in a list
+
+    # of nothing
+
+    none: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    deep: Example = dataclasses.field(default_factory=Example)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
