@@ -29,7 +29,7 @@ from evaluation.engine import Engine
 from evaluation.lm import DecoderLM
 from evaluation.ranks import Ranks
 from evaluation.remember import Remembered
-from evaluation.results import Group, Item, Run, Score, Task
+from evaluation.results import Evaluation, Group, Item, Score, Task
 from training.model.decoder import Decoder
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
@@ -131,7 +131,7 @@ def run(config: EvalConfig, command: str) -> Path:
         answered = ask(lm, found, config.limit, BOOTSTRAP)
         remembered.close()
         clock_end = time.monotonic()
-        done = Run(
+        done = Evaluation(
             model=about,
             suite=config.suite,
             command=command,
@@ -320,7 +320,7 @@ def notes_of(config: EvalConfig, lm: DecoderLM) -> Iterator[str]:
         )
 
 
-def table(done: Run) -> str:
+def table(done: Evaluation) -> str:
     lines = [f"{done.model.name}  {done.suite}  {done.model.fingerprint[:8]}  {done.model.dtype}", ""]
     parts: list[Task | Group] = [*done.groups.values(), *done.tasks.values()]
     width = max(len(part.name) for part in parts)
