@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation import results
-from evaluation.results import Item
+from evaluation.results import Evaluation, Item
 from training.observe import plots
 from training.observe.metrics import FILE as METRICS
 from upcycle import cli
@@ -174,7 +174,7 @@ def keyed(folder: Path | str) -> dict[tuple[str, str, int], Item]:
 
 
 def check_same(
-    a: Path | str, b: Path | str, run_a: results.Run, run_b: results.Run, items_a: Mapping[Any, Item], items_b: Any
+    a: Path | str, b: Path | str, run_a: Evaluation, run_b: Evaluation, items_a: Mapping[Any, Item], items_b: Any
 ) -> None:
     """The same items and prompts, or one sentence about the first that differs."""
     for task in sorted(run_a.tasks.keys() ^ run_b.tasks.keys()):
@@ -199,7 +199,7 @@ def check_same(
             )
 
 
-def one(run_a: results.Run, run_b: results.Run, items_a: Mapping[Any, Item], items_b: Mapping[Any, Item]) -> Comparison:
+def one(run_a: Evaluation, run_b: Evaluation, items_a: Mapping[Any, Item], items_b: Mapping[Any, Item]) -> Comparison:
     pairs: dict[str, list[tuple[Item, Item]]] = {name: [] for name in run_a.tasks}
     for key, item in items_a.items():
         pairs[item.task].append((item, items_b[key]))
@@ -219,7 +219,7 @@ def one(run_a: results.Run, run_b: results.Run, items_a: Mapping[Any, Item], ite
     return Comparison(run_a.model, run_b.model, tuple(differences), tuple(flips), run_a.suite, notes)
 
 
-def is_inner(group: results.Group, run: results.Run) -> bool:
+def is_inner(group: results.Group, run: Evaluation) -> bool:
     """All its tasks, and more, are in another group."""
     return any(set(group.tasks) < set(other.tasks) for other in run.groups.values())
 
@@ -341,17 +341,17 @@ def compare_losses(folders: Sequence[Path | str]) -> Losses:
     return Losses(tuple(run.name for run in runs), tuple(rates), tokens, flops, by_tokens, by_flops)
 
 
-def flops_per_token(run: plots.Run) -> float | None:
+def flops_per_token(run: plots.Curves) -> float | None:
     row = next((row for row in reversed(run.rows) if row.get("flops") and row.get("tokens")), None)
     return None if row is None else row["flops"] / row["tokens"]
 
 
 def losses_at(
-    runs: Sequence[plots.Run], domains: Sequence[str], tokens: Sequence[float]
+    runs: Sequence[plots.Curves], domains: Sequence[str], tokens: Sequence[float]
 ) -> dict[str, tuple[Loss, ...]]:
     """Between two validations the loss is on the straight line between them."""
 
-    def loss(run: plots.Run, domain: str, at: float) -> float:
+    def loss(run: plots.Curves, domain: str, at: float) -> float:
         return float(np.interp(at, *run.points(f"valid/{domain}/loss")))
 
     first = {domain: loss(runs[0], domain, tokens[0]) for domain in domains}

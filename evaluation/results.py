@@ -1,6 +1,6 @@
 """What a run of a suite leaves behind: a folder of two files, which everything else here reads.
 
-    run.json      one object: the model, where the numbers come from, and every task's scores (class Run)
+    run.json      one object: the model, where the numbers come from, and every task's scores (class Evaluation)
     items.jsonl   one object a line: every item of every task with what the model answered (class Item)
 
 Two runs are compared item by item: join on Item.key, and refuse where prompt_hash differs, because then the two models
@@ -81,7 +81,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Run:
+class Evaluation:
     model: Model
     suite: str
     command: str
@@ -95,7 +95,7 @@ class Run:
     notes: tuple[str, ...] = ()  # what a reader must know: items cut, official lists not used, a limit
 
 
-def save(folder: str | Path, run: Run, items: Iterable[Item]) -> Path:
+def save(folder: str | Path, run: Evaluation, items: Iterable[Item]) -> Path:
     """run.json is written last: a folder that has one is whole."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def save(folder: str | Path, run: Run, items: Iterable[Item]) -> Path:
     return folder
 
 
-def load(folder: str | Path) -> Run:
+def load(folder: str | Path) -> Evaluation:
     """The scores of a run; its items are read by items()."""
     path = Path(folder) / "run.json"
     if not path.is_file():
@@ -120,9 +120,9 @@ def load(folder: str | Path) -> Run:
     value["tasks"] = {name: made(Task, task, path) for name, task in value.get("tasks", {}).items()}
     value["groups"] = {name: made(Group, group, path) for name, group in value.get("groups", {}).items()}
     value["notes"] = tuple(value.get("notes", ()))
-    if set(value) != {f.name for f in fields(Run)}:
+    if set(value) != {f.name for f in fields(Evaluation)}:
         raise ValueError(f"{path} lacks or has other keys than a run's; run the evaluation again")
-    return Run(**value)
+    return Evaluation(**value)
 
 
 def items(folder: str | Path) -> Iterator[Item]:

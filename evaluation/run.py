@@ -34,7 +34,7 @@ from evaluation.engine import Engine
 from evaluation.lm import DecoderLM
 from evaluation.ranks import Ranks
 from evaluation.remember import Remembered
-from evaluation.results import Group, Item, Run, Score, Task
+from evaluation.results import Evaluation, Group, Item, Score, Task
 from training.checkpoint.layout import Origin
 from training.evaluate import Ask, EvalConfig
 from training.model.decoder import Decoder
@@ -133,7 +133,7 @@ def run(config: RunConfig, command: str) -> Path:
         answered = ask(lm, found, config.limit, BOOTSTRAP)
         remembered.close()
         clock_end = time.monotonic()
-        done = Run(
+        done = Evaluation(
             model=about,
             suite=config.suite,
             command=command,
@@ -330,7 +330,7 @@ def notes_of(config: RunConfig, lm: DecoderLM) -> Iterator[str]:
         )
 
 
-def table(done: Run) -> str:
+def table(done: Evaluation) -> str:
     lines = [f"{done.model.name}  {done.suite}  {done.model.fingerprint[:8]}  {done.model.dtype}", ""]
     parts: list[Task | Group] = [*done.groups.values(), *done.tasks.values()]
     width = max(len(part.name) for part in parts)

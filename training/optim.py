@@ -23,7 +23,6 @@ torch.distributed.checkpoint saves, loads in place and reshards.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +33,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.adamw import adamw
 
 from training.kernels import updates
+from training.model.names import plain_name
 from training.parallel.collectives import local
 
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over ranks that hold different parameters (pipeline stages)
 RULES = ("adamw", "muon")
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")  # compiled or not, a parameter keeps its name
 BUCKET = 2**27  # elements that one fused call updates, which bounds the temporary float32 copies of bf16 tensors
 PIECE = 2**26  # elements that Muon works on at once
 # Keller Jordan's quintic: its slope at 0 is as steep as possible, and singular values end within 0.7 ... 1.2
@@ -115,7 +114,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """`parameters`: by role (upcycle/spec.py), loaded and sharded."""
-        named = [(WRAPPERS.sub("", name), p) for name, p in parameters if p.requires_grad]
+        named = [(plain_name(name), p) for name, p in parameters if p.requires_grad]
         if not named:
             raise ValueError("the model has no parameter to train; set requires_grad=True on some")
         # one group: what differs between parameters follows from their names, and is not for a checkpoint to bring back

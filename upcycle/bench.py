@@ -37,7 +37,7 @@ BLOCK = 64 << 20
 
 
 @dataclass(frozen=True)
-class Run:
+class Measured:
     returned: float  # seconds
     on_disk: float  # seconds, with the sync after it
     cpu: float  # seconds, user and system, all threads
@@ -117,7 +117,7 @@ def read_through(folder: Path) -> None:
                 pass
 
 
-def measure(command: Sequence[str], log: Path) -> Run:
+def measure(command: Sequence[str], log: Path) -> Measured:
     """One run of a program, alone on the machine as far as we can make it so."""
     os.sync()
     with open(log, "wb") as output:
@@ -130,7 +130,7 @@ def measure(command: Sequence[str], log: Path) -> Run:
     on_disk = time.perf_counter() - start
     if process.returncode:
         raise ValueError(f"{' '.join(command)} ended with {process.returncode}: {log.read_text()[-2000:]}")
-    return Run(returned, on_disk, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    return Measured(returned, on_disk, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
 
 
 def python(call: str) -> list[str]:
@@ -161,7 +161,7 @@ def bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         commands["mergekit-moe"] = [options.mergekit, str(recipe), str(out), consent]
     measure(commands["plain writes"], log)  # not counted: the first use of memory costs whoever comes first
     shutil.rmtree(out)
-    runs: dict[str, list[Run]] = {name: [] for name in commands}
+    runs: dict[str, list[Measured]] = {name: [] for name in commands}
     for turn in range(options.repeat):
         for name, command in commands.items():
             print(f"turn {turn + 1} of {options.repeat}: {name}", flush=True)

@@ -25,7 +25,7 @@ from upcycle.plan import UpcyclePlan, build
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(UpcyclePlan):
+class PrintedPlan(UpcyclePlan):
     """A plan that prints as its table."""
 
     def __repr__(self) -> str:
@@ -54,11 +54,11 @@ class Upcycling:
             yield [stack.enter_context(Checkpoint.open(name)) for name in (self.dense, *self.config.donors)]
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> PrintedPlan:
         """What would be made. Reads headers, writes nothing."""
         with self.opened() as checkpoints:
             plan = build(self.config, checkpoints)
-        return Plan(**{field.name: getattr(plan, field.name) for field in fields(plan)})
+        return PrintedPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)})
 
     def convert(self, output: str | PathLike[str] = "", *, worker: Worker | None = None, quiet: bool = False) -> Path:
         """Make the folder `output`, or the config's. One that this plan made already is left as it is."""

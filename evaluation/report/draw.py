@@ -44,7 +44,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Row:
+class ForestRow:
     label: str
     about: str  # small, under the label
     marks: Sequence[Mark]
@@ -173,7 +173,7 @@ def thinned(curve: Curve) -> Curve:
 # ---- intervals
 
 
-def forest(rows: Sequence[Row], text: Format, *, zero: bool = False) -> str:
+def forest(rows: Sequence[ForestRow], text: Format, *, zero: bool = False) -> str:
     """A line a row: label, dots with their intervals on a common scale, numbers. `zero`: a line at no difference."""
     values = [v for row in rows for m in row.marks for v in (m.low, m.high)]
     values += [row.chance for row in rows if row.chance is not None] + ([0.0] if zero else [])

@@ -14,7 +14,7 @@ import numpy as np
 
 from evaluation import compare, results
 from evaluation.compare import Comparison, Difference, Losses, is_share, number, signed
-from evaluation.results import Item, Run
+from evaluation.results import Evaluation, Item
 from training.checkpoint import standalone
 from training.observe import plots
 from training.observe.metrics import FILE as METRICS
@@ -49,10 +49,10 @@ class Facts:
 
     title: str
     made: str
-    models: tuple[Run, ...] = ()
+    models: tuple[Evaluation, ...] = ()
     scores: dict[str, list[Score]] = field(default_factory=dict)  # by model
     comparisons: tuple[Comparison, ...] = ()
-    runs: tuple[plots.Run, ...] = ()
+    runs: tuple[plots.Curves, ...] = ()
     settings: dict[str, Rows] = field(default_factory=dict)  # of training runs
     losses: Losses | None = None
     routing: dict[str, dict[str, Any]] = field(default_factory=dict)  # by checkpoint
@@ -235,7 +235,7 @@ def mean(values: Iterable[float]) -> float:
 # ---- where it is from
 
 
-def provenance(run: Run) -> Rows:
+def provenance(run: Evaluation) -> Rows:
     m = run.model
     rows = [
         ("model", f"{m.source}{'' if m.step is None else f', step {m.step}'}: {m.kind}, {m.dtype}"),

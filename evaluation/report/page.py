@@ -10,7 +10,7 @@ from typing import Any
 from evaluation import compare
 from evaluation.compare import Losses, is_share, number, signed
 from evaluation.report import draw
-from evaluation.report.draw import Curve, Mark, Row
+from evaluation.report.draw import Curve, ForestRow, Mark
 from evaluation.report.facts import Facts, Rows, mean, provenance, routed, verdicts
 from training.observe import plots
 
@@ -113,7 +113,7 @@ def scores_section(facts: Facts, color: Palette) -> str:
         for s in some:
             there = [(model, by_name[model].get((s.name, s.metric))) for model in models]
             marks = [Mark(color[model], t.value, t.low, t.high, ranged(t, t.value, number)) for model, t in there if t]
-            rows.append(Row(s.title, f"{s.metric.replace('_', ' ')}, {s.items:,} items", marks, chance=s.chance))
+            rows.append(ForestRow(s.title, f"{s.metric.replace('_', ' ')}, {s.items:,} items", marks, chance=s.chance))
         title = f"{unit}, {better(some[0].higher_is_better)}"
         body += panel(headline, len(rows), title, draw.forest(rows, axis_text(some[0].metric)))
     return draw.section(
@@ -135,7 +135,7 @@ def differences_section(facts: Facts, color: Palette) -> str:
                 won = "" if d.only_a is None else f", {d.only_b:,} won, {d.only_a:,} lost"
                 mark = Mark(color[found.b.name], d.difference, d.low, d.high, said, faded)
                 note = f"p {compare.p_text(d.p_holm)}; {d.verdict}"
-                rows.append(Row(d.title, f"{d.items:,} items{won}", [mark], note))
+                rows.append(ForestRow(d.title, f"{d.items:,} items{won}", [mark], note))
             title = f"{'points' if unit == 'per cent' else unit}, {better(some[0].higher_is_better)}"
             body += panel(headline, len(rows), title, draw.forest(rows, axis_text(some[0].metric), zero=True))
     counts = [sum(d.headline == h for c in facts.comparisons for d in c.differences) for h in (True, False)]
@@ -217,7 +217,7 @@ def loss_section(facts: Facts, color: Palette) -> str:
     )
 
 
-def mean_validation(run: plots.Run) -> tuple[list[float], list[float]]:
+def mean_validation(run: plots.Curves) -> tuple[list[float], list[float]]:
     """Over the sets, where they were looked at together."""
     points = [run.points(key) for key in run.keys(plots.VALID).values()]
     if not points or any(x != points[0][0] for x, _ in points):

@@ -8,7 +8,6 @@ bit for bit, and no MoE copy is on disk. `export` writes the layout of the same 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from tqdm import tqdm
 
 from training.model.decoder import Decoder
 from training.model.moe import MoE
+from training.model.names import plain_name
 from training.parallel.collectives import gather, local
 from training.parallel.mesh import ParallelMesh
 from upcycle import disk, measure, plugin
@@ -158,7 +158,6 @@ def dense_tensors(dense: DenseSpec, sources: Mapping[str, Source]) -> tuple[Stor
 # ---- roles in the model
 
 Index = tuple[int | slice, ...]
-WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def roles(model: Decoder) -> dict[str, tuple[Tensor, Index]]:
     """role -> the parameter (or buffer) that it lies in, and where in it."""
     out: dict[str, tuple[Tensor, Index]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        role = WRAPPERS.sub("", name).replace(".attention.", ".").replace(".ffn.", ".")
+        role = plain_name(name).replace(".attention.", ".").replace(".ffn.", ".")
         if ".experts." not in role:
             out[role] = tensor, ()
     for index, layer in model.layers.items():

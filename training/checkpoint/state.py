@@ -43,11 +43,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from training.checkpoint.storage import Planner, Reader, Writer, damage, read_manifest
+from training.model.names import plain_name
 from training.parallel.collectives import gather, local
 from upcycle.disk import sync_folder
 
 JSON = ".json"  # the name of what is kept as text ends so
-WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")  # compiled or checkpointed, a layer keeps its name
 STEP = re.compile(r"step-(\d{8,})(\.replaced)?", re.ASCII)
 WASTE = re.compile(r"step-\d{8,}\.(partial|removed)", re.ASCII)
 
@@ -170,7 +170,7 @@ class TrainState:
 
     def trained(self) -> dict[str, tuple[Optimizer, nn.Parameter]]:
         owner = {p: optimizer for optimizer in self.optimizers for g in optimizer.param_groups for p in g["params"]}
-        names = {clean(n): (owner[p], p) for n, p in self.model.named_parameters() if p in owner}
+        names = {plain_name(n): (owner[p], p) for n, p in self.model.named_parameters() if p in owner}
         assert len(names) == len(owner), "an optimizer holds a parameter that is not the model's"
         return names
 
@@ -231,11 +231,7 @@ def unpack(value: Any, loaded: Mapping[str, Tensor]) -> Any:
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Transformer Engine's extra state is a pickle, and is made again in the first steps; it is not kept."""
-    return {clean(n): t for n, t in model.state_dict().items() if not n.endswith("_extra_state")}
-
-
-def clean(name: str) -> str:
-    return WRAPPERS.sub("", name)
+    return {plain_name(n): t for n, t in model.state_dict().items() if not n.endswith("_extra_state")}
 
 
 def check_same(name: str, tensor: Tensor, saved: TensorStorageMetadata | None) -> None:

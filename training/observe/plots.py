@@ -33,7 +33,7 @@ Points = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True)
-class Run:
+class Curves:
     name: str
     color: str
     rows: list[dict[str, Any]]
@@ -53,12 +53,12 @@ class Run:
         return {found[1]: found[0] for found in matches if found}
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path]) -> list[Curves]:
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
     runs = [
-        Run(name, COLORS[number % len(COLORS)], metrics.read(folder))
+        Curves(name, COLORS[number % len(COLORS)], metrics.read(folder))
         for number, (name, folder) in enumerate(zip(names, folders, strict=True))
     ]
     for run, folder in zip(runs, folders, strict=True):
@@ -95,7 +95,7 @@ def plot(folders: Sequence[Path], output: Path) -> None:
     figure.savefig(output, dpi=110)
 
 
-def draw_loss(axes: Any, runs: Sequence[Run]) -> None:
+def draw_loss(axes: Any, runs: Sequence[Curves]) -> None:
     """Each interval's mean in a pale line, the smoothed one over it."""
     for run in runs:
         tokens, losses = run.points("loss")
@@ -112,7 +112,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [float(np.mean(values[at - span : at + span + 1])) for at, span in enumerate(spans)]
 
 
-def draw_validation(axes: Any, runs: Sequence[Run]) -> None:
+def draw_validation(axes: Any, runs: Sequence[Curves]) -> None:
     sets = sorted({name for run in runs for name in run.keys(VALID)})
     for run in runs:
         for name, key in run.keys(VALID).items():
@@ -122,7 +122,7 @@ def draw_validation(axes: Any, runs: Sequence[Run]) -> None:
     finish(axes, "nats a token")
 
 
-def draw_curves(axes: Any, runs: Sequence[Run], key: str, label: str) -> None:
+def draw_curves(axes: Any, runs: Sequence[Curves], key: str, label: str) -> None:
     for number, run in enumerate(runs):  # a style each, because curves often lie on each other
         axes.plot(*run.points(key), STYLES[number % len(STYLES)], color=run.color, label=run.name)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
@@ -130,7 +130,7 @@ def draw_curves(axes: Any, runs: Sequence[Run], key: str, label: str) -> None:
     finish(axes, label)
 
 
-def draw_load(axes: Any, run: Run) -> None:
+def draw_load(axes: Any, run: Curves) -> None:
     """A row a layer: 1 is perfect balance, 2 is an expert with twice its share."""
     layers = sorted(run.keys(LAYER).items(), key=lambda item: int(item[0]))
     tokens = sorted({t for _, key in layers for t in run.points(key)[0]})

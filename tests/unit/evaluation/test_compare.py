@@ -14,7 +14,7 @@ import pytest
 
 from evaluation import compare, results
 from evaluation.__main__ import main as evaluate
-from evaluation.results import Group, Item, Model, Run, Task
+from evaluation.results import Evaluation, Group, Item, Model, Task
 
 CHOICES = ("A", "B", "C", "D")
 Answers = Sequence[int]
@@ -42,7 +42,7 @@ def text(name: str, doc: int, nats: float, size: float) -> Item:
 
 def write(folder: Path, tasks: Sequence[Task], items: Sequence[Item], groups: Sequence[Group] = ()) -> Path:
     named = {t.name: t for t in tasks}
-    run = Run(
+    run = Evaluation(
         model(folder.name),
         "suite",
         "command",

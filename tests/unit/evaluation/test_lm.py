@@ -23,7 +23,7 @@ from evaluation.attend import laid_out
 from evaluation.engine import Engine
 from evaluation.packing import FILL, Input, Row, grouped, plan, share
 from evaluation.remember import Remembered, key
-from evaluation.results import Group, Item, Model, Run, Task
+from evaluation.results import Evaluation, Group, Item, Model, Task
 from tests.parallel import models
 from training.checkpoint.layout import initialise
 from training.model.decoder import Decoder
@@ -305,7 +305,7 @@ def test_a_fingerprint_is_of_the_numbers() -> None:
 
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     task = Task("t", "T", {"acc": 0.5}, {"acc": 0.1}, {"acc": True}, 1, 2, 5, "1.0", "multiple_choice", ("inner", "g"))
-    run = Run(
+    run = Evaluation(
         Model("m", "./m", "f" * 64, "llama", 10, 8, "float32", 3), "tiny", "python -m evaluation run", {"limit": 1},
         {"torch": "2"}, "2026-01-01T00:00:00+00:00", 1.5, {"tokens": 2.0}, {"t": task},
         {"g": Group("g", "G", {"acc": 0.5}, {}, ("t",), 1)}, ("a note",),

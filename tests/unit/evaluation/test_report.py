@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from evaluation.report import draw, facts, report
-from evaluation.report.draw import Curve, Mark, Row
-from evaluation.results import Run, items, load, save
+from evaluation.report.draw import Curve, ForestRow, Mark
+from evaluation.results import Evaluation, items, load, save
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, subjects, task, text, write
 from upcycle.__main__ import main as upcycle
@@ -125,7 +125,7 @@ def test_the_page_stands_alone_and_closes_what_it_opens(tmp_path: Path, all_of_i
 def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
     folder = subjects(tmp_path / "a", {"x": [0, 1]}, {"x": [0, 0]})
     run = load(folder)
-    evil = Run(**{**vars(run), "model": model(EVIL), "command": EVIL, "options": {EVIL: EVIL}, "notes": (EVIL,)})
+    evil = Evaluation(**{**vars(run), "model": model(EVIL), "command": EVIL, "options": {EVIL: EVIL}, "notes": (EVIL,)})
     save(folder, evil, list(items(folder)))
     bad = json.loads(routed(tmp_path).read_text())
     bad |= {"load": {EVIL: bad["load"]["code"]}, "tokens": {EVIL: 1}, "checkpoint": "<i>"}
@@ -237,7 +237,7 @@ def test_a_curve_falls_where_its_values_fall() -> None:
 
 
 def test_an_interval_lies_around_its_value_and_zero_is_drawn() -> None:
-    drawn = draw.forest([Row("r", "", [Mark(1, 2.0, 1.0, 4.0, "two")])], str, zero=True)
+    drawn = draw.forest([ForestRow("r", "", [Mark(1, 2.0, 1.0, 4.0, "two")])], str, zero=True)
     bar, spot, zero = (
         re.search(pattern, drawn)
         for pattern in (

@@ -8,8 +8,10 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from upcycle.config import UpcycleConfig, read
 from upcycle.convert import convert
 from upcycle.job import Worker
 from upcycle.make import Maker
-from upcycle.plan import UpcyclePlan, build
+from upcycle.plan import Recipe, UpcyclePlan, build
 
 WORDS = ["method.name=drop", "granularity=2", "experts=4", "top_k=4", "max_shard=60KB", "dtype=bfloat16"]
 
@@ -329,3 +331,65 @@ def test_a_stream_writes_and_hashes_what_it_is_given_aligned_or_not(tmp_path: Pa
     assert (tmp_path / "file").read_bytes() == whole
     assert stream.bytes == len(whole)
     assert stream.sha256 == hashlib.sha256(whole).hexdigest()
+
+
+def test_control_c_does_not_wait_for_whole_shards(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, checkpoints = load(llama, tmp_path / "moe", "experts=64")
+    real, count = Maker.part, [0]
+
+    def part(maker: Maker, recipe: Recipe) -> torch.Tensor:
+        count[0] += 1
+        if count[0] == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        return real(maker, recipe)
+
+    monkeypatch.setattr(Maker, "part", part)
+    # a shell's background jobs begin with it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            convert(plan, checkpoints, quiet=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert count[0] < len(plan.outputs) / 2
+
+
+def test_a_failure_in_a_late_shard_stops_the_early_ones(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, checkpoints = load(llama, tmp_path / "moe", "max_shard=200KB", "experts=4")
+    real, done = converting.write_shard, threading.Event()
+
+    def write_shard(maker: Maker, partial: Path, name: str, outputs: object, suffix: str, advance: object) -> None:
+        if name == plan.shards[0][0]:  # a shard that takes long
+            while True:
+                time.sleep(0.01)
+                try:
+                    advance(0)  # type: ignore[operator]
+                except InterruptedError:
+                    done.set()
+                    raise
+        if name == plan.shards[2][0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(maker, partial, name, outputs, suffix, advance)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(converting, "write_shard", write_shard)
+    monkeypatch.setattr(converting, "in_flight", lambda *_: (4, 1 << 20))
+    with pytest.raises(ValueError, match="no room left"):
+        convert(plan, checkpoints, quiet=True)
+    assert done.is_set()
+
+
+@pytest.mark.parametrize("name", [".", "/", "a" * 300])
+def test_an_output_that_cannot_be_named_is_one_sentence(
+    llama: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["convert", f"source={llama}", f"output={name}"]) == 2
+    assert "empty name" not in capsys.readouterr().err
+
+
+def test_an_output_with_another_manifest_is_left_alone(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "upcycle.json").write_text("[]")
+    assert main(["convert", f"source={llama}", f"output={tmp_path / 'moe'}"]) == 2

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.parity import tiny
+from tests.unit.upcycle.plans import load
 from upcycle import plugin
 from upcycle.families.common import Source
 from upcycle.spec import DenseSpec
@@ -364,3 +365,21 @@ def test_tiny_models_are_reproducible_and_sharded(tmp_path: Path) -> None:
     assert spec_of(one).dtype == "bfloat16"
     loaded = AutoModelForCausalLM.from_pretrained(many, dtype="auto", attn_implementation="eager")
     assert torch.equal(tiny.logits(one, tiny.tokens()), tiny.logits(loaded, tiny.tokens()))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("rms_norm_eps", "x", "norm_eps='x'"),
+        ("max_position_embeddings", "x", "context='x'"),
+        ("rope_parameters", 3, "rope is 3"),
+    ],
+)
+def test_a_config_json_with_a_word_for_a_number_is_one_sentence(
+    tmp_path: Path, key: str, value: object, says: str
+) -> None:
+    folder = tiny.make("llama", tmp_path / "dense")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ValueError, match=re.escape(says)):
+        load(f"source={folder}")

@@ -9,15 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity import tiny
 from upcycle import Upcycling
 from upcycle.__main__ import main
 from upcycle.config import UpcycleConfig, read
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make("llama", tmp_path_factory.mktemp("dense") / "llama")
 
 
 def test_it_plans_converts_and_verifies_as_the_commands_do(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,14 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.parity import tiny
+from upcycle.__main__ import main
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, byte_size, read
 from upcycle.plan import UpcyclePlan, build
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make("llama", tmp_path_factory.mktemp("dense") / "llama")
 
 
 def plan(*words: str) -> UpcyclePlan:
@@ -187,3 +185,48 @@ def test_the_plans_hash_is_of_what_is_made_not_of_where(llama: Path) -> None:
     assert plan(f"source={llama}", "output=b", "sequence=128").hash == base
     for word in ("seed=1", "top_k=3", "scale=2", "router.init.std=0.02", "max_shard=1MB", "experts=4"):
         assert plan(f"source={llama}", "output=a", word).hash != base, word
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["shared=.inf"], "shared is inf"),
+        (["experts=100000000"], "at most 16384 experts"),
+        (["experts=99999999999999999999999999"], "at most 16384 experts"),
+        (["router.init.std=.inf"], "1e-6 to 1e3"),
+        (["router.init.std=1e-50"], "1e-6 to 1e3"),
+        (["method.name=noise", "method.std=.inf"], "above 0"),
+        (["scale=1.0e+300"], "1e-9 to 1e9"),
+        (["layers=every:²"], "every:2"),
+        (["donors={a: b}"], "container types"),
+        (["method=[]"], "container types"),
+        (["[=1"], "cannot be read"),
+        (["method.name=branch_train_mix", "method.rest=base", "experts=1"], "which is not set"),
+    ],
+)  # fmt: skip
+def test_impossible_words_are_one_sentence_and_exit_code_2(
+    llama: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    source = f"donors={llama}" if "method.rest=base" in words else f"source={llama}"
+    assert main(["plan", source, *words]) == 2
+    message = capsys.readouterr().err
+    assert says in message
+    assert message.count("\n") == 1
+
+
+def test_more_layers_than_tensors_are_refused_at_once(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "tall")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    with pytest.raises(ValueError, match="promises 1000000000 layers"):
+        plan(f"source={folder}")
+
+
+def test_a_tensor_of_another_kind_among_floats_is_refused(llama: Path, tmp_path: Path) -> None:
+    """It would be written as it is under a header that says otherwise."""
+    folder = shutil.copytree(llama, tmp_path / "mixed")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.input_layernorm.weight"] = torch.ones(64, dtype=torch.int8)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="stores its weights as int8"):
+        plan(f"source={folder}")

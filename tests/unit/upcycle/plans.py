@@ -1,0 +1,28 @@
+"""Plans of tiny models, with what they are made from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from upcycle.checkpoint import Checkpoint
+from upcycle.config import UpcycleConfig, read
+from upcycle.plan import UpcyclePlan, build
+
+
+def load(*words: str) -> tuple[UpcyclePlan, list[Checkpoint]]:
+    config = read(UpcycleConfig, "", words)
+    checkpoints = [Checkpoint.open(name) for name in [config.source or config.donors[0], *config.donors]]
+    return build(config, checkpoints), checkpoints
+
+
+def readable(llama: Path, folder: Path) -> tuple[Path, Path]:
+    """The model with a tokenizer of letters, and a text of few of them."""
+    source, text = shutil.copytree(llama, folder / "readable"), folder / "letters.txt"
+    model = {"type": "WordLevel", "vocab": {chr(97 + i): i for i in range(26)} | {"?": 26}, "unk_token": "?"}
+    parts = dict.fromkeys(["truncation", "padding", "normalizer", "post_processor", "decoder"])
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model} | parts
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    text.write_text("a b c d e f g h i j k l m n o p")
+    return source, text

@@ -1,0 +1,24 @@
+"""What a plan promises, where only rounding is in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.parity import tiny
+from tests.unit.upcycle.plans import load
+from upcycle.__main__ import main
+from upcycle.convert import convert
+
+
+def test_float32_norms_in_a_bfloat16_model_are_known_to_be_rounded(tmp_path: Path) -> None:
+    folder = tiny.make("llama", tmp_path / "dense", dtype=torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {k: v.float() * 1.001 for k, v in tensors.items() if "norm" in k}
+    save_file(tensors, folder / "model.safetensors")
+    plan, checkpoints = load(f"source={folder}", f"output={tmp_path / 'moe'}")
+    assert plan.promise.reasons == ("exact but for the rounding of float32 weights to bfloat16",)
+    convert(plan, checkpoints, quiet=True)
+    assert main(["verify", str(folder), str(tmp_path / "moe"), "--tokens", "64"]) == 0
