@@ -13,6 +13,8 @@ import pytest
 from upcycle import cli
 
 ROOT = Path(__file__).parents[3]
+# buffered, as a person's is: what is not flushed in time fails when Python ends
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
 # whatever starts with cli.start is a command; the words lead to what takes seconds to import
 WORDS = {"upcycle": ["plan", "source=x"], "evaluation": ["compare", "a", "b"], "training.prepare": ["out"],
          "training.plots": ["run", "--output", "x.png"]}  # fmt: skip
@@ -30,7 +32,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     more = {"PYTHONPATH": f"{path}:{ROOT}" if path else str(ROOT), **(environment or {})}
     command = [sys.executable, "-m", module, *words]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | more, cwd=path or ROOT)
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT | more, cwd=path or ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def test_help_imports_nothing_that_takes_seconds(name: str, interrupting: Path) 
 
 def test_importing_the_package_imports_nothing_that_takes_seconds(interrupting: Path) -> None:
     code = "import sys, upcycle, upcycle.cli; sys.exit(bool({'torch', 'numpy', 'transformers', 'yaml'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=interrupting, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run([sys.executable, "-c", code], cwd=interrupting, env=ENVIRONMENT)
     assert done.returncode == 0
 
 
@@ -75,7 +77,12 @@ def test_a_reader_who_has_gone_is_no_error(name: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", name, "--help"], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-m", name, "--help"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
@@ -145,7 +152,7 @@ def test_a_defect_keeps_its_traceback(name: str, commands: Path) -> None:
 def test_a_reader_who_goes_is_no_error(commands: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "pipe"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=commands,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=ENVIRONMENT,
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.read(3) == "xxx"
@@ -155,9 +162,7 @@ def test_a_reader_who_goes_is_no_error(commands: Path) -> None:
 
 def test_ctrl_c_stays_ignored_where_a_script_ignores_it(commands: Path) -> None:
     command = ["bash", "-c", f"trap '' INT; exec {sys.executable} -m stop"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=commands, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=commands, env=ENVIRONMENT)
     assert (done.returncode, done.stderr) == (0, "")
 
 
