@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from upcycle import plugin
 from upcycle.card import human
 from upcycle.checkpoint import Checkpoint
 from upcycle.convert import MANIFEST
@@ -41,6 +43,7 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
                 "function": "exact" if promise["exact"] else f"not exact: {'; '.join(promise['reasons'])}",
                 "plan": manifest["plan"],
             }
+            lines |= dict(router_rows(checkpoint, stated_granularity(manifest["config"])))
         text = "\n".join(f"{name:<20} {value}" for name, value in lines.items())
         if tensors:
             text += "\n\n" + "\n".join(f"{e.name}  {list(e.shape)}  {e.dtype}  {e.file.name}" for e in entries.values())
@@ -61,6 +64,31 @@ def sizes_stated(config: Any) -> list[str]:
     return [key for key in keys if config.get(key) is not None]
 
 
+def router_rows(checkpoint: Checkpoint, granularity: int) -> Iterator[tuple[str, str]]:
+    """How far the rows of a group's slices are apart, by layer. Equal rows choose whole FFNs; a choice by others may
+    have some slice twice and another not at all, which only text can tell (`evaluation routing`)."""
+    if granularity == 1:
+        return
+    target = plugin.load("upcycle.targets", str(checkpoint.config["model_type"]))
+    moe, equal = target.read(checkpoint.config), 0
+    names = {role: slot.name for slot in target.slots(moe) for role in slot.roles if role.endswith(".router.weight")}
+    for layer in moe.layers:
+        rows_EGD = checkpoint.read(names[f"layers.{layer}.router.weight"]).double().unflatten(0, (-1, granularity))
+        mean_E1D = rows_EGD.mean(1, keepdim=True)
+        most = float((rows_EGD - rows_EGD[:, :1]).abs().max())
+        spread = float((rows_EGD - mean_E1D).norm() / (mean_E1D.norm() * granularity**0.5))
+        equal += most == 0
+        if most > 0:
+            yield f"router of layer {layer}", f"rows of a group differ by up to {most:.3g}, {spread:.2%} of their size"
+    if equal:
+        yield "router rows", f"equal within groups of {granularity} in {equal} of {len(moe.layers)} MoE layers"
+
+
+def stated_granularity(config: Mapping[str, Any]) -> int:
+    """How many experts one copy of a dense FFN is, of a manifest's config; 1 where experts are not copies' slices."""
+    return 1 if config["method"]["name"] == "split" else int(config["granularity"])
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     path = folder / MANIFEST
     if not path.is_file():
@@ -68,7 +96,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
         promise = manifest["promise"]  # what its readers rely on is looked at here, once
-        _ = manifest["from"], manifest["plan"], dict(manifest["config"]["method"])
+        _ = manifest["from"], manifest["plan"], stated_granularity(manifest["config"])
         _ = bool(promise["exact"]), float(promise["tolerance"]), "; ".join(promise["reasons"])
         _ = [(int(line["bytes"]), str(line["sha256"])) for line in manifest["files"].values()]
         return manifest
