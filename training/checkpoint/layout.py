@@ -32,7 +32,7 @@ from upcycle import card, disk, plugin
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
-from upcycle.inspect import read_manifest, stated_granularity
+from upcycle.inspect import in_slices, read_manifest
 from upcycle.make import Maker
 from upcycle.plan import build
 from upcycle.spec import BYTES, DenseSpec, MoESpec
@@ -92,7 +92,7 @@ def opened(source: str | Path) -> Iterator[Origin]:
         elif model_type in targets:
             moe: MoESpec = plugin.load("upcycle.targets", model_type).read(config)
             if manifest := read_manifest(checkpoint.folder):
-                moe = in_slices(moe, stated_granularity(manifest["config"]))
+                moe = in_slices(moe, manifest["config"])
             if model_type == "upcycled":
                 files += (plugin.load("upcycle.targets", model_type).MODELING,)
             stored = moe_tensors(moe, model_type)
@@ -119,7 +119,7 @@ def online(config: UpcycleConfig) -> Iterator[Origin]:
 
             plan = replace(plan, observed=measure.measure(plan, checkpoints))
         target = plugin.load("upcycle.targets", plan.target)
-        moe = in_slices(target.read(plan.hf_config), stated_granularity(card.settings(plan)))
+        moe = in_slices(target.read(plan.hf_config), card.settings(plan))
         files = tuple(checkpoints[0].copied_files()) + ((target.MODELING,) if hasattr(target, "MODELING") else ())
         tensors, maker = moe_tensors(moe, plan.target), Maker(plan, checkpoints)
 
@@ -127,16 +127,6 @@ def online(config: UpcycleConfig) -> Iterator[Origin]:
             return maker.tensor(name) if rows is None else maker.slice(name, (slice(*rows),))
 
         yield Origin(moe, tensors, read, plan.hf_config, files)
-
-
-def in_slices(moe: MoESpec, granularity: int) -> MoESpec:
-    """With what no config.json says: how many experts one copy of a dense FFN is."""
-    if moe.experts % granularity:
-        raise ValueError(
-            f"upcycle.json says granularity={granularity}, which does not divide the {moe.experts} experts of "
-            "config.json; do the two belong together?"
-        )
-    return replace(moe, copies=moe.experts // granularity, granularity=granularity)
 
 
 def check_shapes(checkpoint: Checkpoint, tensors: Iterable[Stored]) -> None:

@@ -49,5 +49,8 @@ def test_nothing_is_said_where_experts_are_no_slices_or_nobody_knows(tmp_path: P
         (virtual / "upcycle.json").write_text(json.dumps(manifest | {"config": manifest["config"] | changed}))
         with pytest.raises(ValueError, match="is not a manifest that upcycle wrote"):
             describe(virtual)
+    (virtual / "upcycle.json").write_text(json.dumps(manifest | {"config": manifest["config"] | {"granularity": 3}}))
+    with pytest.raises(ValueError, match="granularity=3, which does not divide the 8 experts"):
+        describe(virtual)
     (virtual / "upcycle.json").unlink()
     assert "router rows" not in describe(virtual)
