@@ -27,12 +27,10 @@ from tqdm import tqdm
 from evaluation.attend import Memory, Remembering, Rows, laid_out, next_tokens
 from evaluation.packing import FOREVER, Ids, Input, Plan, Row, plan, share
 from evaluation.ranks import Ranks
-from training.model.decoder import Decoder
-from training.model.layers import Attention
-from training.model.moe import MoE
+from training.model.decoder import Decoder, Layer
 from training.model.rope import original
 from training.parallel.collectives import all_gather
-from training.parallel.shard import reshard
+from training.parallel.shard import moe_blocks, reshard
 
 LOGITS = 1 << 26  # elements of logits at a time
 
@@ -59,16 +57,14 @@ class Engine:
     def open(self) -> Iterator[Engine]:
         """Within, the model reads as we want it to; afterwards it is what it was."""
         dense = self.model.dense
-        restore: list[tuple[Any, str, Any]] = []
-        for name, layer in self.model.layers.items():
-            attention = layer.attention
-            assert isinstance(attention, Attention)
-            restore.append((attention, "attend", attention.attend))
+        layers = {name: layer for name, layer in self.model.layers.items() if isinstance(layer, Layer)}
+        attends = [(layer.attention, layer.attention.attend) for layer in layers.values()]
+        balances = [(block, block.balance) for block in moe_blocks(self.model)]
+        for name, layer in layers.items():
             window = dense.window if int(name) in dense.window_layers else None
-            attention.attend = Remembering(int(name), window, dense.attention_scale, self.memory)
-            if isinstance(layer.ffn, MoE):  # no capacity, no auxiliary loss, nothing counted
-                restore.append((layer.ffn, "balance", layer.ffn.balance))
-                layer.ffn.balance = None
+            layer.attention.attend = Remembering(int(name), window, dense.attention_scale, self.memory)
+        for block, _ in balances:  # no capacity, no auxiliary loss, nothing counted
+            block.balance = None
         if isinstance(self.model, FSDPModule):
             register_fsdp_forward_method(self.model, "hidden")
         try:
@@ -78,8 +74,10 @@ class Engine:
                 self.head_VD = head.full_tensor() if isinstance(head, DTensor) else head
                 yield self
         finally:
-            for owner, name, value in restore:
-                setattr(owner, name, value)
+            for attention, attend in attends:
+                attention.attend = attend
+            for block, balance in balances:
+                block.balance = balance
             reshard(self.model)
             self.memory.forget()
             self.head_VD = torch.empty(0)

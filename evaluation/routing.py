@@ -12,7 +12,8 @@ Every text is a domain. What is measured of a layer:
     specialisation  what an expert's number tells about the domain: mutual information / log of the number of domains
     together        how often two experts are chosen for one token / how often they would be if choices were independent
     whole groups    tokens whose experts are complete virtual groups: the dense FFN of one copy or several, whole
-    every part      tokens whose experts hold every neuron of the dense FFN equally often, of whatever copy
+    whole           tokens whose experts are whole dense FFNs, of slices of whatever copies
+    missing         slices of these FFNs that a token has too seldom; doubled: too often (see training/balance.py)
     spread          |expert - mean of its copies| / |mean|, mean over experts: 0 as long as copies are copies
     moved           |expert - what it was at `start`| / |what it was|, mean over experts; the router's rows likewise
 
@@ -38,7 +39,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from evaluation import load
-from training.balance import expert_counts, token_entropy
+from training.balance import coherence, expert_counts, token_entropy
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
 from training.model.decoder import Decoder
@@ -46,7 +47,7 @@ from training.model.moe import MoE, Routing
 from upcycle import cli, text
 from upcycle.config import read
 from upcycle.disk import write_atomic
-from upcycle.inspect import read_manifest
+from upcycle.spec import MoESpec
 
 PAIRS = 64  # experts: of more, the table of pairs is for machines, and only the strongest pairs are kept
 STRONGEST = 12
@@ -57,7 +58,8 @@ class RoutingConfig:
     checkpoint: str = ""  # a folder or hub id with experts, or a training run's folder
     texts: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst; a domain each, named by the file
     start: str = ""  # the converted folder that training began with, or the folder of a run that upcycled as it loaded
-    granularity: int = 0  # parts a dense FFN was cut into; 0: as the checkpoint's or start's upcycle.json says, else 1
+    # parts a dense FFN was cut into; 0: what the checkpoint's or start's upcycle.json says, or start's config, else 1
+    granularity: int = 0
     tokens: int = 16384  # of each text, at most
     length: int = 512  # tokens a sequence
     compute: str = "float32"  # dtype of activations: float32 | bfloat16 | float64
@@ -77,8 +79,8 @@ class Watch:
         size, device = len(self.blocks), self.blocks[0][1].router.weight.device
         self.count_LN = torch.zeros(size, self.experts, dtype=torch.int64, device=device)
         self.pair_LNN = torch.zeros(size, self.experts, self.experts, dtype=torch.float64, device=device)
-        # tokens; of them with whole groups, with every part; router entropy summed
-        self.sums_L4 = torch.zeros(size, 4, dtype=torch.float64, device=device)
+        # tokens; of them with whole groups; router entropy; whole, missing and doubled
+        self.sums_L6 = torch.zeros(size, 6, dtype=torch.float64, device=device)
 
     def see(self, number: int, routing: Routing) -> Routing:
         expert_TK = routing.expert_TK
@@ -87,18 +89,9 @@ class Watch:
         self.pair_LNN[number] += (chosen_TN.T @ chosen_TN).double()
         chosen_TEG = chosen_TN.view(len(chosen_TN), -1, self.granularity)
         whole_T = (chosen_TEG.amax(2) == chosen_TEG.amin(2)).all(1)
-        held_TG = chosen_TEG.sum(1)
-        every_T = held_TG.amax(1) == held_TG.amin(1)
         shares_TN = routing.scores_TN / routing.scores_TN.sum(-1, keepdim=True)
-        tokens = torch.tensor(len(expert_TK), device=expert_TK.device)
-        self.sums_L4[number] += torch.stack(
-            [
-                tokens.double(),
-                whole_T.sum().double(),
-                every_T.sum().double(),
-                token_entropy(shares_TN).double() * tokens,
-            ]
-        )
+        means = [torch.ones_like(whole_T).double().mean(), whole_T.double().mean(), token_entropy(shares_TN).double()]
+        self.sums_L6[number] += len(expert_TK) * torch.stack([*means, *coherence(expert_TK, self.granularity)])
         return routing
 
     def __enter__(self) -> Watch:
@@ -197,17 +190,12 @@ def moved(model: Decoder, start: Origin) -> dict[str, float]:
 
 
 @contextmanager
-def started(source: str) -> Iterator[tuple[Origin, int]]:
-    """What training began with, and its granularity."""
+def started(source: str) -> Iterator[Origin]:
+    """What training began with."""
     run = Path(source)
     made = standalone.upcycled(run)
     with layout.online(made, standalone.measured_before(run)) if made else layout.opened(source) as origin:
-        yield origin, stated_granularity(source)
-
-
-def stated_granularity(source: str) -> int:
-    manifest, made = read_manifest(Path(source)), standalone.upcycled(Path(source))
-    return int(manifest["config"]["granularity"]) if manifest else made.granularity if made else 0
+        yield origin
 
 
 def analyse(config: RoutingConfig) -> dict[str, Any]:
@@ -220,12 +208,14 @@ def analyse(config: RoutingConfig) -> dict[str, Any]:
         model = Decoder(origin.spec, compute=getattr(torch, config.compute))
         load.fill(model, origin, run, step)
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    parts, distances = config.granularity or stated_granularity(str(run or config.checkpoint)), None
+    assert isinstance(origin.spec, MoESpec) and model.moe is not None
+    stated, distances = origin.spec.granularity, None
     if config.start:
-        with started(config.start) as (start, stated):
-            distances, parts = moved(model, start), parts or stated
-    assert model.moe is not None
-    parts = parts or 1
+        with started(config.start) as start:
+            distances = moved(model, start)
+            assert isinstance(start.spec, MoESpec)  # moved found experts in it
+            stated = max(stated, start.spec.granularity)
+    parts = config.granularity or stated
     if model.moe.experts % parts:
         raise ValueError(f"granularity={parts} must divide the {model.moe.experts} experts")
     domains = {}
@@ -268,10 +258,10 @@ def describe(
     first = next(iter(watches.values()))
     count_CLN = torch.stack([watch.count_LN.cpu() for watch in watches.values()])
     pair_LNN = torch.stack([watch.pair_LNN.cpu() for watch in watches.values()]).sum(0)
-    sums_L4 = torch.stack([watch.sums_L4.cpu() for watch in watches.values()]).sum(0)
+    sums_L6 = torch.stack([watch.sums_L6.cpu() for watch in watches.values()]).sum(0)
     rows, tables = [], []
     for number, (layer, block) in enumerate(first.blocks):
-        count_N, (tokens, whole, every, undecided) = count_CLN[:, number].sum(0), sums_L4[number].tolist()
+        count_N, (tokens, groups, undecided, *slices) = count_CLN[:, number].sum(0), sums_L6[number].tolist()
         lift_NN = together(pair_LNN[number], tokens)
         row: dict[str, Any] = {
             "layer": layer,
@@ -283,8 +273,9 @@ def describe(
             "spread": spread(block, granularity),
             "pairs": strongest(lift_NN),
         }
-        if granularity > 1 and first.top_k % granularity == 0:
-            row |= {"whole_groups": whole / tokens, "every_part": every / tokens}
+        if 1 < granularity < first.experts:
+            whole, missing, doubled = (total / tokens for total in slices)
+            row |= {"whole_groups": groups / tokens, "whole": whole, "missing": missing, "doubled": doubled}
         if distances is not None:
             row["moved"] = [distances[f"layers.{layer}.experts.{i}"] for i in range(first.experts)]
             row["router_moved"] = distances[f"layers.{layer}.router"]
@@ -336,7 +327,9 @@ def table(found: dict[str, Any]) -> str:
         "unused": lambda r: r["unused"],
         "specialisation": lambda r: r["specialisation"],
         "whole groups": lambda r: r.get("whole_groups"),
-        "every part": lambda r: r.get("every_part"),
+        "whole": lambda r: r.get("whole"),
+        "missing": lambda r: r.get("missing"),
+        "doubled": lambda r: r.get("doubled"),
         "spread": lambda r: sum(r["spread"]) / len(r["spread"]),
         "moved": lambda r: sum(r["moved"]) / len(r["moved"]) if "moved" in r else None,
         "router moved": lambda r: r.get("router_moved"),

@@ -1,7 +1,7 @@
 """Load balance of the experts: losses, selection bias, capacity and statistics. All of it stays on the device.
 
-Shapes: T tokens, E experts, K experts chosen a token, S sequences of L tokens, N MoE layers. Counts are int64: adding
-them up is exact in any order, so a run repeats bit for bit.
+Shapes: T tokens, E experts, K experts chosen a token, G slices of a dense FFN, S sequences of L tokens, N MoE layers, F
+figures. Counts are int64: adding them up is exact in any order, so a run repeats bit for bit.
 
 The loop sees one object, which hangs itself into the model's MoE blocks:
 
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +92,12 @@ def z_loss(logits_TE: Tensor) -> Tensor:
     return logits_TE.logsumexp(-1).square().mean()
 
 
+class RouterLoss(NamedTuple):
+    total: Tensor  # weighted
+    aux: Tensor | None  # the balance loss as it is; None without a weight
+    z: Tensor
+
+
 def router_loss(
     config: BalanceConfig,
     logits_TE: Tensor,
@@ -100,21 +106,23 @@ def router_loss(
     count_E: Tensor,
     sequences: int = 1,
     reduce: Reduce | None = None,
-) -> Tensor:
-    """Weighted balance and z-loss of one layer's micro-batch, tokens in order of `sequences` sequences of one length.
+) -> RouterLoss:
+    """Balance and z-loss of one layer's micro-batch, tokens in order of `sequences` sequences of one length.
 
     `count_E`: for scope micro_batch, of the micro-batch over all ranks; for global, of the step so far. `reduce`: for
     scope sequence, sums counts over the ranks that a sequence is spread over.
     """
-    loss = torch.zeros((), dtype=logits_TE.dtype, device=logits_TE.device)
+    total, aux = torch.zeros((), dtype=logits_TE.dtype, device=logits_TE.device), None
     if config.aux_weight:
         if config.aux_scope == "sequence":
             experts = logits_TE.shape[-1]
             probability_TE = probability_TE.view(sequences, -1, experts)
             count_E = expert_counts(expert_TK.view(sequences, -1, expert_TK.shape[-1]), experts)
             count_E = count_E if reduce is None else reduce(count_E)
-        loss = loss + config.aux_weight * balance_loss(probability_TE, count_E)
-    return loss + config.z_weight * z_loss(logits_TE) if config.z_weight else loss
+        aux = balance_loss(probability_TE, count_E)
+        total = total + config.aux_weight * aux
+    z = z_loss(logits_TE if config.z_weight else logits_TE.detach())
+    return RouterLoss(total + config.z_weight * z if config.z_weight else total, aux, z)
 
 
 class AuxLoss(torch.autograd.Function):
@@ -182,15 +190,39 @@ def token_entropy(probability_TE: Tensor) -> Tensor:
     return entropy_T.mean() / math.log(max(probability_TE.shape[-1], 2))
 
 
+def coherence(expert_TK: Tensor, granularity: int) -> Tensor:
+    """(whole, missing, doubled): is what a token chose whole FFNs? Means over tokens.
+
+    Expert e * G + g is slice g of copy e, and a dense FFN is one of each slice, of whatever copies. K choices should be
+    n = K / G whole FFNs, so that every slice is there n times. whole: the share of tokens where it is so. missing,
+    doubled: how many of the G slices a token has less often, and more often, than n times. Where G does not divide K, n
+    is rounded up: no choice is whole then, and the last FFN's missing slices count. A choice that a full expert drops
+    counts as made.
+    """
+    slices, times = granularity, -(-expert_TK.shape[1] // granularity)
+    held_TG = expert_counts((expert_TK % slices)[:, None], slices)
+    missing_T, doubled_T = (held_TG < times).sum(-1), (held_TG > times).sum(-1)
+    return torch.stack([missing_T + doubled_T == 0, missing_T, doubled_T]).double().mean(-1)
+
+
+# what is averaged over tokens besides the counts
+FIGURES = ("dropped", "router_entropy", "aux", "z", "whole", "missing", "doubled")
+
+
 @dataclass(frozen=True)
 class LayerLoad:
-    """What a person reads of one MoE layer, over a logging interval."""
+    """What a person reads of one MoE layer, over a logging interval; nan where it was not measured."""
 
     histogram: tuple[int, ...]  # choices an expert
     max_over_mean: float  # 1 in balance; what the slowest rank waits for
     entropy: float  # of the histogram, divided by log E: 1 in balance
     dropped: float  # share of the choices
-    router_entropy: float  # mean over tokens, see token_entropy; nan if it was not measured
+    router_entropy: float  # mean over tokens, see token_entropy
+    aux: float  # the balance loss before its weight: 1 in balance
+    z: float  # the z-loss before its weight
+    whole: float  # share of tokens; these three see coherence
+    missing: float  # slices a token
+    doubled: float
 
 
 class RouterLoad:
@@ -202,31 +234,33 @@ class RouterLoad:
     def __init__(self, layers: int, experts: int, device: torch.device | str = "cpu") -> None:
         self.step_NE = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self.total_NE = torch.zeros_like(self.step_NE)
-        # tokens seen, share of choices dropped * tokens, router entropy * tokens, tokens whose entropy was measured
-        self.sums_N4 = torch.zeros(layers, 4, dtype=torch.float64, device=device)
+        # sums over tokens, and of how many tokens
+        self.sums_N2F = torch.zeros(layers, 2, len(FIGURES), dtype=torch.float64, device=device)
+        self.nothing = torch.full((), math.nan, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def add(
-        self, layer: int, count_E: Tensor, tokens: int, dropped: Tensor | None = None, entropy: Tensor | None = None
-    ) -> Tensor:
+    def count(self, layer: int, count_E: Tensor) -> Tensor:
         """Adds a micro-batch; returns the counts of the step so far (a copy: backward may still need it)."""
         self.step_NE[layer] += count_E
-        self.sums_N4[layer, 0] += tokens
-        if dropped is not None:
-            self.sums_N4[layer, 1] += dropped * tokens
-        if entropy is not None:
-            self.sums_N4[layer, 2] += entropy.detach() * tokens
-            self.sums_N4[layer, 3] += tokens
         return self.step_NE[layer].clone()
+
+    @torch.no_grad()
+    def average(self, layer: int, tokens: int, **means: Tensor | None) -> None:
+        """Adds a micro-batch's FIGURES; those that are left out, or not finite, count for no token."""
+        found = (means.get(name) for name in FIGURES)
+        mean_F = torch.stack([self.nothing if mean is None else mean.double() for mean in found])
+        known_F = mean_F.isfinite()
+        self.sums_N2F[layer] += tokens * torch.stack([mean_F.where(known_F, 0), known_F.double()])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Of a step's end, so that what a resumed run logs is the same too."""
-        return {"total": self.total_NE, "sums": self.sums_N4}
+        return {"total": self.total_NE, "figures": self.sums_N2F}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
+        self.total_NE.copy_(state["total"])
+        if "figures" in state:  # a checkpoint from before there were so many: they begin anew
+            self.sums_N2F.copy_(state["figures"])
 
     @torch.no_grad()
     def end_step(self, reduce: Reduce | None = None) -> Tensor:
@@ -239,22 +273,23 @@ class RouterLoad:
     @torch.no_grad()
     def fetch(self, reduce: Reduce | None = None) -> list[LayerLoad]:
         """One copy to the host, once a logging interval, of the steps that ended; the next interval starts at 0."""
-        packed = torch.cat([self.total_NE.double(), self.sums_N4], dim=1)
-        rows = (packed if reduce is None else reduce(packed)).tolist()
+        table = torch.cat([self.total_NE.double(), self.sums_N2F.flatten(1)], dim=1)
+        rows = (table if reduce is None else reduce(table)).tolist()
         self.total_NE.zero_()
-        self.sums_N4.zero_()
-        return [layer_load([int(n) for n in row[:-4]], *row[-4:]) for row in rows]
+        self.sums_N2F.zero_()
+        experts, figures = self.total_NE.shape[1], len(FIGURES)
+        return [layer_load([int(n) for n in row[:experts]], row[experts:-figures], row[-figures:]) for row in rows]
 
 
-def layer_load(histogram: list[int], tokens: float, dropped: float, entropy: float, measured: float) -> LayerLoad:
+def layer_load(histogram: list[int], sums: list[float], tokens: list[float]) -> LayerLoad:
+    means = {name: s / n if n else math.nan for name, s, n in zip(FIGURES, sums, tokens, strict=True)}
     total = max(sum(histogram), 1)
     shares = [n / total for n in histogram if n]
     return LayerLoad(
         histogram=tuple(histogram),
         max_over_mean=max(histogram) * len(histogram) / total,
         entropy=-sum(p * math.log(p) for p in shares) / math.log(max(len(histogram), 2)),
-        dropped=dropped / max(tokens, 1),
-        router_entropy=entropy / measured if measured else math.nan,
+        **means,
     )
 
 
@@ -298,7 +333,7 @@ class Balance:
             return routing
         config, score = self.config, self.blocks[number].spec.score
         tokens, experts = routing.logits_TN.shape
-        weight_TK, dropped, room = routing.weight_TK, None, None
+        weight_TK, dropped, room = routing.weight_TK, torch.zeros_like(self.load.nothing), None
         if config.capacity_factor:
             factor, k = config.capacity_factor, routing.expert_TK.shape[1]
             keep_TK, dropped = capacity_mask(routing.expert_TK, weight_TK, experts, factor, config.drop_policy)
@@ -307,22 +342,32 @@ class Balance:
         # of softmax routers the scores are the probabilities
         probability_TE = routing.scores_TN if score == "softmax" else probabilities(routing.logits_TN, score)
         count_E = expert_counts(routing.expert_TK, experts)
-        seen_E = self.load.add(number, count_E, tokens, dropped, token_entropy(probability_TE.detach()))
+        seen_E = self.load.count(number, count_E)
+        if config.aux_weight and config.aux_scope != "sequence":
+            count_E = seen_E if config.aux_scope == "global" else count_E
+            count_E = count_E if self.reduce is None else self.reduce(count_E)
+        loss = router_loss(
+            config, routing.logits_TN, probability_TE, routing.expert_TK, count_E, self.sequences, self.reduce_sequence
+        )
         if config.aux_weight or config.z_weight:
-            if config.aux_scope != "sequence":
-                count_E = seen_E if config.aux_scope == "global" else count_E
-                count_E = count_E if self.reduce is None else self.reduce(count_E)
-            loss = router_loss(
-                config,
-                routing.logits_TN,
-                probability_TE,
-                routing.expert_TK,
-                count_E,
-                self.sequences,
-                self.reduce_sequence,
-            )
-            weight_TK = AuxLoss.apply(weight_TK, loss * self.scale)  # type: ignore[no-untyped-call]
+            weight_TK = AuxLoss.apply(weight_TK, loss.total * self.scale)  # type: ignore[no-untyped-call]
+        self.load.average(
+            number,
+            tokens,
+            dropped=dropped,
+            router_entropy=token_entropy(probability_TE.detach()),
+            aux=loss.aux,
+            z=loss.z,
+            **self.slices(routing.expert_TK),
+        )
         return replace(routing, weight_TK=weight_TK, room=room)
+
+    def slices(self, expert_TK: Tensor) -> dict[str, Tensor]:
+        """The figures of coherence, where it is known that experts are copies of slices."""
+        spec = self.blocks[0].spec
+        if not spec.copies_of_slices:
+            return {}
+        return dict(zip(("whole", "missing", "doubled"), coherence(expert_TK, spec.granularity), strict=True))
 
     @torch.no_grad()
     def end_step(self, skip: Tensor | None = None) -> None:

@@ -262,9 +262,8 @@ def under_one_roof(parts: Sequence[Decoder]) -> Decoder:
     roof = Decoder(parts[0].moe or parts[0].dense, part=range(1, 1))
     for part in parts:
         roof.layers.update(dict(part.layers.items()))
-        for name in ("embed", "final_norm", "head"):
-            if getattr(roof, name) is None:  # of tied embeddings the first part's, see Pipeline.sum_tied
-                setattr(roof, name, getattr(part, name))
+        roof.embed = roof.embed or part.embed  # of tied embeddings the first part's, see Pipeline.sum_tied
+        roof.final_norm, roof.head = roof.final_norm or part.final_norm, roof.head or part.head
     return roof
 
 

@@ -375,7 +375,6 @@ class SpikeGuard:
         self.sigma = config.spike_sigma
         self.values = torch.zeros(2, config.spike_window, dtype=torch.float64, device=device)  # losses, norms
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
-        self.flagged = torch.zeros((), dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def spike(self, loss: Tensor, norm: Tensor) -> Tensor:
@@ -394,12 +393,11 @@ class SpikeGuard:
         here = (place == self.seen % window) & finite
         self.values.copy_(torch.where(here, new[:, None], self.values))
         self.seen += finite
-        self.flagged += flag
         return flag
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"values": self.values, "seen": self.seen, "flagged": self.flagged}
+        return {"values": self.values, "seen": self.seen}
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        fill(self.state_dict(), state, "spike guard")
+        older = {"flagged"}  # once kept as well
+        fill(self.state_dict(), {name: state[name] for name in state.keys() - older}, "spike guard")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from training.balance import FIGURES
 from training.build import Learner, data_rank
 from training.data.batch import Batch
 from training.data.mixture import Validation
 from training.model.moe import MoE
 from training.parallel.collectives import all_reduce, gather
 from training.parallel.shard import one_step, own_part, reshard, synchronize
+
+BY_LAYER = ("max_over_mean", "entropy", "whole", "missing", "doubled")  # in the log
 
 
 def train_step(run: Learner, batches: Sequence[Batch], lr: float) -> dict[str, Tensor]:
@@ -87,16 +91,15 @@ def validate(run: Learner, valid: Sequence[Validation]) -> dict[str, float]:
 
 
 def balance_numbers(run: Learner) -> dict[str, float]:
-    """Since the last time: worst and mean over layers, and each layer by itself."""
+    """Since the last time: worst and mean over layers, and each layer by itself; nothing of what was not measured."""
     moe = [int(number) for number, layer in run.model.layers.items() if isinstance(layer.ffn, MoE)]
     loads = zip(moe, run.balance.load.fetch(run.reduce), strict=True)
-    layers = [(number, load.max_over_mean, load.entropy, load.dropped) for number, load in loads]
+    layers = [(number, {name: getattr(load, name) for name in (*BY_LAYER, *FIGURES)}) for number, load in loads]
     if run.mesh.size("pp") > 1:
         layers = [layer for stage in gather(layers, run.mesh.group("pp"), run.device) for layer in stage]
-    found: dict[str, float] = {}
-    for place, (_, max_over_mean, entropy, _) in enumerate(sorted(layers)):
-        found |= {f"balance/{place}/max_over_mean": max_over_mean, f"balance/{place}/entropy": entropy}
-    if layers:
-        found["balance/max_over_mean"] = max(max_over_mean for _, max_over_mean, _, _ in layers)
-        found["balance/dropped"] = sum(dropped for *_, dropped in layers) / len(layers)
-    return found
+    by_layer = [figures for _, figures in sorted(layers, key=lambda layer: layer[0])]
+    found = {f"balance/{place}/{name}": row[name] for place, row in enumerate(by_layer) for name in BY_LAYER}
+    if by_layer:
+        found["balance/max_over_mean"] = max(row["max_over_mean"] for row in by_layer)
+        found |= {f"balance/{name}": sum(row[name] for row in by_layer) / len(by_layer) for name in FIGURES}
+    return {name: value for name, value in found.items() if not math.isnan(value)}

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from upcycle import methods, plugin
 from upcycle.card import human
 from upcycle.checkpoint import Checkpoint
 from upcycle.convert import MANIFEST
+from upcycle.spec import MoESpec
 
 BLOCK = 16 << 20
 
@@ -41,6 +45,7 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
                 "function": "exact" if promise["exact"] else f"not exact: {'; '.join(promise['reasons'])}",
                 "plan": manifest["plan"],
             }
+            lines |= dict(router_rows(checkpoint, manifest))
         text = "\n".join(f"{name:<20} {value}" for name, value in lines.items())
         if tensors:
             text += "\n\n" + "\n".join(f"{e.name}  {list(e.shape)}  {e.dtype}  {e.file.name}" for e in entries.values())
@@ -61,6 +66,42 @@ def sizes_stated(config: Any) -> list[str]:
     return [key for key in keys if config.get(key) is not None]
 
 
+def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """How far the rows of a group's slices are apart, by layer. Equal rows choose whole FFNs; a choice by others may
+    have some slice twice and another not at all, which only text can tell (`evaluation routing`)."""
+    if manifest["config"]["granularity"] == 1:
+        return
+    target = plugin.load("upcycle.targets", str(checkpoint.config["model_type"]))
+    moe, equal = in_slices(target.read(checkpoint.config), manifest["config"]), 0
+    if not moe.copies_of_slices:
+        return
+    names = {role: slot.name for slot in target.slots(moe) for role in slot.roles if role.endswith(".router.weight")}
+    for layer in moe.layers:
+        rows_ND = checkpoint.read(names[f"layers.{layer}.router.weight"]).double()
+        rows_EGD = rows_ND.view(moe.copies, moe.granularity, -1)
+        mean_E1D = rows_EGD.mean(1, keepdim=True)
+        most = float((rows_EGD.amax(1) - rows_EGD.amin(1)).max())
+        spread = float((rows_EGD - mean_E1D).norm() / (mean_E1D.norm() * moe.granularity**0.5))
+        equal += most == 0
+        if most > 0:
+            yield f"router of layer {layer}", f"rows of a group differ by up to {most:.3g}, {spread:.2%} of their size"
+    if equal:
+        yield "router rows", f"equal within groups of {moe.granularity} in {equal} of {len(moe.layers)} MoE layers"
+
+
+def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
+    """The model of a config.json with what that cannot say: how many experts one copy of a dense FFN is. `config`: of
+    its plan. Experts of a method that makes no copies stay what they are."""
+    name, keys = config["method"]["name"], {key: value for key, value in config["method"].items() if key != "name"}
+    granularity = 1 if methods.load(name, keys).needs.disjoint else int(config["granularity"])
+    if granularity < 1 or moe.experts % granularity:
+        raise ValueError(
+            f"{MANIFEST} says granularity={granularity}, which does not divide the {moe.experts} experts of "
+            "config.json; do the two belong together?"
+        )
+    return replace(moe, copies=moe.experts // granularity, granularity=granularity)
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     path = folder / MANIFEST
     if not path.is_file():
@@ -68,7 +109,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
         promise = manifest["promise"]  # what its readers rely on is looked at here, once
-        _ = manifest["from"], manifest["plan"], dict(manifest["config"]["method"])
+        config = manifest["config"]
+        _ = manifest["from"], manifest["plan"], config["method"]["name"], int(config["granularity"])
         _ = bool(promise["exact"]), float(promise["tolerance"]), "; ".join(promise["reasons"])
         _ = [(int(line["bytes"]), str(line["sha256"])) for line in manifest["files"].values()]
         return manifest

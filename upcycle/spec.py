@@ -180,6 +180,11 @@ class MoESpec:
         return len(self.widths)
 
     @property
+    def copies_of_slices(self) -> bool:
+        """Expert e * G + g is slice g of copy e of a dense FFN, so that a choice may be whole FFNs or not."""
+        return self.granularity > 1 and self.copies > 1
+
+    @property
     def uniform(self) -> bool:
         return len(set(self.widths)) == 1
 

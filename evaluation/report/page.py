@@ -38,6 +38,7 @@ def page(facts: Facts) -> str:
         differences_section(facts, color),
         flips_section(facts),
         loss_section(facts, color),
+        trained_section(facts, color),
         routing_section(facts, color),
         plan_section(facts),
         provenance_section(facts),
@@ -250,10 +251,46 @@ MEASURES: tuple[tuple[str, str, Measure, bool], ...] = (  # title, unit, of a la
     ("Entropy of the load", "1: balance", lambda row: row["entropy"], False),
     ("Domain specialisation", "0: none, 1: whole", lambda row: row["specialisation"], True),
     ("Whole virtual groups", "share of tokens", lambda row: row.get("whole_groups"), True),
-    ("Every part held", "share of tokens", lambda row: row.get("every_part"), True),
+    ("Whole FFNs", "share of tokens", lambda row: row.get("whole"), True),
+    ("Slices missing", "a token, of whole FFNs", lambda row: row.get("missing"), True),
+    ("Slices doubled", "a token", lambda row: row.get("doubled"), True),
     ("Copies apart", "|expert − mean| / |mean|", lambda row: mean(row["spread"]), True),
     ("Experts moved", "|now − start| / |start|", lambda row: mean(row["moved"]) if "moved" in row else None, True),
 )
+
+
+LOGGED = (  # of a layer, as balance/<layer>/... in metrics.jsonl; title, unit, from zero
+    ("max_over_mean", "Fullest expert", "its load / the mean", False),
+    ("whole", "Whole FFNs", "share of tokens", True),
+    ("missing", "Slices missing", "a token, of whole FFNs", True),
+    ("doubled", "Slices doubled", "a token", True),
+)
+
+
+def trained_section(facts: Facts, color: Palette) -> str:
+    """What the runs logged of their own routing: by layer in the last line, and whole FFNs all along."""
+    mine = {run.name: color[run.name] for run in facts.runs if run.keys(plots.LAYER)}
+    if not mine:
+        return ""
+    runs = [run for run in facts.runs if run.name in mine]
+    charts = [
+        draw.curves(
+            title, unit, "MoE layer", [Curve(r.name, color[r.name], *r.by_layer(name), dots=True) for r in runs],
+            y_zero=zero,
+        )
+        for name, title, unit, zero in LOGGED
+    ]  # fmt: skip
+    along = [Curve(run.name, color[run.name], *run.points(plots.WHOLE)) for run in runs]
+    charts.append(draw.curves("Whole FFNs, mean of layers", "share of tokens", "tokens", along, y_zero=True))
+    about = "By layer as of each run's last logged line. " + (
+        "A choice is whole if it has every slice of a dense FFN equally often, of whatever copies; another is no FFN "
+        "that was ever trained."
+    ) * any(curve.x for curve in along)
+    return draw.section(
+        "Experts in training",
+        about,
+        draw.legend(mine) + f'<div class="charts">{"".join(charts)}</div>',
+    )
 
 
 def routing_section(facts: Facts, color: Palette) -> str:

@@ -20,7 +20,7 @@ DENSE = DenseSpec(
     family="llama", layers=3, hidden=16, ffn=24, heads=4, kv_heads=4, head_dim=8, vocab=VOCAB, context=64, qk_norm="head",
 )  # fmt: skip
 # a dense layer between two MoE ones; a shared expert with a gate
-MOE = MoESpec(DENSE, layers=(0, 2), widths=(8,) * 8, top_k=2, copies=8, shared=8, shared_gate=True)
+MOE = MoESpec(DENSE, layers=(0, 2), widths=(8,) * 8, top_k=2, copies=4, granularity=2, shared=8, shared_gate=True)
 SPECS: dict[str, DenseSpec | MoESpec] = {
     "moe": MOE,
     # biases everywhere, norms of all heads together, a sliding window, a router that is balanced by its bias

@@ -17,7 +17,7 @@ from tests.parallel import models
 from tests.parallel.ranks import run
 from training import balance as balance_module
 from training import plan
-from training.balance import Balance, BalanceConfig
+from training.balance import Balance, BalanceConfig, LayerLoad
 from training.build import data_rank, learner, stages_of_rank
 from training.config import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
@@ -62,7 +62,7 @@ class Case:
 class Result:
     loss: float
     gradients: dict[str, Tensor] = field(repr=False)
-    counts: Tensor = field(repr=False)
+    loads: dict[str, LayerLoad] = field(repr=False)  # by layer
     # which tokens (sequence, place) of each micro-batch this rank had
     own: list[Tensor] = field(repr=False)
     held: int = 0  # elements of parameters
@@ -104,7 +104,8 @@ def of_rank(case: Case, device: torch.device = CPU) -> Result:
         patch.setattr(AllToAll, "plan", lambda self, w, e, room: (asked.append(room), plain(self, w, e, room))[1])
         loss = gradients(run, batches)
     assert all((room is not None) == case.balance.pad_to_capacity for room in asked)
-    counts = run.balance.load.end_step(run.reduce)
+    run.balance.end_step()
+    loads = dict(zip(moe_layers(model), run.balance.load.fetch(run.reduce), strict=True))
     found = {name: models.whole(p.grad).cpu() for name, p in model.named_parameters()}
     with torch.no_grad():  # and a pass without a backward, such as validation's, leaves the model as it was
         share = own_part(batches[0].to(device), mesh)
@@ -115,7 +116,11 @@ def of_rank(case: Case, device: torch.device = CPU) -> Result:
         reshard(model)
     assert all(p.grad is not None for p in model.parameters()), "gradients went with the weights they belong to"
     held = sum(local(p).numel() for p in model.parameters())
-    return Result(float(loss), found, counts.cpu(), own, held)
+    return Result(float(loss), found, loads, own, held)
+
+
+def moe_layers(model: Decoder) -> list[str]:
+    return [number for number, layer in model.layers.items() if isinstance(layer.ffn, MoE)]
 
 
 # ---- one process
@@ -142,7 +147,8 @@ def one(
             nats += float(loss.detach())
     gradients = {name: p.grad.cpu() for name, p in decoder.named_parameters() if p.grad is not None}
     assert all(name in gradients and bool(gradients[name].any()) for name, _ in decoder.named_parameters()), "idle"
-    return Result(nats / scored, gradients, watch.load.end_step().cpu(), [])
+    watch.end_step()
+    return Result(nats / scored, gradients, dict(zip(moe_layers(decoder), watch.load.fetch(), strict=True)), [])
 
 
 capacity_mask = balance_module.capacity_mask
@@ -277,6 +283,10 @@ def assert_same(ranks: list[Result], want: Result) -> None:
             error = float((gradient - expected).abs().max() / expected.abs().max())
             assert error < 1e-10, f"{name} on rank {number}: {error:.1e}"
         missing -= set(rank.gradients)
+        for layer, load in rank.loads.items():
+            assert load.histogram == want.loads[layer].histogram, f"layer {layer} on rank {number}"
+            have, expected = ([vars(of)[name] for name in balance_module.FIGURES] for of in (load, want.loads[layer]))
+            assert have == pytest.approx(expected, rel=1e-10, abs=1e-12, nan_ok=True), f"layer {layer} on rank {number}"
     assert not missing
 
 
@@ -309,7 +319,8 @@ def steps_with_narrow_experts(rank: int, world: int, split: bool, count: int, mo
         seen[-1].update({n: local(p).detach().clone() for n, p in found.items()})
         for block in blocks(model):  # and whoever looks now, such as validation, sees what they have become
             with torch.no_grad():
-                assert torch.equal(block.experts.weights(torch.bfloat16).down_EDF, local(block.experts.down).bfloat16())
+                narrow = block.experts.weights(block.experts, torch.bfloat16)
+                assert torch.equal(narrow.down_EDF, local(block.experts.down).bfloat16())
     return seen
 
 

@@ -28,10 +28,11 @@ from training.model.moe import MoE
 from training.model.names import plain_name
 from training.parallel.collectives import gather, local
 from training.parallel.mesh import ParallelMesh
-from upcycle import disk, measure, plugin
+from upcycle import card, disk, measure, plugin
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
+from upcycle.inspect import in_slices, read_manifest
 from upcycle.make import Maker
 from upcycle.plan import UpcyclePlan, build
 from upcycle.spec import BYTES, DenseSpec, MoESpec
@@ -67,6 +68,7 @@ class Origin:
     config: Mapping[str, Any]  # config.json
     files: tuple[Path, ...]  # tokenizer and the like
     plan: UpcyclePlan | None = None  # if it is made as it is read
+    settings: Mapping[str, Any] | None = None  # of the plan that made it, if one is known
 
     @property
     def dense(self) -> DenseSpec:
@@ -80,7 +82,10 @@ class Origin:
 def opened(source: str | Path) -> Iterator[Origin]:
     """A checkpoint folder or hub id, dense or MoE."""
     with Checkpoint.open(source) as checkpoint:
-        origin = described(source, checkpoint.config, checkpoint.read, checkpoint.copied_files())
+        manifest = read_manifest(checkpoint.folder)
+        origin = described(
+            source, checkpoint.config, checkpoint.read, checkpoint.copied_files(), manifest and manifest["config"]
+        )
         check_shapes(checkpoint, origin.tensors)
         yield origin
 
@@ -104,11 +109,19 @@ def online(config: UpcycleConfig, observe: Observe = measure.measure) -> Iterato
         def read(name: str, rows: tuple[int, int] | None = None) -> Tensor:
             return maker.tensor(name) if rows is None else maker.slice(name, (slice(*rows),))
 
-        yield replace(described(names[0], plan.hf_config, read, checkpoints[0].copied_files()), plan=plan)
+        files = checkpoints[0].copied_files()
+        yield replace(described(names[0], plan.hf_config, read, files, card.settings(plan)), plan=plan)
 
 
-def described(source: str | Path, config: Mapping[str, Any], read: Read, files: Iterable[Path]) -> Origin:
-    """The numbers and the tensors of a config.json; `read` has what is in them, `files` is what lies beside it."""
+def described(
+    source: str | Path,
+    config: Mapping[str, Any],
+    read: Read,
+    files: Iterable[Path],
+    settings: Mapping[str, Any] | None = None,
+) -> Origin:
+    """The numbers and the tensors of a config.json; `read` has what is in them, `files` is what lies beside it.
+    `settings`: of the plan that made it, as upcycle.json holds them."""
     model_type, files = str(config.get("model_type")), tuple(files)
     families, targets = plugin.names("upcycle.families"), plugin.names("upcycle.targets")
     if model_type in families:
@@ -118,9 +131,10 @@ def described(source: str | Path, config: Mapping[str, Any], read: Read, files: 
     if model_type in targets:
         target = plugin.load("upcycle.targets", model_type)
         moe: MoESpec = target.read(config)
+        moe = moe if settings is None else in_slices(moe, settings)
         code = getattr(target, "MODELING", None)
         files += (code,) if code is not None and code.name not in {file.name for file in files} else ()
-        return Origin(moe, moe_tensors(moe, model_type), read, config, files)
+        return Origin(moe, moe_tensors(moe, model_type), read, config, files, settings=settings)
     raise ValueError(
         f"{source} has model_type {model_type!r}; training knows the dense families {', '.join(families)} "
         f"and the MoE architectures {', '.join(targets)}"

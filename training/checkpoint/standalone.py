@@ -48,6 +48,7 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
     record = {
         "model": named(config),
         "files": [path.name for path in origin.files],
+        "settings": origin.settings,
         "plan": [] if plan is None else list(card.rows(plan)),
     }
     write_atomic(home / RECORD, json.dumps(record, indent=2).encode() + b"\n")
@@ -63,7 +64,8 @@ def kept(folder: Path) -> Origin:
             "once more, which writes it"
         )
     files = [home / Path(name).name for name in record["files"]]
-    return layout.described(folder, json.loads((home / CONFIG).read_text()), no_weights, files)
+    config = json.loads((home / CONFIG).read_text())
+    return layout.described(folder, config, no_weights, files, record.get("settings"))
 
 
 def no_weights(name: str, rows: tuple[int, int] | None = None) -> Tensor:

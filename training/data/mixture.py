@@ -27,7 +27,7 @@ import math
 import queue
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
@@ -227,13 +227,6 @@ class Schedule:
         share = self.shares[source]
         return source, cycle * share + (share - 1 - rank if backward else rank)
 
-    def counts(self, samples: int) -> list[int]:
-        """Of the first `samples`, how many are of each source."""
-        cycle, place = divmod(samples, self.period)
-        table = self.table[::-1] if self.backward(cycle) else self.table
-        rest = np.bincount(table[:place], minlength=len(self.shares))
-        return [cycle * share + int(more) for share, more in zip(self.shares, rest, strict=True)]
-
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
     """Whole numbers in proportion to the weights: exact if their sum can stay within CYCLE, else to 1/CYCLE."""
@@ -275,7 +268,6 @@ class Mixture:
         if not parts:
             raise ValueError("there is nothing to train on; name folders under data.train")
         same_tokenizer([shards for _, shards, _ in parts])
-        self.names = [name for name, _, _ in parts]
         self.sources = [Windows(shards, sequence, mask_documents, name, seed) for name, shards, _ in parts]
         self.schedule = Schedule([weight for _, _, weight in parts], seed)
 
@@ -286,11 +278,6 @@ class Mixture:
 
     def state(self, cursor: int) -> dict[str, Any]:
         return {}
-
-    def epochs(self, cursor: int) -> Mapping[str, float]:
-        """How often each source was read when `cursor` samples are consumed."""
-        counts = self.schedule.counts(cursor)
-        return {name: n / part.count for name, n, part in zip(self.names, counts, self.sources, strict=True)}
 
 
 def same_tokenizer(found: Sequence[TokenShards]) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from training.model.attention import Sdpa, Seen, look
-from training.model.layers import Attention, FeedForward, Linear, norm
+from training.model.layers import Attention, FeedForward, Linear, Norm, Region, norm, once
 from training.model.loss import linear_cross_entropy
 from training.model.moe import ExpertFunction, MoE
 from training.model.rope import angles
@@ -16,6 +16,8 @@ from upcycle.spec import DenseSpec, MoESpec
 
 
 class Layer(nn.Module):
+    region: Region  # replaced by recompute: around the half that attends
+
     def __init__(self, dense: DenseSpec, moe: MoESpec | None, layer: int, experts: ExpertFunction | None) -> None:
         super().__init__()
         self.block, self.scale = dense.block, dense.residual_scale
@@ -27,22 +29,24 @@ class Layer(nn.Module):
             self.ffn = MoE(moe, experts)
         else:
             self.ffn = FeedForward(dense, dense.ffn)
+        self.region = once
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
-        x_BSD, attended = self.attended(x_BSD, cos, sin, seen)
+        attended: Tensor
+        x_BSD, attended = self.region(self.attended, x_BSD, cos, sin, seen)
         if self.block == "parallel":
             return x_BSD + attended + self.scaled(self.ffn(self.ffn_norm(x_BSD)))
         if self.block == "post":
             x_BSD = x_BSD + attended
             return x_BSD + self.scaled(self.ffn_norm(self.ffn(x_BSD)))
-        x_BSD, normed_BSD = self.ffn_norm.added(x_BSD, attended)
+        x_BSD, normed_BSD = self.ffn_norm.added(self.ffn_norm, x_BSD, attended)
         return x_BSD + self.scaled(self.ffn(normed_BSD))
 
     def attended(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
         """(the stream, what attention adds to it)."""
         if self.block == "post":
             return x_BSD, self.scaled(self.attn_norm(self.attention(x_BSD, cos, sin, seen)))
-        x_BSD, normed_BSD = self.attn_norm.added(x_BSD, None)
+        x_BSD, normed_BSD = self.attn_norm.added(self.attn_norm, x_BSD, None)
         return x_BSD, self.scaled(self.attention(normed_BSD, cos, sin, seen))
 
     def scaled(self, y: Tensor) -> Tensor:
@@ -62,6 +66,12 @@ class Decoder(nn.Module):
     """All of the model, or a stage of a pipeline: consecutive layers under their own numbers, with the embedding before
     the first one, last norm and head after the last. What embeds and predicts with one matrix (tied) has it twice then,
     as `embed.weight` of the first and of the last stage."""
+
+    # replaced by build, in the decoder that has several parts' under one roof
+    embed: nn.Embedding | None
+    final_norm: Norm | None
+    head: Linear | None  # by bench too, which may time layers alone
+    last: bool  # by bench
 
     def __init__(
         self,

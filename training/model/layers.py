@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,61 +16,85 @@ from upcycle.ffn import ACTIVATIONS
 from upcycle.spec import DenseSpec
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x, a weight and a bias
+Region = Callable[..., Any]  # (function, *inputs) -> function(*inputs), kept for backward or computed once more
+
+
+def once(function: Callable[..., Any], *inputs: Any) -> Any:
+    """The Region that keeps everything."""
+    return function(*inputs)
 
 
 class Linear(nn.Module):
     """y = x W^T + b in x's dtype, whatever the parameters' dtype is."""
 
+    product: Product  # replaced by transformer_engine: its own
+    # by shard: this rank's part of a divided one
+    matrix: Callable[[Linear, torch.dtype], tuple[Tensor, Tensor | None]]
+
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.product: Product = functional.linear
-
-    def matrix(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """(weight, bias) to compute with; of a divided one, this rank's."""
-        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        self.product, self.matrix = functional.linear, whole_matrix
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, *self.matrix(x.dtype))
+        return self.product(x, *self.matrix(self, x.dtype))
+
+
+def whole_matrix(linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """(weight, bias) to compute with."""
+    return linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
 
 
 def joint(x: Tensor, linears: Sequence[Linear]) -> Tensor:
     """What they make of x, side by side, by one product: back, it makes one gradient of x instead of a sum of several.
     Copying the weights together costs a hundredth of it."""
-    weights, biases = zip(*(linear.matrix(x.dtype) for linear in linears), strict=True)
+    weights, biases = zip(*(linear.matrix(linear, x.dtype) for linear in linears), strict=True)
     return linears[0].product(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
 
 class Norm(nn.Module):
     """The four norms of spec.Norm. `last`: an rms norm's gain comes before the rounding, not after (see spec.py)."""
 
+    gain: Callable[[Norm, torch.dtype], Tensor]  # replaced by shard: one gain for heads that are on several ranks
+    normed: Callable[[Norm, Tensor], Tensor]  # by transformer_engine; by shard: over heads that are on several ranks
+    added: Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]]  # by transformer_engine: in one kernel
+    region: Region  # by recompute
+
     def __init__(self, kind: str, size: int, eps: float, *, last: bool) -> None:
         super().__init__()
         self.kind, self.eps, self.last = kind, eps, last or kind == "rms1p"
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if kind.startswith("layernorm") else None
-
-    def gain(self, dtype: torch.dtype) -> Tensor:
-        return self.weight.to(dtype) + 1.0 if self.kind.endswith("1p") else self.weight.to(dtype)
-
-    def added(self, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x, this norm of x) of x = stream + delta; use this x from here on, for the sake of its gradient."""
-        if self.bias is None and norm_kernel.on_kernel(stream):
-            return norm_kernel.rms_norm(stream, delta, self.gain(torch.float32), self.eps)
-        x = stream if delta is None else stream + delta
-        return x, self(x)
+        self.gain, self.normed, self.added, self.region = stored_gain, normed, added, once
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        if self.bias is None and norm_kernel.on_kernel(x):
-            return norm_kernel.rms_norm(x, None, self.gain(torch.float32), self.eps)[1]
-        gain = self.gain(wide)
-        if self.bias is not None:
-            return functional.layer_norm(x.to(wide), gain.shape, gain, self.bias.to(wide), self.eps).to(x.dtype)
-        y = x.to(wide)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * gain).to(x.dtype) if self.last else y.to(x.dtype) * gain.to(x.dtype)
+        y: Tensor = self.region(self.normed, self, x)
+        return y
+
+
+def stored_gain(norm: Norm, dtype: torch.dtype) -> Tensor:
+    return norm.weight.to(dtype) + 1.0 if norm.kind.endswith("1p") else norm.weight.to(dtype)
+
+
+def normed(norm: Norm, x: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if norm.bias is None and norm_kernel.on_kernel(x):
+        return norm_kernel.rms_norm(x, None, norm.gain(norm, torch.float32), norm.eps)[1]
+    gain = norm.gain(norm, wide)
+    if norm.bias is not None:
+        return functional.layer_norm(x.to(wide), gain.shape, gain, norm.bias.to(wide), norm.eps).to(x.dtype)
+    y = x.to(wide)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.eps)
+    return (y * gain).to(x.dtype) if norm.last else y.to(x.dtype) * gain.to(x.dtype)
+
+
+def added(norm: Norm, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(x, this norm of x) of x = stream + delta; use this x from here on, for the sake of its gradient."""
+    if norm.bias is None and norm_kernel.on_kernel(stream):
+        return norm_kernel.rms_norm(stream, delta, norm.gain(norm, torch.float32), norm.eps)
+    x = stream if delta is None else stream + delta
+    return x, norm(x)
 
 
 def norm(spec: DenseSpec, size: int | None = None, kind: str | None = None) -> Norm:
@@ -79,11 +104,12 @@ def norm(spec: DenseSpec, size: int | None = None, kind: str | None = None) -> N
 class Attention(nn.Module):
     """Grouped-query attention. Its parts are parameters of the layer itself, so that they keep their roles' names."""
 
+    attend: Attend  # replaced by context, transformer_engine and, while it asks, evaluation's engine
+
     def __init__(self, spec: DenseSpec, layer: int) -> None:
         super().__init__()
         self.spec = spec
-        # what parallel and cached attention put something else in the place of
-        self.attend: Attend = Sdpa(spec.window if layer in spec.window_layers else None, spec.attention_scale)
+        self.attend = Sdpa(spec.window if layer in spec.window_layers else None, spec.attention_scale)
         d, q, kv = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q, self.k, self.v = (Linear(d, size, bias=spec.qkv_bias) for size in (q, kv, kv))
         self.o = Linear(q, d, bias=spec.out_bias)
@@ -109,7 +135,7 @@ class Attention(nn.Module):
         counts = (groups * kv, kv, kv)
         if rotary.on_kernel(qkv_BSN) and spec.qk_norm != "full":
             norms = (self.q_norm, self.k_norm)
-            gains = [None if norm is None else norm.gain(torch.float32) for norm in norms]
+            gains = [None if norm is None else norm.gain(norm, torch.float32) for norm in norms]
             return rotary.norm_rotate(qkv_BSN, counts, gains, spec.norm_eps, cos, sin)
         q, k, v = qkv_BSN.split([count * width for count in counts], dim=2)  # type: ignore[no-untyped-call]
         if spec.qk_norm == "full":
@@ -127,15 +153,24 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """A dense FFN or a shared expert."""
 
+    region: Region  # replaced by recompute: around all of it
+    neurons_region: Region  # by recompute: around what lies between the products
+
     def __init__(self, spec: DenseSpec, width: int) -> None:
         super().__init__()
         self.act = ACTIVATIONS[spec.activation]
         self.gate = Linear(spec.hidden, width, bias=spec.ffn_bias) if spec.gated else None
         self.up = Linear(spec.hidden, width, bias=spec.ffn_bias)
         self.down = Linear(width, spec.hidden, bias=spec.ffn_bias)
+        self.region = self.neurons_region = once
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.neurons(self.up(x), None if self.gate is None else self.gate(x)))
+        y: Tensor = self.region(self.whole, x)
+        return y
+
+    def whole(self, x: Tensor) -> Tensor:
+        gate = None if self.gate is None else self.gate(x)
+        y: Tensor = self.down(self.neurons_region(self.neurons, self.up(x), gate))
         return y
 
     def neurons(self, up: Tensor, gate: Tensor | None) -> Tensor:

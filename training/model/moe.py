@@ -12,7 +12,7 @@ from training.dispatch import Dispatcher
 from training.dispatch.local import Local
 from training.experts import ExpertWeights
 from training.kernels import router
-from training.model.layers import FeedForward, Linear
+from training.model.layers import FeedForward, Linear, Region, once
 from upcycle.spec import MoESpec
 
 ExpertFunction = Callable[[Tensor, Tensor, Tensor, ExpertWeights, str], Tensor]
@@ -31,6 +31,7 @@ class Router(nn.Module):
     """float32 from input to weight, whatever the model's dtype: bf16 logits tie, and ties route unevenly."""
 
     bias: Tensor | None
+    region: Region  # replaced by recompute
 
     def __init__(self, spec: MoESpec) -> None:
         super().__init__()
@@ -38,8 +39,13 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.experts, spec.dense.hidden))
         # has a say in who is chosen, none in how much the chosen count; moved by balance.py, not by gradients
         self.register_buffer("bias", torch.zeros(spec.experts) if spec.score == "sigmoid" else None)
+        self.region = once
 
     def forward(self, x_TD: Tensor) -> Routing:
+        routing: Routing = self.region(self.route, x_TD)
+        return routing
+
+    def route(self, x_TD: Tensor) -> Routing:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(x_TD.device.type, enabled=False):
             logits_TN = router.logits(x_TD, self.weight)
@@ -61,6 +67,9 @@ class Experts(nn.Module):
     """The routed experts, stacked; uneven ones padded with zero neurons. `up` is (N, 2, F, D) if gated, the gate first,
     else (N, 1, F, D), so that neurons have a dimension of their own to be divided by."""
 
+    # replaced by shard: this rank's part, and copies that last for a step
+    weights: Callable[[Experts, torch.dtype], ExpertWeights]
+
     def __init__(self, spec: MoESpec, compute: ExpertFunction) -> None:
         super().__init__()
         n, f, d = spec.experts, max(spec.widths), spec.dense.hidden
@@ -70,33 +79,42 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(n, d, f))
         self.up_bias = nn.Parameter(torch.empty(n, halves, f)) if spec.dense.ffn_bias else None
         self.down_bias = nn.Parameter(torch.empty(n, d)) if spec.dense.ffn_bias else None
-
-    def weights(self, dtype: torch.dtype) -> ExpertWeights:
-        up_bias = None if self.up_bias is None else self.up_bias.to(dtype).flatten(1, 2)
-        down_bias = None if self.down_bias is None else self.down_bias.to(dtype)
-        return ExpertWeights(self.up.to(dtype).flatten(1, 2), self.down.to(dtype), self.gated, up_bias, down_bias)
+        self.weights = whole_weights
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
-        return self.compute(x_RD, weight_R, count_E, self.weights(x_RD.dtype), self.activation)
+        return self.compute(x_RD, weight_R, count_E, self.weights(self, x_RD.dtype), self.activation)
+
+
+def whole_weights(experts: Experts, dtype: torch.dtype) -> ExpertWeights:
+    up_bias = None if experts.up_bias is None else experts.up_bias.to(dtype).flatten(1, 2)
+    down_bias = None if experts.down_bias is None else experts.down_bias.to(dtype)
+    up, down = experts.up.to(dtype).flatten(1, 2), experts.down.to(dtype)
+    return ExpertWeights(up, down, experts.gated, up_bias, down_bias)
 
 
 class MoE(nn.Module):
+    dispatcher: Dispatcher  # replaced by shard: experts that are on several ranks
+    # by balance: sees every routing and may change its weights (auxiliary losses, capacity, statistics). For as long as
+    # they look by evaluation's engine (nothing) and routing (counts); by bench (forced balance)
+    balance: Callable[[Routing], Routing] | None
+    region: Region  # by recompute: around all that comes after the routing; by shard: outside of what is compiled
+
     def __init__(self, spec: MoESpec, experts: ExpertFunction, dispatcher: Dispatcher | None = None) -> None:
         super().__init__()
         self.spec = spec
-        self.dispatcher: Dispatcher = dispatcher or Local(spec.experts)
+        self.dispatcher = dispatcher or Local(spec.experts)
         self.router, self.experts = Router(spec), Experts(spec, experts)
         self.shared = FeedForward(spec.dense, spec.shared) if spec.shared else None
         self.shared_gate = Linear(spec.dense.hidden, 1) if spec.shared_gate else None
-        # sees every routing and may change its weights: auxiliary losses, capacity, statistics (balance.py)
-        self.balance: Callable[[Routing], Routing] | None = None
+        self.balance, self.region = None, once
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_TD = x_BSD.flatten(0, 1)
         routing = self.router(x_TD)
         if self.balance is not None:
             routing = self.balance(routing)
-        return self.routed(x_TD, routing.weight_TK, routing.expert_TK, routing.room).view_as(x_BSD)
+        y_TD: Tensor = self.region(self.routed, x_TD, routing.weight_TK, routing.expert_TK, routing.room)
+        return y_TD.view_as(x_BSD)
 
     def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Tensor:
         sent = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK, room)

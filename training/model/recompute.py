@@ -11,12 +11,12 @@ full: both halves. What stays of a token is the stream before each, the FFN's no
 
 What counts or decides is outside of every region, so no hook needs to know whether it is seen for the second time: the
 balance hook stands between the router and `MoE.routed`, and tokens go where the first pass sent them. Nothing in a
-layer draws random numbers. Only functions are replaced, so parameters keep their names.
+layer draws random numbers. Modules name their regions and stay what they are, so parameters keep their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,17 +35,14 @@ MOVES = ("experts", "full")  # those whose backward dispatches, and asks for the
 def recompute(model: Decoder, mode: str) -> None:
     for layer in model.layers.values():
         assert isinstance(layer, Layer)
-        for module, name in list(REGIONS[mode](layer)):
-            setattr(module, name, again(getattr(module, name)))
+        REGIONS[mode](layer)
 
 
-def again(function: Callable[..., Any]) -> Callable[..., Any]:
-    def region(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling():  # which leaves out by itself what nobody reads
-            return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-
-    return region
+def again(function: Callable[..., Any], *inputs: Any) -> Any:
+    """The Region that keeps its inputs alone."""
+    if torch.compiler.is_compiling():  # which leaves out by itself what nobody reads
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -53,48 +50,41 @@ def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[Non
     return nullcontext(), recomputing()
 
 
-Region = tuple[nn.Module, str]
+def nothing(layer: Layer) -> None:
+    pass
 
 
-def nothing(layer: Layer) -> Iterator[Region]:
-    yield from ()
-
-
-def cheap(part: nn.Module) -> Iterator[Region]:
+def cheap(part: nn.Module) -> None:
     for module in part.modules():
         if isinstance(module, Norm):
-            yield module, "forward"
+            module.region = again
         elif isinstance(module, FeedForward):
-            yield module, "neurons"
+            module.neurons_region = again
 
 
-def attending(layer: Layer) -> Iterator[Region]:
-    yield layer, "attended"
-    yield layer.ffn_norm, "forward"
-    yield from cheap(layer.ffn)
+def attending(layer: Layer) -> None:
+    layer.region = layer.ffn_norm.region = again
+    cheap(layer.ffn)
 
 
-def routed(layer: Layer) -> Iterator[Region]:
+def routed(layer: Layer) -> None:
     if not isinstance(layer.ffn, MoE):
-        yield from cheap(layer)
+        cheap(layer)
         return
-    for norm in (layer.attn_norm, layer.ffn_norm):
-        yield norm, "forward"
-    yield from cheap(layer.attention)
-    yield layer.ffn, "routed"
+    layer.attn_norm.region = layer.ffn_norm.region = again
+    cheap(layer.attention)
+    layer.ffn.region = again
 
 
-def whole(layer: Layer) -> Iterator[Region]:
-    yield layer, "attended"
-    yield layer.ffn_norm, "forward"
+def whole(layer: Layer) -> None:
+    layer.region = layer.ffn_norm.region = again
+    assert isinstance(layer.ffn, MoE | FeedForward)
+    layer.ffn.region = again
     if isinstance(layer.ffn, MoE):
-        yield layer.ffn.router, "forward"  # a function of its input alone
-        yield layer.ffn, "routed"
-    else:
-        yield layer.ffn, "forward"
+        layer.ffn.router.region = again  # a function of its input alone
 
 
-REGIONS: dict[str, Callable[[Layer], Iterator[Region]]] = {
+REGIONS: dict[str, Callable[[Layer], None]] = {
     "none": nothing, "selective": cheap, "attention": attending, "experts": routed, "full": whole,
 }  # fmt: skip
 MODES = tuple(REGIONS)

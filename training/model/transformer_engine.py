@@ -56,8 +56,7 @@ def use(model: Decoder, parts: Sequence[str]) -> None:
             layer.attention.attend = Fused(layer.attention.attend.window, layer.attention.attend.scale)  # type: ignore[attr-defined]
     for module in model.modules():
         if "norm" in parts and isinstance(module, Norm):
-            module.forward = partial(normed, module)  # type: ignore[method-assign]
-            module.added = partial(added, module)  # type: ignore[method-assign]
+            module.normed, module.added = normed, added
     for linear in linears(model):
         if "linear" in parts or "linear_fp8" in parts:
             linear.product = partial(product, "linear_fp8" in parts)
@@ -157,7 +156,7 @@ def normed(norm: Norm, x: Tensor) -> Tensor:
 def added(norm: Norm, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
     """As Norm.added. The kernels want a gain in x's dtype; of 1 + w they add the 1 themselves, which keeps w whole."""
     one = norm.kind.endswith("1p")
-    gain = norm.gain(torch.promote_types(stream.dtype, torch.float32)) - (1.0 if one else 0.0)
+    gain = norm.gain(norm, torch.promote_types(stream.dtype, torch.float32)) - (1.0 if one else 0.0)
     bias = None if norm.bias is None else norm.bias.to(stream.dtype)
     x, y = _Norm.apply(stream, delta, gain.to(stream.dtype), bias, norm.eps, one)  # type: ignore[no-untyped-call]
     return x, y

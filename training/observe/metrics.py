@@ -289,6 +289,7 @@ FORMS: dict[str, Callable[[float], str]] = {
     "mfu": lambda v: f"MFU {v:.1%}",
     "memory_gb": lambda v: f"{v:.1f} GB",
     LOAD: lambda v: f"load {v:.2f}",
+    "balance/whole": lambda v: f"whole {100 * v:.3g}%",
     "lr": lambda v: f"lr {v:.2e}",
     "grad_norm": lambda v: f"grad {v:.3g}",
     "eta_s": lambda v: f"ETA {duration(v)}",

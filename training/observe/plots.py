@@ -1,4 +1,4 @@
-"""Pictures of one run or several: training and validation loss by tokens, learning rate, load balance by layer.
+"""Pictures of one run or several: training and validation loss by tokens, learning rate, whole choices, load by layer.
 
 They are drawn from metrics.jsonl and nothing else; panels that have no data are left out. The command is
 training/plots.py.
@@ -18,6 +18,7 @@ import numpy as np
 from training.observe import metrics
 
 LAYER = re.compile(r"balance/(\d+)/max_over_mean")
+WHOLE = "balance/whole"
 VALID = re.compile(r"valid/(.+)/loss")
 COLORS = (
     "#0072B2",
@@ -46,6 +47,12 @@ class Curves:
         found = [row for row in self.rows if row.get(key) is not None]
         places = np.interp([float(row["step"]) for row in found], at, tokens)
         return places.tolist(), [row[key] for row in found]
+
+    def by_layer(self, name: str) -> Points:
+        """MoE layers, and the latest balance/<layer>/`name` of each."""
+        keys = self.keys(re.compile(rf"balance/(\d+)/{name}"))
+        latest = sorted((float(layer), self.points(key)[1][-1]) for layer, key in keys.items() if self.points(key)[1])
+        return [layer for layer, _ in latest], [value for _, value in latest]
 
     def keys(self, pattern: re.Pattern[str]) -> dict[str, str]:
         """What the pattern found in a key -> the key."""
@@ -79,6 +86,11 @@ def plot(folders: Sequence[Path], output: Path) -> None:
         panels.append(("Validation loss", lambda axes: draw_validation(axes, runs)))
     if any(run.points("lr")[1] for run in runs):
         panels.append(("Learning rate", lambda axes: draw_curves(axes, runs, "lr", "learning rate")))
+    if any(run.points(WHOLE)[1] for run in runs):
+        grouped = [run for run in runs if run.points(WHOLE)[1]]
+        panels.append(
+            ("Choices that are whole FFNs", lambda axes: draw_curves(axes, grouped, WHOLE, "share of tokens"))
+        )
     for run in runs:
         if run.keys(LAYER):
             title = "Load of the fullest expert" + (f" - {run.name}" if len(runs) > 1 else "")

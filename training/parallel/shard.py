@@ -73,7 +73,7 @@ def parallelize(
         for block in moe_blocks(model):
             if mesh.size("ep") * mesh.size("etp") > 1:
                 # as many rows as arrive, mostly other sizes each time, and nothing between our kernels to be joined
-                block.routed = torch.compiler.disable(block.routed)  # type: ignore[method-assign,no-untyped-call]
+                block.region = torch.compiler.disable(block.region)  # type: ignore[no-untyped-call]
         model.compile_parts()
     shard_data_parallel(model, mesh)
 
@@ -115,7 +115,7 @@ def attention_over_tp(attention: Attention, mesh: ParallelMesh) -> None:
         if norm is not None and attention.spec.qk_norm == "full":
             norm_over_heads(norm, group)
         elif norm is not None:  # one gain for all heads: each rank's gradient is that of its own heads
-            norm.gain = partial(summed_gain, norm, group)  # type: ignore[method-assign]
+            norm.gain = partial(summed_gain, group)
     # the sequence is dimension 1
     attention.register_forward_pre_hook(lambda _, inputs: (along_sequence(Gather, inputs[0], group), *inputs[1:]))
     attention.register_forward_hook(lambda _, inputs, out: along_sequence(Scatter, out, group))
@@ -134,16 +134,16 @@ def ffn_over_tp(ffn: FeedForward, mesh: ParallelMesh) -> None:
 
 def columns(linear: Linear) -> None:
     """Each rank makes some of the outputs."""
-    linear.matrix = partial(local_matrix, linear, 1)  # type: ignore[method-assign]
+    linear.matrix = partial(local_matrix, 1)
 
 
 def rows(linear: Linear, tp: int) -> None:
     """Each rank has some of the inputs and makes a summand of all outputs. The bias, which every rank has whole, comes
     in equal parts; with the sum's gradient, which every rank has whole too, each finds the bias's whole gradient."""
-    linear.matrix = partial(local_matrix, linear, tp)  # type: ignore[method-assign]
+    linear.matrix = partial(local_matrix, tp)
 
 
-def local_matrix(linear: Linear, parts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def local_matrix(parts: int, linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     bias = None if linear.bias is None else part_of(local(linear.bias), parts).to(dtype)
     return local(linear.weight).to(dtype), bias
 
@@ -152,7 +152,7 @@ def norm_over_heads(norm: Norm, group: Group) -> None:
     """An rms norm over all heads, of which each rank has some: the mean square is over all ranks'."""
     size = norm.weight.numel()  # of all ranks
 
-    def forward(x: Tensor) -> Tensor:
+    def normed(norm: Norm, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         y = x.to(wide)
         mean = summed(y.square().sum(-1, keepdim=True), group) / size
@@ -160,10 +160,10 @@ def norm_over_heads(norm: Norm, group: Group) -> None:
         gain = local(norm.weight).to(wide) + (1.0 if norm.kind.endswith("1p") else 0.0)
         return (y * gain).to(x.dtype) if norm.last else y.to(x.dtype) * gain.to(x.dtype)
 
-    norm.forward = forward  # type: ignore[method-assign]
+    norm.normed = normed
 
 
-def summed_gain(norm: Norm, group: Group, dtype: torch.dtype) -> Tensor:
+def summed_gain(group: Group, norm: Norm, dtype: torch.dtype) -> Tensor:
     weight: Tensor = SumGradient.apply(norm.weight, group)  # type: ignore[no-untyped-call]
     return weight.to(dtype) + 1.0 if norm.kind.endswith("1p") else weight.to(dtype)
 
@@ -181,7 +181,7 @@ def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
         if dispatcher is not None:
             block.dispatcher = dispatcher
         split = mesh.config.schedule in SPLIT  # such a schedule asks for the gradient itself
-        block.experts.weights = LocalExperts(block.experts, etp, split, keep)  # type: ignore[method-assign]
+        block.experts.weights = LocalExperts(etp, split, keep)
 
 
 @dataclass
@@ -189,23 +189,22 @@ class LocalExperts:
     """The experts of this rank in the dtype that they compute in. They are the largest tensors there are, and every
     pass over them that is not made counts. (What FSDP gathers is in that dtype already.)"""
 
-    experts: Experts
     etp: int
     split: bool  # the schedule asks autograd for the gradients itself
     keep: bool  # copies from one micro-batch of a step to the next
     copies: dict[Tensor, Tensor] | None = None
     left: int = 0  # forwards of the step that still want them
 
-    def __call__(self, dtype: torch.dtype) -> ExpertWeights:
-        matrices = self.experts.up, self.experts.down
-        if self.split or self.experts.up.dtype == dtype:
+    def __call__(self, experts: Experts, dtype: torch.dtype) -> ExpertWeights:
+        matrices = experts.up, experts.down
+        if self.split or experts.up.dtype == dtype:
             up, down = (local(p).to(dtype) for p in matrices)
         else:
             up, down = self.copied(matrices, dtype)
-        own_up, own_down = self.experts.up_bias, self.experts.down_bias
+        own_up, own_down = experts.up_bias, experts.down_bias
         up_bias = None if own_up is None else local(own_up).to(dtype).flatten(1, 2)
         down_bias = None if own_down is None else part_of(local(own_down), self.etp).to(dtype)
-        return ExpertWeights(up.flatten(1, 2), down, self.experts.gated, up_bias, down_bias)
+        return ExpertWeights(up.flatten(1, 2), down, experts.gated, up_bias, down_bias)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads and writes what lies outside of any graph
     def copied(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -51,7 +51,8 @@ def routed(folder: Path, name: str = "moe") -> Path:
     """As routing.py writes it: two layers of four experts, two domains."""
     row: dict[str, Any] = {
         "max_over_mean": 1.5, "entropy": 0.9, "unused": 1, "router_entropy": 0.8, "specialisation": 0.1, "spread": [0.1] * 4,
-        "pairs": [], "moved": [0.1, 0.2, 0.3, 0.4], "router_moved": 0.1, "whole_groups": 0.5, "every_part": 0.6,
+        "pairs": [], "moved": [0.1, 0.2, 0.3, 0.4], "router_moved": 0.1, "whole_groups": 0.5, "whole": 0.6,
+        "missing": 0.25, "doubled": 0.125,
     }  # fmt: skip
     found = {
         "kind": "routing", "experts": 4, "top_k": 2, "granularity": 2, "chance_of_whole_groups": 1 / 3, "checkpoint": name, "start": "",
@@ -110,6 +111,22 @@ def test_the_page_says_what_the_numbers_say(tmp_path: Path, all_of_it: list[str]
     assert data["comparisons"][0]["differences"][0]["only_b"] == 5
     assert data["scores"]["moe"][0]["value"] == pytest.approx(19 / 30) and data["scores"]["moe"][0]["chance"] == 0.25
     assert data["losses"]["at_equal_flops"]["moe"][0]["difference"] == pytest.approx(0.5)
+
+
+def test_the_page_shows_what_runs_logged_of_their_choices(tmp_path: Path, all_of_it: list[str]) -> None:
+    assert "Experts in training" not in made(tmp_path, all_of_it)[0]
+    folder = log(tmp_path / "routed", 10.0, {0: 5.0, 10: 4.0, 20: 3.0})
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row, whole in zip(rows[1:], (1.0, 0.25), strict=True):
+        row |= {"balance/whole": whole} | {f"balance/{n}/max_over_mean": 1.5 for n in range(11)}
+        row |= {f"balance/{n}/{name}": whole + n for n in range(11) for name in ("whole", "missing", "doubled")}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = words_of(made(tmp_path, [all_of_it[2], str(folder)])[0])
+    start = said.index("Experts in training")
+    for title in ("Fullest expert", "Whole FFNs", "Slices missing", "Slices doubled", "Whole FFNs, mean of layers"):
+        assert title in said[start:]
+    run = facts.gather([str(folder)], "").runs[0]
+    assert run.by_layer("whole") == ([*range(11)], [0.25 + n for n in range(11)])  # the last line's, layer 10 behind 9
 
 
 def test_the_page_stands_alone_and_closes_what_it_opens(tmp_path: Path, all_of_it: list[str]) -> None:

@@ -84,14 +84,15 @@ def test_chance_of_whole_groups() -> None:
     assert routing.chance_of_whole(8, 1, 2) == 1
 
 
-def test_whole_groups_and_every_part(moe: Path) -> None:
+def test_whole_groups_and_whole_ffns(moe: Path) -> None:
     """4 copies of 2 parts, so experts 0 and 1 are copy 0, and even ones are the first part."""
     watch = routing.Watch(load(moe), 2)
     chosen = torch.tensor([[0, 1], [4, 5], [0, 3], [1, 2], [0, 2], [7, 5]])
     scores = torch.full((6, 8), 1 / 8)
     watch.see(0, Routing(torch.ones(6, 2), chosen, scores, scores))
-    tokens, whole, every, undecided = watch.sums_L4[0].tolist()
-    assert (tokens, whole, every) == (6, 2, 4)
+    tokens, groups, undecided, whole, missing, doubled = watch.sums_L6[0].tolist()
+    assert (tokens, groups, whole) == (6, 2, 4)
+    assert missing == doubled == pytest.approx(2)
     assert undecided == pytest.approx(6)
     assert watch.count_LN[0].tolist() == [3, 2, 2, 1, 1, 2, 0, 1]
     assert watch.pair_LNN[0][0].tolist() == [3, 1, 1, 1, 0, 0, 0, 0]
@@ -118,7 +119,7 @@ def test_an_exact_upcycle_is_whole_and_has_not_moved(moe: Path, texts: list[str]
     found = routing.analyse(config(moe, texts, start=str(moe)))
     assert found["granularity"] == 2 and found["tokens"] == {"words": 288, "digits": 288}
     for row in found["layers"]:
-        assert row["whole_groups"] == row["every_part"] == 1
+        assert row["whole_groups"] == row["whole"] == 1 and row["missing"] == row["doubled"] == 0
         assert row["spread"] == [0.0] * 8 and row["moved"] == [0.0] * 8 and row["router_moved"] == 0
     for number, row in enumerate(found["layers"]):
         mean = [sum(found["load"][name][number][i] for name in found["load"]) / 2 for i in range(8)]

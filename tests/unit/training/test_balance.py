@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from training.balance import (
     balance_loss,
     capacity,
     capacity_mask,
+    coherence,
     expert_counts,
     probabilities,
     router_loss,
@@ -67,13 +69,13 @@ def test_the_balance_loss_is_the_sum_of_shares_and_probabilities(score: str) -> 
     assert abs(got - loss_by_loops(x, expert, other)) > 1e-3
     config = BalanceConfig(aux_weight=0.5, aux_scope="micro_batch", z_weight=0.25)
     z = float(x.exp().sum(-1).log().square().mean())
-    total = float(router_loss(config, x, probabilities(x, score), expert, expert_counts(expert, E)))
+    total = float(router_loss(config, x, probabilities(x, score), expert, expert_counts(expert, E)).total)
     assert abs(total - 0.5 * got - 0.25 * z) < 1e-10
     halves = [loss_by_loops(x[s], expert[s], score) for s in (slice(6), slice(6, 12))]
     config = BalanceConfig(aux_weight=1, aux_scope="sequence")
     assert (
         abs(
-            float(router_loss(config, x, probabilities(x, score), expert, expert_counts(expert, E), 2))
+            float(router_loss(config, x, probabilities(x, score), expert, expert_counts(expert, E), 2).total)
             - sum(halves) / 2
         )
         < 1e-10
@@ -99,7 +101,7 @@ def test_gradients_of_the_router_losses(score: str, scope: str) -> None:
     config = BalanceConfig(aux_weight=0.3, aux_scope=scope, z_weight=0.2)
 
     def loss(logits_TE: Tensor) -> Tensor:
-        return router_loss(config, logits_TE, probabilities(logits_TE, score), expert, counts, 3)
+        return router_loss(config, logits_TE, probabilities(logits_TE, score), expert, counts, 3).total
 
     assert gradcheck(loss, (x,), atol=1e-8, rtol=1e-7)
     assert gradcheck(z_loss, (x,), atol=1e-8, rtol=1e-7)
@@ -118,7 +120,7 @@ def test_global_scope_over_micro_batches_is_the_whole_batch() -> None:
         for rows in torch.arange(T).chunk(parts):
             seen = counts if scope == "global" else expert_counts(expert[rows], E)
             loss = router_loss(config, leaf[rows], probabilities(leaf[rows], "softmax"), expert[rows], seen)
-            (loss / parts).backward()  # type: ignore[no-untyped-call]
+            (loss.total / parts).backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None
         return leaf.grad
 
@@ -132,7 +134,7 @@ def test_aux_loss_adds_its_gradient_and_nothing_else() -> None:
     config = BalanceConfig(aux_weight=0.3, aux_scope="micro_batch", z_weight=0.1)
 
     def forward(x: Tensor, how: str) -> Tensor:
-        loss = router_loss(config, x, probabilities(x, "softmax"), expert, expert_counts(expert, E))
+        loss = router_loss(config, x, probabilities(x, "softmax"), expert, expert_counts(expert, E)).total
         y = x.softmax(-1).gather(1, expert)
         seen: Tensor = AuxLoss.apply(y, loss) if how == "hook" else y  # type: ignore[no-untyped-call]
         assert torch.equal(seen, y)
@@ -226,27 +228,63 @@ POLICIES = ("probability", "position")
 
 def test_statistics_over_steps_layers_and_ranks() -> None:
     load = RouterLoad(2, E)
-    assert load.add(0, torch.tensor([4, 0, 0, 0, 0]), 2).tolist() == [4, 0, 0, 0, 0]
-    seen = load.add(0, torch.tensor([0, 4, 0, 0, 0]), 2, torch.tensor(0.5), torch.tensor(0.25))
+    assert load.count(0, torch.tensor([4, 0, 0, 0, 0])).tolist() == [4, 0, 0, 0, 0]
+    load.average(0, 2, dropped=torch.tensor(0.0), aux=None)
+    seen = load.count(0, torch.tensor([0, 4, 0, 0, 0]))
+    load.average(0, 2, dropped=torch.tensor(0.5), router_entropy=torch.tensor(0.25), z=torch.tensor(math.nan))
     assert seen.tolist() == [4, 4, 0, 0, 0]  # the step so far
-    load.add(1, torch.tensor([2, 2, 2, 2, 2]), 5)
+    load.count(1, torch.tensor([2, 2, 2, 2, 2]))
     assert load.end_step(reduce=lambda t: 2 * t).tolist() == [[8, 8, 0, 0, 0], [4, 4, 4, 4, 4]]
-    assert load.add(0, torch.tensor([0, 0, 2, 0, 0]), 1).tolist() == [0, 0, 2, 0, 0]  # the next step
+    assert load.count(0, torch.tensor([0, 0, 2, 0, 0])).tolist() == [0, 0, 2, 0, 0]  # the next step
+    load.average(0, 1, dropped=torch.tensor(0.0), z=torch.tensor(3.0))
     assert seen.tolist() == [4, 4, 0, 0, 0]
     load.end_step()
-    resumed = RouterLoad(2, E)
+    resumed, older = RouterLoad(2, E), RouterLoad(2, E)
     resumed.load_state_dict(load.state_dict())
+    older.load_state_dict({"total": load.total_NE, "sums": torch.ones(2, 4)})  # of a checkpoint of other figures
     first, second = load.fetch()
     assert str(resumed.fetch()) == str([first, second])
+    began_anew = older.fetch()[0]
+    assert began_anew.histogram == first.histogram and math.isnan(began_anew.dropped)
     assert first.histogram == (4, 4, 2, 0, 0) and first.max_over_mean == 2 and abs(first.dropped - 0.2) < 1e-12
     assert abs(first.entropy + (0.8 * math.log(0.4) + 0.2 * math.log(0.2)) / math.log(E)) < 1e-12
-    assert first.router_entropy == 0.25
+    assert first.router_entropy == 0.25 and first.z == 3 and math.isnan(first.aux)
     assert second.histogram == (2,) * 5 and second.max_over_mean == 1 and abs(second.entropy - 1) < 1e-12
-    assert second.dropped == 0 and math.isnan(second.router_entropy)
+    assert math.isnan(second.dropped) and math.isnan(second.router_entropy)
     assert load.fetch()[0].histogram == (0,) * 5
-    load.add(1, torch.tensor([1, 0, 0, 0, 0]), 1)
+    load.count(1, torch.tensor([1, 0, 0, 0, 0]))
+    load.average(1, 4, aux=torch.tensor(1.5))
     load.end_step()
-    assert load.fetch(reduce=lambda t: 3 * t)[1].histogram == (3, 0, 0, 0, 0)
+    again = load.fetch(reduce=lambda t: 3 * t)[1]
+    assert again.histogram == (3, 0, 0, 0, 0) and again.aux == 1.5 and math.isnan(again.z)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "chosen", "whole", "missing", "doubled"),
+    [
+        # K = G: experts 2 * e and 2 * e + 1 are the two slices of copy e
+        (2, [[0, 1], [6, 7], [0, 3], [6, 1], [0, 2], [1, 7]], [1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]),
+        (4, [[3, 2, 1, 0], [4, 1, 10, 3], [0, 4, 8, 3], [0, 4, 1, 5], [2, 6, 10, 14]], [1, 1, 0, 0, 0], [0, 0, 2, 2, 3], [0, 0, 1, 2, 1]),
+        # K = 2 G
+        (2, [[0, 1, 2, 3], [0, 5, 2, 7], [0, 2, 4, 1], [1, 3, 5, 7]], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]),
+        (
+            4,
+            [[0, 1, 2, 3, 4, 5, 6, 7], [0, 4, 8, 1, 2, 3, 6, 7], [0, 4, 8, 12, 1, 5, 9, 13], [0, 4, 8, 1, 5, 9, 2, 3]],
+            [1, 0, 0, 0], [0, 1, 2, 2], [0, 1, 2, 2],
+        ),
+        # K is no multiple of G: the FFN that was begun is not whole
+        (2, [[0, 1, 2], [0, 2, 4]], [0, 0], [1, 1], [0, 1]),
+        (4, [[0, 5], [0, 4]], [0, 0], [2, 3], [0, 1]),
+        (4, [[0, 1, 2, 3, 4]], [0], [3], [0]),
+    ],
+)  # fmt: skip
+def test_coherence_of_choices_by_hand(
+    granularity: int, chosen: list[list[int]], whole: list[int], missing: list[int], doubled: list[int]
+) -> None:
+    wanted = torch.tensor([whole, missing, doubled]).double()
+    for row, want in zip(chosen, wanted.T, strict=True):  # a token alone
+        assert coherence(torch.tensor([row]), granularity).tolist() == want.tolist(), row
+    assert coherence(torch.tensor(chosen), granularity).tolist() == wanted.mean(1).tolist()
 
 
 def test_token_entropy() -> None:
@@ -304,13 +342,44 @@ def test_a_model_gets_the_gradient_of_its_router_losses(scope: str, score: str) 
     for r in routings:
         counts = expert_counts(r.expert_TK, E)
         probability = probabilities(r.logits_TN, score)
-        total = total + 0.5 * router_loss(config, r.logits_TN, probability, r.expert_TK, counts, 2)
+        total = total + 0.5 * router_loss(config, r.logits_TN, probability, r.expert_TK, counts, 2).total
     total.backward()  # type: ignore[no-untyped-call]
     for got, want, missing in zip(router_gradients(hooked), router_gradients(plain), main_only, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
         assert (got - missing).abs().max() > 1e-4
     balance.end_step()
-    assert all(sum(layer.histogram) == tokens[:, 1:].numel() * K for layer in balance.load.fetch())
+    for layer, r in zip(balance.load.fetch(), routings, strict=True):
+        assert sum(layer.histogram) == tokens[:, 1:].numel() * K
+        losses = router_loss(config, r.logits_TN, probabilities(r.logits_TN, score), r.expert_TK, expert_counts(r.expert_TK, E), 2)
+        assert losses.aux is not None and abs(losses.total - 0.7 * losses.aux - 0.1 * losses.z) < 1e-12
+        assert abs(layer.aux - losses.aux) < 1e-12 and abs(layer.z - losses.z) < 1e-12
+        assert abs(layer.router_entropy - token_entropy(probabilities(r.logits_TN, score))) < 1e-12
+        assert math.isnan(layer.whole)  # each expert is a copy of its own
+
+
+def test_a_model_of_slices_is_whole_while_rows_of_a_group_are_equal() -> None:
+    net = decoder()
+    blocks = [module for module in net.modules() if isinstance(module, MoE)]
+    spec = replace(blocks[0].spec, widths=(6,) * 8, copies=4, granularity=2)
+    net = Decoder(spec, experts="reference", compute=torch.float64).double()
+    blocks = [module for module in net.modules() if isinstance(module, MoE)]
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype) * 0.3)
+        for block in blocks:
+            block.router.weight.copy_(block.router.weight[::2].repeat_interleave(2, 0))
+    balance = Balance(BalanceConfig(aux_weight=0), net)
+    seen: list[list[float]] = []
+    for changed in (False, True):
+        if changed:
+            with torch.no_grad():  # the second slices of the second layer are like the first ones, at other copies
+                blocks[1].router.weight[1::2] = blocks[1].router.weight[0::2].roll(1, 0)
+                blocks[1].router.weight[3] *= 10
+        net.loss(batch(1)[:, :-1], batch(1)[:, 1:])
+        balance.end_step()
+        seen.append([x for layer in balance.load.fetch() for x in (layer.whole, layer.missing, layer.doubled)])
+    assert seen[0] == [1, 0, 0] * 2
+    assert seen[1][:3] == [1, 0, 0] and 0 < seen[1][3] < 1 and seen[1][4] == seen[1][5] == 1 - seen[1][3]
 
 
 def test_global_counts_are_those_of_the_step_so_far_and_of_all_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -563,7 +564,6 @@ def test_counts_stay_within_one_sample_of_the_weights(weights: list[int], seed: 
     schedule = Schedule([w / 4 for w in weights], seed)
     seen = [0] * len(weights)
     for n in range(min(3 * schedule.period, 700)):
-        assert schedule.counts(n) == seen
         source, rank = schedule[n]
         assert rank == seen[source]  # each source's samples come in order, none left out
         seen[source] += 1
@@ -585,7 +585,7 @@ def test_awkward_weights_are_rounded_to_the_longest_schedule() -> None:
     assert schedule.period == data.CYCLE
     for share, weight in zip(schedule.shares, weights, strict=True):
         assert abs(share / schedule.period - weight / sum(weights)) <= 1 / data.CYCLE
-    assert schedule.counts(10**12)[2] > 0
+    assert min(schedule.shares) > 0
 
 
 def test_a_source_does_not_always_fall_to_the_same_rank() -> None:
@@ -635,12 +635,9 @@ def test_any_split_resumes_bitwise(sizes: list[int], cursor: int) -> None:
 
 def test_a_mixture_reads_whole_epochs_of_each_source() -> None:
     mixed = mixture()
-    cursor = 0
-    while mixed.epochs(cursor)["b"] < 2:
-        cursor += 1
-    assert mixed.epochs(cursor)["b"] == 2
-    rows = [(mixed.schedule[n], n) for n in range(cursor)]
-    labels = torch.cat([mixed.batch(n, 1).labels for (source, _), n in rows if source == 1])
+    of_b = (n for n in itertools.count() if mixed.schedule[n][0] == 1)
+    two_epochs = itertools.islice(of_b, 2 * mixed.sources[1].count)
+    labels = torch.cat([mixed.batch(n, 1).labels for n in two_epochs])
     counts = torch.bincount(labels[labels >= 0], minlength=mixed.sources[1].shards.vocab)[1:]
     assert (counts == 2).all()
 

@@ -214,6 +214,7 @@ def test_a_terminal_gets_one_line_that_is_written_over(monkeypatch: pytest.Monke
 def test_numbers_as_a_person_reads_them() -> None:
     row = {"step": 7, "loss": 2.5, "tokens_per_s": 12345.6, "mfu": 0.456, "eta_s": 3725, "grad_norm": 0.5, "skipped": 2}
     assert describe(row, 10) == "step 7/10  loss 2.5000  12,346 tok/s  MFU 45.6%  grad 0.5  ETA 1:02:05  skipped 2"
+    assert describe({"step": 7, "balance/whole": 0.9841, "balance/max_over_mean": 2}, 0) == "step 7  load 2.00  whole 98.4%"
     assert describe({"step": 7, "loss": math.nan, "skipped": 0}, 0) == "step 7  loss nan"
     assert [duration(s) for s in (0, 59.6, 90061)] == ["0:00:00", "0:01:00", "25:01:01"]
 
@@ -344,6 +345,7 @@ def made_up(folder: Path, shift: float, *, moe: bool) -> Path:
             value = 2 + 1.5 * math.exp(-step / 120) - shift * step / 400 + 0.15 * torch.randn((), generator=noise)
             log.step(step, tokens=65_536, loss=torch.as_tensor(value), lr=2e-4 * min(step / 40, 1 - (step - 40) / 400))
             layers = {f"balance/{n}/max_over_mean": 1 + (n + 1) * math.exp(-step / 100) / 2 for n in range(12)}
+            layers |= {"balance/whole": 1 - step / 800} | {f"balance/{n}/whole": 1 - n * step / 8000 for n in range(12)}
             if step % 10 == 0:
                 log.log(step, **(layers if moe else {}))
             if step % 100 == 0:
@@ -367,8 +369,8 @@ def test_a_plot_has_what_the_runs_have(tmp_path: Path, monkeypatch: pytest.Monke
     moe, dense = made_up(tmp_path / "moe", 0.2, moe=True), made_up(tmp_path / "dense", 0, moe=False)
     plots.plot([moe, dense], tmp_path / "x.png")
     titles = [axes.get_title("left") for axes in drawn[0].axes if axes.get_title("left")]
-    assert titles == ["Training loss", "Validation loss", "Learning rate", "Load of the fullest expert - moe"]
-    train, valid, rate, load, _ = drawn[0].axes
+    assert titles == ["Training loss", "Validation loss", "Learning rate", "Choices that are whole FFNs", "Load of the fullest expert - moe"]
+    train, valid, rate, whole, load, _ = drawn[0].axes
     rows = read(moe)
     raw = train.get_lines()[0]
     assert list(raw.get_ydata()) == [row["loss"] for row in rows if "loss" in row]
@@ -378,6 +380,9 @@ def test_a_plot_has_what_the_runs_have(tmp_path: Path, monkeypatch: pytest.Monke
         "moe: web", "moe: code", "dense: web", "dense: code",
     ]  # fmt: skip
     assert list(valid.get_lines()[0].get_xdata()) == [65_536 * step for step in (0, 100, 200, 300, 400)]
+    assert list(whole.get_lines()[0].get_ydata()) == [1 - step / 800 for step in range(10, 401, 10)]
+    assert [text.get_text() for text in whole.get_legend().get_texts()] == ["moe"]
+    assert plots.read_runs([moe])[0].by_layer("whole") == ([*range(12)], [1 - n / 20 for n in range(12)])
     assert rate.get_ylabel() == "learning rate" and load.get_ylabel() == "MoE layer"
     table = load.collections[0].get_array()
     assert table.shape == (12, 40) and table[11, 0] == pytest.approx(1 + 12 * math.exp(-0.1) / 2)

@@ -457,7 +457,6 @@ def test_a_spike_is_flagged_and_only_a_spike() -> None:
             history.append(new.tolist())
         flags += [i] if flag else []
     assert flags == [40, 41] or flags == [40]  # the first spike may widen the window for the second
-    assert int(guard.flagged) == len(flags) and 40 in flags
 
 
 def test_a_spike_guard_resumes_and_gets_used_to_a_new_level() -> None:
@@ -467,7 +466,8 @@ def test_a_spike_guard_resumes_and_gets_used_to_a_new_level() -> None:
     for _ in range(8):
         assert not guard.spike(one, one)
     resumed, fresh = SpikeGuard(config), SpikeGuard(config)
-    resumed.load_state_dict({n: t.clone() for n, t in guard.state_dict().items()})
+    older = {"flagged": torch.tensor(0)}  # once kept as well
+    resumed.load_state_dict({n: t.clone() for n, t in guard.state_dict().items()} | older)
     assert [bool(g.spike(2 * one, one)) for g in (guard, resumed, fresh)] == [True, True, False]
     assert same_bits(guard.state_dict(), resumed.state_dict())
     assert not any(bool(guard.spike(2 * one, one)) for _ in range(8))

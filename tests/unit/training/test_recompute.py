@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from training.checkpoint import layout
 from training.experts import grouped
 from training.model.decoder import Decoder, Layer
 from training.model.moe import MoE
-from training.model.recompute import MODES, REGIONS, again, recompute
+from training.model.recompute import MODES, again, recompute
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import LocalExperts, moe_blocks, one_step, parallelize
 from upcycle.spec import DenseSpec, MoESpec
@@ -27,7 +28,7 @@ DENSE = DenseSpec(
 SHAPES: dict[str, DenseSpec | MoESpec] = {
     "dense": DENSE,
     "dense, norms behind": DenseSpec(**{**vars(DENSE), "block": "post", "qk_norm": "full"}),
-    "moe": MoESpec(DENSE, (0, 1), (12,) * 6, top_k=2, copies=3),
+    "moe": MoESpec(DENSE, (0, 1), (12,) * 6, top_k=2, copies=3, granularity=2),
     "moe, shared, sigmoid, one dense layer": MoESpec(
         DENSE, (1,), (12,) * 6, top_k=2, copies=3, shared=8, shared_gate=True, score="sigmoid"
     ),
@@ -93,7 +94,7 @@ def test_a_region_around_the_balance_hook_would_be_seen() -> None:
     model, balance = made("moe", "none")
     for layer in model.layers.values():
         assert isinstance(layer, Layer) and isinstance(layer.ffn, MoE)
-        layer.ffn.forward = again(layer.ffn.forward)  # type: ignore[method-assign]
+        layer.ffn.forward = partial(again, layer.ffn.forward)  # type: ignore[method-assign]
     want, counts = step(*made("moe", "none"))
     have, counts_again = step(model, balance)
     assert counts != counts_again
@@ -102,24 +103,26 @@ def test_a_region_around_the_balance_hook_would_be_seen() -> None:
 
 def test_each_mode_has_its_regions() -> None:
     shape = replace(SHAPES["moe, shared, sigmoid, one dense layer"], dense=replace(DENSE, qk_norm="head"))  # type: ignore[arg-type]
-    model = Decoder(shape, experts="reference")
-    names = {module: name for name, module in model.named_modules()}
 
     def found(mode: str, layer: int) -> set[str]:
-        held = model.layers[str(layer)]
+        model = Decoder(shape, experts="reference")
+        recompute(model, mode)
         return {
-            f"{names[module]}.{function}".removeprefix(f"layers.{layer}.") for module, function in REGIONS[mode](held)
+            f"{name}.{attribute}".removeprefix(".")
+            for name, module in model.layers[str(layer)].named_modules()
+            for attribute, value in vars(module).items()
+            if value is again
         }
 
-    heads, halves = {"attention.q_norm.forward", "attention.k_norm.forward"}, {"attn_norm.forward", "ffn_norm.forward"}
+    heads, halves = {"attention.q_norm.region", "attention.k_norm.region"}, {"attn_norm.region", "ffn_norm.region"}
     for layer, ffn in ((0, "ffn"), (1, "ffn.shared")):  # a dense one, an MoE with a shared expert
         assert found("none", layer) == set()
-        assert found("selective", layer) == heads | halves | {f"{ffn}.neurons"}
-        assert found("attention", layer) == {"attended", "ffn_norm.forward", f"{ffn}.neurons"}
+        assert found("selective", layer) == heads | halves | {f"{ffn}.neurons_region"}
+        assert found("attention", layer) == {"region", "ffn_norm.region", f"{ffn}.neurons_region"}
     assert found("experts", 0) == found("selective", 0)
-    assert found("experts", 1) == heads | halves | {"ffn.routed"}
-    assert found("full", 0) == {"attended", "ffn_norm.forward", "ffn.forward"}
-    assert found("full", 1) == {"attended", "ffn_norm.forward", "ffn.router.forward", "ffn.routed"}
+    assert found("experts", 1) == heads | halves | {"ffn.region"}
+    assert found("full", 0) == {"region", "ffn_norm.region", "ffn.region"}
+    assert found("full", 1) == {"region", "ffn_norm.region", "ffn.router.region", "ffn.region"}
 
 
 @contextmanager

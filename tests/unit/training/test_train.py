@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from evaluation.run import live
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+from training import train as train_module
 from training.__main__ import main
+from training.build import start
 from training.config import TrainConfig, read_config
+from training.data.open import open_training
 from training.observe.metrics import read as read_metrics
 from training.prepare import main as prepare
+from training.step import train_step
 from training.train import train
+from upcycle.__main__ import main as upcycle
 
 WORDS = [
     "data.sequence=24", "batch=4", "micro_batch=2", "log_every=1", "schedule.warmup=2", "schedule.peak=1e-3", "model.compute=float32",
@@ -61,24 +68,27 @@ def losses(folder: Path) -> list[Any]:
     ]
 
 
+class Stopped(BaseException):
+    pass
+
+
+def stops_before(number: int) -> Callable[..., Any]:
+    real, count = train_module.train_step, [0]
+
+    def step(*arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] == number:
+            raise Stopped
+        return real(*arguments)
+
+    return step
+
+
 def test_a_resumed_run_is_the_run_that_never_stopped(place: Path, tmp_path: Path) -> None:
     whole = train(config(place, tmp_path / "whole", f"export={tmp_path / 'whole-out'}"))
 
-    class Stopped(BaseException):
-        pass
-
-    from training import train as module
-
-    real, count = module.train_step, [0]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-
-        def step(*arguments: Any) -> Any:
-            count[0] += 1
-            if count[0] == 6:  # after the checkpoint of step 3, in the middle of things
-                raise Stopped
-            return real(*arguments)
-
-        patch.setattr(module, "train_step", step)
+        patch.setattr(train_module, "train_step", stops_before(6))  # after the checkpoint of step 3, in the middle
         train(config(place, tmp_path / "parts"))
     parts = train(config(place, tmp_path / "parts", f"export={tmp_path / 'parts-out'}"))
     assert losses(whole) == losses(parts)
@@ -88,6 +98,74 @@ def test_a_resumed_run_is_the_run_that_never_stopped(place: Path, tmp_path: Path
     assert losses(whole)[-1][1] < losses(whole)[1][1] - 0.1, "nothing was learned"
     bias = a["model.layers.0.mlp.gate.e_score_correction_bias"]
     assert bool((bias != 0).any()), "the balance bias did not move"
+
+
+def balances(folder: Path) -> list[dict[str, Any]]:
+    kept = ("step", "balance")
+    return [{k: v for k, v in row.items() if k.startswith(kept)} for row in read_metrics(folder) if "loss" in row]
+
+
+def test_what_a_resumed_run_says_of_its_routers_is_what_the_whole_one_says(place: Path, tmp_path: Path) -> None:
+    """The checkpoint of step 3 lies between two lines, and holds what was counted since the first."""
+    words = ["log_every=4", "balance.capacity_factor=1", "balance.z_weight=1e-3"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config(place, whole, *words))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(train_module, "train_step", stops_before(6))
+        train(config(place, parts, *words))
+    train(config(place, parts, *words))
+    assert balances(whole) == balances(parts)
+    first = balances(whole)[0]
+    assert first["step"] == 4 and 0 < first["balance/whole"] < 1 and first["balance/dropped"] > 0
+
+
+def test_choices_are_whole_until_rows_of_a_group_differ(place: Path, tmp_path: Path) -> None:
+    """In the first step of an exact upcycle every choice is a whole FFN, whether it is made as it is read or before."""
+    still = ["balance.bias_rate=0", "optim.router_lr=0"]
+    stays = balances(train(config(place, tmp_path / "stays", *still, steps=3)))
+    assert [row["balance/whole"] for row in stays] == [1, 1, 1]
+    for row in stays:
+        assert row["balance/missing"] == row["balance/doubled"] == row["balance/1/missing"] == 0
+        assert 0.9 < row["balance/aux"] < 8 and row["balance/z"] > 0 and 0 < row["balance/router_entropy"] < 1.0001
+    first, *later = balances(train(config(place, tmp_path / "moves", still[0], "optim.router_lr=1000", steps=3)))
+    assert first == stays[0]
+    for row in later:
+        assert row["balance/whole"] < 0.9 and row["balance/missing"] > 0.1 and row["balance/doubled"] > 0.1
+        assert row["balance/whole"] == sum(row[f"balance/{n}/whole"] for n in range(2)) / 2
+
+    folder = tmp_path / "moe"
+    given = moe(place) | {"output": str(folder)}
+    (tmp_path / "moe.yaml").write_text(json.dumps(given))
+    assert upcycle(["convert", str(tmp_path / "moe.yaml")]) == 0
+    words = ["model.upcycle=", f"model.source={folder}", *still]
+    assert balances(train(config(place, tmp_path / "offline", *words, steps=3))) == stays
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.gate.weight"
+    twice = tensors[name][[0, 2, 1, 3, 4, 6, 5, 7]]  # equal rows are those of one slice, of two copies
+    save_file(tensors | {name: twice}, file, metadata={"format": "pt"})
+    apart = balances(train(config(place, tmp_path / "apart", *words, steps=3)))[0]
+    assert apart["balance/0/whole"] == 0 and apart["balance/0/missing"] == apart["balance/0/doubled"] == 1
+    assert apart["balance/1/whole"] == 1 and apart["balance/whole"] == 0.5
+    (folder / "upcycle.json").unlink()  # nobody knows what the experts are
+    silent = balances(train(config(place, tmp_path / "silent", *words, steps=3)))[0]
+    assert not any("whole" in key or "missing" in key for key in silent) and "balance/z" in silent
+
+
+def test_a_step_whose_gradient_alone_is_not_finite_changes_nothing(place: Path, tmp_path: Path) -> None:
+    with start(config(place, tmp_path / "run"), torch.device("cpu")) as run:
+        samples = open_training(run.config.data, run.origin.dense.vocab)
+        batches = [samples.batch(0, 2), samples.batch(2, 2)]
+        assert run.model.final_norm is not None
+        hook = run.model.final_norm.weight.register_hook(lambda gradient: gradient * math.inf)
+        before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+        learned = train_step(run, batches, 1e-3)
+        assert learned["loss"].isfinite() and not learned["grad_norm"].isfinite() and learned["skipped"] == 1
+        assert all(torch.equal(tensor, before[name]) for name, tensor in run.model.state_dict().items())
+        hook.remove()
+        learned = train_step(run, batches, 1e-3)
+        assert learned["grad_norm"].isfinite() and learned["skipped"] == 1
+        assert not torch.equal(run.model.state_dict()["final_norm.weight"], before["final_norm.weight"])
 
 
 def test_the_export_is_what_was_trained(place: Path, tmp_path: Path) -> None:
