@@ -107,7 +107,7 @@ def origin_of(source: str, run: Path | None) -> AbstractContextManager[Origin]:
 
 
 def fill(model: Decoder, origin: Origin, run: Path | None, folder: Path | None) -> int | None:
-    """With the weights of a folder, or of a run; returns the run's step."""
+    """Gives the model the weights of its folder, or of its run; returns the run's step."""
     if run is not None:
         return load_step(model, run, folder)
     layout.load(model, origin)

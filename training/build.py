@@ -150,11 +150,10 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
         raise ValueError("output is not set; write output=FOLDER for the run's checkpoints and metrics")
     folder, world = Path(config.output), dist.get_world_size() if dist.is_initialized() else 1
     goes_on, kept = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
-    with (
-        nullcontext(standalone.kept(folder))
-        if goes_on and kept
-        else source(config, nothing if goes_on else standalone.measured_once)
-    ) as origin:
+    opening = source(config, nothing if goes_on else standalone.measured_once)
+    if goes_on and kept:
+        opening = nullcontext(standalone.kept(folder))
+    with opening as origin:
         check(config.mesh, world, origin.spec, config.data.sequence)
         mesh = ParallelMesh(config.mesh, device_type=device.type)
         check_batch(config, mesh)
@@ -190,7 +189,8 @@ def begin(run: Run) -> None:
 def learner(
     config: TrainConfig, parts: list[Decoder], mesh: ParallelMesh, device: torch.device, *, learns: bool = True
 ) -> Learner:
-    """Of parts that are divided already, whatever weights they have or will have."""
+    """Makes a learner of parts that are divided already. Weights narrower than float32 must be there, since the
+    optimiser copies them; a run's are as wide, and may come later."""
     model = under_one_roof(parts)
     return Learner(
         config=config,
