@@ -287,6 +287,16 @@ def test_coherence_of_choices_by_hand(
     assert coherence(torch.tensor(chosen), granularity).tolist() == wanted.mean(1).tolist()
 
 
+def test_the_figures_ask_the_device_for_nothing() -> None:
+    """A tensor without memory has no number to wait for."""
+    load, expert_TK = RouterLoad(1, 8, "meta"), torch.zeros(6, 4, dtype=torch.int64, device="meta")
+    load.count(0, expert_counts(expert_TK, 8))
+    load.average(0, 6, whole=coherence(expert_TK, 2)[0], z=z_loss(torch.zeros(6, 8, device="meta")))
+    load.end_step()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        load.fetch()
+
+
 def test_token_entropy() -> None:
     assert abs(float(token_entropy(torch.full((3, E), 1 / E, dtype=torch.float64))) - 1) < 1e-12
     assert float(token_entropy(torch.eye(E, dtype=torch.float64))) == 0
