@@ -16,7 +16,7 @@ from upcycle import cli
 
 @cli.command()
 def main(words: list[str]) -> int:
-    parser = cli.Parser(prog="python -m training.plots", description=__doc__)
+    parser = cli.parser(prog="python -m training.plots", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or its metrics.jsonl")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="a .png, .pdf or .svg to write")
     options = parser.parse_args(words)

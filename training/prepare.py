@@ -22,7 +22,7 @@ from upcycle import cli
 
 @cli.command(resumes=True)
 def main(words: list[str]) -> int:
-    parser = cli.Parser(prog="python -m training.prepare", description=__doc__)
+    parser = cli.parser(prog="python -m training.prepare", description=__doc__)
     parser.add_argument("output", metavar="OUTPUT", help="the folder to make")
     parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="a YAML file, then key=value words")
     parser.add_argument("--check", action="store_true", help="read a finished folder and compare every sha256")

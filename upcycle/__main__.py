@@ -32,7 +32,7 @@ EXAMPLES = f"""examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    main = cli.Parser(
+    main = cli.parser(
         prog="upcycle", description="Turn a dense language model into a mixture of experts.", epilog=EXAMPLES
     )
     main.add_argument("--version", action="version", version=__version__)

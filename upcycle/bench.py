@@ -231,8 +231,8 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def parser() -> cli.Parser:
-    found = cli.Parser(prog="python -m upcycle.bench", description=__doc__)
+def parser() -> argparse.ArgumentParser:
+    found = cli.parser(prog="python -m upcycle.bench", description=__doc__)
     found.add_argument("--layers", type=int, default=22, help="of the dense model (22)")
     found.add_argument("--experts", type=int, default=8)
     found.add_argument("--top-k", type=int, default=2)

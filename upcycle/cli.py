@@ -14,8 +14,6 @@ them), and where its keys are listed.
 
 from __future__ import annotations
 
-import argparse
-import ast
 import functools
 import os
 import signal
@@ -23,19 +21,21 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, Protocol
+
+TYPE_CHECKING = False  # typing has it too, but what is imported up here is imported before Ctrl-C is heard
+if TYPE_CHECKING:
+    import argparse
+    from types import FrameType
+    from typing import Any, NoReturn, Protocol
+
+    class Main(Protocol):
+        def __call__(self, words: Sequence[str] | None = None) -> int: ...
+
 
 USER_ERROR = 2
 STOPPED = 130  # as a shell counts a process that Ctrl-C ended
 HELP = ("-h", "--help")
 OURS = ("upcycle", "training", "evaluation")
-
-
-class Main(Protocol):
-    def __call__(self, words: Sequence[str] | None = None) -> int: ...
 
 
 def command(*, resumes: bool = False) -> Callable[[Callable[[list[str]], int]], Main]:
@@ -125,19 +125,27 @@ def name_of(module: str) -> str:
 
 def about(module: str) -> str:
     """The docstring of a module, which is not imported for it."""
+    import ast
+    from importlib.util import find_spec
+    from pathlib import Path
+
     found = find_spec(module)
     assert found is not None and found.origin is not None, module
     return ast.get_docstring(ast.parse(Path(found.origin).read_text(encoding="utf-8"))) or ""
 
 
-class Parser(argparse.ArgumentParser):
+def parser(**settings: Any) -> argparse.ArgumentParser:
     """For commands with flags: its errors are ours, and the text around its lists stays as it is written."""
+    import argparse
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **settings})
+    class Parser(argparse.ArgumentParser):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **settings})
 
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; {self.prog} --help shows what it takes")
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(f"{message}; {self.prog} --help shows what it takes")
+
+    return Parser(**settings)
 
 
 def names_and_words(words: Sequence[str]) -> tuple[list[str], list[str]]:

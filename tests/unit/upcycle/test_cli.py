@@ -98,7 +98,7 @@ LINES = {
     "defect": "raise KeyError('x')",
     "pipe": "print('x' * 1000000)",
     "stop": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
-    "flag": "cli.Parser(prog='it').parse_args(['--no'])",
+    "flag": "cli.parser(prog='it').parse_args(['--no'])",
     "warn": "import warnings; warnings.warn('two\\n   lines'); print('done')",
     "log": "import logging, torch; logging.getLogger('torch.distributed').warning('look')",
     "code": "return 7",
