@@ -12,10 +12,11 @@ COMMANDS = {  # a module of this package each, with a main(words)
     "run": "SUITE CHECKPOINT: a model's answers to the items of a suite (mmlu, core, perplexity, gsm8k, tiny)",
     "compare": "A B ...: is B better than A? paired statistics of two runs, or losses of two trainings",
     "routing": "CHECKPOINT TEXT ...: how experts are used on each text, and how far they came from their start",
+    "study": "STUDY.yaml: arms x seeds, trained and judged over seeds; ready ones are tiny and smollm2",
     "report": "PATH ...: one page of all that lies in these folders",
 }
 
-MODULES = {"report": "evaluation.report.report"}
+MODULES = {"report": "evaluation.report.report", "study": "evaluation.study.study"}
 
 
 def main(words: Sequence[str]) -> int:
