@@ -13,67 +13,18 @@ what is there.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import yaml
 
 from evaluation.seeds import Paired, paired
-from evaluation.study.plan import Plan, tokens_of_step
+from evaluation.study.outcome import Curve, Outcome, Spent, outcome
+from evaluation.study.plan import Plan
 from evaluation.study.suites import Score, before_folder, scores, starts, suites_of
-from training.config import TrainConfig
-from training.observe import metrics
-from upcycle.config import build
 
 QUESTIONS = {"tokens": "equal tokens", "flops": "equal FLOPs", "seconds": "equal seconds"}
 SAME = 0.01  # share by which what is held equal may differ: a token's FLOPs by the router's, say
-LAYER = re.compile(r"balance/(\d+)/(\w+)")
-OVERALL = re.compile(r"balance/([a-z]\w*)")
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Spent:
-    """By a run so far."""
-
-    step: int
-    tokens: float
-    flops: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One run."""
-
-    arm: str
-    seed: int
-    folder: str
-    steps: int  # that it is to make
-    spent: Spent
-    finished: bool
-    whole_tokens: int  # when it is finished
-    flops_per_token: float
-    tokens_per_s: float
-    memory_gb: float
-    losses: Mapping[str, tuple[tuple[Spent, float], ...]]  # by validation set, where it was looked at
-    layers: Mapping[str, Mapping[int, float]]  # latest figure of each layer, by what is measured
-    overall: Mapping[str, tuple[tuple[Spent, float], ...]]  # of all layers, by what is measured
-
-    def last(self, sets: Sequence[str]) -> float | None:
-        """Mean loss over sets at its end; None if it is not finished or a loss is no number."""
-        curve = self.mean(sets)
-        return curve[-1][1] if self.finished and curve and curve[-1][0].step == self.steps else None
-
-    def mean(self, sets: Sequence[str]) -> list[tuple[Spent, float]]:
-        """Where all of them were looked at."""
-        by_step = [{spent.step: (spent, loss) for spent, loss in self.losses.get(name, ())} for name in sets]
-        shared = [step for step in by_step[0] if all(step in one for one in by_step)]
-        return [(by_step[0][s][0], math.fsum(one[s][1] for one in by_step) / len(sets)) for s in shared]
 
 
 @dataclass(frozen=True)
@@ -139,6 +90,10 @@ class Judged:
     def of(self, arm: str) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.arm == arm]
 
+    def drawn(self, arm: str) -> list[Outcome]:
+        """Whole curves, as soon as there is one: one that has just begun would hide the others."""
+        return [one for one in self.of(arm) if one.finished] or self.of(arm)
+
     @property
     def arms(self) -> list[str]:
         return list(dict.fromkeys(outcome.arm for outcome in self.outcomes))
@@ -161,82 +116,15 @@ def judge(plan: Plan) -> Judged:
     ]
     answered, asked = answers(plan, found)
     measured = {what for one in outcomes for what in one.overall}
-    return Judged(
-        plan.control,
-        plan.means,
-        plan.config.seeds,
-        tuple(outcomes),
-        (*contrasts, *score_contrasts(plan, found, answered)),
-        {name: bands(found, lambda one, inside=inside: one.mean(inside)) for name, inside in groups.items()},  # type: ignore[misc]
-        {name: difference_bands(plan, found, inside) for name, inside in groups.items()},
-        by_layer(found),
-        {what: bands(found, lambda one, what=what: list(one.overall.get(what, ()))) for what in sorted(measured)},  # type: ignore[misc]
-        asked,
+    return replace(
+        found,
+        contrasts=(*contrasts, *score_contrasts(plan, found, answered)),
+        curves={name: bands(found, partial(Outcome.mean, sets=inside)) for name, inside in groups.items()},
+        differences={name: difference_bands(plan, found, inside) for name, inside in groups.items()},
+        layers=by_layer(found),
+        overall={what: bands(found, partial(Outcome.routing, what=what)) for what in sorted(measured)},
+        kept=asked,
     )
-
-
-# ---- one run
-
-
-def outcome(arm: str, seed: int, folder: Path) -> Outcome | None:
-    """None before its first line."""
-    file = folder.with_suffix(".yaml")
-    if not (folder / metrics.FILE).is_file() or not file.is_file():
-        return None
-    config, rows = build(TrainConfig, yaml.safe_load(file.read_text())), metrics.read(folder)
-    if not rows:
-        return None
-    spent = spending(rows)
-    whole = spent(rows[-1]["step"])
-    timed = [row for row in rows if row.get("tokens_per_s")]
-    names = dict.fromkeys(source.name for source in config.data.valid)
-    layers: dict[str, dict[int, float]] = {}
-    for row in rows:
-        for key, value in row.items():
-            if (match := LAYER.fullmatch(key)) and value is not None:
-                layers.setdefault(match[2], {})[int(match[1])] = value
-    overall = sorted({match[1] for row in rows for key in row if (match := OVERALL.fullmatch(key))})
-    return Outcome(
-        arm,
-        seed,
-        str(folder),
-        config.steps,
-        whole,
-        finished(config, rows),
-        config.steps * tokens_of_step(config),
-        whole.flops / whole.tokens if whole.tokens else 0.0,
-        whole.tokens / whole.seconds if whole.seconds else 0.0,
-        max((row.get("memory_gb") or 0.0 for row in timed), default=0.0),
-        {name: points(rows, f"valid/{name}/loss", spent) for name in names},
-        layers,
-        {what: points(rows, f"balance/{what}", spent) for what in overall},
-    )
-
-
-def finished(config: TrainConfig, rows: Sequence[Row]) -> bool:
-    """All its steps are made, and what is looked at after the last one was."""
-    last = rows[-1] if rows else {"step": -1}
-    return last["step"] >= config.steps and all(f"valid/{s.name}/loss" in last for s in config.data.valid)
-
-
-def spending(rows: Sequence[Row]) -> Any:
-    """step -> Spent. A line is of the steps since the one before; what is between two lies on the straight line."""
-    at, tokens, flops, seconds = [0.0], [0.0], [0.0], [0.0]
-    for row in rows:
-        if row.get("tokens"):
-            seconds.append(seconds[-1] + row["seconds_per_step"] * (row["step"] - at[-1]))
-            at.append(float(row["step"]))
-            tokens.append(float(row["tokens"]))
-            flops.append(float(row.get("flops") or 0.0))
-
-    def spent(step: int) -> Spent:
-        return Spent(step, *(float(np.interp(step, at, what)) for what in (tokens, flops, seconds)))
-
-    return spent
-
-
-def points(rows: Sequence[Row], key: str, spent: Any) -> tuple[tuple[Spent, float], ...]:
-    return tuple((spent(row["step"]), row[key]) for row in rows if row.get(key) is not None)
 
 
 # ---- differences
@@ -293,7 +181,7 @@ def contrast(
     )
 
 
-def mean(values: Any) -> float:
+def mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return math.fsum(numbers) / len(numbers)
 
@@ -301,13 +189,12 @@ def mean(values: Any) -> float:
 # ---- curves
 
 
-def bands(found: Judged, curve: Any) -> tuple[Band, ...]:
-    """curve: of an outcome, its (Spent, value)."""
-    made = (band(arm, [dict_of(curve(one)) for one in found.of(arm)]) for arm in found.arms)
+def bands(found: Judged, curve: Callable[[Outcome], Curve]) -> tuple[Band, ...]:
+    made = (band(arm, [dict_of(curve(one)) for one in found.drawn(arm)]) for arm in found.arms)
     return tuple(one for one in made if one.mean)
 
 
-def dict_of(curve: Sequence[tuple[Spent, float]]) -> dict[int, tuple[Spent, float]]:
+def dict_of(curve: Curve) -> dict[int, tuple[Spent, float]]:
     return {spent.step: (spent, value) for spent, value in curve}
 
 
@@ -336,7 +223,7 @@ def difference_bands(plan: Plan, found: Judged, sets: Sequence[str]) -> tuple[Ba
     out = []
     for arm in (arm for question, arm, _ in questions(plan, found) if question == "tokens"):
         curves = [
-            {one.seed: {round(s.tokens): (s, v) for s, v in one.mean(sets)} for one in found.of(side)}
+            {one.seed: {round(s.tokens): (s, v) for s, v in one.mean(sets)} for one in found.drawn(side)}
             for side in (arm, plan.control)
         ]
         seeds = [seed for seed in curves[0] if curves[0][seed] and curves[1].get(seed)]

@@ -10,7 +10,8 @@ from evaluation.report import draw
 from evaluation.report.draw import Curve, Mark, Row
 from evaluation.report.page import Palette, better, document, minus
 from evaluation.seeds import LEAST, Paired
-from evaluation.study.judging import QUESTIONS, Band, Contrast, Judged, Outcome, mean
+from evaluation.study.judging import QUESTIONS, Band, Contrast, Judged, mean
+from evaluation.study.outcome import Outcome
 from training.observe.metrics import duration
 
 AXES = (("tokens", "tokens"), ("flops", "FLOPs of continued training"), ("seconds", "seconds of training"))
@@ -155,7 +156,8 @@ def forests(contrasts: Sequence[Contrast], color: Palette, about: str) -> str:
 
 
 def loss_section(judged: Judged, color: Palette) -> str:
-    pictures, folded = [], []
+    pictures: list[str] = []
+    folded: list[str] = []
     for name, bands in judged.curves.items():
         made = [draw.curves(f"Loss, {name}", "nats a token", unit, lines(bands, axis, color)) for axis, unit in AXES]
         if found := judged.differences.get(name):

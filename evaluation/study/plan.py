@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,10 @@ class Arm:
     match: str = ""  # flops | seconds: steps follow from those of the arm `of`
     of: str = ""
 
-    def config(self, **more: Any) -> TrainConfig:
+    @cached_property
+    def config(self) -> TrainConfig:
         try:
-            return build(TrainConfig, {**self.values, **more})
+            return build(TrainConfig, self.values)
         except ValueError as error:
             raise ValueError(f"arm {self.name}: {error}") from None
 
@@ -105,7 +107,7 @@ class Trial:
     def file(self) -> Path:
         return self.folder.with_suffix(".yaml")
 
-    @property
+    @cached_property
     def config(self) -> TrainConfig:
         return build(TrainConfig, self.values)
 
@@ -161,14 +163,14 @@ def planned(config: StudyConfig) -> Plan:
     for arm in arms.values():
         if arm.match and arms[arm.of].match:
             raise ValueError(f"arms.{arm.name}.of is {arm.of}, whose own steps follow from {arms[arm.of].of}; use that")
-        ours, theirs = (arms[name].config() for name in (arm.name, control))
+        ours, theirs = (arms[name].config for name in (arm.name, control))
         if ours.data != theirs.data:
             key = changed(asdict(theirs.data), asdict(ours.data))
             raise ValueError(
                 f"arm {arm.name} has data.{key}={found(asdict(ours.data), key)} and {control} has "
                 f"{found(asdict(theirs.data), key)}; arms of a seed read the same samples: write data in base"
             )
-    sets = [valid.name for valid in arms[control].config().data.valid]
+    sets = [valid.name for valid in arms[control].config.data.valid]
     if not sets:
         raise ValueError(
             "base.data.valid names no validation set, and arms are judged by that; write base.data.valid=[FOLDER]"
@@ -198,9 +200,14 @@ def arm_of(config: StudyConfig, name: str, own: Any) -> Arm:
     upcycle = values["model"].get("upcycle")
     if isinstance(upcycle, str) and upcycle:  # its keys, because a seed joins them
         values["model"]["upcycle"] = yaml.safe_load(find(upcycle, UPCYCLE_READY).read_text())
-    arm = Arm(name, values, match, of)
-    arm.config()
-    return arm
+    model = values["model"]
+    begins = model.get("upcycle") or model
+    if not (begins.get("source") or begins.get("donors")):
+        raise ValueError(
+            f"arm {name} begins with no model; write source=FOLDER where the config says ${{source}}, or "
+            f"arms.{name}.model.source=FOLDER"
+        )
+    return Arm(name, values, match, of)
 
 
 def plain(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,7 +238,7 @@ def flops(plan: Plan) -> dict[str, float]:
     """Of a token, forward and backward, by arm. Opens each arm's model (headers alone), so it finds what is wrong."""
     costs = {}
     for name, arm in plan.arms.items():
-        config = arm.config()
+        config = arm.config
         for kind in ("train", "valid"):
             for part in getattr(config.data, kind):
                 if not (Path(part.path) / META).is_file():
@@ -251,7 +258,7 @@ def steps(plan: Plan, costs: Mapping[str, float], seconds: Mapping[str, float]) 
     """Of each arm. costs: FLOPs of a token by arm; seconds: of a step, of the arms that are matched by them."""
     out = {}
     for name, arm in plan.arms.items():
-        config, other = arm.config(), plan.arms[arm.of or name].config()
+        config, other = arm.config, plan.arms[arm.of or name].config
         if arm.match == "flops":
             ours, theirs = (costs[n] * tokens_of_step(c) for n, c in ((name, config), (arm.of, other)))
         else:

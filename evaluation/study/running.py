@@ -60,6 +60,7 @@ class Workers:
 
     def run(self, jobs: Sequence[Job]) -> dict[str, str]:
         waiting = deque(jobs)
+        made = {job.name: job.done() for job in jobs}
         total = sum(job.steps for job in jobs)
         with stopping(), tqdm(total=total, unit="step", disable=None if total else True) as bar:
             try:
@@ -67,11 +68,13 @@ class Workers:
                     for worker in range(self.count):
                         while waiting and worker not in self.children:
                             self.start(worker, waiting.popleft())
-                    bar.n = sum(min(job.done(), job.steps) for job in jobs)
+                    bar.n = sum(made.values())
                     bar.refresh()
                     time.sleep(POLL)
                     for worker, child in list(self.children.items()):
-                        if child.process.poll() is not None:
+                        over = child.process.poll() is not None
+                        made[child.job.name] = child.job.done()
+                        if over:
                             self.ended(worker, child)
             except BaseException:
                 self.stop()

@@ -32,7 +32,8 @@ from typing import Any
 
 from evaluation import demo
 from evaluation.study import plan as planning
-from evaluation.study.judging import Judged, finished, judge
+from evaluation.study.judging import Contrast, Judged, judge
+from evaluation.study.outcome import finished
 from evaluation.study.page import page, sentences, table
 from evaluation.study.plan import Plan, Trial, demo_config, read_study
 from evaluation.study.running import ROOT, Job, Workers, alone, device, stopping
@@ -229,9 +230,7 @@ def as_json(value: Any) -> Any:
     """Strict JSON: what is no number is null; a contrast has its verdict."""
     if is_dataclass(value) and not isinstance(value, type):
         named = {name: getattr(value, name) for name in value.__dataclass_fields__}
-        if hasattr(value, "against"):
-            named["verdict"] = value.verdict
-        return as_json(named)
+        return as_json(named | ({"verdict": value.verdict} if isinstance(value, Contrast) else {}))
     if isinstance(value, Mapping):
         return {str(key): as_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

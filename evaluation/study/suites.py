@@ -61,7 +61,7 @@ def suite_of(given: Any) -> Suite:
 
 def starts(plan: Plan) -> dict[str, str]:
     """By arm: the checkpoint that it begins with; of an upcycled one, which is the same function, the dense one."""
-    models = {name: arm.config().model for name, arm in plan.arms.items()}
+    models = {name: arm.config.model for name, arm in plan.arms.items()}
     return {
         name: str(model.upcycle["source"] or model.upcycle["donors"][0]) if model.upcycle else model.source
         for name, model in models.items()
