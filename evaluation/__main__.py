@@ -5,6 +5,7 @@ usage: python -m evaluation COMMAND ... [key=value ...]
   run SUITE CHECKPOINT       a model's answers to the items of a suite (mmlu, core, perplexity, gsm8k, tiny)
   compare A B ...            is B better than A? paired statistics of two runs, or losses of two trainings
   routing CHECKPOINT TEXT    how experts are used on each text, and how far they came from their start
+  study STUDY                arms x seeds, trained and judged over seeds; ready ones are tiny and smollm2
   report PATH ...            one page of all that lies in these folders
 
   python -m evaluation run tiny ./moe
@@ -26,6 +27,7 @@ COMMANDS = {  # each a module with a main(words), whose docstring is its help
     "run": "evaluation.run",
     "compare": "evaluation.compare",
     "routing": "evaluation.routing",
+    "study": "evaluation.study.study",
     "report": "evaluation.report.report",
 }
 

@@ -85,10 +85,7 @@ def demo(config: DemoConfig) -> int:
     stage, dense, suite, unseen = Stages(here, config), here / DENSE, here / "suite.yaml", texts(here, "valid")
     ways = {COPIES: ["experts=8", "top_k=2"], GROUPS: ["tiny"]}  # the ready config: 4 copies of 4 parts
     routing = {arm: here / f"routing-{arm}.json" for arm in ways}
-    stage("text", "Python's standard library, by what it is about", gather, here, config)
-    stage("start", "A tokenizer of it, and a Llama with random weights", start, here, config)
-    stage("tokens", "Text to tokens", tokens, here)
-    stage("first", "The dense Llama learns", learn, config, here / "start", dense)
+    dense_model(stage, config)
     for arm, words in ways.items():
         made = [f"source={dense}", f"output={here / arm}", f"seed={config.seed}"]
         judged = [dense, here / arm, "--text", *unseen]
@@ -109,6 +106,15 @@ def demo(config: DemoConfig) -> int:
     stage("report", "All of it on one page", call, "evaluation", "report", *shown, *about)
     print("\n".join(["", *summary(here, config, stage)]))
     return 0
+
+
+def dense_model(stage: Stages, config: DemoConfig) -> None:
+    """tokens/train and tokens/DOMAIN, and dense/, which has learned them."""
+    here = Path(config.output)
+    stage("text", "Python's standard library, by what it is about", gather, here, config)
+    stage("start", "A tokenizer of it, and a Llama with random weights", start, here, config)
+    stage("tokens", "Text to tokens", tokens, here)
+    stage("first", "The dense Llama learns", learn, config, here / "start", here / DENSE)
 
 
 # ---- stages

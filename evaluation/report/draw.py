@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 SERIES = 6  # classes there are
@@ -29,6 +29,8 @@ class Curve:
     y: Sequence[float]
     faint: Sequence[float] = ()  # what y is the smoothed form of
     dots: bool = False
+    low: Sequence[float] = ()  # of a band around y
+    high: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,14 @@ def curves(title: str, unit: str, x_unit: str, found: Sequence[Curve], *, y_zero
         return ""
     left, right = min(min(c.x) for c in found), max(max(c.x) for c in found)
     right = right if right > left else left + 1
-    low, high = span([*(v for c in found for v in c.y), *([0.0] if y_zero else [])], least=1e-3)
-    later = [v for c in found for x, v in zip(c.x, c.y, strict=True) if place(x, left, right) >= START]
+    low, high = span([*(v for c in found for v in (*c.y, *c.low, *c.high)), *([0.0] if y_zero else [])], least=1e-3)
+    later = [
+        v
+        for c in found
+        for line in (c.y, c.low, c.high)
+        for x, v in zip(c.x, line, strict=False)
+        if place(x, left, right) >= START
+    ]
     if later and not y_zero and max(max(c.y) for c in found) > 2 * max(later) - min(later):
         low, high = span(later, least=1e-3)
         unit += " ↑"
@@ -141,6 +149,9 @@ def curves(title: str, unit: str, x_unit: str, found: Sequence[Curve], *, y_zero
     drawn = []
     for curve in found:
         kind = f"s{curve.series % SERIES}"
+        if curve.low:
+            around = [*zip(curve.x, curve.high, strict=True), *reversed([*zip(curve.x, curve.low, strict=True)])]
+            drawn.append(f'<path class="band {kind}" d="M{"L".join(at(x, y) for x, y in around)}z"/>')
         if curve.faint:
             drawn.append(f'<path class="faint {kind}" d="{path(curve.x, curve.faint)}"/>')
         drawn.append(
@@ -166,8 +177,10 @@ def curves(title: str, unit: str, x_unit: str, found: Sequence[Curve], *, y_zero
 def thinned(curve: Curve) -> Curve:
     every = -(-len(curve.x) // POINTS)
     keep = sorted({*range(0, len(curve.x), every), len(curve.x) - 1})
-    faint = [curve.faint[i] for i in keep] if curve.faint else ()
-    return Curve(curve.name, curve.series, [curve.x[i] for i in keep], [curve.y[i] for i in keep], faint, curve.dots)
+    x, y, faint, low, high = (
+        [line[i] for i in keep] if line else () for line in (curve.x, curve.y, curve.faint, curve.low, curve.high)
+    )
+    return replace(curve, x=x, y=y, faint=faint, low=low, high=high)
 
 
 # ---- intervals

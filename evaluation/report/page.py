@@ -43,16 +43,20 @@ def page(facts: Facts) -> str:
         plan_section(facts),
         provenance_section(facts),
     ]
-    style = Path(__file__).with_name("page.css").read_text()
-    said = "".join(f"<li>{escape(minus(sentence))}</li>" for sentence in verdicts(facts))
     by = "; ".join([", ".join(names or facts.routing), facts.made])
+    return document(facts.title, by, "".join(tiles(facts)), verdicts(facts), parts)
+
+
+def document(title: str, by: str, tiles: str, said: Iterable[str], parts: Iterable[str]) -> str:
+    style = Path(__file__).with_name("page.css").read_text()
+    sentences = "".join(f"<li>{escape(minus(sentence))}</li>" for sentence in said)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{escape(facts.title)}</title><style>\n{style}</style></head><body>"
-        f'<header><h1>{escape(facts.title)}</h1><p class="by">{escape(by)}</p>'
-        f'<div class="tiles">{"".join(tiles(facts))}</div><ul class="verdict">{said}</ul></header>'
+        f"<title>{escape(title)}</title><style>\n{style}</style></head><body>"
+        f'<header><h1>{escape(title)}</h1><p class="by">{escape(by)}</p>'
+        f'<div class="tiles">{tiles}</div><ul class="verdict">{sentences}</ul></header>'
         f"<main>{''.join(parts)}</main></body></html>\n"
     )
 

@@ -1,0 +1,67 @@
+"""Is a method better? Seeds are the unit: the mean of differences paired by seed, and its 95 % interval over seeds.
+
+Two runs of one seed read the same samples in the same order, so what the order does cancels in their difference; what
+is left differs from seed to seed, and Student's t says how far the mean of so few differences may lie from the truth.
+The items of a test say nothing about that: a thousand of them answered by one model are one draw of a training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LEVEL = 0.95
+LEAST = 3  # seeds that have an interval: that of two, 12.7 standard errors to each side, would only look like one
+
+
+@dataclass(frozen=True)
+class Paired:
+    seeds: int
+    mean: float
+    low: float | None = None  # no interval: fewer than LEAST seeds
+    high: float | None = None
+
+    def verdict(self, higher_is_better: bool = False) -> str:
+        if self.low is None or self.high is None:
+            return "no interval"
+        if self.low <= 0 <= self.high:
+            return "no difference shown"
+        return "better" if (self.mean > 0) == higher_is_better else "worse"
+
+
+def paired(differences: Sequence[float]) -> Paired:
+    """Of one difference a seed."""
+    seeds = len(differences)
+    if not seeds:
+        raise ValueError("there is no seed that both have finished, so there is no difference; train one seed of both")
+    mean = math.fsum(differences) / seeds
+    if seeds < LEAST:
+        return Paired(seeds, mean)
+    deviation = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (seeds - 1))
+    reach = student(seeds - 1) * deviation / math.sqrt(seeds)
+    return Paired(seeds, mean, mean - reach, mean + reach)
+
+
+def student(freedom: int, level: float = LEVEL) -> float:
+    """How many standard errors to each side hold `level` of Student's t with so many degrees of freedom."""
+    low, high = 0.0, 1.0
+    while inside(high, freedom) < level:
+        high *= 2
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if inside(middle, freedom) < level else (low, middle)
+    return high
+
+
+def inside(t: float, freedom: int) -> float:
+    """The chance of -t ... t, a finite sum for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    square, odd = math.cos(angle) ** 2, freedom % 2
+    term = total = 1.0
+    for k in range(3 if odd else 2, freedom, 2):
+        term *= square * (k - 1) / k
+        total += term
+    if not odd:
+        return math.sin(angle) * total
+    return 2 / math.pi * (angle + (math.sin(angle) * math.cos(angle) * total if freedom > 1 else 0.0))

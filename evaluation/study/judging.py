@@ -1,0 +1,288 @@
+"""What the runs of a study say: figures of each run, differences paired by seed, curves over seeds.
+
+Three questions, each with an arm of its own that ran its own whole schedule:
+
+    tokens    an arm beside the control, on as many tokens
+    flops     an arm beside one that spent as many FLOPs: `match: flops`, or the control where a token costs the same
+    seconds   an arm beside one that trained for as long: `match: seconds`
+
+Seconds are those of training steps as measured, without validation. A run counts when it is finished; a curve shows
+what is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from evaluation.seeds import Paired, paired
+from evaluation.study.outcome import Curve, Outcome, Spent, outcome
+from evaluation.study.plan import Plan
+from evaluation.study.suites import Score, before_folder, scores, starts, suites_of
+
+QUESTIONS = {"tokens": "equal tokens", "flops": "equal FLOPs", "seconds": "equal seconds"}
+SAME = 0.01  # share by which what is held equal may differ: a token's FLOPs by the router's, say
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """What seeds say of an arm beside another: arm - against, seed by seed."""
+
+    question: str
+    what: str  # a mean of validation sets, a set, or a suite's task
+    unit: str
+    headline: bool
+    higher_is_better: bool
+    arm: str
+    against: str
+    seeds: tuple[int, ...]
+    value: float  # mean over these seeds
+    other: float
+    difference: Paired
+    ratio: float  # of what is held equal: the arm's to the other's
+
+    @property
+    def verdict(self) -> str:
+        return self.difference.verdict(self.higher_is_better)
+
+
+@dataclass(frozen=True)
+class Band:
+    """Mean over seeds of one arm and how far they lie apart, or of a difference and its interval."""
+
+    arm: str
+    spent: tuple[Spent, ...]  # mean over seeds
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A suite's task before and after."""
+
+    suite: str
+    task: str
+    metric: str
+    higher_is_better: bool
+    before: Mapping[str, float]  # by arm, of the model that it began with
+    after: Mapping[str, tuple[float, ...]]  # by arm, a seed each
+    change: Mapping[str, Paired]  # by arm
+
+
+@dataclass(frozen=True)
+class Judged:
+    control: str
+    means: Mapping[str, tuple[str, ...]]
+    seeds: tuple[int, ...]
+    outcomes: tuple[Outcome, ...] = ()
+    contrasts: tuple[Contrast, ...] = ()
+    curves: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)  # by mean or set
+    differences: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)  # to the control at equal tokens
+    layers: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)  # by what, by arm
+    overall: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)  # by what
+    kept: tuple[Kept, ...] = ()
+
+    def of(self, arm: str) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.arm == arm]
+
+    def drawn(self, arm: str) -> list[Outcome]:
+        """Whole curves, as soon as there is one: one that has just begun would hide the others."""
+        return [one for one in self.of(arm) if one.finished] or self.of(arm)
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(outcome.arm for outcome in self.outcomes))
+
+
+def judge(plan: Plan) -> Judged:
+    pairs = [(arm, seed) for seed in plan.config.seeds for arm in plan.arms]
+    outcomes = [one for arm, seed in pairs if (one := outcome(arm, seed, plan.run_folder(arm, seed)))]
+    order = list(plan.arms)
+    outcomes.sort(key=lambda one: (order.index(one.arm), one.seed))
+    found = Judged(plan.control, plan.means, plan.config.seeds, tuple(outcomes))
+    if not outcomes:
+        return found
+    sets = list(dict.fromkeys(name for one in outcomes for name in one.losses))
+    groups = {**plan.means, **{name: (name,) for name in sets if (name,) not in plan.means.values()}}
+    contrasts = [
+        contrast
+        for name, inside in groups.items()
+        for contrast in loss_contrasts(plan, found, name, inside, headline=name in plan.means)
+    ]
+    answered, asked = answers(plan, found)
+    measured = {what for one in outcomes for what in one.overall}
+    return replace(
+        found,
+        contrasts=(*contrasts, *score_contrasts(plan, found, answered)),
+        curves={name: bands(found, partial(Outcome.mean, sets=inside)) for name, inside in groups.items()},
+        differences={name: difference_bands(plan, found, inside) for name, inside in groups.items()},
+        layers=by_layer(found),
+        overall={what: bands(found, partial(Outcome.routing, what=what)) for what in sorted(measured)},
+        kept=asked,
+    )
+
+
+# ---- differences
+
+
+def questions(plan: Plan, found: Judged) -> Iterator[tuple[str, str, str]]:
+    """(question, arm, the arm that it is beside), of arms that have begun."""
+    first = {arm: found.of(arm)[0] for arm in found.arms}
+    control = first.get(plan.control)
+    for name, one in first.items():
+        if plan.arms[name].match:
+            continue
+        if control and name != plan.control and one.whole_tokens == control.whole_tokens:
+            yield "tokens", name, plan.control
+            if control.flops_per_token and abs(one.flops_per_token / control.flops_per_token - 1) <= SAME:
+                yield "flops", name, plan.control
+    for name in first:
+        arm = plan.arms[name]
+        if arm.match and arm.of in first:
+            yield arm.match, arm.of, name
+
+
+def loss_contrasts(plan: Plan, found: Judged, name: str, sets: Sequence[str], *, headline: bool) -> Iterator[Contrast]:
+    for question, arm, against in questions(plan, found):
+        values = [{one.seed: one.last(sets) for one in found.of(side)} for side in (arm, against)]
+        yield from contrast(found, question, name, "nats a token", headline, False, arm, against, *values)
+
+
+def contrast(
+    found: Judged, question: str, what: str, unit: str, headline: bool, higher: bool, arm: str, against: str,
+    ours: Mapping[int, float | None], theirs: Mapping[int, float | None],
+) -> Iterator[Contrast]:  # fmt: skip
+    """Of the seeds that both have; none if there is no such."""
+    values = {seed: (ours.get(seed), theirs.get(seed)) for seed in found.seeds}
+    pairs = {seed: (a, b) for seed, (a, b) in values.items() if a is not None and b is not None}
+    if not pairs:
+        return
+    spent = [
+        sum(getattr(one.spent, question) for one in found.of(side) if one.seed in pairs) for side in (arm, against)
+    ]
+    yield Contrast(
+        question,
+        what,
+        unit,
+        headline,
+        higher,
+        arm,
+        against,
+        tuple(pairs),
+        mean(a for a, _ in pairs.values()),
+        mean(b for _, b in pairs.values()),
+        paired([a - b for a, b in pairs.values()]),
+        spent[0] / spent[1] if spent[1] else math.nan,
+    )
+
+
+def mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return math.fsum(numbers) / len(numbers)
+
+
+# ---- curves
+
+
+def bands(found: Judged, curve: Callable[[Outcome], Curve]) -> tuple[Band, ...]:
+    made = (band(arm, [dict_of(curve(one)) for one in found.drawn(arm)]) for arm in found.arms)
+    return tuple(one for one in made if one.mean)
+
+
+def dict_of(curve: Curve) -> dict[int, tuple[Spent, float]]:
+    return {spent.step: (spent, value) for spent, value in curve}
+
+
+def band(arm: str, by_seed: Sequence[Mapping[int, tuple[Spent, float]]]) -> Band:
+    """At the steps that every seed has come to; low and high are the seeds that lie farthest apart."""
+    begun = [one for one in by_seed if one]
+    shared = [step for step in begun[0] if all(step in one for one in begun)] if begun else []
+    values = [[one[step][1] for one in begun] for step in shared]
+    return Band(
+        arm,
+        tuple(average([one[step][0] for one in begun]) for step in shared),
+        tuple(mean(some) for some in values),
+        tuple(min(some) for some in values),
+        tuple(max(some) for some in values),
+        len(begun),
+    )
+
+
+def average(spent: Sequence[Spent]) -> Spent:
+    parts = (mean(getattr(one, name) for one in spent) for name in ("tokens", "flops", "seconds"))
+    return Spent(spent[0].step, *parts)
+
+
+def difference_bands(plan: Plan, found: Judged, sets: Sequence[str]) -> tuple[Band, ...]:
+    """To the control at equal tokens, step by step; low and high are the interval, where seeds are enough for one."""
+    out = []
+    for arm in (arm for question, arm, _ in questions(plan, found) if question == "tokens"):
+        curves = [
+            {one.seed: {round(s.tokens): (s, v) for s, v in one.mean(sets)} for one in found.drawn(side)}
+            for side in (arm, plan.control)
+        ]
+        seeds = [seed for seed in curves[0] if curves[0][seed] and curves[1].get(seed)]
+        shared = [at for at in (curves[0][seeds[0]] if seeds else ()) if all(at in c[s] for c in curves for s in seeds)]
+        made = [paired([curves[0][seed][at][1] - curves[1][seed][at][1] for seed in seeds]) for at in shared]
+        if made:
+            spent = tuple(average([curves[0][seed][at][0] for seed in seeds]) for at in shared)
+            lows, highs = (tuple(getattr(p, side) or p.mean for p in made) for side in ("low", "high"))
+            out.append(Band(arm, spent, tuple(p.mean for p in made), lows, highs, len(seeds)))
+    return tuple(out)
+
+
+def by_layer(found: Judged) -> dict[str, dict[str, dict[int, float]]]:
+    """what -> arm -> layer -> mean over seeds of the latest figure."""
+    out: dict[str, dict[str, dict[int, float]]] = {}
+    for arm in found.arms:
+        some = [one.layers for one in found.of(arm)]
+        for what in sorted({what for layers in some for what in layers}):
+            mine = [layers[what] for layers in some if what in layers]
+            out.setdefault(what, {})[arm] = {n: mean(m[n] for m in mine if n in m) for n in sorted(mine[0])}
+    return out
+
+
+# ---- suites
+
+Answered = Mapping[str, Mapping[int, Mapping[tuple[str, str], Score]]]
+
+
+def answers(plan: Plan, found: Judged) -> tuple[Answered, tuple[Kept, ...]]:
+    """Scores by arm and seed, and the same beside those of the models that they began with."""
+    suites = suites_of(plan)
+    if not suites:
+        return {}, ()
+    after = {
+        arm: {one.seed: scores(Path(one.folder) / "suites", suites) for one in found.of(arm)} for arm in found.arms
+    }
+    start = {arm: scores(before_folder(plan, checkpoint), suites) for arm, checkpoint in starts(plan).items()}
+    every = {
+        key: score
+        for arm in found.arms
+        for by_seed in (*after[arm].values(), start[arm])
+        for key, score in by_seed.items()
+    }
+    kept = []
+    for key, score in every.items():
+        before = {arm: start[arm][key].value for arm in found.arms if key in start[arm]}
+        values = {arm: tuple(s[key].value for s in after[arm].values() if key in s) for arm in found.arms}
+        change = {arm: paired([v - before[arm] for v in values[arm]]) for arm in before if values[arm]}
+        kept.append(Kept(score.suite, score.task, score.metric, score.higher_is_better, before, values, change))
+    return after, tuple(kept)
+
+
+def score_contrasts(plan: Plan, found: Judged, answered: Answered) -> Iterator[Contrast]:
+    keys = {key: score for by_seed in answered.values() for some in by_seed.values() for key, score in some.items()}
+    for key, score in keys.items():
+        for question, arm, against in questions(plan, found):
+            sides = [
+                {seed: some[key].value if key in some else None for seed, some in answered[side].items()}
+                for side in (arm, against)
+            ]
+            what, higher = f"{score.task} ({score.suite})", score.higher_is_better
+            yield from contrast(found, question, what, score.metric, False, higher, arm, against, *sides)

@@ -1,0 +1,129 @@
+"""One run of a study: what it has spent and what it reached, read from its metrics.jsonl and the config beside it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from evaluation.study.plan import tokens_of_step
+from training.config import TrainConfig
+from training.observe import metrics
+from upcycle.config import build
+
+LAYER = re.compile(r"balance/(\d+)/(\w+)")
+OVERALL = re.compile(r"balance/([a-z]\w*)")
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """By a run so far."""
+
+    step: int
+    tokens: float
+    flops: float
+    seconds: float
+
+
+Curve = Sequence[tuple[Spent, float]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run."""
+
+    arm: str
+    seed: int
+    folder: str
+    steps: int  # that it is to make
+    spent: Spent
+    finished: bool
+    whole_tokens: int  # when it is finished
+    flops_per_token: float
+    tokens_per_s: float
+    memory_gb: float
+    losses: Mapping[str, Curve]  # by validation set, where it was looked at
+    layers: Mapping[str, Mapping[int, float]]  # latest figure of each layer, by what is measured
+    overall: Mapping[str, Curve]  # of all layers, by what is measured
+
+    def last(self, sets: Sequence[str]) -> float | None:
+        """Mean loss over sets at its end; None if it is not finished or a loss is no number."""
+        curve = self.mean(sets)
+        return curve[-1][1] if self.finished and curve and curve[-1][0].step == self.steps else None
+
+    def routing(self, what: str) -> Curve:
+        return self.overall.get(what, ())
+
+    def mean(self, sets: Sequence[str]) -> list[tuple[Spent, float]]:
+        """Where all of them were looked at."""
+        by_step = [{spent.step: (spent, loss) for spent, loss in self.losses.get(name, ())} for name in sets]
+        shared = [step for step in by_step[0] if all(step in one for one in by_step)]
+        return [(by_step[0][s][0], math.fsum(one[s][1] for one in by_step) / len(sets)) for s in shared]
+
+
+def outcome(arm: str, seed: int, folder: Path) -> Outcome | None:
+    """None before its first line."""
+    file = folder.with_suffix(".yaml")
+    if not (folder / metrics.FILE).is_file() or not file.is_file():
+        return None
+    config, rows = build(TrainConfig, yaml.safe_load(file.read_text())), metrics.read(folder)
+    if not rows:
+        return None
+    spent = spending(rows)
+    whole = spent(rows[-1]["step"])
+    timed = [row for row in rows if row.get("tokens_per_s")]
+    names = dict.fromkeys(source.name for source in config.data.valid)
+    layers: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if (match := LAYER.fullmatch(key)) and value is not None:
+                layers.setdefault(match[2], {})[int(match[1])] = value
+    overall = sorted({match[1] for row in rows for key in row if (match := OVERALL.fullmatch(key))})
+    return Outcome(
+        arm,
+        seed,
+        str(folder),
+        config.steps,
+        whole,
+        finished(config, rows),
+        config.steps * tokens_of_step(config),
+        whole.flops / whole.tokens if whole.tokens else 0.0,
+        whole.tokens / whole.seconds if whole.seconds else 0.0,
+        max((row.get("memory_gb") or 0.0 for row in timed), default=0.0),
+        {name: points(rows, f"valid/{name}/loss", spent) for name in names},
+        layers,
+        {what: points(rows, f"balance/{what}", spent) for what in overall},
+    )
+
+
+def finished(config: TrainConfig, rows: Sequence[Row]) -> bool:
+    """All its steps are made, and what is looked at after the last one was."""
+    last = rows[-1] if rows else {"step": -1}
+    return last["step"] >= config.steps and all(f"valid/{s.name}/loss" in last for s in config.data.valid)
+
+
+def spending(rows: Sequence[Row]) -> Callable[[int], Spent]:
+    """By step. A line is of the steps since the one before; what is between two lies on the straight line."""
+    at, tokens, flops, seconds = [0.0], [0.0], [0.0], [0.0]
+    for row in rows:
+        if row.get("tokens"):
+            seconds.append(seconds[-1] + row["seconds_per_step"] * (row["step"] - at[-1]))
+            at.append(float(row["step"]))
+            tokens.append(float(row["tokens"]))
+            flops.append(float(row.get("flops") or 0.0))
+
+    def spent(step: int) -> Spent:
+        return Spent(step, *(float(np.interp(step, at, what)) for what in (tokens, flops, seconds)))
+
+    return spent
+
+
+def points(rows: Sequence[Row], key: str, spent: Callable[[int], Spent]) -> tuple[tuple[Spent, float], ...]:
+    return tuple((spent(row["step"]), row[key]) for row in rows if row.get(key) is not None)

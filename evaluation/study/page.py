@@ -1,0 +1,300 @@
+"""The study on one page, and the short table for a terminal: intervals over seeds first, then everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+from evaluation.compare import number, signed
+from evaluation.report import draw
+from evaluation.report.draw import Curve, ForestRow, Mark
+from evaluation.report.page import Palette, better, document, minus
+from evaluation.seeds import LEAST, Paired
+from evaluation.study.judging import QUESTIONS, Band, Contrast, Judged, mean
+from evaluation.study.outcome import Outcome
+from training.observe.metrics import duration
+
+AXES = (("tokens", "tokens"), ("flops", "FLOPs of continued training"), ("seconds", "seconds of training"))
+OF_LAYERS = {  # what is measured of a layer -> title, unit, whether from zero
+    "max_over_mean": ("Fullest expert", "its load / the mean", False),
+    "entropy": ("Entropy of the load", "1: balance", False),
+    "whole": ("Whole choices", "share of tokens whose choice is a whole FFN", True),
+    "missing": ("Slices missing", "of a token's choice", True),
+    "doubled": ("Slices doubled", "of a token's choice", True),
+    "dropped": ("Tokens dropped", "share", True),
+}
+FEW = f"no interval: fewer than {LEAST} seeds"
+Rows = Sequence[tuple[str, str]]
+
+
+def page(
+    title: str, made: str, judged: Judged, commands: Mapping[str, str], versions: Rows, missed: Sequence[str]
+) -> str:
+    color = Palette()
+    for arm in judged.arms:
+        color[arm]
+    finished = sum(one.finished for one in judged.outcomes)
+    by = f"{', '.join(judged.arms)}; seeds {', '.join(map(str, judged.seeds))}; {finished} runs finished; {made}"
+    parts = [
+        differences_section(judged, color),
+        loss_section(judged, color),
+        suites_section(judged, color),
+        routing_section(judged, color),
+        cost_section(judged),
+        runs_section(judged),
+        commands_section(commands, versions),
+    ]
+    return document(title, by, "".join(tiles(judged)), [*sentences(judged), *missed], parts)
+
+
+# ---- in words
+
+
+def headlines(judged: Judged) -> list[Contrast]:
+    return [one for one in judged.contrasts if one.headline]
+
+
+def tiles(judged: Judged) -> Iterator[str]:
+    for one in headlines(judged):
+        kind = {"better": "good", "worse": "bad"}.get(one.verdict, "")
+        about = f"{one.what} at {QUESTIONS[one.question]}, {one.arm} − {one.against}"
+        yield draw.tile(about, minus(f"{one.difference.mean:+.4f}"), minus(f"nats a token; {interval(one)}"), kind)
+
+
+def interval(one: Contrast) -> str:
+    """What the seeds say, in short."""
+    d = one.difference
+    if d.low is None or d.high is None:
+        return f"{d.seeds} seed{'s' * (d.seeds > 1)}, {FEW}"
+    low, high = (shown(value, one) for value in (d.low, d.high))
+    return f"{low} to {high} over {d.seeds} seeds, {one.verdict}"
+
+
+def shown(value: float, one: Contrast) -> str:
+    return f"{value:+.4f}" if one.unit == "nats a token" else signed(value, one.unit)
+
+
+def plain(value: float, one: Contrast) -> str:
+    return f"{value:.4f}" if one.unit == "nats a token" else number(value, one.unit)
+
+
+def sentences(judged: Judged) -> Iterator[str]:
+    for one in headlines(judged):
+        judgement = {"better": "better than", "worse": "worse than"}.get(one.verdict, "not shown to differ from")
+        yield (
+            f"At {QUESTIONS[one.question]}, {one.arm} is {judgement} {one.against} on {one.what}: "
+            f"{plain(one.value, one)} beside {plain(one.other, one)} nats a token ({shown(one.difference.mean, one)}; "
+            f"{interval(one)})."
+        )
+    if not headlines(judged):
+        yield "No two arms have finished a seed that they share, so nothing is compared yet."
+
+
+def table(judged: Judged) -> str:
+    """For a terminal."""
+    head = ("", "on", "arm", "loss", "beside", "loss", "difference", "95 % interval", "seeds", "")
+    rows = [
+        (
+            QUESTIONS[one.question], one.what, one.arm, plain(one.value, one), one.against, plain(one.other, one),
+            shown(one.difference.mean, one), between(one.difference, one), str(one.difference.seeds), one.verdict,
+        )
+        for one in headlines(judged)
+    ]  # fmt: skip
+    if not rows:
+        return next(sentences(judged))
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    return "\n".join("  ".join(f"{c:{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows))
+
+
+def between(paired: Paired, one: Contrast) -> str:
+    return (
+        "none"
+        if paired.low is None or paired.high is None
+        else f"{shown(paired.low, one)} to {shown(paired.high, one)}"
+    )
+
+
+# ---- differences
+
+
+def differences_section(judged: Judged, color: Palette) -> str:
+    body = forests([one for one in judged.contrasts if one.headline], color, "")
+    parts = [one for one in judged.contrasts if not one.headline and one.unit == "nats a token"]
+    if parts:
+        body += draw.folded(f"Each validation set by itself: {len(parts)} differences", forests(parts, color, ""))
+    if not body:
+        return ""
+    count = len(judged.contrasts)
+    return draw.section(
+        "Differences",
+        "Of final validation losses, in nats a token; lower is better. Two runs of a seed read the same samples in the "
+        "same order; a dot is the mean of their differences, its bar Student's 95 % interval over seeds. A difference "
+        "is called better or worse where that leaves out 0. At equal FLOPs and at equal seconds the other arm is a run "
+        f"of its own with its own whole schedule. Of {count} such intervals {count / 20:.1f} miss the truth by chance.",
+        body,
+    )
+
+
+def forests(contrasts: Sequence[Contrast], color: Palette, about: str) -> str:
+    """One for each question."""
+    body = about
+    for question, title in QUESTIONS.items():
+        some = [one for one in contrasts if one.question == question]
+        rows = []
+        for one in some:
+            d, ends = one.difference, (one.difference.low, one.difference.high)
+            low, high = (d.mean if end is None else end for end in ends)
+            mark = Mark(color[one.arm], d.mean, low, high, minus(shown(d.mean, one)), one.verdict[:2] == "no")
+            held = f"{plain(one.value, one)} beside {plain(one.other, one)}; {question} {one.ratio:.3f} : 1"
+            rows.append(ForestRow(f"{one.what}: {one.arm} − {one.against}", held, [mark], minus(interval(one))))
+        if rows:
+            body += f"<h3>At {title}</h3>" + draw.forest(rows, lambda value: minus(f"{value:.4g}"), zero=True)
+    return body
+
+
+# ---- curves
+
+
+def loss_section(judged: Judged, color: Palette) -> str:
+    pictures: list[str] = []
+    folded: list[str] = []
+    for name, bands in judged.curves.items():
+        made = [draw.curves(f"Loss, {name}", "nats a token", unit, lines(bands, axis, color)) for axis, unit in AXES]
+        if found := judged.differences.get(name):
+            unit = f"{judged.control} is 0, nats a token"
+            made.append(draw.curves(f"Difference, {name}", unit, "tokens", lines(found, "tokens", color)))
+        (pictures if name in judged.means else folded).append("".join(made))
+    if not any(pictures):
+        return ""
+    body = draw.legend({arm: color[arm] for arm in judged.arms}) + charts(pictures)
+    if any(folded):
+        body += draw.folded(
+            f"Each validation set by itself: {', '.join(n for n in judged.curves if n not in judged.means)}",
+            charts(folded),
+        )
+    sets = "; ".join(f"{name} is the mean of {', '.join(inside)}" for name, inside in judged.means.items())
+    return draw.section(
+        "Loss",
+        f"Validation, mean over seeds; {sets}. A band goes from the lowest seed to the highest; of a difference it is "
+        f"the 95 % interval over seeds (none with fewer than {LEAST}). Seconds are those of training steps, without "
+        "validation.",
+        body,
+    )
+
+
+def charts(pictures: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(pictures)}</div>'
+
+
+def lines(bands: Sequence[Band], axis: str, color: Palette) -> list[Curve]:
+    return [
+        Curve(one.arm, color[one.arm], [getattr(at, axis) for at in one.spent], one.mean, (), True, one.low, one.high)
+        for one in bands
+    ]
+
+
+# ---- suites
+
+
+def suites_section(judged: Judged, color: Palette) -> str:
+    rows = []
+    for kept in judged.kept:
+        for arm, after in kept.after.items():
+            if not after:
+                continue
+            before, change = kept.before.get(arm), kept.change.get(arm)
+            rows.append((
+                f"{kept.task} ({kept.suite})", kept.metric.replace("_", " "), arm,
+                "" if before is None else number(before, kept.metric), number(mean(after), kept.metric),
+                "" if change is None else minus(signed(change.mean, kept.metric)),
+                "" if change is None or change.low is None or change.high is None
+                else minus(f"{signed(change.low, kept.metric)} to {signed(change.high, kept.metric)}"),
+                "" if change is None else change.verdict(kept.higher_is_better).replace("no difference", "no change"),
+            ))  # fmt: skip
+    if not rows:
+        return ""
+    head = ("task", "metric", "arm", "before", "after", "change", "95 % interval", "")
+    body = draw.table(head, rows)
+    for unit in dict.fromkeys(one.unit for one in judged.contrasts if one.unit != "nats a token"):
+        some = [one for one in judged.contrasts if one.unit == unit]
+        about = f'<p class="unit">{escape(unit.replace("_", " "))}, {better(some[0].higher_is_better)}</p>'
+        body += forests(some, color, about)
+    return draw.section(
+        "Suites",
+        "Before: the model that an arm began with; of an upcycled one the dense model, which is the same function. "
+        "After: mean over seeds. Intervals are over seeds, paired by seed where two arms are compared.",
+        body,
+    )
+
+
+# ---- experts
+
+
+def routing_section(judged: Judged, color: Palette) -> str:
+    pictures = []
+    for what, by_arm in judged.layers.items():
+        title, unit, zero = OF_LAYERS.get(what, (what.replace("_", " "), "", False))
+        found = [
+            Curve(arm, color[arm], [float(layer) for layer in layers], list(layers.values()), dots=True)
+            for arm, layers in by_arm.items()
+        ]
+        pictures.append(draw.curves(title, unit, "layer", found, y_zero=zero))
+    for what, bands in judged.overall.items():
+        title, unit, zero = OF_LAYERS.get(what, (what.replace("_", " "), "", False))
+        worst = ", worst layer" if what == "max_over_mean" else ", all layers"
+        pictures.append(draw.curves(title + worst, unit, "tokens", lines(bands, "tokens", color), y_zero=zero))
+    if not any(pictures):
+        return ""
+    arms = {arm: color[arm] for by_arm in judged.layers.values() for arm in by_arm}
+    return draw.section(
+        "Experts",
+        "As training logs them, mean over seeds: by layer at the last logged step, and as training goes on.",
+        draw.legend(arms) + charts(pictures),
+    )
+
+
+# ---- what it took
+
+
+def cost_section(judged: Judged) -> str:
+    rows = []
+    for arm in judged.arms:
+        some = judged.of(arm)
+        rows.append((
+            arm, f"{some[0].steps:,}", draw.short(some[0].whole_tokens), draw.short(some[0].flops_per_token),
+            draw.short(mean(one.spent.flops for one in some)), duration(mean(one.spent.seconds for one in some)),
+            f"{mean(one.tokens_per_s for one in some):,.0f}", f"{max(one.memory_gb for one in some):.2f}",
+        ))  # fmt: skip
+    if not rows:
+        return ""
+    head = ("arm", "steps", "tokens", "FLOPs a token", "FLOPs so far", "time so far", "tokens/s", "memory, GB")
+    return draw.section(
+        "What it took",
+        "Mean over seeds, memory the most. A token's FLOPs are forward and backward of matrices and causal attention. "
+        "Time is that of training steps; runs that share a device or a processor slow each other.",
+        draw.table(head, rows),
+    )
+
+
+def runs_section(judged: Judged) -> str:
+    names = list(judged.means)
+    rows = [
+        (f"{one.arm}, seed {one.seed}", state(one), *(nats(one.last(judged.means[name])) for name in names), one.folder)
+        for one in judged.outcomes
+    ]
+    return draw.section("Runs", "Loss at the end.", draw.table(("", "", *names, "folder"), rows) if rows else "")
+
+
+def state(one: Outcome) -> str:
+    return "finished" if one.finished else f"step {one.spent.step:,} of {one.steps:,}"
+
+
+def nats(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def commands_section(commands: Mapping[str, str], versions: Rows) -> str:
+    body = draw.pairs(versions)
+    for title, text in commands.items():
+        body += draw.folded(title, f'<div class="scroll"><pre>{escape(text)}</pre></div>')
+    return draw.section("Where the numbers come from", "Enough to make them again.", body)

@@ -1,0 +1,179 @@
+"""Commands in processes of their own, some at once, each on its device: started, watched, stopped in order.
+
+A job is commands one after the other, the next of which follows from what lies on disk; so whoever is stopped goes on
+where it was. A process holds its job's lock for as long as it lives, even if the study that started it does not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from tqdm import tqdm
+
+from upcycle.job import hold
+
+ROOT = Path(__file__).parents[2]
+POLL = 0.5  # seconds between looks at the processes
+LAST = 4096  # bytes of a log in which its last line is
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    folder: Path  # that it writes; beside it are its lock and its log
+    left: Callable[[], list[str] | None]  # the next command (python -m ...), or None when all is done
+    steps: int = 0  # for the progress bar
+    done: Callable[[], int] = field(default=lambda: 0)
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_suffix(".log")
+
+
+@dataclass
+class Child:
+    job: Job
+    command: list[str]
+    process: subprocess.Popen[bytes]
+    lock: IO[str]
+
+
+class Workers:
+    """Runs jobs to their end; `run` returns what failed, by name, in a sentence each."""
+
+    def __init__(self, count: int, devices: Sequence[str] = (), threads: int = 1) -> None:
+        self.count, self.devices, self.threads = count, devices, threads
+        self.children: dict[int, Child] = {}  # by worker
+        self.failures: dict[str, str] = {}
+
+    def run(self, jobs: Sequence[Job]) -> dict[str, str]:
+        waiting = deque(jobs)
+        made = {job.name: job.done() for job in jobs}
+        total = sum(job.steps for job in jobs)
+        with stopping(), tqdm(total=total, unit="step", disable=None if total else True) as bar:
+            try:
+                while waiting or self.children:
+                    for worker in range(self.count):
+                        while waiting and worker not in self.children:
+                            self.start(worker, waiting.popleft())
+                    bar.n = sum(made.values())
+                    bar.refresh()
+                    time.sleep(POLL)
+                    for worker, child in list(self.children.items()):
+                        over = child.process.poll() is not None
+                        made[child.job.name] = child.job.done()
+                        if over:
+                            self.ended(worker, child)
+            except BaseException:
+                self.stop()
+                raise
+        return self.failures
+
+    def start(self, worker: int, job: Job, before: Sequence[str] = ()) -> None:
+        """Nothing, if nothing is left to do."""
+        command = job.left()
+        if command is None:
+            return
+        if command == before:  # it ended as if all were well, and what it should have made is not there
+            self.failures[job.name] = f"{job.name} did not come to its end: {last_line(job.log)} ({job.log})"
+            return
+        job.folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(job.folder.with_suffix(".lock"), "w")  # noqa: SIM115 - the child's, closed by `ended`
+        try:
+            hold(lock, job.folder, 0)
+        except ValueError as error:
+            lock.close()
+            self.failures[job.name] = f"{job.name} was not started: {error}"
+            return
+        tqdm.write(f"{job.name}: python -m {' '.join(command)}")
+        with open(job.log, "a") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=self.environment(worker), start_new_session=True, pass_fds=[lock.fileno()],
+            )  # fmt: skip
+        self.children[worker] = Child(job, command, process, lock)
+
+    def environment(self, worker: int) -> dict[str, str]:
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        found = {"OMP_NUM_THREADS": str(self.threads), **os.environ, "PYTHONPATH": paths}
+        return found | device(self.devices, worker)
+
+    def ended(self, worker: int, child: Child) -> None:
+        del self.children[worker]
+        child.lock.close()
+        if child.process.returncode:
+            said = last_line(child.job.log) or f"exit code {child.process.returncode}"
+            self.failures[child.job.name] = f"{child.job.name} failed: {said} ({child.job.log})"
+        else:
+            self.start(worker, child.job, child.command)
+
+    def stop(self) -> None:
+        """Each saves after its step and ends; asked a second time, at once."""
+        try:
+            for child in self.children.values():
+                child.process.send_signal(signal.SIGINT)
+            if self.children:
+                tqdm.write(f"waiting for {len(self.children)} to save; once more to stop at once", file=sys.stderr)
+            for child in self.children.values():
+                child.process.wait()
+        except BaseException:
+            for child in self.children.values():
+                child.process.kill()
+            raise
+        finally:
+            for child in self.children.values():
+                child.process.wait()
+                child.lock.close()
+            self.children.clear()
+
+
+def device(devices: Sequence[str], worker: int) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": devices[worker % len(devices)]} if devices else {}
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """SIGTERM is Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One study writes in a folder at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "study.lock", "w") as lock:
+        hold(lock, folder, 0)
+        yield
+
+
+def last_line(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

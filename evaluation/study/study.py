@@ -1,0 +1,238 @@
+"""Does it pay? Arms x seeds, trained on one device or several, and judged over seeds, on one page.
+
+    python -m evaluation study tiny                                        from nothing, about a minute on a laptop
+    python -m evaluation study smollm2 source=./smollm2 tokens=./tokens    a real checkpoint: configs/study/smollm2.yaml
+    python -m evaluation study my.yaml workers=2 devices=[0,1] seeds=[0,1,2,3]
+    python -m evaluation study my.yaml judge=true                          the page of what is there so far
+
+Each arm is a training config: `base` has what all share, `arms` what each has of its own. Arms of a seed read the same
+samples in the same order, seeds differ in it. Each run is `python -m training` on a config that lies beside its folder.
+Started again, the same command goes on where it was stopped: finished runs are skipped, begun ones resume.
+
+Writes study.html, study.json and runs/ARM/seed-N into the study's folder. Keys: evaluation/study/plan.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from evaluation import demo
+from evaluation.study import plan as planning
+from evaluation.study.judging import Contrast, Judged, judge
+from evaluation.study.outcome import finished
+from evaluation.study.page import page, sentences, table
+from evaluation.study.plan import Plan, Trial, demo_config, read_study
+from evaluation.study.running import ROOT, Job, Workers, alone, device, stopping
+from evaluation.study.suites import Suite, before_folder, starts, suites_of
+from training.observe import metrics
+from upcycle import __version__
+from upcycle.disk import write_atomic
+
+FAILED = 2
+
+
+def main(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__, end="")
+        return 0
+    file, words = (words[0], words[1:]) if "=" not in words[0] else ("", words)
+    plan = read_study(file, words)
+    command = shlex.join(["python", "-m", "evaluation", "study", *([file] if file else []), *words])
+    if plan.config.judge:
+        show(plan, command, {})
+        return 0
+    with alone(plan.folder):
+        failures = study(plan, command)
+    for sentence in failures.values():
+        print(f"evaluation: {sentence}", file=sys.stderr)
+    return FAILED if failures else 0
+
+
+def study(plan: Plan, command: str) -> dict[str, str]:
+    """All of it; returns what failed."""
+    suites = suites_of(plan)
+    if plan.config.sample:
+        sample(plan)
+    costs = planning.flops(plan)
+    trials = planning.trials(plan, planning.steps(plan, costs, timings(plan)))
+    for trial in trials:
+        trial.write()
+    print(lengths(plan, trials, costs), flush=True)
+    jobs = [*before(plan, suites), *(job_of(trial, suites, plan.config.keep) for trial in trials)]
+    workers = workers_of(plan, plan.config.workers)
+    try:
+        return workers.run(jobs)
+    finally:
+        show(plan, command, workers.failures)
+
+
+def sample(plan: Plan) -> None:
+    """The demo's first stages, where that is what the arms begin with."""
+    config = demo_config(plan.config)
+    if Path(plan.config.source) != Path(config.output) / "dense":
+        return
+    try:
+        with stopping():
+            demo.dense_model(demo.Stages(Path(config.output), config), config)
+    except demo.Stopped:
+        raise KeyboardInterrupt from None
+
+
+# ---- what there is to do
+
+
+def job_of(trial: Trial, suites: Sequence[Suite], keep: bool) -> Job:
+    return Job(
+        trial.name, trial.folder, partial(left, trial, suites, keep), trial.config.steps, partial(reached, trial.folder)
+    )
+
+
+def left(trial: Trial, suites: Sequence[Suite], keep: bool) -> list[str] | None:
+    """The next command of a trial: training to its end, then each suite."""
+    wanted = [command for suite in suites if (command := suite.left(str(trial.folder), trial.folder / "suites"))]
+    if not trained(trial) or (wanted and not has_weights(trial)):
+        return ["training", str(trial.file)]
+    if wanted:
+        return wanted[0]
+    if not keep:
+        shutil.rmtree(trial.folder / "checkpoints", ignore_errors=True)
+    return None
+
+
+def trained(trial: Trial) -> bool:
+    return (trial.folder / metrics.FILE).is_file() and finished(trial.config, metrics.read(trial.folder))
+
+
+def has_weights(trial: Trial) -> bool:
+    return (trial.folder / "checkpoints" / f"step-{trial.config.steps:08d}").is_dir()
+
+
+def reached(folder: Path) -> int:
+    rows = metrics.read(folder) if (folder / metrics.FILE).is_file() else []
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def before(plan: Plan, suites: Sequence[Suite]) -> list[Job]:
+    """The suites, asked of what the arms begin with: first, so that what a suite lacks is found in minutes."""
+    jobs = []
+    for checkpoint in dict.fromkeys(starts(plan).values()) if suites else ():
+        folder = before_folder(plan, checkpoint)
+
+        def ask(checkpoint: str = checkpoint, folder: Path = folder) -> list[str] | None:
+            return next((command for suite in suites if (command := suite.left(checkpoint, folder))), None)
+
+        jobs.append(Job(f"{Path(checkpoint).name}, before", folder, ask))
+    return jobs
+
+
+def timings(plan: Plan) -> dict[str, float]:
+    """Seconds of a step of each arm that is matched by them, measured one after the other with nothing beside it."""
+    matched = [arm for arm in plan.arms.values() if arm.match == "seconds"]
+    found = {}
+    for name in dict.fromkeys(name for arm in matched for name in (arm.of, arm.name)):
+        trial = planning.timed(plan, name)
+        trial.write()
+        workers = workers_of(plan, 1)
+        if failures := workers.run([job_of(trial, (), keep=False)]):
+            raise ValueError(next(iter(failures.values())))
+        rows = [row for row in metrics.read(trial.folder) if "seconds_per_step" in row]
+        later = [row["seconds_per_step"] for row in rows[1:] or rows]  # the first line has the warm-up in it
+        found[name] = sum(later) / len(later)
+    return found
+
+
+def workers_of(plan: Plan, count: int) -> Workers:
+    import torch
+
+    return Workers(count, plan.config.devices, max(1, torch.get_num_threads() // count))
+
+
+def lengths(plan: Plan, trials: Sequence[Trial], costs: Mapping[str, float]) -> str:
+    """What will be run, before it is."""
+    first = {trial.arm: trial.config for trial in reversed(trials)}
+    width = max(map(len, plan.arms))
+    lines = [f"{len(trials)} runs: {len(plan.arms)} arms, seeds {', '.join(map(str, plan.config.seeds))}"]
+    for name, arm in plan.arms.items():
+        steps, per_step = first[name].steps, planning.tokens_of_step(first[name])
+        matched = f", as many {arm.match} as {arm.of}" if arm.match else ""
+        whole = f"{steps * per_step:,} tokens, {costs[name] * steps * per_step:.3g} FLOPs"
+        lines.append(f"  {name:{width}}  {steps:,} steps, {whole}{matched}{' (control)' * (name == plan.control)}")
+    return "\n".join(lines)
+
+
+# ---- what came of it
+
+
+def show(plan: Plan, command: str, failures: Mapping[str, str]) -> Judged:
+    """study.html, study.json and the table."""
+    judged, title = judge(plan), plan.config.title or plan.folder.name
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    told, known = commands(plan, command), versions()
+    missed = list(failures.values())
+    figures = {
+        "title": title, "made": made, "verdicts": list(sentences(judged)), "failures": missed, "commands": told,
+        "versions": dict(known), "config": as_json(plan.config), **as_json(judged),
+    }  # fmt: skip
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(plan.folder / "study.json", (json.dumps(figures, indent=1, allow_nan=False) + "\n").encode())
+    write_atomic(plan.folder / "study.html", page(title, made, judged, told, known, missed).encode())
+    print(f"\n{table(judged)}\n\n{plan.folder / 'study.html'}", flush=True)
+    return judged
+
+
+def commands(plan: Plan, command: str) -> dict[str, str]:
+    """Title -> text: the study's command, each run's, and an arm's config."""
+    runs = []
+    for number, (arm, seed) in enumerate((arm, seed) for seed in plan.config.seeds for arm in plan.arms):
+        where = "".join(f"{k}={v} " for k, v in device(plan.config.devices, number % plan.config.workers).items())
+        runs.append(f"{where}python -m training {shlex.quote(str(plan.run_folder(arm, seed)))}.yaml")
+    told = {"The study": command, "Each run by itself": "\n".join(runs)}
+    for arm in plan.arms:
+        file = plan.run_folder(arm, plan.config.seeds[0]).with_suffix(".yaml")
+        if file.is_file():
+            told[f"{arm}: {file}"] = file.read_text()
+    return told
+
+
+def versions() -> list[tuple[str, str]]:
+    import torch
+
+    there = torch.cuda.is_available()
+    found = [
+        ("python", platform.python_version()),
+        ("upcycle", __version__),
+        ("torch", version("torch")),
+        ("device", torch.cuda.get_device_name() if there else f"CPU, {os.cpu_count()} cores ({platform.machine()})"),
+    ]
+    try:
+        git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        found.append(("commit", subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()))
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return found
+
+
+def as_json(value: Any) -> Any:
+    """Strict JSON: what is no number is null; a contrast has its verdict."""
+    if is_dataclass(value) and not isinstance(value, type):
+        named = {name: getattr(value, name) for name in value.__dataclass_fields__}
+        return as_json(named | ({"verdict": value.verdict} if isinstance(value, Contrast) else {}))
+    if isinstance(value, Mapping):
+        return {str(key): as_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

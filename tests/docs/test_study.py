@@ -1,0 +1,127 @@
+"""The ready studies: the tiny one end to end, stopped in the middle and started again; the real one as far as its plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation.study.plan import flops, read_study, steps, trials
+from training.data.shards import META
+from training.observe import metrics
+from upcycle.sample import make_llama
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+SMOLLM2 = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "evaluation", "study", "tiny", *words]
+    with log.open("ab") as file:
+        return subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+
+
+def step(folder: Path) -> int:
+    rows = metrics.read(folder) if (folder / metrics.FILE).is_file() else []
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def without_time(figures: dict[str, Any]) -> Any:
+    """What is learned."""
+    losses = {
+        (run["arm"], run["seed"], name): [(at["step"], value) for at, value in curve]
+        for run in figures["outcomes"]
+        for name, curve in run["losses"].items()
+    }
+    return losses, [{k: v for k, v in one.items() if k != "ratio"} for one in figures["contrasts"]]
+
+
+def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(tmp_path: Path) -> None:
+    home, log = tmp_path / "study", tmp_path / "log"
+    words = [f"output={home}", "seeds=[0]", "sample.first=4", "sample.characters=30000"]
+    first = start(words, log)
+    stopped = home / "runs" / "copies" / "seed-0"
+    while step(stopped) < 9:  # a checkpoint is every 6
+        assert first.poll() is None, log.read_text()
+        time.sleep(0.05)
+    first.send_signal(signal.SIGINT)
+    assert first.wait() == 130, log.read_text()
+    reached = step(stopped)
+    assert 9 <= reached < 24, "it ended before it was stopped; stop it sooner"
+    for arm in ("dense", "copies"):  # those that ran have saved, and no other has begun
+        assert list((home / "runs" / arm / "seed-0" / "checkpoints").glob("step-*"))
+    assert not list(home.glob("runs/groups/seed-0/*"))
+
+    assert start(words, log).wait() == 0, log.read_text()
+    figures = json.loads((home / "study.json").read_text())
+    ended = {(run["arm"], run["finished"]) for run in figures["outcomes"]}
+    assert ended == {(arm, True) for arm in ("dense", "copies", "groups", "dense-flops")}
+    assert stopped.with_suffix(".log").read_text().count("step 3/24") == 1  # resumed, not begun again
+
+    # the run that was stopped is the run that never was: by the command that the page gives
+    (command,) = [
+        line for line in figures["commands"]["Each run by itself"].splitlines() if line.endswith("copies/seed-0.yaml")
+    ]
+    whole = tmp_path / "whole"
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:], f"output={whole}"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for a, b in zip(metrics.read(whole), metrics.read(stopped), strict=False):
+        keys = {key for key in a.keys() & b.keys() if key.startswith("valid/")}
+        assert {key: a[key] for key in keys} == {key: b[key] for key in keys}
+    assert metrics.read(whole)[-1]["valid/prose/loss"] == metrics.read(stopped)[-1]["valid/prose/loss"]
+
+    by = {(one["question"], one["what"], one["arm"], one["against"]): one for one in figures["contrasts"]}
+    flops_ratio = by["flops", "code", "copies", "dense-flops"]["ratio"]
+    assert flops_ratio == pytest.approx(1, abs=0.05)  # whole steps
+    assert by["tokens", "prose", "groups", "dense"]["verdict"] == "no interval"
+    assert ("flops", "prose", "groups", "dense") in by  # a token costs what the control's costs
+
+    runs = {path: path.stat().st_mtime_ns for path in home.rglob("metrics.jsonl")}
+    assert start(words, log).wait() == 0
+    assert {path: path.stat().st_mtime_ns for path in home.rglob("metrics.jsonl")} == runs
+    assert without_time(json.loads((home / "study.json").read_text())) == without_time(figures)
+
+
+def test_the_smollm2_study_plans_what_it_says(tmp_path: Path) -> None:
+    make_llama(tmp_path / "dense", SMOLLM2)
+    for name in ("train", "encyclopedia", "techdocs", "fiction", "law", "code"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / META).touch()
+    plan = read_study("smollm2", [f"source={tmp_path / 'dense'}", f"tokens={tmp_path}", f"output={tmp_path / 'out'}"])
+    costs = flops(plan)
+    lengths = steps(plan, costs, {})
+    some = trials(plan, lengths)
+    assert len(some) == 15 and plan.control == "dense"
+    assert {(t.config.batch, t.config.data.sequence, t.config.schedule.warmup) for t in some} == {(64, 1024, 40)}
+    assert lengths == {
+        "dense": 400,
+        "copies": 400,
+        "groups": 400,
+        "groups-frozen": 400,
+        "dense-flops": lengths["dense-flops"],
+    }
+    assert lengths["dense-flops"] == round(400 * costs["copies"] / costs["dense"])
+    assert costs["groups"] == costs["groups-frozen"] == costs["dense"] < costs["copies"]
+    frozen = plan.trial("groups-frozen", 0).config
+    assert frozen.optim.router_lr == 0 and frozen.model.upcycle["granularity"] == 4
+    assert plan.means == {"in": ("encyclopedia", "techdocs", "fiction"), "out": ("law", "code")}
+
+
+def test_a_ready_study_says_what_it_was_not_given(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="arm dense begins with no model; write source=FOLDER"):
+        read_study("smollm2", [f"tokens={tmp_path}"])

@@ -1,0 +1,50 @@
+"""Intervals over seeds, against scipy's, and how often they call a method better that is none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from evaluation.seeds import LEAST, paired, student
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 9, 30, 199])
+@pytest.mark.parametrize("level", [0.5, 0.95, 0.99])
+def test_student_is_scipys(freedom: int, level: float) -> None:
+    assert student(freedom, level) == pytest.approx(stats.t.ppf((1 + level) / 2, freedom), rel=1e-9)
+
+
+@pytest.mark.parametrize("seeds", [3, 4, 7])
+def test_an_interval_is_scipys_paired_one(seeds: int) -> None:
+    a, b = np.random.default_rng(seeds).normal(size=(2, seeds))
+    found, whole = paired([*(a - b)]), stats.ttest_rel(a, b).confidence_interval(0.95)
+    assert (found.seeds, found.mean) == (seeds, pytest.approx((a - b).mean()))
+    assert (found.low, found.high) == (pytest.approx(whole.low), pytest.approx(whole.high))
+
+
+def test_what_the_interval_leaves_out_decides() -> None:
+    assert paired([-0.02, -0.021, -0.019]).verdict() == "better"
+    assert paired([-0.02, -0.021, -0.019]).verdict(higher_is_better=True) == "worse"
+    assert paired([0.02, 0.021, 0.019]).verdict() == "worse"
+    assert paired([-0.05, -0.001, -0.001]).verdict() == "no difference shown"  # all are below 0, and that is not enough
+    assert paired([0.0, 0.0, 0.0]).verdict() == "no difference shown"
+
+
+def test_two_seeds_have_no_interval_and_none_no_difference() -> None:
+    for differences in ([-0.5], [-0.5, -0.5]):
+        assert len(differences) < LEAST
+        found = paired(differences)
+        assert (found.mean, found.low, found.high, found.verdict()) == (-0.5, None, None, "no interval")
+    with pytest.raises(ValueError, match="no seed"):
+        paired([])
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_an_arm_beside_itself_is_called_better_at_most_one_time_in_twenty(seeds: int) -> None:
+    """Null studies: differences of runs that differ in nothing but noise."""
+    noise = np.random.default_rng(0).normal(scale=0.01, size=(4000, seeds))
+    verdicts = [paired([*row]).verdict() for row in noise]
+    share = {word: verdicts.count(word) / len(verdicts) for word in ("better", "worse")}
+    assert max(share.values()) <= 0.05
+    assert sum(share.values()) == pytest.approx(0.05, abs=0.01)  # and it is no interval of everything

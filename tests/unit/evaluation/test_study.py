@@ -1,0 +1,629 @@
+"""A study: what it refuses, how long its arms are, what is skipped, resumed and stopped, and what its figures say."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evaluation import results
+from evaluation.__main__ import main as evaluate
+from evaluation.results import Model, Run, Task
+from evaluation.study import plan as planning
+from evaluation.study import study
+from evaluation.study.judging import Contrast, Judged, judge
+from evaluation.study.outcome import outcome
+from evaluation.study.page import table
+from evaluation.study.plan import Plan, changed, read_study, timed, trials
+from evaluation.study.running import Job, Workers
+from evaluation.study.suites import suite_of
+from training.config import TrainConfig
+from training.data.prepare import main as prepare
+from training.data.shards import META
+from upcycle.config import build
+from upcycle.sample import make_llama
+
+STUDY: dict[str, Any] = {
+    "base": {
+        "data": {"train": ["d/train"], "valid": ["d/x", "d/y", "d/z"], "sequence": 10},
+        "steps": 100, "batch": 2, "micro_batch": 2, "schedule": {"warmup": 5},
+    },
+    "arms": {
+        "dense": {"model": {"source": "dense"}},
+        "moe": {"model": {"upcycle": {"source": "dense", "experts": 4}}, "optim": {"router_lr": 0.1}},
+        "long": {"model": {"source": "dense"}, "match": "flops", "of": "moe"},
+    },
+    "means": {"in": ["x", "y"], "out": ["z"]},
+}  # fmt: skip
+LENGTHS = {"dense": 100, "moe": 100, "long": 150}
+COST = {"dense": 2.0, "moe": 3.0, "long": 2.0}
+
+
+def written(tmp_path: Path, **more: Any) -> str:
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump({**STUDY, "output": str(tmp_path / "study"), **more}, sort_keys=False))
+    return str(file)
+
+
+def planned(tmp_path: Path, *words: str, **more: Any) -> Plan:
+    return read_study(written(tmp_path, **more), words)
+
+
+# ---- configs
+
+
+def test_a_trial_is_a_training_config_of_its_own(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "base.optim.weight_decay=0.5", "seeds=[3,5]")
+    some = trials(plan, LENGTHS)
+    assert [(t.arm, t.seed) for t in some] == [(arm, seed) for seed in (3, 5) for arm in STUDY["arms"]]
+    for trial in some:
+        trial.write()
+        config = build(TrainConfig, yaml.safe_load(trial.file.read_text()))
+        assert (config.seed, config.data.seed) == (trial.seed, trial.seed)
+        assert config.output == str(trial.folder) == str(tmp_path / "study" / "runs" / trial.arm / f"seed-{trial.seed}")
+        assert config.steps == LENGTHS[trial.arm]
+        assert config.optim.weight_decay == 0.5
+        assert config.optim.router_lr == (0.1 if trial.arm == "moe" else 1.0)
+        if trial.arm == "moe":
+            assert config.model.upcycle["seed"] == trial.seed
+    assert "data.seed alone" in some[0].file.read_text()
+
+
+def test_a_ready_config_is_where_an_arm_starts(tmp_path: Path) -> None:
+    """Under the base, and without what a trial sets: its output would be one folder for all."""
+    arms = {"dense": {"model": {"source": "s", "upcycle": ""}}, "moe": {"model": {"upcycle": {"source": "s"}}}}
+    base = {"config": "stories", "data": {"train": ["d"]}, "batch": 16}
+    plan = planned(tmp_path, base=base, arms=arms, means={})
+    config = plan.trial("moe", 0).config
+    assert (config.batch, config.micro_batch, config.steps, config.data.train[0].path) == (16, 8, 200, "d")
+    assert config.model.upcycle["target"] == "mixtral"
+    assert config.output == str(plan.run_folder("moe", 0))
+    assert plan.means == {"all": ("stories-valid",)}
+
+
+def test_an_upcycle_config_by_name_has_its_keys_and_a_seed(tmp_path: Path) -> None:
+    arms = {"dense": {"model": {"source": "s"}}, "moe": {"model": {"upcycle": "tiny"}}}
+    upcycle = planned(tmp_path, arms=arms).trial("moe", 7).config.model.upcycle
+    assert (upcycle["granularity"], upcycle["seed"]) == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("output=", "output is not set; write output=FOLDER"),
+        ("control=moo", "control is 'moo', which is no arm (dense, moe, long); did you mean 'moe'?"),
+        ("seeds=[0,0]", "give different numbers"),
+        ("seeds=[]", "give different numbers"),
+        ("workers=0", "workers is 0"),
+        ("base=3", "base is 3; it must be keys and values"),
+        ("wrokers=2", "unknown key 'wrokers'; did you mean 'workers'?"),
+        ("base.seed=3", "base.seed is set; the study sets it"),
+        ("arms.moe.data.seed=3", "arms.moe.data.seed is set"),
+        ("arms.moe.output=x", "arms.moe.output is set"),
+        ("arms.moe.model.upcycle.seed=1", "arms.moe.model.upcycle.seed is set"),
+        ("arms.moe.setps=3", "arm moe: unknown key 'setps'; did you mean 'steps'?"),
+        ("arms.moe.batch=3", "arm moe: micro_batch=2 must divide batch=3"),
+        ("arms.dense.model.source=", "arm dense begins with no model; write source=FOLDER"),
+        ("arms.moe.model.upcycle.source=", "arm moe begins with no model"),
+        ("arms.moe.model.source=dense", "arm moe: the model comes from model.source (a checkpoint) or model.upcycle"),
+        ("arms.moe.data.sequence=11", "arm moe has data.sequence=11 and dense has 10"),
+        ("arms.long.steps=3", "arms.long has match='flops', of='moe' and steps; its steps follow from another arm's"),
+        ("arms.long.match=flop", "arms.long has match='flop'"),
+        ("arms.long.of=", "arms.long has match='flops', of=''"),
+        ("arms.long.of=mow", "arms.long.of is 'mow', which is no arm"),
+        ("arms.moe.match=seconds", "arms.moe has match='seconds', of=''"),
+        ("arms.dense={model: {source: s}, match: flops, of: long}", "arms.dense.of is long, whose own steps follow"),
+        ("arms={a b: {model: {source: s}}, c: {}}", "'a b' is no name for an arm"),
+        ("means.in=[x,yy]", "means.in names the validation set 'yy', and data.valid has x, y, z; did you mean 'y'?"),
+        ("means.in=[]", "means.in names the validation set ''"),
+        ("base.data.valid=[]", "base.data.valid names no validation set"),
+        ("sample.hiden=3", "unknown key 'sample.hiden'; did you mean 'hidden'?"),
+        ("suites=[{data: x}]", "no key `suite`"),
+        ("suites=[{suite: tiny, output: x}]", "the key output, which the study sets"),
+        ("suites=[tiny,{suite: tiny, limit: 3}]", "suites has two named 'tiny'"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, said: str
+) -> None:
+    assert evaluate(["study", written(tmp_path), word]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and shown.count("\n") == 1
+    assert not (tmp_path / "study" / "runs").exists()
+
+
+def test_one_arm_has_nothing_beside_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="arms has 1 of them; a study compares two or more"):
+        planned(tmp_path, arms={"dense": STUDY["arms"]["dense"]})
+
+
+def test_data_and_models_that_are_not_there_are_found_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(["study", written(tmp_path)]) == 2
+    assert "data.train: d/train is no folder of token shards" in capsys.readouterr().err
+    shards = tmp_path / "d"
+    shards.mkdir()
+    (shards / META).touch()
+    data = {"train": [str(shards)], "valid": [{"name": n, "path": str(shards)} for n in "xyz"], "sequence": 10}
+    make_llama(tmp_path / "dense", {**SHAPE})
+    base = {**STUDY["base"], "data": data}
+    assert evaluate(["study", written(tmp_path, base=base), f"arms.dense.model.source={tmp_path / 'dense'}"]) == 2
+    assert "arm moe: 'dense' is not a folder" in capsys.readouterr().err
+    assert not (tmp_path / "study" / "runs").exists()
+
+
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64, "dtype": "float32",
+}  # fmt: skip
+
+
+def test_the_page_shows_a_config_that_is_read() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "evaluating.md").read_text()
+    shown = page.split("```yaml\n")[1].split("```")[0]
+    plan = planning.planned(build(planning.StudyConfig, yaml.safe_load(shown)))
+    assert plan.trial("dense-flops", 2).config.data.seed == 2
+    assert suite_of(plan.config.suites[0]).name == "core"
+
+
+# ---- how long
+
+
+def test_an_arm_of_equal_flops_or_seconds_has_a_whole_schedule_of_its_own(tmp_path: Path) -> None:
+    arms = {**STUDY["arms"], "slow": {"model": {"source": "dense"}, "match": "seconds", "of": "moe", "batch": 4}}
+    plan = planned(tmp_path, arms=arms)
+    costs = {"dense": 2.0, "moe": 3.1, "long": 2.0, "slow": 2.0}
+    lengths = planning.steps(plan, costs, {"slow": 0.25, "moe": 0.5})
+    assert lengths == {"dense": 100, "moe": 100, "long": 155, "slow": 200}
+    assert [t.config.steps for t in trials(plan, lengths) if t.arm == "long"] == [155] * 3
+    wider = planned(tmp_path, "arms.long.batch=4", arms=arms)  # twice the tokens a step: half the steps
+    assert planning.steps(wider, costs, {"slow": 0.25, "moe": 0.5})["long"] == 78
+    with pytest.raises(ValueError, match=r"arm long: schedule\.warmup=5 leaves nothing of 5 steps"):
+        planning.steps(plan, {**costs, "long": 62.0}, {"slow": 0.25, "moe": 0.5})
+
+
+def test_flops_are_those_that_training_logs(tmp_path: Path) -> None:
+    """2 of 4 copies: twice the FFN's; the control's is what upcycle.size has for it."""
+    make_llama(tmp_path / "dense", SHAPE)
+    shards = tmp_path / "d"
+    shards.mkdir()
+    (shards / META).touch()
+    data = {"train": [str(shards)], "valid": [{"name": n, "path": str(shards)} for n in "xyz"], "sequence": 10}
+    words = [f"arms.{arm}.model.source={tmp_path / 'dense'}" for arm in ("dense", "long")]
+    plan = planned(
+        tmp_path, *words, f"arms.moe.model.upcycle.source={tmp_path / 'dense'}", base={**STUDY["base"], "data": data}
+    )
+    costs = planning.flops(plan)
+    assert costs["moe"] - costs["dense"] == 6 * 3 * 32 * 64
+    assert costs["long"] == costs["dense"]
+
+
+def test_speed_is_measured_by_a_short_run_without_validation(tmp_path: Path) -> None:
+    trial = timed(planned(tmp_path, "timing=9"), "moe")
+    config = trial.config
+    assert (config.steps, config.log_every, config.data.valid, config.checkpoint.every) == (9, 3, (), 0)
+    assert config.model.upcycle["experts"] == 4
+    assert trial.folder == tmp_path / "study" / "timing" / "moe"
+
+
+def test_the_first_interval_of_a_timing_is_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = {**STUDY["arms"], "slow": {"model": {"source": "dense"}, "match": "seconds", "of": "moe"}}
+    plan = planned(tmp_path, "timing=9", arms=arms)
+    pace = {"moe": [9.0, 0.5, 0.7], "slow": [5.0, 0.2, 0.4]}
+    order = []
+
+    class Timed(Workers):
+        def run(self, jobs: Any) -> dict[str, str]:
+            for job in jobs:
+                order.append(job.folder.name)
+                assert job.left() == ["training", str(job.folder.with_suffix(".yaml"))]
+                rows = [{"step": 3 * i + 3, "seconds_per_step": s} for i, s in enumerate(pace[job.folder.name])]
+                log(job.folder, rows)
+                assert job.left() is None
+            return {}
+
+    monkeypatch.setattr(study, "Workers", Timed)
+    assert study.timings(plan) == {"moe": pytest.approx(0.6), "slow": pytest.approx(0.3)}
+    assert order == ["moe", "slow"]
+
+
+# ---- runs by hand
+
+
+def log(folder: Path, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def ran(plan: Plan, arm: str, seed: int, x: float, y: float, z: float, *, until: int = 0, pace: float = 0.5) -> None:
+    """A run whose losses fall to these, and its config; `until`: only so far."""
+    trial = plan.trial(arm, seed, steps=LENGTHS[arm])
+    trial.write()
+    steps, rows = LENGTHS[arm], []
+    for step in (0, steps // 2, steps):
+        if until and step > until:
+            break
+        more = 1 - step / steps
+        row: dict[str, Any] = {"step": step} | {
+            f"valid/{n}/loss": v + more for n, v in zip("xyz", (x, y, z), strict=True)
+        }
+        if step:
+            row |= {"tokens": 20 * step, "flops": 20 * step * COST[arm], "seconds_per_step": pace, "memory_gb": 1.5}
+            row |= {"tokens_per_s": 20 / pace}
+        if step and arm == "moe":
+            row |= {
+                "balance/0/whole": 0.5 + seed / 10,
+                "balance/1/whole": 1.0,
+                "balance/whole": 0.75,
+                "balance/0/entropy": 0.9,
+            }
+        rows.append(row)
+    log(trial.folder, rows)
+
+
+def told(judged: Judged, question: str, what: str, arm: str) -> Contrast:
+    (found,) = [c for c in judged.contrasts if (c.question, c.what, c.arm) == (question, what, arm)]
+    return found
+
+
+@pytest.fixture
+def done(tmp_path: Path) -> Plan:
+    """moe is 0.02, 0.03, 0.04 below dense on x and y, 0.3 above on z; long is 0.1 below moe."""
+    plan = planned(tmp_path)
+    for seed in (0, 1, 2):
+        base = 2.0 + seed  # seeds differ by much more than arms do, which pairing takes out
+        gain = 0.02 + 0.01 * seed
+        ran(plan, "dense", seed, base, base + 0.2, base)
+        ran(plan, "moe", seed, base - gain, base + 0.2 - gain, base + 0.3, pace=0.75)
+        ran(plan, "long", seed, base - gain - 0.1, base + 0.2 - gain - 0.1, base + 0.2)
+    return plan
+
+
+def test_seeds_are_paired_and_each_question_has_its_own_arm(done: Plan) -> None:
+    judged = judge(done)
+    tokens = told(judged, "tokens", "in", "moe")
+    assert (tokens.against, tokens.seeds, tokens.headline, tokens.ratio) == ("dense", (0, 1, 2), True, 1.0)
+    assert tokens.difference.mean == pytest.approx(-0.03)
+    reach = 4.302652729 * 0.01 / 3**0.5
+    assert tokens.difference.low == pytest.approx(-0.03 - reach) and tokens.difference.high == pytest.approx(
+        -0.03 + reach
+    )
+    assert (tokens.value, tokens.other) == (pytest.approx(3.07), pytest.approx(3.1))
+    assert tokens.verdict == "better"
+    assert told(judged, "tokens", "out", "moe").verdict == "worse"
+    flops = told(judged, "flops", "in", "moe")
+    assert (flops.against, flops.ratio) == ("long", 1.0) and flops.difference.mean == pytest.approx(0.1)
+    assert {(c.question, c.arm, c.against) for c in judged.contrasts} == {
+        ("tokens", "moe", "dense"),
+        ("flops", "moe", "long"),
+    }
+    assert {c.what for c in judged.contrasts if not c.headline} == {"x", "y"}  # z alone is `out`
+
+
+def test_an_arm_whose_tokens_cost_as_much_is_at_equal_flops_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(COST, "moe", 2.01)
+    plan = planned(tmp_path)
+    for arm in ("dense", "moe"):
+        ran(plan, arm, 0, 1.0, 1.0, 1.0)
+    judged = judge(plan)
+    assert told(judged, "flops", "in", "moe").against == "dense"
+    assert told(judged, "flops", "in", "moe").ratio == pytest.approx(1.005)
+    assert told(judged, "flops", "in", "moe").verdict == "no interval"
+
+
+def test_only_whole_runs_count_and_only_seeds_that_both_have(done: Plan) -> None:
+    ran(done, "moe", 2, 0.0, 0.0, 0.0, until=50)
+    judged = judge(done)
+    found = told(judged, "tokens", "in", "moe")
+    assert (found.seeds, found.verdict) == ((0, 1), "no interval")
+    assert found.difference.mean == pytest.approx(-0.025)
+    assert "none" in table(judged) and "no interval" in table(judged)
+    assert [one.finished for one in judged.of("moe")] == [True, True, False]
+
+
+def test_a_loss_that_is_no_number_is_no_result(done: Plan) -> None:
+    folder = done.run_folder("moe", 1)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[-1]["valid/y/loss"] = None
+    log(folder, rows)
+    judged = judge(done)
+    assert told(judged, "tokens", "in", "moe").seeds == (0, 2)
+    assert told(judged, "tokens", "out", "moe").seeds == (0, 1, 2)
+
+
+def test_tokens_flops_and_seconds_of_training(done: Plan) -> None:
+    judged = judge(done)
+    (moe, *_) = judged.of("moe")
+    assert (moe.spent.tokens, moe.spent.flops, moe.spent.seconds) == (2000, 6000, 75)
+    assert (moe.flops_per_token, moe.memory_gb) == (3.0, 1.5)
+    assert moe.tokens_per_s == pytest.approx(2000 / 75)
+    (band,) = [band for band in judged.curves["in"] if band.arm == "moe"]
+    assert [at.seconds for at in band.spent] == [0, 37.5, 75] and [at.tokens for at in band.spent] == [0, 1000, 2000]
+    assert (
+        band.mean[-1] == pytest.approx(3.07)
+        and band.low[-1] == pytest.approx(2.08)
+        and band.high[-1] == pytest.approx(4.06)
+    )
+    (beside,) = judged.differences["in"]
+    assert beside.arm == "moe" and beside.mean[-1] == pytest.approx(-0.03)
+    assert beside.low[-1] == pytest.approx(told(judged, "tokens", "in", "moe").difference.low)
+    assert judged.layers["whole"] == {"moe": {0: pytest.approx(0.6), 1: 1.0}}
+    assert judged.overall["whole"][0].mean == (0.75, 0.75)
+
+
+def test_a_run_that_resumed_has_the_seconds_of_its_lines(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    trial = plan.trial("dense", 0, steps=100)
+    trial.write()
+    lines = [(30, 1.0), (40, 3.0), (100, 0.5)]
+    log(trial.folder, [{"step": s, "tokens": 20 * s, "seconds_per_step": p} for s, p in lines])
+    found = outcome("dense", 0, trial.folder)
+    assert found is not None and found.spent.seconds == 30 + 30 + 30 and not found.finished
+
+
+class Tags(HTMLParser):
+    """Every tag is closed by its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_the_json_and_the_table_say_the_same(
+    done: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study.show(done, "python -m evaluation study <my>.yaml", {"moe, seed 9": "moe, seed 9 failed: a & b"})
+    shown, tags = capsys.readouterr().out, Tags()
+    tags.feed((done.folder / "study.html").read_text())
+    text = " ".join(tags.text)
+    assert not tags.open
+    figures = json.loads((done.folder / "study.json").read_text())
+    (first,) = [c for c in figures["contrasts"] if (c["question"], c["what"], c["arm"]) == ("tokens", "in", "moe")]
+    assert first["verdict"] == "better" and first["difference"]["mean"] == pytest.approx(-0.03)
+    for said in ("-0.0300", "-0.0548 to -0.0052", "better", "equal tokens", "equal FLOPs"):
+        assert said in shown
+        assert said.replace("-0", "−0") in text
+    for said in (
+        "a & b", "study <my>.yaml", "Whole choices", "seconds of training", "in is the mean of x, y",
+        f"python -m training {done.run_folder('moe', 2)}.yaml", "moe, seed 2", "1.50",
+    ):  # fmt: skip
+        assert said in text
+    assert figures["failures"] == ["moe, seed 9 failed: a & b"]
+    assert not [word for word in ("p <", "p-value", "p =") if word in text]
+
+
+def test_a_study_that_has_just_begun_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path)
+    assert evaluate(["study", file, "judge=true"]) == 0
+    assert "nothing is compared yet" in capsys.readouterr().out
+    plan = read_study(file)
+    ran(plan, "dense", 0, 1.0, 1.0, 1.0, until=1)
+    ran(plan, "moe", 0, 1.0, 1.0, 1.0, until=50)
+    assert evaluate(["study", file, "judge=true"]) == 0
+    page = (tmp_path / "study" / "study.html").read_text()
+    assert "step 50 of 100" in page and "step 0 of 100" in page
+
+
+def scored(folder: Path, value: float, command: str = "c") -> None:
+    task = Task("last", "Last word", {"acc": value}, {}, {"acc": True}, 10, 10, 0, "1", "multiple_choice")
+    model = Model("m", "m", "f", "llama", 1, 1, "float32")
+    results.save(folder, Run(model, "tiny", command, {}, {}, "2026-01-01T00:00:00Z", 1.0, {}, {"last": task}), [])
+
+
+def test_suites_before_and_after(done: Plan) -> None:
+    plan = replace(done, config=replace(done.config, suites=("tiny",)))
+    scored(plan.folder / "before" / "0-dense" / "tiny", 0.5)
+    for seed in (0, 1, 2):
+        scored(plan.run_folder("dense", seed) / "suites" / "tiny", 0.5 + 0.01 * seed)
+        scored(plan.run_folder("moe", seed) / "suites" / "tiny", 0.6 + 0.01 * seed)
+    judged = judge(plan)
+    found = told(judged, "tokens", "Last word (tiny)", "moe")
+    assert (found.unit, found.higher_is_better, found.verdict) == ("acc", True, "better")
+    assert found.difference.mean == pytest.approx(0.1) and not found.headline
+    (kept,) = judged.kept
+    assert kept.before == {"dense": 0.5, "moe": 0.5, "long": 0.5}
+    assert kept.change["moe"].mean == pytest.approx(0.11) and kept.change["moe"].verdict(True) == "better"
+    assert kept.change["dense"].verdict(True) == "no difference shown"
+    study.show(plan, "c", {})
+    page = (plan.folder / "study.html").read_text()
+    assert "Last word (tiny)" in page and "+11.00" in page
+
+
+# ---- running
+
+
+def test_a_trial_goes_from_training_to_its_suites_to_nothing(done: Plan) -> None:
+    trial, suite = done.trial("moe", 0, steps=100), suite_of({"suite": "tiny", "limit": 3, "dtype": "bfloat16"})
+    weights = trial.folder / "checkpoints" / "step-00000100"
+    assert study.left(trial, [], True) is None
+    # a suite needs the weights, and this run has none
+    assert study.left(trial, [suite], True) == ["training", str(trial.file)]
+    weights.mkdir(parents=True)
+    asked = study.left(trial, [suite], True)
+    out = f"output={trial.folder / 'suites' / 'tiny'}"
+    assert asked == ["evaluation", "run", "tiny", str(trial.folder), "limit=3", "dtype=bfloat16", out]
+    scored(trial.folder / "suites" / "tiny", 0.5, f"python -m {' '.join(asked)}")
+    assert study.left(trial, [suite], True) is None and weights.is_dir()
+    other = suite_of({"suite": "tiny", "limit": 4})
+    assert study.left(trial, [other], True) is not None  # those are answers to something else
+    assert study.left(trial, [suite], False) is None and not weights.exists()
+    ran(done, "moe", 0, 1.0, 1.0, 1.0, until=50)
+    assert study.left(trial, [], True) == ["training", str(trial.file)]
+
+
+def test_a_begun_run_keeps_its_config(done: Plan) -> None:
+    arms = {**STUDY["arms"], "moe": {**STUDY["arms"]["moe"], "optim": {"router_lr": 0.2}}}
+    folder = done.folder.parent
+    other = planned(folder, arms=arms).trial("moe", 0, steps=100)
+    before = other.file.read_text()
+    with pytest.raises(
+        ValueError, match=r"seed-0 was trained with optim\.router_lr=0\.1 and the study now says 0\.2; ch"
+    ):
+        other.write()
+    assert other.file.read_text() == before
+    planned(folder, "base.valid_every=3", "base.checkpoint.every=7").trial(
+        "moe", 0, steps=100
+    ).write()  # learns no other
+    (other.folder / "metrics.jsonl").unlink()
+    other.write()  # nothing had begun
+
+
+def test_a_changed_config_stops_the_study_before_it_starts(
+    done: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "flops", lambda plan: COST)
+    monkeypatch.setattr(study.Workers, "run", lambda *_: pytest.fail("something was started"))
+    assert evaluate(["study", str(done.folder.parent / "study.yaml"), "base.steps=101"]) == 2
+    assert "trained with steps=100 and the study now says 101" in capsys.readouterr().err
+
+
+def test_the_first_key_that_differs_is_named() -> None:
+    a = {"x": {"y": [1], "z": 2}, "steps": 3, "log_every": 5}
+    assert changed(a, a) == changed(a, {**a, "log_every": 6}) == ""
+    assert changed(a, {**a, "x": {"y": [1], "z": 3}}) == "x.z"
+    assert changed(a, {**a, "new": 1}) == "new"
+
+
+CODE = """
+import json, os, pathlib, signal, sys, time
+folder, mode, pause = pathlib.Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+(folder / "began").open("a").write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES')}\\n")
+signal.signal(signal.SIGINT, lambda *_: ((folder / "saved").touch(), sys.exit(0)))
+(folder / "ready").touch()
+time.sleep(pause)
+if mode == "bad":
+    print("training: it went\\n\\n", file=sys.stderr); sys.exit(2)
+if mode == "good":
+    (folder / "done").touch()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module that a child finds as it finds training, and jobs that run it."""
+    (tmp_path / "fake_training.py").write_text(CODE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def job(name: str, mode: str = "good", pause: float = 0.0) -> Job:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        command = ["fake_training", str(folder), mode, str(pause)]
+        return Job(name, folder, lambda: None if (folder / "done").exists() else command)
+
+    return job
+
+
+def began(job: Job) -> list[list[str]]:
+    return [line.split() for line in (job.folder / "began").read_text().splitlines()]
+
+
+def test_one_that_fails_is_a_sentence_and_does_not_stop_the_others(script: Any) -> None:
+    jobs = [script("a"), script("b", "bad"), script("c", "idle"), script("d"), script("e")]
+    failures = Workers(2, ["5", "7"]).run(jobs)
+    assert failures == {
+        "b": f"b failed: training: it went ({jobs[1].log})",
+        "c": f"c did not come to its end:  ({jobs[2].log})",  # exit code 0, and nothing there
+    }
+    assert all((job.folder / "done").exists() for job in (jobs[0], jobs[3], jobs[4]))
+    assert {began(job)[0][1] for job in jobs} == {"5", "7"}
+    # once more: what is done is not done again
+    assert set(Workers(1).run(jobs)) == {"b", "c"}
+    assert [len(began(job)) for job in jobs] == [1, 2, 2, 1, 1]
+
+
+def test_a_run_that_an_earlier_study_left_behind_is_not_run_twice(script: Any) -> None:
+    job = script("a", pause=60)
+    workers = Workers(1)
+    workers.start(0, job)
+    child = workers.children[0]
+    wait_for(job.folder / "ready")
+    child.lock.close()  # as if this process had died: its lock is the child's now
+    try:
+        (said,) = Workers(1).run([job]).values()
+        assert said.startswith("a was not started: another process is writing")
+    finally:
+        child.process.kill()
+        child.process.wait()
+    again = script("a")
+    assert Workers(1).run([again]) == {} and len(began(again)) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_lets_all_save_and_starts_no_other(script: Any, number: int) -> None:
+    jobs = [script(name, pause=60) for name in "abc"]
+
+    def interrupt() -> None:
+        for job in jobs[:2]:
+            wait_for(job.folder / "ready")
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        Workers(2).run(jobs)
+    sender.join()
+    assert [(job.folder / "saved").exists() for job in jobs] == [True, True, False]
+    assert signal.getsignal(signal.SIGTERM) is before
+    for job in jobs[:2]:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(began(job)[0][0]), 0)
+
+
+def wait_for(file: Path) -> None:
+    limit = time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < limit, file
+        time.sleep(0.02)
+
+
+def test_two_studies_do_not_write_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path)
+    code = "import sys; from pathlib import Path; from evaluation.study.running import alone\nwith alone(Path(sys.argv[1])): print(1, flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "study")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        assert evaluate(["study", file]) == 2
+        assert "another process is writing" in capsys.readouterr().err
+        assert evaluate(["study", file, "judge=true"]) == 0  # looking is free
+        other.communicate()
+
+
+def test_what_nobody_made_is_not_taken_for_data(tmp_path: Path) -> None:
+    """The path that a study checks is the one that training.prepare writes."""
+    from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", bos=False)
+    source = jsonl(tmp_path / "t.jsonl", texts(4, 0))
+    assert prepare([str(tmp_path / "data"), f"tokenizer={tokenizer}", f"sources=[{source}]"]) == 0
+    assert (tmp_path / "data" / META).is_file()
