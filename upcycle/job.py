@@ -1,8 +1,8 @@
 """A job that several processes share and that any number of kills may interrupt: who is at work, and on what.
 
-    FOLDER.partial/.upcycle/
-        job.json                  which plan of which source this is
-        rank-0.lock               held while that process lives; rank-0.failed: why it stopped
+FOLDER.partial/.upcycle/
+    job.json                  which plan of which source this is
+    rank-0.lock               held while that process lives; rank-0.failed: why it stopped
 """
 
 from __future__ import annotations

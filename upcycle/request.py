@@ -13,7 +13,7 @@ from typing import Any, cast
 from upcycle import methods, plugin, routers
 from upcycle.config import UpcycleConfig
 from upcycle.methods import Method, Sizes
-from upcycle.spec import BYTES, DenseSpec, MoESpec, Order, Score
+from upcycle.spec import BYTES, Choice, DenseSpec, MoESpec, Order, Score
 
 MAX_EXPERTS = 16384  # in a layer; more is a slip of the hand, and its plan would fill the memory
 
@@ -125,6 +125,19 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
         raise ValueError(f"router.score is {config.router.score!r}; write softmax or sigmoid")
     if config.router.order not in ("softmax-then-topk", "topk-then-softmax"):
         raise ValueError(f"router.order is {config.router.order!r}; write softmax-then-topk or topk-then-softmax")
+    if config.router.choice not in ("any", "each-slice"):
+        raise ValueError(f"router.choice is {config.router.choice!r}; write any or each-slice")
+    if config.router.choice == "each-slice":
+        if method == "split":
+            raise ValueError(
+                "router.choice=each-slice is a choice among copies of a slice, and method split makes no copies"
+            )
+        if config.top_k % g:
+            near = max(config.top_k // g, 1) * g
+            raise ValueError(
+                f"router.choice=each-slice needs a top_k that is a multiple of granularity={g}, got "
+                f"top_k={config.top_k}; try top_k={near}"
+            )
     dtype = config.dtype or dense.dtype
     if dtype not in BYTES:
         raise ValueError(f"dtype is {dtype!r}; write {', '.join(BYTES)}")
@@ -139,6 +152,7 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
         score=cast(Score, config.router.score),  # both words were checked above
         order=cast(Order, config.router.order),
         normalize=config.router.normalize,
+        choice=cast(Choice, config.router.choice) if g > 1 else "any",  # of whole copies the two are one
         dtype=dtype,
         disjoint=disjoint,
     )

@@ -42,6 +42,13 @@ def repeated(rows: Tensor, experts: int) -> Tensor:
     return rows.repeat_interleave(experts // rows.shape[0], 0)
 
 
+def chosen(score_TN: Tensor, top_k: int, slices: int) -> Tensor:
+    """expert_TK: the best top_k / slices of each class of experts, e % slices; with one class, the best of all."""
+    score_TSC = score_TN.unflatten(1, (-1, slices)).transpose(1, 2)
+    copy_TSK = torch.sort(score_TSC, dim=-1, descending=True, stable=True).indices[..., : top_k // slices]
+    return (copy_TSK * slices + torch.arange(slices, device=score_TN.device)[:, None]).flatten(1)
+
+
 def weights(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor]:
     """The reference router: (weight_TK, expert_TK). Ties go to the lower index, which keeps a group whole."""
     logits_TN = x_TD @ rows_ND.to(x_TD.dtype).T
@@ -51,8 +58,8 @@ def weights(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor
         score_TN = logits_TN
     else:
         score_TN = logits_TN.softmax(-1)
-    order = torch.sort(score_TN, dim=-1, descending=True, stable=True)
-    weight_TK, expert_TK = order.values[:, : moe.top_k], order.indices[:, : moe.top_k]
+    expert_TK = chosen(score_TN, moe.top_k, moe.slices)
+    weight_TK = score_TN.gather(1, expert_TK)
     if moe.score == "softmax" and moe.order == "topk-then-softmax":
         return weight_TK.softmax(-1), expert_TK
     if moe.normalize:

@@ -33,6 +33,7 @@ Block = Literal["pre", "post", "parallel"]
 QKNorm = Literal["none", "head", "full"]
 Score = Literal["softmax", "sigmoid"]
 Order = Literal["softmax-then-topk", "topk-then-softmax"]
+Choice = Literal["any", "each-slice"]
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -170,6 +171,8 @@ class MoESpec:
     shared_gate: bool = False  # the shared expert's output times sigmoid(shared_gate x); only Qwen2-MoE
     score: Score = "softmax"
     order: Order = "softmax-then-topk"
+    # any: the best top_k of all experts | each-slice: of each slice of the FFN the best top_k / granularity copies
+    choice: Choice = "any"
     normalize: bool = True  # the chosen weights are divided by their sum
     output_scale: float = 1.0  # multiplies the routed sum inside the model (routed_scaling_factor)
     dtype: str = "bfloat16"
@@ -192,6 +195,11 @@ class MoESpec:
     def width(self) -> int:
         assert self.uniform
         return self.widths[0]
+
+    @property
+    def slices(self) -> int:
+        """Into how many classes the choice is divided: expert e is of class e % slices, and each has as many chosen."""
+        return self.granularity if self.choice == "each-slice" else 1
 
     @property
     def weights_sum_to_one(self) -> bool:

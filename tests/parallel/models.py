@@ -35,6 +35,8 @@ SPECS: dict[str, DenseSpec | MoESpec] = {
         MOE, shared=0, shared_gate=False, order="topk-then-softmax",
         dense=replace(DENSE, gated=False, activation="gelu", norm="layernorm", block="parallel", ffn_bias=True),
     ),
+    # the best copy of each of two slices, tokens of a rank in every class
+    "slices": replace(MOE, copies=4, granularity=2, choice="each-slice", score="sigmoid", shared_gate=False),
     "dense": replace(DENSE, norm="rms1p"),
 }  # fmt: skip
 

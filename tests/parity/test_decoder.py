@@ -41,6 +41,8 @@ MOES: dict[str, tuple[str, str, list[str]]] = {
     "upcycled, nemotron": ("nemotron", "upcycled", ["shared=1"]),
     "upcycled, biases": ("starcoder2", "upcycled", ["router.score=sigmoid", "router.normalize=false", "scale=none"]),
     "upcycled, neox": ("gpt_neox", "upcycled", ["router.order=topk-then-softmax", "layers=[1]"]),
+    "upcycled, each slice": ("llama", "upcycled", ["router.choice=each-slice", "shared=0.25"]),
+    "upcycled, each slice by sigmoid": ("qwen3", "upcycled", ["router.choice=each-slice", "router.score=sigmoid"]),
     "upcycled, uneven": ("llama", "upcycled", ["method.name=split", "granularity=1", "experts=7", "top_k=3"]),
 }  # fmt: skip
 for target in parity.TARGETS:  # one that has no row is held by a model it can hold, and the plainest words

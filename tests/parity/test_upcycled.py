@@ -212,7 +212,8 @@ def formula(block: Any, config: UpcycledConfig, x_TD: Tensor) -> Tensor:
         else:
             scores = votes = torch.exp(logits) / torch.exp(logits).sum()
         ranked = sorted(range(len(votes)), key=lambda i: (-float(votes[i].detach()), i))
-        chosen = ranked[: config.num_experts_per_tok]
+        of_slice = [[i for i in ranked if i % config.expert_slices == s] for s in range(config.expert_slices)]
+        chosen = [i for some in of_slice for i in some[: config.num_experts_per_tok // config.expert_slices]]
         weight = {i: scores[i] for i in chosen}
         if config.norm_topk_prob or (config.scoring_func == "softmax" and config.router_order == "topk-then-softmax"):
             weight = {i: w / sum(weight.values()) for i, w in weight.items()}
@@ -238,6 +239,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "everything": {
         "hidden_act": "gelu", "mlp_bias": True, "expert_widths": [2, 3, 5, 8, 13], "num_experts_per_tok": 3,
         "shared_expert_intermediate_size": 6, "scoring_func": "sigmoid", "norm_topk_prob": False,
+    },
+    "each slice": {"expert_widths": [6] * 8, "num_experts_per_tok": 4, "expert_slices": 4},
+    "each slice by sigmoid": {
+        "expert_widths": [6] * 6, "num_experts_per_tok": 4, "expert_slices": 2, "scoring_func": "sigmoid",
     },
     "one expert per token": {"num_experts_per_tok": 1},
     "all experts": {"num_experts_per_tok": 5},

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from upcycle.routers import chosen
+
 
 def logits(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
     """x W^T in float32 at least."""
@@ -74,11 +76,12 @@ def added(y: Tensor, size: int, dim: int) -> Tensor:
     return first
 
 
-def choose(score_TN: Tensor, k: int) -> Tensor:
-    """The k largest of each row, in order; of equals the lower index, which keeps a virtual group whole."""
+def choose(score_TN: Tensor, k: int, slices: int = 1) -> Tensor:
+    """The k largest of each row, in order; of equals the lower index, which keeps a virtual group whole. With slices,
+    the k / slices largest of each class of columns, n % slices."""
     if score_TN.is_cuda and score_TN.dtype == torch.float32:
         from training.kernels import router_triton
 
-        found: Tensor = router_triton.choose(score_TN.contiguous(), k)
+        found: Tensor = router_triton.choose(score_TN.contiguous(), k, slices)
         return found
-    return torch.sort(score_TN, dim=-1, descending=True, stable=True).indices[:, :k]
+    return chosen(score_TN, k, slices)

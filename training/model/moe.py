@@ -53,7 +53,7 @@ class Router(nn.Module):
         choice_TN = scores_TN if self.bias is None else scores_TN + self.bias.to(wide)
         # ties go to the lower index, which keeps a virtual group whole; logits of equal rows are equal
         by = choice_TN if self.bias is not None else logits_TN
-        expert_TK = router.choose(by.detach(), self.spec.top_k)
+        expert_TK = router.choose(by.detach(), self.spec.top_k, self.spec.slices)
         if self.spec.score == "softmax" and self.spec.order == "topk-then-softmax":
             weight_TK = logits_TN.gather(1, expert_TK).softmax(-1)
         else:

@@ -67,6 +67,7 @@ class UpcycledConfig(PretrainedConfig):
     num_experts_per_tok: int = 2
     scoring_func: str = "softmax"  # softmax | sigmoid
     router_order: str = "softmax-then-topk"  # softmax-then-topk | topk-then-softmax
+    expert_slices: int = 1  # so many classes of experts, e % expert_slices; as many are chosen of each
     norm_topk_prob: bool = True  # divide the chosen weights by their sum
     routed_scaling_factor: float = 1.0  # multiplies the routed sum
     tie_word_embeddings: bool = False
@@ -259,7 +260,12 @@ class UpcycledRouter(nn.Module):
         choice_TN = logit_TN.sigmoid() + self.e_score_correction_bias if sigmoid else logit_TN
         # A stable sort, because topk breaks ties in any order it likes: the experts of a virtual group share one
         # router row and lie next to each other, so "lower index first" takes one group whole before the next.
-        expert_TK = torch.sort(choice_TN, dim=-1, descending=True, stable=True).indices[:, : config.num_experts_per_tok]
+        # With slices, the best copies of each: expert e is a copy of slice e % slices.
+        slices = config.expert_slices
+        choice_TSC = choice_TN.unflatten(1, (-1, slices)).transpose(1, 2)
+        best = torch.sort(choice_TSC, dim=-1, descending=True, stable=True).indices
+        best = best[..., : config.num_experts_per_tok // slices]
+        expert_TK = (best * slices + torch.arange(slices, device=best.device)[:, None]).flatten(1)
         if sigmoid:
             weight_TK = logit_TN.sigmoid().gather(1, expert_TK)
         elif config.router_order == "topk-then-softmax":

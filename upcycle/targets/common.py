@@ -42,6 +42,7 @@ class Abilities:
     # -- the MoE part
     scores: frozenset[str] = frozenset({"softmax"})
     normalize: frozenset[bool] = YES
+    choices: frozenset[str] = frozenset({"any"})
     shared: Literal["none", "any", "multiple"] = "none"  # widths of a shared expert; multiple: of the routed width
     mixed: Literal["none", "first-dense", "any"] = "none"  # which sets of layers may stay dense
     output_scale: bool = False  # has routed_scaling_factor
@@ -73,6 +74,7 @@ def refusals(can: Abilities, moe: MoESpec) -> list[str]:
         f"{moe.score} scores": moe.score in can.scores,
         f"weights {'' if moe.weights_sum_to_one else 'not '}normalised over the chosen": moe.weights_sum_to_one
         in can.normalize,
+        "a choice in each slice": moe.choice in can.choices,
         "a shared expert": not moe.shared or can.shared != "none",
         f"a shared expert of {moe.shared} neurons (a multiple of the routed width it must be)": not moe.shared
         or can.shared != "multiple"
@@ -196,6 +198,8 @@ def checked(moe: MoESpec, can: Abilities) -> MoESpec:
     reasons = refusals(can, moe)
     if not moe.layers:
         reasons.append("no MoE layer")
+    if moe.experts % moe.slices or moe.top_k % moe.slices:
+        reasons.append(f"{moe.slices} slices, which {moe.experts} experts and top-{moe.top_k} are no multiple of")
     if moe.top_k > moe.experts:
         reasons.append(f"{moe.top_k} experts for each token, of {moe.experts}")
     if reasons:

@@ -28,6 +28,7 @@ ABILITIES = Abilities(
     multipliers=True,
     scores=frozenset({"softmax", "sigmoid"}),
     normalize=EITHER,
+    choices=frozenset({"any", "each-slice"}),
     shared="any",
     mixed="any",
     output_scale=True,
@@ -68,6 +69,7 @@ def config(moe: MoESpec) -> dict[str, Any]:
         "router_order": moe.order,
         "norm_topk_prob": moe.normalize,
         "routed_scaling_factor": moe.output_scale,
+        **({"expert_slices": moe.slices} if moe.slices > 1 else {}),
     }
 
 
@@ -93,13 +95,15 @@ def read(config: Config) -> MoESpec:
         logit_scale=config.get("logit_multiplier", 1.0),
         **common.some_windows({"sliding_window": None, "max_window_layers": config.get("num_hidden_layers"), **config}),
     )
-    widths = tuple(need(config, "expert_widths"))
+    widths, slices = tuple(need(config, "expert_widths")), common.size(config, "expert_slices", 1)
     moe = MoESpec(
         dense=d,
         layers=tuple(need(config, "moe_layers")),
         widths=widths,
         top_k=config.get("num_experts_per_tok", 2),
-        copies=len(widths),
+        copies=len(widths) // slices,
+        granularity=slices,
+        choice="each-slice" if slices > 1 else "any",
         shared=config.get("shared_expert_intermediate_size", 0),
         score=config.get("scoring_func", "softmax"),
         order=config.get("router_order", "softmax-then-topk"),

@@ -60,11 +60,15 @@ def scores(tokens: int, experts: int) -> torch.Tensor:
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 2, 2), (37, 8, 2), (65, 130, 8), (5, 7, 7)])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 2, 2), (37, 8, 2), (65, 130, 8), (33, 40, 10), (5, 7, 7)])
 def test_choose(tokens: int, experts: int, k: int) -> None:
     from training.kernels import router_triton
 
     score = scores(tokens, experts)
+    for slices in (s for s in (2, 5, 7) if experts % s == k % s == 0):
+        found = router_triton.choose(score, k, slices)
+        assert torch.equal(found, router.choose(score, k, slices))
+        assert all((found % slices == slice_).sum() == tokens * k // slices for slice_ in range(slices))
     assert torch.equal(router_triton.choose(score, k), router.choose(score, k))
     score[0] = float("-inf")
     assert router_triton.choose(score, k)[0].tolist() == list(range(k))

@@ -73,6 +73,7 @@ def cases(draw: st.DrawFn) -> tuple[MoESpec, bool, int]:
         widths=(part,) * (copies * granularity), top_k=whole * granularity, copies=copies, granularity=granularity,
         shared=shared, score=score, order=order, normalize=normalize,
     )  # fmt: skip
+    moe = replace(moe, choice=draw(st.sampled_from(["any", "each-slice"])))
     output_scale = draw(st.booleans())
     return replace(moe, output_scale=float(granularity)) if output_scale else moe, bias, draw(st.integers(0, 2**20))
 

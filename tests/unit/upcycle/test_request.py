@@ -61,6 +61,16 @@ def plan(*words: str) -> UpcyclePlan:
         (["layers=first-dense:2"], "leaves no layer"),
         (["router.score=relu"], "softmax or sigmoid"),
         (["router.order=topk"], "softmax-then-topk or topk-then-softmax"),
+        (["router.choice=best"], "write any or each-slice"),
+        (
+            ["router.choice=each-slice", "method.name=virtual_group", "granularity=4", "top_k=6"],
+            "multiple of granularity=4, got top_k=6; try top_k=4",
+        ),
+        (["router.choice=each-slice", "method.name=split", "granularity=2"], "method split makes no copies"),
+        (
+            ["router.choice=each-slice", "method.name=virtual_group", "granularity=4", "top_k=4", "target=mixtral"],
+            "target mixtral cannot hold a choice in each slice",
+        ),
         (["router.normalize=false"], "scale=calibrated"),
         (["router.init.name=zero"], "router.init.name is 'zero'"),
         (["router.init.std=0"], "equal logits send every token to the same experts"),

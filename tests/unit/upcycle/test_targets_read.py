@@ -146,6 +146,21 @@ CHANGES: dict[str, Config] = {
 }  # fmt: skip
 
 
+def test_slices_are_read_and_must_divide() -> None:
+    spec = parity.spec_of_variant("llama")
+    assert spec is not None
+    ours = module("upcycled")
+    moe = replace(parity.moe_of(spec, "upcycled", copies=3, parts=2, top_k=4), choice="each-slice")
+    view = ours.read(ours.config(moe))
+    assert (view.copies, view.granularity, view.slices, view.experts) == (3, 2, 2, 6)
+    assert ours.read(ours.config(replace(moe, choice="any"))).slices == 1
+    for key, value in {"expert_slices": 4, "num_experts_per_tok": 3}.items():
+        with pytest.raises(ValueError, match=r"slices, which 6 experts and top-. are no multiple of"):
+            ours.read(ours.config(moe) | {key: value})
+    with pytest.raises(ValueError, match="expert_slices=0"):
+        ours.read(ours.config(moe) | {"expert_slices": 0})
+
+
 @pytest.mark.parametrize(("target", "key"), [(target, key) for target, keys in CHANGES.items() for key in keys])
 def test_twin_every_key_counts(target: str, key: str) -> None:
     variant = "llama" if target == "upcycled" else parity.first_variant(target)
