@@ -41,8 +41,8 @@ class Router:
     score: str = "softmax"  # what makes weights of logits: softmax | sigmoid
     order: str = "softmax-then-topk"  # softmax-then-topk | topk-then-softmax: over all experts, or over the chosen
     normalize: bool = True  # divide the chosen weights by their sum
-    # any: the best top_k of all experts | each-slice: of each slice of the dense FFN the best top_k / granularity copies,
-    # so that a token's choice is whole FFNs whatever the router learns; only target upcycled holds it
+    # any: the best top_k of all experts | each-slice: of each slice of the FFN the best top_k / granularity copies, so
+    # that a token's choice is whole FFNs whatever the router learns; only target upcycled holds it
     choice: str = "any"
     init: RouterInit = field(default_factory=RouterInit)
 

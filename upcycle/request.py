@@ -128,15 +128,15 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
     if config.router.choice not in ("any", "each-slice"):
         raise ValueError(f"router.choice is {config.router.choice!r}; write any or each-slice")
     if config.router.choice == "each-slice":
-        if method == "split":
+        if disjoint:
             raise ValueError(
-                "router.choice=each-slice is a choice among copies of a slice, and method split makes no copies"
+                f"router.choice=each-slice is a choice among copies of a slice, and method {method.name} makes no "
+                "copies; write router.choice=any"
             )
         if config.top_k % g:
-            near = max(config.top_k // g, 1) * g
             raise ValueError(
                 f"router.choice=each-slice needs a top_k that is a multiple of granularity={g}, got "
-                f"top_k={config.top_k}; try top_k={near}"
+                f"top_k={config.top_k}; try top_k={max(config.top_k // g, 1) * g}"
             )
     dtype = config.dtype or dense.dtype
     if dtype not in BYTES:
