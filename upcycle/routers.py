@@ -44,7 +44,7 @@ def repeated(rows: Tensor, experts: int) -> Tensor:
 
 def chosen(score_TN: Tensor, top_k: int, slices: int) -> Tensor:
     """expert_TK: the best top_k / slices of each class of experts, e % slices; with one class, the best of all."""
-    score_TSC = score_TN.unflatten(1, (-1, slices)).transpose(1, 2)
+    score_TSC = score_TN.view(len(score_TN), -1, slices).transpose(1, 2)
     copy_TSK = torch.sort(score_TSC, dim=-1, descending=True, stable=True).indices[..., : top_k // slices]
     return (copy_TSK * slices + torch.arange(slices, device=score_TN.device)[:, None]).flatten(1)
 
