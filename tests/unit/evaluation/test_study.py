@@ -19,7 +19,7 @@ import yaml
 
 from evaluation import results
 from evaluation.__main__ import main as evaluate
-from evaluation.results import Model, Run, Task
+from evaluation.results import Evaluation, Model, Task
 from evaluation.study import plan as planning
 from evaluation.study import study
 from evaluation.study.judging import Contrast, Judged, judge
@@ -29,8 +29,8 @@ from evaluation.study.plan import Plan, changed, read_study, timed, trials
 from evaluation.study.running import Job, Workers
 from evaluation.study.suites import suite_of
 from training.config import TrainConfig
-from training.data.prepare import main as prepare
 from training.data.shards import META
+from training.prepare import main as prepare
 from upcycle.config import build
 from upcycle.sample import make_llama
 
@@ -435,7 +435,7 @@ def test_a_study_that_has_just_begun_has_a_page(tmp_path: Path, capsys: pytest.C
 def scored(folder: Path, value: float, command: str = "c") -> None:
     task = Task("last", "Last word", {"acc": value}, {}, {"acc": True}, 10, 10, 0, "1", "multiple_choice")
     model = Model("m", "m", "f", "llama", 1, 1, "float32")
-    results.save(folder, Run(model, "tiny", command, {}, {}, "2026-01-01T00:00:00Z", 1.0, {}, {"last": task}), [])
+    results.save(folder, Evaluation(model, "tiny", command, {}, {}, "2026-01-01T00:00:00Z", 1.0, {}, {"last": task}), [])
 
 
 def test_suites_before_and_after(done: Plan) -> None:

@@ -25,8 +25,8 @@ from training.build import begin, start
 from training.checkpoint import layout, standalone
 from training.checkpoint.standalone import keep, keeps, kept
 from training.config import ModelConfig, read_config
-from training.data.prepare import main as prepare
 from training.observe.metrics import read as read_metrics
+from training.prepare import main as prepare
 from upcycle import measure
 from upcycle.checkpoint import Checkpoint
 from upcycle.make import Maker
