@@ -1,6 +1,6 @@
 """docs/config.md: every key of every command, with its default and with what its comment in the source says.
 
-python -m tests.docs.test_config        writes it anew
+python -m tests.docs.test_keys        writes it anew
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HEAD = """# Keys
 
 Back to the [README](../README.md).
 
-What a config file and `key=value` words may hold, command by command: written by `python -m tests.docs.test_config` from the
+What a config file and `key=value` words may hold, command by command: written by `python -m tests.docs.test_keys` from the
 dataclasses that read them. `a.b=1` on a command line is `a: {b: 1}` in a file; `[a,b]` is a list, nothing after `=` the
 empty text. A key that is not here is refused with the nearest one that is.
 """
@@ -128,7 +128,7 @@ def test_every_key_of_a_method_says_what_it_means(name: str) -> None:
 
 
 def test_the_page_is_what_the_code_says() -> None:
-    assert PAGE.read_text() == page(), "docs/config.md is out of date; run python -m tests.docs.test_config"
+    assert PAGE.read_text() == page(), "docs/config.md is out of date; run python -m tests.docs.test_keys"
 
 
 def test_meanings_are_read_from_above_and_beside() -> None:
