@@ -11,6 +11,7 @@ usage: python -m evaluation COMMAND ... [key=value ...]
   python -m evaluation run tiny ./moe
   python -m evaluation compare runs/eval/dense runs/eval/moe
   python -m evaluation routing ./moe book.txt
+  python -m evaluation study tiny
   python -m evaluation report runs/eval/dense runs/eval/moe runs/dense runs/moe output=report.html
 
 `python -m evaluation COMMAND --help` says more. keys, with defaults and meaning: docs/config.md

@@ -1,15 +1,17 @@
 """Does it pay? Arms x seeds, trained on one device or several, and judged over seeds, on one page.
 
-    python -m evaluation study tiny                                        from nothing, about a minute on a laptop
-    python -m evaluation study smollm2 source=./smollm2 tokens=./tokens    a real checkpoint: configs/study/smollm2.yaml
-    python -m evaluation study my.yaml workers=2 devices=[0,1] seeds=[0,1,2,3]
-    python -m evaluation study my.yaml judge=true                          the page of what is there so far
+usage: python -m evaluation study STUDY [key=value ...]
 
-Each arm is a training config: `base` has what all share, `arms` what each has of its own. Arms of a seed read the same
-samples in the same order, seeds differ in it. Each run is `python -m training` on a config that lies beside its folder.
-Started again, the same command goes on where it was stopped: finished runs are skipped, begun ones resume.
+  python -m evaluation study tiny                                     # from nothing, about a minute on a laptop
+  python -m evaluation study smollm2 source=./llama tokens=./tokens workers=2 devices=[0,1]    # a real checkpoint
+  python -m evaluation study tiny judge=true                          # the page of what is there so far
 
-Writes study.html, study.json and runs/ARM/seed-N into the study's folder. Keys: evaluation/study/plan.py
+STUDY is a file or a ready one (configs/study). Each arm is a training config: `base` has what all share, `arms` what
+each has of its own. Arms of a seed read the same samples in the same order, seeds differ in it. Each run is `python -m
+training` on a config that lies beside its folder. Started again, the same command goes on where it was stopped:
+finished runs are skipped, begun ones resume. Writes study.html, study.json and runs/ARM/seed-N into its folder.
+
+keys, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
@@ -39,19 +41,13 @@ from evaluation.study.plan import Plan, Trial, demo_config, read_study
 from evaluation.study.running import ROOT, Job, Workers, alone, device, stopping
 from evaluation.study.suites import Suite, before_folder, starts, suites_of
 from training.observe import metrics
-from upcycle import __version__
+from upcycle import __version__, cli
 from upcycle.disk import write_atomic
-
-FAILED = 2
 
 
 def main(words: Sequence[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print(__doc__, end="")
-        return 0
-    file, words = (words[0], words[1:]) if "=" not in words[0] else ("", words)
-    plan = read_study(file, words)
-    command = shlex.join(["python", "-m", "evaluation", "study", *([file] if file else []), *words])
+    plan = read_study(*cli.file_and_words(words))
+    command = shlex.join(["python", "-m", "evaluation", "study", *words])
     if plan.config.judge:
         show(plan, command, {})
         return 0
@@ -59,7 +55,7 @@ def main(words: Sequence[str]) -> int:
         failures = study(plan, command)
     for sentence in failures.values():
         print(f"evaluation: {sentence}", file=sys.stderr)
-    return FAILED if failures else 0
+    return cli.USER_ERROR if failures else 0
 
 
 def study(plan: Plan, command: str) -> dict[str, str]:

@@ -122,6 +122,7 @@ def understood(command: str) -> str:
     from evaluation import demo
     from evaluation.__main__ import COMMANDS
     from evaluation.run import read_config as read_evaluation
+    from evaluation.study.plan import read_study
     from training import bench
     from training.config import read_config
     from training.data.prepare import PrepareConfig
@@ -151,6 +152,8 @@ def understood(command: str) -> str:
         assert words[0] in COMMANDS, command
         if words[0] == "run":
             read_evaluation(words[1:])
+        elif words[0] == "study":
+            read_study(*cli.file_and_words(words[1:]))
     elif module == "upcycle.bench":
         upcycle_bench.parser().parse_args(words)
     else:

@@ -19,6 +19,7 @@ import pytest
 from evaluation import bench as evaluation_bench
 from evaluation import compare, demo, routing, run
 from evaluation.report import report
+from evaluation.study.plan import StudyConfig
 from training import bench
 from training.config import TrainConfig
 from training.data.mixture import TrainSource, ValidSource
@@ -39,6 +40,7 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("evaluation compare", "", compare.CompareConfig),
     ("evaluation routing", "", routing.RoutingConfig),
     ("evaluation report", "", report.ReportConfig),
+    ("evaluation study", "The keys of an arm are those of training.", StudyConfig),
     ("evaluation.bench", "", evaluation_bench.BenchConfig),
     ("evaluation.demo", "", demo.DemoConfig),
 ]
