@@ -36,5 +36,4 @@ and in no others (tests/unit/training/test_seams.py):
 | MoE | balance | routing | counts of choices; put back afterwards |
 | MoE | balance | engine | nothing; put back afterwards |
 | Decoder | embed, final_norm, head | build | what several parts have, in one decoder |
-| Decoder | head, last | bench | none, to time layers alone |
 """
