@@ -173,7 +173,7 @@ def asked(answered: Any, seconds: float, clock: Clock, tokens: int, forwards: in
 
 
 def accuracy(result: Asked) -> dict[str, float]:
-    """Of all items: each metric's mean over the tasks that have it, by their sizes."""
+    """Each metric's mean over all items: that over the tasks that have it, by their sizes."""
     sizes = Counter(task for task, _ in result.answers)
     names = dict.fromkeys(metric for metrics in result.scores.values() for metric in metrics)
     out = {}
@@ -199,7 +199,7 @@ def compared(result: Asked, reference: Asked) -> dict[str, Any]:
     }
 
 
-def told(result: Asked) -> dict[str, Any]:
+def figures(result: Asked) -> dict[str, Any]:
     return {
         "seconds": result.seconds,
         "answering_seconds": result.answering,
@@ -226,14 +226,14 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         for size in config.batch_sizes:
             theirs = stock(config, model, tokenizer, size)
             say(f"HFLM, batch size {size}", theirs)
-            rows.append({"batch_size": size, **told(theirs), **compared(mine, theirs)})
+            rows.append({"batch_size": size, **figures(theirs), **compared(mine, theirs)})
         return {
             **asdict(config),
             **versions(),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
             "threads": torch.get_num_threads(),
             "items": len(mine.answers),
-            "ours": told(mine),
+            "ours": figures(mine),
             "hflm": rows,
         }
 

@@ -114,7 +114,7 @@ class Engine:
     def scored(
         self, hidden_TD: Tensor, places: Sequence[int], targets: Ids
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Of each pair: log p(target | place), and whether no token is more likely. Logits only where asked for."""
+        """For each pair: log p(target | place), and whether no token is more likely. Logits only where asked for."""
         unique, which = np.unique(np.asarray(places), return_inverse=True)
         order = np.argsort(which, kind="stable")
         target = torch.from_numpy(targets[order]).to(self.device)

@@ -179,7 +179,7 @@ def parameters(origin: Origin) -> tuple[int, int]:
 
 
 def fingerprint(model: Decoder) -> str:
-    """Of every weight, by name: the same on any mesh and from any file, another one if a single weight is."""
+    """A digest of every weight, by name: the same on any mesh and from any file, another one if a single weight is."""
     named = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0])
     sums = hashlib.sha256()
     for name, tensor in named:
@@ -193,7 +193,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Of the numbers, not of how wide they are kept: a bfloat16 model is the same when it is read into float32."""
+    """A digest of the numbers, not of their width: a bfloat16 model is the same when it is read into float32."""
     narrow = tensor.bfloat16()
     kept = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
     raw: Any = kept.contiguous().flatten().view(torch.uint8).numpy()

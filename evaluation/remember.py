@@ -19,7 +19,7 @@ VERSION = 1  # of how answers are computed: one that would change them starts an
 
 
 def key(kind: str, *parts: NDArray[np.int64] | str) -> str:
-    """Of a request: `kind`, and the tokens or texts that it is made of."""
+    """A request's key: `kind`, and the tokens or texts that it is made of."""
     sums = hashlib.blake2b(kind.encode(), digest_size=16)
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part.tobytes()

@@ -149,7 +149,7 @@ def chance_of_whole(copies: int, granularity: int, top_k: int) -> float:
 
 
 def spread(block: MoE, granularity: int) -> list[float]:
-    """Of every expert: its distance from the mean of the copies of its part, relative to that mean."""
+    """Each expert's distance from the mean of the copies of its part, relative to that mean."""
     experts: int = block.spec.experts
     distance_N = torch.zeros(experts, dtype=torch.float64)
     for part in range(granularity):

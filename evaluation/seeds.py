@@ -31,7 +31,7 @@ class Paired:
 
 
 def paired(differences: Sequence[float]) -> Paired:
-    """Of one difference a seed."""
+    """The mean of one difference a seed, and its interval."""
     seeds = len(differences)
     if not seeds:
         raise ValueError("there is no seed that both have finished, so there is no difference; train one seed of both")

@@ -253,7 +253,7 @@ class RouterLoad:
         self.sums_N2F[layer] += tokens * torch.stack([mean_F.where(known_F, 0), known_F.double()])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of a step's end, so that what a resumed run logs is the same too."""
+        """What is known at a step's end, so that what a resumed run logs is the same too."""
         return {"total": self.total_NE, "figures": self.sums_N2F}
 
     @torch.no_grad()

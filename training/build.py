@@ -38,7 +38,7 @@ from upcycle.plan import UpcyclePlan
 from upcycle.spec import DenseSpec, MoESpec
 
 CHECKPOINTS = "checkpoints"  # in the run's folder
-# what may change between a run and its resumption without anybody being told: it changes no number
+# what may change between a run and its resumption without a word: it changes no number
 QUIET = (
     "output", "export", "checkpoint", "log", "log_every", "valid_every", "eval", "profile", "memory_snapshot",
     "device", "mesh", "patience",
@@ -46,7 +46,7 @@ QUIET = (
 
 
 @dataclass
-class Place:
+class Reading:
     """How far the data is read: one integer, and what a stream needs besides (a part of the checkpoint)."""
 
     cursor: int = 0
@@ -61,7 +61,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Loads:
+class RouterLoads:
     """What the routers' statistics hold so far, of all layers and ranks, so that any mapping can go on with it."""
 
     balance: Balance
@@ -85,7 +85,7 @@ class Loads:
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        first = self.mesh.rank % (self.mesh.world // self.mesh.size("pp")) == 0  # who counts what others counted
+        first = self.mesh.rank % (self.mesh.world // self.mesh.size("pp")) == 0  # one rank goes on with the sums of all
         own = {
             name: tensor[self.here] if first else torch.zeros_like(tensor[self.here]) for name, tensor in state.items()
         }
@@ -130,7 +130,7 @@ class Run(Learner):
     folder: Path
     origin: Origin
     state: TrainState
-    place: Place
+    place: Reading
     control: dist.ProcessGroup | None  # for what is said between hosts, besides the devices
 
     @property
@@ -164,9 +164,9 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
             compiled=config.model.compile,
         )
         parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
-        made, place = learner(config, parts, mesh, device), Place()
+        made, place = learner(config, parts, mesh, device), Reading()
         assert made.optimizer is not None
-        loads = Loads(made.balance, made.model, origin.spec, mesh)
+        loads = RouterLoads(made.balance, made.model, origin.spec, mesh)
         state = TrainState(made.model, [made.optimizer], parts={"guard": made.guard, "data": place, "load": loads})
         if mesh.rank == 0:
             settings = json.dumps(asdict(config), indent=2, default=str).encode() + b"\n"
@@ -279,7 +279,7 @@ def data_rank(mesh: ParallelMesh) -> int:
     return mesh.index("dp_replicate") * mesh.dp_shard + mesh.index("dp_shard")
 
 
-def kept_in(run: Run) -> Checkpoints:
+def checkpoints_of(run: Run) -> Checkpoints:
     keep = run.config.checkpoint
     learns = {k: v for k, v in asdict(run.config).items() if k not in QUIET}
     settings = hashlib.sha256(json.dumps(learns, sort_keys=True, default=str).encode()).hexdigest()

@@ -67,7 +67,7 @@ Parts = dict[range, Counter[tuple[bool, Unit]]]  # by their layers: units (of a 
 
 
 def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, known: Parts | None = None) -> Memory:
-    """Of the fullest rank of `config` on `world` GPUs. `known`: parts of this model that were looked at before."""
+    """The fullest rank of `config` on `world` GPUs. `known`: parts of this model that were looked at before."""
     known = {} if known is None else known
     layers = (spec.dense if isinstance(spec, MoESpec) else spec).layers
     ranks = [[0]] if config.mesh.pp == 1 else stages(config.mesh.pp, config.mesh.schedule)
@@ -135,7 +135,7 @@ def units(spec: DenseSpec | MoESpec, part: range, known: Parts) -> Counter[tuple
 
 
 def in_flight(mesh: MeshConfig, count: int, place: int, parts: int) -> int:
-    """Of `count` micro-batches a step, how many have their activations on a rank at once."""
+    """How many of the `count` micro-batches of a step have their activations on a rank at once."""
     if mesh.pp == 1:
         return 1
     return count if mesh.schedule == "gpipe" else min(count, mesh.pp - place if parts == 1 else mesh.pp)

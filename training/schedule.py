@@ -64,7 +64,7 @@ def schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
 
 
 def remaining(config: ScheduleConfig, done: float) -> float:
-    """Of the way from peak to final: how much is left (1 ... 0) when `done` (0 ... 1) of the decay is over."""
+    """The share of the way from peak to final that is left (1 ... 0) when `done` (0 ... 1) of the decay is over."""
     if config.shape == "constant":
         return 1.0
     if config.shape == "cosine":

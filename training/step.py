@@ -36,7 +36,7 @@ def train_step(run: Learner, batches: Sequence[Batch], lr: float) -> dict[str, T
 
 
 def gradients(run: Learner, batches: Sequence[Batch]) -> Tensor:
-    """Of the step's loss a token, which is returned: the sum of all ranks' nats divided by all that they score."""
+    """Makes the gradients of the step's loss a token, and returns that: all ranks' nats over all that they score."""
     parts = [own_part(batch.to(run.device), run.mesh) for batch in batches]
     scored = run.reduce(torch.stack([part.scored.sum() for part in parts]).sum())
     if run.pipeline is not None:

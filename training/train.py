@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from training.build import begin, kept_in, loader_of, start
+from training.build import begin, checkpoints_of, loader_of, start
 from training.checkpoint import layout
 from training.checkpoint.state import Stop
 from training.config import TrainConfig
@@ -37,7 +37,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
     with processes(config.device, patience) as device, guarded(patience) as watch, start(config, device) as run:
         state, rate = run.state, schedule(config.schedule, config.steps)
         with (
-            kept_in(run) as checkpoints,
+            checkpoints_of(run) as checkpoints,
             Stop() as stop,
             Trace(run.folder, steps_to_trace(config.profile if run.leads else "")) as trace,
             memory_snapshot(run.folder / "memory.pickle") if config.memory_snapshot and run.leads else nullcontext(),

@@ -26,7 +26,7 @@ HIDDEN, TOKENS, PART = 64, 256, 16  # of the small FFN: hidden size, tokens, neu
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one MoE block against the dense FFN, over Gaussian tokens."""
+    """What one MoE block makes against the dense FFN, over Gaussian tokens."""
 
     error: float  # root mean square of the difference over that of the dense output
     gain: float  # how much larger the output is, in the dense output's direction

@@ -157,7 +157,7 @@ def contrast(
     found: Judged, question: str, what: str, unit: str, headline: bool, higher: bool, arm: str, against: str,
     ours: Mapping[int, float | None], theirs: Mapping[int, float | None],
 ) -> Iterator[Contrast]:  # fmt: skip
-    """Of the seeds that both have; none if there is no such."""
+    """A contrast over the seeds that both have; none if there is no such."""
     values = {seed: (ours.get(seed), theirs.get(seed)) for seed in found.seeds}
     pairs = {seed: (a, b) for seed, (a, b) in values.items() if a is not None and b is not None}
     if not pairs:

@@ -235,7 +235,7 @@ def demo_config(config: StudyConfig) -> DemoConfig:
 
 
 def flops(plan: Plan) -> dict[str, float]:
-    """Of a token, forward and backward, by arm. Opens each arm's model (headers alone), so it finds what is wrong."""
+    """FLOPs of a token, forward and backward, by arm. Opens each arm's model (headers alone), which finds mistakes."""
     costs = {}
     for name, arm in plan.arms.items():
         config = arm.config
@@ -255,7 +255,7 @@ def flops(plan: Plan) -> dict[str, float]:
 
 
 def steps(plan: Plan, costs: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, int]:
-    """Of each arm. costs: FLOPs of a token by arm; seconds: of a step, of the arms that are matched by them."""
+    """Steps of each arm. costs: FLOPs of a token by arm; seconds: of a step, of the arms that are matched by them."""
     out = {}
     for name, arm in plan.arms.items():
         config, other = arm.config, plan.arms[arm.of or name].config

@@ -221,7 +221,7 @@ def pieces(model: Decoder) -> dict[str, Piece]:
 
 
 def piece(tensor: Tensor, index: Index) -> Piece:
-    """Of tensor[index], what this rank holds."""
+    """What this rank holds of tensor[index]."""
     tensor = tensor.detach()
     index += (slice(None),) * (tensor.ndim - len(index))
     # bounds in the whole tensor: of the role, of what this rank holds, and of what is in both

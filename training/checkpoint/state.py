@@ -338,7 +338,7 @@ class Checkpoints:
                 f"resume with the config that made it, or start in another folder"
             )
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with told():
+        with first_reason():
             load(
                 places,
                 storage_reader=reader,
@@ -385,7 +385,7 @@ class Checkpoints:
         facts = {"step": step, "config": self.config, "world": self.world, "torch": torch.__version__}
         writer = Writer(partial, facts, lambda: self.commit(partial, final))
         try:
-            with told():
+            with first_reason():
                 save(
                     dict(live),
                     storage_writer=writer,
@@ -447,7 +447,7 @@ class Checkpoints:
         return [value] if self.group is None else gather(value, self.group)
 
     def copy(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of this rank's part of each tensor, in host memory; all at once, so one wait for the device."""
+        """Copies of this rank's part of each tensor, in host memory; all at once, so one wait for the device."""
         copies = {}
         for name, part in held(live).items():
             old = self.copies.get(name)
@@ -461,7 +461,7 @@ class Checkpoints:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def first_reason() -> Iterator[None]:
     """DCP's exception is a table of tracebacks by rank; a person wants the first reason."""
     try:
         yield

@@ -172,7 +172,7 @@ class Windows:
         return row
 
     def spans(self, at: int, length: int, epoch: int) -> Iterator[Span]:
-        """Of `length` tokens from `at` on."""
+        """The parts of documents that `length` tokens from `at` on are made of."""
         while length > 0 and at < self.tokens:
             index = bisect_right(self.firsts, at) - 1
             shard, inside = self.shards.shards[index], at - self.firsts[index]

@@ -328,7 +328,7 @@ def write_own_sources(
         total=total, unit="B", unit_scale=True, desc="prepare", disable=quiet or worker.rank > 0, mininterval=0.2
     ) as bar:
 
-        def told(pieces: Iterator[Piece]) -> Iterator[Piece]:
+        def counted(pieces: Iterator[Piece]) -> Iterator[Piece]:
             nonlocal tokens
             for piece in pieces:
                 tokens += len(piece.ids)
@@ -341,7 +341,7 @@ def write_own_sources(
             if done and done[-1]["last"]:
                 bar.update(source.size)
                 continue
-            pieces = told(encoder.pieces(texts(source, bar.update), done[-1]["read"] if done else 0))
+            pieces = counted(encoder.pieces(texts(source, bar.update), done[-1]["read"] if done else 0))
             part, last = len(done), False
             while not last:
                 pieces, last = write_part(partial, index, part, pieces, encoder.dtype, limit, worker)
@@ -391,7 +391,7 @@ def stem(kind: str, index: int, part: int) -> str:
 
 
 def records(partial: Path, index: int) -> list[dict[str, Any]]:
-    """Of the complete parts of a source, in order, up to the first that is not."""
+    """What is recorded of the complete parts of a source, in order, up to the first that is not."""
     found: list[dict[str, Any]] = []
     while isinstance(record := read_json(partial / JOB / (stem("part", index, len(found)) + ".json")), dict):
         for kind in ("tokens", "documents"):

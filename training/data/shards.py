@@ -84,7 +84,7 @@ class TokenShards:
 
     @property
     def bytes(self) -> int:
-        """Of UTF-8 text; eos and start have none."""
+        """How many bytes of UTF-8 text; eos and start have none."""
         return sum(int(shard.bytes[-1] - shard.bytes[0]) for shard in self.shards)
 
     def document(self, index: int) -> Ids:

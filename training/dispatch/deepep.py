@@ -43,7 +43,7 @@ def dispatcher(
 
 
 def kept(weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-    """-1 goes nowhere."""
+    """Experts as DeepEP wants them: a dropped choice is -1, which it sends to nobody."""
     return expert_TK.where(weight_TK != 0, -1).contiguous()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Of all local experts, stacked. Uneven experts are padded with zero neurons, which compute and learn nothing."""
+    """All local experts, stacked. Uneven ones are padded with zero neurons, which compute and learn nothing."""
 
     up_EFD: Tensor  # gated: (E, 2F, D), gate first, as transformers stacks them
     down_EDF: Tensor

@@ -137,7 +137,7 @@ def block_mask(documents_BS: Tensor | None, length: int, window: int | None, dev
 
 
 def listed(chosen_XBNN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each: how many columns of each row are chosen, and which, those first and in order; for all heads."""
+    """For each: how many columns of each row are chosen, and which, those first and in order; for all heads."""
     order = chosen_XBNN.byte().argsort(dim=-1, descending=True, stable=True).int()
     count = chosen_XBNN.sum(-1, dtype=torch.int32)
     return zip(count[:, :, None], order[:, :, None], strict=True)

@@ -152,7 +152,7 @@ class Decoder(nn.Module):
         labels_BS: Tensor | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """Of the last part with labels their loss(), without the logits; of another part its hidden states."""
+        """The loss() of labels, without the logits, if this is the last part and has some; else hidden states."""
         x_BSD = self.hidden(x, positions_BS, documents_BS, length)
         if not self.last:
             return x_BSD

@@ -24,7 +24,7 @@ def model_flops(spec: DenseSpec | MoESpec, sequence: int, *, gated: bool | None 
 
 
 def peak_tflops(device: str) -> float | None:
-    """Of a device by its name (torch.cuda.get_device_name), or None if unknown."""
+    """The peak of a device by its name (torch.cuda.get_device_name), or None if unknown."""
     words = device.upper().replace("-", " ").split()
     for name, peak in PEAKS.items():
         if name in words:  # whole words: an H20 is no H200

@@ -168,7 +168,7 @@ class Pipeline:
         tokens = [batch.tokens] if 0 in self.parts else []
         self.schedule.step(*tokens, target=batch.labels, losses=losses, return_outputs=False, **given)
         self.sum_tied()
-        return self.told(sum(losses[1:], losses[0]).detach() if losses else None)
+        return self.from_last(sum(losses[1:], losses[0]).detach() if losses else None)
 
     def add_length(self, _: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return inputs, named | {"length": self.length}
@@ -204,7 +204,7 @@ class Pipeline:
     def wide(self) -> torch.dtype:
         return torch.promote_types(self.compute, torch.float32)
 
-    def told(self, found: Tensor | None) -> Tensor:
+    def from_last(self, found: Tensor | None) -> Tensor:
         """What the last stage found, on every rank."""
         total = torch.zeros((), dtype=self.wide, device=self.device) if found is None else found.to(self.wide).clone()
         dist.all_reduce(total, group=self.group)
@@ -278,7 +278,7 @@ class Pipeline:
                     waiting[stage, number] = coming
                     ops.append((dist.irecv, coming, self.ranks[stage - 1]))
             self.exchange(ops)
-        return self.told(nats)
+        return self.from_last(nats)
 
     def exchange(self, ops: Sequence[tuple[Any, Tensor, int]]) -> None:
         sent = [P2POp(way, tensor, dist.get_global_rank(self.group, peer), self.group) for way, tensor, peer in ops]

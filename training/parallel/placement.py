@@ -63,7 +63,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
 
 
 def rule(name: str, dense: DenseSpec) -> Rule:
-    """Of a parameter of the decoder, by its name there."""
+    """The rule for a parameter of the decoder, by its name there."""
     found = next(rule for pattern, rule in RULES if fnmatchcase(name, pattern))
     of_each_head = dense.qk_norm == "head" and fnmatchcase(name, "*.attention.[qk]_norm.*")
     return Rule(found.kind) if of_each_head else found  # one gain for all heads is cut by none

@@ -37,7 +37,7 @@ def processes(device: str = "", patience: timedelta = PATIENCE) -> Iterator[torc
 
 
 def meeting_place() -> dict[str, Any]:
-    """Of one node's torchrun: a part of its store for each start of the run. The store outlives a restart, and in it
+    """A part of one node's torchrun store for each start of the run. The store outlives a restart, and in it
     the addresses of those who died. Several nodes may count restarts differently; there torchrun itself is told to make
     a new store (configs/launch/slurm.sbatch)."""
     start, world = os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ["WORLD_SIZE"]

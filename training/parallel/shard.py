@@ -271,7 +271,7 @@ def shard_data_parallel(model: Decoder, mesh: ParallelMesh) -> None:
     left = {name: rule(name, model.dense) for name, _ in model.named_parameters()}
 
     def unit(module: nn.Module) -> None:
-        """Of the parameters that are in no unit inside of it. They are gathered together, so they are alike."""
+        """Shards the parameters that are in no unit inside of it. They are gathered together, so they are alike."""
         prefix = f"{names[module]}." if names[module] else ""
         own = [left.pop(name) for name in list(left) if name.startswith(prefix)] or [Rule("tokens")]
         found = own[0]
@@ -325,7 +325,7 @@ def synchronize(model: nn.Module, mesh: ParallelMesh, last: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """After forwards without a backward: FSDP keeps the root's weights for one that does not come."""
+    """Free gathered weights after forwards that no backward follows, for which FSDP would keep the root's."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -335,7 +335,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def own_part(batch: Batch, mesh: ParallelMesh) -> Batch:
-    """Of the sequences of this rank's data-parallel group, this rank's tokens. Attention sees the cp share that tp
+    """This rank's tokens of the sequences of its data-parallel group. Attention sees the cp share that tp
     gathers, so positions are of all that, and documents of whole sequences."""
     batch = context.split(batch, mesh.index("cp"), mesh.size("cp"))
     tp, index = mesh.size("tp"), mesh.index("tp")

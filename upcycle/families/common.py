@@ -179,7 +179,7 @@ def rope(
 
 
 def check_long_factors(spec: DenseSpec) -> None:
-    """Of a wrong length they would fail in the first forward pass; here they fail before anything is written."""
+    """Checks lengths. A wrong one would fail in the first forward pass; here they fail before anything is written."""
     want = int(spec.head_dim * spec.partial_rotary) // 2
     for key in ("short_factor", "long_factor") if spec.rope["rope_type"] == "longrope" else ():
         got = spec.rope[key]

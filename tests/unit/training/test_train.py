@@ -23,7 +23,7 @@ from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training import train as train_module
 from training.__main__ import main
-from training.build import start
+from training.build import begin, start
 from training.config import TrainConfig, read_config
 from training.data.open import open_training
 from training.observe.metrics import read as read_metrics
@@ -154,6 +154,7 @@ def test_choices_are_whole_until_rows_of_a_group_differ(place: Path, tmp_path: P
 
 def test_a_step_whose_gradient_alone_is_not_finite_changes_nothing(place: Path, tmp_path: Path) -> None:
     with start(config(place, tmp_path / "run"), torch.device("cpu")) as run:
+        begin(run)
         samples = open_training(run.config.data, run.origin.dense.vocab)
         batches = [samples.batch(0, 2), samples.batch(2, 2)]
         assert run.model.final_norm is not None
