@@ -75,6 +75,9 @@ def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator
     moe, equal = in_slices(target.read(checkpoint.config), manifest["config"]), 0
     if not moe.copies_of_slices:
         return
+    if moe.slices > 1:
+        yield "router", f"chooses in each of {moe.slices} slices, so a choice is whole FFNs whatever its rows are"
+        return
     names = {role: slot.name for slot in target.slots(moe) for role in slot.roles if role.endswith(".router.weight")}
     for layer in moe.layers:
         rows_ND = checkpoint.read(names[f"layers.{layer}.router.weight"]).double()
@@ -98,6 +101,11 @@ def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
         raise ValueError(
             f"{MANIFEST} says granularity={granularity}, which does not divide the {moe.experts} experts of "
             "config.json; do the two belong together?"
+        )
+    if moe.slices not in (1, granularity):  # the router's classes, which nobody else may change
+        raise ValueError(
+            f"{MANIFEST} says granularity={granularity}, config.json expert_slices={moe.slices}; do the two belong "
+            "together?"
         )
     return replace(moe, copies=moe.experts // granularity, granularity=granularity)
 

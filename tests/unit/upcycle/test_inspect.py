@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.parity import tiny
+from training.checkpoint.layout import opened
 from upcycle.__main__ import main
 from upcycle.inspect import describe
+from upcycle.spec import MoESpec
 
 WORDS = ["experts=4", "granularity=2", "top_k=2", "dtype=float32"]
 
@@ -54,3 +56,18 @@ def test_nothing_is_said_where_experts_are_no_slices_or_nobody_knows(tmp_path: P
         describe(virtual)
     (virtual / "upcycle.json").unlink()
     assert "router rows" not in describe(virtual)
+
+
+def test_a_choice_in_each_slice_is_whole_and_its_slices_are_the_models(tmp_path: Path) -> None:
+    folder = converted(tmp_path, "method.name=virtual_group", "router.choice=each-slice")
+    said = describe(folder)
+    assert "chooses in each of 2 slices" in said and "router rows" not in said
+    with opened(folder) as origin:
+        assert isinstance(origin.spec, MoESpec)
+        assert (origin.spec.copies, origin.spec.granularity, origin.spec.slices) == (4, 2, 2)
+    manifest = json.loads((folder / "upcycle.json").read_text())
+    # 4 divides the 8 experts too, and would have the router choose in other classes
+    (folder / "upcycle.json").write_text(json.dumps(manifest | {"config": manifest["config"] | {"granularity": 4}}))
+    for read in (describe, lambda folder: opened(folder).__enter__()):
+        with pytest.raises(ValueError, match=r"granularity=4, config\.json expert_slices=2"):
+            read(folder)
