@@ -24,6 +24,7 @@ from upcycle.__main__ import main
 from upcycle.config import UpcycleConfig, read
 
 # (dense variant, target, upcycle words): every target, every form of router, shared experts, mixed layers
+SLICES = ["router.choice=each-slice", "router.init.name=independent"]
 MOES: dict[str, tuple[str, str, list[str]]] = {
     "mixtral": ("llama", "mixtral", []),
     "mixtral from arcee": ("arcee", "mixtral", []),
@@ -41,8 +42,9 @@ MOES: dict[str, tuple[str, str, list[str]]] = {
     "upcycled, nemotron": ("nemotron", "upcycled", ["shared=1"]),
     "upcycled, biases": ("starcoder2", "upcycled", ["router.score=sigmoid", "router.normalize=false", "scale=none"]),
     "upcycled, neox": ("gpt_neox", "upcycled", ["router.order=topk-then-softmax", "layers=[1]"]),
-    "upcycled, each slice": ("llama", "upcycled", ["router.choice=each-slice", "shared=0.25"]),
-    "upcycled, each slice by sigmoid": ("qwen3", "upcycled", ["router.choice=each-slice", "router.score=sigmoid"]),
+    # rows of their own: with those that a group shares the best of all are the best of each slice
+    "upcycled, each slice": ("llama", "upcycled", [*SLICES, "shared=0.25"]),
+    "upcycled, each slice by sigmoid": ("qwen3", "upcycled", [*SLICES, "router.score=sigmoid"]),
     "upcycled, uneven": ("llama", "upcycled", ["method.name=split", "granularity=1", "experts=7", "top_k=3"]),
 }  # fmt: skip
 for target in parity.TARGETS:  # one that has no row is held by a model it can hold, and the plainest words
