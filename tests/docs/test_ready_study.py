@@ -106,19 +106,21 @@ def test_the_smollm2_study_plans_what_it_says(tmp_path: Path) -> None:
     costs = flops(plan)
     lengths = steps(plan, costs, {})
     some = trials(plan, lengths)
-    assert len(some) == 15 and plan.control == "dense"
+    assert len(some) == 18 and plan.control == "dense"
     assert {(t.config.batch, t.config.data.sequence, t.config.schedule.warmup) for t in some} == {(64, 1024, 40)}
     assert lengths == {
         "dense": 400,
         "copies": 400,
         "groups": 400,
         "groups-frozen": 400,
+        "slices": 400,
         "dense-flops": lengths["dense-flops"],
     }
     assert lengths["dense-flops"] == round(400 * costs["copies"] / costs["dense"])
-    assert costs["groups"] == costs["groups-frozen"] == costs["dense"] < costs["copies"]
+    assert costs["groups"] == costs["groups-frozen"] == costs["slices"] == costs["dense"] < costs["copies"]
     frozen = plan.trial("groups-frozen", 0).config
     assert frozen.optim.router_lr == 0 and frozen.model.upcycle["granularity"] == 4
+    assert plan.trial("slices", 0).config.model.upcycle["router"]["choice"] == "each-slice"
     assert plan.means == {"in": ("encyclopedia", "techdocs", "fiction"), "out": ("law", "code")}
 
 
