@@ -13,7 +13,7 @@ __all__ = ["Upcycling", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """`Upcycling` when it is asked for: importing the package alone should not wait for torch."""
+    """Import `Upcycling` on first use: importing the package alone should not wait for torch."""
     if name == "Upcycling":
         from upcycle.library import Upcycling
 

@@ -180,7 +180,7 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 
 def script() -> NoReturn:
-    """The process. It leaves without tearing torch down, which takes 0.4 s: what is written is on the disk by now."""
+    """Entry point. Exits without tearing torch down, which takes 0.4 s: everything written is on the disk by now."""
     code = cli.start("upcycle.__main__", own_help=True)
     sys.stderr.flush()
     os._exit(code)

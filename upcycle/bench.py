@@ -41,14 +41,14 @@ class Measured:
     returned: float  # seconds
     on_disk: float  # seconds, with the sync after it
     cpu: float  # seconds, user and system, all threads
-    peak: int  # bytes of memory at most, mapped files included
+    peak: int  # most bytes of memory at a time, mapped files included
 
 
-# ---- what is converted
+# ---- inputs
 
 
 def write_dense(folder: Path, layers: int) -> None:
-    """What both converters are given."""
+    """Write the dense model that both converters read."""
     from upcycle import sample
 
     sample.make_llama(folder, sample.TINYLLAMA | {"num_hidden_layers": layers})
@@ -56,7 +56,7 @@ def write_dense(folder: Path, layers: int) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """The smallest tokenizer there is: mergekit-moe does not start without one."""
+    """Write a tokenizer of three words, because mergekit-moe does not start without one."""
     words = ["<unk>", "<s>", "</s>"]
     model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "<unk>"}
     added = [
@@ -75,7 +75,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def mergekit_config(base: Path, experts: Sequence[Path], top_k: int) -> str:
-    """What mergekit-moe reads. It wants a prompt for each expert and not all alike, though here nothing reads them."""
+    """A config for mergekit-moe. It demands prompts that differ between experts, though gate_mode here ignores them."""
     return json.dumps(
         {
             "base_model": str(base),
@@ -87,11 +87,11 @@ def mergekit_config(base: Path, experts: Sequence[Path], top_k: int) -> str:
     )
 
 
-# ---- what is measured
+# ---- measurements
 
 
 def plain_writes(folder: Path, size: int, sync: bool) -> None:
-    """`size` bytes in two files by two threads: the most that a program can ask of this disk with so little thought."""
+    """Write `size` bytes to two files by two threads: about the most that this disk can do for a simple program."""
     block = memoryview(os.urandom(BLOCK))
     folder.mkdir()
 
@@ -110,7 +110,7 @@ def plain_writes(folder: Path, size: int, sync: bool) -> None:
 
 
 def read_through(folder: Path) -> None:
-    """Into the page cache: everybody starts with the source in memory."""
+    """Read the source into the page cache, so that every run starts with it in memory."""
     for path in folder.glob("*.safetensors"):
         with open(path, "rb", buffering=0) as file:
             while file.read(BLOCK):
@@ -118,7 +118,7 @@ def read_through(folder: Path) -> None:
 
 
 def measure(command: Sequence[str], log: Path) -> Measured:
-    """One run of a program, alone on the machine as far as we can make it so."""
+    """Run a program once, after a sync, and measure it. A ValueError with the end of its log if it fails."""
     os.sync()
     with open(log, "wb") as output:
         start = time.perf_counter()
@@ -159,7 +159,7 @@ def bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         recipe.write_text(mergekit_config(dense, [dense] * options.experts, options.top_k))
         consent = "--i-understand-this-is-not-useful-without-training"
         commands["mergekit-moe"] = [options.mergekit, str(recipe), str(out), consent]
-    measure(commands["plain writes"], log)  # not counted: the first use of memory costs whoever comes first
+    measure(commands["plain writes"], log)  # not counted: the first run pays for the first use of memory
     shutil.rmtree(out)
     runs: dict[str, list[Measured]] = {name: [] for name in commands}
     for turn in range(options.repeat):
@@ -185,7 +185,7 @@ def bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-# ---- where, with what, and the table
+# ---- machine, versions, table
 
 
 def machine(folder: Path) -> dict[str, Any]:
@@ -204,9 +204,9 @@ def machine(folder: Path) -> dict[str, Any]:
 def versions(mergekit: str) -> dict[str, str]:
     found = {"python": platform.python_version(), "upcycle": __version__, "torch": version("torch")}
     if mergekit:
-        ask = "from importlib.metadata import version; print(version('mergekit'), version('torch'))"
-        said = subprocess.run([str(Path(mergekit).with_name("python")), "-c", ask], stdout=subprocess.PIPE, text=True)
-        found["mergekit"], found["mergekit's torch"] = said.stdout.split() or ["unknown", "unknown"]
+        code = "from importlib.metadata import version; print(version('mergekit'), version('torch'))"
+        done = subprocess.run([str(Path(mergekit).with_name("python")), "-c", code], stdout=subprocess.PIPE, text=True)
+        found["mergekit"], found["mergekit's torch"] = done.stdout.split() or ["unknown", "unknown"]
     return found
 
 
@@ -232,14 +232,14 @@ def table(result: dict[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = cli.parser(prog="python -m upcycle.bench", description=__doc__)
-    found.add_argument("--layers", type=int, default=22, help="of the dense model (22)")
-    found.add_argument("--experts", type=int, default=8)
-    found.add_argument("--top-k", type=int, default=2)
-    found.add_argument("--repeat", type=int, default=3, help="turns; the table has medians (3)")
-    found.add_argument("--mergekit", default="", metavar="PATH", help="the mergekit-moe to compare with")
-    found.add_argument("--folder", type=Path, help="on the disk to measure (the system's temporary folder)")
-    return found
+    command_line = cli.parser(prog="python -m upcycle.bench", description=__doc__)
+    command_line.add_argument("--layers", type=int, default=22, help="of the dense model (22)")
+    command_line.add_argument("--experts", type=int, default=8)
+    command_line.add_argument("--top-k", type=int, default=2)
+    command_line.add_argument("--repeat", type=int, default=3, help="turns; the table has medians (3)")
+    command_line.add_argument("--mergekit", default="", metavar="PATH", help="the mergekit-moe to compare with")
+    command_line.add_argument("--folder", type=Path, help="on the disk to measure (the system's temporary folder)")
+    return command_line
 
 
 @cli.command()

@@ -1,4 +1,4 @@
-"""The plan for people: the table `plan` prints, and the model card in the output folder."""
+"""The plan as text: the table that `upcycle plan` prints (`table`), and the output folder's model card (`text`)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def settings(plan: UpcyclePlan) -> dict[str, Any]:
 
 
 def human(number: float, unit: str = "") -> str:
-    for size_, letter in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size_:
-            return f"{number / size_:.4g} {letter}{unit}"
+    for threshold, letter in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= threshold:
+            return f"{number / threshold:.4g} {letter}{unit}"
     return f"{number:.4g} {unit}".rstrip()
 
 
@@ -111,7 +111,7 @@ def table(plan: UpcyclePlan) -> str:
 
 
 def tensors(plan: UpcyclePlan) -> Iterator[str]:
-    """One line per output: name, shape, dtype, how it is made."""
+    """A line for each output: name, shape, dtype, recipe."""
     for output in plan.outputs:
         first = str(output.parts[0])
         more = f", and {len(output.parts) - 1} parts more" if len(output.parts) > 1 else ""
@@ -119,7 +119,7 @@ def tensors(plan: UpcyclePlan) -> Iterator[str]:
 
 
 def text(plan: UpcyclePlan) -> str:
-    """README.md of the output folder."""
+    """The README.md of the output folder."""
     from_name = os.path.basename(os.path.normpath(plan.config.source or plan.config.donors[0]))
     load = (
         "AutoModelForCausalLM.from_pretrained(folder)"

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder, read lazily: headers when it is opened, the bytes of a tensor when it is asked for.
+"""Checkpoint: a Hugging Face folder read lazily, headers when it is opened, the bytes of a tensor when it is read.
 
 A safetensors file is 8 bytes of header length (little-endian), a JSON header {name: {dtype, shape, data_offsets}}, then
 the tensors' bytes, end to end. The header comes from a stranger, so everything it says is checked against the file
@@ -33,11 +33,11 @@ MAX_TENSORS = 250_000  # in one file
 MAX_COMMAS = 4_000_000  # every JSON value but the first of its container costs a comma, so this bounds json's memory
 MAX_NAME = 512
 MAX_DIMS = 64
-BLOCK = 1 << 20  # read and checked while it is still in the cache
-SAMPLE = 4096
+BLOCK = 1 << 20  # bytes read at a time, and checked while they are still in the processor's cache
+SAMPLE = 4096  # bytes of a sample, see fingerprint
 PAGE = 4096
 
-# The header's name -> torch's name, bits. Below a byte torch has no such type: those can be listed, not read.
+# The header's name -> torch's name, bits. torch has no types below a byte: such tensors can be listed, not read.
 DTYPES = {
     "F64": ("float64", 64), "F32": ("float32", 32), "F16": ("float16", 16), "BF16": ("bfloat16", 16),
     "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8),
@@ -49,7 +49,7 @@ DTYPES = {
 }  # fmt: skip
 FIELDS = {"dtype", "shape", "data_offsets"}
 
-# The bits of +infinity, and how many there are. As integers, all positive non-finite numbers are at or above it.
+# (bytes of an element, the bits of +infinity). As integers, all positive non-finite numbers are at or above these bits.
 INFINITY = {
     "bfloat16": ("2", 0x7F80), "float16": ("2", 0x7C00), "float32": ("4", 0x7F800000), "complex64": ("4", 0x7F800000),
     "float64": ("8", 0x7FF0000000000000),
@@ -103,13 +103,13 @@ class Checkpoint:
 
     @staticmethod
     def open(source: str | Path) -> Checkpoint:
-        """`source` is a folder, or a hub id: org/name or org/name@revision."""
-        if source != "" and Path(source).is_dir():  # "" is nobody's wish for the current folder
+        """Open a folder, or download a hub id (org/name or org/name@revision) and open that."""
+        if source != "" and Path(source).is_dir():  # "" would be the current folder, which nobody means
             return Checkpoint(Path(source))
         hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", str(source), re.ASCII)
         if isinstance(source, Path) or not hub_id or Path(source).exists():
             raise ValueError(f"{str(source)!r} is not a folder, nor a hub id such as org/name or org/name@revision")
-        from huggingface_hub import snapshot_download  # a folder needs no hub
+        from huggingface_hub import snapshot_download  # imported here: a folder needs no hub
 
         try:
             folder = snapshot_download(hub_id[1], revision=hub_id[2], allow_patterns=DOWNLOADED)
@@ -121,7 +121,7 @@ class Checkpoint:
     def read(self, name: str, rows: tuple[int, int] | None = None, *, check: bool = True) -> torch.Tensor:
         """The tensor, or its rows [first, last) of dim 0, in a buffer of its own. Only these bytes are read.
 
-        check: refuse a tensor with NaN or infinity in it, which would spread to everything made from it.
+        check: refuse values that are NaN or infinite, which would spread to everything made from the tensor.
         """
         entry = self.entries.get(name)
         if entry is None:
@@ -148,9 +148,9 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """A name for this content: sha256 of config.json, of files' names, sizes, headers, and of samples of tensors.
 
-        The samples are the first, middle and last 4 KiB, so it costs megabytes for any model, and a replaced or
-        retrained tensor changes it. It does not prove that two checkpoints are equal: a change elsewhere in a tensor of
-        more than 12 KiB is not seen, nor are tokenizer files.
+        The samples are the first, middle and last 4 KiB of each tensor, so a fingerprint reads megabytes of any model,
+        and a replaced or retrained tensor changes it. Equal fingerprints do not prove that two checkpoints are equal: a
+        change elsewhere in a tensor of more than 12 KiB is not seen, nor are tokenizer files.
         """
         digest = hashlib.sha256()
 
@@ -173,7 +173,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def copied_files(self) -> list[Path]:
-        """What a converted folder keeps as it is: tokenizer, chat template, generation settings. No code or weights."""
+        """The files that a converted folder takes over: tokenizer, chat template, generation settings; no code."""
         found = {file for pattern in COPIED for file in self.folder.glob(pattern)}
         return sorted(f for f in found if f.is_file() and not f.name.startswith("."))
 
@@ -201,7 +201,7 @@ class Checkpoint:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Every tensor of one safetensors file; all that the header says is checked against the file."""
+    """Every tensor of one safetensors file by name; all that the header says is checked against the file."""
     with open_regular(file) as handle:
         return parse_header(handle, file)
 
@@ -264,7 +264,7 @@ def check_entry(file: Path, name: str, fields: Any, base: int) -> Entry:
     if not whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{where} has data_offsets {short(offsets)}; they must be two whole numbers >= 0, in order")
     dtype, bits = DTYPES[kind]
-    # Zeros left out: [2**40, 2**40, 0] is empty, and yet its strides overflow.
+    # Without the zeros: [2**40, 2**40, 0] is empty, and yet its strides overflow.
     if math.prod(size for size in shape if size) * bits >= 2**63:
         raise ValueError(f"{where} has shape {short(shape)}, which is huge: its size in bits overflows 63 bits")
     want, odd = divmod(math.prod(shape) * bits, 8)
@@ -282,7 +282,7 @@ def whole_numbers(value: Any) -> bool:
 
 
 def check_layout(file: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:
-    """The tensors fill the file from the header's end to the file's end, each byte once."""
+    """Check that the tensors fill the file from the header's end to the file's end, each byte once."""
     at, before = base, "the header"
     for entry in sorted(entries.values(), key=lambda e: (e.start, e.stop)):
         if entry.start != at:
@@ -299,7 +299,7 @@ def check_layout(file: Path, entries: Mapping[str, Entry], base: int, size: int)
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """weight_map, {tensor: file name}; empty if there is no index. total_size is not read: nothing depends on it."""
+    """The index's weight_map, {tensor: file name}; empty without an index. total_size is not read: nothing needs it."""
     file = folder / INDEX
     if not os.path.lexists(file):
         return {}
@@ -322,6 +322,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def single_file(folder: Path) -> str:
+    """The name of the one safetensors file of a folder without an index."""
     names = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("."))
     if "model.safetensors" in names:
         return "model.safetensors"
@@ -339,7 +340,7 @@ def single_file(folder: Path) -> str:
 
 
 def check_index(folder: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Entry]]) -> None:
-    """The index and the headers say the same."""
+    """Check that the index and the headers agree on which file has which tensor."""
     seen: dict[str, str] = {}
     for file, header in headers.items():
         for name in header:
@@ -365,7 +366,7 @@ def check_index(folder: Path, weight_map: Mapping[str, str], headers: Mapping[st
 
 
 def open_regular(file: Path) -> FileIO:
-    """Opens a regular file, or a link to one; no pipe that never answers, no device that reacts to being opened."""
+    """Open a regular file or a link to one. Anything else is refused: a pipe may never answer, a device may react."""
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
             raise ValueError(f"{file} is not a regular file; a pipe, device or folder cannot be read here")
@@ -382,15 +383,15 @@ def stamp(handle: FileIO) -> tuple[int, int]:
 
 
 def on_a_page(size: int) -> torch.Tensor:
-    """Bytes that begin on a page: what is read into them can be written around the page cache as it lies."""
-    if size < BLOCK:  # not worth a page
+    """A buffer that begins on a page, so that a direct write (disk.py) needs no copy of it."""
+    if size < BLOCK:  # too small to be worth aligning
         return torch.empty(size, dtype=torch.uint8)
     room = torch.empty(size + PAGE, dtype=torch.uint8)
     return room[-room.data_ptr() % PAGE :][:size]
 
 
 def fill(handle: FileIO, file: Path, view: memoryview, at: int) -> None:
-    """Fills `view` from byte `at`, however little the system gives at a time."""
+    """Fill `view` from byte `at` of the file, with as many reads as that takes."""
     done = 0
     while done < len(view):
         got = os.preadv(handle.fileno(), [view[done:]], at + done)
@@ -414,7 +415,7 @@ def read_small(file: Path, limit: int) -> bytearray:
 
 
 def parse_object(raw: bytearray, file: Path) -> dict[str, Any]:
-    """A JSON object, strictly: no duplicate keys, no NaN, no unbounded nesting, numbers or counts."""
+    """Parse a JSON object strictly: no duplicate keys, no NaN, bounded nesting, digits and number of values."""
     try:
         if raw.count(b",") > MAX_COMMAS:
             raise ValueError(f"more than {MAX_COMMAS} commas")
@@ -450,7 +451,7 @@ def no_constant(word: str) -> None:
 
 
 def short(value: Any) -> str:
-    """repr() of a value from a stranger: of bounded length and depth."""
+    """repr() of an untrusted value, of bounded length and depth."""
     brief = reprlib.Repr()
     brief.maxstring = 160
     return brief.repr(value)
@@ -473,7 +474,7 @@ def row_range(entry: Entry, rows: tuple[int, int] | None) -> tuple[tuple[int, ..
 
 
 def samples(entry: Entry) -> Iterator[tuple[int, int]]:
-    """First, middle and last bytes; all of a small tensor."""
+    """Ranges of bytes to sample: the first, middle and last of a tensor, or all of a small one."""
     size = entry.stop - entry.start
     if size <= 3 * SAMPLE:
         yield entry.start, entry.stop
@@ -483,10 +484,10 @@ def samples(entry: Entry) -> Iterator[tuple[int, int]]:
 
 
 def count_non_finite(block: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype) -> int:
-    """How many numbers of these bytes are NaN or infinite.
+    """The number of values in these bytes that are NaN or infinite.
 
-    Two maxima tell whether there are any, with no memory and at the cache's speed: seen as signed integers, positive
-    non-finite numbers are the largest; seen as unsigned ones, negative non-finite numbers are.
+    Two maxima tell whether there are any, without extra memory and at the speed of the cache: as signed integers, the
+    positive non-finite numbers are the largest; as unsigned integers, the negative ones are.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0

@@ -1,11 +1,11 @@
-"""What all commands of the three packages share: help, one-sentence errors, closed pipes, Ctrl-C, warnings.
+"""The frame of every command of the three packages: help, one-sentence errors, closed pipes, Ctrl-C, warnings.
 
-A command is a module with a `main`. Its docstring is what --help shows: what it does, its usage, examples (a test runs
-them), and where its keys are listed.
+A command is a module with a `main`. --help shows the module's docstring: what the command does, its usage, examples (a
+test runs them), and where its keys are listed.
 
     from upcycle import cli
 
-    if __name__ == "__main__":  # before what takes seconds to import: --help and Ctrl-C do not wait for it
+    if __name__ == "__main__":  # above the slow imports: --help and Ctrl-C do not wait for them
         sys.exit(cli.start("training.plan"))
     ...
     @cli.command()
@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-TYPE_CHECKING = False  # typing has it too, but what is imported up here is imported before Ctrl-C is heard
+TYPE_CHECKING = False  # not typing's: imports up here run before start() can handle Ctrl-C, so there are few
 if TYPE_CHECKING:
     import argparse
     from types import FrameType
@@ -33,19 +33,22 @@ if TYPE_CHECKING:
 
 
 USER_ERROR = 2
-STOPPED = 130  # as a shell counts a process that Ctrl-C ended
+STOPPED = 130  # a shell's exit code for a process that Ctrl-C ended
 HELP = ("-h", "--help")
 OURS = ("upcycle", "training", "evaluation")
 
 
 def command(*, resumes: bool = False) -> Callable[[Callable[[list[str]], int]], Main]:
-    """Make a module's `main(words)` a command, which returns its exit code. `resumes`: started again it goes on."""
+    """Decorate a module's `main(words)` so that it returns an exit code for every outcome (see exit_code).
+
+    `resumes`: the command continues where it was when it is started again, and says so when it is stopped.
+    """
 
     def wrap(work: Callable[[list[str]], int]) -> Main:
         @functools.wraps(work)
         def main(words: Sequence[str] | None = None) -> int:
-            given = list(sys.argv[1:] if words is None else words)
-            return exit_code(work.__module__, lambda: work(given), resumes=resumes)
+            arguments = list(sys.argv[1:] if words is None else words)
+            return exit_code(work.__module__, lambda: work(arguments), resumes=resumes)
 
         return main
 
@@ -53,11 +56,11 @@ def command(*, resumes: bool = False) -> Callable[[Callable[[list[str]], int]], 
 
 
 def start(module: str, *, own_help: bool = False) -> int:
-    """The process of `python -m MODULE`, from before its imports to its exit code. `own_help`: its main shows it."""
+    """Import `module`, run its main and return the exit code. `own_help`: main shows --help itself."""
     warnings.formatwarning = lambda message, *_, **__: f"{name_of(module)}: {' '.join(str(message).split())}\n"
-    os.environ.setdefault("TORCH_LOGS_FORMAT", "[torch] %(message)s")  # else with a date and a line of torch's source
-    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so in the background of a script
-    if heard:
+    os.environ.setdefault("TORCH_LOGS_FORMAT", "[torch] %(message)s")  # by default torch adds a date and a source line
+    handles_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # False in a background job
+    if handles_ctrl_c:
         signal.signal(signal.SIGINT, functools.partial(interrupted, module))
 
     def work() -> int:
@@ -68,20 +71,21 @@ def start(module: str, *, own_help: bool = False) -> int:
         return code
 
     code = exit_code(module, work)
-    if heard:  # what is left is taking libraries down
+    if handles_ctrl_c:  # only the teardown of libraries is left, which may end at once
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return code
 
 
 def exit_code(module: str, work: Callable[[], int], *, resumes: bool = False) -> int:
-    """The exit code of `work`. What a user can cause is one sentence; anything else is a defect, with its traceback."""
+    """Run `work` and return its exit code. A failure that a user can cause becomes one sentence on stderr; any other
+    exception is a defect and keeps its traceback."""
     try:
         try:
             code = work()
-        except SystemExit as end:  # argparse, when it has shown its help
+        except SystemExit as end:  # argparse raises this after it has shown its help
             code = int(end.code or 0)
         if sys.stdout is not None:
-            sys.stdout.flush()  # here, where a reader who has gone is no error
+            sys.stdout.flush()  # inside the try: a closed pipe is no error
         return code
     except BrokenPipeError:  # `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -104,7 +108,8 @@ def exit_code(module: str, work: Callable[[], int], *, resumes: bool = False) ->
 
 
 def interrupted(module: str, number: int, frame: FrameType | None) -> None:
-    """Ctrl-C during an import ends the process at once: libraries catch exceptions there, and nothing is half done."""
+    """Handle Ctrl-C: during an import end the process at once, because libraries swallow exceptions there and no work
+    has begun; anywhere else raise KeyboardInterrupt."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             say_stopped(module)
@@ -115,8 +120,8 @@ def interrupted(module: str, number: int, frame: FrameType | None) -> None:
 
 def say_stopped(module: str, *, resumes: bool = False) -> None:
     more = "; the same command goes on from here" if resumes else ""
-    if os.environ.get("RANK", "0") == "0":  # the first one speaks for all
-        os.write(2, f"{name_of(module)}: stopped{more}\n".encode())  # print may be what was interrupted
+    if os.environ.get("RANK", "0") == "0":  # rank 0 speaks for all processes
+        os.write(2, f"{name_of(module)}: stopped{more}\n".encode())  # os.write: print itself may have been interrupted
 
 
 def name_of(module: str) -> str:
@@ -124,18 +129,18 @@ def name_of(module: str) -> str:
 
 
 def about(module: str) -> str:
-    """The docstring of a module, which is not imported for it."""
+    """The docstring of a module, read without importing the module."""
     import ast
     from importlib.util import find_spec
     from pathlib import Path
 
-    found = find_spec(module)
-    assert found is not None and found.origin is not None, module
-    return ast.get_docstring(ast.parse(Path(found.origin).read_text(encoding="utf-8"))) or ""
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
 
 
 def parser(**settings: Any) -> argparse.ArgumentParser:
-    """For commands with flags: its errors are ours, and the text around its lists stays as it is written."""
+    """An ArgumentParser for commands with flags: errors are ValueErrors, and texts of the help keep their lines."""
     import argparse
 
     class Parser(argparse.ArgumentParser):
@@ -149,11 +154,11 @@ def parser(**settings: Any) -> argparse.ArgumentParser:
 
 
 def names_and_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`A B key=value ...`, in any order: the names, and the words for upcycle.config.read."""
+    """Split `A B key=value ...`, in any order, into the names and the words for upcycle.config.read."""
     return [word for word in words if "=" not in word], [word for word in words if "=" in word]
 
 
 def file_and_words(words: Sequence[str]) -> tuple[str, list[str]]:
-    """`FILE key=value ...`, where the file may be left out. More names than that stay, to be refused by `read`."""
+    """Split `FILE key=value ...` into the file ("" if left out) and the words. `read` refuses further names."""
     names, keys = names_and_words(words)
     return (names[0] if names else ""), [*names[1:], *keys]

@@ -1,6 +1,6 @@
-"""YAML file + key=value words -> a frozen, typed dataclass. All three command lines use `read`.
+"""UpcycleConfig, and `read`, which makes it (or any config dataclass) from a YAML file and key=value words.
 
-Unknown keys are errors that name the nearest right key; nothing is read twice and no derived value is repeated.
+All three command lines use `read`. An unknown key is an error that names the nearest right one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from upcycle.plugin import nearest
 T = TypeVar("T")
 IN_CLONE = Path(__file__).parent.parent / "configs" / "upcycle"
 READY = IN_CLONE if IN_CLONE.is_dir() else Path(__file__).parent / "configs"  # where the wheel has them
-# what OmegaConf lets out for a list instead of a mapping, for `[=1`, and for a list that holds itself
+# exceptions that escape OmegaConf: for a list instead of a mapping, for `[=1`, for a list that holds itself
 NONSENSE = (TypeError, IndexError, RecursionError)
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -86,7 +86,10 @@ def read(
     ready: Path = READY,
     values: Iterable[tuple[str, Any]] = (),
 ) -> T:
-    """`kind` from an optional YAML file (a path, or the name of a ready config), `a.b=value` words, and values."""
+    """A `kind` from an optional YAML file (a path, or the name of a ready config), `a.b=value` words and `values`.
+
+    Later ones win. Whatever is wrong is a ValueError of one sentence.
+    """
     try:
         merged = OmegaConf.create({})
         if file:
@@ -108,7 +111,7 @@ def read(
 
 
 def word_value(kind: type[Any], key: str, text: str) -> Any:
-    """What a word says, as YAML; but a name stays what was typed: output=0123 is no number, in no base."""
+    """The value of a word, read as YAML; but text for a str field stays as typed: output=0123 is no number."""
     *path, last = key.split(".")
     for name in path:
         kind = get_type_hints(kind).get(name, object) if dataclasses.is_dataclass(kind) else object

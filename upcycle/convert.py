@@ -1,17 +1,18 @@
 """convert: a plan -> a checkpoint folder, streamed, restartable, shared by any number of processes.
 
-    OUTPUT.partial/               while it is being made; nobody loads a folder of this name by accident
-        model-00001-of-00009.safetensors.rank-0.part   being written, by the process that holds rank-0.lock
-        model-00001-of-00009.safetensors        complete
+    OUTPUT.partial/               the folder while it is made; its name keeps anybody from loading it by accident
+        model-00001-of-00009.safetensors.rank-0.part   a shard being written by the process that holds rank-0.lock
+        model-00001-of-00009.safetensors        a complete shard
         .upcycle/                 the job's own files, removed when all is done
-            job.json              which plan of which source this is
-            observed.safetensors  what was measured on text, so that a restart uses the same numbers
-            rank-0.lock           held while that process lives; rank-0.failed: why it stopped
-            model-00001-of-00009.json   size and sha256 of a shard: written last; a shard without it is made again
-    OUTPUT/                       the same folder renamed, when everything is in it
+            job.json              the plan and the source of this conversion
+            observed.safetensors  the measurements on text, so that a restart uses the same numbers
+            rank-0.lock           held while the process of that rank lives
+            rank-0.failed         why the process of that rank stopped
+            model-00001-of-00009.json   size and sha256 of a shard, written last: a shard without them is made again
+    OUTPUT/                       the same folder, renamed when everything is in it
 
-A process that dies at any moment leaves complete shards, which the next one keeps. The bytes depend on the plan and the
-source alone: not on order, threads, processes or how often it was killed.
+A process that dies at any moment leaves complete shards, which the next run keeps. The bytes depend on the plan and the
+source alone: not on order, threads, processes or the number of restarts.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def convert(
         raise ValueError(f"output is {plan.config.output!r}; write the name of a folder to make")
     partial = output.with_name(output.name + ".partial")
     identity: dict[str, Any] = {"plan": plan.hash, "source": [c.fingerprint() for c in checkpoints]}
-    if plan.needs_text:  # other text under the same name is another job
+    if plan.needs_text:  # the text is part of the identity: changed text is another job
         identity["texts"] = [disk.sha256(Path(path)) for path in request.measured_texts(plan.config)]
     if complete(output, identity):
         return output
@@ -74,7 +75,7 @@ def convert(
                 sync_folder(output.parent)
                 shutil.rmtree(output / JOB, ignore_errors=True)
     except (OSError, ValueError):
-        # when the last run left every shard, rank 0 renames the folder before a late process has looked into it
+        # if the last run left every shard, rank 0 may rename the folder before a late rank opens it: no failure
         if worker.rank == 0 or not made(output, identity):
             raise
     return output
@@ -84,9 +85,9 @@ def convert(
 
 
 def complete(output: Path, identity: Mapping[str, Any]) -> bool:
-    """The output is there already, made by this very plan. Anything else that is there is not touched."""
+    """True if this plan already made the output, False if it is yet to be made. Anything else there is a ValueError."""
     if made(output, identity):
-        shutil.rmtree(output / JOB, ignore_errors=True)  # if the last process was killed just before this
+        shutil.rmtree(output / JOB, ignore_errors=True)  # left if a kill came right after the rename
         return True
     if not output.exists() and not output.is_symlink():
         return False
@@ -125,14 +126,14 @@ def check_space(plan: UpcyclePlan, partial: Path) -> None:
 def write_own_shards(
     plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, worker: Worker, *, quiet: bool
 ) -> None:
-    mine = [shard for i, shard in enumerate(plan.shards) if i % worker.count == worker.rank]
-    done = [shard for shard in mine if record(partial, shard[0]) is not None]
-    total = sum(out.bytes for _, group in mine for out in group)
+    own = [shard for i, shard in enumerate(plan.shards) if i % worker.count == worker.rank]
+    finished = [shard for shard in own if record(partial, shard[0]) is not None]
+    total = sum(out.bytes for _, group in own for out in group)
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="convert", disable=quiet or worker.rank > 0, mininterval=0.2
     ) as bar:
-        bar.update(sum(out.bytes for _, group in done for out in group))
-        write_shards(plan, checkpoints, partial, worker, [shard for shard in mine if shard not in done], bar)
+        bar.update(sum(out.bytes for _, group in finished for out in group))
+        write_shards(plan, checkpoints, partial, worker, [shard for shard in own if shard not in finished], bar)
 
 
 def write_shards(
@@ -143,7 +144,7 @@ def write_shards(
     shards: list[tuple[str, list[Output]]],
     bar: Any,
 ) -> None:
-    """A few shards at a time, each a pipeline of its own: while one waits for the disk, others read, make and hash."""
+    """Write a few shards at a time, each a pipeline: while one waits for the disk, others read, make and hash."""
     stop = threading.Event()
 
     def advance(count: int) -> None:
@@ -163,7 +164,7 @@ def write_shards(
                 for future in wait_for(futures, return_when=FIRST_EXCEPTION).done:
                     future.result()
             except BaseException:
-                stop.set()  # shards of gigabytes are left where they are
+                stop.set()  # unfinished shards are abandoned: each may have gigabytes to go
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     finally:
@@ -171,9 +172,9 @@ def write_shards(
 
 
 def in_flight(plan: UpcyclePlan, shards: int) -> tuple[int, int]:
-    """(shards written at once, bytes of tensors kept): each lane keeps a layer's FFN as read and as made.
+    """(shards written at once, bytes of the cache). Each lane needs room for a layer's FFN as read and as made.
 
-    Together no more than one full shard, so a large model has fewer lanes, not more memory.
+    All lanes together keep no more than one full shard, so a large model has fewer lanes, not more memory.
     """
     d = plan.dense
     layer = 2 * sum(prod(shape) for shape in d.ffn_shapes().values()) * max(BYTES[d.dtype], BYTES[plan.moe.dtype])
@@ -184,7 +185,7 @@ def in_flight(plan: UpcyclePlan, shards: int) -> tuple[int, int]:
 def write_shard(
     maker: Maker, partial: Path, name: str, outputs: list[Output], suffix: str, advance: Callable[[int], None]
 ) -> None:
-    """Make the next part while this one is copied and hashed and the one before is written."""
+    """Write one shard: make the next part while this one is copied and hashed and the previous one is written."""
     part_file, parts = partial / f"{name}.{suffix}", [part for output in outputs for part in output.parts]
     with ThreadPoolExecutor(1, "make") as pool, disk.Stream(part_file) as stream:
         ahead: Future[Tensor] | None = pool.submit(maker.part, parts[0])
@@ -205,7 +206,7 @@ def record_file(partial: Path, name: str) -> Path:
 
 
 def record(partial: Path, name: str) -> dict[str, Any] | None:
-    """What is known of a complete shard; None if it has to be made."""
+    """Size and sha256 of a complete shard; None if it has to be made."""
     try:
         line: dict[str, Any] = json.loads(record_file(partial, name).read_text())
         return line if (partial / name).stat().st_size == line["bytes"] else None
@@ -213,12 +214,13 @@ def record(partial: Path, name: str) -> dict[str, Any] | None:
         return None
 
 
-# ---- what is measured, and what lies beside the weights
+# ---- measurements on text, and the files beside the weights
 
 
 def observations(
     plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, watch: Watch, *, quiet: bool
 ) -> dict[str, Tensor]:
+    """The measurements that the plan needs: rank 0 makes them unless a previous run did, the others wait for them."""
     if not plan.needs_text:
         return {}
     path = partial / JOB / OBSERVED
@@ -238,7 +240,7 @@ def observations(
 
 
 def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, identity: Mapping[str, Any]) -> None:
-    """Everything but the weights: index, config, tokenizer, model card, manifest; then the job's own files go."""
+    """Write everything but the weights: index, config, tokenizer, model card, manifest. Remove temporary files."""
     files = {name: record(partial, name) for name, _ in plan.shards}
     if len(plan.shards) > 1:
         weight_map = {out.name: name for name, group in plan.shards for out in group}

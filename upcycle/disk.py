@@ -1,8 +1,9 @@
-"""Writing: a large file front to back, hashed on the way; a small one whole or not at all.
+"""Writing files: `Stream` writes a large file front to back and hashes it; `write_atomic` writes a small one whole or
+not at all.
 
-A shard goes around the page cache where the system allows it (O_DIRECT): its bytes are written once and not read again
-here, so caching them would cost a copy by the kernel and push the source out of memory. What is left for the processor
-is the sha256, and a copy into an aligned buffer of what does not begin on a page; both run beside the disk.
+A shard goes around the page cache where the system allows it (O_DIRECT): its bytes are not read again here, so caching
+them would cost a copy by the kernel and push the source out of memory. The processor is left with the sha256, and with
+copying data that does not begin on a page into an aligned buffer; both run while the disk writes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SAFETENSORS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16"
 
 
 class Stored(Protocol):
-    """What a safetensors header says of a tensor (plan.Output)."""
+    """The fields of a tensor that a safetensors header needs (plan.Output has them)."""
 
     @property
     def name(self) -> str: ...
@@ -47,7 +48,7 @@ T = TypeVar("T", bound=Stored)
 
 
 def shards(tensors: Iterable[T], limit: int) -> list[tuple[str, list[T]]]:
-    """(file name, tensors): as many per file as fit `limit`, in order; one that is larger than that has its own."""
+    """(file name, tensors) of each file: as many tensors, in order, as fit into `limit` bytes, or one larger tensor."""
     groups: list[list[T]] = []
     room = 0
     for tensor in tensors:
@@ -62,7 +63,7 @@ def shards(tensors: Iterable[T], limit: int) -> list[tuple[str, list[T]]]:
 
 
 def header(tensors: Iterable[Stored]) -> bytes:
-    """The head of a safetensors file, known before any of its tensors is made."""
+    """The header of a safetensors file. It needs no tensor's values, so it is written before any tensor is made."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor in tensors:
@@ -97,7 +98,7 @@ class Stream:
         self.pending: Future[None] | None = None
 
     def write(self, data: bytes | Tensor) -> None:
-        """Copy, hash and, whenever a buffer is full, write it beside the next copy."""
+        """Copy and hash `data`. A thread writes each full buffer while the next one is filled."""
         source = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data.flatten().view(torch.uint8).numpy()
         self.bytes += source.size
         start = self.write_through(source) if self.filled == 0 and source.ctypes.data % ALIGN == 0 else 0
@@ -112,14 +113,17 @@ class Stream:
                 self.flush(BUFFER)
 
     def write_through(self, source: NDArray[np.uint8]) -> int:
-        """What lies on a page and comes to lie on one needs no copy: hashed while it is written. Returns how much."""
+        """Write the whole pages of `source` without a copy, hashing them meanwhile, and return their number of bytes.
+
+        `source` and its place in the file must both begin on a page.
+        """
         whole = source.size - source.size % ALIGN
         for start in range(0, whole, BUFFER):
             piece = source[start : min(start + BUFFER, whole)]
             self.wait()
             self.pending = self.writer.submit(write_all, self.fd, piece.data)
             self.digest.update(piece.data)
-        self.wait()  # the caller may change or free what is being written
+        self.wait()  # after write() the caller may change or free the memory
         return whole
 
     def flush(self, size: int) -> None:
@@ -166,12 +170,12 @@ def write_all(fd: int, data: memoryview) -> None:
         try:
             data = data[os.write(fd, data[: 1 << 30]) :]
         except OSError as error:
-            if error.errno != errno.EINVAL or not undirect(fd):  # some filesystems notice only here
+            if error.errno != errno.EINVAL or not undirect(fd):  # some filesystems refuse direct writes only here
                 raise
 
 
 def undirect(fd: int) -> bool:
-    """Write through the page cache from now on. False if it did so already."""
+    """Let `fd` write through the page cache from now on. False if it did so already."""
     direct, flags = getattr(os, "O_DIRECT", 0), fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
     return bool(flags & direct)

@@ -3,8 +3,8 @@
 A neuron is row n of `gate` and `up` (with their biases) and column n of `down`. Permuting neurons changes nothing;
 cutting them into disjoint sets makes blocks whose outputs add up. Every initialisation method is built from that.
 
-An FFN is lazy: it holds a function from matrix name to tensor, so `expert.down` reads the source's `down` and nothing
-else, and a method that only selects and perturbs neurons costs what the one matrix asked for costs.
+An FFN is lazy: it holds a function from matrix name to tensor, so `expert["down"]` reads the source's `down` and no
+other matrix, and selecting or perturbing neurons costs work only in the matrices that are read.
 
 Shapes: F neurons (width), D hidden size, T tokens.  gate_FD  up_FD  down_DF  gate_bias_F  up_bias_F  down_bias_D
 """
@@ -26,7 +26,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: functional.relu(x).square(),
 }
 
-# Along which dim of each matrix the neurons lie; down_bias belongs to no neuron.
+# The dim of each matrix along which the neurons lie; down_bias belongs to no neuron.
 NEURON_DIM: Mapping[str, int] = {"gate": 0, "up": 0, "down": 1, "gate_bias": 0, "up_bias": 0}
 MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
@@ -53,7 +53,7 @@ class FFN:
         return self.read(matrix)
 
     def neurons(self, index: slice | Tensor) -> FFN:
-        """The FFN of some of the neurons, in the order given. A slice stays a view and copies nothing."""
+        """The FFN of the neurons at `index`, in that order. With a slice its matrices are views and copy nothing."""
         width = len(range(self.width)[index]) if isinstance(index, slice) else index.numel()
 
         def read(matrix: str) -> Tensor:
@@ -70,20 +70,21 @@ class FFN:
         return replace(self, matrices=tuple(m for m in self.matrices if not m.startswith("gate")))
 
     def with_gate_as_up(self) -> FFN:
-        """gate = up: how a gated block with relu holds squared ReLU, relu(u) * u. To be scaled after, not before."""
+        """A gated FFN with gate = up: with relu it computes squared ReLU, relu(u) * u. Scale `up` after this, not
+        before: the gate must stay unscaled."""
         matrices = tuple(m for m in MATRICES if m.replace("gate", "up") in self.matrices)
         return replace(self, matrices=matrices, read=lambda matrix: self.read(matrix.replace("gate", "up")))
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> FFN:
-        """Each matrix changed on its own, when it is read."""
+        """An FFN whose matrices pass through `change(name, matrix)` when they are read."""
         return replace(self, read=lambda matrix: change(matrix, self.read(matrix)))
 
     def scaled(self, factors: Mapping[str, float]) -> FFN:
-        """Matrices times numbers, in float32 at least so that bf16 is rounded once, at the end."""
+        """An FFN with matrices times `factors`, in float32 or wider so that bf16 is rounded once, at the end."""
         return self.map(lambda matrix, w: scale(w, factors.get(matrix, 1.0)))
 
     def __call__(self, x_TD: Tensor, activation: str) -> Tensor:
-        """The block itself; for references and estimates, not for speed."""
+        """Apply the block to x_TD; for references and estimates, not for speed."""
         bias = {m: self.read(m) if m in self.matrices else None for m in ("gate_bias", "up_bias", "down_bias")}
         h_TF = functional.linear(x_TD, self["up"], bias["up_bias"])
         act = ACTIVATIONS[activation]

@@ -1,4 +1,4 @@
-"""inspect: what a checkpoint folder holds, and whether its bytes are those that were written."""
+"""inspect: what a checkpoint folder holds (`describe`), and whether its bytes are those that were written (`check`)."""
 
 from __future__ import annotations
 
@@ -67,8 +67,11 @@ def sizes_stated(config: Any) -> list[str]:
 
 
 def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """How far the rows of a group's slices are apart, by layer. Equal rows choose whole FFNs; a choice by others may
-    have some slice twice and another not at all, which only text can tell (`evaluation routing`)."""
+    """Lines (name, value) on how far the router rows of a virtual group differ, layer by layer.
+
+    Equal rows choose whole FFNs. Rows that differ may choose one slice twice and another not at all, which only text
+    can tell (`evaluation routing`).
+    """
     if manifest["config"]["granularity"] == 1:
         return
     target = plugin.load("upcycle.targets", str(checkpoint.config["model_type"]))
@@ -93,8 +96,10 @@ def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator
 
 
 def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
-    """The model of a config.json with what that cannot say: how many experts one copy of a dense FFN is. `config`: of
-    its plan. Experts of a method that makes no copies stay what they are."""
+    """`moe` with the copies and granularity of the plan's `config`, which a config.json does not hold.
+
+    Experts of a method that makes no copies are left as one copy each. A ValueError if the two files disagree.
+    """
     name, keys = config["method"]["name"], {key: value for key, value in config["method"].items() if key != "name"}
     granularity = 1 if methods.load(name, keys).needs.disjoint else int(config["granularity"])
     if granularity < 1 or moe.experts % granularity:
@@ -102,7 +107,7 @@ def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
             f"{MANIFEST} says granularity={granularity}, which does not divide the {moe.experts} experts of "
             "config.json; do the two belong together?"
         )
-    if moe.slices not in (1, granularity):  # the router's classes, which nobody else may change
+    if moe.slices not in (1, granularity):  # the classes in which the router chooses are part of the model
         raise ValueError(
             f"{MANIFEST} says granularity={granularity}, config.json expert_slices={moe.slices}; do the two belong "
             "together?"
@@ -111,12 +116,13 @@ def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a converted folder, None if it has none. A ValueError if it is not as upcycle writes it."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
-        promise = manifest["promise"]  # what its readers rely on is looked at here, once
+        promise = manifest["promise"]  # everything that readers of a manifest rely on is checked here, once
         config = manifest["config"]
         _ = manifest["from"], manifest["plan"], config["method"]["name"], int(config["granularity"])
         _ = bool(promise["exact"]), float(promise["tolerance"]), "; ".join(promise["reasons"])
@@ -127,31 +133,32 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def check(folder: Path) -> bool:
-    """Sizes and sha256 against the manifest, and every weight finite. Says what is wrong; True if nothing is."""
-    wrong = []
+    """Compare sizes and sha256 with the manifest, and check that every weight is finite. Prints each fault to stderr;
+    returns True if there is none."""
+    faults = []
     manifest = read_manifest(folder)
     for name, line in (manifest or {"files": {}})["files"].items():
         digest, path = hashlib.sha256(), folder / Path(name).name
         size = path.stat().st_size if path.is_file() else 0
         if size != line["bytes"]:
-            wrong.append(f"{name} has {size} bytes, {line['bytes']} were written")
+            faults.append(f"{name} has {size} bytes, {line['bytes']} were written")
             continue
         with open(path, "rb") as file, tqdm(total=size, unit="B", unit_scale=True, desc=name, delay=2) as bar:
             while block := file.read(BLOCK):
                 digest.update(block)
                 bar.update(len(block))
         if digest.hexdigest() != line["sha256"]:
-            wrong.append(f"{name} is not the file that was written: its sha256 differs from the manifest's")
+            faults.append(f"{name} is not the file that was written: its sha256 differs from the manifest's")
     with Checkpoint.open(folder) as checkpoint:
         for name in tqdm(checkpoint.entries, desc="values", delay=2):
             try:
                 checkpoint.read(name)
             except ValueError as error:
-                wrong.append(str(error))
-    for line in wrong:
+                faults.append(str(error))
+    for line in faults:
         print(f"upcycle: {line}", file=sys.stderr)
-    done = (
+    verdict = (
         "sizes, sha256 and values are right" if manifest else "values are finite; there is no manifest to compare with"
     )
-    print(f"{'checked':<20} {done if not wrong else f'{len(wrong)} wrong'}")
-    return not wrong
+    print(f"{'checked':<20} {verdict if not faults else f'{len(faults)} wrong'}")
+    return not faults

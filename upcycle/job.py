@@ -1,8 +1,11 @@
-"""A job that several processes share and that any number of kills may interrupt: who is at work, and on what.
+"""A conversion that several processes share and that may be killed at any time: which processes run, on which plan.
+
+`job` is the context in which a process works; its `Watch` notices processes that have stopped. The state is on disk:
 
 FOLDER.partial/.upcycle/
-    job.json                  which plan of which source this is
-    rank-0.lock               held while that process lives; rank-0.failed: why it stopped
+    job.json                  the plan and the source of this conversion
+    rank-0.lock               held while the process of that rank lives
+    rank-0.failed             why the process of that rank stopped
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ from upcycle.disk import write_atomic
 JOB = ".upcycle"
 OBSERVED = "observed.safetensors"
 POLL = 0.2  # seconds between looks at the other processes' work
-PATIENCE = 60.0  # seconds that a process may come later than the others
+PATIENCE = 60.0  # seconds that a process may start later than the others
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Which of several processes this is, as torchrun says it."""
+    """The rank of this process and the number of processes, as torchrun sets them."""
 
     rank: int = 0
     count: int = 1
@@ -43,7 +46,7 @@ class Worker:
 
 
 def read_json(path: Path) -> Any:
-    """None if it is not there or no JSON."""
+    """The parsed file; None if it is missing or not JSON."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -51,14 +54,14 @@ def read_json(path: Path) -> Any:
 
 
 class Watch:
-    """Whether the processes that this one waits for are at work. Each holds its lock while it lives."""
+    """Checks that the processes this one waits for are still running. Each holds its lock while it lives."""
 
     def __init__(self, partial: Path, worker: Worker) -> None:
         self.folder, self.worker, self.begun = partial / JOB, worker, time.time()
         self.seen: dict[int, float] = {}
 
     def check(self, ranks: Collection[int]) -> None:
-        """A ValueError if one of them stopped, or is not there for so long that it will not come."""
+        """Raise a ValueError if a process of `ranks` stopped, or has been missing for longer than PATIENCE."""
         for rank in ranks:
             if rank == self.worker.rank or held(self.folder / f"rank-{rank}.lock"):
                 self.seen[rank] = time.time()
@@ -67,7 +70,7 @@ class Watch:
             with suppress(FileNotFoundError):
                 failed = self.folder / f"rank-{rank}.failed"
                 reason, at = failed.read_text(), failed.stat().st_mtime
-            # one that is older than this process may be of the last run: its rank removes it when it comes
+            # a file older than this process may be left from the last run; its rank removes it on starting
             if at >= self.begun or time.time() - self.seen.get(rank, self.begun) > PATIENCE:
                 raise ValueError(f"rank-{rank} of {self.worker.count} stopped: {reason}")
 
@@ -78,7 +81,7 @@ def held(lock: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # or nobody can know: some network filesystems have no locks
+    except OSError:  # locked; or the filesystem has no locks, and then the process counts as alive
         return True
     return False
 
@@ -88,7 +91,7 @@ def hold(lock: IO[str], partial: Path, rank: int) -> None:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(POLL / 2)  # perhaps it was only looked at, see held()
+            time.sleep(POLL / 2)  # perhaps another process only tests the lock, see held()
         except OSError:
             return None
     raise ValueError(f"another process is writing {partial} as rank {rank}; wait for it, or stop it")
@@ -96,13 +99,14 @@ def hold(lock: IO[str], partial: Path, rank: int) -> None:
 
 @contextmanager
 def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) -> Iterator[Watch]:
-    """Hold this process's place in the job: one process per rank, all with the same plan."""
+    """Take this process's place in the job, one process per rank, all with the same plan. `check` runs before the first
+    write, and may refuse."""
     if worker.rank == 0:
         if not partial.exists():
             check()
         (partial / JOB).mkdir(parents=True, exist_ok=True)
     begun = time.time()
-    while not (partial / JOB).is_dir():  # the others wait for rank 0 to make it
+    while not (partial / JOB).is_dir():  # the other ranks wait for rank 0 to make the folder
         if time.time() - begun > PATIENCE:
             raise ValueError(f"{partial} was not begun by rank 0 within a minute; look at that process")
         time.sleep(POLL)
@@ -110,7 +114,7 @@ def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) 
         hold(lock, partial, worker.rank)
         failed = partial / JOB / f"rank-{worker.rank}.failed"
         failed.unlink(missing_ok=True)
-        for old in partial.glob("*.part"):  # this rank's, or of one that there is no more
+        for old in partial.glob("*.part"):  # left by this rank, or by a rank that this run does not have
             rank = re.search(r"\.rank-(\d+)\.part$", old.name)
             if rank and int(rank[1]) % worker.count == worker.rank:
                 old.unlink(missing_ok=True)
@@ -120,7 +124,7 @@ def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) 
             await_job(partial, identity)
             yield Watch(partial, worker)
         except BaseException as error:
-            if worker.count > 1 and (partial / JOB).is_dir():  # else the others would wait for this one's shards
+            if worker.count > 1 and (partial / JOB).is_dir():  # so that the others do not wait for this rank's shards
                 write_atomic(failed, (str(error) or type(error).__name__).encode())
             raise
 
@@ -139,7 +143,7 @@ def start_job(partial: Path, identity: Mapping[str, Any], check: Any) -> None:
 
 def await_job(partial: Path, identity: Mapping[str, Any]) -> None:
     begun = time.time()
-    while read_json(partial / JOB / "job.json") != dict(identity):  # one of a job that never began is replaced
+    while read_json(partial / JOB / "job.json") != dict(identity):  # rank 0 replaces a stale job.json
         if time.time() - begun > PATIENCE:
             raise ValueError(
                 f"{partial} is not being made by rank 0, or by another plan or of another source than this process "
@@ -150,7 +154,7 @@ def await_job(partial: Path, identity: Mapping[str, Any]) -> None:
 
 @contextmanager
 def explained(partial: Path) -> Iterator[None]:
-    """A full disk is a sentence, not a traceback."""
+    """Turn a full or unwritable disk into a ValueError of one sentence."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The converter for notebooks and scripts: what the command line does, with values instead of words.
+"""Upcycling: the converter for notebooks and scripts, the commands with values instead of words.
 
     moe = Upcycling("llama3-8b-e8t2", source="./llama", output="./moe")
     print(moe.plan)
@@ -33,12 +33,12 @@ class PrintedPlan(UpcyclePlan):
 
 
 class Upcycling:
-    """A config, the dense models that it names, and what is made of them. Every mistake is a ValueError."""
+    """A config with its plan, conversion and verification. Every mistake is a ValueError."""
 
     def __init__(self, config: str | PathLike[str] | Mapping[str, Any] | UpcycleConfig = "", /, **keys: Any) -> None:
-        """From a YAML file, the name of a ready config, or keys and values; `keys` change some of these.
+        """Read a YAML file, the name of a ready config, or keys and values; `keys` override them.
 
-        experts=4, method="drop", router={"init": {"std": 0.02}}, or by its path **{"router.init.std": 0.02}.
+        experts=4, method="drop", router={"init": {"std": 0.02}}, or with a dotted key **{"router.init.std": 0.02}.
         """
         file = fspath(config) if isinstance(config, str | PathLike) else ""
         values = asdict(config) if isinstance(config, UpcycleConfig) else config if isinstance(config, Mapping) else {}
@@ -49,19 +49,19 @@ class Upcycling:
 
     @contextmanager
     def opened(self) -> Iterator[list[Checkpoint]]:
-        """The base, then the donors."""
+        """Open the base, then the donors, for the duration of a `with`."""
         with ExitStack() as stack:
             yield [stack.enter_context(Checkpoint.open(name)) for name in (self.dense, *self.config.donors)]
 
     @cached_property
     def plan(self) -> PrintedPlan:
-        """What would be made. Reads headers, writes nothing."""
+        """The plan of this config. Reads headers, writes nothing."""
         with self.opened() as checkpoints:
             plan = build(self.config, checkpoints)
         return PrintedPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)})
 
     def convert(self, output: str | PathLike[str] = "", *, worker: Worker | None = None, quiet: bool = False) -> Path:
-        """Make the folder `output`, or the config's. One that this plan made already is left as it is."""
+        """Make the folder `output`, or the config's, and return it. If this plan made it already, nothing is done."""
         if output:
             self.config = replace(self.config, output=fspath(output))
             self.plan = replace(self.plan, config=self.config)

@@ -1,7 +1,7 @@
-"""Maker: runs recipes. Any tensor of the plan, whole, in part or a slice of it, bit-identical to the converted file.
+"""Maker: makes any tensor of the plan, or a slice of one, bit-identical to the converted file.
 
 `convert` asks for every part in file order; a training rank asks for the slices it owns (online upcycling).
-Recently read and made tensors are kept, so that the source is read once although each neuron is written E times.
+Recently read and made tensors are cached, so that the source is read once although each neuron is written E times.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from upcycle.ffn import FFN, scale
 from upcycle.methods import Place
 from upcycle.plan import Output, Recipe, UpcyclePlan
 
-CACHE = 512 << 20  # bytes of tensors kept, besides those in use; convert says how many it needs
+CACHE = 512 << 20  # default size of the cache in bytes, besides tensors in use; convert passes its own
 
 
 class Kept:
-    """The tensors used last, up to a number of bytes. Two threads that want one tensor make it once."""
+    """A cache of the most recently used tensors, up to `limit` bytes. Threads that want one tensor make it once."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes = limit, 0
@@ -40,7 +40,7 @@ class Kept:
             if future is not None:
                 self.tensors.move_to_end(key)
             else:
-                mine = self.tensors[key] = Future()
+                new = self.tensors[key] = Future()
         if future is not None:
             return future.result()
         try:
@@ -48,9 +48,9 @@ class Kept:
         except BaseException as error:
             with self.lock:
                 self.tensors.pop(key, None)
-            mine.set_exception(error)
+            new.set_exception(error)
             raise
-        mine.set_result(tensor)
+        new.set_result(tensor)
         with self.lock:
             self.bytes += tensor.nbytes
             for old in [k for k, f in self.tensors.items() if f.done() and k != key]:
@@ -61,18 +61,20 @@ class Kept:
 
 
 class Maker:
+    """Makes tensors of `plan`. `checkpoints`: the base, then the donors; `cache`: bytes of tensors kept."""
+
     def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], cache: int = CACHE) -> None:
         self.plan, self.checkpoints, self.kept = plan, checkpoints, Kept(cache)
 
-    # ---- what callers want
+    # ---- whole outputs and slices
 
     def tensor(self, name: str) -> Tensor:
-        """A whole output."""
+        """The whole output `name`."""
         output = self.output(name)
         return torch.cat([self.part(part).flatten() for part in output.parts]).view(output.shape)
 
     def slice(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """output[index], reading and making only the parts that rows `index[0]` touch."""
+        """output[index], made from only the parts that rows `index[0]` touch. A ValueError if the rows have a step."""
         output = self.output(name)
         if not output.shape or not index:
             return self.tensor(name)
@@ -91,7 +93,7 @@ class Maker:
         return whole.view(max(stop - start, 0), *output.shape[1:])[(slice(None), *index[1:])]
 
     def flat(self, part: Recipe, low: int, high: int) -> Tensor:
-        """Elements low to high of a part. Of a kept tensor just those rows are read; other parts are made whole."""
+        """Elements low to high of a flattened part. Of a `keep` part just their rows are read; others are whole."""
         width = prod(part.shape[1:])
         if part.kind == "keep" and not part.sources[0].rows and width:
             first, last = low // width, -(-high // width)
@@ -153,7 +155,7 @@ class Maker:
         place = Place(recipe.layer, recipe.expert, moe.copies, moe.granularity, moe.widths, plan.config.seed)
 
         def make() -> Tensor:
-            donors = [self.carved(self.ffn(recipe, [one]), recipe.layer, shared=False) for one in recipe.sources]
+            donors = [self.carved(self.ffn(recipe, [source]), recipe.layer, shared=False) for source in recipe.sources]
             ffn = plan.method.expert(donors, place)
             return self.finish(recipe, self.held(ffn).scaled(plan.factors(recipe.layer))[recipe.matrix])
 
@@ -162,7 +164,7 @@ class Maker:
         return self.kept.get(("expert", recipe.layer, plan.method.same(place), recipe.matrix, recipe.dtype), make)
 
     def ffn(self, recipe: Recipe, sources: Sequence[Source]) -> FFN:
-        """The layer's dense FFN, the mean of the sources' ones; only the recipe's own matrix is there."""
+        """The layer's dense FFN (the mean, if there are several sources) with only the matrix that the recipe needs."""
         dense = self.plan.dense
         matrix = recipe.matrix if dense.gated else recipe.matrix.replace("gate", "up")  # see held()
 
@@ -174,11 +176,11 @@ class Maker:
         return FFN(dense.ffn, dense.hidden, (matrix,), read)
 
     def held(self, ffn: FFN) -> FFN:
-        """As the target has it: a donor without gate gets one that equals up, also after noise or a redraw."""
+        """The FFN as the target holds it: gate = up for a donor without gate, set last so that both have the noise."""
         return ffn if self.plan.dense.gated else ffn.with_gate_as_up()
 
     def carved(self, ffn: FFN, layer: int, *, shared: bool) -> FFN:
-        """The shared expert's neurons, or the rest: the first ones, or the most active ones if those were measured."""
+        """The neurons of the shared expert (the first, or the most active if measured), or all the others."""
         cut = self.plan.moe.shared
         order = self.plan.observed.get(f"layers.{layer}.order")
         if order is None:
@@ -206,7 +208,7 @@ class Maker:
             return checkpoint.read(source.name, rows)
         if len(source.rows) == 1:
             return checkpoint.read(source.name, source.rows[0])
-        # many ranges (interleaved q, k, v): one read serves all three
+        # many ranges (q, k, v interleaved in one tensor): read the tensor once for all three
         whole = self.kept.get(("whole", source.donor, source.name), lambda: checkpoint.read(source.name))
         return torch.cat([whole[start:stop] for start, stop in source.rows])
 

@@ -1,8 +1,8 @@
-"""What a plan needs to know about the dense model's behaviour on text, measured in one streamed pass over its layers.
+"""`measure`: the numbers that a plan needs from the dense model on text, from one streamed pass over its layers.
 
 layers.L.rows    directions for the router's rows: domain means, or gate rows of representative neurons
-layers.L.order   the neurons, shared expert's first, then expert after expert
-layers.L.mass    E[sum of the chosen weights]: what the router really lets through
+layers.L.order   the order of the neurons: the shared expert's first, then expert after expert
+layers.L.mass    the mean, over tokens, of the sum of the chosen weights
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOP = 10  # the most active neurons that mark a token, as in CMoE
 def measure(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], *, quiet: bool = False) -> dict[str, Tensor]:
     moe, init = plan.moe, plan.config.router.init
     ids, domain = tokens(plan, checkpoints)
-    found: dict[str, Tensor] = {}
+    measured: dict[str, Tensor] = {}
     for view in observe.walk(plan.dense, reader(plan, checkpoints), ids, quiet=quiet):
         if view.layer not in moe.layers:
             continue
@@ -32,18 +32,18 @@ def measure(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], *, quiet: bool
         if plan.method.needs.order:
             marks_TF = observe.neuron_activity(view.ffn, x_TD, plan.dense.activation, TOP)
             order, representatives = observe.cluster_neurons(marks_TF, moe.shared, moe.widths, plan.config.seed)
-            found[f"{prefix}.order"] = order
+            measured[f"{prefix}.order"] = order
             if init.name == "neurons":
                 rows = view.ffn["gate" if plan.dense.gated else "up"][representatives].float()
         if init.name == "hidden":
             rows = observe.domain_means(x_TD, domain)
         if rows is not None:
-            found[f"{prefix}.rows"] = rows.contiguous()
+            measured[f"{prefix}.rows"] = rows.contiguous()
         if plan.scale == "calibrated":
             distinct = router_rows(plan, view.layer, rows)
             mass = observe.router_mass(x_TD, routers.repeated(distinct, moe.experts), moe)
-            found[f"{prefix}.mass"] = torch.tensor(mass, dtype=torch.float64)
-    return found
+            measured[f"{prefix}.mass"] = torch.tensor(mass, dtype=torch.float64)
+    return measured
 
 
 def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> tuple[Tensor
 
 
 def reader(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> observe.Read:
-    """role -> tensor of the dense model that is converted: the base, or the donors' mean if the rest is that."""
+    """A function role -> tensor of the dense model: the base, or the donors' mean if the method averages the rest."""
     maker = Maker(plan, checkpoints)
     sources = plugin.load("upcycle.families", plan.dense.family).sources(plan.dense)
     donors = range(1, len(checkpoints)) if plan.method.needs.rest == "mean" else [0]

@@ -1,8 +1,8 @@
-"""What the dense model does on text: one streamed pass with one layer's weights in memory, and what to make of it.
+"""The dense model on text: one streamed pass with one layer's weights in memory, and what is computed from it.
 
-`walk` runs the model layer by layer in float32 and shows, for each layer, what a router there would read. Memory is
-that of one layer and of the hidden states of the calibration tokens, so a model larger than the machine is no problem.
-The functions below it turn these values into router rows, the router's probability mass, or clusters of neurons.
+`walk` runs the model layer by layer in float32 and yields, for each layer, the input that a router there would read.
+Memory holds one layer and the hidden states of the calibration tokens, so the model may be larger than the machine.
+The functions below `walk` turn these values into router rows, the router's probability mass, or clusters of neurons.
 
 Shapes: T tokens, D hidden size, F neurons, N experts, E domains.
 """
@@ -23,22 +23,22 @@ from upcycle.spec import DenseSpec, MoESpec
 from upcycle.targets import common, upcycled
 
 Read = Callable[[str], Tensor]  # a role (see spec.py) -> its tensor
-CHUNK = 2048  # tokens at a time where a (tokens, F) or (tokens, N) matrix would be large
+CHUNK = 2048  # tokens at a time, where a (T, F) or (T, N) matrix would be large
 ROUNDS = 10  # of k-means, at most
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """One layer of the dense model on the calibration tokens. Use it before asking for the next one."""
+    """One layer of the dense model on the calibration tokens. Valid until `walk` advances to the next layer."""
 
     layer: int
     router_input: Tensor  # (T, D), what a router of this layer would read
-    ffn: FFN  # the dense weights, read when asked for
-    output: Tensor  # (T, D), what the next layer reads; the next layer overwrites it
+    ffn: FFN  # the dense weights, each read when it is used
+    output: Tensor  # (T, D), the input of the next layer, which overwrites it
 
 
 def walk(spec: DenseSpec, read: Read, ids: Tensor, *, quiet: bool = False) -> Iterator[LayerView]:
-    """Layer after layer of the model on ids [sequence, token]; stop early and the rest is never read."""
+    """Yield a LayerView of each layer on ids [sequence, token]. If the caller stops early, the rest is never read."""
     # only rows that occur are made float32: an embedding can be larger than all hidden states
     x_BSD = functional.embedding(ids, read("embed.weight")).float() * spec.embed_scale
     for layer in tqdm(range(spec.layers), "observe", unit="layer", delay=2, disable=quiet):
@@ -48,7 +48,7 @@ def walk(spec: DenseSpec, read: Read, ids: Tensor, *, quiet: bool = False) -> It
 
 @torch.no_grad()
 def run_layer(spec: DenseSpec, read: Read, index: int, x_BSD: Tensor) -> Tensor:
-    """Puts the layer's output into x_BSD and returns what its FFN read, (T, D)."""
+    """Replace x_BSD by the layer's output, in place, and return the input of its FFN, (T, D)."""
     from upcycle.remote import modeling_upcycled as model  # imports transformers
 
     dense = MoESpec(spec, layers=(), widths=(), top_k=0, copies=1, dtype="float32")
@@ -84,14 +84,14 @@ def layer_ffn(spec: DenseSpec, read: Read, layer: int) -> FFN:
 
 
 def domain_means(x_TD: Tensor, domain_T: Tensor) -> Tensor:
-    """(E, D): the mean of each domain's tokens."""
+    """The mean of each domain's tokens, (E, D)."""
     count_E = torch.bincount(domain_T)
     assert bool((count_E > 0).all()), "a domain without tokens has no mean"
     return x_TD.new_zeros(len(count_E), x_TD.shape[1]).index_add_(0, domain_T, x_TD) / count_E[:, None]
 
 
 def router_mass(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec) -> float:
-    """E[sum of the chosen weights], for one row per expert: 1 for routers that normalise, top_k/N for a blind one."""
+    """The mean sum of a token's chosen weights: 1 if the router normalises, top_k / N if its logits are all equal."""
     sums = [routers.weights(part, rows_ND, moe)[0].sum(-1).double() for part in torch.split(x_TD, CHUNK)]
     return float(torch.cat(sums).mean())
 
@@ -101,7 +101,7 @@ def router_mass(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec) -> float:
 
 @torch.no_grad()
 def neuron_activity(ffn: FFN, x_TD: Tensor, activation: str, top: int) -> Tensor:
-    """(T, F) bool: the `top` neurons of each token, by the size of act(gate x) * up x (CMoE)."""
+    """A mask (T, F): the `top` neurons of each token, by the size of act(gate x) * up x (CMoE)."""
     wide = {name: ffn[name].to(x_TD.dtype) for name in ffn.matrices if not name.startswith("down")}
     act, marks = ACTIVATIONS[activation], torch.zeros(len(x_TD), ffn.width, dtype=torch.bool)
     for x, marked in zip(torch.split(x_TD, CHUNK), torch.split(marks, CHUNK), strict=True):
@@ -115,13 +115,13 @@ def neuron_activity(ffn: FFN, x_TD: Tensor, activation: str, top: int) -> Tensor
 def cluster_neurons(marks_TF: Tensor, shared: int, widths: Sequence[int], seed: int = 0) -> tuple[Tensor, Tensor]:
     """(order of all neurons, representative of each cluster): the `shared` most active first, then the clusters.
 
-    Balanced k-means on which tokens a neuron is active for (LLaMA-MoE, CMoE), by cosine, so that how often a neuron
-    fires does not decide with whom. A representative is the neuron nearest to its cluster's centre.
+    Balanced k-means on the tokens for which each neuron is active (LLaMA-MoE, CMoE), by cosine, so that a neuron's
+    frequency does not decide its cluster. A representative is the neuron nearest to its cluster's centre.
     """
     assert shared + sum(widths) == marks_TF.shape[1]
     by_activity = torch.sort(marks_TF.sum(0), descending=True, stable=True).indices
     rest = by_activity[shared:].sort().values
-    # A token marks a few neurons, so this matrix is nearly empty: one (F, T) x (T, N) product costs next to nothing.
+    # a token marks a few neurons, so the matrix is sparse and an (F, T) x (T, N) product is cheap
     neuron_token = marks_TF[:, rest].T.nonzero().T
     unit = torch.bincount(neuron_token[0], minlength=len(rest)).clamp_min(1).rsqrt()[neuron_token[0]]
     unit_FT = torch.sparse_coo_tensor(neuron_token, unit, (len(rest), len(marks_TF)), check_invariants=True).coalesce()
@@ -134,29 +134,30 @@ def cluster_neurons(marks_TF: Tensor, shared: int, widths: Sequence[int], seed: 
 
 def kmeans(unit_FT: Tensor, widths: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
     """(cluster of each neuron, likeness of each neuron to each final centre); cluster i has widths[i] neurons."""
-    centre_TN, best, kept = first_centres(unit_FT, len(widths), seed), -1.0, None
+    centre_TN, best_total, result = first_centres(unit_FT, len(widths), seed), -1.0, None
     for _ in range(ROUNDS):
         label_F = assign(torch.sparse.mm(unit_FT, centre_TN), widths)
         member_FN = functional.one_hot(label_F, len(widths)).to(centre_TN.dtype)
         centre_TN = functional.normalize(torch.sparse.mm(unit_FT.T, member_FN), dim=0)
         like_FN = torch.sparse.mm(unit_FT, centre_TN)
         total = float(like_FN.gather(1, label_F[:, None]).sum())
-        if total <= best * (1 + 1e-6):
+        if total <= best_total * (1 + 1e-6):
             break
-        best, kept = total, (label_F, like_FN)
-    assert kept is not None
-    return kept
+        best_total, result = total, (label_F, like_FN)
+    assert result is not None
+    return result
 
 
 def first_centres(unit_FT: Tensor, count: int, seed: int) -> Tensor:
-    """k-means++ (T, N): each next centre is a neuron drawn by how unlike it is to all centres so far; best of a few."""
-    draw = rng.generator(seed, "cluster neurons")
-    dead_F = torch.sparse.sum(unit_FT, dim=1).to_dense() == 0  # like nobody, so they would all be drawn
+    """Centres (T, N) by k-means++: each next one is the best of a few neurons, which are drawn by how unlike they are
+    to all centres so far."""
+    generator = rng.generator(seed, "cluster neurons")
+    dead_F = torch.sparse.sum(unit_FT, dim=1).to_dense() == 0  # unlike every centre, so they would all be drawn
     unlike_F, chosen = (~dead_F).float(), []
     tries = 2 + count.bit_length()
     for _ in range(count):
         weight_F = unlike_F if float(unlike_F.sum()) > 1e-6 else torch.ones_like(unlike_F)
-        drawn = torch.multinomial(weight_F, tries, replacement=True, generator=draw)
+        drawn = torch.multinomial(weight_F, tries, replacement=True, generator=generator)
         tried_TC = columns(unit_FT, drawn)
         left_FC = torch.minimum(unlike_F[:, None], 1 - torch.sparse.mm(unit_FT, tried_TC)).clamp_min(0)
         pick = int(left_FC.sum(0).argmin())
@@ -166,16 +167,17 @@ def first_centres(unit_FT: Tensor, count: int, seed: int) -> Tensor:
 
 
 def columns(unit_FT: Tensor, index: Tensor) -> Tensor:
-    """Some neurons as dense columns (T, C)."""
+    """The neurons at `index` as dense columns (T, C)."""
     dense: Tensor = unit_FT.index_select(0, index).to_dense()
     return dense.T.contiguous()
 
 
 def assign(like_FN: Tensor, widths: Sequence[int]) -> Tensor:
-    """The cluster of each neuron, each cluster exactly full.
+    """The cluster of each neuron; cluster i gets exactly widths[i] of them.
 
-    Everyone asks for the cluster it is most like of those with room. Where too many ask, those stay who would lose most
-    by going to their second choice; the others ask again. Each round fills a cluster, so there are at most N rounds.
+    Each neuron asks for the most similar cluster that has room. Where more ask than fit, the neurons that would lose
+    most by their second choice stay and the others ask again. Each round but the last fills a cluster, so there are at
+    most N rounds.
     """
     like_FN = like_FN.clone()
     label_F, room = torch.full((len(like_FN),), -1), list(widths)

@@ -1,7 +1,8 @@
 """The plan: for every tensor of the MoE checkpoint, which source tensors it needs and which pure function makes it.
 
-It is data, built from two config files and the headers of the source: no tensor is read. `plan` prints it, `convert`
-runs all of it, a training rank runs the slices it owns, `verify` holds it to its promise.
+A plan is data that `build` makes from the upcycling config, the source's config.json and the headers of its files; no
+tensor is read. `upcycle plan` prints it, `convert` makes all of its tensors, a training rank makes the slices it owns,
+and `verify` holds the result to the plan's promise.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from upcycle.promise import Promise, make_promise
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 from upcycle.targets.common import Slot, refusals, relu2_as_gated
 
-FORMAT = 2  # of the plan: part of its hash, raised when the same plan would give other bytes
-# `target: auto` takes the first that holds the model, the plainest first; one of our own only if no stock one does
+FORMAT = 2  # part of the plan's hash; raised when the converter starts to make other bytes from the same plan
+# `target: auto` takes the first of these that holds the model, plainest first; our own target only if none does
 PREFERENCE = (
     "mixtral",
     "qwen3_moe",
@@ -57,7 +58,7 @@ class Recipe(NamedTuple):  # not a dataclass: a large plan has tens of thousands
     layer: int = -1
     expert: int = -1
     matrix: str = ""
-    factor: float = 1.0  # besides the scale of routed experts: 2 undoes a shared gate of sigmoid(0)
+    factor: float = 1.0  # of a shared expert's matrix: 2 undoes a shared gate of sigmoid(0)
     add: float = 0.0  # to every element: 1 where a gain-minus-one norm becomes a plain one; the constant of `fill`
 
     def __str__(self) -> str:
@@ -97,7 +98,7 @@ class UpcyclePlan:
     dense: DenseSpec
     moe: MoESpec
     target: str
-    why: str  # this target
+    why: str  # why this target
     method: Method
     scale: str | float
     outputs: tuple[Output, ...]
@@ -105,7 +106,7 @@ class UpcyclePlan:
     hf_config: Mapping[str, Any]
     promise: Promise
     notes: tuple[str, ...]
-    # what is measured on text before the first expert is made: 'layers.L.mass', '.means', '.order', '.representatives'
+    # measured on text before the first expert is made, empty until then: 'layers.L.mass', '.rows', '.order' (measure)
     observed: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -115,11 +116,11 @@ class UpcyclePlan:
 
     @property
     def gated(self) -> bool:
-        """The target's experts have a gate, the donor's or one that equals `up`."""
+        """True if the target's experts have a gate, be it the donor's or one that equals `up`."""
         return self.dense.gated or relu2_as_gated(self.moe, target(self.target).ABILITIES)
 
     def factors(self, layer: int) -> dict[str, float]:
-        """Factor of each matrix of this layer's routed experts."""
+        """The factor of each matrix of this layer's routed experts."""
         mass = self.observed.get(f"layers.{layer}.mass")
         c = scale.gain(self.moe, self.scale, None if mass is None else float(mass))
         assert c is not None, "observe() comes before make()"
@@ -131,7 +132,7 @@ class UpcyclePlan:
 
     @cached_property
     def shards(self) -> list[tuple[str, list[Output]]]:
-        """(file name, outputs)."""
+        """(file name, outputs) of every file, in order."""
         return disk.shards(self.outputs, byte_size(self.config.max_shard))
 
     @cached_property
@@ -140,7 +141,7 @@ class UpcyclePlan:
 
     @cached_property
     def hash(self) -> str:
-        """Equal plans of equal sources give equal bytes. Where things lie (source, output) is no part of it."""
+        """A digest: equal hashes on equal sources give equal bytes. Paths (source, donors, output) are not hashed."""
         settings = {
             k: v for k, v in asdict(self.config).items() if k not in ("source", "output", "donors", "sequence")
         }
@@ -167,7 +168,10 @@ def target(name: str) -> ModuleType:
 
 
 def build(config: UpcycleConfig, checkpoints: Sequence[Checkpoint]) -> UpcyclePlan:
-    """Plan everything, check everything. `checkpoints`: the base, then the donors."""
+    """Plan every tensor and check all that can be checked before the first write. `checkpoints`: base, then donors.
+
+    A ValueError says in one sentence what cannot be done and what can.
+    """
     base = checkpoints[0]
     source_family = family(base.config.get("model_type"))
     dense: DenseSpec = source_family.read(base.config)
@@ -210,7 +214,7 @@ def build(config: UpcycleConfig, checkpoints: Sequence[Checkpoint]) -> UpcyclePl
 
 
 def place_scale(config: UpcycleConfig, moe: MoESpec, kind: str | float, chosen: ModuleType) -> MoESpec:
-    """c goes into the target's own output scale where it has one, else into the weights (Recipe, factors)."""
+    """`moe` with c as its output_scale where the target has one; elsewhere c goes into the weights (plan.factors)."""
     if config.scale_in not in ("auto", "weights", "output"):
         raise ValueError(f"scale_in is {config.scale_in!r}; write auto, weights or output")
     fits = chosen.ABILITIES.output_scale and kind not in ("published", "calibrated")
@@ -224,11 +228,12 @@ def place_scale(config: UpcycleConfig, moe: MoESpec, kind: str | float, chosen: 
 
 
 def rank(name: str) -> tuple[int, str]:
-    """Where a target stands in PREFERENCE; one that is not listed comes after those."""
+    """Sort key: a target's place in PREFERENCE; unlisted targets come last, by name."""
     return (PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE), name)
 
 
 def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
+    """(target, why this one). A ValueError if the config names a target that cannot hold the model."""
     reasons = {name: refusals(target(name).ABILITIES, moe) for name in plugin.names("upcycle.targets")}
     holding = sorted((n for n in reasons if not reasons[n]), key=rank)
     if config.target != "auto":
@@ -242,9 +247,9 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
     stock = [n for n in holding if target(n).ABILITIES.stock]
     if stock:
         best, *rest = stock
-        # a router in bf16 ties, and ties split virtual groups; the stock ones of one score are all of one kind
-        half = moe.granularity > 1 and moe.dtype in ("bfloat16", "float16")
-        fp32 = " and routes in float32" if half and target(best).ABILITIES.router_fp32 else ""
+        # a bf16 router has ties, which split virtual groups; stock targets of one score all route in the same precision
+        half_precision = moe.granularity > 1 and moe.dtype in ("bfloat16", "float16")
+        fp32 = " and routes in float32" if half_precision and target(best).ABILITIES.router_fp32 else ""
         others = f"; {', '.join(rest)} would too" if rest else ""
         return best, f"stock transformers, holds this model exactly{fp32}{others}"
     close = sorted((n for n in reasons if target(n).ABILITIES.stock), key=lambda n: (len(reasons[n]), rank(n)))[:2]
@@ -257,7 +262,7 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
 
 
 class Recipes:
-    """Slots of a target -> outputs with recipes. A role the donor lacks is filled by the rule in `dense`."""
+    """Turns a target's slots into outputs with recipes. `dense` says what fills a role that the donor lacks."""
 
     def __init__(self, moe: MoESpec, method: Method, sources: list[dict[str, Source]], chosen: ModuleType) -> None:
         self.moe, self.needs, self.sources = moe, method.needs, sources
@@ -266,8 +271,8 @@ class Recipes:
         self.shared_factor = 2.0 if any(".shared_gate." in role for slot in self.slots for role in slot.roles) else 1.0
 
     def output(self, slot: Slot) -> Output:
-        dtype, only = slot.dtype or self.moe.dtype, len(slot.roles) == 1
-        parts = (self.recipe(role, slot.shape if only else self.moe.shape(role), dtype) for role in slot.roles)
+        dtype, single = slot.dtype or self.moe.dtype, len(slot.roles) == 1
+        parts = (self.recipe(role, slot.shape if single else self.moe.shape(role), dtype) for role in slot.roles)
         return Output(slot.name, slot.shape, dtype, tuple(parts))
 
     def recipe(self, role: str, shape: tuple[int, ...], dtype: str) -> Recipe:
@@ -277,7 +282,7 @@ class Recipes:
             return Recipe("router", shape, dtype, layer=layer)
         if part == "experts":
             return self.neurons(role, shape, dtype, layer, int(path[3]))
-        if part == "shared" and self.moe.shared and path[-2:] != ["down", "bias"]:  # the routed experts have that bias
+        if part == "shared" and self.moe.shared and path[-2:] != ["down", "bias"]:  # the routed experts add that bias
             return self.neurons(role, shape, dtype, layer, -1)
         return self.dense(role, shape, dtype, layer, part)
 
@@ -288,8 +293,8 @@ class Recipes:
         name = matrix if kind == "weight" else f"{matrix}_bias"
         if index >= 0:
             donor = {"source": 0, "own": 1 + index // self.moe.granularity}
-            taken = tuple(self.sources[donor[which]][key] for which in self.needs.donors)
-            return Recipe("expert", shape, dtype, taken, layer, index, name)
+            sources = tuple(self.sources[donor[which]][key] for which in self.needs.donors)
+            return Recipe("expert", shape, dtype, sources, layer, index, name)
         factor = self.shared_factor if matrix == "down" else 1.0
         return Recipe("shared", shape, dtype, self.rest(key), layer, -1, name, factor)
 
@@ -300,7 +305,7 @@ class Recipes:
                 key = "embed.weight"  # a tied model in a target that does not tie
             elif part == "gate" and role.endswith(".weight"):
                 key = role.replace(".gate.", f".{self.donor_matrix('gate')}.")
-            else:  # what the target has and the donor has not does nothing
+            else:  # a tensor that the target requires and the donor lacks is made of zeros, which change nothing
                 assert role.endswith(".bias") or part in ("shared", "shared_gate"), role
                 return Recipe("fill", shape, dtype, layer=layer)
         add = 1.0 if self.one_p and "norm" in part else 0.0
@@ -317,11 +322,11 @@ class Recipes:
 # ---- checks before any write
 
 
-FREE = ("dtype", "tokens", "init_std", "context")  # in what donors may differ
+FREE = ("dtype", "tokens", "init_std", "context")  # the fields of DenseSpec in which donors may differ
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype most of the weights are stored in: the files know better than config.json."""
+    """The dtype of most weights, by the headers: config.json may say something else."""
     count: dict[str, int] = {}
     for entry in checkpoint.entries.values():
         count[entry.dtype] = count.get(entry.dtype, 0) + prod(entry.shape)
@@ -339,7 +344,10 @@ def refused_dtype(checkpoint: Checkpoint, dtype: str) -> ValueError:
 
 
 def check_sources(dense: DenseSpec, source_family: ModuleType, checkpoints: Sequence[Checkpoint]) -> set[str]:
-    """Every tensor the family states is there in the right shape; every donor is the same model. The dtypes met."""
+    """Check that every tensor of the family is there in the right shape and that all donors have one architecture.
+
+    Returns the dtypes of the tensors; raises a ValueError otherwise.
+    """
     stored: set[str] = set()
     for checkpoint in checkpoints:
         if checkpoint.config.get("model_type") != checkpoints[0].config.get("model_type"):
@@ -387,7 +395,7 @@ def check_sources(dense: DenseSpec, source_family: ModuleType, checkpoints: Sequ
 
 
 def check_outputs(outputs: Sequence[Output]) -> None:
-    """Each output once, each filled by its parts exactly."""
+    """Assert that each output is made once and that its parts fill it exactly."""
     names: set[str] = set()
     for out in outputs:
         assert out.name not in names, f"{out.name} is made twice"
@@ -396,7 +404,7 @@ def check_outputs(outputs: Sequence[Output]) -> None:
 
 
 def dropped(source_family: ModuleType, dense: DenseSpec, base: Checkpoint) -> tuple[tuple[str, str], ...]:
-    """Tensors of the base that no model of its family needs: each must have a reason, else they would be lost."""
+    """(name, reason) of every unused tensor of the base. One without a reason is a ValueError: it would be lost."""
     sources = source_family.sources(dense)
     used = {source.name for source in sources.values()}
     head = source_family.sources(replace(dense, tied=False))["head.weight"].name

@@ -1,7 +1,7 @@
-"""What a plan promises: exact or not, why not, and the error to expect.
+"""The promise of a plan: exact or not, why not, and the error to expect (`make_promise`).
 
-The expected error is not a table: the plan's own method, router and scale are run on a small Gaussian FFN in float64,
-with router logits as spread as they will be in the real model. No tensor of the source is read for it.
+The expected error is computed, not looked up: the plan's own method, router and scale run on a small Gaussian FFN in
+float64, with router logits as spread as in the real model. No tensor of the source is read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ HIDDEN, TOKENS, PART = 64, 256, 16  # of the small FFN: hidden size, tokens, neu
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one MoE block makes against the dense FFN, over Gaussian tokens."""
+    """The output of one MoE block compared with the dense FFN's, over Gaussian tokens."""
 
-    error: float  # root mean square of the difference over that of the dense output
+    error: float  # root mean square of the difference, relative to that of the dense output
     gain: float  # how much larger the output is, in the dense output's direction
     cosine: float
 
@@ -36,9 +36,9 @@ class Estimate:
 @dataclass(frozen=True)
 class Promise:
     exact: bool
-    reasons: tuple[str, ...]  # why not exact; or what to know although it is
-    estimate: Estimate | None  # None: it depends on the donors
-    tolerance: float  # of verify: largest logit difference over the largest logit, in float32
+    reasons: tuple[str, ...]  # why not exact; or, of an exact plan, what to know besides
+    estimate: Estimate | None  # None: the error depends on the donors
+    tolerance: float  # for verify: largest logit difference over the largest logit, in float32
 
 
 def compare(y: Tensor, want: Tensor) -> Estimate:
@@ -52,7 +52,7 @@ def compare(y: Tensor, want: Tensor) -> Estimate:
 
 
 def moe_output(x_TD: Tensor, moe: MoESpec, rows_ND: Tensor, experts: list[FFN], activation: str) -> Tensor:
-    """The reference MoE block, without shared expert: sum over the chosen of weight * expert."""
+    """The reference MoE block without shared expert: the sum of weight * expert(x) over the chosen experts."""
     weight_TK, expert_TK = routers.weights(x_TD, rows_ND, moe)
     y_TD = torch.zeros_like(x_TD)
     for index, ffn in enumerate(experts):
@@ -71,7 +71,7 @@ def estimate(
     seed: int,
     gated: bool,
 ) -> Estimate:
-    """`make(ffn, moe, index)` is the method's expert on the small FFN."""
+    """The Estimate of a plan. `make(ffn, moe, index)`: the method's expert on the small FFN."""
     parts = moe.experts if moe.disjoint else moe.granularity
     part = PART if parts < 64 else 4
     shared = math.ceil(part * parts * moe.shared / max(moe.dense.ffn - moe.shared, 1)) if moe.shared else 0
@@ -117,10 +117,10 @@ def make_promise(
     chosen: ModuleType,
     stored: Collection[str],
 ) -> Promise:
-    """`stored`: the dtypes of the source's tensors."""
+    """The Promise of a plan for the target `chosen`. `stored`: the dtypes of the source's tensors."""
     g, d = moe.granularity, moe.dense
     gated = d.gated or relu2_as_gated(moe, chosen.ABILITIES)
-    why_not, know = [], []
+    why_not, remarks = [], []
     if method.needs.mixes:
         why_not.append("the donors are mixed")
     elif not method.exact:
@@ -145,15 +145,15 @@ def make_promise(
     rounded = rounding(moe, kind, c, gated, chosen, stored)
     half = moe.dtype in ("bfloat16", "float16")
     if exact and rounded:
-        know.append(f"exact but for the rounding of {rounded} to {moe.dtype}")
+        remarks.append(f"exact but for the rounding of {rounded} to {moe.dtype}")
     if exact and half and g > 1 and not chosen.ABILITIES.router_fp32:
-        know.append(
+        remarks.append(
             f"computed in {moe.dtype} on a CPU, router logits tie and about 0.5 % of tokens a layer split a virtual "
             "group; CUDA's topk keeps groups whole, and so do targets that route in float32"
         )
 
     def small_expert(ffn: FFN, small: MoESpec, index: int) -> FFN:
-        if method.needs.order:  # which is measured later: any order stands for it
+        if method.needs.order:  # the order is measured later; here any order stands for it
             ffn = ffn.neurons(rng.permutation(ffn.width, config.seed, "split", 0))
         place = Place(0, index, small.copies, small.granularity, small.widths, config.seed)
         expert = method.expert([ffn if d.gated else ffn.without_gate()], place)
@@ -166,7 +166,7 @@ def make_promise(
     )
     if exact and expected is not None:
         assert expected.error < 1e-9, f"a plan called exact has an error of {expected.error}"
-    return Promise(exact, tuple(why_not or know), expected, 0.05 if rounded else 1e-5)
+    return Promise(exact, tuple(why_not or remarks), expected, 0.05 if rounded else 1e-5)
 
 
 def rounding(
@@ -177,7 +177,7 @@ def rounding(
     chosen: ModuleType,
     stored: Collection[str],
 ) -> str:
-    """What is rounded when stored; '' if every number is kept."""
+    """The kind of weights that are rounded when stored; '' if every number is kept."""
     for dtype in sorted(stored):
         if BYTES[moe.dtype] < BYTES[dtype] or {moe.dtype, dtype} == {"bfloat16", "float16"}:
             return f"{dtype} weights"

@@ -1,6 +1,6 @@
-"""What a config asks for: its words and numbers checked against the dense model, as a method and an MoESpec.
+"""A config's request as a Method (`read_method`) and an MoESpec (`moe_spec`), checked against the dense model.
 
-Every refusal names the nearest thing that can be had.
+Every refusal names the nearest value that would do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from upcycle.config import UpcycleConfig
 from upcycle.methods import Method, Sizes
 from upcycle.spec import BYTES, Choice, DenseSpec, MoESpec, Order, Score
 
-MAX_EXPERTS = 16384  # in a layer; more is a slip of the hand, and its plan would fill the memory
+MAX_EXPERTS = 16384  # in a layer; more is a typing error, and its plan would fill the memory
 
 
 def read_method(config: UpcycleConfig, donors: int) -> Method:
@@ -41,7 +41,7 @@ def read_method(config: UpcycleConfig, donors: int) -> Method:
 
 
 def layer_list(value: Any, layers: int) -> tuple[int, ...]:
-    """all | every:N (N-1, 2N-1, ...) | first-dense:K | a list."""
+    """The layers that `value` names: all | every:N (N-1, 2N-1, ...) | first-dense:K | a list."""
     want = "write all, every:2, first-dense:1 or a list like [1,3,5]"
     if isinstance(value, int) and not isinstance(value, bool):
         value = [value]
@@ -70,7 +70,7 @@ def layer_list(value: Any, layers: int) -> tuple[int, ...]:
 
 
 def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec:
-    """The numbers of the MoE; refuses sizes that cannot be, naming the nearest that can."""
+    """The MoESpec of a config. Impossible sizes are a ValueError that names the nearest possible ones."""
     for key in ("experts", "granularity", "top_k", "sequence"):
         if getattr(config, key) < 1:
             raise ValueError(f"{key} is {getattr(config, key)}; it must be at least 1")
@@ -88,7 +88,7 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
             f"shared is {config.shared:g}; write a number of shared experts (0, 1, 2, ...) or a share of the "
             "FFN below 1"
         )
-    if config.shared >= 1:  # that many experts of the routed width
+    if config.shared >= 1:  # a number of experts, each of the routed width
         n = parts + int(config.shared)
         if dense.ffn % n:
             near = [s for s in range(1, 65) if dense.ffn % (parts + s) == 0]
@@ -102,7 +102,7 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
     else:
         shared = round(config.shared * dense.ffn)
         if config.shared and not disjoint:
-            shared -= (shared - dense.ffn) % g  # so that the rest can be cut into equal parts
+            shared -= (shared - dense.ffn) % g  # the remaining neurons must divide into g equal parts
         if config.shared and not 0 < shared < dense.ffn:
             raise ValueError(
                 f"shared={config.shared:g} of {dense.ffn} neurons leaves nothing shared or nothing routed; "
@@ -152,7 +152,7 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
         score=cast(Score, config.router.score),  # both words were checked above
         order=cast(Order, config.router.order),
         normalize=config.router.normalize,
-        choice=cast(Choice, config.router.choice) if g > 1 else "any",  # of whole copies the two are one
+        choice=cast(Choice, config.router.choice) if g > 1 else "any",  # G = 1: both are the same
         dtype=dtype,
         disjoint=disjoint,
     )
@@ -191,12 +191,13 @@ def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None
 
 
 def measured_texts(config: UpcycleConfig) -> tuple[str, ...]:
-    """The files that a pass over text reads: the router's own, one a domain, serve everything else too."""
+    """The files that a pass over text reads: router.init.texts, one a domain, if the router needs them, and then for
+    every other measurement too; else calibration.texts."""
     return config.router.init.texts if config.router.init.name == "hidden" else config.calibration.texts
 
 
 def check_text(config: UpcycleConfig, kind: str | float, method: Method, folder: Path) -> None:
-    """Whatever is measured needs text to measure it on, and the donor's tokenizer (in `folder`)."""
+    """Raise a ValueError unless there are text files to measure on and a tokenizer in the donor's `folder`."""
     init = config.router.init
     if init.name == "neurons" and not method.needs.order:
         raise ValueError("router.init.name=neurons needs method.by=activation, which finds the representative neurons")

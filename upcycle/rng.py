@@ -1,7 +1,7 @@
 """Randomness has a name, not a turn.
 
 `generator(seed, "noise", layer, expert, "up")` gives the same numbers whatever was drawn before it, in whatever order,
-on whichever rank: this is what makes a slice made online bit-identical to the one in the file.
+on whichever rank. Therefore a slice made online is bit-identical to the one in the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def generator(seed: int, *key: object) -> torch.Generator:
 
 
 def normal(shape: tuple[int, ...], seed: int, *key: object) -> torch.Tensor:
-    """float32 standard normals. Always the whole named tensor: slices are cut from it, never drawn on their own."""
+    """float32 standard normals. Draw the whole named tensor and cut slices from it: a slice drawn alone differs."""
     return torch.randn(shape, generator=generator(seed, *key))
 
 

@@ -1,11 +1,14 @@
 """Router initialisations: the rows of a router, one for each copy of the dense FFN, repeated inside a virtual group.
 
-    normal      N(0, std). The same thing goes by `virtual_group` when granularity > 1: experts of one copy share a row.
-    independent N(0, std) for every expert on its own; not exact when granularity > 1.
-    hidden      means of hidden states per domain or donor, taken where the router reads: after the post-attention norm.
-    neurons     a representative neuron of each expert: its gate row (`split`).
+    normal      N(0, std). Also named `virtual_group`: with granularity > 1 the experts of one copy share a row.
+    independent N(0, std), a row for each expert; not exact when granularity > 1.
+    hidden      means of hidden states per domain or donor, taken at the router's input: after the post-attention norm.
+    neurons     the gate row of a representative neuron of each expert (method `split`).
 
-A zero router is never made: top-k of equal logits is unspecified and sends every token to the same experts.
+A zero router is never made: top-k of equal logits is unspecified and sends every token to the same experts. `weights`
+is the reference router, which the promise and the measurements use.
+
+Shapes: T tokens, D hidden size, N experts, K experts per token, S slices, C copies.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ def normal(count: int, hidden: int, std: float, seed: int, layer: int) -> Tensor
 
 
 def centred(rows: Tensor, std: float) -> Tensor:
-    """Measured directions as router rows: what they have in common says nothing, and each gets elements of size std."""
+    """Router rows from measured directions: their mean is removed, because it tells no experts apart, and each row is
+    scaled to elements of size std."""
     rows = rows.float()
     if len(set(map(tuple, rows.tolist()))) < max(2, len(rows)):
         raise ValueError(
@@ -38,12 +42,12 @@ def centred(rows: Tensor, std: float) -> Tensor:
 
 
 def repeated(rows: Tensor, experts: int) -> Tensor:
-    """E distinct rows -> one per expert; experts of a virtual group lie next to each other and share a row."""
+    """One row per expert from distinct rows: the experts of a virtual group lie next to each other and share a row."""
     return rows.repeat_interleave(experts // rows.shape[0], 0)
 
 
 def chosen(score_TN: Tensor, top_k: int, slices: int) -> Tensor:
-    """expert_TK: the best top_k / slices of each class of experts, e % slices; with one class, the best of all."""
+    """expert_TK: the best top_k / slices experts of each class e % slices; with slices = 1 the best of all experts."""
     score_TSC = score_TN.view(len(score_TN), -1, slices).transpose(1, 2)
     copy_TSK = torch.sort(score_TSC, dim=-1, descending=True, stable=True).indices[..., : top_k // slices]
     return (copy_TSK * slices + torch.arange(slices, device=score_TN.device)[:, None]).flatten(1)

@@ -1,4 +1,4 @@
-"""A Llama of any size with random weights, written tensor by tensor: for the demo, the benchmark and trying out."""
+"""`make_llama`: a Llama of any size with random weights, written tensor by tensor, for the demo and the benchmark."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = TINYLLAMA | {
 
 
 def make_llama(folder: Path, config: Mapping[str, Any] = SMALL, *, seed: int = 0) -> Path:
-    """A folder that transformers loads; every tensor has its own named randomness."""
+    """Write a model that transformers loads to `folder` and return it. Each tensor has its own named randomness."""
     full = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -45,7 +45,7 @@ def make_llama(folder: Path, config: Mapping[str, Any] = SMALL, *, seed: int = 0
             if "norm" in role:
                 tensor = 1 + 0.1 * rng.normal(output.shape, seed, role)
             else:
-                # 64 MB of numbers repeated are random enough, and much faster to draw for a model of billions
+                # 64 MB of random numbers, repeated: random enough here, and much faster to draw for billions of weights
                 drawn = rng.normal((min(prod(output.shape), 1 << 24),), seed, role)
                 tensor = drawn.repeat(-(-prod(output.shape) // drawn.numel()))[: prod(output.shape)].view(output.shape)
                 tensor = tensor * (output.shape[-1] ** -0.5 if role != "embed.weight" else 1.0)

@@ -1,7 +1,9 @@
-"""The number c that makes the MoE's output equal the dense FFN's, and where it goes.
+"""The number c by which the routed experts' sum is multiplied so that the MoE's output equals the dense FFN's.
 
-A router whose chosen weights add up to 1 gives each part of a virtual group the weight 1/G, so c = G whatever the
-router is. Where weights are not normalised, c depends on the router's real probability mass: `calibrated` measures it.
+`gain` is c for a config, `weight_factors` the factor of each weight matrix that brings c about.
+
+If the chosen weights add up to 1, each part of a virtual group has the weight 1/G, so c = G whatever the router is.
+Where weights are not normalised, c depends on the router's probability mass on text, which `calibrated` measures.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ NAMES = ("exact", "published", "calibrated", "none")
 
 
 def parse(value: Any) -> str | float:
-    """`scale:` of the config: one of NAMES, or a number."""
+    """The config's `scale` checked: one of NAMES, or a number. A ValueError for anything else."""
     if isinstance(value, str) and value in NAMES:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 <= value <= 1e9:
@@ -24,7 +26,7 @@ def parse(value: Any) -> str | float:
 
 
 def whole(moe: MoESpec) -> float:
-    """c if the chosen weights add up to 1. Of disjoint experts, each chosen one then counts once."""
+    """c if the chosen weights add up to 1: granularity, or top_k of disjoint experts, so that each counts once."""
     return float(moe.top_k if moe.disjoint else moe.granularity)
 
 
@@ -45,19 +47,19 @@ def gain(moe: MoESpec, scale: str | float, mass: float | None) -> float | None:
 
 
 def published_factor(moe: MoESpec) -> float:
-    """Megatron's rule: cube root on both matrices of a gated or squared-ReLU FFN, else square root."""
+    """Megatron's factor of every matrix: the cube root of c for a gated or squared-ReLU FFN, else the square root."""
     c, d = uniform(moe), moe.dense
     return float(c ** (1 / 3) if d.gated or d.activation == "relu2" else c**0.5)
 
 
 def weight_factors(moe: MoESpec, scale: str | float, c: float, *, gated: bool) -> dict[str, float]:
-    """Factor of each FFN matrix of a routed expert, so that its output is multiplied by c (less output_scale).
+    """The factor of each FFN matrix of a routed expert, which together multiply its output by c / output_scale.
 
     Exact wherever the FFN is homogeneous: gated in up and down, squared ReLU with the square of up, else down alone.
     The first factor is a power of two, so that half-precision weights are rounded once at most, and not at all when c
     is itself a power of two (every usual granularity). `gated`: the target's form (see relu2_as_gated).
     """
-    # a routed bias is weighted by the sum of the chosen weights, and no part of a group holds a part of it
+    # down's bias is not cut: each part has all of it, and weights that add up to 1 count it once without whole(moe)
     down_bias = c / whole(moe) / moe.output_scale
     if scale == "published":
         s = published_factor(moe)

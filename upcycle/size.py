@@ -1,4 +1,4 @@
-"""How large an MoE is: parameters and FLOPs per token. All from the spec; no tensor is needed."""
+"""Parameters (`measure`) and FLOPs per token (`moe_flops`, `dense_flops`) from the spec alone; no tensor is read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from upcycle.spec import DenseSpec, MoESpec
 @dataclass(frozen=True)
 class Sizes:
     total: int  # parameters of the MoE
-    active: int  # of them, used for one token
-    experts: int  # of them, in routed experts
+    active: int  # of these, used for one token
+    experts: int  # of the total, in routed experts
     routers: int
     dense: int  # parameters of the dense model
 
@@ -25,11 +25,11 @@ def dense_parameters(d: DenseSpec) -> int:
 
 
 def measure(moe: MoESpec, tensors: Sequence[tuple[str, int]]) -> Sizes:
-    """`tensors`: (kind of recipe, elements) of every output."""
+    """The Sizes of an MoE. `tensors`: (kind of recipe, elements) of every part of every output."""
     total = sum(n for _, n in tensors)
     experts = sum(n for kind, n in tensors if kind == "expert")
     routers = sum(n for kind, n in tensors if kind == "router")
-    mean_chosen = sum(sorted(moe.widths)[-moe.top_k :]) / sum(moe.widths)  # of uneven experts: the widest
+    mean_chosen = sum(sorted(moe.widths)[-moe.top_k :]) / sum(moe.widths)  # the widest, an upper bound
     return Sizes(total, round(total - experts + experts * mean_chosen), experts, routers, dense_parameters(moe.dense))
 
 
@@ -41,7 +41,7 @@ def mean_context(sequence: int, window: int | None) -> float:
 
 
 def flops_per_token(d: DenseSpec, matrix_weights: float, sequence: int) -> float:
-    """Forward and backward: 6 a weight a token, and causal attention. Router, norms and recomputation do not count."""
+    """FLOPs forward and backward: 6 a weight, and causal attention. Router, norms and recomputation do not count."""
     window_layers = len(d.window_layers) if d.window else 0
     contexts = window_layers * mean_context(sequence, d.window) + (d.layers - window_layers) * mean_context(
         sequence, None
@@ -50,7 +50,8 @@ def flops_per_token(d: DenseSpec, matrix_weights: float, sequence: int) -> float
 
 
 def matrix_weights(d: DenseSpec, ffn_neurons_per_layer: Sequence[float], *, gated: bool) -> float:
-    """Weights that a token is multiplied with: projections, FFN, head. `gated`: as held, see relu2_as_gated."""
+    """The number of weights that a token is multiplied with: projections, FFN, head. `gated`: the FFNs as the target
+    holds them (see relu2_as_gated)."""
     attention = d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads)
     return d.layers * attention + sum(ffn_neurons_per_layer) * d.hidden * (3 if gated else 2) + d.vocab * d.hidden
 

@@ -1,7 +1,7 @@
-"""DenseSpec and MoESpec: what a model is, in numbers and names, and all arithmetic about its size.
+"""DenseSpec and MoESpec: a model's architecture in numbers and names, and the shape of each of its tensors.
 
-A family reads a config.json into a DenseSpec; a target writes an MoESpec as a config.json. In between everything is
-neutral, so twelve families and eight targets need twenty files, not ninety-six.
+A family reads a config.json into a DenseSpec; a target writes an MoESpec as a config.json. Everything in between knows
+neither, so F families and T targets need F + T files, not F * T.
 
 Tensors have neutral names too, called roles:
 
@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 # gated: down(act(gate(x)) * up(x)); not gated: down(act(up(x))).  gelu is exact (erf); relu2 is relu squared.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-# 1p: the stored weight is the gain minus one. Every norm is computed in float32. In a lower dtype the results differ in
-# the last bit by where the gain comes in: rms in block "pre" rounds first; rms1p, and rms in block "post", last.
+# 1p: the stored weight is the gain minus one. Every norm is computed in float32; in a lower dtype the last bit depends
+# on whether the gain comes after the rounding (rms in block "pre") or before it (rms1p, and rms in block "post").
 Norm = Literal["rms", "rms1p", "layernorm", "layernorm1p"]
 # pre: x += attn(norm(x)); x += ffn(norm(x)).  post: x += norm(attn(x)); x += norm(ffn(x)) (OLMo 2).
 # parallel: x += attn(attn_norm(x)) + ffn(ffn_norm(x)), both of the same x, each with its own norm (GPT-NeoX).
@@ -58,24 +58,24 @@ class DenseSpec:
     qkv_bias: bool = False  # on all three
     out_bias: bool = False
     ffn_bias: bool = False  # on gate (if gated), up and down
-    # As transformers 5 stores rope_parameters: rope_theta, rope_type (default, linear, dynamic, yarn, longrope or
+    # rope_parameters as transformers 5 stores them: rope_theta, rope_type (default, linear, dynamic, yarn, longrope or
     # llama3), factor, ...; original_max_position_embeddings always for yarn, longrope and llama3; and
-    # partial_rotary_factor p, the share of each head that is rotated, only if it is not 1. The first
+    # partial_rotary_factor p, the share of each head that is rotated, only if p is not 1. The first
     # n = int(head_dim * p) dimensions of a head turn, i with i + n/2 (not i with i + 1), and the frequencies are those
     # of a head of n dimensions. A longrope without factor has context / original_max_position_embeddings.
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     tied: bool = False
-    # Sliding window: a token sees itself and the window - 1 before it, in these layers; all before it in the others.
+    # Sliding window: in window_layers a token sees itself and the window - 1 tokens before it, elsewhere all before it.
     window: int | None = None
     window_layers: tuple[int, ...] = ()
     attention_scale: float = 0.0  # what q.k is multiplied by; 0 means head_dim ** -0.5
     # Multiplies the embeddings, not a tied head (Gemma, Granite). Gemma rounds it to the weights' dtype first; Granite
     # does not, but its values are whole numbers in practice.
     embed_scale: float = 1.0
-    residual_scale: float = 1.0  # multiplies what attention and FFN add to the stream, not the stream (Granite)
+    residual_scale: float = 1.0  # multiplies the outputs of attention and FFN, not the residual stream (Granite)
     logit_scale: float = 1.0  # multiplies the logits (Granite: 1 / logits_scaling)
-    dtype: str = "bfloat16"  # as the config says; the files decide
-    tokens: Mapping[str, Any] = field(default_factory=dict)  # bos_, eos_ and pad_token_id; None: it has none
+    dtype: str = "bfloat16"  # read from config.json; plan.build replaces it by that of the files
+    tokens: Mapping[str, Any] = field(default_factory=dict)  # bos_, eos_ and pad_token_id; None: no such token
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class DenseSpec:
             object.__setattr__(self, "attention_scale", self.head_dim**-0.5)
 
     def check(self) -> None:
-        """Sizes that no model can have; a family calls this last in read()."""
+        """Raise a ValueError for sizes that no model can have; a family calls this last in read()."""
         for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -111,12 +111,12 @@ class DenseSpec:
 
     @property
     def ffn_matrices(self) -> tuple[str, ...]:
-        """The names ffn.FFN uses, for this model."""
+        """The matrices of this model's FFN, by the names that ffn.FFN uses."""
         names = ("gate", "up", "down") if self.gated else ("up", "down")
         return names + tuple(f"{n}_bias" for n in names) if self.ffn_bias else names
 
     def attention_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Everything of one layer but the FFN: role without 'layers.L.' -> shape."""
+        """The tensors of one layer except its FFN: role without 'layers.L.' -> shape."""
         q, kv, d = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
         shapes: dict[str, tuple[int, ...]] = {"attn_norm.weight": (d,), "ffn_norm.weight": (d,)}
         if self.norm_has_bias:
@@ -165,8 +165,8 @@ class MoESpec:
     layers: tuple[int, ...]  # which layers are MoE
     widths: tuple[int, ...]  # neurons of each routed expert
     top_k: int
-    copies: int  # E: how many times each dense neuron is there
-    granularity: int = 1  # G: into how many experts one copy is cut
+    copies: int  # E: copies of each dense neuron
+    granularity: int = 1  # G: experts that one copy is cut into
     shared: int = 0  # neurons of the shared expert
     shared_gate: bool = False  # the shared expert's output times sigmoid(shared_gate x); only Qwen2-MoE
     score: Score = "softmax"
@@ -184,7 +184,7 @@ class MoESpec:
 
     @property
     def copies_of_slices(self) -> bool:
-        """Expert e * G + g is slice g of copy e of a dense FFN, so that a choice may be whole FFNs or not."""
+        """True if expert e * G + g is slice g of copy e of a dense FFN: then top-k may choose whole FFNs or parts."""
         return self.granularity > 1 and self.copies > 1
 
     @property
@@ -198,12 +198,12 @@ class MoESpec:
 
     @property
     def slices(self) -> int:
-        """Into how many classes the choice is divided: expert e is of class e % slices, and each has as many chosen."""
+        """The number of classes of experts, e % slices; the router chooses equally many of each."""
         return self.granularity if self.choice == "each-slice" else 1
 
     @property
     def weights_sum_to_one(self) -> bool:
-        """Whatever the router's weights are, the chosen experts' weights add up to 1."""
+        """True if the chosen experts' weights add up to 1 whatever the router's rows are."""
         return self.normalize or (self.score == "softmax" and self.order == "topk-then-softmax")
 
     @property

@@ -1,6 +1,7 @@
 """Text files -> token ids: .txt, .jsonl and .jsonl.zst (key `text`), with the tokenizer.json of a model's folder.
 
-Nothing is drawn at random: the same files give the same ids.
+`token_batches` makes calibration batches; `documents` yields the texts alone. Nothing is drawn at random: the same
+files give the same ids.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import zstandard
 from torch import Tensor
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.zst")
-PIECE = 1 << 20  # characters of a .txt at a time: a book or a dump needs no more memory than a page
+PIECE = 1 << 20  # characters of a .txt read at a time, so that memory does not grow with the file
 
 
 def documents(
     paths: Iterable[str | Path], key: str = "text", watch: Callable[[int], object] | None = None
 ) -> Iterator[str]:
-    """The texts of all files, in order; `watch` hears how many bytes of a file were read, each time some were.
+    """Yield the texts of all files, in order. `watch` is called with the number of bytes of each read from a file.
 
-    Every refusal is a ValueError that names the file.
+    A file that cannot be read is a ValueError that names it.
     """
     for path in map(Path, paths):
         if not path.name.endswith(SUFFIXES):
@@ -42,7 +43,7 @@ def documents(
 
 
 class Watched(io.FileIO):
-    """A file that tells how much of it was read: what is left is known of a compressed one too."""
+    """A file that reports each read to `watch`, so that progress is known for a compressed file too."""
 
     def __init__(self, path: Path, watch: Callable[[int], object] | None) -> None:
         super().__init__(path, "rb")
@@ -83,7 +84,10 @@ def lines(path: Path, file: IO[str], key: str = "text") -> Iterator[str]:
 
 
 def token_batches(folder: Path, paths: Sequence[str | Path], tokens: int, length: int, vocab: int) -> Tensor:
-    """[n, length] ids, n * length as near to `tokens` as it gets from below; each file gives an equal share."""
+    """Ids [n, length] with as many rows as fit into `tokens`; each file gives an equal share.
+
+    A ValueError if a file has too few tokens, or the tokenizer gives ids beyond `vocab`.
+    """
     if tokens < 1 or length < 1:
         raise ValueError(f"calibration of {tokens} tokens in sequences of {length}; both must be at least 1")
     if not paths:
@@ -97,17 +101,17 @@ def token_batches(folder: Path, paths: Sequence[str | Path], tokens: int, length
         if len(ids) < share:
             raise ValueError(f"{path} has {len(ids)} of {share} tokens wanted; lower calibration.tokens or add text")
         batches.append(torch.tensor(ids, dtype=torch.long).view(-1, length))
-    found = torch.cat(batches)
-    if int(found.max()) >= vocab:
+    batch = torch.cat(batches)
+    if int(batch.max()) >= vocab:
         raise ValueError(
-            f"the tokenizer.json of {folder} gives id {int(found.max())} but the model has {vocab} embeddings; "
+            f"the tokenizer.json of {folder} gives id {int(batch.max())} but the model has {vocab} embeddings; "
             "it belongs to another model"
         )
-    return found
+    return batch
 
 
 def encoder(folder: Path) -> Any:
-    """text -> ids, with the special tokens the donor was trained with."""
+    """A function text -> ids, which adds special tokens as the donor's tokenizer does."""
     tokenizer = load_tokenizer(folder)
     return lambda text: tokenizer.encode(text).ids
 

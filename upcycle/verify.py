@@ -1,7 +1,7 @@
-"""verify: are two checkpoints the same function? Both read the same tokens, one model in memory at a time.
+"""`verify`: compare the logits of two checkpoints on the same tokens, with one model in memory at a time.
 
-This is the judge, so it takes nothing from the converter: stock transformers loads both folders. A folder that ships
-our modelling file is loaded with the package's own copy of it, after the two were found equal: no remote code runs.
+The check must not depend on the converter, so stock transformers loads both folders. A folder that ships our modelling
+file is loaded with the package's own copy, after the two were found equal byte for byte: no remote code runs.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Report:
 
 
 def load_model(folder: str | Path, dtype: torch.dtype) -> Any:
-    """A causal LM of a folder or hub id, on the CPU, without remote code; every weight must be there."""
+    """Load the causal LM of a folder or hub id on the CPU, without remote code. A ValueError if a weight is missing."""
     import transformers
 
-    with Checkpoint.open(folder) as checkpoint:  # our header checks come before anybody's parser
+    with Checkpoint.open(folder) as checkpoint:  # our header checks run before other parsers see the files
         path, model_type = checkpoint.folder, checkpoint.config.get("model_type")
     kind: Any = transformers.AutoModelForCausalLM
     if model_type == "upcycled":
@@ -69,20 +69,20 @@ def load_model(folder: str | Path, dtype: torch.dtype) -> Any:
         from upcycle.remote import modeling_upcycled
 
         kind = modeling_upcycled.UpcycledForCausalLM
-    quiet: Any = transformers.logging  # its report and bars would stand between ours; what it reports is checked below
-    level = quiet.get_verbosity()
-    quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
+    hf_logging: Any = transformers.logging  # no report or bars between ours; what it would report is checked below
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
     try:
         model, info = kind.from_pretrained(
             str(path), dtype=dtype, output_loading_info=True, trust_remote_code=False, experts_implementation="eager"
         )
-    except Exception as error:  # a config.json that is not of the weights, or of no model: errors of every type
+    except Exception as error:  # a config.json that does not fit the weights raises errors of any type
         reason = " ".join(str(error).split()) or "no reason given"
         raise ValueError(f"transformers cannot load {folder} ({type(error).__name__}: {reason})") from error
     finally:
-        quiet.set_verbosity(level)
-        quiet.enable_progress_bar()
+        hf_logging.set_verbosity(level)
+        hf_logging.enable_progress_bar()
     problems = {k: sorted(map(str, v)) for k, v in info.items() if v}
     if problems:
         what, names = next(iter(problems.items()))
@@ -151,8 +151,8 @@ def judge(want: Tensor, have: Tensor, promise: dict[str, Any] | None, dtype: str
     relative = float(difference.max() / want.abs().max())
     log_p, log_q = want.double().log_softmax(-1), have.double().log_softmax(-1)
     if tolerance is None and promise is not None and promise["exact"]:
-        # in half precision the two models round differently; a split virtual group is a real difference, but a small
-        # one
+        # in half precision the two models round differently, and router ties split some virtual groups: a real but
+        # small difference
         tolerance = promise["tolerance"] if dtype in ("float32", "float64") else max(promise["tolerance"], 0.1)
     promised = (
         "nothing: no manifest"

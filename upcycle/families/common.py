@@ -1,8 +1,8 @@
 """What the families share: config keys with transformers' defaults, and the tensor names of the Llama line.
 
-A family is a call of `dense()`: what every architecture has is read there, what makes this one different is said in
-the call. A default here or in a family is that of transformers' configuration class, because save_pretrained has at
-times left out what equals the default, and hand-written configs still do.
+A family is a call of `dense()`, which reads the keys that every architecture has; the arguments say how this one
+differs. A default here or in a family is that of transformers' configuration class, because save_pretrained has at
+times left out values that equal the default, and hand-written configs still do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ACTIVATION_NAMES: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh",
 }  # fmt: skip
-# rope_type -> the keys it cannot do without
+# rope_type -> the keys it requires
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -29,7 +29,7 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-# Keys any config.json may have whose meaning no DenseSpec holds: key -> what to do instead.
+# Keys that any config.json may have and no DenseSpec can hold: key -> what to do instead.
 REFUSED = {
     "quantization_config": "upcycling needs the weights themselves, so give an unquantised checkpoint",
     "per_layer_config": "every layer must have the same sizes here, so give a model whose layers are alike",
@@ -38,7 +38,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the checkpoint, or some of its rows: ranges in the order they are wanted, none meaning all."""
+    """A tensor of the checkpoint, or ranges of its rows in the order of use; no ranges mean all rows."""
 
     name: str
     rows: tuple[tuple[int, int], ...] = ()
@@ -61,8 +61,8 @@ def dense(
     pad: int | None = None,
     **different: Any,
 ) -> DenseSpec:
-    """The DenseSpec of `config`. The named arguments are this family's defaults for absent keys, `eps` with the key's
-    name; `different` are DenseSpec fields as they are."""
+    """The DenseSpec of `config`. The named arguments are this family's defaults for absent keys (`eps` with the key's
+    name); `different` are DenseSpec fields that are set directly."""
     refuse_foreign(config)
     hidden, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
     fields: dict[str, Any] = {
@@ -123,8 +123,8 @@ def dtype(config: Config) -> str:
 
 
 def tokens(config: Config, *, bos: int | None = None, eos: int | None = None, pad: int | None = None) -> dict[str, Any]:
-    """Special tokens as stored, or as this family has them if the file does not say. All three are always there, None
-    meaning none: a target that is not told takes its own class's defaults, which are other tokens."""
+    """The special tokens of the file, or else this family's defaults. All three keys are always there (None: no token),
+    because for an absent key a target's class takes its own default, which is another token."""
     defaults = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
     return {key: config.get(key, default) for key, default in defaults.items()}
 
@@ -151,7 +151,7 @@ def rope(
     old_name = out.pop("type", "default")
     kind: str = out.setdefault("rope_type", old_name)
     odd = "" if kind in ROPE_TYPES else f"rope_type={kind!r}"
-    # mrope_section: positions in several dimensions; a mapping: another rope for each layer type
+    # mrope_section: positions in several dimensions; a mapping as value: a rope for each layer type
     odd = odd or ", ".join(k for k, v in out.items() if k == "mrope_section" or isinstance(v, Mapping))
     if odd:
         raise ValueError(
@@ -172,14 +172,14 @@ def rope(
             )
         out["partial_rotary_factor"] = share
     if kind in ("yarn", "longrope", "llama3"):
-        # transformers lets the top level win over what stands inside
+        # as in transformers, the top-level key wins over the one inside the rope
         length = config.get("original_max_position_embeddings", original) or out.get("original_max_position_embeddings")
         out["original_max_position_embeddings"] = length or context
     return out
 
 
 def check_long_factors(spec: DenseSpec) -> None:
-    """Checks lengths. A wrong one would fail in the first forward pass; here they fail before anything is written."""
+    """Check the lengths of longrope's factors: a wrong one would fail only in the first forward pass of the result."""
     want = int(spec.head_dim * spec.partial_rotary) // 2
     for key in ("short_factor", "long_factor") if spec.rope["rope_type"] == "longrope" else ():
         got = spec.rope[key]
@@ -197,7 +197,7 @@ def windows(config: Config, layers: int, *, default: int | None) -> dict[str, An
 
 
 def windows_by_layer(config: Config, layers: int) -> dict[str, Any]:
-    """The same for Qwen 2 and 3: a switch, and either a list of layer types or the first layer that has a window."""
+    """DenseSpec's window fields for Qwen 2 and 3: a switch, and either layer_types or the first layer with a window."""
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     types = config.get("layer_types")
     if types is None:
@@ -218,7 +218,7 @@ def windows_by_layer(config: Config, layers: int) -> dict[str, Any]:
 
 
 def llama_sources(spec: DenseSpec, names: Mapping[str, str] | None = None, model: str = "model") -> dict[str, Source]:
-    """Every role of `spec` under the names of Llama and its many relatives; `names` overrides module names."""
+    """The Source of every role of `spec`, by Llama's tensor names; `names` overrides module names."""
     module = {
         "embed": f"{model}.embed_tokens", "final_norm": f"{model}.norm", "head": "lm_head",
         "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",

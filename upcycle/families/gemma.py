@@ -13,7 +13,7 @@ def read(config: Config) -> DenseSpec:
     # The official files say "gelu" and mean the tanh approximation; transformers reads them so.
     act = common.activation(config, default="gelu_pytorch_tanh")
     act = "gelu_tanh" if act == "gelu" else act
-    # transformers 4 had this second key; null there meant the tanh approximation.
+    # transformers 4 had hidden_activation as well; null meant the tanh approximation.
     if config.get("hidden_activation") and common.activation(config, "hidden_activation") != act:
         raise ValueError(
             f"config.json has hidden_activation={config['hidden_activation']!r} and a hidden_act that means {act!r}; "

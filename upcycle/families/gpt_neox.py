@@ -6,7 +6,7 @@ from upcycle.families import common
 from upcycle.families.common import Config, Source
 from upcycle.spec import DenseSpec
 
-# Old files also hold the causal mask and the value it fills with, as buffers.
+# Old files also hold two buffers: the causal mask and its fill value.
 IGNORED = (*common.ROTARY_BUFFERS, r".*\.attention\.(bias|masked_bias)")
 
 
@@ -19,7 +19,7 @@ def read(config: Config) -> DenseSpec:
         )
     context = config.get("max_position_embeddings") or 2048
     return common.dense(
-        # This architecture has neither key and would not look at them.
+        # The architecture ignores these keys, so dense() must not see them.
         {k: v for k, v in config.items() if k not in ("num_key_value_heads", "head_dim")},
         "gpt_neox",
         context=2048,

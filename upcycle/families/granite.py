@@ -30,7 +30,7 @@ def sources(spec: DenseSpec) -> dict[str, Source]:
 
 
 def multipliers(config: Config) -> dict[str, Any]:
-    """The fields of a DenseSpec that all Granites have, dense or not."""
+    """The multipliers of a Granite config, dense or MoE, as fields of a DenseSpec."""
     return {
         "attention_scale": config.get("attention_multiplier", 1.0),
         "embed_scale": config.get("embedding_multiplier", 1.0),

@@ -1,4 +1,4 @@
-"""Mistral 7B, Nemo, Small: Llama with a sliding window, unless it is null. Absent is not null: then it is 4096."""
+"""Mistral 7B, Nemo, Small: Llama with a sliding window. `sliding_window: null` means none; an absent key means 4096."""
 
 from __future__ import annotations
 

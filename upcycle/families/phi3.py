@@ -1,4 +1,4 @@
-"""Phi-3, 3.5 and 4: q, k, v in one matrix and gate, up in another, each by rows; perhaps LongRoPE, perhaps partial."""
+"""Phi-3, 3.5 and 4: q, k, v stacked in one matrix, gate and up in another; some have LongRoPE, some partial rotary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(config: Config) -> DenseSpec:
 
 
 def _longrope_by_its_name(config: Config) -> Config:
-    """Early Phi-3 files call LongRoPE "su", or "yarn" although it is not."""
+    """`config` with LongRoPE under its own name: early Phi-3 files call it "su", or even "yarn"."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     stated = dict(config.get(key) or {})
     if stated.get("rope_type", stated.get("type")) not in ("su", "yarn"):

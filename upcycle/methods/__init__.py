@@ -1,13 +1,13 @@
 """Initialisations, one file each: dense FFN(s) -> the FFN of one expert. Pure: no files, devices, ranks or globals.
 
-    Options                               its keys under `method:` in the config, with defaults and check(sizes)
+    Options                               dataclass of the keys under `method:`, with defaults and check(sizes)
     EXACT                                 True if every copy is the dense FFN, neuron for neuron
     expert(donors, place, options) -> FFN
-    same(place)                           (may be absent) experts with equal answers are equal, so they are made once
-    needs(options) -> Needs               (may be absent) what it needs besides the FFN of `source`
+    same(place)                           (optional) a key: experts with equal keys are equal, so they are made once
+    needs(options) -> Needs               (optional) what the method needs besides the FFN of `source`
 
-`donors` are the dense FFNs of the layer that the method needs (of `source`, if it says nothing), already without the
-neurons carved out for a shared expert. `place` says which expert is wanted.
+`donors` are the dense FFNs of the layer that Needs.donors lists (by default that of `source`), without the neurons that
+went to a shared expert. `place` says which expert to make.
 
 Nothing else knows a method by its name: the rest of the converter reads a `Method`, which `load` makes of the file.
 """
@@ -27,7 +27,7 @@ from upcycle.ffn import FFN
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a method's options may depend on."""
+    """The sizes against which a method checks its options."""
 
     copies: int
     granularity: int
@@ -35,7 +35,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Place:
-    """Which expert: expert `index` is part `index % granularity` of copy `index // granularity`."""
+    """The place of an expert: expert `index` is part `index % granularity` of copy `index // granularity`."""
 
     layer: int
     index: int
@@ -59,31 +59,31 @@ class Place:
         return ffn.neurons(slice(start, start + self.widths[self.part]))
 
     def own(self) -> slice:
-        """This expert's neurons if all experts lie end to end in one FFN (Needs.disjoint)."""
+        """The neurons of this expert where all experts lie end to end in one FFN (Needs.disjoint)."""
         ends = list(accumulate(self.widths))
         return slice(ends[self.index] - self.widths[self.index], ends[self.index])
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method needs of the plan around it; of a method that says nothing, the defaults."""
+    """What a method needs from the plan. A method without `needs` has the defaults."""
 
-    # the FFNs that `expert` is given, in this order: `source`'s, and that of the donor of this copy (one donor a copy)
+    # the FFNs passed to `expert`, in this order. source: that of `source`; own: that of the donor of this copy
     donors: tuple[Literal["source", "own"], ...] = ("source",)
-    rest: Literal["source", "mean"] = "source"  # all but the routed experts: from `source`, or the donors' mean
+    rest: Literal["source", "mean"] = "source"  # all but the routed experts comes from `source`, or is the donors' mean
     disjoint: bool = False  # no neuron is in two experts: they are one FFN cut up, and lie end to end in it
-    # the key and value that ask for neurons in an order measured on text, those that fire together side by side
+    # the key=value that asks for neurons in an order measured on text, those that fire together side by side; else ""
     order: str = ""
 
     @property
     def mixes(self) -> bool:
-        """Models besides `source` are in the experts."""
+        """True if the experts are made from donors, not from `source` alone."""
         return "own" in self.donors
 
 
 @dataclass(frozen=True)
 class Method:
-    """What the converter knows of a method: its file's declarations, and the options that a config gives it."""
+    """A method as the converter sees it: the declarations of its file, and the options of a config."""
 
     name: str
     options: Any
@@ -97,12 +97,12 @@ class Method:
 
 
 def load(name: str, keys: Mapping[str, Any] | None = None) -> Method:
-    """The method of this name. `keys`: its own, as `method:` of a config has them; defaults for those left out."""
+    """The method of this name. `keys`: those under `method:` of a config; defaults for those left out."""
     module = plugin.load(__name__, name)
     options = build(module.Options, keys or {}, "method.")
-    optional = vars(module)
-    needs = optional["needs"](options) if "needs" in optional else Needs()
-    return Method(name, options, module.EXACT, needs, module.expert, optional.get("same"))
+    declared = vars(module)
+    needs = declared["needs"](options) if "needs" in declared else Needs()
+    return Method(name, options, module.EXACT, needs, module.expert, declared.get("same"))
 
 
 def positive(key: str, value: float) -> None:

@@ -25,5 +25,5 @@ def expert(donors: Sequence[FFN], place: Place, options: Options) -> FFN:
 
 
 def same(place: Place) -> int:
-    """Experts with the same answer are the same bytes, so they are made once and written often."""
+    """The same key for all experts: they have the same bytes, so they are made once and written often."""
     return 0

@@ -1,6 +1,6 @@
 """Drop-Upcycling (Nakamura et al., 2502.19261): each expert keeps most neurons and redraws a share `ratio` of them.
 
-`paper`: one set of neurons an expert, redrawn in all its matrices: a share 1 - ratio stays intact.
+`paper`: one set of neurons for each expert, redrawn in all its matrices: a share 1 - ratio stays intact.
 `released`: the published code draws the set for each matrix on its own, so only (1 - ratio)^3 of the neurons of a gated
 FFN stay intact. The two start from very different models (cosine 0.63 and 0.20 to the dense output at ratio 0.5).
 """
@@ -33,20 +33,20 @@ class Options:
 
 def expert(donors: Sequence[FFN], place: Place, options: Options) -> FFN:
     ffn = place.shard(donors[0])
-    here = (place.layer, place.index)
+    expert_key = (place.layer, place.index)
 
     def redraw(matrix: str, w: Tensor) -> Tensor:
         dim = NEURON_DIM.get(matrix)
         if dim is None:
             return w
-        draw = here if options.mode == "paper" else (*here, matrix)
-        chosen = rng.permutation(ffn.width, place.seed, "drop", *draw)[: int(options.ratio * ffn.width)]
+        draw_key = expert_key if options.mode == "paper" else (*expert_key, matrix)
+        chosen = rng.permutation(ffn.width, place.seed, "drop", *draw_key)[: int(options.ratio * ffn.width)]
         if not chosen.numel():
             return w
         w = w.to(torch.promote_types(w.dtype, torch.float32), copy=True)
         old = w.index_select(dim, chosen)
-        mean, std = old.mean(), old.std(correction=0)  # of what is replaced, in each matrix
-        new = mean + std * rng.normal(tuple(old.shape), place.seed, "drop values", *here, matrix)
+        mean, std = old.mean(), old.std(correction=0)  # of the replaced neurons, in each matrix
+        new = mean + std * rng.normal(tuple(old.shape), place.seed, "drop values", *expert_key, matrix)
         return w.index_copy_(dim, chosen, new.to(w.dtype))
 
     return ffn.map(redraw)

@@ -34,4 +34,4 @@ def expert(donors: Sequence[FFN], place: Place, options: Options) -> FFN:
     if options.by == "random":
         order = rng.permutation(donors[0].width, place.seed, "split", place.layer)
         return donors[0].neurons(order[place.own()])
-    return donors[0].neurons(place.own())  # activation: the carved FFN comes already in the order that was found
+    return donors[0].neurons(place.own())  # activation: Maker.carved has put the neurons into the measured order

@@ -2,11 +2,11 @@
 
 A target is five names:
 
-    ABILITIES            what it can hold, as data; common.refusals() turns a mismatch into sentences
-    config(moe)          the config.json that stock transformers reads
-    read(config)         the same way back, for any model of this architecture: the target's own view of it, such that
-                         slots(view) are the tensors in its folder, and config(view) is its config.json where we wrote
-                         it; raises ValueError for what an MoESpec cannot say
+    ABILITIES            the models it can hold, as data; common.refusals() turns a mismatch into clauses
+    config(moe)          the config.json that transformers reads
+    read(config)         the way back, for any model of this architecture: a view, the MoESpec as the target sees it.
+                         slots(view) are the tensors in the model's folder, and config(view) is its config.json if we
+                         wrote that. A ValueError for what an MoESpec cannot hold
     slots(moe)           every tensor on disk: Slot(name, roles, shape), in file order
-    notes(moe)           sentences the plan prints about this choice (may be empty)
+    notes(moe)           sentences that the plan prints about this target (may be empty)
 """

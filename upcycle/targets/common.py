@@ -1,5 +1,5 @@
-"""What the targets share: abilities as data, the reasons for a refusal, config.json both ways, and the tensor names of
-the Llama line."""
+"""What the targets share: abilities as data and the reasons for a refusal, config.json written (`base_config`) and read
+back (`view`), and the tensor names of the Llama line (`llama_slots`)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Slot(NamedTuple):
     name: str
     roles: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: str = ""  # "" means the model's; a correction bias is float32
+    dtype: str = ""  # "": the model's dtype; a correction bias is float32
 
 
 @dataclass(frozen=True)
 class Abilities:
-    stock: bool = True  # transformers has it; no code of ours in the folder
+    stock: bool = True  # transformers has the architecture, so the folder needs no code of ours
     # -- the dense part
     blocks: frozenset[str] = frozenset({"pre"})
     norms: frozenset[str] = frozenset({"rms"})  # rms1p becomes rms by adding 1, so {"rms"} holds both
@@ -56,7 +56,7 @@ def relu2_as_gated(moe: MoESpec, can: Abilities) -> bool:
 
 
 def refusals(can: Abilities, moe: MoESpec) -> list[str]:
-    """Why `moe` does not fit, one short clause each; empty if it is held exactly."""
+    """The reasons why the target cannot hold `moe`, as short clauses; empty if it holds `moe` exactly."""
     d = moe.dense
     checks = {
         f"block layout {d.block!r}": d.block in can.blocks,
@@ -109,7 +109,7 @@ HF_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tan
 def base_config(moe: MoESpec, model_type: str, architecture: str, can: Abilities) -> dict[str, Any]:
     """The keys that every decoder's config.json has."""
     d = moe.dense
-    # Loaders older than transformers 5 know only these names, and without them silently take theta = 10000.
+    # Loaders older than transformers 5 know only these keys, and without them silently take theta = 10000.
     old_rope: dict[str, Any] = {"rope_theta": d.rope["rope_theta"]}
     if d.rope["rope_type"] != "default":
         old_rope["rope_scaling"] = {key: value for key, value in d.rope.items() if key != "rope_theta"}
@@ -132,7 +132,7 @@ def base_config(moe: MoESpec, model_type: str, architecture: str, can: Abilities
         "initializer_range": d.init_std,
         "use_cache": True,
         "dtype": moe.dtype,
-        # Some classes default to a token of their own vocabulary: say that there is none where there is none.
+        # Some classes default to a token of their own vocabulary, so a model without one must state null.
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **d.tokens,
     }
@@ -153,7 +153,7 @@ def sigmoid_config(moe: MoESpec) -> dict[str, Any]:
         "num_experts_per_tok": moe.top_k,
         "norm_topk_prob": moe.normalize,
         "routed_scaling_factor": float(moe.output_scale),
-        # one group: with more, the router first narrows the choice to some groups, which could split a copy
+        # one group: with more, the router first narrows the choice to a few groups, which could split a copy
         "n_group": 1,
         "topk_group": 1,
         "scoring_func": "sigmoid",
@@ -174,12 +174,12 @@ def view(
     layers: Iterable[int] | None = None,
     **different: Any,
 ) -> MoESpec:
-    """The model of `config` as its target sees it, `width` being the target's name for that of an expert.
+    """The MoESpec of `config` as its target sees it; a ValueError for what the target cannot hold.
 
-    How the experts came about is not in a config.json: each is a copy of its own, and none is cut. `different` are
-    MoESpec fields as they are.
+    `width`: the target's key for the width of an expert; `layers`: the MoE layers, by default all; `different`: MoESpec
+    fields that are set directly. A config.json does not say how the experts were made, so each counts as a whole copy.
     """
-    # transformers 5 writes it under another name than 4 in some classes, and reads more than one in all of them
+    # the key differs between classes and between transformers 4 and 5, and every class reads several of them
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = size(config, next((name for name in names if config.get(name) is not None), names[0]))
     moe = MoESpec(
@@ -195,6 +195,7 @@ def view(
 
 
 def checked(moe: MoESpec, can: Abilities) -> MoESpec:
+    """`moe` itself; a ValueError with all reasons if the target cannot hold it."""
     reasons = refusals(can, moe)
     if not moe.layers:
         reasons.append("no MoE layer")
@@ -222,7 +223,8 @@ def size(config: Config, key: str, default: int | None = None) -> int:
 
 
 def only(config: Config, **held: Any) -> None:
-    """Refuses keys that say another thing than the one which slots() and MoESpec hold. Absent and null say nothing."""
+    """Raise a ValueError if a key of `config` has another value than in `held`, the only one that slots() and MoESpec
+    can represent. An absent key or null is fine."""
     for key, value in held.items():
         if config.get(key) not in (None, value):
             raise ValueError(
@@ -232,13 +234,13 @@ def only(config: Config, **held: Any) -> None:
 
 
 def some_windows(config: Config) -> dict[str, Any]:
-    """DenseSpec's window fields where layer_types alone says which layers slide."""
+    """DenseSpec's window fields for a class without the switch use_sliding_window."""
     sliding = windows_by_layer({**config, "use_sliding_window": True}, need(config, "num_hidden_layers"))
     return sliding if sliding["window_layers"] else {}
 
 
 def stepped_layers(config: Config, layers: int) -> tuple[int, ...]:
-    """Qwen's MoE layers: every n-th, but for those in a list."""
+    """Qwen's MoE layers: every decoder_sparse_step-th, except those in mlp_only_layers."""
     step, dense = size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     return tuple(layer for layer in range(step - 1, layers, step) if layer not in dense)
 
@@ -246,14 +248,14 @@ def stepped_layers(config: Config, layers: int) -> tuple[int, ...]:
 def sigmoid_view(
     config: Config, can: Abilities, dense: DenseSpec, *, normalize: bool, shared: int | None, layers: Iterable[int]
 ) -> MoESpec:
-    """The DeepSeek-V3 line, see sigmoid_config. normalize, shared: what the class takes for absent keys."""
+    """The MoESpec of a config of the DeepSeek-V3 line (sigmoid_config). normalize, shared: the class's defaults."""
     only(
         config,
         scoring_func="sigmoid",
-        n_group=1,  # otherwise the choice is narrowed to some groups of experts first
+        n_group=1,  # with more, the choice is first narrowed to a few groups of experts
         topk_group=1,
         moe_layer_freq=1,
-        tie_word_embeddings=False,  # slots() has the head
+        tie_word_embeddings=False,  # slots() always has the head
     )
     return view(
         config,
@@ -271,7 +273,7 @@ def sigmoid_view(
 
 
 def notes(moe: MoESpec, can: Abilities, more: Mapping[str, bool] | None = None) -> list[str]:
-    """What a user should know before choosing this target; `more` maps a sentence to whether it applies."""
+    """Sentences that a user should read before choosing this target; `more` maps a sentence to whether it applies."""
     relu2, d = relu2_as_gated(moe, can), moe.dense
     sentences = {
         "squared ReLU is held as relu(gate) * up with gate = up: exact, at +50 % FFN parameters": relu2,
@@ -306,16 +308,18 @@ LLAMA = {
 
 
 def one(moe: MoESpec, name: str, role: str, dtype: str = "") -> Slot:
+    """A slot of one role, in the role's shape."""
     return Slot(name, (role,), moe.shape(role), dtype)
 
 
 def stack(moe: MoESpec, name: str, roles: list[str], shape: tuple[int, ...]) -> Slot:
+    """A slot of several roles, stacked and viewed as `shape`."""
     assert sum(prod(moe.shape(role)) for role in roles) == prod(shape), name
     return Slot(name, tuple(roles), shape)
 
 
 def global_slots(moe: MoESpec, names: Mapping[str, str] = LLAMA, *, untie: bool = False) -> Iterator[Slot]:
-    """Embedding, last norm, head."""
+    """Slots of embedding, last norm and head. untie: write the head of a tied model too."""
     for role in moe.dense.global_shapes():
         part, kind = role.rsplit(".", 1)
         yield one(moe, f"{names[part]}.{kind}", role)
@@ -331,7 +335,7 @@ def attention_slots(
     zero_qkv_bias: bool = False,
     zero_out_bias: bool = False,
 ) -> Iterator[Slot]:
-    """Norms and attention of one layer. zero_*_bias: the target has these biases, the donor need not."""
+    """Slots of norms and attention of one layer. zero_*_bias: write these biases even if the donor has none."""
     roles = list(moe.dense.attention_shapes())
     if zero_qkv_bias and not moe.dense.qkv_bias:
         roles += ["q.bias", "k.bias", "v.bias"]
@@ -350,7 +354,7 @@ def ffn_slots(
     *,
     gate: bool | None = None,
 ) -> Iterator[Slot]:
-    """One FFN: dense (role 'layers.L'), expert ('layers.L.experts.I') or shared ('layers.L.shared').
+    """Slots of one FFN: dense (role 'layers.L'), expert ('layers.L.experts.I') or shared ('layers.L.shared').
 
     gate=True writes a gate even if the donor has none (see relu2_as_gated).
     """
@@ -363,7 +367,7 @@ def ffn_slots(
 
 
 def expert_slots(moe: MoESpec, layer: int) -> Iterator[Slot]:
-    """Router and routed experts under the names most architectures share."""
+    """Slots of router and routed experts, by the names that most architectures share."""
     prefix, role = f"model.layers.{layer}.mlp", f"layers.{layer}"
     yield one(moe, f"{prefix}.gate.weight", f"{role}.router.weight")
     for i in range(moe.experts):
@@ -371,15 +375,15 @@ def expert_slots(moe: MoESpec, layer: int) -> Iterator[Slot]:
 
 
 def shared_width(moe: MoESpec, least: int) -> int:
-    """Where a shared expert is mandatory: its width, `least` zero neurons if none is wanted.
+    """The width of a mandatory shared expert: `least` neurons of zeros if the model has none.
 
-    Zero neurons rather than zero-size tensors: vLLM refuses the latter.
+    Tensors of size 0 would do as well, but vLLM refuses them.
     """
     return moe.shared or least
 
 
 def shared_slots(moe: MoESpec, layer: int, name: str, least: int) -> Iterator[Slot]:
-    """The mandatory shared expert, see shared_width."""
+    """Slots of the mandatory shared expert (shared_width)."""
     width, hidden = shared_width(moe, least), moe.dense.hidden
     for part, shape in {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}.items():
         file_name = f"model.layers.{layer}.mlp.{name}.{part}_proj.weight"
@@ -387,7 +391,7 @@ def shared_slots(moe: MoESpec, layer: int, name: str, least: int) -> Iterator[Sl
 
 
 def sigmoid_slots(moe: MoESpec, layer: int) -> Iterator[Slot]:
-    """One MoE block of the DeepSeek-V3 line."""
+    """Slots of one MoE block of the DeepSeek-V3 line."""
     router, *experts = expert_slots(moe, layer)
     yield router
     yield one(moe, f"model.layers.{layer}.mlp.gate.e_score_correction_bias", f"layers.{layer}.router.bias", "float32")
@@ -405,7 +409,7 @@ def llama_slots(
     names: Mapping[str, str] = LLAMA,
     gate: bool | None = None,
 ) -> Iterator[Slot]:
-    """A whole Llama-like file: `moe_layer(layer)` yields the slots of one MoE block."""
+    """Slots of a whole Llama-like model; `moe_layer(layer)` yields those of one MoE block."""
     yield from global_slots(moe, names, untie=untie)
     for layer in range(moe.dense.layers):
         yield from attention_slots(moe, layer, names, zero_qkv_bias=zero_qkv_bias, zero_out_bias=zero_out_bias)

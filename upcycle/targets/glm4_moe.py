@@ -1,6 +1,6 @@
 """GLM-4-MoE: sigmoid scores, float32 router, output scale, shared experts; q/k norm and q, k, v biases on or off.
 
-Its trap: partial_rotary_factor defaults to 0.5, in transformers and in vLLM, without a warning.
+A trap: partial_rotary_factor defaults to 0.5, in transformers and in vLLM, without a warning.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def config(moe: MoESpec) -> dict[str, Any]:
 
 
 def read(config: Config) -> MoESpec:
-    """Layers for multi-token prediction (num_nextn_predict_layers) are no part of the model; slots() has none."""
+    """The view of `config`, without the layers for multi-token prediction (num_nextn_predict_layers)."""
     context = config.get("max_position_embeddings") or 131072
     d = dense(
         config,

@@ -1,6 +1,6 @@
 """GraniteMoE: top-k, then softmax; every layer MoE; multipliers for embeddings, attention, residuals and logits.
 
-The multipliers make it a home for Granite and, with embed_scale, for Gemma 1. Experts lie fused on disk: input_linear
+The multipliers let it hold Granite and, with embed_scale, Gemma 1. Experts are fused on disk: input_linear
 (N, 2f, D) holds gate and up of each expert, output_linear (N, D, f) the downs.
 """
 

@@ -12,7 +12,7 @@ from upcycle.targets.common import EITHER, Abilities, Slot
 
 # No sliding windows: the class masks by layer_types but does not pass the window to flash attention.
 ABILITIES = Abilities(qkv_bias=EITHER, normalize=EITHER, shared="any", mixed="any")
-LEAST_SHARED = 64  # zero neurons if no shared expert is wanted; divides by any tensor parallel size
+LEAST_SHARED = 64  # neurons of zeros if the model has no shared expert; tensor parallel sizes divide it
 
 
 def config(moe: MoESpec) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def config(moe: MoESpec) -> dict[str, Any]:
         "norm_topk_prob": moe.weights_sum_to_one,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer in range(d.layers) if layer not in moe.layers],
-        "qkv_bias": True,  # vLLM always has these biases; a donor without gets zeros
+        "qkv_bias": True,  # vLLM always has these biases; zeros where the donor has none
         "use_sliding_window": False,
         "sliding_window": None,
         "max_window_layers": d.layers,
@@ -37,7 +37,7 @@ def config(moe: MoESpec) -> dict[str, Any]:
 
 
 def read(config: Config) -> MoESpec:
-    # slots() always has the biases; of windows see ABILITIES
+    # slots() always has the biases; for windows see ABILITIES
     common.only(config, qkv_bias=True, use_sliding_window=False)
     d = dense(config, "qwen2_moe", context=32768, kv_heads=16, qkv_bias=True)
     return common.view(

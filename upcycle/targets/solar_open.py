@@ -10,7 +10,7 @@ from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
 
-# No partial rotary, although the class reads the factor: it then cannot rotate a part of the head.
+# No partial rotary: the class reads the factor, but its forward pass cannot rotate a part of a head.
 ABILITIES = Abilities(
     qkv_bias=EITHER,
     scores=frozenset({"sigmoid"}),
@@ -25,12 +25,12 @@ def config(moe: MoESpec) -> dict[str, Any]:
     return common.base_config(moe, "solar_open", "SolarOpenForCausalLM", ABILITIES) | common.sigmoid_config(moe) | {
         "first_k_dense_replace": 0,
         "attention_bias": moe.dense.qkv_bias,
-        "tie_word_embeddings": False,  # as in its relatives, which vLLM never ties
+        "tie_word_embeddings": False,  # vLLM never ties the related architectures
     }  # fmt: skip
 
 
 def read(config: Config) -> MoESpec:
-    # no layer is dense, so the width of a dense one may be missing
+    # no layer is dense, so a config may leave out intermediate_size
     stated = {"rope_theta": 1e6, "intermediate_size": config.get("moe_intermediate_size"), **config}
     d = dense(
         stated,

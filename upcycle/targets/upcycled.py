@@ -1,4 +1,4 @@
-"""Our own architecture: holds all that a DenseSpec and an MoESpec can say, and puts a modelling file in the folder."""
+"""Our own architecture: holds every DenseSpec and MoESpec, and puts a modelling file into the folder."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def read(config: Config) -> MoESpec:
         output_scale=config.get("routed_scaling_factor", 1.0),
         dtype=d.dtype,
     )
-    return common.checked(moe, ABILITIES) if moe.layers else moe  # a plain dense model is one of this class too
+    return common.checked(moe, ABILITIES) if moe.layers else moe  # without MoE layers the class is a plain dense model
 
 
 def slots(moe: MoESpec) -> Iterator[Slot]:

@@ -1,4 +1,4 @@
-"""Plans of tiny models, with what they are made from."""
+"""Helpers: plans of tiny models, and a tiny model with a tokenizer and a text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load(*words: str) -> tuple[UpcyclePlan, list[Checkpoint]]:
 
 
 def readable(llama: Path, folder: Path) -> tuple[Path, Path]:
-    """The model with a tokenizer of letters, and a text of few of them."""
+    """(a copy of the model with a tokenizer of letters, a text of 16 letters)."""
     source, text = shutil.copytree(llama, folder / "readable"), folder / "letters.txt"
     model = {"type": "WordLevel", "vocab": {chr(97 + i): i for i in range(26)} | {"?": 26}, "unk_token": "?"}
     parts = dict.fromkeys(["truncation", "padding", "normalizer", "post_processor", "decoder"])

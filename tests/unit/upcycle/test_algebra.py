@@ -1,4 +1,4 @@
-"""The algebra of conversion, in float64, over random sizes: what is called exact is exact, and its twin is not."""
+"""The algebra of conversion, in float64, over random sizes: what is called exact is exact, and a broken twin is not."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_published_scale_is_exact_for_squared_relu_and_off_for_swiglu() -> None:
 
 @pytest.mark.parametrize("method", plugin.names("upcycle.methods"))
 def test_a_method_has_named_randomness_and_right_shapes(method: str) -> None:
-    """Matrices asked for in any order, alone or together, are the same bits; an expert has the width it is given."""
+    """Matrices read in any order have the same bits, and an expert has the width of its place."""
     module, loaded = plugin.load("upcycle.methods", method), methods.load(method)
     expert, disjoint = loaded.expert, loaded.needs.disjoint
     copies, granularity = (3, 1) if method == "copy" else (3, 2)
@@ -135,7 +135,7 @@ def test_a_method_has_named_randomness_and_right_shapes(method: str) -> None:
             assert torch.equal(tensor, backward[matrix])
             dim = NEURON_DIM.get(matrix)
             assert dim is None or tensor.shape[dim] == widths[index]
-    if hasattr(module, "rng") and not disjoint:  # split draws only if asked to
+    if hasattr(module, "rng") and not disjoint:  # split draws only with by=random
         first = expert(dense, Place(3, 0, copies, granularity, widths, 7))
         for layer, index, seed in ((3, 0, 8), (4, 0, 7), (3, granularity, 7)):
             other = expert(dense, Place(layer, index, copies, granularity, widths, seed))

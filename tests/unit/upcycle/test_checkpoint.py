@@ -1,4 +1,4 @@
-"""The reader gives back what the safetensors package wrote, reads only what it is asked for, and notices change."""
+"""The reader returns what the safetensors package wrote, reads only the tensors requested, and notices changed files."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def save(folder: Path, tensors: dict[str, Tensor], name: str = "model.safetensor
 
 
 def save_two(folder: Path) -> Path:
-    """Two files and an index; b is in the second."""
+    """Save two files and an index; b is in the second."""
     save(folder, {"a": torch.arange(6.0).reshape(3, 2)}, "model-1.safetensors")
     save(folder, {"b": torch.arange(6.0, 9.0)}, "model-2.safetensors")
     weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
-    # total_size is a lie that must not matter
+    # total_size is wrong, which must not matter
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": -5}, "weight_map": weight_map}))
     return folder
 
 
 def poke(file: Path, at: int, data: bytes) -> None:
-    """Overwrites bytes of a file and leaves its times as they are: a change that only its content shows."""
+    """Overwrite bytes of a file and restore its times, so that only the content shows the change."""
     status = os.stat(file)
     with open(file, "r+b") as handle:
         handle.seek(at)
@@ -58,7 +58,7 @@ def as_bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-# ---- what was written is what is read
+# ---- round trips
 
 
 @pytest.mark.parametrize("dtype", READABLE)
@@ -160,7 +160,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name_and_count(
             ours.read("bad")
         with pytest.raises(ValueError, match="1 values that are NaN or infinite among 10;"):
             ours.read("bad", (17, 18))
-        assert ours.read("bad", (1, 17)).isfinite().all()  # rows that nobody asked for are nobody's trouble
+        assert ours.read("bad", (1, 17)).isfinite().all()  # bad values in other rows do not matter
         assert as_bytes(ours.read("bad", check=False)) == as_bytes(broken)
 
 
@@ -299,7 +299,7 @@ def test_copied_files(tmp_path: Path) -> None:
         assert [file.name for file in ours.copied_files()] == sorted(kept)
 
 
-# ---- time passes
+# ---- files that change while open
 
 
 def test_a_file_that_changes_under_us_is_noticed(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_file_that_changes_under_us_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"model.safetensors shrank while it was open here"):
             ours.read("w")
         with pytest.raises(ValueError, match="changed while it was open"):
-            ours.read("w", (0, 10))  # these bytes are still there, and yet are not to be trusted
+            ours.read("w", (0, 10))  # the bytes are still there, but the file has changed
 
 
 def test_a_file_that_is_replaced_stays_readable_as_it_was(tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
         seen.add(fingerprint(other))
     assert len(seen) == 10
 
-    # What it does not prove, as its documentation says: between the samples a change goes unseen.
+    # the documented limit of a fingerprint: a change between the samples goes unseen
     poke(first / "model.safetensors", start + 4096, b"\x7e")
     assert fingerprint(first) == want
 

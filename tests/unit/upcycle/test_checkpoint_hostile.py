@@ -1,6 +1,6 @@
-"""A stranger's checkpoint: whatever it says, the answer is one sentence; nothing is executed, nothing large allocated.
+"""Hostile checkpoints: each is refused in one sentence; nothing is executed, nothing large is allocated.
 
-The second opinion is the safetensors package: all that our reader accepts, it accepts too, with the same shapes.
+The second opinion is the safetensors package: it accepts every file that our reader accepts, with the same shapes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def packed(header: Any, data: bytes = DATA) -> bytes:
 
 
 def edited(path: str, value: Any) -> dict[str, Any]:
-    """GOOD with one place changed: "a.shape" or a new tensor's name."""
+    """GOOD with one value changed; `path` is for instance "a.shape", or the name of a new tensor."""
     header: dict[str, Any] = copy.deepcopy(GOOD)
     *way, last = path.split(".")
     at = header
@@ -51,11 +51,11 @@ def edited(path: str, value: Any) -> dict[str, Any]:
 
 
 def refused(call: Callable[[], Any], *words: str) -> str:
-    """The one sentence with which `call` refuses; it has these words."""
+    """The one sentence with which `call` refuses; asserts that it has these words."""
     with pytest.raises(ValueError) as caught:
         call()
     sentence = str(caught.value)
-    assert type(caught.value) is ValueError  # not one of its children, which json and codecs raise
+    assert type(caught.value) is ValueError  # not a subclass, as json and codecs raise
     assert all(word in sentence for word in words), sentence
     assert "\n" not in sentence and ". " not in sentence and len(sentence) < 1200, sentence
     return sentence
@@ -188,7 +188,7 @@ def test_every_fault_of_a_header_has_its_sentence(tmp_path: Path, case: str) -> 
 
 
 def test_the_unspoilt_header_is_accepted(tmp_path: Path) -> None:
-    """Else the table above would prove nothing."""
+    """Without this the table above would prove nothing."""
     file = tmp_path / "some.safetensors"
     for header in (GOOD, dict(reversed(GOOD.items())), json.dumps(GOOD, indent=3).encode() + b" \n\t\r"):
         file.write_bytes(packed(header))
@@ -220,7 +220,7 @@ def peak(call: Callable[[], Any]) -> int:
 
 
 def test_a_promise_of_much_allocates_little(tmp_path: Path) -> None:
-    """Files that are one hole: large to look at, nothing on disk."""
+    """Sparse files: large by their size, but with nothing on disk."""
     file = tmp_path / "some.safetensors"
     file.write_bytes((10**8 + 1).to_bytes(8, "little"))
     os.truncate(file, 10**12)
@@ -265,7 +265,7 @@ def test_an_index_entry_is_a_plain_name(tmp_path: Path, name: Any) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     good_folder(folder)
-    for place in (tmp_path, folder / "sub"):  # the file is there: it is the spelling that is refused
+    for place in (tmp_path, folder / "sub"):  # the file exists, so it is the spelling that is refused
         place.mkdir(exist_ok=True)
         (place / "x-2.safetensors").write_bytes((folder / "x-2.safetensors").read_bytes())
     write_index(folder, {"a": "x-1.safetensors", "b": name})
@@ -402,9 +402,9 @@ def test_only_regular_files_and_links_to_them(tmp_path: Path, kind: str) -> None
     refused(lambda: read_header(file), "x-2.safetensors", *words)
 
 
-# ---- everything else: the two readers against each other
+# ---- fuzzing: the two readers against each other
 
-# What safetensors lets pass and we do not, on purpose.
+# Words of the refusals, on purpose, of files that safetensors accepts.
 STRICTER = (
     "is there twice",
     "has the fields",
@@ -424,7 +424,7 @@ def second_opinion(file: Path) -> dict[str, tuple[int, ...]] | None:
 
 
 def judge(file: Path, content: bytes) -> str:
-    """ "accepted", or our sentence without its figures and names; fails if the two readers contradict each other."""
+    """Read `content` with both readers and return "accepted" or our sentence; fails if the two contradict each other."""
     file.write_bytes(content)
     theirs = second_opinion(file)
     try:
@@ -462,10 +462,10 @@ def mutate(rng: random.Random) -> bytes:
         header = dict(rng.sample(list(header.items()), len(header)))
         text = json.dumps(header, indent=rng.choice([None, 1]), ensure_ascii=rng.random() < 0.5).encode()
     text = text or json.dumps(header).encode()
-    if kind == 4:  # the JSON's bytes, with a length that is right
+    if kind == 4:  # bytes of the JSON, with the right length before it
         text = spliced(rng, text)
     content = packed(text)
-    if kind == 5:  # any bytes
+    if kind == 5:  # bits anywhere
         flipped = bytearray(content)
         for _ in range(rng.randint(1, 4)):
             flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
@@ -478,7 +478,7 @@ def mutate(rng: random.Random) -> bytes:
 
 
 def spliced(rng: random.Random, content: bytes) -> bytes:
-    """A piece of it overwrites, or is put into, another place."""
+    """`content` with a piece of it copied over, or inserted at, another place."""
     start, at = rng.randrange(len(content)), rng.randrange(len(content))
     piece = content[start : start + rng.randint(1, 60)]
     return content[:at] + piece + content[at + rng.choice([0, len(piece)]) :]
@@ -490,7 +490,7 @@ def test_ten_thousand_mutations(tmp_path: Path) -> None:
     traced = lambda: sentences.extend(judge(file, content) for content in contents[:1500])  # noqa: E731 (tracing is slow)
     assert peak(traced) < 4_000_000
     sentences.extend(judge(file, content) for content in contents[1500:])
-    # The fuzz reaches what it is meant to reach: both verdicts, and most checks.
+    # the mutations reach both verdicts and most checks
     known = (
         *STRICTER,
         "accepted",

@@ -1,4 +1,4 @@
-"""What all commands share: help without heavy imports, sentences, closed pipes, Ctrl-C at any moment, warnings."""
+"""The frame of all commands: help without heavy imports, one-sentence errors, closed pipes, Ctrl-C, warnings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from upcycle import cli
 
 ROOT = Path(__file__).parents[3]
-# buffered, as a person's is: what is not flushed in time fails when Python ends
+# stdout is buffered, as in a terminal session: output that is not flushed in time fails when Python ends
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
-# whatever starts with cli.start is a command; the words lead to what takes seconds to import
+# every module that calls cli.start is a command; with these words its main reaches the slow imports
 WORDS = {"upcycle": ["plan", "source=x"], "evaluation": ["compare", "a", "b"], "training.prepare": ["out"],
          "training.plots": ["run", "--output", "x.png"]}  # fmt: skip
 COMMANDS = sorted(
@@ -37,7 +37,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def interrupting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Libraries that a person interrupts while they are imported, and that catch what is raised in them."""
+    """Stand-ins for slow libraries: each sends itself Ctrl-C while it is imported, and catches every exception."""
     folder = tmp_path_factory.mktemp("libraries")
     for name in ("torch", "numpy", "transformers"):
         lines = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
@@ -64,7 +64,7 @@ def test_importing_the_package_imports_nothing_that_takes_seconds(interrupting: 
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "upcycle.bench"])  # which imports nothing slow
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "upcycle.bench"])  # bench imports nothing slow
 def test_ctrl_c_during_the_imports_is_one_line(name: str, interrupting: Path) -> None:
     done = run(name, *WORDS.get(name, ["x"]), path=interrupting)
     assert (done.returncode, done.stderr, done.stdout) == (130, f"{name}: stopped\n", "")
@@ -88,7 +88,7 @@ def test_a_reader_who_has_gone_is_no_error(name: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# ---- a command that does one thing
+# ---- commands with one line of code
 
 LINES = {
     "value": "raise ValueError('a sentence\\n  in two lines')",

@@ -1,4 +1,4 @@
-"""Files and words to a config: what cannot be one, and names that look like numbers."""
+"""Reading a config from a file and words: files that are refused, and names that look like numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The converter as a program: restart, kill, share, slices, and every way the disk can be in the way."""
+"""The converter as a program: restarts, kills, shared jobs, slices, and failures of the disk."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_killed_at_random_moments_it_finishes_with_the_same_bytes(
         )
         while process.poll() is None and not job.exists():
             time.sleep(0.01)
-        if kills:  # the job is there from the last time: give this process the time to come to it
+        if kills:  # job.json is left from the last run: give this process the time to start
             time.sleep(chance.uniform(0.5, 2.5))
         time.sleep(chance.uniform(0, 0.5))
         if process.poll() is not None:
@@ -118,10 +118,10 @@ def test_killed_at_random_moments_it_finishes_with_the_same_bytes(
         process.kill()
         process.wait()
         kills += 1
-        if output.exists():  # killed after the last step; what is there must be whole
+        if output.exists():  # killed after the last step: the output must be whole
             assert digests(output) == reference
             break
-        with pytest.raises(ValueError, match=r"config\.json"):  # and nobody takes the partial one for a checkpoint
+        with pytest.raises(ValueError, match=r"config\.json"):  # the partial folder is no checkpoint
             Checkpoint.open(tmp_path / "moe.partial")
     assert kills >= 2, "the job was too quick to be killed"
     for _ in range(2):  # the second time there is nothing to do
@@ -130,7 +130,7 @@ def test_killed_at_random_moments_it_finishes_with_the_same_bytes(
 
 
 def slow_writes(folder: Path) -> Path:
-    """A sitecustomize that makes every shard take a while, so that a kill lands in the middle of one."""
+    """Write a sitecustomize that makes every shard take a while, so that a kill lands in the middle of one."""
     place = folder / "slow"
     place.mkdir()
     (place / "sitecustomize.py").write_text(
@@ -327,7 +327,7 @@ def test_a_stream_writes_and_hashes_what_it_is_given_aligned_or_not(tmp_path: Pa
             )
             stream.write(piece)
             whole += piece.numpy().tobytes()
-            piece.zero_()  # the stream may not look at it any more
+            piece.zero_()  # the stream must not read the piece any more
     assert (tmp_path / "file").read_bytes() == whole
     assert stream.bytes == len(whole)
     assert stream.sha256 == hashlib.sha256(whole).hexdigest()
@@ -345,7 +345,7 @@ def test_control_c_does_not_wait_for_whole_shards(llama: Path, tmp_path: Path, m
         return real(maker, recipe)
 
     monkeypatch.setattr(Maker, "part", part)
-    # a shell's background jobs begin with it ignored
+    # a shell's background jobs start with SIGINT ignored
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

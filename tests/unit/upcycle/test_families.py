@@ -61,7 +61,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def problems(spec: DenseSpec, found: Mapping[str, Tensor]) -> Iterator[str]:
-    """What is wrong between a family's sources and the tensors of a checkpoint."""
+    """Yield every mismatch between a family's sources and the tensors of a checkpoint."""
     module = family(spec.family)
     sources, shapes = module.sources(spec), dict(spec.roles())
     if sources.keys() != shapes.keys():
@@ -93,7 +93,7 @@ def test_sources_are_the_tensors_of_the_checkpoint(name: str, checkpoint: Any) -
     spec, found = spec_of(folder), tensors(folder)
     assert list(problems(spec, found)) == []
 
-    # the same check sees a tensor too few, one too many, and one of a wrong shape
+    # the same check notices a missing tensor, one too many, and one of a wrong shape
     for victim in found:
         assert list(problems(spec, {k: v for k, v in found.items() if k != victim})), victim
         assert list(problems(spec, found | {victim: found[victim][:-1]})), victim
@@ -162,7 +162,7 @@ def test_ignored_are_buffers_and_never_weights(name: str, checkpoint: Any) -> No
 
 
 def as_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same model as transformers 4 wrote it."""
+    """The config of the same model as transformers 4 wrote it."""
     out = dict(config)
     out["torch_dtype"] = out.pop("dtype")
     rope = dict(out.pop("rope_parameters"))
@@ -226,7 +226,7 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 mini 4k": ("phi3", {"sliding_window": 2047, "rope_scaling": None, "original_max_position_embeddings": 4096}),
     "phi3 mini 128k": (
         "phi3",
-        # transformers 5 takes "su" only with this third key, which the files did not have; we need it not
+        # transformers 5 accepts "su" only with original_max_position_embeddings, which the files lacked; we do not need it
         {"rope_scaling": {"type": "su", "short_factor": [1.1] * 8, "long_factor": [2.0] * 8,
                           "original_max_position_embeddings": 4096},
          "sliding_window": 262144, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096},
@@ -259,7 +259,7 @@ def test_a_short_old_config_means_what_transformers_makes_of_it(name: str) -> No
     config = {"model_type": kind, **SIZES, **keys}
     if kind == "nemotron" and "num_key_value_heads" not in keys:
         config["num_key_value_heads"] = 4  # the class itself has no default that works
-    full = AutoConfig.for_model(**copy.deepcopy(config)).to_dict()  # it writes into the mappings it is given
+    full = AutoConfig.for_model(**copy.deepcopy(config)).to_dict()  # for_model changes its arguments
     assert len(full) > len(config) + 10
     read = family(kind).read
     mine, theirs = read(config), read(full)
@@ -330,7 +330,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_refusals_are_one_sentence(name: str) -> None:
     kind, change, message = REFUSED[name]
     fine = {"model_type": kind, **SIZES, "num_key_value_heads": 8, "head_dim": 16}
-    family(kind).read(fine)  # what follows is refused for the change alone
+    family(kind).read(fine)  # so the change below is the only reason for a refusal
     with pytest.raises(ValueError, match=message) as error:
         family(kind).read(fine | change)
     assert "\n" not in str(error.value)

@@ -33,10 +33,10 @@ def test_rows_of_a_group_are_equal_until_they_are_not(tmp_path: Path, target: st
     tensors = load_file(file)
     name = min(n for n, t in tensors.items() if ".0." in n and t.shape == (8, 64))
     rows = torch.zeros(8, 64)
-    rows[:, 0] = torch.tensor([3.0, 5.0, 4, 4, 4, 4, 4, 4])  # of one group 1 to either side of 4
+    rows[:, 0] = torch.tensor([3.0, 5.0, 4, 4, 4, 4, 4, 4])  # the rows of the first group are 1 to either side of 4
     save_file(tensors | {name: rows}, file, metadata={"format": "pt"})
     said = describe(folder)
-    # sqrt(2) of sqrt(8 * 16)
+    # spread: sqrt(2) relative to sqrt(8 * 16)
     assert "router of layer 0    rows of a group differ by up to 2, 12.50% of their size" in said
     assert "equal within groups of 2 in 1 of 2 MoE layers" in said
 
@@ -66,7 +66,7 @@ def test_a_choice_in_each_slice_is_whole_and_its_slices_are_the_models(tmp_path:
         assert isinstance(origin.spec, MoESpec)
         assert (origin.spec.copies, origin.spec.granularity, origin.spec.slices) == (4, 2, 2)
     manifest = json.loads((folder / "upcycle.json").read_text())
-    # 4 divides the 8 experts too, and would have the router choose in other classes
+    # 4 divides the 8 experts too, but the router would choose in other classes
     (folder / "upcycle.json").write_text(json.dumps(manifest | {"config": manifest["config"] | {"granularity": 4}}))
     for read in (describe, lambda folder: opened(folder).__enter__()):
         with pytest.raises(ValueError, match=r"granularity=4, config\.json expert_slices=2"):

@@ -1,4 +1,4 @@
-"""One job, many processes, any of which may die, come late, or be of another run."""
+"""One job of many processes, any of which may die, start late, or belong to another run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_failed_in_the_last_run_is_past(llama: Path, tmp_path: Path) -> Non
 def test_a_process_that_comes_when_all_is_done_is_content(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looked for the output just before rank 0, which found every shard there, renamed the folder."""
+    """A late rank looks for the output just before rank 0, which found every shard there, renames the folder."""
     monkeypatch.setattr(job, "PATIENCE", 0.5)
     folder = convert(*shared_job(llama, tmp_path / "moe"), quiet=True)
     monkeypatch.setattr(converting, "complete", lambda *_: False)
@@ -76,7 +76,7 @@ def test_a_process_that_comes_when_all_is_done_is_content(
 def test_two_runs_of_different_size_never_write_one_file(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A straggler of a run of two, whose rank 0 died, beside a new run of one."""
+    """The surviving rank 1 of a run of two runs beside a new run of one process."""
     plan, checkpoints = shared_job(llama, tmp_path / "moe")
     identity = {"plan": plan.hash, "source": [c.fingerprint() for c in checkpoints]}
     (tmp_path / "moe.partial" / ".upcycle").mkdir(parents=True)
@@ -118,7 +118,7 @@ def test_text_that_changes_is_another_job_and_is_looked_for_before_any_work(llam
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         run(llama)
     run()
-    run()  # the same text: done is done
+    run()  # the same text: the output is left as it is
     text.write_text("p o n m l k j i h g f e d c b a")
     with pytest.raises(ValueError, match="result of another plan"):
         run()
@@ -129,7 +129,7 @@ def test_text_that_changes_is_another_job_and_is_looked_for_before_any_work(llam
 
 @pytest.mark.parametrize(("rank", "count"), [("1", "1"), ("x", "2"), ("-1", "2"), ("0", "0")])
 def test_a_rank_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, rank: str, count: str) -> None:
-    """RANK=1 without WORLD_SIZE made nothing and called it complete."""
+    """RANK=1 without WORLD_SIZE once made nothing and called it complete."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", count)
     with pytest.raises(ValueError, match="use torchrun"):

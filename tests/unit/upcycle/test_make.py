@@ -1,4 +1,4 @@
-"""Experts as the maker makes them."""
+"""Maker: squared ReLU in gated targets, and experts that need a measurement."""
 
 from __future__ import annotations
 

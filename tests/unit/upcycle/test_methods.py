@@ -1,4 +1,4 @@
-"""What a method says it needs is what it is given, and what its experts are made of."""
+"""A method gets the models that its Needs list, and its experts are made of these alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COPIES = 3
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A source, a donor for each copy, and one that takes another's place."""
+    """A source, a donor for each copy, and a spare model that replaces one of them."""
     folder = tmp_path_factory.mktemp("dense")
     return [tiny.make("llama", folder / f"model-{seed}", seed=seed) for seed in range(COPIES + 2)]
 

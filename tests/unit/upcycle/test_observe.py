@@ -1,4 +1,4 @@
-"""The streamed pass against transformers, what is measured against brute force, and text files to tokens."""
+"""The streamed pass against transformers, measurements against brute force, and text files to tokens."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_mass_of_a_zero_router(top_k: int) -> None:
     x, zero = normal(50, 16), torch.zeros(8, 16)
     assert observe.router_mass(x, zero, moe(top_k, 8, normalize=False)) == pytest.approx(top_k / 8, abs=1e-12)
     assert observe.router_mass(x, normal(8, 16), moe(top_k, 8)) == pytest.approx(1, abs=1e-12)
-    if top_k < 8:  # a router that has an opinion lets more through
+    if top_k < 8:  # unequal logits: the chosen weights add up to more
         assert observe.router_mass(x, normal(8, 16), moe(top_k, 8, normalize=False)) > 1.1 * top_k / 8
 
 
@@ -180,7 +180,7 @@ def test_activity_is_brute_force(activation: str, monkeypatch: pytest.MonkeyPatc
 
 
 def planted(groups: int, size: int, tokens: int, noise: float) -> tuple[Tensor, Tensor]:
-    """(marks, group of each neuron): each token is of one group, and marks half of it and some others."""
+    """(marks, group of each neuron): a token marks half of the neurons of one group, and a few others."""
     generator = torch.Generator().manual_seed(0)
     group = torch.arange(groups).repeat_interleave(size)[torch.randperm(groups * size, generator=generator)]
     topic = torch.randint(groups, (tokens,), generator=generator)
@@ -201,7 +201,7 @@ def test_planted_clusters_are_found() -> None:
         assert representative in members
     chance = torch.randperm(len(group), generator=torch.Generator().manual_seed(1))
     assert purity(chance, group, [16] * 8) < 0.5
-    shuffled = torch.stack([row[torch.randperm(len(row))] for row in marks])  # who fires together now means nothing
+    shuffled = torch.stack([row[torch.randperm(len(row))] for row in marks])  # together by chance alone
     assert purity(observe.cluster_neurons(shuffled, 0, [16] * 8)[0], group, [16] * 8) < 0.5
 
 
@@ -216,7 +216,7 @@ def test_shared_neurons_are_the_most_active() -> None:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 5), st.integers(0, 2**16), st.floats(0, 0.6))
 def test_clusters_are_a_permutation(widths: list[int], shared: int, seed: int, share: float) -> None:
     f = shared + sum(widths)
-    marks = torch.rand(23, f, generator=torch.Generator().manual_seed(seed)) < share  # none at all, now and then
+    marks = torch.rand(23, f, generator=torch.Generator().manual_seed(seed)) < share  # sometimes no marks at all
     order, representatives = observe.cluster_neurons(marks, shared, widths, seed)
     assert order.sort().values.tolist() == list(range(f))
     starts = [shared + sum(widths[:i]) for i in range(len(widths))]
@@ -267,7 +267,7 @@ def test_a_bad_text_is_refused_in_one_sentence(tmp_path: Path, name: str, conten
 
 @pytest.fixture
 def donor(tmp_path: Path) -> Path:
-    """A tokenizer of three words, with a start token and a truncation that must not count."""
+    """A tokenizer of three words, with a start token, and with a truncation that must be switched off."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"))

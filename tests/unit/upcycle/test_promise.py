@@ -1,4 +1,4 @@
-"""What a plan promises, where only rounding is in the way."""
+"""The promise of a plan that is exact but for rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input of the config kind: each is one sentence that names what was wrong and what to write instead."""
+"""Bad configs and sources: each is refused in one sentence that says what is wrong and what to write instead."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_shared_counts_experts_or_is_a_share_of_the_neurons(llama: Path) -> None
     assert sizes("shared=1", "granularity=2") == (32, 32)
     assert sizes("shared=2", "granularity=2") == (48, 24)
     assert sizes("shared=0.25", "granularity=2") == (24, 36)
-    assert sizes("shared=0.3", "granularity=2") == (28, 34)  # 28.8 neurons, less what keeps the parts equal
+    assert sizes("shared=0.3", "granularity=2") == (28, 34)  # 28.8 neurons, lowered so that the rest is even
 
 
 def test_sizes_of_files_are_read_and_nonsense_refused() -> None:
@@ -233,7 +233,7 @@ def test_more_layers_than_tensors_are_refused_at_once(llama: Path, tmp_path: Pat
 
 
 def test_a_tensor_of_another_kind_among_floats_is_refused(llama: Path, tmp_path: Path) -> None:
-    """It would be written as it is under a header that says otherwise."""
+    """Otherwise its bytes would be written under a header that says another dtype."""
     folder = shutil.copytree(llama, tmp_path / "mixed")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.input_layernorm.weight"] = torch.ones(64, dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""What an MoE costs."""
+"""FLOPs of an MoE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MoE targets without transformers: what each refuses and why, its config.json, and its list of tensors."""
+"""MoE targets without transformers: refusals and their reasons, config.json, and the list of tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIGMOID = {"glm4_moe", "dots1", "solar_open"}
 
 
 def moe_for(target: str, dense: dict[str, Any] | None = None, **moe: Any) -> MoESpec:
-    """A model that `target` holds, changed: a Llama where it can be one."""
+    """A model that `target` holds (a Llama if it can hold one), with changes to the dense model and to the MoE."""
     can = plugin.load("upcycle.targets", target).ABILITIES
     block, qk_norm = (
         plain if plain in held else min(held) for plain, held in (("pre", can.blocks), ("none", can.qk_norms))
@@ -118,8 +118,8 @@ def test_our_own_target_refuses_nothing_and_refusals_are_clauses(target: str) ->
 
 # ---- config.json
 
-# Keys whose default in transformers is another model's, or a trap. A new target needs no row here: what it leaves out
-# wrongly is seen by test_targets_read.py and the parity tests. A row says it in words, at a glance.
+# Keys whose default in transformers is another model's, or a trap. A new target needs no row here: test_targets_read.py
+# and the parity tests notice a key that it wrongly leaves out. The rows are for readers.
 STATED: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "intermediate_size": 48, "sliding_window": None},
     "qwen2_moe": {
@@ -204,7 +204,7 @@ def test_the_config_follows_the_model(target: str) -> None:
 
 
 def changes(target: str) -> list[MoESpec]:
-    """The target's model, and it with everything else the target can hold."""
+    """The target's plain model, and that model with each other feature the target can hold."""
     fits = [(d, m) for d, m, _, _ in FEATURES.values() if not reasons(target, d, **m)]
     return [moe_for(target), *(moe_for(target, d, **m) for d, m in fits), moe_for(target, {"tied": True})]
 
@@ -216,7 +216,7 @@ def test_slots_are_unique_and_as_large_as_their_roles(target: str) -> None:
         assert len({slot.name for slot in slots}) == len(slots)
         for slot in slots:
             if ".shared." in slot.roles[0] and not moe.shared:
-                assert slot.roles[0].startswith("layers.") and 0 not in slot.shape  # a mandatory one, of zeros
+                assert slot.roles[0].startswith("layers.") and 0 not in slot.shape  # a mandatory shared expert of zeros
             else:
                 assert prod(slot.shape) == sum(prod(moe.shape(role)) for role in slot.roles), slot.name
             assert slot.dtype == ("float32" if slot.roles[0].endswith("router.bias") else "")

@@ -1,7 +1,7 @@
 """Every target reads a config.json back: its own, as transformers saves it again, and published ones.
 
-`read` gives the target's view, so what is compared is what the view is for: the tensors in the folder, the config.json,
-and what transformers' own configuration class makes of the same file. Each comparison has a twin that must fail.
+`read` gives the target's view. Compared are the uses of a view: the tensors in the folder, the config.json, and what
+transformers' own configuration class makes of the same file. Each comparison has a twin that must fail.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def shapes(target: str, moe: MoESpec) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def roles(moe: MoESpec) -> Iterator[str]:
-    """What a model built from the spec alone has."""
+    """Every role of a model built from the spec alone."""
     ffn = set(moe.dense.ffn_shapes())
     for role, _ in moe.dense.roles():
         path = role.split(".", 2)
@@ -104,7 +104,7 @@ def test_the_view_has_our_tensors_and_our_config(target: str, variant: str, shap
 
 @pytest.mark.parametrize("target", parity.TARGETS)
 def test_stock_transformers_saves_the_folder_and_the_view_is_the_same(target: str, tmp_path: Path) -> None:
-    """The whole way, with weights: the tensors that transformers writes are those of the view of its config.json."""
+    """With weights: the tensors that transformers saves are the slots of the view of the config.json that it saves."""
     can, variant, ours = module(target).ABILITIES, parity.first_variant(target), module(target)
     fits = ("E4G2T4-shared", "last-layer", "E4G2T4")
     moe = next(m for m in (moe_of(target, variant, shape) for shape in fits) if not refusals(can, m))
@@ -172,7 +172,7 @@ def test_twin_every_key_counts(target: str, key: str) -> None:
 
 
 def test_the_views_that_differ_from_what_was_converted() -> None:
-    """What the donor had and the target has not is gone from the view, and what the target always has is in it."""
+    """The view lacks what only the donor had, and has what the target always has."""
     gemma, arcee = moe_of("granitemoe", "gemma", "E4G2T4"), moe_of("mixtral", "arcee", "E4G2T4")
     assert (gemma.dense.norm, arcee.dense.activation, arcee.dense.gated) == ("rms1p", "relu2", False)
     view = module("granitemoe").read(module("granitemoe").config(gemma))
@@ -270,7 +270,7 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
     ),
 }  # fmt: skip
 
-# The least that each class can be told: everything else is its default.
+# The fewest keys that each class accepts: everything else is its default.
 LEAST = {
     "vocab_size": 100352, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 64, "num_experts_per_tok": 2,
 }  # fmt: skip
@@ -288,7 +288,7 @@ SIZES: dict[str, Config] = {
     "solar_open": {"moe_intermediate_size": 48, "n_routed_experts": 4},
     "upcycled": {"intermediate_size": 80, "moe_layers": [1, 2], "expert_widths": [48, 40, 32]},
 }  # fmt: skip
-# Written by hand and by transformers 4, each meaning something else than the defaults.
+# Keys as written by hand and by transformers 4, each with another value than the default.
 BY_HAND: list[Config] = [
     {"rope_theta": 5e5, "torch_dtype": "float16"},
     {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 7e4},
@@ -303,14 +303,14 @@ BY_HAND: list[Config] = [
 
 
 def theirs(config: Config) -> Any:
-    """What the class of transformers makes of a file."""
-    rest = deepcopy(config)  # it writes into a rope it is given
+    """The configuration object that the class of transformers makes of a file."""
+    rest = deepcopy(config)  # the class changes the rope in its arguments
     target = rest.pop("model_type")
     return UpcycledConfig(**rest) if target == "upcycled" else AutoConfig.for_model(target, **rest)
 
 
 def stated(config: Config) -> Config:
-    """The same with nothing left to a default."""
+    """The config with every default written out."""
     found: Config = json.loads(theirs(config).to_json_string(use_diff=False))
     return found
 
@@ -364,7 +364,7 @@ def test_defaults_are_those_of_the_class(target: str) -> None:
 
 @pytest.mark.parametrize("target", plugin.names("upcycle.targets"))
 def test_what_a_config_leaves_out_is_what_the_class_takes_for_it(target: str) -> None:
-    """A converted model's config, less one key at a time: refused, or read as transformers reads it."""
+    """A converted model's config without one of its keys is refused, or read as transformers reads it."""
     spec = parity.spec_of_variant("llama" if target == "upcycled" else parity.first_variant(target))
     assert spec is not None
     written = module(target).config(replace(parity.moe_of(spec, target), dtype="bfloat16"))

@@ -1,4 +1,4 @@
-"""verify and the manifest it reads: what is not what it says is one sentence."""
+"""verify, and the manifest that it reads: a wrong file is refused in one sentence."""
 
 from __future__ import annotations
 
