@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
 
 
 def suite_of(config: TrainConfig) -> Suite | None:
-    """evaluation's, where a run wants it: the one place of training that knows evaluation. lm-eval is imported then."""
+    """evaluation's suite, where a run wants one: the only place in training that imports evaluation, and so lm-eval."""
     if not config.eval.every:
         return None
     try:

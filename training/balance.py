@@ -3,7 +3,7 @@
 Shapes: T tokens, E experts, K experts chosen a token, G slices of a dense FFN, S sequences of L tokens, N MoE layers, F
 figures. Counts are int64: adding them up is exact in any order, so a run repeats bit for bit.
 
-The loop sees one object, which hangs itself into the model's MoE blocks:
+The loop sees one object, which attaches itself to the model's MoE blocks:
 
     balance = Balance(config, model, scale=1 / micro_batches)
     ...forward and backward of every micro-batch...      # losses join the gradient by themselves
@@ -191,7 +191,7 @@ def token_entropy(probability_TE: Tensor) -> Tensor:
 
 
 def coherence(expert_TK: Tensor, granularity: int) -> Tensor:
-    """(whole, missing, doubled): is what a token chose whole FFNs? Means over tokens.
+    """(whole, missing, doubled), means over tokens: do a token's choices make up whole FFNs?
 
     Expert e * G + g is slice g of copy e, and a dense FFN is one of each slice, of whatever copies. K choices should be
     n = K / G whole FFNs, so that every slice is there n times. whole: the share of tokens where it is so. missing,
@@ -234,7 +234,7 @@ class RouterLoad:
     def __init__(self, layers: int, experts: int, device: torch.device | str = "cpu") -> None:
         self.step_NE = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self.total_NE = torch.zeros_like(self.step_NE)
-        # sums over tokens, and of how many tokens
+        # each figure's sum over tokens, and the number of tokens in it
         self.sums_N2F = torch.zeros(layers, 2, len(FIGURES), dtype=torch.float64, device=device)
         self.nothing = torch.full((), math.nan, dtype=torch.float64, device=device)
 
@@ -246,20 +246,20 @@ class RouterLoad:
 
     @torch.no_grad()
     def average(self, layer: int, tokens: int, **means: Tensor | None) -> None:
-        """Adds a micro-batch's FIGURES; those that are left out, or not finite, count for no token."""
+        """Adds a micro-batch's FIGURES; one that is left out, or not finite, counts for no token."""
         found = (means.get(name) for name in FIGURES)
         mean_F = torch.stack([self.nothing if mean is None else mean.double() for mean in found])
         known_F = mean_F.isfinite()
         self.sums_N2F[layer] += tokens * torch.stack([mean_F.where(known_F, 0), known_F.double()])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is known at a step's end, so that what a resumed run logs is the same too."""
+        """The interval's sums at a step's end, so that a resumed run logs the same numbers too."""
         return {"total": self.total_NE, "figures": self.sums_N2F}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.total_NE.copy_(state["total"])
-        if "figures" in state:  # a checkpoint from before there were so many: they begin anew
+        if "figures" in state:  # older checkpoints have none: they begin at 0
             self.sums_N2F.copy_(state["figures"])
 
     @torch.no_grad()
@@ -371,7 +371,7 @@ class Balance:
 
     @torch.no_grad()
     def end_step(self, skip: Tensor | None = None) -> None:
-        """After the optimiser's step, with the same `skip`."""
+        """Moves the selection biases; call it after the optimiser's step, with the same `skip`."""
         count_NE = self.load.end_step(self.reduce if self.config.bias_rate else None)
         if self.config.bias_rate:
             for block, count_E in zip(self.blocks, count_NE, strict=True):

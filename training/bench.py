@@ -102,8 +102,8 @@ class BenchConfig:
 
 
 def spec_of(config: BenchConfig) -> DenseSpec | MoESpec:
-    given = config.architecture
-    keys = json.loads(Path(given).read_text()) if isinstance(given, str) else given
+    source = config.architecture
+    keys = json.loads(Path(source).read_text()) if isinstance(source, str) else source
     if not isinstance(keys, Mapping) or "model_type" not in keys:
         raise ValueError("architecture must be a config.json: its path, or keys and values with model_type among them")
     keys = {**keys, **({"num_hidden_layers": config.layers} if config.layers else {})}
@@ -157,17 +157,17 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
     middle = statistics.median(seconds)
     tokens = config.batch * config.sequence
     sizes = [n for sample in range(config.batch) for n in documents(config, sample).bincount().tolist()]
-    head = 6 * dense.vocab * dense.hidden if config.stack else 0  # it is not there
+    head = 6 * dense.vocab * dense.hidden if config.stack else 0  # a stack has no head
     flops = sum(model_flops(spec, n) * n for n in sizes) / tokens - head
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = peak_tflops(name)
     tflops = flops * tokens / middle / 1e12 / mesh.world
     parameters = torch.tensor(sum(p.numel() for p in run.model.parameters()), device=device)
     memory = torch.tensor(torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0, device=device)
-    tried = torch.tensor(retries(device) - before, device=device)
+    retried = torch.tensor(retries(device) - before, device=device)
     if mesh.world > 1:
         dist.all_reduce(memory, dist.ReduceOp.MAX)
-        dist.all_reduce(tried, dist.ReduceOp.MAX)
+        dist.all_reduce(retried, dist.ReduceOp.MAX)
     return {
         "device": name,
         "torch": torch.__version__,
@@ -183,18 +183,18 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
         "tflops": tflops,  # of each GPU
         "mfu": None if peak is None else tflops / peak,
         "peak_gib": float(memory) if device.type == "cuda" else None,  # of the fullest GPU
-        "allocation_retries": int(tried),  # more than none: there is too little memory, and the time is not the model's
+        "allocation_retries": int(retried),  # above 0: memory is short, and the time is not the model's alone
         "phases_ms": phases(step) if config.profile and device.type == "cuda" else None,
     }
 
 
 def retries(device: torch.device) -> int:
-    """How often the allocator gave back all that it kept, to ask the device once more."""
+    """How often the allocator freed all that it had cached, to ask the device once more."""
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
 def as_training(config: BenchConfig, micro_batch: int) -> TrainConfig:
-    """The run whose steps these are: what is not said here is as training has it, balance and all."""
+    """The config of a run with these steps: keys that are not set here have training's defaults, balance and all."""
     same = ("experts", "compute", "recompute", "compile", "transformer_engine")
     return TrainConfig(
         model=ModelConfig(source="architecture", random=True, **{name: getattr(config, name) for name in same}),
@@ -243,7 +243,7 @@ def build(
             if "norm" in name or tensor.ndim == 1:
                 tensor.fill_(0.0 if name.endswith("bias") or model.dense.norm.endswith("1p") else 1.0)
             else:
-                # made where it is used, and so that copies are copies
+                # drawn on the device, from a seed that ranks share if they hold copies of the same part
                 seed = rng.generator(0, name, layout.box(tensor)).initial_seed()
                 local(tensor).normal_(std=0.02, generator=torch.Generator(device).manual_seed(seed))
     return model.train()
@@ -264,7 +264,8 @@ def documents(config: BenchConfig, sample: int) -> Tensor:
 
 
 def in_turn(then: Callable[[Routing], Routing], routing: Routing) -> Routing:
-    """Before a block's balance: tokens to experts in turn, all experts as many rows, a token's next to each other."""
+    """Replaces the choices before a block's balance sees them: tokens go to experts in turn, so that all experts get
+    equally many rows; a token's experts are neighbours."""
     count, k = routing.expert_TK.shape
     turn = torch.arange(count * k, device=routing.expert_TK.device) % routing.logits_TN.shape[1]
     return then(replace(routing, expert_TK=turn.view(count, k)))

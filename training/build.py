@@ -1,4 +1,7 @@
-"""What a run is made of: model with its weights, optimiser, balance, data, and the state that a checkpoint holds."""
+"""What a run is made of: model with its weights, optimiser, balance, data, and the state that a checkpoint holds.
+
+`start` makes a Run; `learner` makes the part of it that a training step needs, for bench.py too.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ from upcycle.plan import UpcyclePlan
 from upcycle.spec import DenseSpec, MoESpec
 
 CHECKPOINTS = "checkpoints"  # in the run's folder
-# what may change between a run and its resumption without a word: it changes no number
+# keys that may change without a warning when a run is resumed: they change no number
 QUIET = (
     "output", "export", "checkpoint", "log", "log_every", "valid_every", "eval", "profile", "memory_snapshot",
     "device", "mesh", "patience",
@@ -62,7 +65,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class RouterLoads:
-    """What the routers' statistics hold so far, of all layers and ranks, so that any mapping can go on with it."""
+    """The routers' statistics so far, of all layers and ranks, as a part of a checkpoint: any mapping can go on with
+    them."""
 
     balance: Balance
     model: Decoder
@@ -85,7 +89,7 @@ class RouterLoads:
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        first = self.mesh.rank % (self.mesh.world // self.mesh.size("pp")) == 0  # one rank goes on with the sums of all
+        first = self.mesh.rank % (self.mesh.world // self.mesh.size("pp")) == 0  # one rank goes on with all ranks' sums
         own = {
             name: tensor[self.here] if first else torch.zeros_like(tensor[self.here]) for name, tensor in state.items()
         }
@@ -98,10 +102,10 @@ class Learner:
 
     config: TrainConfig
     mesh: ParallelMesh
-    parts: list[Decoder]  # of the model, that this rank computes: one, or several stages of a pipeline
-    model: Decoder  # all of them under one roof, with the names of the whole model
+    parts: list[Decoder]  # the model's parts that this rank computes: one, or several stages of a pipeline
+    model: Decoder  # all these parts in one decoder, under the whole model's names
     pipeline: Pipeline | None
-    optimizer: Optimizer | None  # None: gradients are made, and nothing is learned of them (bench.py)
+    optimizer: Optimizer | None  # None: gradients are made, but no update (bench.py)
     guard: SpikeGuard
     balance: Balance
     phases: Phases
@@ -116,8 +120,8 @@ class Learner:
         return all_reduce(tensor, self.mesh.tokens_group())
 
     def agree(self, number: Tensor) -> Tensor:
-        """What the first rank found. Sums of other groups may differ in their last bit, and what all ranks scale and
-        decide by must not: copies of a weight would drift apart, or one rank would skip a step."""
+        """Rank 0's number, on every rank. Sums over different groups may differ in their last bit, and a number that
+        all ranks scale or decide by must not: copies of a weight would drift apart, or one rank would skip a step."""
         if self.mesh.world > 1:
             dist.broadcast(number, 0)
         return number
@@ -125,13 +129,13 @@ class Learner:
 
 @dataclass
 class Run(Learner):
-    """A learner, where it learns and how far it has come."""
+    """A learner with its folder, its model's origin and its progress."""
 
     folder: Path
     origin: Origin
     state: TrainState
     place: Reading
-    control: dist.ProcessGroup | None  # for what is said between hosts, besides the devices
+    control: dist.ProcessGroup | None  # gloo: what hosts tell each other beside the devices
 
     @property
     def cuda(self) -> bool:
@@ -139,21 +143,22 @@ class Run(Learner):
 
     @property
     def leads(self) -> bool:
-        """Is this the rank that writes and draws?"""
+        """Whether this is the rank that writes and draws."""
         return self.mesh.rank == 0
 
 
 @contextmanager
 def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
-    """Model, optimiser, balance, and the state that a checkpoint holds; the weights come from one, or from `begin`."""
+    """Context that yields the Run: model, optimiser, balance, and the state that a checkpoint holds. Its weights are
+    still to come, from a checkpoint or from `begin`."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for the run's checkpoints and metrics")
     folder, world = Path(config.output), dist.get_world_size() if dist.is_initialized() else 1
-    goes_on, kept = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
-    opening = source(config, nothing if goes_on else standalone.measured_once)
-    if goes_on and kept:
-        opening = nullcontext(standalone.kept(folder))
-    with opening as origin:
+    resumes, has_origin = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
+    opened = source(config, nothing if resumes else standalone.measured_once)
+    if resumes and has_origin:
+        opened = nullcontext(standalone.kept(folder))
+    with opened as origin:
         check(config.mesh, world, origin.spec, config.data.sequence)
         mesh = ParallelMesh(config.mesh, device_type=device.type)
         check_batch(config, mesh)
@@ -164,22 +169,22 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
             compiled=config.model.compile,
         )
         parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
-        made, place = learner(config, parts, mesh, device), Reading()
-        assert made.optimizer is not None
-        loads = RouterLoads(made.balance, made.model, origin.spec, mesh)
-        state = TrainState(made.model, [made.optimizer], parts={"guard": made.guard, "data": place, "load": loads})
+        core, place = learner(config, parts, mesh, device), Reading()
+        assert core.optimizer is not None
+        loads = RouterLoads(core.balance, core.model, origin.spec, mesh)
+        state = TrainState(core.model, [core.optimizer], parts={"guard": core.guard, "data": place, "load": loads})
         if mesh.rank == 0:
             settings = json.dumps(asdict(config), indent=2, default=str).encode() + b"\n"
             folder.mkdir(parents=True, exist_ok=True)
-            if not (goes_on and kept):
+            if not (resumes and has_origin):
                 standalone.keep(folder, origin, config.model)
             disk.write_atomic(folder / "config.json", settings)
         control = dist.new_group(backend="gloo") if world > 1 else None
-        yield Run(**vars(made), folder=folder, origin=origin, state=state, place=place, control=control)
+        yield Run(**vars(core), folder=folder, origin=origin, state=state, place=place, control=control)
 
 
 def begin(run: Run) -> None:
-    """The weights of step 0: read, made as they are read, or drawn."""
+    """Fills in the weights of step 0: read, upcycled as they are read, or drawn."""
     if run.config.model.random:
         layout.initialise(run.model, run.config.seed)
     else:
@@ -189,8 +194,8 @@ def begin(run: Run) -> None:
 def learner(
     config: TrainConfig, parts: list[Decoder], mesh: ParallelMesh, device: torch.device, *, learns: bool = True
 ) -> Learner:
-    """Makes a learner of parts that are divided already. Weights narrower than float32 must be there, since the
-    optimiser copies them; a run's are as wide, and may come later."""
+    """Makes a learner of parts that are divided already. Weights narrower than float32 must be filled in before, since
+    the optimiser copies them; float32 ones, as a run has, may be filled in later."""
     model = under_one_roof(parts)
     return Learner(
         config=config,
@@ -241,7 +246,7 @@ def stages_of_rank(spec: DenseSpec | MoESpec, mesh: ParallelMesh) -> list[range]
 
 
 def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: range, device: torch.device) -> Decoder:
-    """These layers, of which each rank makes room for its own part only."""
+    """A Decoder of these layers, with memory for this rank's part of them only."""
     model = config.model
     with torch.device("meta"):
         part = Decoder(origin.spec, part=layers, experts=model.experts, compute=getattr(torch, model.compute))
@@ -249,27 +254,27 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
 
 
 def room(part: Decoder, model: ModelConfig, mesh: ParallelMesh, device: torch.device) -> Decoder:
-    """A part that weighs nothing (on the meta device) as `model` wants it, with room for this rank's share of it."""
+    """Takes a part on the meta device and returns it set up as `model` wants it, with memory for this rank's share."""
     transformer_engine.use(part, model.transformer_engine)
     parallelize(part, mesh, recomputed=model.recompute, compiled=model.compile)
     return part.to_empty(device=device)
 
 
 def under_one_roof(parts: Sequence[Decoder]) -> Decoder:
-    """A module with all the parts' parameters under the whole model's names; it is not for computing."""
+    """A Decoder with all the parts' parameters under the whole model's names; of several parts it cannot compute."""
     if len(parts) == 1:
         return parts[0]
     roof = Decoder(parts[0].moe or parts[0].dense, part=range(1, 1))
     for part in parts:
         roof.layers.update(dict(part.layers.items()))
-        roof.embed = roof.embed or part.embed  # of tied embeddings the first part's, see Pipeline.sum_tied
+        roof.embed = roof.embed or part.embed  # if tied, the first part's: see Pipeline.sum_tied
         roof.final_norm, roof.head = roof.final_norm or part.final_norm, roof.head or part.head
     return roof
 
 
 def loader_of(run: Run, samples: Samples) -> Loader:
-    """Micro-batch by micro-batch, the data-parallel ranks in turn: a step's samples, and which of them are computed at
-    the same time, are the same on every mesh with as many sequences at a time."""
+    """A loader of micro-batches, in each of which the data-parallel ranks take samples in turn: a step's samples, and
+    which of them are computed together, are the same on every mesh that computes as many at a time."""
     size, ahead = run.config.micro_batch, 2 * run.micro_batches
     return Loader(samples, run.place.cursor, size, data_rank(run.mesh), run.mesh.dp, ahead=ahead, pin=run.cuda)
 
@@ -297,6 +302,6 @@ def nothing(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str
 
 
 def source(config: TrainConfig, observe: layout.Observe = nothing) -> AbstractContextManager[Origin]:
-    """Where the config's model comes from. Without `observe` it is for its numbers: nothing is measured on text."""
+    """The Origin of the config's model. Without `observe` nothing is measured on text: enough for the model's sizes."""
     model = config.model
     return layout.online(upcycle_config(model), observe) if model.upcycle else layout.opened(model.source)

@@ -1,6 +1,6 @@
 """What a training run is: one YAML file and key=value words, read once into frozen dataclasses.
 
-Each part's keys, defaults and checks stand beside the code that uses them (data.py, optim.py, schedule.py, balance.py).
+Each part's keys, defaults and checks stand beside the code that uses them (data/mixture.py, optim.py, schedule.py ...).
 """
 
 from __future__ import annotations

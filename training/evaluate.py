@@ -1,6 +1,6 @@
-"""A suite that is asked of the model as it trains: its keys, and what whoever starts the run gives to the loop.
+"""Evaluation during training: its config, and what the loop expects of a Suite.
 
-Nothing here knows evaluation/: training/__main__.py finds it, where a run wants it.
+Nothing here knows evaluation/: training/__main__.py imports its suite, where a run wants one.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class EvalConfig:
             raise ValueError(f"eval.every is {self.every}; it must be at least 0")
 
 
-Ask = Callable[[], Mapping[str, float]]  # for all ranks together, and all get the numbers
+Ask = Callable[[], Mapping[str, float]]  # called by all ranks together; all get the numbers
 
 
 class Suite(Protocol):
     def __call__(self, config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh) -> Ask:
-        """What asks this model; raises what is wrong before training starts."""
+        """Returns the function that evaluates this model; raises what is wrong now, before training starts."""
         ...

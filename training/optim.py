@@ -117,7 +117,7 @@ class Optimizer(torch.optim.Optimizer):
         named = [(plain_name(name), p) for name, p in parameters if p.requires_grad]
         if not named:
             raise ValueError("the model has no parameter to train; set requires_grad=True on some")
-        # one group: what differs between parameters follows from their names, and is not for a checkpoint to bring back
+        # one group: what differs between parameters follows from their names, so a checkpoint need not hold it
         super().__init__([{"params": [p for _, p in named], "name": "all"}], {"fused": True})
         self.config = config
         self.slots = [make_slot(config, name, p, self.state) for name, p in named]
@@ -137,9 +137,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip(self, reduce: Reduce | None = None, elsewhere: Container[str] = ()) -> Tensor:
-        """The global norm of all gradients. The next step takes them scaled, all together, to a norm of at most
-        `config.clip`, as it reads them, and may overwrite them; no pass of its own is spent on that. `elsewhere`:
-        parameters that another pipeline stage has too, and counts."""
+        """Returns the global norm of all gradients. The next step scales them to a norm of at most `config.clip` as it
+        reads them, so that clipping costs no pass of its own; it may overwrite them. `elsewhere`: parameters that
+        another pipeline stage has too, and counts."""
         gradients = {slot.name: slot.gradient for slot in self.slots}
         norm = global_norm([grad for name, grad in gradients.items() if name not in elsewhere], reduce)
         self.excess = ((norm + 1e-6) / self.config.clip).clamp(min=1.0) if self.config.clip else None
@@ -181,7 +181,7 @@ def fill(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str) -> N
 def make_slot(
     config: OptimConfig, name: str, parameter: nn.Parameter, store: Mapping[Tensor, dict[str, Tensor]]
 ) -> Slot:
-    """What a parameter's name and shape say about how to update it."""
+    """The Slot of a parameter: its name and shape decide how it is updated."""
     words = name.split(".")
     router, expert, outside = "router" in words, "experts" in words, bool({"embed", "head"} & set(words))
     vector = parameter.ndim < 2 or words[-1].endswith("bias") or any(word.endswith("norm") for word in words)
@@ -207,7 +207,7 @@ def fresh_state(config: OptimConfig, slot: Slot) -> dict[str, Tensor]:
 
 
 def make_buckets(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Slots that one fused call can update together."""
+    """The slots in groups, each of which one fused call can update."""
     buckets: dict[tuple[float, float, torch.dtype], list[list[Slot]]] = {}
     for slot in slots:
         same = buckets.setdefault((slot.decay, slot.multiplier, slot.master.dtype), [[]])
@@ -219,27 +219,27 @@ def make_buckets(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 def adamw_(slots: Sequence[Slot], config: OptimConfig, lr: float, skip: Tensor, excess: Tensor | None) -> None:
     """torch's fused AdamW, whose `found_inf` is the skip and whose `grad_scale` divides gradients. It wants one dtype,
-    hence the copies of what is bf16, where there is no kernel of ours that reads several."""
+    hence the copies of bf16 tensors, unless our own kernel reads them as they are."""
     rate, decay = lr * slots[0].multiplier, slots[0].decay
-    several: list[tuple[list[Tensor], Tensor]] = []
-    alike: list[tuple[list[Tensor], Tensor]] = []
+    mixed: list[tuple[list[Tensor], Tensor]] = []
+    same: list[tuple[list[Tensor], Tensor]] = []
     for slot in slots:
         state = slot.state
         parts = [local(t) for t in (slot.parameter, slot.master, slot.gradient, state["exp_avg"], state["exp_avg_sq"])]
-        (several if updates.mixed(parts) else alike).append((parts, state["step"]))
+        (mixed if updates.mixed(parts) else same).append((parts, state["step"]))
     divisor = None if excess is None else excess.float()
-    for (parameter, master, gradient, mean, square), step in several:
+    for (parameter, master, gradient, mean, square), step in mixed:
         copy = parameter if parameter.dtype != master.dtype else None
         updates.adamw_(
             master, gradient, mean, square, copy, step, skip, divisor,
             lr=rate, decay=decay, beta1=config.beta1, beta2=config.beta2, eps=config.eps,
         )  # fmt: skip
-    if several:
-        torch._foreach_add_([step for _, step in several], (~skip).float())
-    if not alike:
+    if mixed:
+        torch._foreach_add_([step for _, step in mixed], (~skip).float())
+    if not same:
         return
-    parameters, masters, raw, *kept = (list(tensors) for tensors in zip(*(parts for parts, _ in alike), strict=True))
-    first, second = ([k.to(m.dtype) for k, m in zip(each, masters, strict=True)] for each in kept)
+    parameters, masters, raw, *moments = (list(tensors) for tensors in zip(*(parts for parts, _ in same), strict=True))
+    first, second = ([k.to(m.dtype) for k, m in zip(each, masters, strict=True)] for each in moments)
     gradients = [g.to(m.dtype) for g, m in zip(raw, masters, strict=True)]
     if excess is not None and masters[0].dtype == torch.float64:  # which a float32 grad_scale would round
         gradients, divisor = list(torch._foreach_div(gradients, excess)), None
@@ -249,7 +249,7 @@ def adamw_(slots: Sequence[Slot], config: OptimConfig, lr: float, skip: Tensor, 
         first,
         second,
         [],
-        [step for _, step in alike],
+        [step for _, step in same],
         fused=True,
         grad_scale=divisor,
         found_inf=skip.float(),
@@ -261,12 +261,12 @@ def adamw_(slots: Sequence[Slot], config: OptimConfig, lr: float, skip: Tensor, 
         eps=config.eps,
         maximize=False,
     )
-    copy_where_apart([*kept[0], *kept[1]], [*first, *second])
+    copy_where_apart([*moments[0], *moments[1]], [*first, *second])
     copy_where_apart(parameters, masters)
 
 
-def copy_where_apart(kept: Sequence[Tensor], used: Sequence[Tensor]) -> None:
-    pairs = [(k, u) for k, u in zip(kept, used, strict=True) if k.dtype != u.dtype]
+def copy_where_apart(stored: Sequence[Tensor], used: Sequence[Tensor]) -> None:
+    pairs = [(k, u) for k, u in zip(stored, used, strict=True) if k.dtype != u.dtype]
     if pairs:
         torch._foreach_copy_([k for k, _ in pairs], [u for _, u in pairs])
 
@@ -282,13 +282,13 @@ def muon_(slot: Slot, config: OptimConfig, lr: float, skip: Tensor, excess: Tens
     count = len(tensors[0])
     if tensors[0].ndim > 2 and has_whole_matrices(slot.parameter):
         count = min(count, max(PIECE // math.prod(tensors[0].shape[1:]), 1))
-    for master, kept, raw in zip(*(torch.split(t, count) for t in tensors), strict=True):
+    for master, stored, raw in zip(*(torch.split(t, count) for t in tensors), strict=True):
         gradient = raw.to(master.dtype) if excess is None else raw.to(master.dtype) / excess
-        momentum = config.momentum * kept.to(master.dtype) + gradient
+        momentum = config.momentum * stored.to(master.dtype) + gradient
         nesterov = gradient + config.momentum * momentum
         update = on_whole_matrices(muon_update, nesterov, slot.parameter)
         new = master * (1 - rate * slot.decay) - rate * update
-        kept.copy_(torch.where(skip, kept, momentum.to(kept.dtype)))
+        stored.copy_(torch.where(skip, stored, momentum.to(stored.dtype)))
         master.copy_(torch.where(skip, master, new))
     copy_where_apart([local(slot.parameter)], [tensors[0]])
 
@@ -316,7 +316,7 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 def has_whole_matrices(like: Tensor) -> bool:
-    """Is no matrix of it, in its last two dimensions, divided between ranks?"""
+    """Whether no matrix of the tensor, in its last two dimensions, is divided between ranks."""
     return not isinstance(like, DTensor) or not any(divides_matrices(p, like) for p in like.placements)
 
 
@@ -325,8 +325,9 @@ def divides_matrices(placement: Placement, like: Tensor) -> bool:
 
 
 def on_whole_matrices(function: Callable[[Tensor], Tensor], shard: Tensor, like: Tensor) -> Tensor:
-    """`function` of the matrices that `shard`, this rank's part of a tensor sharded as `like` is, belongs to. Gathered
-    are matrices, not the stack of them: of experts that are on other ranks nothing comes here."""
+    """Applies `function` to the whole matrices that `shard` is a part of, and returns this rank's part of the result.
+    `shard`: this rank's part of a tensor sharded as `like` is. Only matrices are gathered, not the stack of them:
+    nothing comes here of experts that are on other ranks."""
     if has_whole_matrices(like) or not isinstance(like, DTensor):
         return function(shard)
     mesh, placements = like.device_mesh, like.placements
@@ -364,7 +365,7 @@ def global_norm(gradients: Sequence[Tensor], reduce: Reduce | None = None) -> Te
 
 
 class SpikeGuard:
-    """Is this step's loss or gradient norm far above what the last steps had? Mean and deviation, on the device.
+    """Finds steps whose loss or gradient norm is far above the last steps' mean, in deviations; all on the device.
 
     Give it values that are equal on every rank, or ranks would skip different steps. A spike enters the window as well:
     a level that has really changed widens the deviation and is soon normal again. NaN and Inf never enter. Quiet until
@@ -378,7 +379,7 @@ class SpikeGuard:
 
     @torch.no_grad()
     def spike(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """A bool on the device: skip this step?"""
+        """A bool on the device, whether to skip this step; its values join the window."""
         new = torch.stack([loss.detach(), norm.detach()]).double()
         window = self.values.shape[1]
         place = torch.arange(window, device=new.device)
@@ -399,5 +400,5 @@ class SpikeGuard:
         return {"values": self.values, "seen": self.seen}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        older = {"flagged"}  # once kept as well
+        older = {"flagged"}  # a key of older checkpoints
         fill(self.state_dict(), {name: state[name] for name in state.keys() - older}, "spike guard")

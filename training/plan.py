@@ -45,7 +45,7 @@ MOMENTS = {"adamw": 2, "muon": 1}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes."""
+    """Bytes of one rank, by what they are for."""
 
     weights: int  # float32
     gradients: int
@@ -63,11 +63,11 @@ class Memory:
 
 
 Unit = tuple[tuple[Rule, tuple[int, ...]], ...]  # parameters that are gathered for one layer, or for no layer
-Parts = dict[range, Counter[tuple[bool, Unit]]]  # by their layers: units (of a layer or not), and how many are alike
+Parts = dict[range, Counter[tuple[bool, Unit]]]  # by range of layers: how often (whether of a layer, unit) occurs
 
 
 def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, known: Parts | None = None) -> Memory:
-    """The fullest rank of `config` on `world` GPUs. `known`: parts of this model that were looked at before."""
+    """The fullest rank's Memory for `config` on `world` GPUs. `known`: a cache of this model's parts."""
     known = {} if known is None else known
     layers = (spec.dense if isinstance(spec, MoESpec) else spec).layers
     ranks = [[0]] if config.mesh.pp == 1 else stages(config.mesh.pp, config.mesh.schedule)
@@ -87,30 +87,30 @@ def of_rank(
     sizes = attention | experts
     dense = spec.dense if isinstance(spec, MoESpec) else spec
     count = max(1, config.batch // (config.micro_batch * attention["dp_shard"] * mesh.dp_replicate))
-    kept = gradients = late = resident = most_passing = 0
+    weights = gradients = late = resident = most_passing = 0
     for (of_a_layer, unit), alike in sum((units(spec, part, known) for part in parts), Counter()).items():
         passing = 0  # gathered or copied for the layer's forward, and again for its backward
-        for held, shape in unit:
-            left, (ranks, copies) = held.part(shape, sizes), held.ranks(sizes)
+        for placed, shape in unit:
+            left, (ranks, copies) = placed.part(shape, sizes), placed.ranks(sizes)
             whole, dim = math.prod(left), sharded_dim(left, ranks)
             shard = whole // left[dim] * -(-left[dim] // ranks)
             fsdp = ranks * copies > 1
-            kept += alike * shard
-            apart = held.kind == "experts" and not fsdp and narrow < MASTER  # see LocalExperts
+            weights += alike * shard
+            apart = placed.kind == "experts" and not fsdp and narrow < MASTER  # see LocalExperts
             size, first = whole if fsdp and not mesh.reshard else shard, narrow if apart else MASTER
             most = first if count == 1 else MASTER  # the first micro-batch's may be narrow
             there = (0, first, MASTER)[min(count, 3) - 1]  # when the last one's backward begins
             gradients += alike * size * most
-            late += alike * size * (most - there)
-            again = mesh.reshard if fsdp else apart and config.model.recompute in MOVES
-            computed = MASTER if held.exact else narrow
-            if again and of_a_layer:
+            late += alike * size * (most - there)  # only the last backward makes these bytes
+            regathered = mesh.reshard if fsdp else apart and config.model.recompute in MOVES
+            computed = MASTER if placed.exact else narrow
+            if regathered and of_a_layer:
                 passing += whole * computed
             elif fsdp or computed < MASTER:  # without FSDP the copy in the compute dtype stays for the backward
                 resident += alike * whole * computed
         most_passing = max(most_passing, passing)
     gathered = resident + 3 * most_passing  # two layers' weights, one's gradients
-    moments = kept * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
+    moments = weights * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
     flight = in_flight(mesh, count, place, len(parts))
     activations = sum(flight * tokens * of_layer(spec, config, layer) for part in parts for layer in part)
@@ -118,11 +118,11 @@ def of_rank(
     if any(part.stop == dense.layers for part in parts):
         # a chunk of logits, whose gradient takes their place; the head's gradient, in float32 and as it is handed on
         loss = min(LOGITS, tokens * dense.vocab) * narrow + (MASTER + narrow) * dense.vocab * dense.hidden
-    return Memory(kept * MASTER, gradients, moments, gathered, activations, loss, min(activations, late))
+    return Memory(weights * MASTER, gradients, moments, gathered, activations, loss, min(activations, late))
 
 
 def units(spec: DenseSpec | MoESpec, part: range, known: Parts) -> Counter[tuple[bool, Unit]]:
-    """Made once: a table asks for the same parts hundreds of times."""
+    """A part's units, counted. Each part is made once: a table asks for the same parts hundreds of times."""
     if part not in known:
         with torch.device("meta"):
             model = Decoder(spec, part=part, experts="reference")
@@ -158,22 +158,22 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, layer: int) -> int:
     stream = narrow * d.hidden * (4 if mode == "none" else 2)
     width, matrices = moe.shared if moe else d.ffn, 2 if d.gated else 1
     ffn = narrow * (width * (matrices + (2 if mode == "none" else 0)) + (d.hidden * mesh.tp if width else 0))
-    kept = (halves if mode == "attention" else attention + stream) + ffn
+    bytes_kept = (halves if mode == "attention" else attention + stream) + ffn
     if moe is None:
-        return kept
-    # of a token; where they are padded to a capacity (which DeepEP 2.x does not), as many as there is room for
+        return bytes_kept
+    # rows of a token; padded to a capacity (which DeepEP 2.x does not do), as many as there is room for
     rows: float = moe.top_k
     if config.balance.pad_to_capacity and mesh.ep * mesh.etp > 1:
         rows = min(rows * config.balance.capacity_factor, moe.experts)
     # x and its products; over etp each rank has a slice of the neurons of etp times as many rows
-    return kept + round(rows * narrow * (d.hidden * mesh.etp + matrices * max(moe.widths))) + router
+    return bytes_kept + round(rows * narrow * (d.hidden * mesh.etp + matrices * max(moe.widths))) + router
 
 
 # ---- the table
 
 
 def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iterator[MeshConfig]:
-    """All that can run, without copies of the model."""
+    """All mappings that can run, without copies of the model."""
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     sharded = replace(config.mesh, dp_replicate=1)
     for values in itertools.product(sizes, repeat=5):

@@ -36,7 +36,8 @@ def train_step(run: Learner, batches: Sequence[Batch], lr: float) -> dict[str, T
 
 
 def gradients(run: Learner, batches: Sequence[Batch]) -> Tensor:
-    """Makes the gradients of the step's loss a token, and returns that: all ranks' nats over all that they score."""
+    """Makes the gradients of the step's loss a token and returns that loss: all ranks' nats divided by the number of
+    labels that they score."""
     parts = [own_part(batch.to(run.device), run.mesh) for batch in batches]
     scored = run.reduce(torch.stack([part.scored.sum() for part in parts]).sum())
     if run.pipeline is not None:
@@ -63,7 +64,7 @@ def nll(run: Learner, part: Batch) -> Tensor:
 
 
 def elsewhere(run: Learner) -> tuple[str, ...]:
-    """Tied embeddings are on the first and on the last stage, and count once."""
+    """Parameters that another stage counts: tied embeddings are on the first and on the last stage, and count once."""
     return ("embed.weight",) if run.model.dense.tied and run.mesh.index("pp") > 0 else ()
 
 
@@ -91,7 +92,8 @@ def validate(run: Learner, valid: Sequence[Validation]) -> dict[str, float]:
 
 
 def balance_numbers(run: Learner) -> dict[str, float]:
-    """Since the last time: worst and mean over layers, and each layer by itself; nothing of what was not measured."""
+    """The routers' figures since the last call: worst and mean over layers, and each layer's; without those that were
+    not measured."""
     moe = [int(number) for number, layer in run.model.layers.items() if isinstance(layer.ffn, MoE)]
     loads = zip(moe, run.balance.load.fetch(run.reduce), strict=True)
     layers = [(number, {name: getattr(load, name) for name in (*BY_LAYER, *FIGURES)}) for number, load in loads]

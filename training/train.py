@@ -29,9 +29,9 @@ from training.step import balance_numbers, train_step, validate
 def train(config: TrainConfig, suite: Suite | None = None) -> Path:
     """Run to config.steps, or to a signal; the same call goes on where it stopped. Returns the run's folder.
 
-    suite: what config.eval asks with (evaluation.run.live); needed where eval.every is not 0."""
+    suite: makes the evaluation that config.eval wants (evaluation.run.live); needed where eval.every is not 0."""
     assert suite is not None or not config.eval.every, "a suite is to be asked, and none is given"
-    torch.manual_seed(config.seed)  # nothing draws from these two; a module that ever does is still reproducible
+    torch.manual_seed(config.seed)  # nothing draws from these two generators; if a module ever does, it is reproducible
     random.seed(config.seed)
     patience = timedelta(minutes=config.patience)
     with processes(config.device, patience) as device, guarded(patience) as watch, start(config, device) as run:
@@ -46,7 +46,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
             if not first:
                 begin(run)
             exported = bool(config.export) and Path(config.export).exists()
-            if exported and first < config.steps:  # said before the training, not after it
+            if exported and first < config.steps:  # refused before the training, not after it
                 raise ValueError(f"export={config.export} exists already; remove it or choose another folder")
             samples = run.place.samples = open_training(config.data, run.origin.dense.vocab, run.place.saved)
             valid = open_validation(config.data, run.origin.dense.vocab)

@@ -80,7 +80,7 @@ class Origin:
 
 @contextmanager
 def opened(source: str | Path) -> Iterator[Origin]:
-    """A checkpoint folder or hub id, dense or MoE."""
+    """Context that yields the Origin of a checkpoint folder or hub id, dense or MoE."""
     with Checkpoint.open(source) as checkpoint:
         manifest = read_manifest(checkpoint.folder)
         origin = described(
@@ -95,7 +95,8 @@ Observe = Callable[[UpcyclePlan, Sequence[Checkpoint]], Mapping[str, Tensor]]
 
 @contextmanager
 def online(config: UpcycleConfig, observe: Observe = measure.measure) -> Iterator[Origin]:
-    """What `upcycle convert` would write, made as it is read. `observe`: what is measured on text comes from there."""
+    """Context that yields the Origin of what `upcycle convert` would write, made as it is read. `observe`: returns what
+    is measured on text, if the plan needs any."""
     if not (config.source or config.donors):
         raise ValueError("model.upcycle names no dense model; write model.upcycle.source=FOLDER, or a hub id")
     with ExitStack() as stack:
@@ -120,8 +121,8 @@ def described(
     files: Iterable[Path],
     settings: Mapping[str, Any] | None = None,
 ) -> Origin:
-    """The numbers and the tensors of a config.json; `read` has what is in them, `files` is what lies beside it.
-    `settings`: of the plan that made it, as upcycle.json holds them."""
+    """The Origin that a config.json describes. `read` returns its tensors, `files` lie beside it. `settings`: of the
+    plan that made the model, as upcycle.json holds them."""
     model_type, files = str(config.get("model_type")), tuple(files)
     families, targets = plugin.names("upcycle.families"), plugin.names("upcycle.targets")
     if model_type in families:
@@ -157,7 +158,8 @@ def moe_tensors(moe: MoESpec, target: str) -> tuple[Stored, ...]:
 
 
 def dense_tensors(dense: DenseSpec, sources: Mapping[str, Source]) -> tuple[Stored, ...]:
-    """Roles that lie in one tensor (phi3's gate_up, gpt_neox's query_key_value) come together in it."""
+    """A dense model's tensors on disk, where several roles may lie in one (phi3's gate_up, gpt_neox's
+    query_key_value)."""
     held: dict[str, list[tuple[str, tuple[tuple[int, int], ...]]]] = {}
     shapes = dict(dense.roles())
     for role, source in sources.items():
@@ -228,13 +230,13 @@ def piece(tensor: Tensor, index: Index) -> Piece:
     role = [(e, e + 1) if isinstance(e, int) else e.indices(n)[:2] for e, n in zip(index, tensor.shape, strict=True)]
     held = box(tensor)
     both = [(max(a, low), min(b, high)) for (a, b), (low, high) in zip(role, held, strict=True)]
-    kept = [not isinstance(e, int) for e in index]
-    shape = tuple(b - a for (a, b), keep in zip(role, kept, strict=True) if keep)
+    is_kept = [not isinstance(e, int) for e in index]
+    shape = tuple(b - a for (a, b), keep in zip(role, is_kept, strict=True) if keep)
     if any(first >= last for first, last in both):
         return Piece(shape, (slice(0),) * len(shape), local(tensor).new_empty(0))
-    slices = (slice(f - a, t - a) for (f, t), (a, _), keep in zip(both, role, kept, strict=True) if keep)
+    slices = (slice(f - a, t - a) for (f, t), (a, _), keep in zip(both, role, is_kept, strict=True) if keep)
     places = (
-        slice(f - low, t - low) if keep else f - low for (f, t), (low, _), keep in zip(both, held, kept, strict=True)
+        slice(f - low, t - low) if keep else f - low for (f, t), (low, _), keep in zip(both, held, is_kept, strict=True)
     )
     return Piece(shape, tuple(slices), local(tensor)[tuple(places)])
 
@@ -264,8 +266,8 @@ def box(tensor: Tensor) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def load(model: Decoder, origin: Origin) -> Decoder:
-    """Every parameter from the origin; nothing may be missing. Of a model that is divided over ranks (or is a stage of
-    a pipeline), each rank reads, or makes, the rows that it holds something of."""
+    """Fills every parameter from the origin; nothing may be missing. If the model is divided over ranks (or is a stage
+    of a pipeline), each rank reads, or makes, only the rows that it holds something of."""
     target = pieces(model)
     left = set(target)
     for tensor in model.parameters():
@@ -280,7 +282,7 @@ def load(model: Decoder, origin: Origin) -> Decoder:
 
 
 def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece]) -> None:
-    """A tensor on disk to this rank's pieces of the roles in it; only the rows that they need are read."""
+    """Copies a tensor on disk to this rank's pieces of the roles in it; only the rows that they need are read."""
     flat, width = 0, prod(stored.shape[1:])
     whole: Tensor | None = None
     for role, ranges in stored.roles:
@@ -399,7 +401,7 @@ class Whole:
         self.owner = {role: stage for stage in reversed(range(self.stages)) for role in held[stage]}
 
     def tensor(self, stored: Stored) -> Tensor:
-        """On the first rank, in host memory; elsewhere whatever."""
+        """The tensor, in host memory, on the first rank; what other ranks return is not to be used."""
         owner, dtype = self.owner[stored.roles[0][0]], getattr(torch, stored.dtype)
         out = torch.empty(0)
         if owner == self.stage:
@@ -417,7 +419,7 @@ class Whole:
         return out
 
     def role(self, role: str, dtype: str) -> Tensor:
-        """Rounded before it is gathered: half of the bytes."""
+        """A role's whole tensor, rounded to `dtype` before it is gathered: half of the bytes."""
         tensor, index = self.roles[role]
         key = id(tensor), dtype
         if not isinstance(tensor, DTensor):
@@ -425,7 +427,7 @@ class Whole:
         if key not in self.gathered:
             narrow: Any = tensor.detach().to(getattr(torch, dtype))
             self.gathered[key] = narrow.full_tensor()
-            while len(self.gathered) > 4:  # of stacked experts come up, down and their biases in turn
+            while len(self.gathered) > 4:  # stacked experts' up, down and biases are asked for in turn
                 self.gathered.popitem(last=False)
         return self.gathered[key][index]
 

@@ -4,7 +4,7 @@
     RUN/origin/observed.safetensors                what upcycling measured on text, where it did
     RUN/origin/origin.json                         which model these are of, and its plan for people; written last
 
-With the weights of a checkpoint that is all: who resumes, evaluates or exports needs neither the dense model nor the
+With the weights of a checkpoint that is enough: to resume, evaluate or export takes neither the dense model nor the
 text that was measured.
 """
 
@@ -35,7 +35,7 @@ FOLDER, CONFIG, OBSERVED, RECORD = "origin", "config.json", "observed.safetensor
 
 
 def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
-    """`origin` is what `config` names."""
+    """Writes RUN/origin; `origin` is that of the model that `config` names."""
     home, plan = folder / FOLDER, origin.plan
     home.mkdir(parents=True, exist_ok=True)
     for name in (RECORD, OBSERVED):  # without the record the rest counts for nothing
@@ -56,7 +56,7 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
 
 
 def kept(folder: Path) -> Origin:
-    """All but the weights."""
+    """The Origin that a run keeps: all but the weights, whose reading is a ValueError."""
     home, record = folder / FOLDER, recorded(folder)
     if record is None:
         raise ValueError(
@@ -81,8 +81,8 @@ def keeps(folder: Path, config: ModelConfig) -> bool:
 def named(config: ModelConfig) -> Any:
     """The part of a config that says which model it is, as JSON has it."""
     made = asdict(upcycle_config(config)) if config.upcycle else None
-    said = {"source": config.source, "random": config.random, "upcycle": made}
-    return json.loads(json.dumps(said, default=str))
+    facts = {"source": config.source, "random": config.random, "upcycle": made}
+    return json.loads(json.dumps(facts, default=str))
 
 
 def recorded(folder: Path) -> Mapping[str, Any] | None:
@@ -91,13 +91,13 @@ def recorded(folder: Path) -> Mapping[str, Any] | None:
 
 
 def upcycled(folder: Path) -> UpcycleConfig | None:
-    """How the run's model was made, if it was as it was loaded."""
+    """The config by which the run's model was upcycled as it loaded; None if it was not."""
     record = recorded(folder)
     return build(UpcycleConfig, record["model"]["upcycle"]) if record and record["model"]["upcycle"] else None
 
 
 def plan_rows(folder: Path) -> list[tuple[str, str]]:
-    """The table that `upcycle plan` prints, of a run that upcycled as it loaded."""
+    """The table that `upcycle plan` prints, for a run that upcycled as it loaded."""
     record = recorded(folder)
     return [(name, value) for name, value in record["plan"]] if record else []
 
@@ -106,7 +106,7 @@ def plan_rows(folder: Path) -> list[tuple[str, str]]:
 
 
 def measured_once(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str, Tensor]:
-    """On the first rank, while the others wait for what it finds."""
+    """Measures on the first rank, while the others wait; all return its findings."""
     found: Mapping[str, Tensor] = {}
     problem = ""
     if rank() == 0:
@@ -121,7 +121,8 @@ def measured_once(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mappi
 
 
 def measured_before(folder: Path) -> layout.Observe:
-    """What the run measured, for whoever makes its first weights once more."""
+    """An Observe that returns what the run measured, to make its first weights once more; without a record it measures
+    again."""
     path = folder / FOLDER / OBSERVED
 
     def read(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str, Tensor]:

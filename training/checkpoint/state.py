@@ -47,7 +47,7 @@ from training.model.names import plain_name
 from training.parallel.collectives import gather, local
 from upcycle.disk import sync_folder
 
-JSON = ".json"  # the name of what is kept as text ends so
+JSON = ".json"  # ends the name of a value that is kept as text
 STEP = re.compile(r"step-(\d{8,})(\.replaced)?", re.ASCII)
 WASTE = re.compile(r"step-\d{8,}\.(partial|removed)", re.ASCII)
 
@@ -75,7 +75,7 @@ class Rng:
 
 @dataclass
 class TrainState:
-    """What a checkpoint holds. Tensors may be DTensors; the others are alike on all ranks, but for rng."""
+    """What a checkpoint holds. Tensors may be DTensors; other values are alike on all ranks, except rng."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
@@ -97,7 +97,7 @@ class TrainState:
         return out
 
     def places(self, saved: Mapping[str, TensorStorageMetadata], rank: int) -> dict[str, Tensor]:
-        """Where to read to: the model's own tensors, and new ones for all the rest, sharded as what they belong to."""
+        """The tensors to read into: the model's own, and for all the rest new ones, sharded as what they belong to."""
         own = {f"model.{name}": tensor for name, tensor in weights(self.model).items()}
         out: dict[str, Tensor] = {}
         for name, tensor in own.items():
@@ -128,7 +128,7 @@ class TrainState:
         return out
 
     def adopt(self, loaded: Mapping[str, Tensor], rank: int, source: Path) -> None:
-        """Take what was read to `places`. The model has it already."""
+        """Takes over what was read into `places`; the model's own tensors have it already."""
         self.step = get(loaded, "step")
         for name, group in self.groups().items():
             if f"optimizer.group.{name}{JSON}" not in loaded:
@@ -158,7 +158,7 @@ class TrainState:
                 warnings.warn(f"{source} has {name.removesuffix(JSON)!r}, which this run has no use for", stacklevel=3)
 
     def groups(self) -> dict[str, dict[str, Any]]:
-        """A group's `name` is the same on all pipeline stages; its number may not be."""
+        """The optimizers' groups by `name`, which is the same on all pipeline stages; a group's number may not be."""
         named = [
             (str(group.get("name", f"{i}.{j}")), group)
             for i, optimizer in enumerate(self.optimizers)
@@ -182,7 +182,7 @@ class TrainState:
 
 
 def put(out: MutableMapping[str, Tensor], name: str, value: Any) -> None:
-    """Its tensors under names of their own, and the rest as JSON text in a tensor of bytes."""
+    """Puts a value into `out`: its tensors under names of their own, and the rest as JSON text in a tensor of bytes."""
     text = json.dumps(pack(value, name, out)).encode()
     out[name + JSON] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -230,7 +230,8 @@ def unpack(value: Any, loaded: Mapping[str, Tensor]) -> Any:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Transformer Engine's extra state is a pickle, and is made again in the first steps; it is not kept."""
+    """The model's tensors by plain name, without Transformer Engine's extra state: that is a pickle, and is made again
+    in the first steps."""
     return {plain_name(n): t for n, t in model.state_dict().items() if not n.endswith("_extra_state")}
 
 
@@ -248,7 +249,8 @@ def check_same(name: str, tensor: Tensor, saved: TensorStorageMetadata | None) -
 def moment(
     name: str, owner: str, saved: TensorStorageMetadata, optimizer: Optimizer, parameter: nn.Parameter
 ) -> Tensor:
-    """Where a tensor of the optimizer goes: where it is, if it is there; a new one is sharded as its parameter."""
+    """The tensor to read an optimizer's tensor into: the optimizer's own if it fits, else a new one, sharded as its
+    parameter."""
     key, dtype = name.removeprefix(owner + "."), saved.properties.dtype
     there = optimizer.state.get(parameter, {}).get(key)
     if isinstance(there, Tensor) and there.shape == saved.size and there.dtype == dtype:
@@ -290,7 +292,7 @@ class Checkpoints:
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
         self.asynchronous, self.config = asynchronous, config
         distributed = dist.is_available() and dist.is_initialized()
-        # of its own, on the processor: the thread's collectives must not meet those of a training step
+        # a group of its own, on the processor: the thread's collectives must not meet those of a training step
         self.group = dist.new_group(backend="gloo") if distributed else None
         self.rank = dist.get_rank() if distributed else 0
         self.world = dist.get_world_size() if distributed else 1
@@ -355,7 +357,7 @@ class Checkpoints:
         return self.newest(set_aside=False)
 
     def wait(self) -> None:
-        """Until the save in flight is on the disk. Raises what stopped it."""
+        """Waits until the save in flight is on the disk. Raises what stopped it."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
@@ -399,7 +401,7 @@ class Checkpoints:
             raise
 
     def commit(self, partial: Path, final: Path) -> None:
-        """The moment from which a checkpoint counts. Older ones go only after it is on the disk."""
+        """Renames a checkpoint, from when on it counts. Older ones are removed only after it is on the disk."""
         replaced = final.with_name(final.name + ".replaced")
         if final.exists():  # saved again, by a run that went back further; never a moment without one of the two
             shutil.rmtree(replaced, ignore_errors=True)
@@ -462,7 +464,7 @@ class Checkpoints:
 
 @contextmanager
 def first_reason() -> Iterator[None]:
-    """DCP's exception is a table of tracebacks by rank; a person wants the first reason."""
+    """Context that raises the first reason of DCP's exception, which is a table of tracebacks by rank."""
     try:
         yield
     except CheckpointException as error:
@@ -473,7 +475,7 @@ def first_reason() -> Iterator[None]:
 
 
 def held(live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of each."""
+    """This rank's part of each tensor."""
     return {name: local(tensor.detach()) for name, tensor in live.items()}
 
 

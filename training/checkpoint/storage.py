@@ -6,7 +6,7 @@ as a pickle (.metadata) and each tensor as another, so reading a checkpoint woul
     step-00000123/
       shard-00000.safetensors   what rank 0 wrote: its tensors, or its pieces of them as NAME@OFFSET,OFFSET
       shard-00001.safetensors   ...
-      manifest.json             step, every tensor's shape, dtype and pieces, every file's size and sha256; its own last
+      manifest.json             step, every tensor's shape, dtype and pieces, every file's size and sha256, its own sum
 
 The manifest is written after the shards are on the disk, and the folder gets its name after the manifest is: a folder
 without `.partial` is whole, or was damaged later, which the sums show.
@@ -94,7 +94,7 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, before anyone writes."""
+        """Makes the folder, on rank 0 before any rank writes."""
         make_folder(self.partial, sum(item_bytes(item) for plan in plans for item in plan.items))
         return [replace(plan, storage_data=f"shard-{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
 
@@ -104,7 +104,7 @@ class Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when every rank has written."""
+        """Writes the manifest and commits, on rank 0 when every rank has written."""
         body = {"format": FORMAT, **self.facts, **describe(metadata, results)}
         write_atomic(self.partial / MANIFEST, signed(body))
         sync_folder(self.partial)
@@ -116,7 +116,7 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Reads of each shard only the rows that are asked for."""
+    """Reads only those rows of each shard that are asked for."""
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -179,7 +179,7 @@ def make_folder(partial: Path, size: int) -> None:
 
 
 def write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-    """Front to back, hashed on the way, and on the disk when it returns."""
+    """Writes a shard front to back, hashed on the way; it is on the disk when this returns."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     spans, at = [], 0
     items = sorted(plan.items, key=lambda item: -tensor_data(item).properties.dtype.itemsize)  # so that each is aligned
@@ -259,7 +259,7 @@ def encode(value: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Its bytes are exactly those that were written, or a ValueError."""
+    """The manifest, if its bytes are exactly those that were written; else a ValueError."""
     path = folder / MANIFEST
     try:
         text = path.read_bytes()
@@ -272,7 +272,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: {error}") from None
     if body.get("format") != FORMAT:
         raise ValueError(f"{path} has format {body.get('format')!r}; this version reads format {FORMAT}")
-    for name, entry in body["tensors"].items():  # the sum tells damage, not malice
+    for name, entry in body["tensors"].items():  # the sha256 shows damage, not malice
         if entry["dtype"] not in SAFETENSORS or any(piece["file"] not in body["files"] for piece in entry["pieces"]):
             raise ValueError(f"{path} says of {name!r} what no save says; where is this checkpoint from?")
     return body

@@ -47,12 +47,12 @@ class Samples(Protocol):
         ...
 
     def state(self, cursor: int) -> dict[str, Any]:
-        """What finds sample `cursor` again besides its number: nothing, but for a stream (training/data/stream.py)."""
+        """What is needed besides its number to find sample `cursor` again: nothing, but for a stream (stream.py)."""
         ...
 
 
 def lay(spans: Iterable[Span], length: int, start: int, mask_documents: bool) -> Row:
-    """A row of parts of documents."""
+    """Lays parts of documents end to end in a row; `start` is the input before a document's first token."""
     tokens: Longs = np.full(length, start, np.int64)
     labels: Longs = np.full(length, IGNORE, np.int64)
     documents: Longs = np.zeros(length, np.int64)

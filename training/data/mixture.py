@@ -15,7 +15,7 @@ size is found by one binary search in a mapped file and a few hundred bytes of s
 A window has S inputs and S labels. Labels tile the epoch: each token is a label once. Its input is the token before it
 in its document, or `start` (bos, else eos) before the first one; `documents` and `positions` are those of that pair.
 So when documents are masked a document's loss does not depend on its neighbours, and nothing is left out at borders.
-The last window begins early enough to be full, and what the one before has scored is IGNOREd there.
+The last window begins early enough to be full, and labels that the window before has scored are IGNORE in it.
 
 Shapes: B samples, S sequence.
 """
@@ -172,7 +172,7 @@ class Windows:
         return row
 
     def spans(self, at: int, length: int, epoch: int) -> Iterator[Span]:
-        """The parts of documents that `length` tokens from `at` on are made of."""
+        """Yields the parts of documents that `length` tokens from `at` on are made of."""
         while length > 0 and at < self.tokens:
             index = bisect_right(self.firsts, at) - 1
             shard, inside = self.shards.shards[index], at - self.firsts[index]
@@ -214,7 +214,7 @@ class Schedule:
             self.rank[places] = np.arange(int(places.sum()))
 
     def backward(self, cycle: int) -> bool:
-        """Half of the cycles are read from their end, or a source might always fall to the same rank."""
+        """Whether a cycle is read from its end. Half of them are, or a source might always fall to the same rank."""
         return bool(mixed(self.key ^ cycle) & 1)
 
     def __getitem__(self, sample: int) -> tuple[int, int]:
@@ -243,7 +243,8 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 
 
 def chairmen(shares: Sequence[int]) -> NDArray[np.int64]:
-    """Tijdeman (1980): of those who are enough in arrears, the one who must come soonest."""
+    """The source of each sample of a cycle, by Tijdeman (1980): of the sources that are far enough behind their share,
+    the one whose deadline is nearest."""
     count, period = len(shares), sum(shares)
     table = np.zeros(period, np.int64)
     if count == 1:
@@ -319,7 +320,7 @@ class Validation:
         self.tokens, self.bytes = shards.tokens, shards.bytes
 
     def batches(self, size: int, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-        """This rank's. All ranks have as many, since they compute together; what is too much is not scored."""
+        """This rank's batches. All ranks have as many, since they compute together; surplus windows are not scored."""
         windows = self.windows
         for first in range(rank * size, -(-windows.count // (size * ranks)) * size * ranks, size * ranks):
             rows = [windows.row(min(n, windows.count - 1)) for n in range(first, first + size)]

@@ -12,7 +12,7 @@ from training.data.stream import Stream
 
 
 def open_training(config: DataConfig, vocab: int, state: Mapping[str, Any] | None = None) -> Samples:
-    """`vocab`: the model's number of embeddings; `state`: of the checkpoint that the run goes on from."""
+    """The training samples. `vocab`: the model's number of embeddings; `state`: from the checkpoint that is resumed."""
     if config.stream:
         return Stream(config, vocab, state)
     parts = [(source.name, TokenShards.open(source.path, vocab), source.weight) for source in config.train]

@@ -2,7 +2,7 @@
 
 The work is done in OUTPUT.partial, which is renamed at the end. A process that dies at any moment leaves complete
 parts, which the next one keeps, reading over their documents without tokenising them. The bytes depend on the
-tokenizer, the sources and shard_tokens alone. A source is one process's; in it the tokenizer's threads use all cores.
+tokenizer, the sources and shard_tokens alone. One process does a source; its tokenizer's threads use all cores.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Source:
     place: str  # a path, or org/name
     column: str
     size: int  # bytes, 0 if unknown
-    mark: str  # what its content is known by
+    mark: str  # identifies its content
     hub: tuple[str, str, str] | None = None  # revision, config, split
 
     @property
@@ -81,7 +81,7 @@ class Encoder:
         return np.dtype("<u2" if self.vocab <= 1 << 16 else "<u4")
 
     def pieces(self, texts: Iterable[tuple[str, bool]], skip: int) -> Iterator[Piece]:
-        """`texts`: (text, whether the document ends here). The first `skip` documents are read over."""
+        """`texts`: (text, whether the document ends here). The first `skip` documents are skipped."""
         number = 0
         batch: list[tuple[bytes, bool, int]] = []
         size = tokens = 0
@@ -100,7 +100,7 @@ class Encoder:
         yield from self.encode(batch, tokens)
 
     def encode(self, batch: list[tuple[bytes, bool, int]], tokens: int) -> Iterator[Piece]:
-        """`tokens`: how many the document that is not closed has so far. A document without any is left out."""
+        """`tokens`: how many tokens the open document has so far. A document without any is left out."""
         found = self.tokenizer.encode_batch_fast([data.decode() for data, _, _ in batch], add_special_tokens=False)
         for (data, closes, number), encoding in zip(batch, found, strict=True):
             ids = encoding.ids
@@ -118,8 +118,8 @@ def load_encoder(folder: Path, eos: str) -> Encoder:
     known = tokenizer.get_vocab(with_added_tokens=True)
     if not eos:
         settings = read_json(folder / "tokenizer_config.json")
-        said = settings.get("eos_token") if isinstance(settings, dict) else None
-        eos = said.get("content", "") if isinstance(said, dict) else said or ""
+        token = settings.get("eos_token") if isinstance(settings, dict) else None
+        eos = token.get("content", "") if isinstance(token, dict) else token or ""
         if not eos:
             raise ValueError(f"{folder}/tokenizer_config.json names no eos_token; write eos=TOKEN")
     if eos not in known:
@@ -136,7 +136,7 @@ def load_encoder(folder: Path, eos: str) -> Encoder:
 
 
 def find(sources: Sequence[str]) -> list[Source]:
-    """In the order given; in a folder, by name."""
+    """The sources in the order given; those of a folder by name."""
     found = [source for word in sources for source in ([hub(word)] if word.startswith(HUB) else files(word))]
     if not found:
         raise ValueError("there are no sources; write sources=[FILE,...]")
@@ -276,41 +276,42 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
         raise ValueError("tokenizer is not set; write tokenizer=FOLDER")
     encoder, sources = load_encoder(Path(config.tokenizer), config.eos), find(config.sources)
     # no paths: the same content elsewhere is the same job
-    wanted = {"kind": KIND, "version": VERSION, "vocab": encoder.vocab, "dtype": encoder.dtype.name}
-    wanted |= {"eos": encoder.eos, "start": encoder.start, "tokenizer": encoder.fingerprint}
-    wanted |= {"shard_tokens": config.shard_tokens}
-    wanted |= {"sources": [{"name": s.name, "column": s.column, "bytes": s.size, "mark": s.mark} for s in sources]}
+    identity = {"kind": KIND, "version": VERSION, "vocab": encoder.vocab, "dtype": encoder.dtype.name}
+    identity |= {"eos": encoder.eos, "start": encoder.start, "tokenizer": encoder.fingerprint}
+    identity |= {"shard_tokens": config.shard_tokens}
+    identity |= {"sources": [{"name": s.name, "column": s.column, "bytes": s.size, "mark": s.mark} for s in sources]}
     partial = partial_of(output)
-    if complete(output, wanted):
+    if complete(output, identity):
         return output
-    if read_json(partial / JOB / "job.json") not in (None, wanted):
+    if read_json(partial / JOB / "job.json") not in (None, identity):
         raise ValueError(
             f"{partial} holds unfinished work with another tokenizer, source or setting; finish it with those, "
             "or remove it"
         )
     try:
-        with explained(partial), job(partial, wanted, worker, lambda: None) as watch:
+        with explained(partial), job(partial, identity, worker, lambda: None) as watch:
             write_own_sources(encoder, sources, partial, config.shard_tokens, worker, quiet=quiet)
             if worker.rank == 0:
                 wait_for_others(len(sources), partial, watch)
-                finish(len(sources), partial, wanted)
+                finish(len(sources), partial, identity)
                 os.rename(partial, output)
                 disk.sync_folder(output.parent)
                 shutil.rmtree(output / JOB, ignore_errors=True)
     except (OSError, ValueError):
-        if worker.rank == 0 or not made(output, wanted):  # rank 0 may be done before a late process looked in
+        if worker.rank == 0 or not made(output, identity):  # rank 0 may be done before a late process looked in
             raise
     return output
 
 
-def made(output: Path, wanted: dict[str, Any]) -> bool:
+def made(output: Path, identity: dict[str, Any]) -> bool:
     found = read_json(output / META)
-    return isinstance(found, dict) and {key: found.get(key) for key in wanted} == wanted
+    return isinstance(found, dict) and {key: found.get(key) for key in identity} == identity
 
 
-def complete(output: Path, wanted: dict[str, Any]) -> bool:
-    """The output is there already, of these very sources. Anything else that is there is not touched."""
-    if made(output, wanted):
+def complete(output: Path, identity: dict[str, Any]) -> bool:
+    """Whether the output is there already, made of these very sources. Anything else there is a ValueError, and is left
+    as it is."""
+    if made(output, identity):
         shutil.rmtree(output / JOB, ignore_errors=True)  # if the last process was killed just before this
         return True
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
@@ -351,7 +352,7 @@ def write_own_sources(
 def write_part(
     partial: Path, index: int, part: int, pieces: Iterator[Piece], dtype: np.dtype[Any], limit: int, worker: Worker
 ) -> tuple[Iterator[Piece], bool]:
-    """Whole documents until there are `limit` tokens. Returns the pieces that are left, and whether there are none."""
+    """Writes whole documents until there are `limit` tokens. Returns the pieces that are left, and whether none are."""
     name = stem("tokens", index, part) + ".bin"
     scratch = partial / f"{name}.rank-{worker.rank}.part"
     starts, sizes, tokens, size, read = array("Q", [0]), array("Q", [0]), 0, 0, 0
@@ -415,8 +416,8 @@ def wait_for_others(sources: int, partial: Path, watch: Watch) -> None:
         time.sleep(POLL)
 
 
-def finish(sources: int, partial: Path, wanted: dict[str, Any]) -> None:
-    """meta.json; and nothing of a source without text."""
+def finish(sources: int, partial: Path, identity: dict[str, Any]) -> None:
+    """Writes meta.json, and removes the files of parts without text."""
     shards, totals = [], {"tokens": 0, "documents": 0, "bytes": 0}
     for index in range(sources):
         for record in records(partial, index):
@@ -427,8 +428,8 @@ def finish(sources: int, partial: Path, wanted: dict[str, Any]) -> None:
                 for kind in ("tokens", "documents"):
                     (partial / record[kind]["file"]).unlink(missing_ok=True)
     if not shards:
-        raise ValueError(f"there is no text in {', '.join(s['name'] for s in wanted['sources'])}")
+        raise ValueError(f"there is no text in {', '.join(s['name'] for s in identity['sources'])}")
     for leftover in [*partial.glob("*.part"), *partial.glob("*.tmp")]:
         leftover.unlink()
-    disk.write_atomic(partial / META, json.dumps({**wanted, **totals, "shards": shards}, indent=1).encode() + b"\n")
+    disk.write_atomic(partial / META, json.dumps({**identity, **totals, "shards": shards}, indent=1).encode() + b"\n")
     disk.sync_folder(partial)

@@ -5,7 +5,7 @@
     FOLDER/documents-00000-00000.npy    uint64 [2, n + 1]: where each document starts in tokens, and in UTF-8 bytes
 
 The two numbers are the source and the part of it. Documents are known by their place, not by looking for eos: a text
-may speak of it. `start` is what the model sees before a document's first token: the tokenizer's bos, else eos. It is
+may contain it. `start` is what the model sees before a document's first token: the tokenizer's bos, else eos. It is
 not stored, since it is the same for all. UTF-8 bytes are kept so that a loss can be told per byte, which compares
 models with different tokenizers.
 """
@@ -35,7 +35,7 @@ Offsets = NDArray[np.uint64]
 class Shard:
     tokens: Ids
     starts: Offsets  # [documents + 1] in tokens
-    bytes: Offsets  # [documents + 1]
+    bytes: Offsets  # [documents + 1] in bytes of UTF-8
 
     @property
     def documents(self) -> int:
@@ -57,7 +57,7 @@ class TokenShards:
 
     @staticmethod
     def open(folder: str | Path, vocab: int | None = None) -> TokenShards:
-        """Sizes are checked, contents are not: see `verify`. `vocab` is the model's number of embeddings."""
+        """Maps a folder's files. Sizes are checked, contents are not: see `verify`. `vocab`: the model's embeddings."""
         folder = Path(folder)
         meta = read_meta(folder)
         shards = tuple(open_shard(folder, row, np.dtype(meta["dtype"])) for row in meta["shards"])
@@ -98,16 +98,16 @@ class TokenShards:
 
     def head(self, tokens: int) -> TokenShards:
         """The first documents that fit into `tokens`; the first one in any case."""
-        kept: list[Shard] = []
+        shards: list[Shard] = []
         for shard in self.shards:
             fit = int(np.searchsorted(shard.starts, np.uint64(tokens), side="right")) - 1
-            fit = max(fit, 0 if kept else 1)
+            fit = max(fit, 0 if shards else 1)
             if fit:
-                kept.append(shard.head(fit))
+                shards.append(shard.head(fit))
             if fit < shard.documents:
                 break
             tokens -= len(shard.tokens)
-        return replace(self, shards=tuple(kept))
+        return replace(self, shards=tuple(shards))
 
     def verify(self) -> None:
         """Read everything: the sha256 of every file, and that each id is one of the vocabulary."""

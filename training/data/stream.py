@@ -21,7 +21,7 @@ from training.data.batch import Batch, Longs, Row, Span, lay, stack
 from training.data.mixture import DataConfig
 from training.data.prepare import HUB, hub, hub_errors, hub_rows, load_encoder, strings
 
-PLACES = 64  # remembered: more than a loader is ahead
+PLACES = 64  # that are remembered: more than a loader is ahead
 
 
 class Stream:
@@ -61,7 +61,7 @@ class Stream:
             raise ValueError(f"the stream is at sample {self.at} and cannot go back to {sample}; open it again")
         while self.at < sample:
             self.row()
-        rest = self.ids[max(0, self.used - 1) :]  # the last one that was used is the next one's input
+        rest = self.ids[max(0, self.used - 1) :]  # the last label that was used is the next one's input
         place = {"at": self.at, "epoch": self.epoch, "ids": rest.tolist(), "used": min(1, self.used)}
         self.places.append({**place, "rows": self.rows.state_dict(), "mark": self.mark()})
         return stack([self.row() for _ in range(size)])
@@ -86,8 +86,8 @@ class Stream:
             yield self.ids, begin, self.used, begin > 0
 
     def read(self) -> Iterator[Longs]:
-        """Documents, again and again."""
-        empty = 0  # epochs; one may be, where a run goes on at its end
+        """Yields documents, epoch after epoch."""
+        empty = 0  # epochs without a document; one is possible, where a run goes on at an epoch's end
         while empty < 2:
             empty += 1
             with hub_errors(self.source):

@@ -6,8 +6,8 @@
 Each step home is the transpose of a step out, so the backward of dispatch is the way home and that of combine the way
 out, on the same plan. Runs on gloo and on NCCL; an etp rank's experts compute a summand, from its slice of the neurons.
 
-The host waits once a dispatch, for how many rows go where. Where there is room for all that may come, as many leave for
-every expert, taken or not, and the host knows without asking: those not taken are sorted behind the last expert.
+The host waits once a dispatch, to learn how many rows go where. With `room` it need not: exactly `room` rows leave for
+every expert, filled or not, and the rank that receives them sorts the unfilled ones behind its last expert.
 
 R rows that leave, N rows that arrive, E local experts.
 """
@@ -55,7 +55,7 @@ class AllToAll:
     def plan(self, weight_TK: Tensor, expert_TK: Tensor, room: int | None) -> Plan:
         ep, etp = size(self.ep_group), size(self.etp_group)
         local = self.experts // ep
-        # a dropped choice goes nowhere: it is sorted behind the last expert, where nobody sends from
+        # a dropped choice is sorted behind the last expert, and rows there are not sent
         chosen_TK = expert_TK.where(weight_TK != 0, self.experts)
         back_R, count_E = places(chosen_TK, self.experts + 1)
         send_PE = count_E[:-1].view(ep, local)
@@ -63,11 +63,11 @@ class AllToAll:
         arrive_QPE = exchange(arrive_PE.expand(etp, ep, local), [1] * etp, [1] * etp, self.etp_group)
         expert_N = torch.arange(local, device=expert_TK.device).repeat(etp * ep)
         if room is None:
-            # the one wait
+            # the only wait for the device
             sizes = torch.cat([send_PE.sum(1), arrive_PE.sum(1), arrive_QPE.sum((1, 2))]).tolist()
             send, arrive, gathered = sizes[:ep], sizes[ep : 2 * ep], sizes[2 * ep :]
             expert_N = expert_N.repeat_interleave(arrive_QPE.flatten(), output_size=sum(gathered))
-        else:  # every expert has so many places among the rows, taken or not
+        else:  # every expert has `room` places among the rows, filled or not
             send, arrive, gathered = [local * room] * ep, [local * room] * ep, [ep * local * room] * etp
             wider_E = torch.arange(self.experts + 1, device=count_E.device) * room - (count_E.cumsum(0) - count_E)
             back_R = back_R + wider_E[chosen_TK.flatten()]
@@ -80,10 +80,10 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each row goes; it is the same on both ways and in both directions of differentiation."""
+    """Where each row goes: one plan for the way out and the way home, in forward and in backward."""
 
     k: int
-    back_R: Tensor  # choice -> row among those that leave; dropped ones are beyond the last
+    back_R: Tensor  # choice -> row among those that leave; a dropped choice's row is beyond the last
     send: list[int]  # rows to each rank of ep
     arrive: list[int]  # rows from each rank of ep
     gathered: list[int]  # rows from each rank of etp
@@ -109,7 +109,7 @@ class Plan:
         """Rows (or their weights) that leave, sorted by expert -> rows that compute here, sorted by local expert."""
         rows_N = exchange(rows_R, self.send, self.arrive, self.ep_group)
         if self.etp_group is not None:
-            # gloo has no uneven all-gather: everybody sends the same rows to everybody
+            # gloo has no uneven all-gather: every rank sends the same rows to all ranks
             peers = len(self.gathered)
             rows_N = rows_N.repeat(peers, *[1] * (rows_N.dim() - 1))
             rows_N = exchange(rows_N, [sum(self.arrive)] * peers, self.gathered, self.etp_group)
@@ -118,9 +118,10 @@ class Plan:
         return spread(rows_N, self.place_N, 1)
 
     def back(self, rows_N: Tensor) -> Tensor:
+        """The transpose of `there`: rows go back to the ranks that they came from, summed over etp."""
         rows_N = rows_N[self.place_N] if rows_N.dim() == 1 else gather(rows_N, self.place_N, 1)
         if self.etp_group is not None:
-            # nor an uneven reduce-scatter: everybody gets its rows from everybody, and adds them up
+            # gloo has no uneven reduce-scatter either: every rank gets its rows from all ranks and adds them up
             mine, peers = sum(self.arrive), len(self.gathered)
             rows_N = exchange(rows_N, self.gathered, [mine] * peers, self.etp_group)
             rows_N = rows_N.view(peers, mine, *rows_N.shape[1:]).sum(0)

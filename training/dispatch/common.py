@@ -1,4 +1,4 @@
-"""What dispatchers share: the gradients, which follow from two ways that are each other's transpose, and refusals."""
+"""What dispatchers share: autograd for the way out and the way home, each the transpose of the other, and refusals."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from training.dispatch import Dispatched
 
 
 class Route(Protocol):
-    """One dispatch's plan. It is found once, and serves both ways in both directions of differentiation."""
+    """One dispatch's plan: made once, it serves the way out and the way home, in forward and in backward."""
 
     def out(self, x_TD: Tensor) -> Tensor:
         """A copy of each token to all its rows."""
         ...
 
     def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The sum of each token's rows; and what each choice's row says, 0 where it was dropped."""
+        """(the sum of each token's rows, for each choice the number in `weight_R` of its row, 0 where it was dropped).
+        The second is None if `weight_R` is."""
         ...
 
 
-# the first way out, on which the plan is found: x_TD, weight_TK -> x_RD, weight_R, count_E, plan
+# the first way out, which also makes the plan: x_TD, weight_TK -> x_RD, weight_R, count_E, plan
 First = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Any]]
 
 
@@ -73,7 +74,8 @@ class _Home(torch.autograd.Function):
 
 
 def put(weight_C: Tensor, back_C: Tensor, rows: int) -> Tensor:
-    """Choice c's weight in row back_C[c], of `rows`; those of no choice have 0, and beyond the last there are none."""
+    """The weights of `rows` rows: row back_C[c] has choice c's, a row of no choice has 0. A choice whose row is beyond
+    the last has none."""
     weight_R = weight_C.new_zeros(rows + 1)
     return weight_R.scatter_(0, back_C.clamp(max=rows), weight_C)[:rows]
 
@@ -94,7 +96,7 @@ def missing(dispatcher: str, *classes: str) -> str:
     except ModuleNotFoundError as error:
         name = (error.name or "deep_ep").partition(".")[0]
         return f"{start} the package {name}, which is not installed; {end}"
-    except Exception as error:  # it asserts, compiles and looks for NCCL on import
+    except Exception as error:  # deep_ep asserts, compiles and looks for NCCL on import
         reason = (str(error).splitlines() or ["no reason given"])[0].rstrip(".;")
         return f"{start} the package deep_ep, which does not import ({reason}); {end}"
     if not any(hasattr(package, name) for name in classes):

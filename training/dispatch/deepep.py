@@ -1,13 +1,13 @@
 """DeepEP (github.com/deepseek-ai/DeepEP): one copy of a token to each rank, whatever the number of its experts there.
 
-Two generations of it are told apart by what they have, not by their version:
+Two generations of it are told apart by the class that they have, not by their version:
 
     ElasticBuffer (2.x)  hands out rows sorted by expert, and sums them up on the way home
     Buffer (1.x)         hands out tokens with their choices; here our kernels make rows of them, and sums of the rows
 
-Both move bfloat16 only, and the host waits once a dispatch for the number of rows. Where there is room for all that may
-come, 1.x inside a node does not; 2.x would, but takes room for the worst that its own buffers allow. The set of kernels
-inside a dispatch with a handle is the transpose of a combine with it, and the other way round.
+Both move bfloat16 only, and the host waits once a dispatch for the number of rows. With `room`, 1.x inside a node does
+not wait; 2.x need not either, but would then make as many rows as its own buffers allow at worst, so it waits. A
+dispatch with a handle is the transpose of a combine with the same handle, and vice versa.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def dispatcher(
 
 
 def kept(weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-    """Experts as DeepEP wants them: a dropped choice is -1, which it sends to nobody."""
+    """Chosen experts as DeepEP wants them: a dropped choice is -1, which DeepEP does not send."""
     return expert_TK.where(weight_TK != 0, -1).contiguous()
 
 
@@ -56,7 +56,7 @@ class Second:
     group: dist.ProcessGroup
     deep_ep: Any
     buffer: Any = None
-    tokens: int = 0  # that a rank may send at most, the same on all ranks
+    tokens: int = 0  # the most that a rank may send, the same on all ranks
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched:
         common.only_bfloat16("deepep", x_TD)
@@ -83,7 +83,8 @@ class Second:
         return common.combine(y_RD, handle)
 
     def make_buffer(self, x_TD: Tensor, k: int) -> None:
-        """The first time for the rank with most tokens; later only if all ranks have more, as ranks of a mesh do."""
+        """Makes the buffer at first, for the rank with the most tokens; later anew only if there are more tokens, of
+        which all ranks of a mesh then have more."""
         if self.buffer is not None and len(x_TD) <= self.tokens:
             return
         most = torch.tensor(len(x_TD), device=x_TD.device)
@@ -162,7 +163,7 @@ class First:
         kind.set_num_sms(SMS)
         configs = (kind.get_dispatch_config(ranks), kind.get_combine_config(ranks))
         near = max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs)
-        # inside a node there is none, and a build without NVSHMEM does not even answer
+        # inside a node there is no RDMA buffer, and a build without NVSHMEM cannot even be asked for its size
         far = max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs) if ranks > NODE else 0
         self.buffer = kind(self.group, near, far)
 
@@ -182,6 +183,6 @@ class FirstRoute:
 
     def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weight_NK = None if weight_R is None else common.take(weight_R.float(), self.back_R).view(-1, self.k)
-        y_ND = gather(y_RD, self.back_R, self.k)  # summed here, a token goes home once
+        y_ND = gather(y_RD, self.back_R, self.k)  # summed before it is sent: a token goes home once
         y_TD, weight_TK, _ = self.buffer.combine(y_ND, self.handle, topk_weights=weight_NK)
         return y_TD, None if weight_TK is None else weight_TK.to(self.weights)

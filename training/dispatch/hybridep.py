@@ -1,8 +1,8 @@
 """Hybrid-EP (DeepEP's branch hybrid-ep): rows arrive sorted by expert, and are summed up on the way home.
 
-Moves bfloat16 only; the host waits once a dispatch for the number of rows, unless there is room for all that may come.
-Its handle has grown from 9 to 11 parts and calls have gained arguments: it is handed back as it came, and only what
-both forms know is asked for. All ranks must bring equally many tokens.
+Moves bfloat16 only; the host waits once a dispatch for the number of rows, unless `room` is given. Between versions its
+handle has grown from 9 to 11 parts and calls have gained arguments: so the handle is passed back unopened, and only
+arguments that both versions know are used. All ranks must bring equally many tokens.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class HybridEP:
 
 
 def padded(rows_TD: Tensor) -> Tensor:
-    """Up to whole chunks, with tokens that go nowhere. Padding by none would be a copy."""
+    """Rows padded to whole chunks with zeros, which no expert has chosen. Padding by no row would still be a copy."""
     short = -len(rows_TD) % CHUNK
     return (functional.pad(rows_TD, (0, 0, 0, short)) if short else rows_TD).contiguous()
 

@@ -39,8 +39,8 @@ class Local:
         return y_TD
 
 
-# The two are each other's transpose. Written out, because autograd would make of a gather's gradient a scatter-add:
-# atomics in another order every time, and several times slower than the gather and sum that it really is.
+# The two are each other's transpose. Written out, because autograd would turn the gradient into a scatter-add: atomics
+# in another order every time, and several times slower than the gather and sum that it really is.
 
 
 class _Spread(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What the backends share: how a missing package is refused, what a call must bring, whether it is a second one."""
+"""What the backends share: refusals of missing packages, checks of a call's inputs, and recognising a recomputation."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def absent(asked: str, module: str, instead: str) -> str:
     return ""
 
 
-# not an argument: between a recomputed region and the experts in it are functions that know nothing of it
+# not an argument: between a recomputed region and the experts in it are functions that do not know of recomputation
 _again = ContextVar("again", default=False)
 
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Within, a forward runs once more (model/recompute.py): what backward needs has to come about, and nobody reads
-    what experts return."""
+    """Context in which a forward runs once more (model/recompute.py): it must make what backward needs, and nobody
+    reads what experts return."""
     token = _again.set(True)
     try:
         yield
@@ -62,7 +62,7 @@ def check(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights) -> 
     assert w.down_bias_ED is None or w.down_bias_ED.shape == (experts, hidden), "the bias of down does not fit"
     given = {t.dtype for t in (x_RD, w.up_EFD, w.down_EDF, w.up_bias_EF, w.down_bias_ED) if t is not None}
     assert len(given) == 1, f"rows and weights have several dtypes: {given}"
-    # on a GPU, looking would mean waiting for it
+    # on a GPU, reading the counts would mean waiting for it
     assert count_E.is_cuda or int(count_E.sum()) <= len(x_RD), "the counts promise more rows than there are"
 
 

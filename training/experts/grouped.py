@@ -1,10 +1,10 @@
 """torch's grouped_mm: one kernel for all experts, the counts read on the device.
 
 For backward only x, h = [gate | up] and the routing weights are kept; the activation is recomputed there, in the same
-pass that makes its gradient, and a forward that is run once more for backward ends with h. In bfloat16 on Hopper and
+pass that makes its gradient. A forward that is run once more for backward stops at h. In bfloat16 on Hopper and
 Blackwell nothing waits for the GPU; for other dtypes and older GPUs torch itself falls back to a loop that does.
 
-grouped_mm wants rows of a multiple of 16 bytes and knows no float64. Where it would refuse on the CPU, and for float64,
+grouped_mm wants rows of a multiple of 16 bytes and no float64. For rows of other sizes on the CPU, and for float64,
 which is there to check gradients, `products` is a loop over the same slices; unaligned sizes on CUDA are refused.
 """
 
@@ -119,7 +119,7 @@ def aligned(tensor: Tensor) -> bool:
 
 
 def of_rows(bias_EN: Tensor, ends_E: Tensor, rows: int) -> Tensor:
-    """Each row's expert's bias. Rows of no expert get the last one's; nobody reads them."""
+    """The bias for each row, that of its expert. Rows of no expert get the last expert's; nobody reads them."""
     index_R = torch.searchsorted(ends_E, torch.arange(rows, dtype=torch.int32, device=ends_E.device), right=True)
     return bias_EN[index_R.clamp_(max=len(bias_EN) - 1)]
 

@@ -65,17 +65,17 @@ class Product(torch.autograd.Function):
 
 
 def in_fp8(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Each row of x by its expert's matrix, transposed."""
+    """Each row of x times the transpose of its expert's matrix."""
     if len(x_RK) == 0:
         return x_RK.new_zeros(0, w_ENK.shape[1])
     (x, x_scale_R), (w, w_scale_EN) = rounded(x_RK), rounded(w_ENK)
     y_RN = torch._scaled_grouped_mm(
         x, w.transpose(1, 2), x_scale_R, w_scale_EN, offs=ends_E, out_dtype=torch.bfloat16, use_fast_accum=True
     )
-    return swiglu.zero_tail(y_RN, ends_E)  # rows of no expert: what was in memory must reach nobody
+    return swiglu.zero_tail(y_RN, ends_E)  # rows of no expert hold what was in memory, which nobody may see
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(x / scale in e4m3, scale) with a scale for each row, which takes its largest element to the largest there is."""
+    """(x / scale in e4m3, scale), where each row's scale takes its largest element to the largest that e4m3 has."""
     scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / LARGEST
     return (x.float() / scale).to(torch.float8_e4m3fn), scale.squeeze(-1)

@@ -45,7 +45,7 @@ def linear(x_RK: Tensor, w_ENK: Tensor, sizes: list[int]) -> Tensor:
     return y_RN
 
 
-@functools.cache  # it holds shapes, no weights: building a hundred parameters a call would cost more than the products
+@functools.cache  # a module has shapes, no weights: to build a hundred parameters a call costs more than the products
 def template(experts: int, out: int, width: int, dtype: torch.dtype) -> nn.Module:
     te = importlib.import_module("transformer_engine.pytorch")
     module: nn.Module = te.GroupedLinear(experts, width, out, bias=False, params_dtype=dtype, device="meta")

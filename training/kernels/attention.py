@@ -53,7 +53,7 @@ def block_backward(
     s, t = q.shape[2], k.shape[2]
     if kernel == "plain":
         return plain_backward(d_y, q, y, lse_BHS, k, v, bias, causal, scale)
-    seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # of a dropout that is not
+    seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # of dropout, of which there is none
     lse = lse_BHS.contiguous()
     if kernel == "cudnn":
         return aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
@@ -64,7 +64,7 @@ def block_backward(
             d_y, q, k, v, y, lse, None, None, s, t, 0.0, causal, seed, seed[0], scale=scale
         )
     lse = functional.pad(lse, (0, -s % LSE_ROWS), value=math.inf)
-    y = y.transpose(1, 2).contiguous().transpose(1, 2)  # the order the kernel takes for granted
+    y = y.transpose(1, 2).contiguous().transpose(1, 2)  # the memory layout that the kernel assumes
     d_q, d_k, d_v, _ = aten._scaled_dot_product_efficient_attention_backward(
         d_y, q, each_head(k, q), each_head(v, q), spread(bias, q), y, lse, seed[0], seed[1], 0.0,
         [True, True, True, False], causal, scale=scale,
@@ -73,17 +73,18 @@ def block_backward(
 
 
 def fastest(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> str:
-    """cuDNN's is the fastest of all on Hopper (see model/attention.py), flash knows no bias, efficient no groups."""
+    """The name of the fastest kernel that can run this. cuDNN's is the fastest of all on Hopper (see
+    model/attention.py), flash takes no bias, efficient no key/value groups."""
     if not q.is_cuda:
         return "plain"
-    asked = cuda.SDPAParams(q, k, v, bias, 0.0, causal, q.shape[1] != k.shape[1])
-    if cuda.can_use_cudnn_attention(asked):
+    params = cuda.SDPAParams(q, k, v, bias, 0.0, causal, q.shape[1] != k.shape[1])
+    if cuda.can_use_cudnn_attention(params):
         return "cudnn"
-    if bias is None and cuda.can_use_flash_attention(asked):
+    if bias is None and cuda.can_use_flash_attention(params):
         return "flash"
-    asked = cuda.SDPAParams(q, each_head(k, q), each_head(v, q), spread(bias, q), 0.0, causal, False)
+    params = cuda.SDPAParams(q, each_head(k, q), each_head(v, q), spread(bias, q), 0.0, causal, False)
     aligned = bias is None or k.shape[2] % 16 == 0
-    return "efficient" if aligned and cuda.can_use_efficient_attention(asked) else "plain"
+    return "efficient" if aligned and cuda.can_use_efficient_attention(params) else "plain"
 
 
 def each_head(x_BGTA: Tensor, q_BHSA: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def natural_counts(shape: Shape) -> Tensor:
-    """What a router that was never forced gives: shares of a softmax over normal logits."""
+    """Rows of each expert as a router without balancing spreads them: by a softmax over normal logits."""
     generator = torch.Generator().manual_seed(0)
     share_E = (0.5 * torch.randn(shape.experts, generator=generator)).softmax(0)
     chosen_R = torch.multinomial(share_E, shape.rows, replacement=True, generator=generator)
@@ -106,7 +106,7 @@ def backends(shape: Shape, count_E: Tensor) -> Iterator[tuple[str, Callable[[], 
 
 
 def grouped_products(shape: Shape, count_E: Tensor) -> Iterator[tuple[str, Callable[[], str]]]:
-    """The six products of `grouped`, one by one: what the whole could reach if nothing else cost time."""
+    """The six products of `grouped`, one by one: the speed that the whole would reach if nothing else cost time."""
     from training.experts.grouped import products
 
     ends_E, two = count_E.cumsum(0, dtype=torch.int32), 2 * shape.width

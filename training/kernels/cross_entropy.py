@@ -15,8 +15,8 @@ def on_kernel(logits: Tensor) -> bool:
 
 
 def nats_(logits_TV: Tensor, label_T: Tensor, scale: float, gradient: bool) -> Tensor:
-    """nats_T of scale * logits, float32 at least, 0 where the label is negative. With `gradient`, the logits are its
-    gradient afterwards."""
+    """nats_T of scale * logits, float32 at least, 0 where the label is negative. With `gradient`, logits_TV holds the
+    gradient of their sum afterwards."""
     if on_kernel(logits_TV):
         from training.kernels import cross_entropy_triton
 

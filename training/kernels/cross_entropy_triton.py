@@ -23,13 +23,13 @@ def nats_kernel(
     scored = label >= 0
     mine = logit_ptr + row * V
     right = tl.load(mine + tl.maximum(label, 0)).to(tl.float32) * SCALE
-    # the sum of each column of blocks on its own, over the largest so far
+    # each column sums by itself over the blocks, relative to the largest that it has seen so far
     most = tl.full((COLS,), -float("inf"), tl.float32)
     total = tl.zeros((COLS,), tl.float32)
     for start in range(0, V, COLS):
         x = tl.load(mine + start + col, mask=start + col < V, other=-float("inf")).to(tl.float32) * SCALE
         above = tl.maximum(most, x)
-        # a column that has seen nothing but -inf stays at nothing
+        # a column that has seen only -inf keeps the sum 0
         safe = tl.where(above == -float("inf"), 0.0, above)
         total = total * tl.exp(most - safe) + tl.exp(x - safe)
         most = above

@@ -33,9 +33,8 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         from training.kernels import norm_triton
 
-        ctx.set_materialize_grads(
-            False
-        )  # of a stream that is not used there is no gradient, which is not zeros to read
+        # an x that is not used has no gradient; zeros in its place would have to be read
+        ctx.set_materialize_grads(False)
         x, y = norm_triton.forward(stream, delta, gain_D, eps)
         ctx.save_for_backward(x, gain_D)
         ctx.eps, ctx.added = eps, delta is not None

@@ -29,7 +29,7 @@ def norm_kernel(
         x += tl.load(delta_ptr + row * D + col, mask=keep, other=0.0).to(tl.float32)
         rounded = x.to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * D + col, rounded, mask=keep)
-        x = rounded.to(tl.float32)  # the norm of what everybody else sees
+        x = rounded.to(tl.float32)  # the norm sees x as the rest of the layer does, rounded
     gain = tl.load(gain_ptr + col, mask=keep, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / D + EPS) * gain
     tl.store(y_ptr + row * D + col, y.to(y_ptr.dtype.element_ty), mask=keep)

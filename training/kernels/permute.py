@@ -30,7 +30,7 @@ def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int | None = None) -> Tensor:
     """Row back_R[t * k + j] is a copy of token t. A token is read once, not k times from far apart.
 
-    With `rows`, so many are made: none of a choice whose row lies beyond them, and a row of no choice holds anything.
+    With `rows`, that many are made: a choice whose row lies beyond them has none; a row of no choice holds anything.
     """
     rows = back_R.shape[0] if rows is None else rows
     if kernels_run(x_TD):

@@ -30,7 +30,7 @@ def on_kernel(x: Tensor) -> bool:
 def norm_rotate(
     x_BSN: Tensor, heads: Sequence[int], gains: Sequence[Tensor | None], eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, ...]:
-    """x cut into groups of so many heads each. The first ones, one for each of `gains`, become
+    """x cut into groups, of as many heads each as `heads` says. The first groups, one for each of `gains`, become
     rotate(x / rms(x) * gain), or where the gain is None rotate(x); the groups behind them pass as they are.
     cos and sin: [B or 1, S, 1, half]. CUDA only."""
     groups: tuple[Tensor, ...] = _NormRotate.apply(  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ class _NormRotate(torch.autograd.Function):
 
 
 def groups_of(heads: Sequence[int], width: int, turned: int) -> list[tuple[int, int, bool]]:
-    """(where in a token's row it begins, how many heads, is it turned) of each group."""
+    """(where in a token's row it begins, its number of heads, whether it is turned) for each group."""
     starts = itertools.accumulate(heads, initial=0)
     return [
         (start * width, count, index < turned) for index, (start, count) in enumerate(zip(starts, heads, strict=False))

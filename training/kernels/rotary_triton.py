@@ -180,7 +180,7 @@ def backward(
     d_y_BSHA: Tensor, d_x_BSN: Tensor, x_BSN: Tensor | None, first: int, turn: bool,
     gain_A: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
 ) -> Tensor | None:  # fmt: skip
-    """Writes this group's part of d_x; gives the gain's gradient."""
+    """Writes this group's part of d_x; returns the gain's gradient, None without a gain."""
     sized, tile = sizes(d_y_BSHA.shape, cos)
     width = d_y_BSHA.shape[3]
     tile |= {"ROWS": BACK_ROWS, "num_warps": BACK_WARPS}

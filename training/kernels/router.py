@@ -49,7 +49,7 @@ class SplitLinear(torch.autograd.Function):
 
 
 def split(x: Tensor, parts: int) -> tuple[Tensor, ...]:
-    """bf16 tensors whose sum is x, to 8 bits each; a bf16 tensor is its own.
+    """bf16 tensors of 8 bits each whose sum is x, or as near to it as `parts` come; a bf16 tensor is its own.
 
     Bits are cut off as bits: a compiler that sees x - x.to(bfloat16) computes it in float32, where it is 0.
     """
@@ -77,8 +77,8 @@ def added(y: Tensor, size: int, dim: int) -> Tensor:
 
 
 def choose(score_TN: Tensor, k: int, slices: int = 1) -> Tensor:
-    """The k largest of each row, in order; of equals the lower index, which keeps a virtual group whole. With slices,
-    the k / slices largest of each class of columns, n % slices."""
+    """The k largest of each row, in order; among equals the lower index, which keeps a virtual group whole. With
+    slices, the k / slices largest of each class of columns, n % slices."""
     if score_TN.is_cuda and score_TN.dtype == torch.float32:
         from training.kernels import router_triton
 

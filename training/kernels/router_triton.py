@@ -17,16 +17,16 @@ TILE = 1024  # scores of a program
 def choose_kernel(
     score_ptr, expert_ptr, T, N, K: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """T rows of N scores each, S of them to a token, whose scores lie in turn; K are chosen of each row."""
+    """T rows of N scores each, S rows to a token, whose scores are interleaved; K are chosen of each row."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     at_0 = (row // S * N * S + row % S)[:, None]
     score = tl.load(score_ptr + at_0 + col * S, mask=(row < T)[:, None] & (col < N), other=float("-inf"))
-    score = tl.where(score == score, score, float("-inf"))  # NaN: such a step is skipped, but its indices must be some
+    score = tl.where(score == score, score, float("-inf"))  # NaN: such a step is skipped, but needs valid indices
     left = (score == score) & (col < N)
     for k in range(K):
         best = tl.max(tl.where(left, score, float("-inf")), 1)
-        # the lowest index among equals; masked ones are none, however low the scores are
+        # the lowest index among equals; masked columns never count, however low the scores are
         at = tl.min(tl.where(left & (score == best[:, None]), col, COLS), 1)
         tl.store(expert_ptr + row * K + k, at.to(tl.int64) * S + row % S, mask=row < T)
         left = left & (col != at[:, None])

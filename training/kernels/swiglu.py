@@ -5,7 +5,7 @@ recomputes `a` from h instead of having kept it (for Qwen3-30B 200 MB a layer), 
 needs it. The torch functions here are the specification, in float32 at least; they run on the CPU and for float64.
 
 Shapes: R rows sorted by expert, E experts, F neurons, H = 2F for gated FFNs ([gate | up]), else F. `ends_E` (int32) is
-where each expert's rows end; rows behind the last end belong to no one, and their `a` and `d_h` may hold anything.
+where each expert's rows end; rows behind the last end belong to no expert, and their `a` and `d_h` may hold anything.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def product(h_RH: Tensor, weight_R: Tensor, activation: str, gated: bool) -> Ten
 
 
 def forward(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
-    """-> a_RF"""
+    """Returns a_RF."""
     if not on_kernel(h_RH):
         return forward_reference(h_RH, weight_R, ends_E, activation, gated)
     from training.kernels import swiglu_triton
@@ -64,7 +64,7 @@ def forward(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gat
 def backward(
     d_a_RF: Tensor, h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> d_h_RH, d_weight_R, a_RF. May write a_RF over d_a_RF, which the caller has no more use for."""
+    """Returns d_h_RH, d_weight_R and a_RF. May write a_RF over d_a_RF, so the caller must not use that afterwards."""
     if not on_kernel(h_RH):
         return backward_reference(d_a_RF, h_RH, weight_R, ends_E, activation, gated)
     from training.kernels import swiglu_triton
@@ -92,12 +92,12 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_a_RF: Tensor) -> tuple[Tensor | None, ...]:
-        d_a_RF = d_a_RF.clone(memory_format=torch.contiguous_format)  # autograd's own, which must not be written over
+        d_a_RF = d_a_RF.clone(memory_format=torch.contiguous_format)  # autograd's, not to be written over
         d_h_RH, d_weight_R, _ = backward(d_a_RF, *ctx.saved_tensors, *ctx.options)
         return d_h_RH, d_weight_R, None, None, None
 
 
 def activate(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
-    """The same for autograd, for backends whose matrix products bring their own gradients."""
+    """`forward` and `backward` as one autograd function, for backends whose products bring their own gradients."""
     a_RF: Tensor = _Activate.apply(h_RH, weight_R, ends_E, activation, gated)  # type: ignore[no-untyped-call]
     return a_RF

@@ -1,7 +1,7 @@
 """Passes over gradients, moments and weights where these have several dtypes.
 
 torch reads and writes mixed dtypes an element at a time, at a fifth of the memory's speed, and its fused AdamW wants
-one dtype, for which all that is narrow would be copied first. The torch lines (here, and in optim.adamw_) are the
+one dtype, so all narrower tensors would be copied first. The torch lines (here, and in optim.adamw_) are the
 specification.
 """
 
@@ -18,7 +18,7 @@ def on_kernel(*tensors: Tensor) -> bool:
 
 
 def total(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
-    """Their sum in `dtype`: in the first's place if that is its dtype."""
+    """The sum of both in `dtype`, written over `first` if that has the dtype."""
     if first.dtype == second.dtype == dtype or not on_kernel(first, second) or dtype.itemsize > 4:
         return first.to(dtype).add_(second)
     from training.kernels import updates_triton
@@ -28,7 +28,7 @@ def total(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def mixed(tensors: Sequence[Tensor]) -> bool:
-    """Do they have several dtypes, and a kernel that reads them as they are?"""
+    """Whether the tensors have several dtypes, and our kernel can read them as they are."""
     return len({t.dtype for t in tensors}) > 1 and on_kernel(*tensors)
 
 
@@ -36,8 +36,8 @@ def adamw_(
     master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, step: Tensor, skip: Tensor,
     excess: Tensor | None, *, lr: float, decay: float, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
-    """One tensor's update, of which `step` is the number so far; nothing where `skip`. `copy`: gets the master in its
-    own dtype. `excess`: what the gradient is divided by."""
+    """Updates one tensor in place, but not where `skip` is true; `step` is the number of updates before. `copy`: gets
+    the master, in the copy's own dtype. `excess`: what the gradient is divided by."""
     from training.kernels import updates_triton
 
     updates_triton.adamw_(

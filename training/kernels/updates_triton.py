@@ -32,7 +32,7 @@ def adamw_kernel(
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = (at < count) & (tl.load(skip_ptr) == 0)
-    # the corrections of a mean that began at nothing; in float64, as they are differences of what is close to 1
+    # bias corrections, as the means began at 0; in float64, because they are differences of numbers close to 1
     number = tl.load(step_ptr).to(tl.float64) + 1.0
     rate = lr / (1.0 - tl.exp(number * LOG1)).to(tl.float32)
     root = tl.sqrt((1.0 - tl.exp(number * LOG2)).to(tl.float32))
@@ -74,4 +74,4 @@ def adamw_(
 
 
 def log(beta: float) -> float:
-    return math.log(beta) if beta else -1e9  # a mean over nothing but the last has no correction
+    return math.log(beta) if beta else -1e9  # with beta 0 the mean is the last value: no correction

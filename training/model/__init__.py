@@ -30,10 +30,10 @@ and in no others (tests/unit/training/test_seams.py):
 | Experts | weights | shard | a rank's experts, and narrow copies that last for a step |
 | MoE | dispatcher | shard | experts on several ranks |
 | MoE | region | recompute | dispatch, experts and combine once more |
-| MoE | region | shard | those outside of what is compiled |
+| MoE | region | shard | dispatch, experts and combine outside of what is compiled |
 | MoE | balance | balance | losses, capacity, statistics |
 | MoE | balance | bench | balanced routing |
 | MoE | balance | routing | counts of choices; put back afterwards |
-| MoE | balance | engine | nothing; put back afterwards |
-| Decoder | embed, final_norm, head | build | what several parts have, in one decoder |
+| MoE | balance | engine | None, for no balance; put back afterwards |
+| Decoder | embed, final_norm, head | build | modules of several pipeline stages, in one decoder |
 """

@@ -36,7 +36,7 @@ class Seen:
     """What positions may look at besides causality; the same in all layers of a forward."""
 
     documents_BS: Tensor | None = None
-    blocks: Mapping[int | None, BlockMask] = field(default_factory=dict)  # by window; made where they are used
+    blocks: Mapping[int | None, BlockMask] = field(default_factory=dict)  # by window; none where SDPA attends
     found: dict[Any, Any] = field(default_factory=dict)  # what attention worked out in one layer, for the others
 
 
@@ -83,9 +83,10 @@ def visible(length: int, window: int | None, documents_BS: Tensor | None, device
 def look(
     documents_BS: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device, dtype: torch.dtype
 ) -> Seen:
-    """For attention of `dtype` over sequences of `length`; `windows`: those of the layers that take blocks.
+    """What positions see in a forward of `dtype` over sequences of `length`; `windows`: of layers that take blocks.
 
-    In 16 bits on CUDA: what is wider is there to check gradients, and a sequence of one block has a small mask.
+    Blocks are for 16 bits on CUDA: wider dtypes are there to check gradients, and a sequence of one block has a small
+    mask.
     """
     blocks: dict[int | None, BlockMask] = {}
     if device.type == "cuda" and dtype.itemsize == 2 and length > BLOCK:
@@ -96,30 +97,30 @@ def look(
 
 
 def block_mask(documents_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> BlockMask:
-    """Which blocks hold something to see, and in which of them all is seen, so that nothing is asked inside.
+    """The blocks that hold something to see, and those where all is seen and no pair need be masked.
 
-    From each block's first and last position, and its lowest and highest document: right whatever the documents'
-    numbers are, and exact where they rise, as data.py's do.
+    Found from each block's first and last position, and its lowest and highest document: right whatever the documents'
+    numbers are, and exact where they rise, as those of data/batch.py do.
     """
     count = -(-length // BLOCK)
     first_N = torch.arange(count, device=device) * BLOCK
     last_N = first_N + BLOCK - 1
     nearest_NN = first_N[:, None] - last_N[None, :]  # from a query back to a key
     farthest_NN = last_N[:, None] - first_N[None, :]
-    some = farthest_NN >= 0
-    every = (nearest_NN >= 0) & (last_N < length)[:, None]
+    nonempty = farthest_NN >= 0
+    whole = (nearest_NN >= 0) & (last_N < length)[:, None]
     if window is not None:
-        some, every = some & (nearest_NN < window), every & (farthest_NN < window)
-    some, every = some[None], every[None]
+        nonempty, whole = nonempty & (nearest_NN < window), whole & (farthest_NN < window)
+    nonempty, whole = nonempty[None], whole[None]
     if documents_BS is not None:
-        inside = torch.arange(count * BLOCK, device=device).clamp(max=length - 1)
-        low_BN, high_BN = documents_BS[:, inside].view(-1, count, BLOCK).aminmax(dim=-1)
-        below = (low_BN[:, :, None] <= high_BN[:, None, :]) & (low_BN[:, None, :] <= high_BN[:, :, None])
-        alone = low_BN == high_BN
-        some, every = some & below, every & below & alone[:, :, None] & alone[:, None, :]
-    partial = some & ~every
+        position = torch.arange(count * BLOCK, device=device).clamp(max=length - 1)
+        low_BN, high_BN = documents_BS[:, position].view(-1, count, BLOCK).aminmax(dim=-1)
+        overlap = (low_BN[:, :, None] <= high_BN[:, None, :]) & (low_BN[:, None, :] <= high_BN[:, :, None])
+        single = low_BN == high_BN
+        nonempty, whole = nonempty & overlap, whole & overlap & single[:, :, None] & single[:, None, :]
+    partial = nonempty & ~whole
     (part, part_at), (full, full_at), (q_part, q_part_at), (q_full, q_full_at) = listed(
-        torch.stack((partial, every, partial.mT, every.mT))  # backward goes by columns
+        torch.stack((partial, whole, partial.mT, whole.mT))  # backward goes by columns
     )
     return BlockMask(
         seq_lengths=(length, length),
@@ -137,7 +138,7 @@ def block_mask(documents_BS: Tensor | None, length: int, window: int | None, dev
 
 
 def listed(chosen_XBNN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each: how many columns of each row are chosen, and which, those first and in order; for all heads."""
+    """For each table: (how many columns of each row are chosen, all columns with the chosen first and in order)."""
     order = chosen_XBNN.byte().argsort(dim=-1, descending=True, stable=True).int()
     count = chosen_XBNN.sum(-1, dtype=torch.int32)
     return zip(count[:, :, None], order[:, :, None], strict=True)
@@ -156,10 +157,11 @@ def rule(documents_BS: Tensor | None, window: int | None) -> Callable[[Tensor, T
 
 
 def flex(*given: Any, **named: Any) -> Any:
-    """It has to be compiled; inside a compiled layer it is already."""
+    """flex_attention, which has to be compiled; inside a compiled layer it is already."""
     if torch.compiler.is_compiling():
         return flex_attention(*given, **named)
-    # a variant for each size and window, with and without gradients; beyond 8 it would be run uncompiled, on all pairs
+    # a variant for each size and window, with and without gradients; by default the 9th would run uncompiled, on all
+    # pairs of positions
     with torch._dynamo.config.patch(recompile_limit=256):
         return compiled_flex()(*given, **named)
 

@@ -64,10 +64,10 @@ def expert_backend(name: str) -> ExpertFunction:
 
 class Decoder(nn.Module):
     """All of the model, or a stage of a pipeline: consecutive layers under their own numbers, with the embedding before
-    the first one, last norm and head after the last. What embeds and predicts with one matrix (tied) has it twice then,
+    the first one, last norm and head after the last. If one matrix embeds and predicts (tied), a pipeline has it twice,
     as `embed.weight` of the first and of the last stage."""
 
-    # replaced by build, in the decoder that has several parts' under one roof
+    # replaced by build, in the decoder that holds the modules of several parts
     embed: nn.Embedding | None
     final_norm: Norm | None
     head: Linear | None  # by bench too, which may time layers alone
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         self.first, self.last = part.start == 0, part.stop == d.layers
         backend = None if self.moe is None else expert_backend(experts)
         self.embed = nn.Embedding(d.vocab, d.hidden) if self.first or (self.last and d.tied) else None
-        # by number, so that a part of the layers keeps its names
+        # keyed by number, so that a part's layers have their names in the whole model
         self.layers = nn.ModuleDict({str(i): Layer(d, self.moe, i, backend) for i in part})
         self.final_norm = norm(d) if self.last else None
         self.head = Linear(d.hidden, d.vocab) if self.last and not d.tied else None
@@ -104,8 +104,8 @@ class Decoder(nn.Module):
         documents_BS: Tensor | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """The hidden states after this part's layers, normed after the last one. `x`: tokens [B, S], or of a later
-        stage of a pipeline the hidden states [B, S, D] of the one before it.
+        """The hidden states after this part's layers, normed after the last one. `x`: tokens [B, S], or in a later
+        stage of a pipeline the hidden states [B, S, D] of the stage before it.
 
         Positions count from 0 unless given; tokens see their own document only. `length`: of the whole sequences, where
         a rank holds a share of each (context.py); some rotary frequencies depend on it.
@@ -152,7 +152,7 @@ class Decoder(nn.Module):
         labels_BS: Tensor | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """The loss() of labels, without the logits, if this is the last part and has some; else hidden states."""
+        """Hidden states, if this is not the last part; else the loss() of labels, or without labels the logits."""
         x_BSD = self.hidden(x, positions_BS, documents_BS, length)
         if not self.last:
             return x_BSD

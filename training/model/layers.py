@@ -20,7 +20,7 @@ Region = Callable[..., Any]  # (function, *inputs) -> function(*inputs), kept fo
 
 
 def once(function: Callable[..., Any], *inputs: Any) -> Any:
-    """The Region that keeps everything."""
+    """The Region that keeps everything for backward."""
     return function(*inputs)
 
 
@@ -47,8 +47,8 @@ def whole_matrix(linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | N
 
 
 def joint(x: Tensor, linears: Sequence[Linear]) -> Tensor:
-    """What they make of x, side by side, by one product: back, it makes one gradient of x instead of a sum of several.
-    Copying the weights together costs a hundredth of it."""
+    """The linears' outputs for x, side by side, by one product: backward then makes one gradient of x instead of a sum
+    of several. Copying the weights together costs a hundredth of that."""
     weights, biases = zip(*(linear.matrix(linear, x.dtype) for linear in linears), strict=True)
     return linears[0].product(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
@@ -90,7 +90,7 @@ def normed(norm: Norm, x: Tensor) -> Tensor:
 
 
 def added(norm: Norm, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(x, this norm of x) of x = stream + delta; use this x from here on, for the sake of its gradient."""
+    """(x, norm of x) for x = stream + delta. Use this x from here on, so that its gradient comes back in one piece."""
     if norm.bias is None and norm_kernel.on_kernel(stream):
         return norm_kernel.rms_norm(stream, delta, norm.gain(norm, torch.float32), norm.eps)
     x = stream if delta is None else stream + delta
@@ -102,9 +102,9 @@ def norm(spec: DenseSpec, size: int | None = None, kind: str | None = None) -> N
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. Its parts are parameters of the layer itself, so that they keep their roles' names."""
+    """Grouped-query attention. Its projections are attributes of the module, so that they keep their roles' names."""
 
-    attend: Attend  # replaced by context, transformer_engine and, while it asks, evaluation's engine
+    attend: Attend  # replaced by context, transformer_engine and, while it evaluates, evaluation's engine
 
     def __init__(self, spec: DenseSpec, layer: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Attention(nn.Module):
         return out
 
     def heads(self, qkv_BSN: Tensor, cos: Tensor, sin: Tensor) -> Iterable[Tensor]:
-        """Queries, keys and values; the first two normed and turned."""
+        """Queries, keys and values; the first two normed and rotated."""
         width, spec = self.spec.head_dim, self.spec
         groups = spec.heads // spec.kv_heads
         kv = qkv_BSN.shape[2] // (width * (groups + 2))  # of this rank

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from training.kernels import cross_entropy
 
-LOGITS = 1 << 29  # elements of a chunk's logits, at most; without the kernel a fourth of it, copied in float32
+LOGITS = 1 << 29  # elements of a chunk's logits, at most; a fourth of it where torch copies them to float32
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -33,12 +33,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             x = x_TD[start:end]
             logits = x @ w_VD.T
             total += cross_entropy.nats_(logits, label_T[start:end], scale, need_x or need_w).sum()
-            grad = logits  # by now
+            grad = logits  # nats_ has put the gradient in their place
             if grad_x is not None:
                 torch.mm(grad, w_VD, out=grad_x[start:end])
             if grad_w is not None:
                 add_product_(grad_w, grad.T, x)
-            del logits, grad  # or the next chunk's would be made beside this one's
+            del logits, grad  # or the next chunk's would be made while these are held
         ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(weight_VD.dtype))
         return total
 
@@ -50,7 +50,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where `total` is float32 and `a` and `b` may be bfloat16: one pass of the product's own there."""
+    """total += a @ b, where `total` is float32 and `a` and `b` may be bfloat16, in which the product itself adds."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -59,6 +59,6 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float = 1.0) -> Tensor:
     """Sum over labels >= 0 of -log softmax(scale * x W^T)[label], in float32 at least."""
-    if not torch.is_grad_enabled():  # a forward is not told, and would make the gradients of what could have some
+    if not torch.is_grad_enabled():  # a Function's forward does not see no_grad, and would make gradients all the same
         x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
     return LinearCrossEntropy.apply(x_TD, weight_VD, label_T, scale)  # type: ignore[no-any-return,no-untyped-call]

@@ -24,7 +24,7 @@ class Routing:
     expert_TK: Tensor
     logits_TN: Tensor  # float32
     scores_TN: Tensor  # softmax or sigmoid of the logits
-    room: int | None = None  # of these tokens, how many rows any expert has room for; None: as many as come
+    room: int | None = None  # how many rows of these tokens any expert takes at most; None: as many as come
 
 
 class Router(nn.Module):
@@ -37,7 +37,7 @@ class Router(nn.Module):
         super().__init__()
         self.spec = spec
         self.weight = nn.Parameter(torch.empty(spec.experts, spec.dense.hidden))
-        # has a say in who is chosen, none in how much the chosen count; moved by balance.py, not by gradients
+        # helps to decide which experts are chosen, not their weights; moved by balance.py, not by gradients
         self.register_buffer("bias", torch.zeros(spec.experts) if spec.score == "sigmoid" else None)
         self.region = once
 
@@ -52,8 +52,8 @@ class Router(nn.Module):
         scores_TN = logits_TN.sigmoid() if self.spec.score == "sigmoid" else logits_TN.softmax(-1)
         choice_TN = scores_TN if self.bias is None else scores_TN + self.bias.to(wide)
         # ties go to the lower index, which keeps a virtual group whole; logits of equal rows are equal
-        by = choice_TN if self.bias is not None else logits_TN
-        expert_TK = router.choose(by.detach(), self.spec.top_k, self.spec.slices)
+        rank_TN = choice_TN if self.bias is not None else logits_TN
+        expert_TK = router.choose(rank_TN.detach(), self.spec.top_k, self.spec.slices)
         if self.spec.score == "softmax" and self.spec.order == "topk-then-softmax":
             weight_TK = logits_TN.gather(1, expert_TK).softmax(-1)
         else:
@@ -94,8 +94,8 @@ def whole_weights(experts: Experts, dtype: torch.dtype) -> ExpertWeights:
 
 class MoE(nn.Module):
     dispatcher: Dispatcher  # replaced by shard: experts that are on several ranks
-    # by balance: sees every routing and may change its weights (auxiliary losses, capacity, statistics). For as long as
-    # they look by evaluation's engine (nothing) and routing (counts); by bench (forced balance)
+    # by balance: sees every routing and may change its weights (auxiliary losses, capacity, statistics). By bench:
+    # balanced routing. While they evaluate, by evaluation's engine (None) and routing (counts)
     balance: Callable[[Routing], Routing] | None
     region: Region  # by recompute: around all that comes after the routing; by shard: outside of what is compiled
 

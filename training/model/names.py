@@ -1,4 +1,4 @@
-"""What a parameter is called, whatever wraps the module that it is in."""
+"""A parameter's plain name, whatever wraps the module that it is in."""
 
 from __future__ import annotations
 

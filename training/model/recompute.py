@@ -4,14 +4,14 @@
 
 selective: norms and the product of an FFN's gate and up. Cheap to compute, large to keep: in bf16 a norm's float32
     insides are three times its input. (The experts' own product is never kept, see experts/grouped.py.)
-attention: that, and the half of a layer that attends; for experts whose neurons cost more than all of attention.
-experts: that of selective, and the MoE's half with its dispatch; for many rows of small experts. Of the experts' two
+attention: selective, and the half of a layer that attends; for experts whose neurons cost more than all of attention.
+experts: selective, and the MoE's half with its dispatch; for many rows of small experts. Of the experts' two
     products `experts=grouped` makes only the first again, which is all that backward needs.
 full: both halves. What stays of a token is the stream before each, the FFN's normed input and the routing.
 
-What counts or decides is outside of every region, so no hook needs to know whether it is seen for the second time: the
+Whatever counts or decides is outside of every region, so no hook needs to know whether it runs for the second time: the
 balance hook stands between the router and `MoE.routed`, and tokens go where the first pass sent them. Nothing in a
-layer draws random numbers. Modules name their regions and stay what they are, so parameters keep their names.
+layer draws random numbers. No module is wrapped: each has its regions as attributes, so parameters keep their names.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def recompute(model: Decoder, mode: str) -> None:
 
 
 def again(function: Callable[..., Any], *inputs: Any) -> Any:
-    """The Region that keeps its inputs alone."""
-    if torch.compiler.is_compiling():  # which leaves out by itself what nobody reads
+    """The Region that keeps only its inputs."""
+    if torch.compiler.is_compiling():  # the compiler itself leaves out what nobody reads
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around the first pass and around the second."""
+    """The contexts of the first pass and of the second."""
     return nullcontext(), recomputing()
 
 

@@ -21,7 +21,7 @@ def frequencies(spec: DenseSpec, length: int) -> tuple[Tensor, float]:
     stated: float | None = rope.get("factor")
     factor = stated if stated is not None else spec.context / original(rope) if kind in ("yarn", "longrope") else 1.0
     power = torch.arange(0, n, 2, dtype=torch.float32) / n
-    if kind == "dynamic":  # the base grows with what is longer than the model's own context
+    if kind == "dynamic":  # the base grows with the length beyond the model's own context
         theta *= (factor * max(length, spec.context) / spec.context - (factor - 1)) ** (n / (n - 2))
     plain = 1.0 / theta**power
     if kind == "linear":

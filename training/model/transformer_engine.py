@@ -63,7 +63,7 @@ def use(model: Decoder, parts: Sequence[str]) -> None:
 
 
 def linears(model: Decoder) -> list[Linear]:
-    """Attention's and dense FFNs'. The gate of a shared expert has one output and is left alone."""
+    """The linears of attention, dense FFNs and shared experts. A shared expert's gate, of one output, is left alone."""
     owners = [layer.attention for layer in model.layers.values() if isinstance(layer, Layer)]
     owners += [module for module in model.modules() if isinstance(module, FeedForward)]  # type: ignore[misc]
     return [module for owner in owners for module in owner.children() if isinstance(module, Linear)]
@@ -88,7 +88,8 @@ def refusal(model: Decoder, parts: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Fused:
-    """An Attend over whole sequences. It wants documents as a list of ends, whose length only the device knows."""
+    """An Attend over whole sequences. Documents are refused: Transformer Engine wants a list of their ends, whose
+    length only the device knows."""
 
     window: int | None
     scale: float
@@ -106,7 +107,7 @@ class Fused:
         return y_BSN.view(q_BSHA.shape)
 
 
-@functools.cache  # it has no weights
+@functools.cache  # the module has no weights
 def core(heads: int, groups: int, size: int, window: int | None, scale: float) -> nn.Module:
     module: nn.Module = engine().DotProductAttention(
         heads,
@@ -132,14 +133,14 @@ def product(fp8: bool, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return y
 
 
-@functools.cache  # it holds shapes, no weights
+@functools.cache  # the module holds shapes, no weights
 def template(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> nn.Module:
     module: nn.Module = engine().Linear(inputs, outputs, bias=bias, params_dtype=dtype, device="meta")
     return module
 
 
 def scaled() -> Any:
-    """FP8 with a scale for each tensor, from the tensor itself: no history, so nothing belongs into a checkpoint."""
+    """FP8 with a scale for each tensor, from the tensor itself: no history, so nothing has to be in a checkpoint."""
     recipe = importlib.import_module("transformer_engine.common.recipe")
     return engine().autocast(enabled=True, recipe=recipe.Float8CurrentScaling())
 
@@ -154,7 +155,8 @@ def normed(norm: Norm, x: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def added(norm: Norm, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As Norm.added. The kernels want a gain in x's dtype; of 1 + w they add the 1 themselves, which keeps w whole."""
+    """Norm.added by the package's kernels. They want a gain in x's dtype; to a gain of 1 + w they add the 1 themselves,
+    so that w is not rounded with it."""
     one = norm.kind.endswith("1p")
     gain = norm.gain(norm, torch.promote_types(stream.dtype, torch.float32)) - (1.0 if one else 0.0)
     bias = None if norm.bias is None else norm.bias.to(stream.dtype)

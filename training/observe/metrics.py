@@ -35,7 +35,7 @@ from upcycle.disk import write_atomic
 FILE = "metrics.jsonl"
 BEFORE = "metrics.before.jsonl"  # of a run that left no checkpoint to resume from
 LOAD = "balance/max_over_mean"
-SMOOTH = 0.9  # of what was, against the newest interval
+SMOOTH = 0.9  # weight of the old mean, against the newest interval
 Value = Tensor | float
 
 
@@ -105,8 +105,8 @@ class Metrics:
             outlet.log(step, row)
         if self.taken:
             self.line.show(describe(row, self.steps))
-        if said := validation(row):
-            self.line.keep(said)
+        if text := validation(row):
+            self.line.keep(text)
         self.restart()
 
     def speed(self, step: int) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def parse(path: Path) -> list[dict[str, Any]]:
-    """Its lines, up to the first that is torn: the last one, if the machine went down while it was written."""
+    """The file's rows, up to the first line that is torn: the last one, if the machine went down while writing it."""
     rows = []
     for line in path.read_bytes().splitlines():
         try:
@@ -218,7 +218,8 @@ def parse(path: Path) -> list[dict[str, Any]]:
 
 
 def cut(folder: Path, step: int) -> list[dict[str, Any]]:
-    """Leave the lines up to `step`, in one move; a run that starts anew leaves the old file beside its own."""
+    """Cuts the file to the lines up to `step`, in one move, and returns their rows; a run that starts anew leaves the
+    old file beside its own."""
     path = folder / FILE
     if not path.exists():
         return []

@@ -43,6 +43,7 @@ class Span:
 
 
 def phases(step: Callable[[], None], repeats: int = 3) -> dict[str, float]:
+    """Milliseconds of each phase of a step, a mean over `repeats`; rank 0 prints the kernels that cost most."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
@@ -61,8 +62,8 @@ def recorded(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
     for event in events:
         if event.device_type.name == "CUDA":
             span = Span(event.name, event.time_range.start, event.time_range.end)
-            # what a program names is on the device's timeline too, from its first kernel to its last; of two names, one
-            # within the other, kernels are the inner one's: torch gives one to a step of an optimiser
+            # a range that a program names is on the device's timeline too, from its first kernel to its last; where one
+            # lies within another, kernels go to the inner one, and torch itself names an optimiser's step
             if event.is_user_annotation:
                 ranges.append(replace(span, name="optimizer") if span.name.startswith("Optimizer.step") else span)
             else:
@@ -71,7 +72,7 @@ def recorded(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
 
 
 def table(kernels: Sequence[Span], ranges: Sequence[Span]) -> dict[str, float]:
-    """Microseconds a phase, the longest first, then what no phase says."""
+    """Microseconds a phase, the longest first; then exposed communication and idle time."""
     spent: dict[str, float] = {}
     within = {name: union(span for span in ranges if span.name == name) for name in RANGES}
     for name, parts in within.items():
@@ -108,7 +109,7 @@ def dearest(kernels: Sequence[Span]) -> list[tuple[str, float, int]]:
 
 
 def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The time in which at least one of them is on, as pieces in order."""
+    """The time in which at least one of the spans is on, as pieces in order."""
     pieces: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if pieces and span.start <= pieces[-1][1]:

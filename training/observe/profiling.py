@@ -41,7 +41,7 @@ class Phases:
         self.spans.setdefault(name, []).append((first, last))
 
     def fetch(self, steps: int = 1) -> dict[str, float]:
-        """Since the last fetch, a step; waits for the device."""
+        """Seconds a step of each name since the last fetch; waits for the device."""
         if self.spans:
             torch.cuda.synchronize()
         for name, spans in self.spans.items():
@@ -52,7 +52,7 @@ class Phases:
 
 
 def steps_to_trace(text: str) -> range:
-    """As a person writes them: "10-12", "10", or nothing."""
+    """The steps to trace, from what a person writes: "10-12", "10", or nothing."""
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text, re.ASCII)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
     if text and not 1 <= first <= last:
@@ -96,7 +96,7 @@ class Trace:
 
 @contextmanager
 def memory_snapshot(path: Path) -> Iterator[None]:
-    """What the CUDA allocator did within, and from where it was called; look at it with pytorch.org/memory_viz."""
+    """Context that records what the CUDA allocator does in it, and who calls it, for pytorch.org/memory_viz."""
     if not torch.cuda.is_available():
         raise ValueError("a memory snapshot is one of CUDA's allocator and there is no CUDA device; leave it out here")
     torch.cuda.memory._record_memory_history(max_entries=100_000)

@@ -1,4 +1,4 @@
-"""What ranks tell each other: tensors summed, gathered and scattered; values as JSON and tensors as safetensors.
+"""Collectives: tensors summed, gathered and scattered over ranks; values exchanged as JSON, tensors as safetensors.
 
 Never a pickle: what comes from another rank is data and cannot run. A group of one rank is None.
 """
@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 Group = dist.ProcessGroup
-# torch 2.13's names for what 2.11 calls otherwise
+# torch 2.13 has new names for these two; 2.11 knows only the old ones
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, as a plain tensor that shares its memory; in the graph, where gradients are recorded.
+    """This rank's part, as a plain tensor that shares memory with `tensor`, and its gradient where one is recorded.
 
-    Not detached here: that would go through torch's dispatch for DTensors, 25 us of a host's time, and an optimiser
-    asks some thousand times a step while the device waits for it."""
+    Not detached here: detaching a DTensor goes through torch's dispatch, 25 us of host time, and an optimiser calls
+    this some thousand times a step while the device waits."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -33,7 +33,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: Group | None) -> Tensor:
-    """The sum over a group, as a new tensor; of a group of one, the tensor."""
+    """The sum over a group, as a new tensor; in a group of one, `x` itself."""
     if group is None:
         return x
     y = x.clone(memory_format=torch.contiguous_format)
@@ -59,37 +59,38 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def broadcast(value: Any, source: int = 0) -> Any:
-    """What rank `source` says: anything that JSON can hold. For all ranks at once."""
+    """Rank `source`'s value, anything that JSON can hold, on every rank. All ranks call this together."""
     if not dist.is_initialized():
         return value
     return json.loads(broadcast_bytes(json.dumps(value).encode() if dist.get_rank() == source else b"", source))
 
 
 def broadcast_tensors(tensors: Mapping[str, Tensor], source: int = 0) -> dict[str, Tensor]:
-    """What rank `source` has, in host memory. For all ranks at once."""
+    """Rank `source`'s tensors, in host memory on every rank. All ranks call this together."""
     if not dist.is_initialized():
         return dict(tensors)
     return load(broadcast_bytes(save(dict(tensors)) if dist.get_rank() == source else b"", source))
 
 
-def broadcast_bytes(said: bytes, source: int) -> bytes:
-    length = torch.tensor([len(said)])
-    dist.broadcast(length, source)  # host memory: over gloo, also where there is NCCL
-    letters = torch.zeros(int(length), dtype=torch.uint8)
-    if said:
-        letters.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-    dist.broadcast(letters, source)
-    return letters.numpy().tobytes()
+def broadcast_bytes(data: bytes, source: int) -> bytes:
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, source)  # in host memory, so over gloo even where there is NCCL
+    buffer = torch.zeros(int(length), dtype=torch.uint8)
+    if data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, source)
+    return buffer.numpy().tobytes()
 
 
 def gather(value: Any, group: Group | None = None, device: torch.device | str = "cpu") -> list[Any]:
-    """What each rank says, in order of ranks; as `broadcast`. A mesh's groups may talk on the mesh's device only."""
+    """Every rank's value, in order of ranks; otherwise as `broadcast`. `device`: where the group communicates, which
+    for a mesh's groups may be the mesh's device only."""
     if not dist.is_initialized():
         return [value]
-    said = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(said)], device=device), group=group)
+    dist.all_gather(lengths, torch.tensor([len(own)], device=device), group=group)
     sizes = torch.cat(lengths).tolist()
-    letters = [said.new_zeros(max(sizes)) for _ in sizes]
-    dist.all_gather(letters, torch.cat([said, said.new_zeros(len(letters[0]) - len(said))]), group=group)
-    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(letters, sizes, strict=True)]
+    buffers = [own.new_zeros(max(sizes)) for _ in sizes]
+    dist.all_gather(buffers, torch.cat([own, own.new_zeros(len(buffers[0]) - len(own))]), group=group)
+    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(buffers, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""Context parallelism: a sequence is cut over cp ranks, and attention, the only part that looks across, is told how.
+"""Context parallelism: sequences are cut over cp ranks, and attention, the only part that looks across, is replaced.
 
 The cut is a zig-zag. Under a causal mask late tokens look at more than early ones, so a sequence is cut into 2 * cp
 chunks and rank r holds chunks r and 2 * cp - 1 - r: every rank has the same work (for cp 4):
@@ -6,8 +6,9 @@ chunks and rank r holds chunks r and 2 * cp - 1 - r: every rank has the same wor
     chunk  0 1 2 3 4 5 6 7
     rank   0 1 2 3 3 2 1 0
 
-`split` cuts a batch so. Tokens, labels and positions are cut; `documents` stay whole, since keys of every rank are
-looked at: they are read with the batch and nothing need be exchanged. Rotary positions come with the tokens.
+`split` cuts a batch this way. Tokens, labels and positions are cut; `documents` stay whole, since a query looks at keys
+of every rank, and every rank reads them with its batch, so that nothing is exchanged. Rotary positions come with the
+tokens.
 
 Two ways to attend (`mesh.context`), both exact:
 - ring: keys and values go around the ranks while the queries stay. Each pair of shares is a block of its own with its
@@ -38,7 +39,7 @@ from training.kernels.attention import block, block_backward
 from training.model.attention import Sdpa, Seen
 from training.model.decoder import Decoder, Layer
 
-# finite: in a block where a query sees no key at all, -inf would give nan, and this a share of 0 when blocks are merged
+# finite: where a query sees no key of a block, -inf would give nan; this gives the block a share of 0 in the merge
 NEVER = -1e30
 
 
@@ -55,7 +56,7 @@ def own(x_BS: Tensor, rank: int, cp: int) -> Tensor:
 
 
 def split(batch: Batch, rank: int, cp: int) -> Batch:
-    """A rank's share of a batch. Count what is scored before; give the model the whole length: `length=`."""
+    """A rank's share of a batch. Count the scored labels before; tell the model the whole sequences' `length`."""
     if cp == 1:
         return batch
     return replace(batch.each(lambda x: own(x, rank, cp)), documents=batch.documents)
@@ -65,7 +66,7 @@ def attach(model: Decoder, group: ProcessGroup | None, kind: str, tp: int = 1) -
     """Put context parallel attention into the model's layers. `group`: cp's, None if there is one rank.
 
     After this the model takes shares (see `split`), whole documents, and `length`. With tensor parallelism attention
-    has heads / tp heads and, after its all-gather over tp, all of this rank's share.
+    has heads / tp heads and, after its all-gather over tp, the whole of this cp rank's share.
     """
     if group is None:
         return
@@ -112,7 +113,8 @@ class Ring:
         return self.group.size()
 
     def around(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(rank, what it holds): this rank first, then the one before it. The next comes while this one is used."""
+        """Yields (rank, its tensor): this rank's own, then that of the rank before it, and so on around. The next one
+        is received while one is used."""
         held = own
         for step in range(self.size):
             last = step == self.size - 1
@@ -139,7 +141,7 @@ class Ring:
             yield Block(kv, box, bias, source == self.rank and bias is None)
 
     def joined(self, seen: Seen, share: int) -> Joined | None:
-        """Found out once a forward: it is the one thing that the host has to wait for."""
+        """Which chunks documents join; None without documents. Found once a forward, because the host waits for it."""
         if seen.documents_BS is not None and Joined not in seen.found:
             chunk_BCS = seen.documents_BS.view(-1, 2 * self.size, share // 2)
             low_BC, high_BC = chunk_BCS.aminmax(dim=-1)
@@ -172,7 +174,8 @@ class Ring:
         return Box(first, second, hidden)
 
     def bias(self, source: int, box: Box, like: Tensor, seen: Seen) -> Tensor | None:
-        """None where causality alone, or nothing, hides: a whole block, or the diagonal one."""
+        """The bias that hides keys of a block; None where nothing hides any (a whole block) or only causality does (the
+        diagonal one)."""
         share = like.shape[2]
         if not box.hidden and (self.window is None or self.window >= share * self.size):
             return None
@@ -194,9 +197,9 @@ class Ring:
 
 @dataclass(frozen=True)
 class Joined:
-    """[chunk of queries][chunk of keys] of all sequences: does a document, in any of them, reach from one to the other;
-    and is there nothing but one document in both, in all of them? Right however documents are numbered, exact where the
-    numbers rise."""
+    """Tables [chunk of queries][chunk of keys] over all sequences. `some`: in any of them, a document may reach from
+    one chunk to the other. `every`: in all of them, both chunks lie in one and the same document. Right however
+    documents are numbered, exact where the numbers rise."""
 
     some: list[list[bool]]
     every: list[list[bool]]
@@ -204,16 +207,16 @@ class Joined:
 
 @dataclass(frozen=True)
 class Box:
-    """What a block is of, within the shares of two ranks."""
+    """The part of two ranks' shares that a block covers."""
 
     rows: slice  # queries
     columns: slice  # keys
-    hidden: bool  # by documents, something of it
+    hidden: bool  # documents hide something of it
 
 
 @dataclass(frozen=True)
 class Coming:
-    """A tensor on its way. What is sent is held too, until it has left."""
+    """A tensor on its way. The one that is sent is held too, until it has left."""
 
     sent: Tensor
     arriving: Tensor
@@ -255,8 +258,8 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The keys and values go around again. Their gradients follow one block behind, gathering every rank's part,
-        and are home after a whole turn."""
+        """Keys and values go around again. Their gradients follow one block behind, collect every rank's part, and are
+        home after a whole turn."""
         q, k, v, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         d_q = torch.zeros_like(out, dtype=lse.dtype)
@@ -266,8 +269,8 @@ class RingAttention(torch.autograd.Function):
             if part.box is not None:
                 rows, columns = part.box.rows, part.box.columns
                 keys, values = part.kv[:, :, :, columns]
-                given, asked, got, z = (x[:, :, rows] for x in (grad, q, out, lse))
-                found = block_backward(given, asked, got, z, keys, values, part.bias, part.causal, ring.scale)
+                d_y, query, y, z = (x[:, :, rows] for x in (grad, q, out, lse))
+                found = block_backward(d_y, query, y, z, keys, values, part.bias, part.causal, ring.scale)
             d_kv = torch.zeros_like(part.kv, dtype=lse.dtype) if coming is None else coming.wait()
             if found is not None:
                 d_q[:, :, rows] += found[0]
@@ -297,7 +300,7 @@ class Ulysses(Sdpa):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
-        # with fewer key/value heads than ranks each rank still needs the one of its query heads
+        # with fewer key/value heads than ranks, each rank still needs the key/value head of its query heads
         copies = max(1, self.group.size() // k_BSGA.shape[2])
         k_BSGA, v_BSGA = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k_BSGA, v_BSGA))
         q, k, v = (self.whole(x) for x in (q_BSHA, k_BSGA, v_BSGA))
@@ -313,7 +316,7 @@ class Ulysses(Sdpa):
         return ordered.transpose(0, 1).reshape(b, cp * s, h // cp, a)
 
     def shares(self, y_BSHA: Tensor) -> Tensor:
-        """The other way."""
+        """The inverse of `whole`: all positions of some heads -> this rank's positions of all heads."""
         cp = self.group.size()
         b, s, h, a = y_BSHA.shape
         y = y_BSHA.reshape(b, 2 * cp, s // (2 * cp), h, a).transpose(0, 1)
@@ -322,7 +325,7 @@ class Ulysses(Sdpa):
 
 
 class Exchange(torch.autograd.Function):
-    """x[i] goes to rank i; its own inverse, and its own gradient."""
+    """An all-to-all: x[i] goes to rank i. It is its own inverse and its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:

@@ -5,8 +5,9 @@ Two grids over the same ranks, with the pipeline outermost in both ("folding"):
     attention and dense parts:  reshape(pp, dp_replicate, dp_shard, cp, tp)
     routed experts:             reshape(pp, edp, ep, etp)
 
-Nothing ties ep to tp or dp but that both grids have the same pipeline stages. In between nothing is communicated: every
-rank brings its own tokens, [sequence / (cp * tp)] of each of its sequences, to the dispatcher.
+Nothing ties ep to tp or dp, except that both grids have the same pipeline stages. Going from one grid to the other
+takes no communication: every rank brings its own tokens, [sequence / (cp * tp)] of each of its sequences, to the
+dispatcher.
 
 Example, 8 ranks, tp=2 cp=2 ep=8: tp [0,1] [2,3] .., cp [0,2] [1,3] .., dp_shard [0,4] .., ep [0..7].
 """
@@ -66,7 +67,7 @@ def grids(config: MeshConfig, world: int) -> tuple[Sizes, Sizes]:
     dense, routed = c.tp * c.cp * c.pp * c.dp_replicate, c.ep * c.etp * c.pp
     assert world % dense == 0 and world % routed == 0, "check() first"
     copy = world // (c.pp * c.dp_replicate)  # ranks of one copy of one stage
-    # an ep group that reaches over several copies needs its experts in all of them: then nothing is replicated
+    # an ep group that spans several copies spreads one set of experts over them: then no expert is replicated
     replicate = c.dp_replicate if copy % (c.ep * c.etp) == 0 else 1
     attention = {"pp": c.pp, "dp_replicate": c.dp_replicate, "dp_shard": world // dense, "cp": c.cp, "tp": c.tp}
     experts = {
@@ -102,7 +103,7 @@ def check(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: i
 
 
 def problem(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: int) -> str:
-    """What is wrong first, or nothing."""
+    """The first thing that is wrong, in words; "" if nothing is."""
     c, moe = config, spec if isinstance(spec, MoESpec) else None
     dense = moe.dense if moe else spec
     assert isinstance(dense, DenseSpec)
@@ -140,7 +141,7 @@ def changed_to(config: MeshConfig, axes: Sequence[str], sizes: Sequence[int]) ->
 
 def nearest(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: int) -> MeshConfig:
     """A possible mapping with as few keys changed as can be, and each as little. All ones is always possible."""
-    # what is impossible alone is impossible in company
+    # a size that is impossible with every other axis at 1 is impossible in any mapping
     alone = {
         axis: [
             n
@@ -149,17 +150,17 @@ def nearest(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence:
         ]
         for axis in AXES
     }
-    must = {axis for axis in AXES if getattr(config, axis) not in alone[axis]}
+    must_change = {axis for axis in AXES if getattr(config, axis) not in alone[axis]}
 
     def distance(other: MeshConfig) -> tuple[float, int]:
         moved = sum(abs(math.log(getattr(other, axis) / getattr(config, axis))) for axis in AXES)
         return moved, -math.prod(getattr(other, axis) for axis in AXES)
 
-    for changed in range(max(len(must), 1), len(AXES) + 1):
+    for changed in range(max(len(must_change), 1), len(AXES) + 1):
         possible = [
             other
             for axes in itertools.combinations(AXES, changed)
-            if must <= set(axes)
+            if must_change <= set(axes)
             for values in itertools.product(*(alone[axis] for axis in axes))
             if not problem(other := changed_to(config, axes, values), world, spec, sequence)
         ]
@@ -188,7 +189,7 @@ class ParallelMesh:
         self.edp = self._experts["edp_replicate"] * self._experts["edp_shard"]
         self._meshes: tuple[DeviceMesh, DeviceMesh] | None = None
         if not alone:
-            # every rank is here, so this is where all groups are made, in one order
+            # all groups are made here, because every rank comes here and must make them in the same order
             ranks = torch.arange(self.world)
             meshes = [
                 DeviceMesh(device_type, ranks.view(*sizes.values()), mesh_dim_names=tuple(sizes))
@@ -217,7 +218,7 @@ class ParallelMesh:
         return self.edp if axis == "edp" else self.sizes[axis]
 
     def index(self, axis: str) -> int:
-        """This rank's coordinate."""
+        """This rank's coordinate along `axis`."""
         sizes, axes = self._grid((axis,))
         index = 0
         for name in axes:
@@ -228,7 +229,7 @@ class ParallelMesh:
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one in `axes` only; None if that is this rank alone.
 
-        Axes of one grid, neighbours but for axes of size 1.
+        `axes` are of one grid, and neighbours in it once axes of size 1 are left out.
         """
         sizes, names = self._grid(axes)
         names = tuple(name for name in names if sizes[name] > 1)
@@ -237,32 +238,32 @@ class ParallelMesh:
         return self._line(names).get_group()
 
     def tokens_group(self) -> dist.ProcessGroup | None:
-        """The ranks of this pipeline stage: each has other tokens."""
+        """The group of this pipeline stage's ranks, each of which has different tokens."""
         return self.group("dp_replicate", "dp_shard", "cp", "tp")
 
     def fsdp(self, kind: Kind) -> DeviceMesh:
-        """What to hand to fully_shard: one axis to shard over, and before it the copies if there are any (HSDP)."""
+        """The mesh for fully_shard: one axis to shard over, and before it the copies' axis if there are any (HSDP)."""
         over, copies = FSDP[kind]
         sizes, _ = self._grid(over)
         shard = self._line(tuple(name for name in over if sizes[name] > 1) or over[:1])
         return DeviceMesh._concatenate([self._line((copies,)), shard]) if sizes[copies] > 1 else shard
 
     def _line(self, axes: tuple[str, ...]) -> DeviceMesh:
-        """Neighbouring axes as one."""
+        """The mesh of neighbouring axes, flattened to one axis."""
         if len(axes) > 1:
             return self._flat[axes]
         return (self.attention if axes[0] in self._attention else self.experts)[axes[0]]
 
     def _grid(self, axes: tuple[str, ...]) -> tuple[Sizes, tuple[str, ...]]:
         """The grid that has these axes, and the axes in its order."""
-        wanted = {part for axis in axes for part in (("edp_replicate", "edp_shard") if axis == "edp" else (axis,))}
+        parts = {part for axis in axes for part in (("edp_replicate", "edp_shard") if axis == "edp" else (axis,))}
         for sizes in (self._attention, self._experts):
-            if wanted <= set(sizes):
-                return sizes, tuple(name for name in sizes if name in wanted)
+            if parts <= set(sizes):
+                return sizes, tuple(name for name in sizes if name in parts)
         raise AssertionError(f"{axes} are not axes of one grid")
 
 
 def runs(sizes: Sizes) -> list[tuple[str, ...]]:
-    """All runs of two or more neighbours, without axes of size 1 and without the pipeline."""
+    """All runs of two or more neighbouring axes, without axes of size 1 and without the pipeline."""
     names = [name for name, size in sizes.items() if size > 1 and name != "pp"]
     return [tuple(names[a:b]) for a in range(len(names)) for b in range(a + 2, len(names) + 1)]

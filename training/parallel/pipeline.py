@@ -7,11 +7,11 @@ The schedules are torch's; what is ours is the cut, what each stage is given, an
     1f1b               1         as gpipe        activations of pp micro-batches
     interleaved        2         half            twice the messages
     zero_bubble        2         less            gradients of weights are made later, in what was the wait
-    zbv                2         none, nearly    the same; stages lie in a V, so rank 0 has the first and the last one
+    zbv                2         almost none     the same; stages lie in a V, so rank 0 has the first and the last one
 
-Splitting backward is no gain where a function of ours makes all its gradients at once: it runs for the inputs and once
-more for the weights. The experts' is one, and most of an MoE's work, so the last two are for dense models, or for waits
-that are longer than that.
+Splitting backward gains nothing where an autograd function of ours makes all its gradients at once: it then runs for
+the inputs and once more for the weights. The experts' function does so, and is most of an MoE's work, so the last two
+schedules are for dense models, or for waits that are longer than that.
 
 Every rank of a pipeline reads the same batch: the first stage needs its tokens, all need positions and documents, the
 last its labels, so only hidden states travel. Everything is a sum, as everywhere: the loss is nats divided by the
@@ -67,7 +67,7 @@ def stages(pp: int, schedule: str) -> list[list[int]]:
 
 
 def cut(spec: DenseSpec | MoESpec, pp: int, schedule: str) -> list[range]:
-    """The layers of each stage, as even as can be, embedding and head counting as a layer each."""
+    """The layers of each stage, as even as can be, where embedding and head count as a layer each."""
     layers = (spec.dense if isinstance(spec, MoESpec) else spec).layers
     count = pp if schedule in SINGLE else 2 * pp
     if count > layers:
@@ -104,7 +104,7 @@ def check(config: MeshConfig, micro_batches: int, *, recomputed: str = "none", c
             f"mesh.schedule={name} needs torch 2.13, and this is {torch.__version__}; update it or use "
             "mesh.schedule=interleaved"
         )
-    # each weight's gradient goes back through its region by itself, and each time the region is computed again
+    # each weight's gradient would go back through its region separately, and compute the region again each time
     again = f"model.recompute={recomputed}" if recomputed != "none" else "model.compile=true" if compiled else ""
     if name in SPLIT and again:
         raise ValueError(
@@ -114,12 +114,14 @@ def check(config: MeshConfig, micro_batches: int, *, recomputed: str = "none", c
 
 
 def can_split() -> bool:
-    """Before 2.13 torch splits functions with two outputs (our norm with the addition before it) wrongly, if at all."""
+    """Whether torch can split backward. Before 2.13 it splits functions with two outputs (our norm with the addition
+    before it) wrongly, if at all."""
     return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.13")
 
 
 class Pipeline:
-    """`parts`: this rank's stages in the order of `stages()`, each a Decoder of its layers, divided further or not."""
+    """Runs micro-batches through the stages. `parts`: this rank's stages in the order of `stages()`, each a Decoder of
+    its layers, divided further or not."""
 
     def __init__(self, parts: Sequence[Decoder], mesh: ParallelMesh, schedule: str, micro_batches: int) -> None:
         group = mesh.group("pp")
@@ -132,12 +134,12 @@ class Pipeline:
         self.device = next(parts[0].parameters()).device
         self.dense, self.compute = parts[0].dense, parts[0].compute
         self.scored = torch.ones((), device=self.device)
-        self.shape: tuple[int, ...] = ()  # of a batch; the schedule has buffers for one
+        self.shape: tuple[int, ...] = ()  # of a batch; the schedule's buffers are of one shape
         self.schedule: Any = None
         self.length: int | None = None
         for part in parts:
             part.register_forward_pre_hook(self.add_length, with_kwargs=True)
-        if schedule in SPLIT:  # weights that were freed in between would not be found again
+        if schedule in SPLIT:  # backward would not find weights that were freed after forward
             for module in (module for part in parts for module in part.modules()):
                 if isinstance(module, FSDPModule):
                     module.set_reshard_after_forward(False)
@@ -161,12 +163,12 @@ class Pipeline:
             self.schedule = self.planned()
         self.copy_tied()
         self.scored, self.length = scored, length
-        given = {"positions_BS": batch.positions, "documents_BS": batch.documents, "labels_BS": batch.labels}
-        # torch 2.11 cannot split the backward of what was given anything but tensors
-        given = {name: tensor for name, tensor in given.items() if tensor is not None}
+        arguments = {"positions_BS": batch.positions, "documents_BS": batch.documents, "labels_BS": batch.labels}
+        # torch 2.11 cannot split the backward of a stage that was given anything but tensors
+        arguments = {name: tensor for name, tensor in arguments.items() if tensor is not None}
         losses: list[Tensor] = []
         tokens = [batch.tokens] if 0 in self.parts else []
-        self.schedule.step(*tokens, target=batch.labels, losses=losses, return_outputs=False, **given)
+        self.schedule.step(*tokens, target=batch.labels, losses=losses, return_outputs=False, **arguments)
         self.sum_tied()
         return self.from_last(sum(losses[1:], losses[0]).detach() if losses else None)
 
@@ -174,8 +176,8 @@ class Pipeline:
         return inputs, named | {"length": self.length}
 
     def planned(self) -> Any:
-        """torch's schedule, with the shapes of all that travels: left to find them out it would run the model once,
-        with all that a run of it does."""
+        """torch's schedule, given the shapes of all that travels: to find them out it would run the model once, side
+        effects and all."""
         sequences, tokens = self.shape
         size = sequences // self.micro_batches
         first = torch.empty(size, tokens, dtype=torch.int64, device="meta")
@@ -205,7 +207,7 @@ class Pipeline:
         return torch.promote_types(self.compute, torch.float32)
 
     def from_last(self, found: Tensor | None) -> Tensor:
-        """What the last stage found, on every rank."""
+        """The last stage's number, on every rank; `found` is None on ranks without that stage."""
         total = torch.zeros((), dtype=self.wide, device=self.device) if found is None else found.to(self.wide).clone()
         dist.all_reduce(total, group=self.group)
         return total
@@ -214,27 +216,27 @@ class Pipeline:
     def sum_tied(self) -> None:
         """Tied embeddings are one matrix on two stages, and its gradient is the sum of theirs.
 
-        On two ranks both get it, both take the same step, and both stay equal. On one rank (zbv) the first stage's is
-        the matrix: it alone is trained, the other is its copy.
+        On two ranks both get the sum, take the same step and stay equal. On one rank (zbv) only the first stage's
+        matrix is trained, and the last stage's is a copy of it.
         """
-        held = [local(weight.grad) for weight in self.tied() if weight.grad is not None]
-        if len(held) == 2:
-            held[0].add_(held[1])
+        gradients = [local(weight.grad) for weight in self.tied() if weight.grad is not None]
+        if len(gradients) == 2:
+            gradients[0].add_(gradients[1])
             self.tied()[1].grad = None
-        elif held:
+        elif gradients:
             peer = self.ranks[self.last if 0 in self.parts else 0]
-            theirs = torch.empty_like(held[0])
-            self.exchange([(dist.isend, held[0], peer), (dist.irecv, theirs, peer)])
-            held[0].add_(theirs)
+            theirs = torch.empty_like(gradients[0])
+            self.exchange([(dist.isend, gradients[0], peer), (dist.irecv, theirs, peer)])
+            gradients[0].add_(theirs)
 
     @torch.no_grad()
     def copy_tied(self) -> None:
-        held = [local(weight) for weight in self.tied()]
-        if len(held) == 2:
-            held[1].copy_(held[0])
+        copies = [local(weight) for weight in self.tied()]
+        if len(copies) == 2:
+            copies[1].copy_(copies[0])
 
     def tied(self) -> list[Tensor]:
-        """This rank's copies, the first stage's first."""
+        """This rank's copies of the tied embedding, the first stage's first."""
         ends = (self.parts[stage] for stage in (0, self.last) if stage in self.parts)
         return [part.embed.weight for part in ends if self.dense.tied and part.embed is not None]
 
@@ -243,7 +245,7 @@ class Pipeline:
         """The sum of the nats of `batch`'s labels, on all ranks of the pipeline; any number of sequences.
 
         All that a tick computes is sent before the next begins, so that no order of stages can block. FSDP keeps what
-        it gathered: shard.reshard() afterwards.
+        it gathered: call shard.reshard() afterwards.
         """
         self.copy_tied()
         self.length = length
@@ -281,6 +283,6 @@ class Pipeline:
         return self.from_last(nats)
 
     def exchange(self, ops: Sequence[tuple[Any, Tensor, int]]) -> None:
-        sent = [P2POp(way, tensor, dist.get_global_rank(self.group, peer), self.group) for way, tensor, peer in ops]
-        for work in dist.batch_isend_irecv(sent) if sent else []:
+        calls = [P2POp(way, tensor, dist.get_global_rank(self.group, peer), self.group) for way, tensor, peer in ops]
+        for work in dist.batch_isend_irecv(calls) if calls else []:
             work.wait()

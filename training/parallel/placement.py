@@ -15,7 +15,7 @@ from typing import Literal
 from upcycle.spec import DenseSpec
 
 Kind = Literal["tokens", "tensor", "experts"]
-# the axes that FSDP shards a kind over, and the one that it copies it over
+# the axes that FSDP shards each kind over, and the axis of that kind's copies
 FSDP: Mapping[Kind, tuple[tuple[str, ...], str]] = {
     "tokens": (("dp_shard", "cp", "tp"), "dp_replicate"),
     "tensor": (("dp_shard", "cp"), "dp_replicate"),
@@ -30,7 +30,7 @@ class Rule:
     exact: bool = False  # gathered as it is, in float32; else in the dtype that the model computes in
 
     def part(self, shape: Sequence[int], sizes: Mapping[str, int]) -> list[int]:
-        """What the cuts leave of a shape on a rank."""
+        """The shape that the cuts leave on a rank."""
         left = list(shape)
         for axis, dim in self.cuts:
             if dim is not None:
@@ -38,14 +38,14 @@ class Rule:
         return left
 
     def ranks(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """(how many ranks FSDP shards it over, how many copies there are of that)"""
+        """(how many ranks FSDP shards the parameter over, how many such sets of ranks hold a copy)"""
         shards, copies = FSDP[self.kind]
         return math.prod(sizes[axis] for axis in shards), sizes[copies]
 
 
 # the first line that fits a parameter's name
 RULES: tuple[tuple[str, Rule], ...] = (
-    # of up (N, 2, F, D) the neurons are dimension 2, as of up_bias (N, 2, F) and of down (N, D, F)
+    # neurons are dimension 2 of up (N, 2, F, D), of up_bias (N, 2, F) and of down (N, D, F)
     ("*.experts.down_bias", Rule("experts", (("ep", 0), ("etp", None)))),
     ("*.experts.*", Rule("experts", (("ep", 0), ("etp", 2)))),
     ("*.attention.[qkv].*", Rule("tensor", (("tp", 0),))),
@@ -66,12 +66,12 @@ def rule(name: str, dense: DenseSpec) -> Rule:
     """The rule for a parameter of the decoder, by its name there."""
     found = next(rule for pattern, rule in RULES if fnmatchcase(name, pattern))
     of_each_head = dense.qk_norm == "head" and fnmatchcase(name, "*.attention.[qk]_norm.*")
-    return Rule(found.kind) if of_each_head else found  # one gain for all heads is cut by none
+    return Rule(found.kind) if of_each_head else found  # one gain serves all heads: no axis cuts it
 
 
 def sharded_dim(part: Sequence[int], ranks: int) -> int:
-    """The dimension that FSDP shards: the first, but of experts that the ranks do not divide the hidden one, which any
-    number of ranks divides."""
+    """The dimension that FSDP shards: the first; but where the ranks do not divide the number of experts, the hidden
+    one, which they practically always divide."""
     if part[0] % ranks == 0 or len(part) < 3:
         return 0
     return 3 if len(part) == 4 else 1

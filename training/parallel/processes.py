@@ -19,7 +19,7 @@ PATIENCE = timedelta(minutes=30)
 
 @contextmanager
 def processes(device: str = "", patience: timedelta = PATIENCE) -> Iterator[torch.device]:
-    """Within, torch.distributed works if there are several processes; the device is this one's."""
+    """Context in which torch.distributed works, if there are several processes; yields this process's device."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -29,7 +29,7 @@ def processes(device: str = "", patience: timedelta = PATIENCE) -> Iterator[torc
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield own
         return
-    # gloo beside NCCL: what lies in host memory is talked about there
+    # gloo beside NCCL: it carries tensors in host memory
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=patience, device_id=own if own.type == "cuda" else None, **meeting_place())
     yield own
@@ -37,9 +37,9 @@ def processes(device: str = "", patience: timedelta = PATIENCE) -> Iterator[torc
 
 
 def meeting_place() -> dict[str, Any]:
-    """A part of one node's torchrun store for each start of the run. The store outlives a restart, and in it
-    the addresses of those who died. Several nodes may count restarts differently; there torchrun itself is told to make
-    a new store (configs/launch/slurm.sbatch)."""
+    """Arguments of init_process_group that give each start of a one-node run its own part of torchrun's store: the
+    store outlives a restart and still holds the addresses of processes that died. Several nodes may count restarts
+    differently; there torchrun itself is told to make a new store (configs/launch/slurm.sbatch)."""
     start, world = os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ["WORLD_SIZE"]
     if start is None or os.environ.get("LOCAL_WORLD_SIZE") != world:
         return {}

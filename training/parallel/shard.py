@@ -3,17 +3,19 @@
 Everything is a sum. A rank's loss is its own tokens' nats divided by the number of scored tokens of *all* ranks, so the
 true gradient is the plain sum over the ranks that hold different tokens, and nobody divides by a number of ranks.
 
-Whose gradients are summed over whom depends on what a parameter sees. There are three kinds (placement.py has the
-table, by which plan.py counts memory too):
+Over which ranks a gradient is summed depends on which tokens its parameter sees. There are three kinds of parameters
+(the table is in placement.py; plan.py counts memory by it too):
 
     tokens   embedding, head, norms, router: a rank's own tokens. Between attention and FFN each tp rank holds another
              part of the sequence, so tp is one more data axis: sharded over dp_shard x cp x tp.
-    tensor   attention, dense FFN, shared expert: divided by heads and neurons over tp, and each part sees the whole
-             sequence, gathered before and summed and scattered after. Sharded over dp_shard x cp on top.
+    tensor   attention, dense FFN, shared expert: divided by heads and neurons over tp. Each part sees the whole
+             sequence: inputs are gathered before it, outputs summed and scattered after. Sharded over dp_shard x cp
+             on top.
     experts  whole experts over ep, neurons over etp; tokens come through the dispatcher. Sharded over edp on top.
 
-FSDP2 gathers each kind over its own mesh: a layer is a unit of tokens, with its attention, dense FFN or shared expert
-(tensor) and routed experts as units inside. What no other rank shares stays out of it.
+FSDP2 gathers each kind over its own mesh: a layer is a unit of kind tokens, and inside it are units for attention and
+for its dense FFN or shared expert (tensor) and for its routed experts. A parameter that no other rank shares stays out
+of FSDP.
 
 Shapes: B sequences, S tokens each (s: of this rank), T = B * s; D hidden.
 """
@@ -58,7 +60,8 @@ def parallelize(
 ) -> None:
     """Divides `model` (a whole one, or a pipeline stage; best on the meta device) over the ranks of `mesh`.
 
-    The order matters: matrices are divided before what computes with them is wrapped, and FSDP gathers around it all.
+    The order matters: matrices are divided before the modules that compute with them are wrapped, and FSDP goes around
+    all of it.
     """
     divide(model, mesh)
     if mesh.size("tp") > 1:
@@ -72,7 +75,7 @@ def parallelize(
     if compiled:
         for block in moe_blocks(model):
             if mesh.size("ep") * mesh.size("etp") > 1:
-                # as many rows as arrive, mostly other sizes each time, and nothing between our kernels to be joined
+                # the number of rows differs from call to call, and between our kernels there is nothing to fuse
                 block.region = torch.compiler.disable(block.region)  # type: ignore[no-untyped-call]
         model.compile_parts()
     shard_data_parallel(model, mesh)
@@ -93,7 +96,7 @@ def moe_blocks(model: nn.Module) -> Iterator[MoE]:
 
 
 def divide(model: Decoder, mesh: ParallelMesh) -> None:
-    """Each parameter to what tensor and expert parallel leave of it on this rank."""
+    """Replaces each parameter by the part of it that tensor and expert parallel leave on this rank."""
     for name, parameter in list(model.named_parameters()):
         found = rule(name, model.dense)
         cuts = {axis: dim for axis, dim in found.cuts if mesh.size(axis) > 1}
@@ -114,7 +117,7 @@ def attention_over_tp(attention: Attention, mesh: ParallelMesh) -> None:
     for norm in (attention.q_norm, attention.k_norm):
         if norm is not None and attention.spec.qk_norm == "full":
             norm_over_heads(norm, group)
-        elif norm is not None:  # one gain for all heads: each rank's gradient is that of its own heads
+        elif norm is not None:  # one gain for all heads: a rank's gradient is of its own heads only
             norm.gain = partial(summed_gain, group)
     # the sequence is dimension 1
     attention.register_forward_pre_hook(lambda _, inputs: (along_sequence(Gather, inputs[0], group), *inputs[1:]))
@@ -127,19 +130,19 @@ def ffn_over_tp(ffn: FeedForward, mesh: ParallelMesh) -> None:
         columns(ffn.gate)
     columns(ffn.up)
     rows(ffn.down, mesh.size("tp"))
-    # an FFN does not care which tokens are whose neighbours: any dimension will do, and the first is free
+    # an FFN treats each token alone, so any dimension can be gathered, and the first needs no transposition
     ffn.register_forward_pre_hook(lambda _, inputs: (Gather.apply(inputs[0], group),))  # type: ignore[no-untyped-call]
     ffn.register_forward_hook(lambda _, inputs, out: Scatter.apply(out, group))  # type: ignore[no-untyped-call]
 
 
 def columns(linear: Linear) -> None:
-    """Each rank makes some of the outputs."""
+    """Divides a matrix by its outputs: each rank makes some of them."""
     linear.matrix = partial(local_matrix, 1)
 
 
 def rows(linear: Linear, tp: int) -> None:
-    """Each rank has some of the inputs and makes a summand of all outputs. The bias, which every rank has whole, comes
-    in equal parts; with the sum's gradient, which every rank has whole too, each finds the bias's whole gradient."""
+    """Divides a matrix by its inputs: each rank has some of them and makes a summand of all outputs. Every rank holds
+    the whole bias and adds an equal part of it; the sum's gradient is whole on every rank, and so is the bias's."""
     linear.matrix = partial(local_matrix, tp)
 
 
@@ -149,7 +152,7 @@ def local_matrix(parts: int, linear: Linear, dtype: torch.dtype) -> tuple[Tensor
 
 
 def norm_over_heads(norm: Norm, group: Group) -> None:
-    """An rms norm over all heads, of which each rank has some: the mean square is over all ranks'."""
+    """Makes an rms norm over all heads, of which each rank has some, take the mean square over all ranks."""
     size = norm.weight.numel()  # of all ranks
 
     def normed(norm: Norm, x: Tensor) -> Tensor:
@@ -180,20 +183,21 @@ def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
     for block in moe_blocks(model):
         if dispatcher is not None:
             block.dispatcher = dispatcher
-        split = mesh.config.schedule in SPLIT  # such a schedule asks for the gradient itself
+        split = mesh.config.schedule in SPLIT  # such a schedule asks autograd for the gradients itself
         block.experts.weights = LocalExperts(etp, split, keep)
 
 
 @dataclass
 class LocalExperts:
-    """The experts of this rank in the dtype that they compute in. They are the largest tensors there are, and every
-    pass over them that is not made counts. (What FSDP gathers is in that dtype already.)"""
+    """Returns this rank's experts in the dtype that they compute in, copied once a step where `keep` allows it. They
+    are a model's largest tensors, and each pass over them that is saved counts. (What FSDP gathers is in that dtype
+    already.)"""
 
     etp: int
     split: bool  # the schedule asks autograd for the gradients itself
-    keep: bool  # copies from one micro-batch of a step to the next
+    keep: bool  # keep copies from one micro-batch of a step to the next
     copies: dict[Tensor, Tensor] | None = None
-    left: int = 0  # forwards of the step that still want them
+    left: int = 0  # forwards of the step that have yet to use the copies
 
     def __call__(self, experts: Experts, dtype: torch.dtype) -> ExpertWeights:
         matrices = experts.up, experts.down
@@ -206,23 +210,23 @@ class LocalExperts:
         down_bias = None if own_down is None else part_of(local(own_down), self.etp).to(dtype)
         return ExpertWeights(up.flatten(1, 2), down, experts.gated, up_bias, down_bias)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads and writes what lies outside of any graph
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads and writes state outside of any graph
     def copied(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        kept = self.copies if self.copies is not None else {}
+        copies = self.copies if self.copies is not None else {}
         for parameter in parameters:
-            if parameter not in kept:
-                kept[parameter] = local(parameter.detach()).to(dtype)
+            if parameter not in copies:
+                copies[parameter] = local(parameter.detach()).to(dtype)
         if torch.is_grad_enabled():
             self.left -= 1
-            if self.left <= 0:  # autograd holds them until each layer has its gradient
+            if self.left <= 0:  # autograd holds the copies until each layer has its gradient
                 self.copies = None
-        return [Summed.apply(parameter, kept[parameter]) for parameter in parameters]  # type: ignore[no-untyped-call]
+        return [Summed.apply(parameter, copies[parameter]) for parameter in parameters]  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def one_step(model: nn.Module, micro_batches: int) -> Iterator[None]:
-    """Around the micro-batches of a step, in which no weight changes: experts are copied once. Autograd holds copies
-    from forward to backward anyway, so that keeping them makes no peak higher, unless backward makes new ones."""
+    """Context around the micro-batches of a step: no weight changes within it, so experts are copied once. Autograd
+    holds copies from forward to backward anyway, so keeping them raises no peak, unless backward makes new ones."""
     found = [block.experts.weights for block in moe_blocks(model)]
     keeping = [each for each in found if isinstance(each, LocalExperts) and each.keep]
     for each in keeping:
@@ -235,8 +239,8 @@ def one_step(model: nn.Module, micro_batches: int) -> Iterator[None]:
 
 
 class Summed(torch.autograd.Function):
-    """`copy` as a function of `parameter`. Its gradient is kept in the dtype it comes in while there is nothing to add
-    to it; what comes later is added in the parameter's dtype, without the wide copy that autograd would make of it."""
+    """`copy` as a function of `parameter`. The first gradient is kept in the dtype it arrives in; later ones are added
+    in the parameter's dtype, without the wide copy that autograd would make of each."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
@@ -251,7 +255,7 @@ class Summed(torch.autograd.Function):
         if parameter.grad is not None:
             grad = updates.total(local(parameter.grad), grad, parameter.dtype)
             parameter.grad = None
-        parameter.grad_dtype = None  # any
+        parameter.grad_dtype = None  # any dtype
         if isinstance(parameter, DTensor):
             grad = DTensor.from_local(grad, parameter.device_mesh, parameter.placements, run_check=False)
         parameter.grad = grad
@@ -262,16 +266,16 @@ class Summed(torch.autograd.Function):
 
 
 def shard_data_parallel(model: Decoder, mesh: ParallelMesh) -> None:
-    # modules cast for themselves; given the dtype, FSDP casts before it gathers, and the wire carries half as much
+    # modules cast for themselves; but given param_dtype, FSDP casts before it gathers, and half the bytes travel
     masters = next(model.parameters()).dtype
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     narrow = MixedPrecisionPolicy(param_dtype=model.compute, reduce_dtype=masters, cast_forward_inputs=False)
-    alone: set[nn.Parameter] = set()  # divided over no rank, or not further than it is
+    alone: set[nn.Parameter] = set()  # parameters that FSDP has no ranks to divide over
     names = {module: name for name, module in model.named_modules()}
     left = {name: rule(name, model.dense) for name, _ in model.named_parameters()}
 
     def unit(module: nn.Module) -> None:
-        """Shards the parameters that are in no unit inside of it. They are gathered together, so they are alike."""
+        """Shards the parameters that no unit inside `module` has. They are gathered together, so they are alike."""
         prefix = f"{names[module]}." if names[module] else ""
         own = [left.pop(name) for name in list(left) if name.startswith(prefix)] or [Rule("tokens")]
         found = own[0]
@@ -304,20 +308,20 @@ def shard_data_parallel(model: Decoder, mesh: ParallelMesh) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    # our outputs are views, and nothing is done to them in place
+    # some outputs of ours are views, which is safe: nothing changes them in place
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 
 def prefetch(units: Sequence[Sequence[FSDPModule]]) -> None:
-    """Each layer's first unit asks for the next layer's weights. FSDP would do it when the host comes there, but at a
-    dispatch the host waits for the device."""
+    """Makes each layer's first unit ask for the next layer's weights. FSDP by itself asks only when the host gets to
+    that layer, but at a dispatch the host waits for the device."""
     for before, after in itertools.pairwise(group for group in units if group):
         before[0].set_modules_to_forward_prefetch(list(after))
         after[0].set_modules_to_backward_prefetch(list(reversed(before)))
 
 
 def synchronize(model: nn.Module, mesh: ParallelMesh, last: bool) -> None:
-    """Before a micro-batch: without mesh.reshard only a step's last one sums gradients and frees weights."""
+    """Prepares FSDP for a micro-batch: without mesh.reshard only a step's last one sums gradients and frees weights."""
     if isinstance(model, FSDPModule) and not mesh.config.reshard:
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last)
@@ -325,7 +329,7 @@ def synchronize(model: nn.Module, mesh: ParallelMesh, last: bool) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered weights after forwards that no backward follows, for which FSDP would keep the root's."""
+    """Frees gathered weights after forwards without a backward, for which FSDP would keep the root's."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -335,8 +339,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def own_part(batch: Batch, mesh: ParallelMesh) -> Batch:
-    """This rank's tokens of the sequences of its data-parallel group. Attention sees the cp share that tp
-    gathers, so positions are of all that, and documents of whole sequences."""
+    """This rank's tokens and labels of its data-parallel group's sequences. Attention sees the whole cp share, which tp
+    gathers, so positions are those of the share, and documents those of whole sequences."""
     batch = context.split(batch, mesh.index("cp"), mesh.size("cp"))
     tp, index = mesh.size("tp"), mesh.index("tp")
     tokens, labels = (part.chunk(tp, dim=1)[index] for part in (batch.tokens, batch.labels))
@@ -361,7 +365,8 @@ def present(group: Group | None) -> Group:
 
 
 def along_sequence(function: type[torch.autograd.Function], x_BSD: Tensor, group: Group) -> Tensor:
-    """Collectives join the first dimension; with one sequence the transpositions cost nothing."""
+    """Applies Gather or Scatter along the sequence. They work on the first dimension, hence the transpositions, which
+    cost nothing with one sequence."""
     y: Tensor = function.apply(x_BSD.transpose(0, 1), group)  # type: ignore[no-untyped-call]
     return y.transpose(0, 1)
 
@@ -403,7 +408,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """The sum over ranks, which each rank goes on with in its own way: their gradients are summed too."""
+    """The sum over ranks. Each rank uses the sum in its own way, so its gradients are summed over ranks too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -427,7 +432,7 @@ class SumGradient(torch.autograd.Function):
 
 
 class Part(torch.autograd.Function):
-    """An equal part of what `parts` ranks have whole; each gets the whole's gradient."""
+    """x / parts, but with x's whole gradient: an equal part of a tensor that each of `parts` ranks holds whole."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""When a rank dies, the others end too, and say which one it was. A collective only says that somebody is missing.
+"""Ends all ranks when one dies, and names that one; a collective by itself only says that somebody is missing.
 
     with processes() as device, guarded() as watch:
         for step in ...:
@@ -6,11 +6,11 @@
             ...
 
 A thread of each rank leaves a sign of life in torchrun's store every two seconds, with what the rank is doing. Rank 0
-looks at all of them, everybody at rank 0's. Three things end a run, each with one sentence:
+reads everybody's sign, the others read rank 0's. Three things end a run, each with one sentence:
 
     a rank failed        its exception, in its own words
     a rank fell silent   killed, frozen, or its node is gone
-    a rank is late       alive, but longer at one thing than the run has patience, while others wait further on
+    a rank is late       alive, but at one thing for longer than the run's patience, while others wait further on
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from training.parallel.collectives import broadcast
 from training.parallel.processes import PATIENCE
 
 INTERVAL = 2.0  # seconds between signs of life
-SILENCE = 60.0  # after so many without one a rank is dead: long, because something may hold Python's lock
+SILENCE = 60.0  # seconds without a sign after which a rank counts as dead: long, for something may hold Python's lock
+# words of errors that only say that another rank is missing
 PEERS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out", "Broken pipe")
 
 
 @contextmanager
 def guarded(patience: timedelta = PATIENCE, interval: float = INTERVAL) -> Iterator[Watch]:
-    """Within, a failure of any rank is known to all. One process has nobody to watch."""
+    """Context in which the failure of one rank ends them all; yields the Watch. One process has nobody to watch."""
     if not dist.is_initialized() or "MASTER_ADDR" not in os.environ:
         yield Watch(0, 1)
         return
@@ -50,13 +51,13 @@ def guarded(patience: timedelta = PATIENCE, interval: float = INTERVAL) -> Itera
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
     except RuntimeError as error:
         raise RuntimeError(f"the processes' store at {address}:{port} does not answer; was this torchrun?") from error
-    # torchrun's store outlives a restart, and what was said before it; its nodes count restarts each for itself
+    # torchrun's store outlives a restart with its old entries, and nodes count restarts each for itself: so the time
     own = PrefixStore(f"watch/{broadcast(time.time_ns())}", store)
     watch = Watch(dist.get_rank(), dist.get_world_size(), own, patience.total_seconds(), interval)
     watch.start()
     try:
         yield watch
-        dist.barrier()  # nobody's end looks like a death to those who still work
+        dist.barrier()  # all end together, or the first to end would look dead to ranks that still work
     except BaseException as error:
         watch.failed(error)
         raise
@@ -65,7 +66,7 @@ def guarded(patience: timedelta = PATIENCE, interval: float = INTERVAL) -> Itera
 
 
 def leave(sentence: str) -> None:
-    """Without asking Python: the main thread may be in a collective that never returns."""
+    """Prints the sentence and ends the process at once: the main thread may be in a collective that never returns."""
     print(f"training: {sentence}; this run ends", file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -80,6 +81,9 @@ class Sign:
 
 @dataclass
 class Watch:
+    """One rank's watch: its sign of life, and its view of the others'. `end`: called with the sentence that ends the
+    run."""
+
     rank: int
     world: int
     store: Store | None = None
@@ -98,10 +102,11 @@ class Watch:
     # ---- what ends a run
 
     def failed(self, error: BaseException) -> None:
-        """Tell the others. If it is they who are missing, wait until it is known who: the thread then ends all."""
+        """Tells the others of this rank's error. If the error only says that another rank is missing, waits for the
+        thread to find out which one and to end the run."""
         if self.store is None:
             return
-        with suppress(RuntimeError):  # of a store that is gone; the thread will notice
+        with suppress(RuntimeError):  # where the store is gone the thread will notice
             if any(word in str(error) for word in PEERS) or isinstance(error, dist.DistError):
                 self.store.set("doubt", "1")
                 self._stop.wait(10 * self.interval)
@@ -111,7 +116,7 @@ class Watch:
                 self.store.compare_set("verdict", "", f"rank {self.rank} failed in {self._what[1]} ({words})")
 
     def verdict(self, now: float) -> str:
-        """Who is to blame, as far as this rank can see: rank 0 sees all, the others see rank 0."""
+        """The sentence that ends the run, "" while nothing is wrong: rank 0 judges all ranks, the others rank 0."""
         assert self.store is not None
         if self.store.check(["verdict"]):
             return str(self.store.get("verdict"), "utf-8")
@@ -130,7 +135,7 @@ class Watch:
         return f"{self.named(dead)} died or froze, in {self._signs[dead[0]].said['what']}" if dead else ""
 
     def late(self, doubt: bool) -> str:
-        # in doubt somebody's patience is at its end already; the silent ones have been given their time
+        # in doubt somebody's patience has ended already, and silent ranks have had their time: half of it is enough
         seconds = {rank: float(sign.said["since"]) for rank, sign in self._signs.items()}
         if self.rank != 0 or max(seconds.values()) < self.patience * (0.5 if doubt else 1.0):
             return ""
@@ -160,18 +165,18 @@ class Watch:
 
     def _run(self) -> None:
         assert self.store is not None
-        host, found = socket.gethostname(), ""
-        while not found and not self._stop.wait(self.interval if self._beats else 0):
+        host, verdict = socket.gethostname(), ""
+        while not verdict and not self._stop.wait(self.interval if self._beats else 0):
             number, what, since = self._what
             self._beats += 1
             sign = {"beat": self._beats, "number": number, "what": what, "host": host}
             try:
                 self.store.set(str(self.rank), json.dumps(sign | {"since": time.monotonic() - since}))
-                found = self.verdict(time.monotonic())
-                if found and self.rank == 0:
-                    self.store.compare_set("verdict", "", found)
+                verdict = self.verdict(time.monotonic())
+                if verdict and self.rank == 0:
+                    self.store.compare_set("verdict", "", verdict)
             except RuntimeError:
-                found = f"the store of the processes is gone, and with it rank 0 or torchrun on its node ({what})"
-        # a moment for those who are about to fail by themselves, and for the others to read what rank 0 found
-        if found and not self._stop.wait(2 * self.interval):
-            self.end(found)
+                verdict = f"the store of the processes is gone, and with it rank 0 or torchrun on its node ({what})"
+        # time for ranks that are about to fail by themselves, and for the others to read rank 0's verdict
+        if verdict and not self._stop.wait(2 * self.interval):
+            self.end(verdict)
