@@ -1,4 +1,4 @@
-"""Attention over packed rows and remembered keys, in the place of a layer's own (training/model/attention.py).
+"""Attention over packed rows and remembered keys, in place of a layer's own (training/model/attention.py).
 
 The model sees one long sequence of tokens without padding: what is not a token is not computed, routed or counted.
 Only here, between the projections, tokens are laid out as rows; they look at the keys of the group's prefix, which were
@@ -33,11 +33,11 @@ class Rows:
     positions_T: Tensor
     queries: tuple[int, int]  # B, S
     query_T: Tensor  # place of each token among B * S
-    key_T: Tensor  # and among B * C; of further tokens among B * (P + C)
+    key_T: Tensor  # place of its key among B * C; of tokens written later, among B * (P + C)
     slot_BS: Tensor  # column of each query among the C
-    at_BS: Tensor  # and position
-    end_BC: Tensor
-    at_BC: Tensor
+    at_BS: Tensor  # position of each query
+    end_BC: Tensor  # where the subtree of each key ends (packing.py)
+    at_BC: Tensor  # position of each key
     prefix: int  # P
     length: int  # of the longest sequence here or to come: some rotary frequencies depend on it
     chains: bool  # all rows are plain sequences, and there is no prefix
@@ -65,7 +65,7 @@ class Rows:
 
 
 def laid_out(rows: Sequence[Row], prefix: int, length: int, room: int, device: torch.device) -> Rows:
-    """`room`: columns of keys for tokens that are still to come."""
+    """Rows for one forward. `room`: columns of keys for tokens that are still to come."""
     longest = max(map(len, rows))
     width = longest + room
     sizes = [len(row) for row in rows]
@@ -99,7 +99,7 @@ def laid_out(rows: Sequence[Row], prefix: int, length: int, room: int, device: t
 
 
 def next_tokens(rows: Rows, alive: Sequence[int], tokens: Sequence[int], positions: Sequence[int], slot: int) -> Rows:
-    """One more token for the rows that still write; all write to column `slot`."""
+    """Rows of one more token for each of `alive`, all in column `slot`, which is entered into `rows` as well."""
     count, width = rows.end_BC.shape
     device = rows.end_BC.device
     index = torch.tensor(alive, device=device)
@@ -141,7 +141,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Remembering:
-    """A layer's attention."""
+    """Attention over packed rows, for one layer."""
 
     layer: int
     window: int | None
@@ -157,8 +157,8 @@ class Remembering:
         q_BHSA = scattered(q_THA, rows.query_T, count * longest).view(count, longest, *q_THA.shape[1:]).transpose(1, 2)
         held = tuple(self.keys(rows, i, new[0, :real]) for i, new in enumerate((k_BSGA, v_BSGA)))
         if memory.keep:
-            kept = memory.prefix if memory.keep == "prefix" else memory.own
-            kept[self.layer] = (held[0], held[1])
+            store = memory.prefix if memory.keep == "prefix" else memory.own
+            store[self.layer] = (held[0], held[1])
         k_BGCA, v_BGCA = (each.transpose(1, 2) for each in held)
         mask = rows.mask(self.window)
         y_BHSA = functional.scaled_dot_product_attention(

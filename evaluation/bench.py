@@ -42,7 +42,7 @@ from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
 from upcycle.config import read
 
-SAME = 1e-5  # of a score: accuracies are equal or they are not, perplexities are sums of rounded numbers
+SAME = 1e-5  # relative difference of equal scores: perplexities are sums of rounded numbers
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class BenchConfig:
 @dataclass(frozen=True)
 class Asked:
     seconds: float
-    answering: float  # seconds of them, from requests to answers
+    answering: float  # those of these seconds that lie between requests and answers
     tokens: int
     forwards: int
     answers: dict[tuple[str, int], list[Any]]  # of (task, document): log-probabilities, or texts
@@ -79,7 +79,7 @@ class Asked:
 
 
 class CountingHFLM(HFLM):  # type: ignore[misc]
-    """Stock, but for counting what goes through the model, padding included."""
+    """HFLM that counts the tokens and forwards that go through the model, padding included."""
 
     tokens = forwards = 0
 
@@ -94,7 +94,7 @@ class CountingHFLM(HFLM):  # type: ignore[misc]
 
 
 class Clock:
-    """Seconds within a model's three answers, for which lm-eval calls it."""
+    """Seconds spent in the three methods that lm-eval calls for answers."""
 
     def __init__(self, lm: Any) -> None:
         self.seconds = 0.0
@@ -113,7 +113,7 @@ class Clock:
 
 
 def items(config: BenchConfig) -> tasks.Tasks:
-    """Read anew for each, because tasks draw their examples as they go."""
+    """The tasks to ask, read anew for each model, because tasks draw their examples as they go."""
     found = tasks.load(config.suite, config.data, (), config.fewshot)
     if config.tasks:
         known = found.loaded["tasks"]
@@ -155,7 +155,7 @@ def stock(config: BenchConfig, model: Any, tokenizer: Any, size: int) -> Asked:
 
 
 def first(found: tasks.Tasks) -> tasks.Tasks:
-    """Only the first task."""
+    """The first task alone."""
     name = next(iter(found.loaded["tasks"]))
     return tasks.Tasks({"tasks": {name: found.loaded["tasks"][name]}, "groups": {}}, ())
 
@@ -173,7 +173,7 @@ def asked(answered: Any, seconds: float, clock: Clock, tokens: int, forwards: in
 
 
 def accuracy(result: Asked) -> dict[str, float]:
-    """Each metric's mean over all items: that over the tasks that have it, by their sizes."""
+    """Each metric's mean over the items of all tasks that have it."""
     sizes = Counter(task for task, _ in result.answers)
     names = dict.fromkeys(metric for metrics in result.scores.values() for metric in metrics)
     out = {}
@@ -184,7 +184,7 @@ def accuracy(result: Asked) -> dict[str, float]:
 
 
 def compared(result: Asked, reference: Asked) -> dict[str, Any]:
-    """How far answers are from each other: numbers by their largest difference, texts by how many are others."""
+    """How far two results are apart: numbers by their largest difference, texts by how many differ."""
     assert result.answers.keys() == reference.answers.keys()
     pairs = [pair for key, mine in result.answers.items() for pair in zip(mine, reference.answers[key], strict=True)]
     logprobs = [abs(a - b) for a, b in pairs if not isinstance(a, str)]
@@ -219,7 +219,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         )  # fmt: skip
         mine, tokenizer = ours(config, loaded), loaded.tokenizer
         say("ours", mine)
-        del loaded  # before the other one takes its place
+        del loaded  # frees its memory before transformers' model is loaded
         model: Any = AutoModelForCausalLM.from_pretrained(config.checkpoint, dtype=getattr(torch, config.dtype))
         model = model.to(device).eval()
         rows = []

@@ -51,7 +51,7 @@ Array = NDArray[np.float64]
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """Exact two-sided p of items that only A, and only B, has right: heads and tails of a fair coin."""
+    """Exact two-sided p of the counts of items that only A and only B has right, as heads and tails of a fair coin."""
     tosses = only_a + only_b
     ways, total = 1, 0
     for heads in range(min(only_a, only_b) + 1):
@@ -61,13 +61,13 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
 
 def exchange(difference_N: Array, key: str) -> float:
-    """Two-sided p of a sum of paired differences: how often chance signs reach it."""
-    rng, observed, reached = generator("exchange", key), abs(difference_N.sum()), 0
+    """Two-sided p of a sum of paired differences: how often random signs reach it."""
+    rng, observed, hits = generator("exchange", key), abs(difference_N.sum()), 0
     for draws in chunks(len(difference_N)):
         signs = rng.integers(0, 2, (draws, len(difference_N)), dtype=np.int8) * 2 - 1
         # equal sums may round differently
-        reached += int((np.abs(signs @ difference_N) >= observed * (1 - 1e-12)).sum())
-    return (1 + reached) / (1 + DRAWS)
+        hits += int((np.abs(signs @ difference_N) >= observed * (1 - 1e-12)).sum())
+    return (1 + hits) / (1 + DRAWS)
 
 
 def bootstrap(a_N: Array, b_N: Array, unit_N: Array, value: Callable[[Array], Array], key: str) -> tuple[float, float]:
@@ -82,10 +82,10 @@ def bootstrap(a_N: Array, b_N: Array, unit_N: Array, value: Callable[[Array], Ar
 
 
 def resampled(table_NC: Array, rng: np.random.Generator) -> Iterator[Array]:
-    """Sums over as many items as there are, drawn with replacement: [draws, C], some draws at a time."""
+    """Sums over items drawn with replacement, as many as there are: [draws, C], some draws at a time."""
     rows, count = np.unique(table_NC, axis=0, return_counts=True)
     items = len(table_NC)
-    if len(rows) < items / 8:  # right and wrong: how often each kind comes is multinomial, the same and much quicker
+    if len(rows) < items / 8:  # few kinds, as right and wrong: their counts are multinomial, much quicker to draw
         yield rng.multinomial(items, count / items, DRAWS) @ rows
         return
     for draws in chunks(items):
@@ -119,7 +119,7 @@ class Difference:
     title: str
     metric: str
     higher_is_better: bool
-    headline: bool  # no part of a group
+    headline: bool  # not part of another group
     items: int
     a: float
     b: float
@@ -160,7 +160,7 @@ class Comparison:
 
 
 def compare(folders: Sequence[Path | str]) -> list[Comparison]:
-    """Every other run with the first."""
+    """Compares every other run with the first."""
     runs = [results.load(folder) for folder in folders]
     items = [keyed(folder) for folder in folders]
     for run, folder, mine in zip(runs[1:], folders[1:], items[1:], strict=True):
@@ -176,7 +176,7 @@ def keyed(folder: Path | str) -> dict[tuple[str, str, int], Item]:
 def check_same(
     a: Path | str, b: Path | str, run_a: Evaluation, run_b: Evaluation, items_a: Mapping[Any, Item], items_b: Any
 ) -> None:
-    """The same items and prompts, or one sentence about the first that differs."""
+    """Raises ValueError about the first task, item or prompt that the two runs do not share."""
     for task in sorted(run_a.tasks.keys() ^ run_b.tasks.keys()):
         has, lacks = (a, b) if task in run_a.tasks else (b, a)
         raise ValueError(f"{has} has the task {task} and {lacks} has not; run the same suite with the same options")
@@ -220,12 +220,12 @@ def one(run_a: Evaluation, run_b: Evaluation, items_a: Mapping[Any, Item], items
 
 
 def is_inner(group: results.Group, run: Evaluation) -> bool:
-    """All its tasks, and more, are in another group."""
+    """Whether another group has all its tasks, and more."""
     return any(set(group.tasks) < set(other.tasks) for other in run.groups.values())
 
 
 def judged_by(metrics: Iterable[str], pairs: Sequence[tuple[Item, Item]]) -> str | None:
-    """The metric that decides: of those that every item has."""
+    """The metric to judge by: the first of PREFERRED that every item has, else the first that every item has."""
     shared = [name for name in metrics if all(name in a.scores and name in b.scores for a, b in pairs)]
     return next((name for name in (*PREFERRED, *shared) if name in shared), None) if pairs else None
 
@@ -245,7 +245,7 @@ def differ(
 
 
 def arrays(metric: str, pairs: Sequence[tuple[Item, Item]]) -> tuple[Array, Array, Array, Callable[[Any], Any]]:
-    """What is summed of A and of B, by how much it is divided, and what the quotient says (results.Item.scores)."""
+    """By item A's score, B's score and its units; and the metric as a function of sum / units (results.Item.scores)."""
     table = np.array([[score(a, metric)[0], score(b, metric)[0], score(a, metric)[1]] for a, b in pairs], np.float64)
     a_N, b_N, unit_N = table.T
     if not isinstance(pairs[0][0].scores[metric], tuple):
@@ -269,7 +269,7 @@ def flip(a: Item, b: Item, metric: str) -> Flip | None:
 
 
 def right(item: Item) -> str:
-    """A target is a choice or its number."""
+    """The right answer's text. A target is a choice or its number."""
     if item.choices and item.target not in item.choices and item.target.isdecimal():
         return item.choices[int(item.target)]
     return item.target
@@ -283,13 +283,13 @@ def answer(item: Item, metric: str) -> str:
 
 
 def margin(item: Item) -> float:
-    wanted = right(item)
-    at = item.choices.index(wanted) if wanted in item.choices else 0
+    target = right(item)
+    at = item.choices.index(target) if target in item.choices else 0
     return item.logprobs[at] - max(lp for i, lp in enumerate(item.logprobs) if i != at)
 
 
 def corrected(found: Sequence[Comparison]) -> list[Comparison]:
-    """Holm over all comparisons of a family: every run that was given, headlines and parts apart."""
+    """Fills in p_holm. A family is all comparisons of every run that was given, headlines and parts apart."""
     rows = [list(comparison.differences) for comparison in found]
     for headline in (True, False):
         places = [(i, j) for i, row in enumerate(rows) for j, d in enumerate(row) if d.headline == headline]
@@ -349,7 +349,7 @@ def flops_per_token(run: plots.Curves) -> float | None:
 def losses_at(
     runs: Sequence[plots.Curves], domains: Sequence[str], tokens: Sequence[float]
 ) -> dict[str, tuple[Loss, ...]]:
-    """Between two validations the loss is on the straight line between them."""
+    """Losses at each run's `tokens`, beside the first run's. Between two validations a loss is on the straight line."""
 
     def loss(run: plots.Curves, domain: str, at: float) -> float:
         return float(np.interp(at, *run.points(f"valid/{domain}/loss")))
@@ -362,7 +362,7 @@ def losses_at(
     return found
 
 
-# ---- for people
+# ---- as text
 
 
 def number(value: float, metric: str) -> str:
@@ -370,7 +370,7 @@ def number(value: float, metric: str) -> str:
 
 
 def is_share(metric: str) -> bool:
-    """Shown in per cent."""
+    """Whether a metric is a share, which is shown in per cent."""
     return bool(re.match(r"acc|exact_match|f1", metric))
 
 
@@ -379,7 +379,7 @@ def p_text(p: float) -> str:
 
 
 def table(found: Comparison) -> str:
-    """Markdown."""
+    """A comparison as Markdown."""
     families = [sum(d.headline == headline for d in found.differences) for headline in (True, False)]
     lines = [
         f"A = {found.a.name}, B = {found.b.name}; suite {found.suite}; "
@@ -408,7 +408,7 @@ def signed(value: float, metric: str) -> str:
 
 
 def apart(texts: Sequence[str]) -> list[str]:
-    """Each in WIDTH characters or less, from about where they begin to differ."""
+    """Each text cut to WIDTH characters, from about where they begin to differ."""
     shared = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
     start = max(shared - WIDTH // 3, 0) if max(map(len, texts)) > WIDTH else 0
     start = texts[0].find(" ", start, shared) + 1 if start else 0  # at a word
@@ -443,20 +443,20 @@ def main(words: Sequence[str]) -> int:
     config = read(CompareConfig, "", keys)
     if len(folders) < 2:
         raise ValueError("compare needs two runs or more, the first is what the others are compared with: compare A B")
-    said: dict[str, Any] = {}
+    output: dict[str, Any] = {}
     if all((Path(folder) / "run.json").is_file() for folder in folders):
         compared = compare(folders)
-        said["comparisons"] = [asdict(found) for found in compared]
+        output["comparisons"] = [asdict(found) for found in compared]
         print("\n\n".join(table(found) for found in compared))
     if all((Path(folder) / METRICS).is_file() for folder in folders):
         losses = compare_losses(folders)
-        said["losses"] = asdict(losses)
+        output["losses"] = asdict(losses)
         print(loss_table(losses))
-    if not said:
+    if not output:
         raise ValueError(
             f"{', '.join(folders)} are not all of one kind; give folders of `python -m evaluation run`, or folders of "
             "training runs"
         )
     if config.output:
-        write_atomic(Path(config.output), (json.dumps(said, indent=1) + "\n").encode())
+        write_atomic(Path(config.output), (json.dumps(output, indent=1) + "\n").encode())
     return 0

@@ -47,7 +47,7 @@ from upcycle.config import read
 from upcycle.disk import write_atomic
 from upcycle.sample import make_llama
 
-DOMAINS = {  # of the standard library: what each is about, as patterns of its files
+DOMAINS = {  # the standard library by subject, as patterns of files
     "network": ("asyncio/*", "email/*", "http/*", "urllib/*", "xmlrpc/*", "wsgiref/*", "s*server.py", "socket.py",
                 "ssl.py", "*lib.py", "mailbox.py", "ipaddress.py"),
     "numeric": ("statistics.py", "fractions.py", "_pydecimal.py", "*datetime.py", "random.py", "calendar.py",
@@ -60,7 +60,7 @@ DOMAINS = {  # of the standard library: what each is about, as patterns of its f
 }  # fmt: skip
 END = "<|end|>"
 PIECE = 2000  # characters: a document is as many definitions of a file as fit
-HELD_OUT = 10  # every tenth file, and of the one that is a domain of its own every tenth piece
+HELD_OUT = 10  # one file of ten; of prose, which is a single file, one piece of ten
 DENSE, COPIES, GROUPS = ARMS = ("dense", "copies", "groups")
 
 
@@ -87,29 +87,29 @@ def demo(config: DemoConfig) -> int:
     routing = {arm: here / f"routing-{arm}.json" for arm in ways}
     dense_model(stage, config)
     for arm, words in ways.items():
-        made = [f"source={dense}", f"output={here / arm}", f"seed={config.seed}"]
-        judged = [dense, here / arm, "--text", *unseen]
-        stage(f"convert {arm}", f"Upcycle it: {arm}", call, "upcycle", "convert", *words, *made)
-        stage(f"verify {arm}", "Is it the same function?", call, "upcycle", "verify", *judged)
+        convert_words = [f"source={dense}", f"output={here / arm}", f"seed={config.seed}"]
+        verify_words = [dense, here / arm, "--text", *unseen]
+        stage(f"convert {arm}", f"Upcycle it: {arm}", call, "upcycle", "convert", *words, *convert_words)
+        stage(f"verify {arm}", "Is it the same function?", call, "upcycle", "verify", *verify_words)
     stage("train", f"Go on, side by side: {', '.join(ARMS)}", go_on, config)
     stage("suite", "lm-eval's tiny suite, and the text held out", write_suite, here, suite)
     for arm in ARMS:
-        asked = [suite, here / "trained" / arm, f"output={here / 'results' / arm}", "tokens=4096"]
-        stage(f"ask {arm}", f"Ask {arm}", call, "evaluation", "run", *asked)
+        run_words = [suite, here / "trained" / arm, f"output={here / 'results' / arm}", "tokens=4096"]
+        stage(f"ask {arm}", f"Ask {arm}", call, "evaluation", "run", *run_words)
     for arm in ways:
         options = [f"start={here / arm}", f"output={routing[arm]}", "tokens=8192", f"length={config.sequence}"]
-        watched = [here / "trained" / arm, *unseen, *options]
-        stage(f"routing {arm}", f"Which experts does {arm} use?", call, "evaluation", "routing", *watched)
-    shown = [here / kind / arm for kind in ("results", "runs") for arm in ARMS]
-    shown += [path for arm in ways for path in (routing[arm], here / arm)]
-    about = [f"output={here / 'report.html'}", "title=A dense Llama and its upcycled twins"]
-    stage("report", "All of it on one page", call, "evaluation", "report", *shown, *about)
+        routing_words = [here / "trained" / arm, *unseen, *options]
+        stage(f"routing {arm}", f"Which experts does {arm} use?", call, "evaluation", "routing", *routing_words)
+    report_words = [here / kind / arm for kind in ("results", "runs") for arm in ARMS]
+    report_words += [path for arm in ways for path in (routing[arm], here / arm)]
+    report_keys = [f"output={here / 'report.html'}", "title=A dense Llama and its upcycled twins"]
+    stage("report", "All of it on one page", call, "evaluation", "report", *report_words, *report_keys)
     print("\n".join(["", *summary(here, config, stage)]))
     return 0
 
 
 def dense_model(stage: Stages, config: DemoConfig) -> None:
-    """tokens/train and tokens/DOMAIN, and dense/, which has learned them."""
+    """Makes tokens/train and tokens/DOMAIN, and dense/, a model trained on tokens/train."""
     here = Path(config.output)
     stage("text", "Python's standard library, by what it is about", gather, here, config)
     stage("start", "A tokenizer of it, and a Llama with random weights", start, here, config)
@@ -121,7 +121,7 @@ def dense_model(stage: Stages, config: DemoConfig) -> None:
 
 
 class Stages:
-    """What is done is written down, so that it is not done again."""
+    """Runs stages in order, and writes down which are done, so that none is done again."""
 
     def __init__(self, folder: Path, config: DemoConfig) -> None:
         self.file, self.number = folder / "done.json", 0
@@ -149,15 +149,15 @@ class Stages:
 
 
 class Stopped(Exception):
-    """A command failed, and has said why."""
+    """A command failed with this exit code, and has said why."""
 
 
 def call(program: str, *words: object) -> None:
-    """In this process, which saves the seconds that importing torch takes; but what is shown works in any shell."""
-    said = [str(word) for word in words]
-    show(program, said)
+    """Runs a command in this process, which saves importing torch again; the line that is shown works in any shell."""
+    arguments = [str(word) for word in words]
+    show(program, arguments)
     module = program if program == "training.prepare" else f"{program}.__main__"
-    if code := import_module(module).main(said):
+    if code := import_module(module).main(arguments):
         raise Stopped(code)
 
 
@@ -167,8 +167,9 @@ def show(program: str, words: Sequence[str]) -> None:
 
 
 def side_by_side(program: str, commands: Mapping[str, Sequence[str]]) -> None:
-    """Each command in a process of its own with its share of the cores: small models hardly gain by a second one. Each
-    line that it says comes with its name. A signal goes to each once, as if it had been alone."""
+    """Runs each command in a process of its own with its share of the cores: small models hardly gain by a second one.
+    Each line of output comes with the command's name, and a signal is passed on to each process once. Raises Stopped if
+    a command fails."""
     import torch
 
     root = Path(__file__).parent.parent
@@ -198,7 +199,7 @@ def side_by_side(program: str, commands: Mapping[str, Sequence[str]]) -> None:
             )  # fmt: skip
         with ThreadPoolExecutor(max(1, len(started))) as readers:
             codes = list(readers.map(repeat, started))
-    except OSError:  # one could not be started: the others would go on unseen
+    except OSError:  # a command could not be started: the others would go on unseen
         for process in started.values():
             process.terminate()
         raise
@@ -213,7 +214,7 @@ def side_by_side(program: str, commands: Mapping[str, Sequence[str]]) -> None:
 
 
 def gather(here: Path, config: DemoConfig) -> None:
-    """text/train and text/valid, a file for each domain. No file of the library is in both, but for the prose."""
+    """Writes text/train and text/valid, a file for each domain. No library file is in both, but for the prose."""
     for domain, patterns in DOMAINS.items():
         parts: dict[str, list[str]] = {"train": [], "valid": []}
         room = {"train": config.characters, "valid": config.held_out}
@@ -230,7 +231,7 @@ def gather(here: Path, config: DemoConfig) -> None:
 
 
 def pieces(patterns: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(what decides whether it is held out, text). Files in an order that has nothing to do with their names."""
+    """(name that decides whether the piece is held out, text). Files come in an order unrelated to their names."""
     library = Path(sysconfig.get_path("stdlib"))
     files = {path for pattern in patterns for path in library.glob(pattern) if path.suffix == ".py"}
     for path in sorted(files, key=lambda path: zlib.crc32(path.relative_to(library).as_posix().encode())):
@@ -252,7 +253,7 @@ def texts(here: Path, part: str) -> list[Path]:
 
 
 def start(here: Path, config: DemoConfig) -> None:
-    """A byte-level BPE of the training text, beside a config.json and weights that know nothing."""
+    """Writes a byte-level BPE of the training text, beside a config.json and random weights."""
     from tokenizers import ByteLevelBPETokenizer
 
     folder = here / "start"
@@ -264,10 +265,10 @@ def start(here: Path, config: DemoConfig) -> None:
         "bos_token_id": 0, "eos_token_id": 0, "dtype": "float32",
     }  # fmt: skip
     make_llama(folder, shape, seed=config.seed)
-    words: Any = ByteLevelBPETokenizer()
+    tokenizer: Any = ByteLevelBPETokenizer()
     lines = (json.loads(line)["text"] for path in texts(here, "train") for line in path.open(encoding="utf-8"))
-    words.train_from_iterator(lines, vocab_size=config.vocabulary, special_tokens=[END], show_progress=False)
-    words.save(str(folder / "tokenizer.json"))
+    tokenizer.train_from_iterator(lines, vocab_size=config.vocabulary, special_tokens=[END], show_progress=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
     print(f"{folder}: {config.vocabulary} tokens, {config.layers} layers of width {config.hidden}")
@@ -290,19 +291,19 @@ def learn(config: DemoConfig, source: Path, export: Path) -> None:
 
 
 def go_on(config: DemoConfig) -> None:
-    """Those that have not come to their end yet, each where it stopped."""
+    """Trains the arms that are not finished yet, each from where it stopped."""
     here = Path(config.output)
     ends = {arm: here / "trained" / arm for arm in ARMS}
     left = {arm: training(config, arm, here / arm, end, config.steps) for arm, end in ends.items() if not end.is_dir()}
     if GROUPS in left:
-        left[GROUPS].append("optim.router_lr=0.1")  # or groups fall apart before their parts have learned
+        left[GROUPS].append("optim.router_lr=0.1")  # at 1, groups fall apart before their parts have learned
     side_by_side("training", left)
     check_trained(*ends.values())
 
 
 def training(config: DemoConfig, name: str, source: Path, export: Path, steps: int) -> list[str]:
-    """All arms read the same samples in the same order: it is a function of data.seed alone. The first training reads
-    in another order, and is not compared with anything."""
+    """The words of a training command. All arms read the same samples in the same order, a function of data.seed alone.
+    The first training reads in another order, and is not compared with anything."""
     here, is_first = Path(config.output), name == "first"
     valid = [] if is_first else [str(here / "tokens" / domain) for domain in DOMAINS]
     quarter = -(-steps // 4)
@@ -319,11 +320,11 @@ def training(config: DemoConfig, name: str, source: Path, export: Path, steps: i
 
 def check_trained(*exports: Path) -> None:
     if not all(export.is_dir() for export in exports):
-        raise Stopped(130)  # by a signal; the checkpoint is written
+        raise Stopped(130)  # stopped by a signal; its checkpoint is written
 
 
 def write_suite(here: Path, file: Path) -> None:
-    """A suite of one's own is a file: the tiny one's tasks and a text of each domain."""
+    """Writes a suite: the tasks of the tiny one, and a text of each domain."""
     from evaluation.tasks import SUITES, text_task
 
     tiny = yaml.safe_load((SUITES / "tiny.yaml").read_text())["tasks"]
@@ -337,7 +338,7 @@ def write_suite(here: Path, file: Path) -> None:
 
 
 def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
-    """Five lines, whichever way it went."""
+    """Five lines on the result, whichever way it went."""
     from evaluation.compare import compare_losses
     from evaluation.report.facts import mean
     from evaluation.results import load
@@ -352,7 +353,7 @@ def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
     cost = dict(zip(losses.runs, losses.flops_per_token, strict=True))
     control = mean(row.a for row in losses.at_equal_tokens[COPIES])
 
-    def beside(by_run: Any, arm: str) -> str:
+    def against_control(by_run: Any, arm: str) -> str:
         rows = by_run[arm]
         return (
             f"{arm} {mean(r.b for r in rows):.4f} ({mean(r.difference for r in rows):+.4f}, lower on "
@@ -373,7 +374,7 @@ def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
         f"2. Upcycled to {COPIES} ({sizes[COPIES]}) and {GROUPS} ({sizes[GROUPS]}), each the same function at first "
         "(verify).",
         f"3. All read the same {losses.tokens:,.0f} tokens more: dense {control:.4f}, "
-        f"{beside(losses.at_equal_tokens, COPIES)}, {beside(losses.at_equal_tokens, GROUPS)}: "
+        f"{against_control(losses.at_equal_tokens, COPIES)}, {against_control(losses.at_equal_tokens, GROUPS)}: "
         f"{verdict(COPIES)}, {verdict(GROUPS)}.",
         f"4. A token of {COPIES} and {GROUPS} costs {ratios} times the FLOPs; at equal FLOPs: {at_flops}.",
         f"5. {here / 'report.html'} shows all of it; took {stage.total('seconds'):.0f} s, "

@@ -1,8 +1,8 @@
-"""A decoder that answers two questions: how likely is this text after that one, and what comes next.
+"""An engine asks a decoder two things: how likely a text is after another (`score`), and what comes next (`write`).
 
-Work is a generator that hands out a forward and gets its hidden states back. So all ranks can go in step: under expert
-or data parallelism a forward is also a meeting, and a rank that has nothing left to ask brings one dummy token until
-the last one has finished.
+Work is a generator that yields the rows of a forward and is sent their hidden states. So all ranks can go in step:
+under expert or data parallelism a forward is also a meeting, and a rank that has nothing left to ask brings one dummy
+token until the last rank has finished.
 
 Shapes: T packed tokens, D hidden, U scored places, V vocabulary.
 """
@@ -35,7 +35,7 @@ from training.parallel.shard import moe_blocks, reshard
 LOGITS = 1 << 26  # elements of logits at a time
 
 Score = tuple[float, bool]  # log-probability in nats; whether greedy decoding would have written it
-Work = Generator[tuple[Rows, str], Tensor, None]
+Work = Generator[tuple[Rows, str], Tensor, None]  # yields (rows, Memory.keep), is sent hidden states [T, D]
 DUMMY = Row([0], [0], [FOREVER])
 
 
@@ -55,7 +55,7 @@ class Engine:
 
     @contextmanager
     def open(self) -> Iterator[Engine]:
-        """Within, the model reads as we want it to; afterwards it is what it was."""
+        """Within, attention is over packed rows and routers count nothing; afterwards the model is what it was."""
         dense = self.model.dense
         layers = {name: layer for name, layer in self.model.layers.items() if isinstance(layer, Layer)}
         attends = [(layer.attention, layer.attention.attend) for layer in layers.values()]
@@ -68,7 +68,7 @@ class Engine:
         if isinstance(self.model, FSDPModule):
             register_fsdp_forward_method(self.model, "hidden")
         try:
-            # packed lengths differ from forward to forward: compiled for one, a layer would be compiled for each
+            # packed lengths differ from forward to forward: a compiled layer would be compiled anew for each
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 head = self.model.head_weight.detach().to(self.model.compute)
                 self.head_VD = head.full_tensor() if isinstance(head, DTensor) else head
@@ -85,16 +85,16 @@ class Engine:
     # ---- forwards
 
     def together(self, work: Work) -> None:
-        """Do it, in step with all other ranks."""
-        asked = next(work, None)
-        while self.ranks.any(asked is not None):
-            if asked is None:
+        """Does the work, each forward in step with all other ranks."""
+        forward = next(work, None)
+        while self.ranks.any(forward is not None):
+            if forward is None:
                 self.hidden(laid_out([DUMMY], 0, 1, 0, self.device), "")
                 continue
             try:
-                asked = work.send(self.hidden(*asked))
+                forward = work.send(self.hidden(*forward))
             except StopIteration:
-                asked = None
+                forward = None
 
     def hidden(self, rows: Rows, keep: str) -> Tensor:
         self.memory.rows, self.memory.keep = rows, keep
@@ -114,7 +114,7 @@ class Engine:
     def scored(
         self, hidden_TD: Tensor, places: Sequence[int], targets: Ids
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """For each pair: log p(target | place), and whether no token is more likely. Logits only where asked for."""
+        """log p(target | place) of each pair, and whether no token is more likely. Logits are of these places alone."""
         unique, which = np.unique(np.asarray(places), return_inverse=True)
         order = np.argsort(which, kind="stable")
         target = torch.from_numpy(targets[order]).to(self.device)
@@ -126,18 +126,18 @@ class Engine:
             logits = functional.linear(x_UD[start : start + step], self.head_VD) * self.model.dense.logit_scale
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             a, b = np.searchsorted(which[order], [start, start + step])
-            mine, wanted = row[a:b] - start, target[a:b]
-            logp.append(logits[mine, wanted] - logits.logsumexp(-1)[mine])
-            best.append(logits.argmax(-1)[mine] == wanted)
-        back = np.argsort(order)
-        return torch.cat(logp).double().cpu().numpy()[back], torch.cat(best).cpu().numpy()[back]
+            rows, expected = row[a:b] - start, target[a:b]
+            logp.append(logits[rows, expected] - logits.logsumexp(-1)[rows])
+            best.append(logits.argmax(-1)[rows] == expected)
+        inverse = np.argsort(order)
+        return torch.cat(logp).double().cpu().numpy()[inverse], torch.cat(best).cpu().numpy()[inverse]
 
     # ---- how likely
 
     def score(self, pairs: Sequence[tuple[Ids, Ids]], done: Callable[[Mapping[int, Score]], None]) -> None:
-        """(context, continuation) pairs; `done` gets this rank's answers by number, batch by batch."""
+        """Scores (context, continuation) pairs; `done` gets this rank's scores by the pair's number, batch by batch."""
         for numbers, length in self.regimes([len(a) + len(b) - 1 for a, b in pairs]):
-            askers: dict[bytes, list[int]] = {}
+            askers: dict[bytes, list[int]] = {}  # what a forward reads -> the pairs that it answers
             for number in numbers:
                 context, continuation = pairs[number]
                 askers.setdefault(np.concatenate([context, continuation[:-1]]).tobytes(), []).append(number)
@@ -169,8 +169,8 @@ class Engine:
                 places: list[int] = []
                 start = 0
                 for row in batch.rows:
-                    for asked, at in row.places.items():
-                        for number in askers[asked]:
+                    for index, at in row.places.items():
+                        for number in askers[index]:
                             numbers.append(number)
                             places += [start + place for place in at[-len(pairs[number][1]) :]]
                     start += len(row)
@@ -186,7 +186,7 @@ class Engine:
                 bar.update(batch.tokens)
 
     def fill(self, prefix: Ids, length: int) -> Work:
-        """The keys and values of what a group's rows share."""
+        """Computes the keys and values of the prefix that all rows of a group attend to."""
         self.memory.forget()
         if len(prefix):
             row = Row(prefix.tolist(), list(range(len(prefix))), [FOREVER] * len(prefix))
@@ -201,10 +201,11 @@ class Engine:
         stopped: Callable[[Sequence[int]], bool],
         done: Callable[[Mapping[int, Sequence[int]]], None],
     ) -> None:
-        """Greedy tokens after each prompt, `limit` at most, or until `stopped` says that these are enough."""
+        """Writes greedy tokens after each prompt: `limit` at most, or until `stopped` is true of them. `done` gets this
+        rank's tokens by the prompt's number, batch by batch."""
         for numbers, length in self.regimes([len(prompt) + limit for prompt in prompts]):
-            asked = [Input(prompts[n], len(prompts[n]) - 1) for n in numbers]
-            planned = plan(asked, self.budget, trees=False)
+            inputs = [Input(prompts[n], len(prompts[n]) - 1) for n in numbers]
+            planned = plan(inputs, self.budget, trees=False)
             self.together(self.writing(planned, numbers, length, limit, stopped, done))
 
     def writing(
@@ -253,8 +254,8 @@ class Engine:
     # ---- small parts
 
     def regimes(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-        """(numbers, longest) of what may be computed together: all, but for a rotation that is another one for
-        sequences longer than those of its first training."""
+        """(numbers, longest length) of sequences that may be computed together: all of them, unless the rotation is
+        longrope, which is another one for sequences longer than those of its first training."""
         rope = self.model.dense.rope
         border = original(rope) if rope["rope_type"] == "longrope" else max(lengths, default=0)
         for long in (False, True):

@@ -65,27 +65,27 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         return self.encode([string], add_special_tokens)[string]
 
     def encode(self, texts: Iterable[str], special: bool | None = None) -> dict[str, list[int]]:
-        """Each text once, all processors at it. A text that starts with the first token's own text gets no second."""
-        first = self.tokenizer.decode(self.prefix_token_id)
+        """Tokens by text, on all processors. A text that starts with the prefix token's text gets no second one."""
+        prefix = self.tokenizer.decode(self.prefix_token_id)
         found: dict[str, list[int]] = {}
         unique = list(dict.fromkeys(texts))
         for bare in (False, True):
-            some = [t for t in unique if bare == (special is False or (special is None and t.startswith(first)))]
-            if some and self.tokenizer.is_fast:
+            part = [t for t in unique if bare == (special is False or (special is None and t.startswith(prefix)))]
+            if part and self.tokenizer.is_fast:
                 backend = self.tokenizer.backend_tokenizer
                 backend.no_truncation()
                 backend.no_padding()
-                encoded = backend.encode_batch_fast(some, add_special_tokens=not bare)
-                found |= {text: each.ids for text, each in zip(some, encoded, strict=True)}
-            elif some:
-                found |= dict(zip(some, self.tokenizer(some, add_special_tokens=not bare)["input_ids"], strict=True))
+                encoded = backend.encode_batch_fast(part, add_special_tokens=not bare)
+                found |= {text: each.ids for text, each in zip(part, encoded, strict=True)}
+            elif part:
+                found |= dict(zip(part, self.tokenizer(part, add_special_tokens=not bare)["input_ids"], strict=True))
         return found
 
     def _encode_pair(self, context: str, continuation: str) -> Pair:
         return self.pairs([(context, continuation)])[0]
 
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
-        """As TemplateLM, all at once: the continuation is what the whole has beyond its context."""
+        """TemplateLM's token pairs, all at once: a continuation is what the whole has beyond its context."""
         moved = [moved_spaces(*pair) for pair in texts]
         whole = self.encode([a + b for a, b in moved if a] + [a for a, _ in moved if a])
         alone = self.encode([b for a, b in moved if not a], special=False)
@@ -123,7 +123,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         end = self.tokenizer.decode(self.eot_token_id)
         kinds: dict[tuple[int, tuple[str, ...]], list[str]] = {}
-        asked = []
+        order = []
         for request in requests:
             prompt, settings = request.args
             options = normalize_gen_kwargs(settings, GENERATED)
@@ -131,14 +131,14 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
                 raise ValueError(f"a task asks for sampled texts ({settings}); only greedy ones are written here")
             kind = (self.generate or options["max_gen_toks"], tuple(handle_stop_sequences(options["until"], end)))
             kinds.setdefault(kind, []).append(prompt)
-            asked.append((kind, prompt))
+            order.append((kind, prompt))
         written = {kind: self.texts(list(dict.fromkeys(prompts)), *kind) for kind, prompts in kinds.items()}
-        return [written[kind][prompt] for kind, prompt in asked]
+        return [written[kind][prompt] for kind, prompt in order]
 
     # ---- answers, remembered or computed
 
     def scores(self, pairs: Sequence[Pair]) -> list[Score]:
-        cut = []
+        inputs = []
         for context, continuation in pairs:
             if len(continuation) > self.max_length or not continuation:
                 raise ValueError(
@@ -147,13 +147,13 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
                 )
             keep = self.max_length + 1 - len(continuation)
             self.cut += len(context) > keep
-            cut.append((np.asarray(context[-keep:], np.int64), np.asarray(continuation, np.int64)))
-        names = [key("score", a, b) for a, b in cut]
+            inputs.append((np.asarray(context[-keep:], np.int64), np.asarray(continuation, np.int64)))
+        names = [key("score", a, b) for a, b in inputs]
         found = self.recall(names)
         left = list({name: n for n, name in enumerate(names) if name not in found}.values())
 
         def compute(done: Callable[[Mapping[int, Any]], None]) -> None:
-            self.engine.score([cut[n] for n in left], done)
+            self.engine.score([inputs[n] for n in left], done)
 
         found |= self.compute(compute, [names[n] for n in left])
         return [(found[name][0], bool(found[name][1])) for name in names]
@@ -171,7 +171,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         names = [key("write", x, str(limit), *until) for x in inputs]
         found = self.recall(names)
         left = list({name: n for n, name in enumerate(names) if name not in found}.values())
-        # a token is a character at least, but for bytes of a longer one; HFLM looks back two tokens further, too
+        # a token is at least a byte, so the last ones hold any stop word; HFLM looks back two tokens further, too
         back = max((len(word.encode()) for word in until), default=0) + 2
 
         def stopped(tokens: Sequence[int]) -> bool:
@@ -192,7 +192,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         }
 
     def recall(self, names: Sequence[str]) -> dict[str, Any]:
-        """What every process remembers: they must agree on what is left to do."""
+        """Remembered answers by name: the same in every process, because all must agree on what is left to do."""
         self.asked += len(names)
         known = self.remembered.answers if self.remembered else {}
         found = {name: known[name] for name in names if name in known}
@@ -202,6 +202,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
     def compute(
         self, compute: Callable[[Callable[[Mapping[int, Any]], None]], None], names: Sequence[str]
     ) -> dict[str, Any]:
+        """All processes' answers by name; this one's are written down as they come."""
         mine: dict[str, Any] = {}
 
         def done(answers: Mapping[int, Any]) -> None:

@@ -1,7 +1,7 @@
-"""A checkpoint as a model that can be asked: a Hugging Face folder, a hub id, or a training run's folder.
+"""Loads a checkpoint as a model to ask (`opened`): a Hugging Face folder, a hub id, or a training run's folder.
 
-Of a training run it is the newest checkpoint that is whole, or a given one (RUN/checkpoints/step-00000100). Under a
-mesh each process reads its own share only, as training does.
+A training run stands for its newest checkpoint that is whole; a step's folder (RUN/checkpoints/step-00000100) for
+itself. Under a mesh each process reads its own share only, as training does.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def opened(
 ) -> Loaded:
     run, step_folder = training_run(Path(source))
     with origin_of(source, run) as origin:
-        words = load_tokenizer(source, origin, tokenizer)  # first: it is found wrong soonest
+        encoder = load_tokenizer(source, origin, tokenizer)  # first: a missing one is found soonest
         check(mesh.config, mesh.world, origin.spec, sequence=origin.dense.context)
         with torch.device("meta"):
             model = Decoder(origin.spec, experts=experts, compute=getattr(torch, dtype))
-            if run is None:  # of a run the masters are read; modules cast for themselves
+            if run is None:  # a run's float32 masters stay as they are; modules cast for themselves
                 narrow(model, getattr(torch, dtype))
         parallelize(model, mesh)
         model = model.to_empty(device=device).eval()
         step = fill(model, origin, run, step_folder)
-        if len(words) > origin.dense.vocab and max(words.get_vocab().values()) >= origin.dense.vocab:
+        if len(encoder) > origin.dense.vocab and max(encoder.get_vocab().values()) >= origin.dense.vocab:
             raise ValueError(
-                f"the tokenizer of {source} gives ids up to {max(words.get_vocab().values())} and the model has "
+                f"the tokenizer of {source} gives ids up to {max(encoder.get_vocab().values())} and the model has "
                 f"{origin.dense.vocab} embeddings; write tokenizer=FOLDER with the model's own"
             )
         total, active = parameters(origin)
@@ -74,11 +74,11 @@ def opened(
             dtype=dtype,
             step=step,
         )
-        return Loaded(model, about, words, end_tokens(origin))
+        return Loaded(model, about, encoder, end_tokens(origin))
 
 
 def narrow(model: Decoder, dtype: torch.dtype) -> None:
-    """Routers stay float32, and with them what FSDP gathers at the same time (shard.py), which must be of one dtype."""
+    """Casts all but routers, and what FSDP gathers together with them (shard.py): those stay float32, of one dtype."""
     parts: list[nn.Module | None] = [model.embed, model.final_norm, model.head]
     for layer in layers(model):
         parts += [layer.attention, *dense_ffns(layer)]
@@ -93,7 +93,7 @@ def narrow(model: Decoder, dtype: torch.dtype) -> None:
 
 
 def training_run(path: Path) -> tuple[Path | None, Path | None]:
-    """(run's folder, the step's folder that is asked for), if it is one."""
+    """(the run's folder, the step's folder if `path` is one); (None, None) if `path` is no training run."""
     step = path if STEP.fullmatch(path.name) and path.is_dir() else None
     run = path.parent.parent if step else path
     is_run = (run / "checkpoints").is_dir() and (run / "config.json").is_file()
@@ -116,8 +116,8 @@ def fill(model: Decoder, origin: Origin, run: Path | None, folder: Path | None) 
 
 def load_step(model: Decoder, run: Path, folder: Path | None) -> int:
     if folder is None:
-        with Checkpoints(run / "checkpoints", asynchronous=False) as kept:
-            folder = kept.latest()
+        with Checkpoints(run / "checkpoints", asynchronous=False) as checkpoints:
+            folder = checkpoints.latest()
     elif problem := damage(folder):
         raise ValueError(f"{folder} cannot be used: {problem}")
     if folder is None:
@@ -154,7 +154,7 @@ def load_tokenizer(source: str, origin: Origin, given: str) -> Any:
 
 
 def end_tokens(origin: Origin) -> tuple[int, ...]:
-    """As transformers' generate: generation_config.json if there is one, else config.json."""
+    """End tokens, as in transformers' generate: of generation_config.json if there is one, else of config.json."""
     file = next((f for f in origin.files if f.name == "generation_config.json"), None)
     settings = json.loads(file.read_text()) if file else origin.config
     ends = settings.get("eos_token_id")
@@ -162,7 +162,7 @@ def end_tokens(origin: Origin) -> tuple[int, ...]:
 
 
 def parameters(origin: Origin) -> tuple[int, int]:
-    """(all, those that a token uses)."""
+    """(all parameters, those that a token uses)."""
     if not isinstance(origin.spec, MoESpec):
         count = dense_parameters(origin.dense)
         return count, count
@@ -172,14 +172,14 @@ def parameters(origin: Origin) -> tuple[int, int]:
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     widths = sorted(origin.spec.widths)
     padded = len(widths) * widths[-1]  # uneven experts are held as wide as the widest
-    each = experts / padded
-    return round(total - each * (padded - sum(widths))), round(
-        total - experts + each * sum(widths[-origin.spec.top_k :])
+    per_unit = experts / padded
+    return round(total - per_unit * (padded - sum(widths))), round(
+        total - experts + per_unit * sum(widths[-origin.spec.top_k :])
     )
 
 
 def fingerprint(model: Decoder) -> str:
-    """A digest of every weight, by name: the same on any mesh and from any file, another one if a single weight is."""
+    """A digest of every weight, by name: the same on any mesh and from any file, another one if one weight differs."""
     named = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0])
     sums = hashlib.sha256()
     for name, tensor in named:
@@ -195,6 +195,6 @@ def whole(tensor: Tensor) -> Tensor:
 def digest(tensor: Tensor) -> bytes:
     """A digest of the numbers, not of their width: a bfloat16 model is the same when it is read into float32."""
     narrow = tensor.bfloat16()
-    kept = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
-    raw: Any = kept.contiguous().flatten().view(torch.uint8).numpy()
+    shortest = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+    raw: Any = shortest.contiguous().flatten().view(torch.uint8).numpy()
     return hashlib.sha256(raw).digest()

@@ -1,7 +1,7 @@
 """Documents from files, in the form that lm-eval's own tasks know from the hub.
 
-A task stays lm-eval's, prompts and metrics included; only where its documents come from changes: a function here for
-each data set, by its name on the hub. They read files as their authors publish them. A task of a suite's own names
+A task stays lm-eval's, prompts and metrics included; only its documents come from elsewhere. READERS has a function for
+each data set, by its name on the hub, that reads the files as their authors publish them. A suite's own task names
 `jsonl` (or `text`) as its data set, and a file.
 """
 
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 class Splits(dict[str, Dataset]):
-    """A split that is not among the files is there, and empty: tasks name their train split even if they need none."""
+    """Documents by split. A split without a file is empty: tasks name their train split even if they need none."""
 
     def __missing__(self, name: str) -> Dataset:
         return next(iter(self.values())).select([])
@@ -80,7 +80,7 @@ def csv_rows(folder: Path, file: str, *keys: str) -> Iterator[Row]:
 
 
 def after(row: Row, key: str, start: str, where: str) -> str:
-    """What follows the word that the file has before each question and the task's prompt has too."""
+    """row[key] without `start`, which the file has before each question and the task's prompt would add once more."""
     value = str(row[key])
     if not value.startswith(start):
         raise ValueError(f"{where}: {key} starts with {value[:20]!r} instead of {start!r}; is this the right file?")

@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
-FILL = 256  # tokens that a forward of its own must save: what a small forward costs beside a large one
-LONGEST = 512  # tokens up to which a row grows, or twice its last input: all of a row's tokens are compared with all
+FILL = 256  # tokens that a group must save: what a small forward of its own, for the prefix, costs beside a large one
+LONGEST = 512  # tokens up to which a row grows, or twice its last input: attention compares all of a row with all
 WORTH = 4  # an input joins a row if it shares a fourth of itself: less does not pay for the mask that trees need
 FOREVER = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
 class Input:
-    """What one forward reads, and from which position on somebody wants to know what comes next."""
+    """Tokens to read, and the first position at which what comes next is asked for."""
 
     tokens: Ids
     scored: int
@@ -62,7 +62,7 @@ class Batch:
 @dataclass(frozen=True)
 class Plan:
     prefixes: tuple[Ids, ...]  # of each group; empty: its rows share nothing
-    batches: tuple[Batch, ...]  # those of a group are neighbours
+    batches: tuple[Batch, ...]  # batches of a group are neighbours
 
     @property
     def tokens(self) -> int:
@@ -71,8 +71,8 @@ class Plan:
 
 
 def plan(inputs: Sequence[Input], budget: int, *, trees: bool = True) -> Plan:
-    """Batches of at most `budget` tokens, but for rows that are longer by themselves. Without trees a row is one input:
-    rows that are going to grow."""
+    """Batches of at most `budget` tokens, but for rows that are longer by themselves. Without trees a row is one input,
+    for rows that are going to grow."""
     if not inputs:
         return Plan((), ())
     # big-endian bytes sort as the numbers do, and much faster than lists
@@ -83,12 +83,12 @@ def plan(inputs: Sequence[Input], budget: int, *, trees: bool = True) -> Plan:
         for i, length in enumerate(shared)
         if not (trees and inputs[order[i]].scored == inputs[order[i + 1]].scored <= length)
     ]
-    units = list(zip(starts, [*starts[1:], len(order)], strict=True))  # inputs of one context
-    free = [min(inputs[i].scored for i in order[a:b]) for a, b in units]  # what is before everything scored
+    units = list(zip(starts, [*starts[1:], len(order)], strict=True))  # (first, last + 1) in `order`: one context each
+    free = [min(inputs[i].scored for i in order[a:b]) for a, b in units]  # tokens before all that is scored
     between = [min(shared[b - 1], free[u], free[u + 1]) for u, (_, b) in enumerate(units[:-1])]
     prefixes: list[Ids] = []
     batches: list[Batch] = []
-    loose: list[Row] = []
+    loose: list[Row] = []  # of no group
     for first, last, length in grouped(between):
         among = range(units[first][0], units[last - 1][1])
         rows = tree_rows(inputs, order, shared, among, length, trees)
@@ -104,6 +104,7 @@ def plan(inputs: Sequence[Input], budget: int, *, trees: bool = True) -> Plan:
 
 
 def common(a: Ids, b: Ids) -> int:
+    """The number of tokens that both begin with."""
     size = min(len(a), len(b))
     differ = a[:size] != b[:size]
     at = int(differ.argmax()) if size else 0
@@ -113,8 +114,9 @@ def common(a: Ids, b: Ids) -> int:
 def grouped(between: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(first, last, shared prefix) of groups of neighbours.
 
-    between[i] is what units i and i + 1 share. The longest intervals that share so much are a tree; from its leaves
-    upwards each is made one group if that saves more than its parts do: depth * (size - 1), less what a fill costs.
+    between[i] is how many tokens units i and i + 1 share, their depth. The longest intervals of at least a depth form a
+    tree; from its leaves upwards an interval is made one group if that saves more than its parts do:
+    depth * (size - 1), less what a fill costs.
     """
     # (depth, first, saved, groups) of intervals still open, each deeper than the one before
     Open = list[tuple[int, int, int]]
@@ -133,13 +135,13 @@ def grouped(between: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             stack.append((top, start, more + saved, before))
         else:
             stack.append((depth, first, saved, groups))
-    # those that have no group of their own share what neighbours share within a row
-    for alone, some in itertools.groupby(stack[0][3], key=lambda group: group[2] == 0):
-        if alone:
-            ungrouped = list(some)
+    # units without a group form one without a prefix: neighbours still share what a row's tree lets them
+    for no_prefix, part in itertools.groupby(stack[0][3], key=lambda group: group[2] == 0):
+        if no_prefix:
+            ungrouped = list(part)
             yield ungrouped[0][0], ungrouped[-1][1], 0
         else:
-            yield from some
+            yield from part
 
 
 def tree_rows(
@@ -166,21 +168,21 @@ def tree_rows(
 
 
 def batched(rows: Sequence[Row], group: int, budget: int) -> Iterator[Batch]:
-    """Longest first: if memory is short, that is known at once."""
-    held: list[Row] = []
+    """Batches of rows, the longest first: if memory is short, that is known at once."""
+    batch: list[Row] = []
     size = 0
     for row in sorted(rows, key=len, reverse=True):
-        if held and size + len(row) > budget:
-            yield Batch(group, tuple(held))
-            held, size = [], 0
-        held.append(row)
+        if batch and size + len(row) > budget:
+            yield Batch(group, tuple(batch))
+            batch, size = [], 0
+        batch.append(row)
         size += len(row)
-    if held:
-        yield Batch(group, tuple(held))
+    if batch:
+        yield Batch(group, tuple(batch))
 
 
 def share(batches: Sequence[Batch], prefixes: Sequence[Ids], rank: int, ranks: int) -> list[Batch]:
-    """A rank's own, in order and by tokens: a group is on as few ranks as it can be."""
+    """The batches of one rank: neighbours, so that few ranks fill a group's prefix, of about equally many tokens."""
     cost = [batch.tokens + 0.1 * len(prefixes[batch.group]) for batch in batches]
     middle = np.cumsum(cost) - np.array(cost) / 2 if batches else np.empty(0)
     return [b for b, at in zip(batches, middle, strict=True) if int(at * ranks / sum(cost)) == rank]

@@ -13,19 +13,19 @@ from training.parallel.collectives import gather
 
 @dataclass(frozen=True)
 class Ranks:
-    """`index` of `count` shares of the work. Ranks of one share (tensor parallel) do the same."""
+    """This process's share of the work: `index` of `count`. Ranks of tensor parallelism have the same share."""
 
     index: int = 0
     count: int = 1
 
     def any(self, mine: bool) -> bool:
-        """Whether one of all processes says yes."""
+        """Returns whether any process brings True. All processes call it together."""
         if not dist.is_initialized():
             return mine
-        flag = torch.tensor(int(mine), dtype=torch.int32)  # host memory: over gloo, also where there is NCCL
+        flag = torch.tensor(int(mine), dtype=torch.int32)  # on the host: over gloo, also where there is NCCL
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 
     def gather(self, value: Any) -> list[Any]:
-        """What each process says, in order of ranks."""
+        """Returns each process's value, in order of ranks."""
         return gather(value)

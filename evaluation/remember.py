@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 1  # of how answers are computed: one that would change them starts anew
+VERSION = 1  # of how answers are computed; a change that alters answers raises it, so that old ones are not used
 
 
 def key(kind: str, *parts: NDArray[np.int64] | str) -> str:
-    """A request's key: `kind`, and the tokens or texts that it is made of."""
+    """A digest of a request: of `kind`, and of the tokens or texts that it is made of."""
     sums = hashlib.blake2b(kind.encode(), digest_size=16)
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part.tobytes()
@@ -28,6 +28,8 @@ def key(kind: str, *parts: NDArray[np.int64] | str) -> str:
 
 
 class Remembered:
+    """Answers by request key: read from all processes' files at first, then appended to this process's own."""
+
     def __init__(self, folder: str | Path, fingerprint: str, dtype: str, rank: int = 0) -> None:
         self.folder = Path(folder) / f"{fingerprint[:16]}-{dtype}-{VERSION}"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -40,10 +42,10 @@ class Remembered:
                     continue  # the last line of a process that was killed while it wrote
                 self.answers[name] = answer
         self.file = (self.folder / f"{rank}.jsonl").open("ab")
-        self.file.write(b"\n")  # what comes does not join half a line
+        self.file.write(b"\n")  # so that new lines do not join half a line that a kill left
 
     def put(self, answers: Mapping[str, Any]) -> None:
-        """Written together, and at once: a kill loses no more than the batch in work."""
+        """Writes the answers together and at once: a kill loses no more than the batch in work."""
         self.file.write(b"".join(json.dumps(pair).encode() + b"\n" for pair in answers.items()))
         self.file.flush()
 

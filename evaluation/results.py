@@ -39,7 +39,7 @@ class Item:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """The same in every run on the same items. The number tells apart the few documents that a task has twice."""
+        """Names an item in every run of a suite. The number tells apart the few documents that a task has twice."""
         return self.task, self.doc_hash, self.doc
 
 
@@ -55,7 +55,7 @@ class Task:
     fewshot: int
     version: str
     output: str  # multiple_choice | loglikelihood | loglikelihood_rolling | generate_until
-    groups: tuple[str, ...] = ()  # it counts in, innermost first
+    groups: tuple[str, ...] = ()  # that it counts in, innermost first
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Evaluation:
 
 
 def save(folder: str | Path, run: Evaluation, items: Iterable[Item]) -> Path:
-    """run.json is written last: a folder that has one is whole."""
+    """Writes both files and returns the folder. run.json is written last: a folder that has one is whole."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(asdict(item), ensure_ascii=False, separators=(",", ":")) for item in items)
@@ -126,7 +126,7 @@ def load(folder: str | Path) -> Evaluation:
 
 
 def items(folder: str | Path) -> Iterator[Item]:
-    """In the order of the tasks and of their documents."""
+    """The items of a run, in the order of its tasks and of their documents."""
     path = Path(folder) / "items.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} has no items.jsonl; give a folder that `python -m evaluation run` has finished")
@@ -142,7 +142,7 @@ def items(folder: str | Path) -> Iterator[Item]:
 
 
 def made(kind: type[T], value: Any, path: Path) -> T:
-    """JSON has no tuples: lists become them."""
+    """A `kind` of a JSON object, whose lists become tuples. ValueError if its keys are not the fields of `kind`."""
     names = {f.name for f in fields(kind)}
     if not isinstance(value, dict) or set(value) != names:
         raise ValueError(f"{path} holds {kind.__name__.lower()}s with other keys than this version reads; run it again")

@@ -49,7 +49,7 @@ from upcycle.config import read
 from upcycle.disk import write_atomic
 from upcycle.spec import MoESpec
 
-PAIRS = 64  # experts: of more, the table of pairs is for machines, and only the strongest pairs are kept
+PAIRS = 64  # experts up to which the table of all pairs is written; of more, only the STRONGEST pairs
 STRONGEST = 12
 
 
@@ -70,7 +70,7 @@ class RoutingConfig:
 
 
 class Watch:
-    """Counts what the routers of a model choose. Hung into its blocks like balance.py, and out again."""
+    """Counts what the routers of a model choose. Within, it takes the place of each block's `balance` (balance.py)."""
 
     def __init__(self, model: Decoder, granularity: int) -> None:
         self.blocks = [(int(n), layer.ffn) for n, layer in model.layers.items() if isinstance(layer.ffn, MoE)]
@@ -79,10 +79,11 @@ class Watch:
         size, device = len(self.blocks), self.blocks[0][1].router.weight.device
         self.count_LN = torch.zeros(size, self.experts, dtype=torch.int64, device=device)
         self.pair_LNN = torch.zeros(size, self.experts, self.experts, dtype=torch.float64, device=device)
-        # tokens; of them with whole groups; router entropy; whole, missing and doubled
+        # sums over tokens: 1, whole groups, router entropy, whole, missing, doubled
         self.sums_L6 = torch.zeros(size, 6, dtype=torch.float64, device=device)
 
     def see(self, number: int, routing: Routing) -> Routing:
+        """Counts a block's routing and returns it unchanged; `number` is the block's, among MoE layers."""
         expert_TK = routing.expert_TK
         self.count_LN[number] += expert_counts(expert_TK, self.experts)
         chosen_TN = torch.zeros_like(routing.scores_TN, dtype=torch.float32).scatter_(1, expert_TK, 1.0)
@@ -107,7 +108,7 @@ class Watch:
 
 @torch.no_grad()
 def count(model: Decoder, token_BS: Tensor, granularity: int) -> Watch:
-    """One domain's choices, a sequence at a time: nothing is padded, so nothing else is counted."""
+    """Counts of one domain's choices, a sequence at a time: nothing is padded, so no padding is counted."""
     with Watch(model, granularity) as watch:
         for row_S in token_BS:
             model.hidden(row_S[None])
@@ -127,7 +128,7 @@ def specialisation(count_CN: Tensor) -> float | None:
 
 
 def together(pair_NN: Tensor, tokens: float) -> Tensor:
-    """Observed / expected of independent choices; nan for an expert that was never chosen and for itself."""
+    """How often two are chosen together / were choices independent; nan for an expert never chosen, and with itself."""
     chance_N = pair_NN.diagonal() / tokens
     lift_NN = (pair_NN / tokens) / (chance_N[:, None] * chance_N[None, :])
     return lift_NN.fill_diagonal_(math.nan)
@@ -164,7 +165,7 @@ def spread(block: MoE, granularity: int) -> list[float]:
 
 
 def moved(model: Decoder, start: Origin) -> dict[str, float]:
-    """role of an expert or a router -> relative distance to what it is at `start`, a tensor on disk at a time."""
+    """Relative distance of each expert and router to what it was at `start`, by role; a tensor on disk at a time."""
     now = layout.views(model)
     difference: dict[str, float] = {}
     before: dict[str, float] = {}
@@ -186,12 +187,12 @@ def moved(model: Decoder, start: Origin) -> dict[str, float]:
     return {owner: math.sqrt(square / before[owner]) for owner, square in difference.items()}
 
 
-# ---- all of it
+# ---- a checkpoint and its texts, to the table
 
 
 @contextmanager
 def started(source: str) -> Iterator[Origin]:
-    """What training began with."""
+    """Opens what training began with: a folder or hub id, or what a run upcycled as it loaded."""
     run = Path(source)
     made = standalone.upcycled(run)
     with layout.online(made, standalone.measured_before(run)) if made else layout.opened(source) as origin:
@@ -254,7 +255,7 @@ def batches(origin: Origin, path: str, config: RoutingConfig) -> Tensor:
 def describe(
     model: Decoder, watches: dict[str, Watch], granularity: int, distances: dict[str, float] | None
 ) -> dict[str, Any]:
-    """As JSON can hold it."""
+    """The measurements, as JSON can hold them."""
     first = next(iter(watches.values()))
     count_CLN = torch.stack([watch.count_LN.cpu() for watch in watches.values()])
     pair_LNN = torch.stack([watch.pair_LNN.cpu() for watch in watches.values()]).sum(0)
@@ -310,7 +311,7 @@ def strongest(lift_NN: Tensor) -> list[tuple[int, int, float]]:
 
 
 def plain(table: Tensor) -> list[Any]:
-    """Nested lists of four digits, null for nan."""
+    """Nested lists of numbers with four digits, None for nan."""
 
     def cell(value: Any) -> Any:
         if isinstance(value, list):

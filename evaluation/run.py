@@ -102,19 +102,19 @@ def read_config(words: Sequence[str]) -> RunConfig:
 
 
 def is_config(name: str) -> bool:
-    """A file with a `suite`; else it is a suite."""
+    """Whether `name` is a config, which is a YAML file with the key `suite`; else it names a suite."""
     path = next((p for p in (Path(name), READY / f"{name}.yaml") if p.is_file()), None)
     if path is None:
         return False
     try:
         found = yaml.safe_load(path.read_text())
     except yaml.YAMLError:
-        return True  # and read() says what is wrong with it
+        return True  # read() says what is wrong with it
     return isinstance(found, dict) and "suite" in found
 
 
 def run(config: RunConfig, command: str) -> Path:
-    """Returns the folder with the results (results.py)."""
+    """Asks the model and returns the folder with the results (results.py)."""
     started, clock = datetime.now(UTC), time.monotonic()
     with processes(config.device) as device:
         # before the model: what is missing is found in seconds
@@ -127,13 +127,13 @@ def run(config: RunConfig, command: str) -> Path:
         folder = Path(config.output or f"runs/eval/{Path(config.suite).stem}-{about.name}-{about.fingerprint[:8]}")
         engine = Engine(model.model, config.tokens, ranks_of(mesh), mesh.group("tp"), progress=mesh.rank == 0)
         remembered = Remembered(folder / "cache", about.fingerprint, config.dtype, mesh.rank)
-        engine.ranks.any(False)  # all have read before one writes
+        engine.ranks.any(False)  # all ranks have read the cache before one writes to it
         lm = DecoderLM(engine, model.tokenizer, remembered=remembered, stops=model.stops, generate=config.generate)
         prepared = time.monotonic()
         answered = ask(lm, found, config.limit, BOOTSTRAP)
         remembered.close()
         clock_end = time.monotonic()
-        done = Evaluation(
+        evaluation = Evaluation(
             model=about,
             suite=config.suite,
             command=command,
@@ -147,20 +147,20 @@ def run(config: RunConfig, command: str) -> Path:
             notes=(*found.notes, *notes_of(config, lm)),
         )
         if mesh.rank == 0:
-            results.save(folder, done, items_of(answered, found))
-            print(table(done))
+            results.save(folder, evaluation, items_of(answered, found))
+            print(table(evaluation))
             print(f"\n{folder}: run.json, items.jsonl")
     return folder
 
 
 def live(config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh) -> Ask:
-    """What asks a model in training the suite that its run's `eval` keys name: a training.evaluate.Suite."""
+    """A function that asks a model in training the suite of its run's `eval` keys; see training.evaluate.Suite."""
     if mesh.size("pp") > 1:
         raise ValueError(f"mesh.pp={mesh.size('pp')}: a pipeline is not evaluated while it trains; write eval.every=0")
     source = str(origin.files[0].parent) if origin.files else "the checkpoint"
-    words = load.load_tokenizer(source, origin, config.tokenizer)
-    asked: dict[str, Any] = {name: getattr(config, name) for name in ("data", "texts", "fewshot", "limit")}
-    return partial(evaluate_live, model, words, config.suite, mesh, **asked)
+    tokenizer = load.load_tokenizer(source, origin, config.tokenizer)
+    options: dict[str, Any] = {name: getattr(config, name) for name in ("data", "texts", "fewshot", "limit")}
+    return partial(evaluate_live, model, tokenizer, config.suite, mesh, **options)
 
 
 def evaluate_live(
@@ -192,7 +192,7 @@ def ranks_of(mesh: ParallelMesh) -> Ranks:
 
 
 def ask(lm: DecoderLM, found: tasks.Tasks, limit: int, bootstrap: int) -> Any:
-    """lm-eval's own prompts, metrics and standard errors. Every process does all of it but the forwards."""
+    """lm-eval's results, with its own prompts, metrics and standard errors. Processes divide only the forwards."""
     was_training = lm.engine.model.training
     with tasks.alone(), lm.engine.open():
         try:
@@ -208,11 +208,12 @@ def ask(lm: DecoderLM, found: tasks.Tasks, limit: int, bootstrap: int) -> Any:
 
 
 def metric_name(metric: str, chosen: str) -> str:
-    """lm-eval's `acc,none` is acc; exact_match,strict-match keeps how the answer was found."""
+    """lm-eval's `acc,none` becomes acc; exact_match,strict-match keeps the filter that found the answer."""
     return metric if chosen == "none" else f"{metric},{chosen}"
 
 
 def numbers(row: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """(metrics, standard errors) of a row of lm-eval's results."""
     values: dict[str, float] = {}
     errors: dict[str, float] = {}
     for name, value in row.items():
@@ -269,7 +270,7 @@ def items_of(answered: Any, found: tasks.Tasks) -> Iterator[Item]:
             known = merged.get(sample["doc_id"])
             if known is None:
                 merged[sample["doc_id"]] = item(name, task, sample, scores)
-            else:  # another way to find the answer in the same text
+            else:  # another filter, which finds the answer in the same text its own way
                 merged[sample["doc_id"]] = replace(known, scores={**known.scores, **scores})
         yield from (merged[number] for number in sorted(merged))
 
@@ -303,10 +304,10 @@ def item(name: str, task: Any, sample: Mapping[str, Any], scores: Mapping[str, S
 def score(metric: str, value: Any) -> Score:
     if isinstance(value, tuple):
         return float(value[0]), float(value[1])
-    return (float(value), 1.0) if metric == "perplexity" else float(value)  # of one word: nats, and one unit
+    return (float(value), 1.0) if metric == "perplexity" else float(value)  # of a word: its nats, one unit
 
 
-# ---- what is said about a run
+# ---- about a run: versions, work, notes, table
 
 
 def versions() -> dict[str, str]:

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEVEL = 0.95
-LEAST = 3  # seeds that have an interval: that of two, 12.7 standard errors to each side, would only look like one
+LEAST = 3  # seeds that an interval needs: with two it would reach 12.7 standard errors to each side and say nothing
 
 
 @dataclass(frozen=True)
 class Paired:
     seeds: int
     mean: float
-    low: float | None = None  # no interval: fewer than LEAST seeds
+    low: float | None = None  # None: fewer than LEAST seeds have no interval
     high: float | None = None
 
     def verdict(self, higher_is_better: bool = False) -> str:
@@ -31,7 +31,7 @@ class Paired:
 
 
 def paired(differences: Sequence[float]) -> Paired:
-    """The mean of one difference a seed, and its interval."""
+    """The mean of the differences, one of each seed, and its interval. ValueError if there are none."""
     seeds = len(differences)
     if not seeds:
         raise ValueError("there is no seed that both have finished, so there is no difference; train one seed of both")
@@ -44,7 +44,7 @@ def paired(differences: Sequence[float]) -> Paired:
 
 
 def student(freedom: int, level: float = LEVEL) -> float:
-    """How many standard errors to each side hold `level` of Student's t with so many degrees of freedom."""
+    """The t for which -t ... t holds the share `level` of Student's distribution of so many degrees of freedom."""
     low, high = 0.0, 1.0
     while inside(high, freedom) < level:
         high *= 2
@@ -55,7 +55,7 @@ def student(freedom: int, level: float = LEVEL) -> float:
 
 
 def inside(t: float, freedom: int) -> float:
-    """The chance of -t ... t, a finite sum for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """The share in -t ... t, a finite sum for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(freedom))
     square, odd = math.cos(angle) ** 2, freedom % 2
     term = total = 1.0

@@ -1,10 +1,12 @@
-"""A suite, which is a file of suites/, as lm-eval's tasks.
+"""Suites as lm-eval's tasks: `load` reads a file of suites/ and gives the tasks it names, with their documents.
+
+The keys of a suite:
 
 tasks:    names that lm-eval knows (tasks, groups), or tasks written out, with files beside the suite
-folders:  of lm-eval's own collection, where those names are; all of it unless given, which takes 11 seconds to read
+folders:  those of lm-eval's own collection that have these names; without it all, which takes 11 seconds to read
 fewshot:  examples in a prompt, where a task does not fix them
-texts:    true: takes texts=[...], a task for each file, instead of its tasks
-notes:    task: what must be known of it when it is read from files
+texts:    true if the suite takes texts=[...] and has a task for each file, instead of `tasks`
+notes:    {task: what a reader must know of it when it is read from files}
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from upcycle.text import SUFFIXES
 
 SUITES = Path(__file__).parent / "suites"
 LM_EVAL = Path(lm_eval.tasks.__file__).parent
-SEED = 1234  # of the examples that are drawn; lm-eval's own
+SEED = 1234  # draws the examples of prompts; lm-eval's own value
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ def load(name: str, data: str = "", texts: Sequence[str] = (), fewshot: int | No
     suite, beside = read_suite(name)
     if texts and not suite.texts:
         raise ValueError(f"suite {name} takes no texts; use suite=perplexity")
-    wanted: list[Any] = [text_task(text) for text in found_texts(data, texts)] if suite.texts else []
-    names = list(wanted or suite.tasks)
+    text_tasks: list[Any] = [text_task(text) for text in found_texts(data, texts)] if suite.texts else []
+    names = list(text_tasks or suite.tasks)
     borrowed = any(isinstance(task, str) for task in names)
     folders = [LM_EVAL / folder for folder in suite.folders] or [LM_EVAL] * borrowed
     for folder in folders:
@@ -95,7 +97,7 @@ def load(name: str, data: str = "", texts: Sequence[str] = (), fewshot: int | No
 
 
 def examples(task: Any, wanted: int | None) -> None:
-    """As lm-eval's own command: a task that fixes none keeps none."""
+    """Sets a task's number of examples as lm-eval's own command does: a task that fixes it to 0 keeps 0."""
     fixed = task.get_config("num_fewshot")
     if fixed is None or (wanted is not None and fixed != 0):
         task.set_config(key="num_fewshot", value=wanted or 0)
@@ -109,23 +111,23 @@ def examples(task: Any, wanted: int | None) -> None:
 
 
 def with_files(known: Any, names: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    """Names whose data sets can be read from files, and the others."""
-    kept: list[Any] = []
+    """(names whose data sets can be read from files, the other names)."""
+    readable: list[Any] = []
     left_out: list[str] = []
     for name in names:
         entry = known.task_index.get(name) if isinstance(name, str) else None
         path = (entry.cfg or {}).get("dataset_path") if entry else None
         if entry and path is None and entry.yaml_path:
             path = lm_eval.tasks._yaml_loader.load_yaml(entry.yaml_path, resolve_func=False).get("dataset_path")
-        (left_out if path and path not in offline.READERS else kept).append(name)
-    return kept, left_out
+        (left_out if path and path not in offline.READERS else readable).append(name)
+    return readable, left_out
 
 
 # ---- texts
 
 
 def found_texts(data: str, texts: Sequence[str]) -> list[str]:
-    """Those given; else the validation texts of the data folder (DOMAIN.val.jsonl.zst), if it has such."""
+    """The texts given; else the validation texts of the data folder (DOMAIN.val.jsonl.zst), if it has any."""
     if texts or not data:
         return list(texts)
     return sorted(str(path) for path in Path(data).glob("*.val.*") if path.name.endswith(SUFFIXES))
@@ -152,12 +154,12 @@ def text_task(path: str) -> dict[str, Any]:
     }
 
 
-# ---- lm-eval, changed for as long as it works for us
+# ---- patches of lm-eval, in place only while it works for us
 
 
 @contextmanager
 def reading(folder: Path | None, beside: Path) -> Iterator[None]:
-    """Documents come from files: a suite's own ones from beside it, and with `folder` those of the hub's data sets."""
+    """Within, documents come from files: a suite's own from its folder `beside`, with `folder` the hub's from there."""
     real = datasets.load_dataset
 
     def load_dataset(path: str, name: str | None = None, **options: Any) -> Any:
@@ -177,9 +179,10 @@ def reading(folder: Path | None, beside: Path) -> Iterator[None]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """lm-eval with its own seeds and without touching ours; no words and bars but ours; no processes beside threads.
+    """Within, lm-eval has its own seeds and leaves ours alone, prints nothing, shows no bars and forks no processes.
 
-    And prompts are made 40 times faster: it compiles a task's template anew for every document and every example.
+    Compiled templates are kept, so prompts are made 40 times faster: lm-eval compiles one anew for every document and
+    every example.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     logger, bars = logging.getLogger("lm_eval"), datasets.utils.are_progress_bars_disabled()

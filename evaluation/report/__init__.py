@@ -1,1 +1,1 @@
-"""The page that shows what was found."""
+"""The report: report (the command), facts (what it knows), page (as HTML), draw (its pictures)."""

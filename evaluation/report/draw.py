@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-SERIES = 6  # classes there are
-BINS = 9
-START = 0.1  # of a curve, which may be cut off
-HYPHEN = re.compile(r"(?<![\w.])-(?=[\d.])")  # that is a minus
+SERIES = 6  # classes of series in page.css
+BINS = 9  # classes of colour in a heat map
+START = 0.1  # share of a curve's x whose values may be cut off
+HYPHEN = re.compile(r"(?<![\w.])-(?=[\d.])")  # a hyphen that stands for a minus
 POINTS = 400  # a curve has no more; a screen shows no more
 Format = Callable[[float], str]
 
@@ -27,7 +27,7 @@ class Curve:
     series: int
     x: Sequence[float]
     y: Sequence[float]
-    faint: Sequence[float] = ()  # what y is the smoothed form of
+    faint: Sequence[float] = ()  # y before it was smoothed
     dots: bool = False
     low: Sequence[float] = ()  # of a band around y
     high: Sequence[float] = ()
@@ -92,7 +92,7 @@ def place(value: float, low: float, high: float) -> float:
 
 
 def legend(series: Mapping[str, int]) -> str:
-    """name -> its series; one name needs none."""
+    """Names with the line of their series; nothing for a single name."""
     if len(series) < 2:
         return ""
     keys = (f'<path class="line s{i % SERIES}" d="M1 5H27"/></svg>{escape(name)}</li>' for name, i in series.items())
@@ -106,7 +106,7 @@ def figure(title: str, unit: str, body: str, *, wide: bool = False) -> str:
 
 
 def axis(marks: Sequence[tuple[float, str]]) -> str:
-    """(position from 0 to 1, text) along the bottom."""
+    """Texts along the bottom, each at its position from 0 to 1."""
     return (
         '<div class="xs">'
         + "".join(f'<span style="left:{100 * at:.2f}%">{escape(text)}</span>' for at, text in marks)
@@ -118,7 +118,7 @@ def axis(marks: Sequence[tuple[float, str]]) -> str:
 
 
 def curves(title: str, unit: str, x_unit: str, found: Sequence[Curve], *, y_zero: bool = False) -> str:
-    """Lines over a common x; nothing to draw gives nothing. A start far above the rest is cut off, with ↑."""
+    """Lines over a common x; an empty text without any. A start far above the rest is cut off, with ↑."""
     found = [thinned(curve) for curve in found if len(curve.x)]
     if not found:
         return ""
@@ -241,7 +241,7 @@ def heat(
     palette: str,
     every: int = 0,
 ) -> str:
-    """A column an expert, a cell a number. `every`: a hair line after so many columns, where they belong together."""
+    """A column an expert, a cell a number. `every`: a hair line after so many columns, which belong together."""
     height, width = len(table), len(table[0])
     cells: dict[int, list[str]] = {}
     for y, line in enumerate(table):
@@ -281,7 +281,7 @@ def scale(palette: str, labels: dict[int, str], about: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column names a row; columns of numbers stand right."""
+    """A table whose first column names a row; columns of numbers are aligned right."""
     kinds = ["n" if all(re.match(r"[+−-]?[\d.]|$", row[i]) for row in rows) else "w" for i in range(len(head))]
     top = "".join(f'<th scope="col" class="{kind}">{escape(cell)}</th>' for kind, cell in zip(kinds, head, strict=True))
     body = ""

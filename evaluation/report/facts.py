@@ -1,4 +1,4 @@
-"""What a report knows: everything that lies in the given folders, read once, and the sentences that follow from it."""
+"""What a report knows (`gather`): all that lies in the given folders, and the sentences that follow from it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from upcycle.config import UpcycleConfig, build
 from upcycle.convert import MANIFEST
 from upcycle.inspect import read_manifest
 
-HEADLINES = 3  # that have a sentence each; of more, one says how many went which way
-GONE = "mesh"  # a key that older manifests have: of memory while training, which training.plan says
+HEADLINES = 3  # up to so many have a sentence each; more share one that counts their verdicts
+GONE = "mesh"  # a key of older manifests, about memory in training, which training.plan is for now
 Rows = list[tuple[str, str]]
 
 
@@ -45,7 +45,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the page says."""
+    """All that the page shows."""
 
     title: str
     made: str
@@ -81,7 +81,7 @@ def gather(paths: Sequence[str], title: str) -> Facts:
 
 
 def sorted_out(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[Path], list[Path]]:
-    """(evaluated, trained, planned, routed)"""
+    """(evaluated, trained, upcycled, routed) of the paths. ValueError for a path that is none of these."""
     evaluated: list[Path] = []
     trained: list[Path] = []
     made: list[Path] = []
@@ -100,7 +100,7 @@ def sorted_out(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[Path]
         for name in there:
             kinds[name].append(path)
         if METRICS in there:
-            made.append(path)  # it may have upcycled as it loaded
+            made.append(path)  # a training run may have upcycled as it loaded
     return evaluated, trained, made, routed
 
 
@@ -136,13 +136,13 @@ def score(
     name: str, title: str, metric: str, higher: bool, headline: bool, pairs: Sequence[tuple[Item, Item]]
 ) -> Score:
     a_N, _, unit_N, value = compare.arrays(metric, pairs)
-    nothing = float(value(np.zeros(1))[0])  # a difference to nothing, so that one interval does for both
+    at_zero = float(value(np.zeros(1))[0])  # bootstrap() is of a difference: A's scores are 0, and this is added back
     low, high = compare.bootstrap(np.zeros_like(a_N), a_N, unit_N, value, f"{name} {metric}")
     guess = [1 / len(item.choices) for item, _ in pairs if len(item.choices) > 1]
     chance = sum(guess) / len(guess) if metric.startswith("acc") and len(guess) == len(pairs) else None
     return Score(
-        name, title, metric, higher, headline, len(pairs), float(value(a_N.sum() / unit_N.sum())), low + nothing,
-        high + nothing, chance,
+        name, title, metric, higher, headline, len(pairs), float(value(a_N.sum() / unit_N.sum())), low + at_zero,
+        high + at_zero, chance,
     )  # fmt: skip
 
 
@@ -159,23 +159,23 @@ def plan_rows(folder: Path) -> Rows:
     try:
         with ExitStack() as stack:
             sources = [config.source or config.donors[0], *config.donors]
-            made = plan.build(config, [stack.enter_context(Checkpoint.open(name)) for name in sources])
-            return [*card.rows(made), *old]
+            upcycle_plan = plan.build(config, [stack.enter_context(Checkpoint.open(name)) for name in sources])
+            return [*card.rows(upcycle_plan), *old]
     except (ValueError, OSError) as error:
         stated = [(name, str(value)) for name, value in asdict(config).items() if name != "output"]
         return [*stated, *old, ("note", f"sizes are left out: {' '.join(str(error).split())}")]
 
 
 def settings(folder: Path) -> Rows:
-    """What a training run was, in a few lines."""
+    """The settings of a training run, in a few rows."""
     path = folder / "config.json"
     if not path.is_file():
         return []
     config = json.loads(path.read_text())
     model, data, schedule = config["model"], config["data"], config["schedule"]
-    made = standalone.upcycled(folder)
+    upcycled = standalone.upcycled(folder)
     return [
-        ("model", f"upcycled as it was loaded from {made.source}" if made else model["source"]),
+        ("model", f"upcycled as it was loaded from {upcycled.source}" if upcycled else model["source"]),
         ("steps", f"{config['steps']:,} of {config['batch']} sequences of {data['sequence']} tokens"),
         ("learning rate", f"{schedule['peak']:g} to {schedule['final']:g}, {schedule['warmup']} steps of warm-up"),
         ("compute", f"{model['compute']}, experts {model['experts']}, seed {config['seed']}"),
@@ -197,7 +197,7 @@ def verdict(found: Comparison) -> Iterator[str]:
     else:
         kinds = {"better": "better on", "worse": "worse on", "no difference shown": "not shown to differ on"}
         titles = {words: [d.title for d in headlines if d.verdict == kind] for kind, words in kinds.items()}
-        said = (f"{words} {len(some)} ({', '.join(some)})" for words, some in titles.items() if some)
+        said = (f"{words} {len(names)} ({', '.join(names)})" for words, names in titles.items() if names)
         yield f"Of {len(headlines)} headlines, {b} beside {a} is {'; '.join(said)}."
     if found.flips:
         gained = sum(f.gained for f in found.flips)
@@ -232,7 +232,7 @@ def mean(values: Iterable[float]) -> float:
     return sum(found) / len(found)
 
 
-# ---- where it is from
+# ---- provenance
 
 
 def provenance(run: Evaluation) -> Rows:

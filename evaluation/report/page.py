@@ -1,4 +1,4 @@
-"""The page itself: sections of facts.Facts as HTML, drawn by draw.py, dressed by page.css."""
+"""The page itself (`page`): sections of facts.Facts as HTML, drawn by draw.py, dressed by page.css."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 class Palette(dict[str, int]):
-    """A name -> its series, the same in every picture."""
+    """Series by name, the same in every picture; a new name gets the next one."""
 
     def __missing__(self, name: str) -> int:
         self[name] = len(self)
@@ -62,7 +62,7 @@ def document(title: str, by: str, tiles: str, said: Iterable[str], parts: Iterab
 
 
 def minus(text: str) -> str:
-    """A hyphen before a digit is too short for a minus."""
+    """The text with minus signs, where a hyphen before a digit is too short for one."""
     return draw.HYPHEN.sub("−", text)
 
 
@@ -94,16 +94,16 @@ def tiles(facts: Facts) -> Iterator[str]:
 
 
 def panels(found: Iterable[Any]) -> dict[tuple[str, bool], list[Any]]:
-    """By what can share an axis, per cent or one metric; headlines apart from their parts."""
+    """Scores or differences by (unit, headline): those that can share an axis, headlines apart from their parts."""
     out: dict[tuple[str, bool], list[Any]] = {}
-    for one in found:
-        unit = "per cent" if is_share(one.metric) else one.metric.replace("_", " ")
-        out.setdefault((unit, one.headline), []).append(one)
+    for row in found:
+        unit = "per cent" if is_share(row.metric) else row.metric.replace("_", " ")
+        out.setdefault((unit, row.headline), []).append(row)
     return out
 
 
 def panel(headline: bool, count: int, title: str, picture: str) -> str:
-    """Headlines are open, their parts are folded."""
+    """A picture of headlines, which is open, or of their parts, which is folded."""
     open_ = f'<p class="unit">{escape(title)}</p>{picture}'
     return open_ if headline else draw.folded(f"{count} parts; {title}", picture)
 
@@ -113,14 +113,14 @@ def scores_section(facts: Facts, color: Palette) -> str:
         return ""
     models, body = list(facts.scores), ""
     by_name = {model: {(s.name, s.metric): s for s in mine} for model, mine in facts.scores.items()}
-    for (unit, headline), some in panels(facts.scores[models[0]]).items():
+    for (unit, headline), group in panels(facts.scores[models[0]]).items():
         rows = []
-        for s in some:
-            there = [(model, by_name[model].get((s.name, s.metric))) for model in models]
-            marks = [Mark(color[model], t.value, t.low, t.high, ranged(t, t.value, number)) for model, t in there if t]
+        for s in group:
+            found = [(model, by_name[model].get((s.name, s.metric))) for model in models]
+            marks = [Mark(color[model], t.value, t.low, t.high, ranged(t, t.value, number)) for model, t in found if t]
             rows.append(ForestRow(s.title, f"{s.metric.replace('_', ' ')}, {s.items:,} items", marks, chance=s.chance))
-        title = f"{unit}, {better(some[0].higher_is_better)}"
-        body += panel(headline, len(rows), title, draw.forest(rows, axis_text(some[0].metric)))
+        title = f"{unit}, {better(group[0].higher_is_better)}"
+        body += panel(headline, len(rows), title, draw.forest(rows, axis_text(group[0].metric)))
     return draw.section(
         "Scores",
         "Each model on its own: a dot is the score, its bar the 95 % interval over items (bootstrap). A dotted line is "
@@ -133,16 +133,16 @@ def differences_section(facts: Facts, color: Palette) -> str:
     body = ""
     for found in facts.comparisons:
         body += f"<h3>{escape(found.b.name)} − {escape(found.a.name)}</h3>"
-        for (unit, headline), some in panels(found.differences).items():
+        for (unit, headline), group in panels(found.differences).items():
             rows = []
-            for d in some:
-                said, faded = ranged(d, d.difference, signed), d.verdict == "no difference shown"
+            for d in group:
+                text, faded = ranged(d, d.difference, signed), d.verdict == "no difference shown"
                 won = "" if d.only_a is None else f", {d.only_b:,} won, {d.only_a:,} lost"
-                mark = Mark(color[found.b.name], d.difference, d.low, d.high, said, faded)
+                mark = Mark(color[found.b.name], d.difference, d.low, d.high, text, faded)
                 note = f"p {compare.p_text(d.p_holm)}; {d.verdict}"
                 rows.append(ForestRow(d.title, f"{d.items:,} items{won}", [mark], note))
-            title = f"{'points' if unit == 'per cent' else unit}, {better(some[0].higher_is_better)}"
-            body += panel(headline, len(rows), title, draw.forest(rows, axis_text(some[0].metric), zero=True))
+            title = f"{'points' if unit == 'per cent' else unit}, {better(group[0].higher_is_better)}"
+            body += panel(headline, len(rows), title, draw.forest(rows, axis_text(group[0].metric), zero=True))
     counts = [sum(d.headline == h for c in facts.comparisons for d in c.differences) for h in (True, False)]
     return draw.section(
         "Differences",
@@ -173,8 +173,8 @@ def flips_section(facts: Facts) -> str:
             continue
         rows, gained = [], sum(f.gained for f in found.flips)
         for f in found.flips[:EXAMPLES]:
-            item, said = f"{f.task.replace('_', ' ')} {f.doc}", compare.apart((f.target, f.a if f.gained else f.b))
-            rows.append(("won" if f.gained else "lost", item, *said, minus(f"{f.swing:+.2f}")))
+            item, texts = f"{f.task.replace('_', ' ')} {f.doc}", compare.apart((f.target, f.a if f.gained else f.b))
+            rows.append(("won" if f.gained else "lost", item, *texts, minus(f"{f.swing:+.2f}")))
         title = f"{found.b.name}: {gained:,} won, {len(found.flips) - gained:,} lost"
         head = ("", "item", "right", "wrong answer", "swing")
         body += f"<h3>{escape(title)}</h3>{draw.table(head, rows)}"
@@ -223,7 +223,7 @@ def loss_section(facts: Facts, color: Palette) -> str:
 
 
 def mean_validation(run: plots.Curves) -> tuple[list[float], list[float]]:
-    """Over the sets, where they were looked at together."""
+    """(tokens, mean loss over the validation sets); empty unless all sets were evaluated at the same tokens."""
     points = [run.points(key) for key in run.keys(plots.VALID).values()]
     if not points or any(x != points[0][0] for x, _ in points):
         return [], []
@@ -231,7 +231,7 @@ def mean_validation(run: plots.Curves) -> tuple[list[float], list[float]]:
 
 
 def loss_tables(losses: Losses) -> str:
-    """Both points side by side."""
+    """The tables at equal tokens and at equal FLOPs, side by side."""
     tables = ""
     for title, by_run, at in (
         ("equal tokens", losses.at_equal_tokens, f"{draw.short(losses.tokens)} tokens each"),
@@ -250,7 +250,7 @@ def loss_tables(losses: Losses) -> str:
 # ---- experts
 
 Measure = Callable[[dict[str, Any]], float | None]
-MEASURES: tuple[tuple[str, str, Measure, bool], ...] = (  # title, unit, of a layer, from zero
+MEASURES: tuple[tuple[str, str, Measure, bool], ...] = (  # title, unit, value of a layer, axis from zero
     ("Fullest expert", "its load / the mean", lambda row: row["max_over_mean"], False),
     ("Entropy of the load", "1: balance", lambda row: row["entropy"], False),
     ("Domain specialisation", "0: none, 1: whole", lambda row: row["specialisation"], True),
@@ -263,7 +263,7 @@ MEASURES: tuple[tuple[str, str, Measure, bool], ...] = (  # title, unit, of a la
 )
 
 
-LOGGED = (  # of a layer, as balance/<layer>/... in metrics.jsonl; title, unit, from zero
+LOGGED = (  # NAME of balance/<layer>/NAME in metrics.jsonl, title, unit, axis from zero
     ("max_over_mean", "Fullest expert", "its load / the mean", False),
     ("whole", "Whole FFNs", "share of tokens", True),
     ("missing", "Slices missing", "a token, of whole FFNs", True),
@@ -273,10 +273,10 @@ LOGGED = (  # of a layer, as balance/<layer>/... in metrics.jsonl; title, unit, 
 
 def trained_section(facts: Facts, color: Palette) -> str:
     """What the runs logged of their own routing: by layer in the last line, and whole FFNs all along."""
-    mine = {run.name: color[run.name] for run in facts.runs if run.keys(plots.LAYER)}
-    if not mine:
+    series = {run.name: color[run.name] for run in facts.runs if run.keys(plots.LAYER)}
+    if not series:
         return ""
-    runs = [run for run in facts.runs if run.name in mine]
+    runs = [run for run in facts.runs if run.name in series]
     charts = [
         draw.curves(
             title, unit, "MoE layer", [Curve(r.name, color[r.name], *r.by_layer(name), dots=True) for r in runs],
@@ -293,7 +293,7 @@ def trained_section(facts: Facts, color: Palette) -> str:
     return draw.section(
         "Experts in training",
         about,
-        draw.legend(mine) + f'<div class="charts">{"".join(charts)}</div>',
+        draw.legend(series) + f'<div class="charts">{"".join(charts)}</div>',
     )
 
 
@@ -349,7 +349,7 @@ def expert_maps(name: str, found: dict[str, Any]) -> str:
     return body
 
 
-# ---- where from
+# ---- plan and provenance
 
 
 def plan_section(facts: Facts) -> str:

@@ -63,7 +63,7 @@ def markdown(facts: Facts) -> str:
 
 
 def as_json(facts: Facts) -> dict[str, Any]:
-    """Strict JSON: what is no number is null."""
+    """The facts as strict JSON: nan and infinity are null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,13 +1,13 @@
 """What the runs of a study say: figures of each run, differences paired by seed, curves over seeds.
 
-Three questions, each with an arm of its own that ran its own whole schedule:
+Three questions, each answered by an arm that ran a whole schedule of its own:
 
     tokens    an arm beside the control, on as many tokens
     flops     an arm beside one that spent as many FLOPs: `match: flops`, or the control where a token costs the same
     seconds   an arm beside one that trained for as long: `match: seconds`
 
-Seconds are those of training steps as measured, without validation. A run counts when it is finished; a curve shows
-what is there.
+Seconds are those of training steps as measured, without validation. Differences are of finished runs; a curve
+shows what is there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAME = 0.01  # share by which what is held equal may differ: a token's FLOPs by 
 
 @dataclass(frozen=True)
 class Contrast:
-    """What seeds say of an arm beside another: arm - against, seed by seed."""
+    """The difference of a figure between two arms: arm - against, seed by seed."""
 
     question: str
     what: str  # a mean of validation sets, a set, or a suite's task
@@ -40,7 +40,7 @@ class Contrast:
     against: str
     seeds: tuple[int, ...]
     value: float  # mean over these seeds
-    other: float
+    other: float  # the same of `against`
     difference: Paired
     ratio: float  # of what is held equal: the arm's to the other's
 
@@ -63,7 +63,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Kept:
-    """A suite's task before and after."""
+    """Scores of a suite's task before and after training."""
 
     suite: str
     task: str
@@ -91,8 +91,8 @@ class Judged:
         return [outcome for outcome in self.outcomes if outcome.arm == arm]
 
     def drawn(self, arm: str) -> list[Outcome]:
-        """Whole curves, as soon as there is one: one that has just begun would hide the others."""
-        return [one for one in self.of(arm) if one.finished] or self.of(arm)
+        """The finished runs, or all if none is: a curve ends where its shortest run does."""
+        return [run for run in self.of(arm) if run.finished] or self.of(arm)
 
     @property
     def arms(self) -> list[str]:
@@ -101,29 +101,29 @@ class Judged:
 
 def judge(plan: Plan) -> Judged:
     pairs = [(arm, seed) for seed in plan.config.seeds for arm in plan.arms]
-    outcomes = [one for arm, seed in pairs if (one := outcome(arm, seed, plan.run_folder(arm, seed)))]
+    outcomes = [run for arm, seed in pairs if (run := outcome(arm, seed, plan.run_folder(arm, seed)))]
     order = list(plan.arms)
-    outcomes.sort(key=lambda one: (order.index(one.arm), one.seed))
-    found = Judged(plan.control, plan.means, plan.config.seeds, tuple(outcomes))
+    outcomes.sort(key=lambda run: (order.index(run.arm), run.seed))
+    judged = Judged(plan.control, plan.means, plan.config.seeds, tuple(outcomes))
     if not outcomes:
-        return found
-    sets = list(dict.fromkeys(name for one in outcomes for name in one.losses))
+        return judged
+    sets = list(dict.fromkeys(name for run in outcomes for name in run.losses))
     groups = {**plan.means, **{name: (name,) for name in sets if (name,) not in plan.means.values()}}
     contrasts = [
         contrast
         for name, inside in groups.items()
-        for contrast in loss_contrasts(plan, found, name, inside, headline=name in plan.means)
+        for contrast in loss_contrasts(plan, judged, name, inside, headline=name in plan.means)
     ]
-    answered, asked = answers(plan, found)
-    measured = {what for one in outcomes for what in one.overall}
+    after, kept = answers(plan, judged)
+    measured = {what for run in outcomes for what in run.overall}
     return replace(
-        found,
-        contrasts=(*contrasts, *score_contrasts(plan, found, answered)),
-        curves={name: bands(found, partial(Outcome.mean, sets=inside)) for name, inside in groups.items()},
-        differences={name: difference_bands(plan, found, inside) for name, inside in groups.items()},
-        layers=by_layer(found),
-        overall={what: bands(found, partial(Outcome.routing, what=what)) for what in sorted(measured)},
-        kept=asked,
+        judged,
+        contrasts=(*contrasts, *score_contrasts(plan, judged, after)),
+        curves={name: bands(judged, partial(Outcome.mean, sets=inside)) for name, inside in groups.items()},
+        differences={name: difference_bands(plan, judged, inside) for name, inside in groups.items()},
+        layers=by_layer(judged),
+        overall={what: bands(judged, partial(Outcome.routing, what=what)) for what in sorted(measured)},
+        kept=kept,
     )
 
 
@@ -131,15 +131,15 @@ def judge(plan: Plan) -> Judged:
 
 
 def questions(plan: Plan, found: Judged) -> Iterator[tuple[str, str, str]]:
-    """(question, arm, the arm that it is beside), of arms that have begun."""
+    """(question, arm, the arm that it is compared with), of arms that have begun."""
     first = {arm: found.of(arm)[0] for arm in found.arms}
     control = first.get(plan.control)
-    for name, one in first.items():
+    for name, run in first.items():
         if plan.arms[name].match:
             continue
-        if control and name != plan.control and one.whole_tokens == control.whole_tokens:
+        if control and name != plan.control and run.whole_tokens == control.whole_tokens:
             yield "tokens", name, plan.control
-            if control.flops_per_token and abs(one.flops_per_token / control.flops_per_token - 1) <= SAME:
+            if control.flops_per_token and abs(run.flops_per_token / control.flops_per_token - 1) <= SAME:
                 yield "flops", name, plan.control
     for name in first:
         arm = plan.arms[name]
@@ -149,7 +149,7 @@ def questions(plan: Plan, found: Judged) -> Iterator[tuple[str, str, str]]:
 
 def loss_contrasts(plan: Plan, found: Judged, name: str, sets: Sequence[str], *, headline: bool) -> Iterator[Contrast]:
     for question, arm, against in questions(plan, found):
-        values = [{one.seed: one.last(sets) for one in found.of(side)} for side in (arm, against)]
+        values = [{run.seed: run.last(sets) for run in found.of(side)} for side in (arm, against)]
         yield from contrast(found, question, name, "nats a token", headline, False, arm, against, *values)
 
 
@@ -157,13 +157,13 @@ def contrast(
     found: Judged, question: str, what: str, unit: str, headline: bool, higher: bool, arm: str, against: str,
     ours: Mapping[int, float | None], theirs: Mapping[int, float | None],
 ) -> Iterator[Contrast]:  # fmt: skip
-    """A contrast over the seeds that both have; none if there is no such."""
+    """Yields the contrast over the seeds that both have, or nothing if there are none."""
     values = {seed: (ours.get(seed), theirs.get(seed)) for seed in found.seeds}
     pairs = {seed: (a, b) for seed, (a, b) in values.items() if a is not None and b is not None}
     if not pairs:
         return
     spent = [
-        sum(getattr(one.spent, question) for one in found.of(side) if one.seed in pairs) for side in (arm, against)
+        sum(getattr(run.spent, question) for run in found.of(side) if run.seed in pairs) for side in (arm, against)
     ]
     yield Contrast(
         question,
@@ -199,16 +199,16 @@ def dict_of(curve: Curve) -> dict[int, tuple[Spent, float]]:
 
 
 def band(arm: str, by_seed: Sequence[Mapping[int, tuple[Spent, float]]]) -> Band:
-    """At the steps that every seed has come to; low and high are the seeds that lie farthest apart."""
-    begun = [one for one in by_seed if one]
-    shared = [step for step in begun[0] if all(step in one for one in begun)] if begun else []
-    values = [[one[step][1] for one in begun] for step in shared]
+    """An arm's band at the steps that every seed has reached; low and high are the lowest and the highest seed."""
+    begun = [curve for curve in by_seed if curve]
+    shared = [step for step in begun[0] if all(step in curve for curve in begun)] if begun else []
+    values = [[curve[step][1] for curve in begun] for step in shared]
     return Band(
         arm,
-        tuple(average([one[step][0] for one in begun]) for step in shared),
-        tuple(mean(some) for some in values),
-        tuple(min(some) for some in values),
-        tuple(max(some) for some in values),
+        tuple(average([curve[step][0] for curve in begun]) for step in shared),
+        tuple(mean(figures) for figures in values),
+        tuple(min(figures) for figures in values),
+        tuple(max(figures) for figures in values),
         len(begun),
     )
 
@@ -219,11 +219,11 @@ def average(spent: Sequence[Spent]) -> Spent:
 
 
 def difference_bands(plan: Plan, found: Judged, sets: Sequence[str]) -> tuple[Band, ...]:
-    """To the control at equal tokens, step by step; low and high are the interval, where seeds are enough for one."""
+    """Differences to the control at equal tokens; low and high are the interval, where seeds are enough for one."""
     out = []
     for arm in (arm for question, arm, _ in questions(plan, found) if question == "tokens"):
         curves = [
-            {one.seed: {round(s.tokens): (s, v) for s, v in one.mean(sets)} for one in found.drawn(side)}
+            {run.seed: {round(s.tokens): (s, v) for s, v in run.mean(sets)} for run in found.drawn(side)}
             for side in (arm, plan.control)
         ]
         seeds = [seed for seed in curves[0] if curves[0][seed] and curves[1].get(seed)]
@@ -240,9 +240,9 @@ def by_layer(found: Judged) -> dict[str, dict[str, dict[int, float]]]:
     """what -> arm -> layer -> mean over seeds of the latest figure."""
     out: dict[str, dict[str, dict[int, float]]] = {}
     for arm in found.arms:
-        some = [one.layers for one in found.of(arm)]
-        for what in sorted({what for layers in some for what in layers}):
-            mine = [layers[what] for layers in some if what in layers]
+        runs = [run.layers for run in found.of(arm)]
+        for what in sorted({what for layers in runs for what in layers}):
+            mine = [layers[what] for layers in runs if what in layers]
             out.setdefault(what, {})[arm] = {n: mean(m[n] for m in mine if n in m) for n in sorted(mine[0])}
     return out
 
@@ -253,12 +253,12 @@ Answered = Mapping[str, Mapping[int, Mapping[tuple[str, str], Score]]]
 
 
 def answers(plan: Plan, found: Judged) -> tuple[Answered, tuple[Kept, ...]]:
-    """Scores by arm and seed, and the same beside those of the models that they began with."""
+    """(scores by arm and seed, the same beside the scores of the models that the arms began with)."""
     suites = suites_of(plan)
     if not suites:
         return {}, ()
     after = {
-        arm: {one.seed: scores(Path(one.folder) / "suites", suites) for one in found.of(arm)} for arm in found.arms
+        arm: {run.seed: scores(Path(run.folder) / "suites", suites) for run in found.of(arm)} for arm in found.arms
     }
     start = {arm: scores(before_folder(plan, checkpoint), suites) for arm, checkpoint in starts(plan).items()}
     every = {
@@ -277,11 +277,11 @@ def answers(plan: Plan, found: Judged) -> tuple[Answered, tuple[Kept, ...]]:
 
 
 def score_contrasts(plan: Plan, found: Judged, answered: Answered) -> Iterator[Contrast]:
-    keys = {key: score for by_seed in answered.values() for some in by_seed.values() for key, score in some.items()}
+    keys = {key: score for by_seed in answered.values() for tasks in by_seed.values() for key, score in tasks.items()}
     for key, score in keys.items():
         for question, arm, against in questions(plan, found):
             sides = [
-                {seed: some[key].value if key in some else None for seed, some in answered[side].items()}
+                {seed: tasks[key].value if key in tasks else None for seed, tasks in answered[side].items()}
                 for side in (arm, against)
             ]
             what, higher = f"{score.task} ({score.suite})", score.higher_is_better

@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Spent:
-    """By a run so far."""
+    """What a run has spent up to a step."""
 
     step: int
     tokens: float
@@ -37,24 +37,24 @@ Curve = Sequence[tuple[Spent, float]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run."""
+    """What a run has spent, reached and logged."""
 
     arm: str
     seed: int
     folder: str
-    steps: int  # that it is to make
+    steps: int  # that the run is to make
     spent: Spent
     finished: bool
     whole_tokens: int  # when it is finished
     flops_per_token: float
     tokens_per_s: float
     memory_gb: float
-    losses: Mapping[str, Curve]  # by validation set, where it was looked at
+    losses: Mapping[str, Curve]  # by validation set, at the steps where it was evaluated
     layers: Mapping[str, Mapping[int, float]]  # latest figure of each layer, by what is measured
     overall: Mapping[str, Curve]  # of all layers, by what is measured
 
     def last(self, sets: Sequence[str]) -> float | None:
-        """Mean loss over sets at its end; None if it is not finished or a loss is no number."""
+        """Mean loss over sets at the run's end; None if the run is not finished or a loss is no number."""
         curve = self.mean(sets)
         return curve[-1][1] if self.finished and curve and curve[-1][0].step == self.steps else None
 
@@ -62,14 +62,14 @@ class Outcome:
         return self.overall.get(what, ())
 
     def mean(self, sets: Sequence[str]) -> list[tuple[Spent, float]]:
-        """Where all of them were looked at."""
+        """Mean loss over sets, at the steps where all of them were evaluated."""
         by_step = [{spent.step: (spent, loss) for spent, loss in self.losses.get(name, ())} for name in sets]
-        shared = [step for step in by_step[0] if all(step in one for one in by_step)]
-        return [(by_step[0][s][0], math.fsum(one[s][1] for one in by_step) / len(sets)) for s in shared]
+        shared = [step for step in by_step[0] if all(step in losses for losses in by_step)]
+        return [(by_step[0][s][0], math.fsum(losses[s][1] for losses in by_step) / len(sets)) for s in shared]
 
 
 def outcome(arm: str, seed: int, folder: Path) -> Outcome | None:
-    """None before its first line."""
+    """The outcome of the run in `folder`; None before its first line."""
     file = folder.with_suffix(".yaml")
     if not (folder / metrics.FILE).is_file() or not file.is_file():
         return None
@@ -77,7 +77,7 @@ def outcome(arm: str, seed: int, folder: Path) -> Outcome | None:
     if not rows:
         return None
     spent = spending(rows)
-    whole = spent(rows[-1]["step"])
+    total = spent(rows[-1]["step"])
     timed = [row for row in rows if row.get("tokens_per_s")]
     names = dict.fromkeys(source.name for source in config.data.valid)
     layers: dict[str, dict[int, float]] = {}
@@ -91,11 +91,11 @@ def outcome(arm: str, seed: int, folder: Path) -> Outcome | None:
         seed,
         str(folder),
         config.steps,
-        whole,
+        total,
         finished(config, rows),
         config.steps * tokens_of_step(config),
-        whole.flops / whole.tokens if whole.tokens else 0.0,
-        whole.tokens / whole.seconds if whole.seconds else 0.0,
+        total.flops / total.tokens if total.tokens else 0.0,
+        total.tokens / total.seconds if total.seconds else 0.0,
         max((row.get("memory_gb") or 0.0 for row in timed), default=0.0),
         {name: points(rows, f"valid/{name}/loss", spent) for name in names},
         layers,
@@ -104,13 +104,13 @@ def outcome(arm: str, seed: int, folder: Path) -> Outcome | None:
 
 
 def finished(config: TrainConfig, rows: Sequence[Row]) -> bool:
-    """All its steps are made, and what is looked at after the last one was."""
+    """Whether all steps are made, and validation after the last one is logged."""
     last = rows[-1] if rows else {"step": -1}
     return last["step"] >= config.steps and all(f"valid/{s.name}/loss" in last for s in config.data.valid)
 
 
 def spending(rows: Sequence[Row]) -> Callable[[int], Spent]:
-    """By step. A line is of the steps since the one before; what is between two lies on the straight line."""
+    """What was spent, by step: linear between two lines. A line's seconds are of the steps since the line before."""
     at, tokens, flops, seconds = [0.0], [0.0], [0.0], [0.0]
     for row in rows:
         if row.get("tokens"):

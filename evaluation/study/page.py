@@ -33,7 +33,7 @@ def page(
     color = Palette()
     for arm in judged.arms:
         color[arm]
-    finished = sum(one.finished for one in judged.outcomes)
+    finished = sum(run.finished for run in judged.outcomes)
     by = f"{', '.join(judged.arms)}; seeds {', '.join(map(str, judged.seeds))}; {finished} runs finished; {made}"
     parts = [
         differences_section(judged, color),
@@ -51,18 +51,18 @@ def page(
 
 
 def headlines(judged: Judged) -> list[Contrast]:
-    return [one for one in judged.contrasts if one.headline]
+    return [contrast for contrast in judged.contrasts if contrast.headline]
 
 
 def tiles(judged: Judged) -> Iterator[str]:
-    for one in headlines(judged):
-        kind = {"better": "good", "worse": "bad"}.get(one.verdict, "")
-        about = f"{one.what} at {QUESTIONS[one.question]}, {one.arm} − {one.against}"
-        yield draw.tile(about, minus(f"{one.difference.mean:+.4f}"), minus(f"nats a token; {interval(one)}"), kind)
+    for c in headlines(judged):
+        kind = {"better": "good", "worse": "bad"}.get(c.verdict, "")
+        about = f"{c.what} at {QUESTIONS[c.question]}, {c.arm} − {c.against}"
+        yield draw.tile(about, minus(f"{c.difference.mean:+.4f}"), minus(f"nats a token; {interval(c)}"), kind)
 
 
 def interval(one: Contrast) -> str:
-    """What the seeds say, in short."""
+    """The interval over seeds and the verdict, in short."""
     d = one.difference
     if d.low is None or d.high is None:
         return f"{d.seeds} seed{'s' * (d.seeds > 1)}, {FEW}"
@@ -79,19 +79,19 @@ def plain(value: float, one: Contrast) -> str:
 
 
 def sentences(judged: Judged) -> Iterator[str]:
-    for one in headlines(judged):
-        judgement = {"better": "better than", "worse": "worse than"}.get(one.verdict, "not shown to differ from")
+    for c in headlines(judged):
+        judgement = {"better": "better than", "worse": "worse than"}.get(c.verdict, "not shown to differ from")
         yield (
-            f"At {QUESTIONS[one.question]}, {one.arm} is {judgement} {one.against} on {one.what}: "
-            f"{plain(one.value, one)} beside {plain(one.other, one)} nats a token ({shown(one.difference.mean, one)}; "
-            f"{interval(one)})."
+            f"At {QUESTIONS[c.question]}, {c.arm} is {judgement} {c.against} on {c.what}: "
+            f"{plain(c.value, c)} beside {plain(c.other, c)} nats a token ({shown(c.difference.mean, c)}; "
+            f"{interval(c)})."
         )
     if not headlines(judged):
         yield "No two arms have finished a seed that they share, so nothing is compared yet."
 
 
 def table(judged: Judged) -> str:
-    """For a terminal."""
+    """The headlines as a table for a terminal."""
     head = ("", "on", "arm", "loss", "beside", "loss", "difference", "95 % interval", "seeds", "")
     rows = [
         (
@@ -118,8 +118,8 @@ def between(paired: Paired, one: Contrast) -> str:
 
 
 def differences_section(judged: Judged, color: Palette) -> str:
-    body = forests([one for one in judged.contrasts if one.headline], color, "")
-    parts = [one for one in judged.contrasts if not one.headline and one.unit == "nats a token"]
+    body = forests([contrast for contrast in judged.contrasts if contrast.headline], color, "")
+    parts = [contrast for contrast in judged.contrasts if not contrast.headline and contrast.unit == "nats a token"]
     if parts:
         body += draw.folded(f"Each validation set by itself: {len(parts)} differences", forests(parts, color, ""))
     if not body:
@@ -136,17 +136,17 @@ def differences_section(judged: Judged, color: Palette) -> str:
 
 
 def forests(contrasts: Sequence[Contrast], color: Palette, about: str) -> str:
-    """One for each question."""
+    """A forest for each question."""
     body = about
     for question, title in QUESTIONS.items():
-        some = [one for one in contrasts if one.question == question]
+        chosen = [c for c in contrasts if c.question == question]
         rows = []
-        for one in some:
-            d, ends = one.difference, (one.difference.low, one.difference.high)
+        for c in chosen:
+            d, ends = c.difference, (c.difference.low, c.difference.high)
             low, high = (d.mean if end is None else end for end in ends)
-            mark = Mark(color[one.arm], d.mean, low, high, minus(shown(d.mean, one)), one.verdict[:2] == "no")
-            held = f"{plain(one.value, one)} beside {plain(one.other, one)}; {question} {one.ratio:.3f} : 1"
-            rows.append(ForestRow(f"{one.what}: {one.arm} − {one.against}", held, [mark], minus(interval(one))))
+            mark = Mark(color[c.arm], d.mean, low, high, minus(shown(d.mean, c)), c.verdict[:2] == "no")
+            detail = f"{plain(c.value, c)} beside {plain(c.other, c)}; {question} {c.ratio:.3f} : 1"
+            rows.append(ForestRow(f"{c.what}: {c.arm} − {c.against}", detail, [mark], minus(interval(c))))
         if rows:
             body += f"<h3>At {title}</h3>" + draw.forest(rows, lambda value: minus(f"{value:.4g}"), zero=True)
     return body
@@ -188,8 +188,8 @@ def charts(pictures: Sequence[str]) -> str:
 
 def lines(bands: Sequence[Band], axis: str, color: Palette) -> list[Curve]:
     return [
-        Curve(one.arm, color[one.arm], [getattr(at, axis) for at in one.spent], one.mean, (), True, one.low, one.high)
-        for one in bands
+        Curve(b.arm, color[b.arm], [getattr(at, axis) for at in b.spent], b.mean, (), True, b.low, b.high)
+        for b in bands
     ]
 
 
@@ -198,27 +198,27 @@ def lines(bands: Sequence[Band], axis: str, color: Palette) -> list[Curve]:
 
 def suites_section(judged: Judged, color: Palette) -> str:
     rows = []
-    for kept in judged.kept:
-        for arm, after in kept.after.items():
+    for task in judged.kept:
+        for arm, after in task.after.items():
             if not after:
                 continue
-            before, change = kept.before.get(arm), kept.change.get(arm)
+            before, change = task.before.get(arm), task.change.get(arm)
             rows.append((
-                f"{kept.task} ({kept.suite})", kept.metric.replace("_", " "), arm,
-                "" if before is None else number(before, kept.metric), number(mean(after), kept.metric),
-                "" if change is None else minus(signed(change.mean, kept.metric)),
+                f"{task.task} ({task.suite})", task.metric.replace("_", " "), arm,
+                "" if before is None else number(before, task.metric), number(mean(after), task.metric),
+                "" if change is None else minus(signed(change.mean, task.metric)),
                 "" if change is None or change.low is None or change.high is None
-                else minus(f"{signed(change.low, kept.metric)} to {signed(change.high, kept.metric)}"),
-                "" if change is None else change.verdict(kept.higher_is_better).replace("no difference", "no change"),
+                else minus(f"{signed(change.low, task.metric)} to {signed(change.high, task.metric)}"),
+                "" if change is None else change.verdict(task.higher_is_better).replace("no difference", "no change"),
             ))  # fmt: skip
     if not rows:
         return ""
     head = ("task", "metric", "arm", "before", "after", "change", "95 % interval", "")
     body = draw.table(head, rows)
-    for unit in dict.fromkeys(one.unit for one in judged.contrasts if one.unit != "nats a token"):
-        some = [one for one in judged.contrasts if one.unit == unit]
-        about = f'<p class="unit">{escape(unit.replace("_", " "))}, {better(some[0].higher_is_better)}</p>'
-        body += forests(some, color, about)
+    for unit in dict.fromkeys(c.unit for c in judged.contrasts if c.unit != "nats a token"):
+        chosen = [c for c in judged.contrasts if c.unit == unit]
+        about = f'<p class="unit">{escape(unit.replace("_", " "))}, {better(chosen[0].higher_is_better)}</p>'
+        body += forests(chosen, color, about)
     return draw.section(
         "Suites",
         "Before: the model that an arm began with; of an upcycled one the dense model, which is the same function. "
@@ -259,11 +259,11 @@ def routing_section(judged: Judged, color: Palette) -> str:
 def cost_section(judged: Judged) -> str:
     rows = []
     for arm in judged.arms:
-        some = judged.of(arm)
+        runs = judged.of(arm)
         rows.append((
-            arm, f"{some[0].steps:,}", draw.short(some[0].whole_tokens), draw.short(some[0].flops_per_token),
-            draw.short(mean(one.spent.flops for one in some)), duration(mean(one.spent.seconds for one in some)),
-            f"{mean(one.tokens_per_s for one in some):,.0f}", f"{max(one.memory_gb for one in some):.2f}",
+            arm, f"{runs[0].steps:,}", draw.short(runs[0].whole_tokens), draw.short(runs[0].flops_per_token),
+            draw.short(mean(run.spent.flops for run in runs)), duration(mean(run.spent.seconds for run in runs)),
+            f"{mean(run.tokens_per_s for run in runs):,.0f}", f"{max(run.memory_gb for run in runs):.2f}",
         ))  # fmt: skip
     if not rows:
         return ""
@@ -279,8 +279,8 @@ def cost_section(judged: Judged) -> str:
 def runs_section(judged: Judged) -> str:
     names = list(judged.means)
     rows = [
-        (f"{one.arm}, seed {one.seed}", state(one), *(nats(one.last(judged.means[name])) for name in names), one.folder)
-        for one in judged.outcomes
+        (f"{run.arm}, seed {run.seed}", state(run), *(nats(run.last(judged.means[name])) for name in names), run.folder)
+        for run in judged.outcomes
     ]
     return draw.section("Runs", "Loss at the end.", draw.table(("", "", *names, "folder"), rows) if rows else "")
 

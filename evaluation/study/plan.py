@@ -1,4 +1,4 @@
-"""What a study is: arms and seeds, each pair a training config of its own. What is wrong is found before training.
+"""The plan of a study (`read_study`): arms and seeds, each pair a training config. Mistakes are found before training.
 
 A trial is an arm with a seed. Its config is `config` (a ready one, if the arm or the base names it), over it the keys
 of `base`, over them the arm's own, over them what the study sets: output, steps of a matched arm, and the seeds.
@@ -33,7 +33,7 @@ from upcycle.plugin import nearest
 READY = Path(__file__).parents[2] / "configs" / "study"
 MATCHES = ("flops", "seconds")
 OWN = ("config", "match", "of")  # keys of an arm that are not training's
-SET = ("output", "export", "seed", "data.seed", "model.upcycle.seed")  # by the study, for each trial
+SET = ("output", "export", "seed", "data.seed", "model.upcycle.seed")  # set by the study, for each trial
 NAME = re.compile(r"\w[\w.-]*")
 ABOUT = """\
 # {name} of a study. Alone: python -m training {file}
@@ -112,7 +112,7 @@ class Trial:
         return build(TrainConfig, self.values)
 
     def write(self) -> None:
-        """Its config, beside its folder. One that has begun stays what it is."""
+        """Writes the config beside the run's folder. ValueError if the run has begun with another one."""
         if (self.folder / METRICS).exists() and self.file.exists():
             before = asdict(build(TrainConfig, yaml.safe_load(self.file.read_text())))
             if key := changed(before, asdict(self.config)):
@@ -198,7 +198,7 @@ def arm_of(config: StudyConfig, name: str, own: Any) -> Arm:
     values: Any = OmegaConf.to_container(OmegaConf.merge(start, *(plain(keys) for keys in (config.base, own))))
     values = {"model": {}, "data": {}, **{key: value for key, value in values.items() if key not in SET}}
     upcycle = values["model"].get("upcycle")
-    if isinstance(upcycle, str) and upcycle:  # its keys, because a seed joins them
+    if isinstance(upcycle, str) and upcycle:  # a ready config: its keys instead of its name, because a seed joins them
         values["model"]["upcycle"] = yaml.safe_load(find(upcycle, UPCYCLE_READY).read_text())
     model = values["model"]
     begins = model.get("upcycle") or model
@@ -217,11 +217,11 @@ def plain(keys: Mapping[str, Any]) -> dict[str, Any]:
 def means_of(given: Mapping[str, Any], sets: Sequence[str]) -> dict[str, tuple[str, ...]]:
     means = {str(name): tuple(map(str, inside)) for name, inside in given.items()} or {"all": tuple(sets)}
     for name, inside in means.items():
-        for one in inside or ("",):
-            if one not in sets:
+        for valid in inside or ("",):
+            if valid not in sets:
                 raise ValueError(
-                    f"means.{name} names the validation set {one!r}, and data.valid has {', '.join(sets)}"
-                    f"{nearest(one, list(sets))}"
+                    f"means.{name} names the validation set {valid!r}, and data.valid has {', '.join(sets)}"
+                    f"{nearest(valid, list(sets))}"
                 )
     return means
 
@@ -281,7 +281,7 @@ def trials(plan: Plan, lengths: Mapping[str, int]) -> list[Trial]:
 
 
 def timed(plan: Plan, arm: str) -> Trial:
-    """A short run that measures how fast an arm is, without what is no training."""
+    """A short run that measures how fast an arm is, without validation, checkpoints and suites."""
     trial, folder, least = plan.trial(arm, plan.config.seeds[0]), plan.folder / "timing" / arm, plan.config.timing
     data = {**trial.values["data"], "valid": []}
     rate = {**trial.values.get("schedule", {}), "warmup": 0}

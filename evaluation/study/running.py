@@ -1,7 +1,7 @@
 """Commands in processes of their own, some at once, each on its device: started, watched, stopped in order.
 
-A job is commands one after the other, the next of which follows from what lies on disk; so whoever is stopped goes on
-where it was. A process holds its job's lock for as long as it lives, even if the study that started it does not.
+A job is commands one after the other, the next of which follows from what lies on disk; so a job that was stopped goes
+on where it was. A process holds its job's lock for as long as it lives, even if the study that started it does not.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from upcycle.job import hold
 
 ROOT = Path(__file__).parents[2]
 POLL = 0.5  # seconds between looks at the processes
-LAST = 4096  # bytes of a log in which its last line is
+LAST = 4096  # bytes at a log's end that are read for its last line
 
 
 @dataclass(frozen=True)
 class Job:
     name: str
-    folder: Path  # that it writes; beside it are its lock and its log
+    folder: Path  # that the job writes; its lock and its log are beside it
     left: Callable[[], list[str] | None]  # the next command (python -m ...), or None when all is done
     steps: int = 0  # for the progress bar
-    done: Callable[[], int] = field(default=lambda: 0)
+    done: Callable[[], int] = field(default=lambda: 0)  # steps made so far
 
     @property
     def log(self) -> Path:
@@ -82,11 +82,11 @@ class Workers:
         return self.failures
 
     def start(self, worker: int, job: Job, before: Sequence[str] = ()) -> None:
-        """Nothing, if nothing is left to do."""
+        """Starts the next command of a job, if any is left. `before`: the command that has just ended."""
         command = job.left()
         if command is None:
             return
-        if command == before:  # it ended as if all were well, and what it should have made is not there
+        if command == before:  # the command ended as if all were well, and what it should have made is not there
             self.failures[job.name] = f"{job.name} did not come to its end: {last_line(job.log)} ({job.log})"
             return
         job.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ class Workers:
             self.start(worker, child.job, child.command)
 
     def stop(self) -> None:
-        """Each saves after its step and ends; asked a second time, at once."""
+        """Interrupts all children: each saves after its step and ends. A second interrupt kills them."""
         try:
             for child in self.children.values():
                 child.process.send_signal(signal.SIGINT)
@@ -145,7 +145,7 @@ def device(devices: Sequence[str], worker: int) -> dict[str, str]:
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """SIGTERM is Ctrl-C."""
+    """Within, SIGTERM does what Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -162,7 +162,7 @@ def stopping() -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """One study writes in a folder at a time."""
+    """Holds the lock of a folder, so that one study writes in it at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "study.lock", "w") as lock:
         hold(lock, folder, 0)

@@ -59,7 +59,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def study(plan: Plan, command: str) -> dict[str, str]:
-    """All of it; returns what failed."""
+    """Does all of it and writes the page. Returns the failures, by name of the job a sentence."""
     suites = suites_of(plan)
     if plan.config.sample:
         sample(plan)
@@ -77,7 +77,7 @@ def study(plan: Plan, command: str) -> dict[str, str]:
 
 
 def sample(plan: Plan) -> None:
-    """The demo's first stages, where that is what the arms begin with."""
+    """Runs the demo's first stages, if the arms begin with the model that they make."""
     config = demo_config(plan.config)
     if Path(plan.config.source) != Path(config.output) / "dense":
         return
@@ -99,11 +99,11 @@ def job_of(trial: Trial, suites: Sequence[Suite], keep: bool) -> Job:
 
 def left(trial: Trial, suites: Sequence[Suite], keep: bool) -> list[str] | None:
     """The next command of a trial: training to its end, then each suite."""
-    wanted = [command for suite in suites if (command := suite.left(str(trial.folder), trial.folder / "suites"))]
-    if not trained(trial) or (wanted and not has_weights(trial)):
+    pending = [command for suite in suites if (command := suite.left(str(trial.folder), trial.folder / "suites"))]
+    if not trained(trial) or (pending and not has_weights(trial)):
         return ["training", str(trial.file)]
-    if wanted:
-        return wanted[0]
+    if pending:
+        return pending[0]
     if not keep:
         shutil.rmtree(trial.folder / "checkpoints", ignore_errors=True)
     return None
@@ -118,12 +118,13 @@ def has_weights(trial: Trial) -> bool:
 
 
 def reached(folder: Path) -> int:
+    """The last step that a run has logged."""
     rows = metrics.read(folder) if (folder / metrics.FILE).is_file() else []
     return int(rows[-1]["step"]) if rows else 0
 
 
 def before(plan: Plan, suites: Sequence[Suite]) -> list[Job]:
-    """The suites, asked of what the arms begin with: first, so that what a suite lacks is found in minutes."""
+    """Jobs that ask the suites of what the arms begin with. They come first, to find in minutes what a suite lacks."""
     jobs = []
     for checkpoint in dict.fromkeys(starts(plan).values()) if suites else ():
         folder = before_folder(plan, checkpoint)
@@ -136,7 +137,7 @@ def before(plan: Plan, suites: Sequence[Suite]) -> list[Job]:
 
 
 def timings(plan: Plan) -> dict[str, float]:
-    """Seconds of a step of each arm that is matched by them, measured one after the other with nothing beside it."""
+    """Seconds of a step by arm, where `match: seconds` needs them; measured one after the other with nothing beside."""
     matched = [arm for arm in plan.arms.values() if arm.match == "seconds"]
     found = {}
     for name in dict.fromkeys(name for arm in matched for name in (arm.of, arm.name)):
@@ -158,7 +159,7 @@ def workers_of(plan: Plan, count: int) -> Workers:
 
 
 def lengths(plan: Plan, trials: Sequence[Trial], costs: Mapping[str, float]) -> str:
-    """What will be run, before it is."""
+    """What will be run, as text: steps, tokens and FLOPs of each arm."""
     first = {trial.arm: trial.config for trial in reversed(trials)}
     width = max(map(len, plan.arms))
     lines = [f"{len(trials)} runs: {len(plan.arms)} arms, seeds {', '.join(map(str, plan.config.seeds))}"]
@@ -174,18 +175,18 @@ def lengths(plan: Plan, trials: Sequence[Trial], costs: Mapping[str, float]) -> 
 
 
 def show(plan: Plan, command: str, failures: Mapping[str, str]) -> Judged:
-    """study.html, study.json and the table."""
+    """Judges what is there, writes study.html and study.json, and prints the table."""
     judged, title = judge(plan), plan.config.title or plan.folder.name
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    told, known = commands(plan, command), versions()
-    missed = list(failures.values())
+    texts, tools = commands(plan, command), versions()
+    failed = list(failures.values())
     figures = {
-        "title": title, "made": made, "verdicts": list(sentences(judged)), "failures": missed, "commands": told,
-        "versions": dict(known), "config": as_json(plan.config), **as_json(judged),
+        "title": title, "made": made, "verdicts": list(sentences(judged)), "failures": failed, "commands": texts,
+        "versions": dict(tools), "config": as_json(plan.config), **as_json(judged),
     }  # fmt: skip
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_atomic(plan.folder / "study.json", (json.dumps(figures, indent=1, allow_nan=False) + "\n").encode())
-    write_atomic(plan.folder / "study.html", page(title, made, judged, told, known, missed).encode())
+    write_atomic(plan.folder / "study.html", page(title, made, judged, texts, tools, failed).encode())
     print(f"\n{table(judged)}\n\n{plan.folder / 'study.html'}", flush=True)
     return judged
 
@@ -196,23 +197,23 @@ def commands(plan: Plan, command: str) -> dict[str, str]:
     for number, (arm, seed) in enumerate((arm, seed) for seed in plan.config.seeds for arm in plan.arms):
         where = "".join(f"{k}={v} " for k, v in device(plan.config.devices, number % plan.config.workers).items())
         runs.append(f"{where}python -m training {shlex.quote(str(plan.run_folder(arm, seed)))}.yaml")
-    told = {"The study": command, "Each run by itself": "\n".join(runs)}
+    texts = {"The study": command, "Each run by itself": "\n".join(runs)}
     for arm in plan.arms:
         file = plan.run_folder(arm, plan.config.seeds[0]).with_suffix(".yaml")
         if file.is_file():
-            told[f"{arm}: {file}"] = file.read_text()
-    return told
+            texts[f"{arm}: {file}"] = file.read_text()
+    return texts
 
 
 def versions() -> list[tuple[str, str]]:
     import torch
 
-    there = torch.cuda.is_available()
+    has_cuda = torch.cuda.is_available()
     found = [
         ("python", platform.python_version()),
         ("upcycle", __version__),
         ("torch", version("torch")),
-        ("device", torch.cuda.get_device_name() if there else f"CPU, {os.cpu_count()} cores ({platform.machine()})"),
+        ("device", torch.cuda.get_device_name() if has_cuda else f"CPU, {os.cpu_count()} cores ({platform.machine()})"),
     ]
     try:
         git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
@@ -223,7 +224,7 @@ def versions() -> list[tuple[str, str]]:
 
 
 def as_json(value: Any) -> Any:
-    """Strict JSON: what is no number is null; a contrast has its verdict."""
+    """The value as strict JSON: nan and infinity are null; a contrast gets its verdict."""
     if is_dataclass(value) and not isinstance(value, type):
         named = {name: getattr(value, name) for name in value.__dataclass_fields__}
         return as_json(named | ({"verdict": value.verdict} if isinstance(value, Contrast) else {}))

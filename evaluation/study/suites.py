@@ -20,13 +20,14 @@ class Suite:
     words: tuple[str, ...]  # of `evaluation run`, without the checkpoint and the output
 
     def command(self, checkpoint: str, folder: Path) -> list[str]:
-        """Its answers lie in `folder`/NAME."""
+        """The command that asks a checkpoint this suite; the answers lie in `folder`/NAME."""
         return ["evaluation", "run", self.words[0], checkpoint, *self.words[1:], f"output={folder / self.name}"]
 
     def left(self, checkpoint: str, folder: Path) -> list[str] | None:
+        """The command, or None if its answers are there."""
         command = self.command(checkpoint, folder)
-        done = (folder / self.name / "run.json").is_file() and results.load(folder / self.name).command
-        return None if done == shlex.join(["python", "-m", *command]) else command
+        answered_by = (folder / self.name / "run.json").is_file() and results.load(folder / self.name).command
+        return None if answered_by == shlex.join(["python", "-m", *command]) else command
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def suite_of(given: Any) -> Suite:
     if not keys.get("suite") or taken:
         got = f"the key {taken[0]}, which the study sets" if taken else "no key `suite`"
         raise ValueError(f"suites has {given!r} with {got}; write a name, or {{suite: core, data: FOLDER, limit: 500}}")
-    from evaluation.run import read_config  # brings lm-eval
+    from evaluation.run import read_config  # imports lm-eval, which takes seconds
 
     words = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in keys.items() if k != "suite"]
     read_config([str(keys["suite"]), "the run", *words])
@@ -60,7 +61,7 @@ def suite_of(given: Any) -> Suite:
 
 
 def starts(plan: Plan) -> dict[str, str]:
-    """By arm: the checkpoint that it begins with; of an upcycled one, which is the same function, the dense one."""
+    """The checkpoint that each arm begins with; for an upcycled model the dense one, which is the same function."""
     models = {name: arm.config.model for name, arm in plan.arms.items()}
     return {
         name: str(model.upcycle["source"] or model.upcycle["donors"][0]) if model.upcycle else model.source
@@ -74,7 +75,7 @@ def before_folder(plan: Plan, checkpoint: str) -> Path:
 
 
 def scores(folder: Path, suites: Iterable[Suite]) -> dict[tuple[str, str], Score]:
-    """By suite and task: whole groups, and tasks of no group, each by one metric. None of a suite without answers."""
+    """By suite and task: whole groups, and tasks of no group, each by one metric. Only suites with answers."""
     out = {}
     for suite in suites:
         if not (folder / suite.name / "run.json").is_file():

@@ -1,6 +1,6 @@
 """Stand-ins for DeepEP's three classes, with their signatures, that move real data over gloo and check what the real
-ones check. They are harder to please than the real ones where order is concerned: rows of one expert, and tokens of
-one rank, arrive in no order that could be guessed, and a handle fits only the buffer and the sizes it was made for.
+ones check. They are stricter than the real ones: rows of one expert, and tokens of one rank, arrive in an order that
+cannot be guessed, and a handle fits only the buffer and the sizes it was made for.
 
 Signatures: tag v1.2.1 (Buffer), 2.1.0 (ElasticBuffer), branch hybrid-ep at 94a9f8f and at 7febc6e (HybridEPBuffer).
 """
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-waits = 0  # how often the real ones would have kept the host, until the device knew how many rows there are
+waits = 0  # how often the real ones would have made the host wait for the device to count its rows
 
 
 def waited() -> None:
@@ -29,7 +29,7 @@ def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 class Move:
-    """Who sends what to whom, of this rank: pairs (rank, token), in the order in which they arrive here."""
+    """An exchange of tokens. `arrivals`: pairs (rank, token), in the order in which they arrive at this rank."""
 
     def __init__(self, group: dist.ProcessGroup, sends_TP: Tensor) -> None:
         self.group, self.tokens = group, len(sends_TP)
@@ -56,13 +56,13 @@ class Move:
 
 
 def padded(rows: Tensor, count: int) -> Tensor:
-    """Up to `count` rows, with what memory holds where nobody wrote."""
+    """The rows, and nan up to `count`, which stands for memory that nobody wrote."""
     assert len(rows) <= count, "more rows than there is room for"
     return torch.cat([rows, rows.new_full((count - len(rows), *rows.shape[1:]), float("nan"))])
 
 
 def chosen(topk_idx: Tensor, experts: int) -> Tensor:
-    """(T, E): who chose whom."""
+    """(T, E): whether a token chose an expert."""
     hot = torch.zeros(len(topk_idx), experts + 1, dtype=torch.bool)
     return hot.scatter(1, topk_idx.long().where(topk_idx >= 0, experts), True)[:, :experts]
 
@@ -195,7 +195,7 @@ class ElasticBuffer:
         idx = move.out(topk_idx) - local * rank
         here = (idx >= 0) & (idx < local)
         flat = idx.where(here, local).flatten()
-        # by expert, and among the rows of one in any order
+        # rows by expert, those of one expert in any order
         shuffled = torch.randperm(flat.numel(), generator=torch.Generator().manual_seed(rank))
         order = shuffled[flat[shuffled].argsort(stable=True)]
         row = torch.empty_like(order)
@@ -231,7 +231,7 @@ class ElasticBuffer:
         back = torch.zeros(here.shape)
         back[here] = topk_weights[handle.row_NK[here]]
         back_TK = handle.move.home(back)
-        # what the real one leaves in the place of a choice of nobody is nobody's promise
+        # the real one promises nothing where a token chose no expert (-1)
         return combined, back_TK.where(handle.topk_idx >= 0, float("nan")), None
 
 
@@ -299,10 +299,10 @@ class HybridBase:
             rows = int(counts.sum()) if rows is None else rows
             handle = (moves, rows, *[None] * (self.parts - 2))
             return padded(self.sent(hidden, moves), rows), padded(weights, rows), None, counts, handle
-        moves, made, *rest = handle
+        moves, expected, *rest = handle
         assert len(rest) == self.parts - 2
-        assert rows == made, "with a handle, the number of rows must be said"
-        return padded(self.sent(hidden, moves), made), None, None, None, handle
+        assert rows == expected, "with a handle, the number of rows must be said"
+        return padded(self.sent(hidden, moves), expected), None, None, None, handle
 
 
 class HybridEPBuffer(HybridBase):
@@ -335,7 +335,7 @@ class OldHybridEPBuffer(HybridBase):
 
 
 def package(name: str) -> types.ModuleType:
-    """deep_ep as each of its generations has it."""
+    """The module deep_ep of one of its generations."""
     module = types.ModuleType("deep_ep")
     classes: dict[str, dict[str, Any]] = {
         "1.x": {"Buffer": Buffer},

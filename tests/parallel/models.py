@@ -42,7 +42,7 @@ SPECS: dict[str, DenseSpec | MoESpec] = {
 
 
 def make(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
-    """The same weights on every rank, and in every part of the model."""
+    """A model of SPECS, with the same weights on every rank and in every part of the model."""
     model = Decoder(SPECS[name], **{"experts": "reference", "compute": dtype} | options).to(dtype)
     with torch.no_grad():
         for role, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -51,7 +51,7 @@ def make(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Decod
 
 
 def batch(size: int, seed: int = 0) -> Batch:
-    """Every sample is another one, of two or three documents, with some labels that are not scored."""
+    """Samples that all differ, of two or three documents each, with some labels that are not scored."""
     generator = rng.generator(seed, "batch")
     tokens, labels = torch.randint(VOCAB, (2, size, SEQUENCE), generator=generator)
     documents = (torch.rand(size, SEQUENCE, generator=generator) < 0.06).long().cumsum(1)

@@ -1,4 +1,4 @@
-"""Training on a rank. Apart from the tests, whose imports take a rank longer than its training."""
+"""Training on a rank, apart from the tests because their imports would take a rank longer than its training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Stopped(BaseException):
 
 
 def stopped_on_rank(rank: int, world: int, arguments: list[str], before: int) -> None:
-    """As on_rank, but what comes in the way of step number `before` is no orderly end."""
+    """Trains as on_rank does, but dies without an orderly end before step number `before`."""
     real, count = module.train_step, [0]
 
     def step(*inputs: Any) -> Any:

@@ -36,7 +36,7 @@ def model(spec: DenseSpec | MoESpec, part: range | None = None) -> Decoder:
 
 
 def batch(sequences: int, length: int, *, documents: bool, seed: int = 0) -> Batch:
-    """Every sequence has other documents, one of them longer than half of it; some labels are not scored."""
+    """Sequences cut into documents at places of their own, one longer than half of it; some labels are not scored."""
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.randint(61, (sequences, length), generator=draw)
     labels = torch.randint(61, (sequences, length), generator=draw)
@@ -51,7 +51,7 @@ def batch(sequences: int, length: int, *, documents: bool, seed: int = 0) -> Bat
 
 
 def gradients(*parts: Decoder) -> dict[str, Tensor]:
-    """By name. Tied embeddings are in two parts: one has the gradient, or both have the same."""
+    """Gradients by name. Tied embeddings are in two parts: one has the gradient, or both have the same."""
     found: dict[str, Tensor] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
