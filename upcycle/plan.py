@@ -145,6 +145,7 @@ class UpcyclePlan:
         settings = {
             k: v for k, v in asdict(self.config).items() if k not in ("source", "output", "donors", "sequence")
         }
+        del settings["router"]["choice"]  # in hf_config already; plans made before there was a choice keep their hashes
         digest = hashlib.sha256(
             json.dumps([FORMAT, settings, self.target, self.hf_config], sort_keys=True, default=str).encode()
         )

@@ -195,6 +195,8 @@ def test_the_plans_hash_is_of_what_is_made_not_of_where(llama: Path) -> None:
     assert plan(f"source={llama}", "output=b", "sequence=128").hash == base
     for word in ("seed=1", "top_k=3", "scale=2", "router.init.std=0.02", "max_shard=1MB", "experts=4"):
         assert plan(f"source={llama}", "output=a", word).hash != base, word
+    groups = (f"source={llama}", "target=upcycled", "method.name=virtual_group", "granularity=2")
+    assert plan(*groups, "router.choice=each-slice").hash != plan(*groups).hash
 
 
 @pytest.mark.parametrize(
