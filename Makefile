@@ -4,11 +4,13 @@
 PYTHON ?= python3
 VENV := .venv
 ORACLES := .venv-oracles
-CONSTRAINTS := requirements/constraints.txt
-PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
+# every file that is downloaded is held to its hash, but torch's, whose build (CPU, CUDA, ROCm) is the machine's to choose
+PINS := requirements/constraints.txt
+LOCKS := requirements/lock.txt requirements/oracles.lock.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint oracles clean
+.PHONY: help demo test lint oracles locks clean
 
 help:  ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,21 +28,31 @@ lint: $(VENV)/installed  ## ruff and mypy --strict
 
 oracles: $(ORACLES)/installed  ## megatron-core and mergekit, which tests/oracles compare with
 
+locks:  ## renew the lock files from the pins (needs uv)
+	uv pip compile $(LOCKED) --extra test pyproject.toml --output-file requirements/lock.txt
+	uv pip compile $(LOCKED) requirements/oracles.txt --output-file requirements/oracles.lock.txt
+
 clean:  ## remove what make made: environments and caches
 	rm -rf $(VENV) $(ORACLES) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
-	$(call new_venv,$(VENV))
-	$(VENV)/bin/python $(PIP_INSTALL) -e ".[test]"
+$(VENV)/installed: pyproject.toml requirements/lock.txt $(PINS)
+	$(call new_venv,$(VENV),requirements/lock.txt)
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(ORACLES)/installed: requirements/oracles.txt $(CONSTRAINTS)
-	$(call new_venv,$(ORACLES))
-	$(ORACLES)/bin/python $(PIP_INSTALL) -r requirements/oracles.txt
+$(ORACLES)/installed: requirements/oracles.lock.txt $(PINS)
+	$(call new_venv,$(ORACLES),requirements/oracles.lock.txt)
 	@touch $@
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "$(PYTHON) is Python %d.%d; upcycle needs 3.11 or newer: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 $(PYTHON) -m venv $(1)
+$(1)/bin/python $(PIP_INSTALL) --require-hashes --no-deps -r $(2)
+$(1)/bin/python $(PIP_INSTALL) -c $(PINS) torch
 endef
+
+OF_TORCH = torch triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc cuda-runtime \
+	cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
+LOCKED = --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet -c $(PINS) \
+	$(addprefix --no-emit-package ,$(OF_TORCH))
