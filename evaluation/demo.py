@@ -7,8 +7,9 @@ usage: python -m evaluation.demo [key=value ...]
 
 A small dense Llama learns to read Python's standard library, which lies on every machine. It is converted, twice:
 `copies`, 8 whole copies of each FFN of which a token takes 2, and `groups`, 4 copies cut into 4 parts of which a token
-takes 4 that are one whole FFN. Then the dense model and both mixtures go on, side by side, with the same tokens at the
-same learning rate, and are compared: loss on files that none has seen, lm-eval's items, which expert is used where.
+takes each part from the copy that its router likes best: one whole FFN. Then the dense model and both mixtures go on,
+side by side, with the same tokens at the same learning rate, and are compared: loss on files that none has seen,
+lm-eval's items, which expert is used where.
 
 Each stage is commands that are printed before they run, so that a person can type them. A finished stage is skipped; an
 interrupted one goes on where it stopped. `demo` below is the table of contents.
@@ -83,7 +84,8 @@ class DemoConfig:
 def demo(config: DemoConfig) -> int:
     here = Path(config.output)
     stage, dense, suite, unseen = Stages(here, config), here / DENSE, here / "suite.yaml", texts(here, "valid")
-    ways = {COPIES: ["experts=8", "top_k=2"], GROUPS: ["tiny"]}  # the ready config: 4 copies of 4 parts
+    ways = {COPIES: ["experts=8", "top_k=2"], GROUPS: ["tiny", "target=upcycled", "router.choice=each-slice"]}
+    # tiny is a ready config: 4 copies of 4 parts; with the free choice of a stock Mixtral groups fall apart
     routing = {arm: here / f"routing-{arm}.json" for arm in ways}
     dense_model(stage, config)
     for arm, words in ways.items():
@@ -295,8 +297,6 @@ def go_on(config: DemoConfig) -> None:
     here = Path(config.output)
     ends = {arm: here / "trained" / arm for arm in ARMS}
     left = {arm: training(config, arm, here / arm, end, config.steps) for arm, end in ends.items() if not end.is_dir()}
-    if GROUPS in left:
-        left[GROUPS].append("optim.router_lr=0.1")  # at 1, groups fall apart before their parts have learned
     side_by_side("training", left)
     check_trained(*ends.values())
 
