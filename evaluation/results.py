@@ -78,6 +78,7 @@ class Model:
     active: int  # parameters that a token uses
     dtype: str
     step: int | None = None  # of a training run's checkpoint
+    identity: str = ""  # of the model as computed: weights, config, tokenizer, dtype, versions; see load.identity
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class RunConfig:
     texts: tuple[str, ...] = ()  # perplexity: .txt, .jsonl or .jsonl.zst, each a domain
     fewshot: int | None = None  # examples in a prompt, where the task leaves it open
     limit: int = 0  # items of each task; 0: all
-    output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-FINGERPRINT
+    output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-IDENTITY
     name: str = ""  # of the model in tables; "": the checkpoint's
     dtype: str = "float32"  # float32 | bfloat16 | float64
     tokens: int = 8192  # tokens of one forward, at most
@@ -124,9 +124,9 @@ def run(config: RunConfig, command: str) -> Path:
             config.checkpoint, config.dtype, mesh, device, experts=config.experts, tokenizer=config.tokenizer
         )
         about = replace(model.about, name=config.name or model.about.name)
-        folder = Path(config.output or f"runs/eval/{Path(config.suite).stem}-{about.name}-{about.fingerprint[:8]}")
+        folder = Path(config.output or f"runs/eval/{Path(config.suite).stem}-{about.name}-{about.identity[:8]}")
         engine = Engine(model.model, config.tokens, ranks_of(mesh), mesh.group("tp"), progress=mesh.rank == 0)
-        remembered = Remembered(folder / "cache", about.fingerprint, config.dtype, mesh.rank)
+        remembered = Remembered(folder / "cache", about.identity, mesh.rank)
         engine.ranks.any(False)  # all ranks have read the cache before one writes to it
         lm = DecoderLM(engine, model.tokenizer, remembered=remembered, stops=model.stops, generate=config.generate)
         prepared = time.monotonic()
@@ -332,7 +332,7 @@ def notes_of(config: RunConfig, lm: DecoderLM) -> Iterator[str]:
 
 
 def table(done: Evaluation) -> str:
-    lines = [f"{done.model.name}  {done.suite}  {done.model.fingerprint[:8]}  {done.model.dtype}", ""]
+    lines = [f"{done.model.name}  {done.suite}  {done.model.identity[:8]}  {done.model.dtype}", ""]
     parts: list[Task | Group] = [*done.groups.values(), *done.tasks.values()]
     width = max(len(part.name) for part in parts)
     for part in parts:
