@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from upcycle.disk import write_atomic
 
-FORMAT = 1
+FORMAT = 2
 Score = float | tuple[float, float]
 T = TypeVar("T", "Item", "Task", "Group", "Model")
 
@@ -36,6 +36,8 @@ class Item:
     greedy: tuple[bool, ...] = ()  # whether each choice is what greedy decoding would write
     text: str = ""  # what was generated
     choices: tuple[str, ...] = ()  # what each log-probability is of; empty for texts
+    # digests by name of those of the document's keys that say where it is from (file, passage, ...; see run.FROM)
+    clusters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str, int]:

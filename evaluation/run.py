@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ from upcycle.config import read
 
 READY = Path(__file__).parent.parent / "configs" / "eval"
 DTYPES = ("float32", "bfloat16", "float64")
+# keys of documents that say what several share, the widest first: items of one are no independent evidence (compare)
+FROM = ("file", "path", "url", "document", "article", "story", "passage", "context")
 BOOTSTRAP = 1000  # draws for the standard errors that have no formula (perplexity)
 
 
@@ -298,7 +301,13 @@ def item(name: str, task: Any, sample: Mapping[str, Any], scores: Mapping[str, S
         greedy=tuple(greedy),
         text=text,
         choices=tuple(map(str, choices)),
+        clusters=clusters(sample["doc"]),
     )
+
+
+def clusters(doc: Any) -> dict[str, str]:
+    found = {name: doc[name] for name in FROM if isinstance(doc, Mapping) and isinstance(doc.get(name), str)}
+    return {name: blake2b(value.encode(), digest_size=8).hexdigest() for name, value in found.items() if value}
 
 
 def score(metric: str, value: Any) -> Score:

@@ -172,7 +172,9 @@ def test_two_of_one_conversion_share_neither_answers_nor_a_folder(
         "test_split: test, doc_to_text: '{{text}}', doc_to_target: ' {{word}}', metric_list: [{metric: perplexity, "
         "aggregation: perplexity, higher_is_better: false}]}]\n"
     )
-    rows = [{"text": f"The {word} is", "word": word} for word in ("dog", "little tree", "sun")]
+    rows = [
+        {"text": f"The {word} is", "word": word, "passage": word[:1]} for word in ("dog", "little tree", "sun", "sea")
+    ]
     (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes: dict[str, dict[str, Any]] = {
         "as it is": {},
@@ -193,6 +195,8 @@ def test_two_of_one_conversion_share_neither_answers_nor_a_folder(
         found = results.load(run(replace(one, output="one folder for all"), "a command"))
         assert found.work["recalled"] == 0, name
         kept[name] = found
+    kept_of = [item.clusters["passage"] for item in results.items("one folder for all")]
+    assert len(kept_of) == 4 and len(set(kept_of)) == 3 and kept_of[2] == kept_of[3]  # for compare's clusters
     again = results.load(run(replace(one, output="one folder for all"), "a command"))
     assert again.work["recalled"] == again.work["requests"]  # and the same model is not asked twice
     assert len(own) == len(changes) == len({found.model.identity for found in kept.values()})
