@@ -287,4 +287,6 @@ def score_contrasts(plan: Plan, found: Judged, answered: Answered) -> Iterator[C
                 for side in (arm, against)
             ]
             what, higher = f"{score.task} ({score.suite})", score.higher_is_better
-            yield from contrast(found, question, what, score.metric, False, higher, arm, against, *sides, score.grain)
+            yield from contrast(
+                found, question, what, score.metric, False, higher, arm, against, sides[0], sides[1], score.grain
+            )

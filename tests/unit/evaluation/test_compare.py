@@ -178,6 +178,14 @@ def test_seeds_decide_and_items_do_not(tmp_path: Path) -> None:
     assert noisy and found[1].differences[0].low < 0
 
 
+def test_one_item_more_in_each_seed_is_no_difference(tmp_path: Path) -> None:
+    """Three differences that are equal to the last digit, because a test has no smaller ones."""
+    groups = [of_seeds(tmp_path, name, [right] * 3) for name, right in (("a", 20), ("b", 21), ("c", 26))]
+    one, six = (found.differences[0] for found in compare.compare(groups))
+    assert one.low < 0 < one.difference < one.high and one.verdict == "no difference shown"
+    assert six.verdict == "better"
+
+
 def test_groups_of_other_sizes_and_a_run_that_is_there_twice_are_refused(tmp_path: Path) -> None:
     a, b = of_seeds(tmp_path, "a", (20, 21, 20)), of_seeds(tmp_path, "b", (20, 21, 20))
     with pytest.raises(ValueError, match=r"are 3 and .* are 2; give as many runs of each"):
