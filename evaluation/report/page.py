@@ -139,7 +139,7 @@ def differences_section(facts: Facts, color: Palette) -> str:
                 text = minus(f"{signed(d.difference, d.metric)}; {d.interval}")
                 faded = d.verdict not in ("better", "worse")
                 won = "" if d.only_a is None else f", {d.only_b:,} won, {d.only_a:,} lost"
-                mark = Mark(color[found.b.name], d.difference, *d.shown, text, faded)
+                mark = Mark(color[found.b.name], d.difference, d.shown[0], d.shown[1], text, faded)
                 note = d.verdict if d.seeds < LEAST else f"p {compare.p_text(d.p_holm)}; {d.verdict}"
                 rows.append(ForestRow(d.title, f"{d.items:,} items{won}", [mark], note))
             title = f"{'points' if unit == 'per cent' else unit}, {better(group[0].higher_is_better)}"

@@ -150,7 +150,7 @@ def questions(plan: Plan, found: Judged) -> Iterator[tuple[str, str, str]]:
 def loss_contrasts(plan: Plan, found: Judged, name: str, sets: Sequence[str], *, headline: bool) -> Iterator[Contrast]:
     for question, arm, against in questions(plan, found):
         values = [{run.seed: run.last(sets) for run in found.of(side)} for side in (arm, against)]
-        yield from contrast(found, question, name, "nats a token", headline, False, arm, against, *values)
+        yield from contrast(found, question, name, "nats a token", headline, False, arm, against, values[0], values[1])
 
 
 def contrast(
