@@ -3,7 +3,7 @@
 usage: python -m evaluation COMMAND ... [key=value ...]
 
   run SUITE CHECKPOINT       a model's answers to the items of a suite (mmlu, core, perplexity, gsm8k, tiny)
-  compare A B ...            is B better than A? paired statistics of two runs, or losses of two trainings
+  compare A1,A2 -- B1,B2     is B better than A? over seeds: answers to suites, or losses of trainings
   routing CHECKPOINT TEXT    how experts are used on each text, and how far they came from their start
   study STUDY                arms x seeds, trained and judged over seeds; ready ones are tiny and smollm2
   report PATH ...            one page of all that lies in these folders

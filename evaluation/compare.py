@@ -1,19 +1,24 @@
-"""Is B better than A? Two runs of a suite item by item, two training runs at equal tokens and at equal FLOPs.
+"""Is B better than A? Seeds are the unit: several runs of each, paired, at equal tokens and at equal FLOPs.
 
-usage: python -m evaluation compare A B ... [output=FILE.json]
+usage: python -m evaluation compare A1,A2,A3 -- B1,B2,B3 [-- C1,C2,C3 ...] [output=FILE.json] [cluster=KEY]
 
   python -m evaluation compare runs/eval/dense runs/eval/moe output=compared.json    # folders of `evaluation run`
   python -m evaluation compare runs/dense runs/moe                                   # folders of `training`
 
-The first is what the others are compared with. Both models answered the same items, so the noise of the items cancels:
-on 14,042 items the standard error of a difference is about 0.4 points instead of 0.6. A metric has
+The first group is what the others are compared with; without `--` each name is a group of its own. The first of A goes
+with the first of B and so on: trainings of one seed, which read the same samples. A metric has
 
-    difference  B - A, with a 95 % interval: 10,000 bootstrap draws of items (of whole texts where texts are scored)
-    p           0 or 1 an item: exact McNemar. Else: 10,000 random exchanges of A and B, item by item
-    Holm        p corrected for how many comparisons there are; headlines (whole suites and groups) are one family,
-                their parts (subjects, domains) another
+    difference  B - A, the mean over seeds
+    interval    95 %, over seeds (Student's t), of three runs each or more
+    Holm        p over seeds, corrected for how many comparisons there are; headlines (whole suites and groups) are one
+                family, their parts (subjects, domains) another. B is better or worse where it is at most 0.05
+    over items  a diagnostic: the 95 % interval for other items and these very models, over clusters of items that come
+                from one file, passage or document (`cluster` names the key). It says nothing about another training,
+                whose data in another order may change hundreds of answers, so of one run each there is no verdict
 
-Randomness is named by what is compared, so the same two runs give the same numbers.
+All must have been asked the same items. What flipped is shown of one run each. Loss at equal FLOPs is read off the
+curves; where that is before the end of a schedule, it is called interpolated: a schedule that ends there is lower.
+An arm that has one is made by `evaluation study` (match: flops).
 
 keys, with defaults and meaning: docs/config.md
 """
@@ -32,8 +37,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation import results
+from evaluation import intervals, results
 from evaluation.results import Evaluation, Item
+from evaluation.seeds import LEAST, Paired, paired
 from training.observe import plots
 from training.observe.metrics import FILE as METRICS
 from upcycle import cli
@@ -48,26 +54,6 @@ Array = NDArray[np.float64]
 
 
 # ---- statistics: arrays in, numbers out
-
-
-def mcnemar(only_a: int, only_b: int) -> float:
-    """Exact two-sided p of the counts of items that only A and only B has right, as heads and tails of a fair coin."""
-    tosses = only_a + only_b
-    ways, total = 1, 0
-    for heads in range(min(only_a, only_b) + 1):
-        total += ways
-        ways = ways * (tosses - heads) // (heads + 1)
-    return float(min(1.0, 2 * total / 2**tosses))
-
-
-def exchange(difference_N: Array, key: str) -> float:
-    """Two-sided p of a sum of paired differences: how often random signs reach it."""
-    rng, observed, hits = generator("exchange", key), abs(difference_N.sum()), 0
-    for draws in chunks(len(difference_N)):
-        signs = rng.integers(0, 2, (draws, len(difference_N)), dtype=np.int8) * 2 - 1
-        # equal sums may round differently
-        hits += int((np.abs(signs @ difference_N) >= observed * (1 - 1e-12)).sum())
-    return (1 + hits) / (1 + DRAWS)
 
 
 def bootstrap(a_N: Array, b_N: Array, unit_N: Array, value: Callable[[Array], Array], key: str) -> tuple[float, float]:
@@ -121,21 +107,47 @@ class Difference:
     higher_is_better: bool
     headline: bool  # not part of another group
     items: int
-    a: float
+    a: float  # mean over seeds, as are b and the difference
     b: float
     difference: float
-    low: float
-    high: float
-    p: float
-    only_a: int | None = None  # items that only A has right, where an item is right or wrong
+    low: float = math.nan  # 95 % interval over seeds; fewer than three have none
+    high: float = math.nan
+    p: float = math.nan  # over seeds, as the interval
+    only_a: int | None = None  # items that only A has right, where an item is right or wrong, of one run each
     only_b: int | None = None
     p_holm: float = math.nan
+    seeds: int = 1
+    clusters: int = 0  # that the items are of
+    items_low: float = math.nan  # 95 % interval over clusters of items, of these very models; none of too few clusters
+    items_high: float = math.nan
 
     @property
     def verdict(self) -> str:
+        if self.seeds < LEAST:
+            return f"{'one run' if self.seeds == 1 else f'{self.seeds} runs'} each: no verdict"
         if self.p_holm > 0.05:
             return "no difference shown"
         return "better" if (self.difference > 0) == self.higher_is_better else "worse"
+
+    @property
+    def shown(self) -> tuple[float, float]:
+        """The interval to draw: over seeds, else over items, else the difference alone."""
+        pairs = ((self.low, self.high), (self.items_low, self.items_high))
+        return next((pair for pair in pairs if not math.isnan(pair[0])), (self.difference, self.difference))
+
+    @property
+    def over_items(self) -> str:
+        if math.isnan(self.items_low):
+            return f"too few ({self.clusters})"
+        return f"{signed(self.items_low, self.metric)} to {signed(self.items_high, self.metric)}"
+
+    @property
+    def interval(self) -> str:
+        """The 95 % interval in words: over seeds, else over items, which is no more than a diagnostic."""
+        if not math.isnan(self.low):
+            low, high = signed(self.low, self.metric), signed(self.high, self.metric)
+            return f"95 % interval over {self.seeds} seeds {low} to {high}"
+        return f"over items, for these models alone: {self.over_items}"
 
 
 @dataclass(frozen=True)
@@ -159,17 +171,62 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
 
-def compare(folders: Sequence[Path | str]) -> list[Comparison]:
-    """Compares every other run with the first."""
-    runs = [results.load(folder) for folder in folders]
-    items = [keyed(folder) for folder in folders]
-    for run, folder, mine in zip(runs[1:], folders[1:], items[1:], strict=True):
-        check_same(folders[0], folder, runs[0], run, items[0], mine)
-    found = [one(runs[0], run, items[0], mine) for run, mine in zip(runs[1:], items[1:], strict=True)]
-    return corrected(found)
+Name = Path | str
+Items = Mapping[tuple[str, str, int], Item]
 
 
-def keyed(folder: Path | str) -> dict[tuple[str, str, int], Item]:
+def compare(groups: Sequence[Name | Sequence[Name]], cluster: str = "") -> list[Comparison]:
+    """Compares every other group of runs with the first; a folder is a group of one."""
+    folders = as_groups(groups)
+    runs = [[results.load(folder) for folder in group] for group in folders]
+    items = [[keyed(folder) for folder in group] for group in folders]
+    first, mine = folders[0][0], items[0][0]
+    known = sorted({name for item in mine.values() for name in item.clusters})
+    if cluster and cluster not in known:
+        raise ValueError(
+            f"cluster={cluster}: no document of {first} has that key (kept are: {', '.join(known) or 'none'}); name "
+            "one of those or leave cluster out"
+        )
+    for group, group_runs, group_items in zip(folders, runs, items, strict=True):
+        for folder, run, others in zip(group, group_runs, group_items, strict=True):
+            check_same(first, folder, runs[0][0], run, mine, others)
+        check_other({folder: run.model.fingerprint for folder, run in zip(group, group_runs, strict=True)})
+    return compared(runs, items, cluster)
+
+
+def compared(runs: Sequence[Sequence[Evaluation]], items: Sequence[Sequence[Items]], cluster: str) -> list[Comparison]:
+    sides = zip(runs[1:], items[1:], strict=True)
+    return corrected([one(runs[0], group, items[0], mine, cluster) for group, mine in sides])
+
+
+def as_groups(groups: Sequence[Name | Sequence[Name]]) -> list[list[Name]]:
+    """The folders of each group. ValueError unless all groups have as many, each folder once."""
+    found = [[group] if isinstance(group, Path | str) else list(group) for group in groups]
+    for group in found[1:]:
+        if len(group) != len(found[0]):
+            raise ValueError(
+                f"{' '.join(map(str, found[0]))} are {len(found[0])} and {' '.join(map(str, group))} are {len(group)}; "
+                "give as many runs of each, in the same order of seeds"
+            )
+    for group in found:
+        places = [Path(folder).resolve() for folder in group]
+        if twice := [folder for folder, place in zip(group, places, strict=True) if places.count(place) > 1]:
+            raise ValueError(f"{twice[0]} is there twice in one group; a seed is a training of its own")
+    return found
+
+
+def check_other(fingerprints: Mapping[Name, str]) -> None:
+    """Raises ValueError if two runs of a group are one model: it would seem to have no spread over seeds."""
+    seen: dict[str, Name] = {}
+    for folder, mark in fingerprints.items():
+        if mark in seen:
+            raise ValueError(
+                f"{seen[mark]} and {folder} are one model, the same weights; give trainings of other seeds"
+            )
+        seen[mark] = folder
+
+
+def keyed(folder: Name) -> Items:
     return {item.key: item for item in results.items(folder)}
 
 
@@ -199,24 +256,40 @@ def check_same(
             )
 
 
-def one(run_a: Evaluation, run_b: Evaluation, items_a: Mapping[Any, Item], items_b: Mapping[Any, Item]) -> Comparison:
-    pairs: dict[str, list[tuple[Item, Item]]] = {name: [] for name in run_a.tasks}
-    for key, item in items_a.items():
-        pairs[item.task].append((item, items_b[key]))
+def one(
+    runs_a: Sequence[Evaluation], runs_b: Sequence[Evaluation], items_a: Sequence[Items], items_b: Sequence[Items],
+    cluster: str,
+) -> Comparison:  # fmt: skip
+    """Compares two groups of runs, the first of one with the first of the other and so on."""
+    run = runs_a[0]
+    each: list[dict[str, list[tuple[Item, Item]]]] = []  # by seed, by task
+    for of_a, of_b in zip(items_a, items_b, strict=True):
+        pairs: dict[str, list[tuple[Item, Item]]] = {name: [] for name in run.tasks}
+        for key in items_a[0]:  # in one order, so that an item has one place in all seeds
+            pairs[of_a[key].task].append((of_a[key], of_b[key]))
+        each.append(pairs)
     differences, flips = [], []
-    for group in run_a.groups.values():
-        joined = [pair for task in group.tasks for pair in pairs[task]]
-        if metric := judged_by(group.metrics, joined):
-            higher = run_a.tasks[group.tasks[0]].higher_is_better.get(metric, True)
-            differences.append(differ(group.name, group.title, metric, higher, not is_inner(group, run_a), joined))
-    for task in run_a.tasks.values():
-        if metric := judged_by(task.metrics, pairs[task.name]):
+    for group in run.groups.values():
+        joined = [[pair for task in group.tasks for pair in pairs[task]] for pairs in each]
+        if metric := judged_by(group.metrics, joined[0]):
+            higher, headline = run.tasks[group.tasks[0]].higher_is_better.get(metric, True), not is_inner(group, run)
+            differences.append(differ(group.name, group.title, metric, higher, headline, joined, cluster))
+    for task in run.tasks.values():
+        mine = [pairs[task.name] for pairs in each]
+        if metric := judged_by(task.metrics, mine[0]):
             higher = task.higher_is_better.get(metric, True)
-            differences.append(differ(task.name, task.title, metric, higher, not task.groups, pairs[task.name]))
-            flips += [found for a, b in pairs[task.name] if (found := flip(a, b, metric))]
+            differences.append(differ(task.name, task.title, metric, higher, not task.groups, mine, cluster))
+            if len(each) == 1:
+                flips += [found for a, b in mine[0] if (found := flip(a, b, metric))]
     flips.sort(key=lambda found: -abs(found.swing))
-    notes = tuple(dict.fromkeys(run_a.notes + run_b.notes))
-    return Comparison(run_a.model, run_b.model, tuple(differences), tuple(flips), run_a.suite, notes)
+    notes = tuple(dict.fromkeys(note for each_run in (*runs_a, *runs_b) for note in each_run.notes))
+    a, b = (called([each_run.model for each_run in group]) for group in (runs_a, runs_b))
+    return Comparison(a, b, tuple(differences), tuple(flips), run.suite, notes)
+
+
+def called(models: Sequence[results.Model]) -> results.Model:
+    """The first model, with the names of all."""
+    return replace(models[0], name=", ".join(dict.fromkeys(model.name for model in models)))
 
 
 def is_inner(group: results.Group, run: Evaluation) -> bool:
@@ -231,17 +304,36 @@ def judged_by(metrics: Iterable[str], pairs: Sequence[tuple[Item, Item]]) -> str
 
 
 def differ(
-    name: str, title: str, metric: str, higher: bool, headline: bool, pairs: Sequence[tuple[Item, Item]]
-) -> Difference:
-    a_N, b_N, unit_N, value = arrays(metric, pairs)
-    a, b = (float(value(side.sum() / unit_N.sum())) for side in (a_N, b_N))
-    low, high = bootstrap(a_N, b_N, unit_N, value, f"{name} {metric}")
-    right = (unit_N == 1).all() and all(((side == 0) | (side == 1)).all() for side in (a_N, b_N))
-    only_a, only_b = (int((a_N > b_N).sum()), int((b_N > a_N).sum())) if right else (None, None)
-    p = exchange(b_N - a_N, f"{name} {metric}") if only_a is None or only_b is None else mcnemar(only_a, only_b)
+    name: str, title: str, metric: str, higher: bool, headline: bool, each: Sequence[Sequence[tuple[Item, Item]]],
+    cluster: str,
+) -> Difference:  # fmt: skip
+    """The difference in a metric; `each` has the pairs of items of each seed."""
+    tables = [arrays(metric, pairs) for pairs in each]
+    sides_SN: list[list[Array]] = [[table[0] for table in tables], [table[1] for table in tables]]
+    unit_N, value, items = tables[0][2], tables[0][3], len(each[0])
+    a_S, b_S = ([float(value(score_N.sum() / unit_N.sum())) for score_N in side] for side in sides_SN)
+    right = bool((unit_N == 1).all()) and all(intervals.is_right(score_N) for side in sides_SN for score_N in side)
+    seeds = paired([b - a for a, b in zip(a_S, b_S, strict=True)], grain=1 / items if right else 0.0)
+    a_N, b_N = (np.mean(side, 0) for side in sides_SN)
+    cluster_N = clusters(each[0], cluster)
+    over_items = intervals.difference(a_N, b_N, unit_N, cluster_N, value) or (math.nan, math.nan)
+    only_a, only_b = (int((a_N > b_N).sum()), int((b_N > a_N).sum())) if right and len(each) == 1 else (None, None)
+    a, b = (math.fsum(side) / len(each) for side in (a_S, b_S))
+    low, high, p = (math.nan if found is None else found for found in (seeds.low, seeds.high, seeds.p))
     return Difference(
-        name, title, metric, higher, headline, len(pairs), a, b, b - a, low, high, p, only_a, only_b
+        name, title, metric, higher, headline, items, a, b, seeds.mean, low, high, p, only_a, only_b,
+        seeds=len(each), clusters=len(set(cluster_N)), items_low=over_items[0], items_high=over_items[1],
     )  # fmt: skip
+
+
+def clusters(pairs: Sequence[tuple[Item, Item]], key: str) -> list[str]:
+    """What each item shares with others: what the document has under `key`, by default under the first key that is kept
+    of it (results.Item.clusters), else the document itself."""
+    out = []
+    for item, _ in pairs:
+        name = key or next(iter(item.clusters), "")
+        out.append(f"{item.task} {name} {item.clusters.get(name, item.doc_hash)}")
+    return out
 
 
 def arrays(metric: str, pairs: Sequence[tuple[Item, Item]]) -> tuple[Array, Array, Array, Callable[[Any], Any]]:
@@ -289,10 +381,11 @@ def margin(item: Item) -> float:
 
 
 def corrected(found: Sequence[Comparison]) -> list[Comparison]:
-    """Fills in p_holm. A family is all comparisons of every run that was given, headlines and parts apart."""
+    """Fills in p_holm. A family is all comparisons of every group that was given, headlines and parts apart."""
     rows = [list(comparison.differences) for comparison in found]
     for headline in (True, False):
-        places = [(i, j) for i, row in enumerate(rows) for j, d in enumerate(row) if d.headline == headline]
+        every = [(i, j) for i, row in enumerate(rows) for j, d in enumerate(row) if d.headline == headline]
+        places = [(i, j) for i, j in every if not math.isnan(rows[i][j].p)]
         for (i, j), p in zip(places, holm([rows[i][j].p for i, j in places]), strict=True):
             rows[i][j] = replace(rows[i][j], p_holm=p)
     return [replace(c, differences=tuple(row)) for c, row in zip(found, rows, strict=True)]
@@ -301,28 +394,43 @@ def corrected(found: Sequence[Comparison]) -> list[Comparison]:
 # ---- training runs
 
 
+SAME = 0.01  # share of a run's tokens by which it may be read before its end and still be read there
+
+
 @dataclass(frozen=True)
 class Loss:
-    """One validation set of two runs, at a point that both reached. There is no interval: a log has one number."""
+    """One validation set of two groups of runs, at a point that all reached; means over seeds."""
 
     domain: str
     a: float
     b: float
     difference: float
+    by_seed: tuple[float, ...]  # differences
 
 
 @dataclass(frozen=True)
 class Losses:
-    runs: tuple[str, ...]
+    runs: tuple[str, ...]  # names of groups
     flops_per_token: tuple[float | None, ...]
     tokens: float  # where they are compared
     flops: float | None
-    at_equal_tokens: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)  # by run, the first left out
+    at_equal_tokens: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)  # by group, the first left out
     at_equal_flops: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)
+    midway: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # tokens | FLOPs -> runs read before their end
+
+    def equal(self, what: str) -> str:
+        """Says what is equal, tokens or FLOPs, and whether a loss is interpolated for that."""
+        return f"equal {what}, interpolated" if self.midway.get(what) else f"equal {what}"
 
 
-def compare_losses(folders: Sequence[Path | str]) -> Losses:
-    runs = plots.read_runs([Path(folder) for folder in folders])
+def compare_losses(groups: Sequence[Name | Sequence[Name]]) -> Losses:
+    folders = as_groups(groups)
+    read_runs = iter(plots.read_runs([Path(folder) for group in folders for folder in group]))
+    by_group = [[next(read_runs) for _ in group] for group in folders]
+    runs = [run for group in by_group for run in group]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two of the runs are called {max(names, key=names.count)}; rename the folder of one")
     sets = [set(run.keys(plots.VALID)) for run in runs]
     domains = sorted(set.intersection(*sets))
     if not domains:
@@ -330,15 +438,41 @@ def compare_losses(folders: Sequence[Path | str]) -> Losses:
             f"{' and '.join(run.name for run in runs)} have no validation set in common ("
             f"{'; '.join(', '.join(sorted(names)) or 'none' for names in sets)}); name the same under data.valid"
         )
-    reached = [max(run.points(f"valid/{domain}/loss")[0][-1] for domain in domains) for run in runs]
-    rates = [flops_per_token(run) for run in runs]
-    tokens, flops = min(reached), None
-    by_flops: dict[str, tuple[Loss, ...]] = {}
-    if all(rates):
-        flops = min(rate * last for rate, last in zip(rates, reached, strict=True) if rate)
-        by_flops = losses_at(runs, domains, [flops / rate for rate in rates if rate])
-    by_tokens = losses_at(runs, domains, [tokens] * len(runs))
-    return Losses(tuple(run.name for run in runs), tuple(rates), tokens, flops, by_tokens, by_flops)
+    reached = {run.name: max(run.points(f"valid/{domain}/loss")[0][-1] for domain in domains) for run in runs}
+    ends = {
+        run.name: reached[run.name] if is_whole(Path(folder), run) else math.inf
+        for run, folder in zip(runs, (folder for group in folders for folder in group), strict=True)
+    }
+    rates = {run.name: flops_per_token(run) for run in runs}
+    flops, by_flops = None, dict[str, tuple[Loss, ...]]()
+    at = {"tokens": dict.fromkeys(reached, min(reached.values()))}
+    if all(rates.values()):
+        flops = min((rates[name] or 0) * last for name, last in reached.items())
+        at["FLOPs"] = {name: flops / (rate or 1) for name, rate in rates.items()}
+        by_flops = losses_at(by_group, domains, at["FLOPs"])
+    midway = {
+        what: tuple(name for name, tokens in places.items() if tokens < (1 - SAME) * ends[name])
+        for what, places in at.items()
+    }
+    means = [mean_rate([rates[run.name] for run in group]) for group in by_group]
+    by_tokens = losses_at(by_group, domains, at["tokens"])
+    called_by = tuple(map(group_name, by_group))
+    return Losses(called_by, tuple(means), min(reached.values()), flops, by_tokens, by_flops, midway)
+
+
+def is_whole(folder: Path, run: plots.Curves) -> bool:
+    """Whether the run's last line is the end of its schedule; without a config nobody knows."""
+    config = folder / "config.json"
+    return config.is_file() and run.rows[-1]["step"] >= json.loads(config.read_text())["steps"]
+
+
+def group_name(runs: Sequence[plots.Curves]) -> str:
+    return ", ".join(run.name for run in runs)
+
+
+def mean_rate(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate]
+    return math.fsum(known) / len(known) if known and len(known) == len(rates) else None
 
 
 def flops_per_token(run: plots.Curves) -> float | None:
@@ -347,19 +481,28 @@ def flops_per_token(run: plots.Curves) -> float | None:
 
 
 def losses_at(
-    runs: Sequence[plots.Curves], domains: Sequence[str], tokens: Sequence[float]
+    groups: Sequence[Sequence[plots.Curves]], domains: Sequence[str], tokens: Mapping[str, float]
 ) -> dict[str, tuple[Loss, ...]]:
-    """Losses at each run's `tokens`, beside the first run's. Between two validations a loss is on the straight line."""
+    """Losses at each run's `tokens` beside the first group's; between two validations on the straight line."""
 
-    def loss(run: plots.Curves, domain: str, at: float) -> float:
-        return float(np.interp(at, *run.points(f"valid/{domain}/loss")))
+    def losses(group: Sequence[plots.Curves], domain: str) -> list[float]:
+        return [float(np.interp(tokens[run.name], *run.points(f"valid/{domain}/loss"))) for run in group]
 
-    first = {domain: loss(runs[0], domain, tokens[0]) for domain in domains}
     found = {}
-    for run, at in zip(runs[1:], tokens[1:], strict=True):
-        mine = {domain: loss(run, domain, at) for domain in domains}
-        found[run.name] = tuple(Loss(d, first[d], mine[d], mine[d] - first[d]) for d in domains)
+    for group in groups[1:]:
+        rows = []
+        for domain in domains:
+            a, b = losses(groups[0], domain), losses(group, domain)
+            apart = tuple(y - x for x, y in zip(a, b, strict=True))
+            means = [math.fsum(each) / len(a) for each in (a, b, apart)]
+            rows.append(Loss(domain, means[0], means[1], means[2], apart))
+        found[group_name(group)] = tuple(rows)
     return found
+
+
+def over_sets(rows: Sequence[Loss]) -> Paired:
+    """The difference of the mean over validation sets, over seeds."""
+    return paired([math.fsum(apart) / len(rows) for apart in zip(*(row.by_seed for row in rows), strict=True)])
 
 
 # ---- as text
@@ -375,28 +518,33 @@ def is_share(metric: str) -> bool:
 
 
 def p_text(p: float) -> str:
-    return "< 0.001" if p < 1e-3 else f"{p:.3f}"
+    return "" if math.isnan(p) else "< 0.001" if p < 1e-3 else f"{p:.3f}"
 
 
 def table(found: Comparison) -> str:
     """A comparison as Markdown."""
     families = [sum(d.headline == headline for d in found.differences) for headline in (True, False)]
+    seeds = max((d.seeds for d in found.differences), default=1)
+    runs = "one run each: no verdict" if seeds == 1 else f"{seeds} runs each, paired in this order"
     lines = [
-        f"A = {found.a.name}, B = {found.b.name}; suite {found.suite}; "
-        f"{families[0]} headline and {families[1]} part comparisons, p corrected by Holm in each family",
+        f"A = {found.a.name}, B = {found.b.name}; suite {found.suite}; {runs}; "
+        f"{families[0]} headline and {families[1]} part comparisons, p over seeds corrected by Holm in each family",
         "",
-        "| | metric | items | A | B | B - A | 95 % interval | only A / only B | p | Holm | B is |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| | metric | A | B | B - A | 95 % over seeds | Holm | B is | items | clusters | over items, these models "
+        "alone | only A / only B |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for d in found.differences:
+        low, high = signed(d.low, d.metric), signed(d.high, d.metric)
         lines.append(
-            f"| {d.title} | {d.metric}{' %' * is_share(d.metric)} | {d.items:,} | {number(d.a, d.metric)} | "
-            f"{number(d.b, d.metric)} | {signed(d.difference, d.metric)} | {signed(d.low, d.metric)} to "
-            f"{signed(d.high, d.metric)} | {'' if d.only_a is None else f'{d.only_a} / {d.only_b}'} | {p_text(d.p)} | "
-            f"{p_text(d.p_holm)} | {d.verdict} |"
+            f"| {d.title} | {d.metric}{' %' * is_share(d.metric)} | {number(d.a, d.metric)} | "
+            f"{number(d.b, d.metric)} | {signed(d.difference, d.metric)} | "
+            f"{'' if math.isnan(d.low) else f'{low} to {high}'} | {p_text(d.p_holm)} | {d.verdict} | {d.items:,} | "
+            f"{d.clusters:,} | {d.over_items} | {'' if d.only_a is None else f'{d.only_a} / {d.only_b}'} |"
         )
-    gained = sum(f.gained for f in found.flips)
-    lines += ["", f"{len(found.flips)} items flipped: {gained} gained, {len(found.flips) - gained} lost"]
+    if seeds == 1:
+        gained = sum(f.gained for f in found.flips)
+        lines += ["", f"{len(found.flips)} items flipped: {gained} gained, {len(found.flips) - gained} lost"]
     for f in found.flips[:10]:
         target, a, b = apart((f.target, f.a, f.b))
         lines.append(f"- {'gained' if f.gained else 'lost'}: {f.task} {f.doc}: right is {target!r}; A {a!r}, B {b!r}")
@@ -418,38 +566,78 @@ def apart(texts: Sequence[str]) -> list[str]:
 
 def loss_table(found: Losses) -> str:
     lines = []
-    for title, by_run, at in (
-        ("equal tokens", found.at_equal_tokens, f"{plots.count(found.tokens)} tokens"),
-        ("equal FLOPs", found.at_equal_flops, f"{found.flops or 0:.3g} FLOPs of continued training"),
+    for what, by_run, at in (
+        ("tokens", found.at_equal_tokens, f"{plots.count(found.tokens)} tokens"),
+        ("FLOPs", found.at_equal_flops, f"{found.flops or 0:.3g} FLOPs of continued training"),
     ):
         for name, rows in by_run.items():
             lines += [
-                f"Validation loss at {title} ({at}), nats a token; A = {found.runs[0]}, B = {name}", "",
+                f"Validation loss at {found.equal(what)} ({at}), nats a token; A = {found.runs[0]}, B = {name}", "",
                 "| | A | B | B - A |", "|---|---|---|---|",
                 *(f"| {r.domain} | {r.a:.4f} | {r.b:.4f} | {r.difference:+.4f} |" for r in rows), "",
+                f"Mean of sets: {loss_verdict(rows)}", "",
             ]  # fmt: skip
+        if names := found.midway.get(what):
+            lines += [midway_text(names), ""]
     if found.flops is None:
         lines.append("No comparison at equal FLOPs: a log has no FLOPs (written by an older version).")
     return "\n".join(lines).rstrip()
 
 
+def loss_verdict(rows: Sequence[Loss]) -> str:
+    seeds = over_sets(rows)
+    if seeds.low is None or seeds.high is None:
+        return f"{seeds.mean:+.4f}, {'one run' if seeds.seeds == 1 else f'{seeds.seeds} runs'} each: no verdict"
+    interval = f"95 % interval over {seeds.seeds} seeds {seeds.low:+.4f} to {seeds.high:+.4f}"
+    return f"{seeds.mean:+.4f}, {interval}: {seeds.verdict()}"
+
+
+def midway_text(names: Sequence[str]) -> str:
+    return (
+        f"Interpolated: {', '.join(names)} is read before the end of its schedule, where its learning rate is high; "
+        "a run with a schedule that ends there would be lower (evaluation study, match: flops)."
+    )
+
+
+def group_words(words: Sequence[str]) -> list[list[str]]:
+    """The folders of each group: groups are parted by `--`, or are a word each; commas part the folders of a word."""
+    parts = [[word] for word in words]
+    if "--" in words:
+        parts = [[]]
+        for word in words:
+            if word == "--":
+                parts.append([])
+            else:
+                parts[-1].append(word)
+    found = [
+        [name for word in part for name in ([word] if Path(word).exists() else word.split(",")) if name]
+        for part in parts
+    ]
+    return [part for part in found if part]
+
+
 @dataclass(frozen=True)
 class CompareConfig:
     output: str = ""  # a JSON file to write
+    cluster: str = ""  # a key of documents (file, passage, ...) whose items count as one; "": the first that is kept
 
 
 def main(words: Sequence[str]) -> int:
-    folders, keys = cli.names_and_words(words)
-    config = read(CompareConfig, "", keys)
-    if len(folders) < 2:
-        raise ValueError("compare needs two runs or more, the first is what the others are compared with: compare A B")
+    names, keys = cli.names_and_words(words)
+    config, groups = read(CompareConfig, "", keys), group_words(names)
+    if len(groups) < 2:
+        raise ValueError(
+            "compare needs two runs or more, the first is what the others are compared with: compare A B, or "
+            "compare A1,A2,A3 -- B1,B2,B3"
+        )
+    folders = [folder for group in groups for folder in group]
     output: dict[str, Any] = {}
     if all((Path(folder) / "run.json").is_file() for folder in folders):
-        compared = compare(folders)
-        output["comparisons"] = [asdict(found) for found in compared]
-        print("\n\n".join(table(found) for found in compared))
+        found = compare(groups, config.cluster)
+        output["comparisons"] = [asdict(each) for each in found]
+        print("\n\n".join(table(each) for each in found))
     if all((Path(folder) / METRICS).is_file() for folder in folders):
-        losses = compare_losses(folders)
+        losses = compare_losses(groups)
         output["losses"] = asdict(losses)
         print(loss_table(losses))
     if not output:
@@ -458,5 +646,14 @@ def main(words: Sequence[str]) -> int:
             "training runs"
         )
     if config.output:
-        write_atomic(Path(config.output), (json.dumps(output, indent=1) + "\n").encode())
+        write_atomic(Path(config.output), (json.dumps(plain(output), indent=1, allow_nan=False) + "\n").encode())
     return 0
+
+
+def plain(value: Any) -> Any:
+    """The value as strict JSON has it: nan and infinity are null."""
+    if isinstance(value, dict):
+        return {str(name): plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -376,7 +376,7 @@ def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
         f"3. All read the same {losses.tokens:,.0f} tokens more: dense {control:.4f}, "
         f"{against_control(losses.at_equal_tokens, COPIES)}, {against_control(losses.at_equal_tokens, GROUPS)}: "
         f"{verdict(COPIES)}, {verdict(GROUPS)}.",
-        f"4. A token of {COPIES} and {GROUPS} costs {ratios} times the FLOPs; at equal FLOPs: {at_flops}.",
+        f"4. A token of {COPIES} and {GROUPS} costs {ratios} times the FLOPs; at {losses.equal('FLOPs')}: {at_flops}.",
         f"5. {here / 'report.html'} shows all of it; took {stage.total('seconds'):.0f} s, "
         f"{stage.total('cpu_seconds'):.0f} s of CPU.",
     ]

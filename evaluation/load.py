@@ -11,6 +11,7 @@ import json
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
+from evaluation.remember import VERSION
 from evaluation.results import Model
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
@@ -30,10 +32,16 @@ from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.parallel.mesh import ParallelMesh, check
 from training.parallel.shard import dense_ffns, layers, parallelize
+from upcycle import __version__
+from upcycle.checkpoint import COPIED
 from upcycle.size import dense_parameters
 from upcycle.spec import MoESpec
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+IRRELEVANT = (
+    "_name_or_path",
+    "transformers_version",
+)  # keys of config.json that say where it is from; no number changes
 
 
 @dataclass(frozen=True)
@@ -64,15 +72,17 @@ def opened(
                 f"{origin.dense.vocab} embeddings; write tokenizer=FOLDER with the model's own"
             )
         total, active = parameters(origin)
+        numbers, encoder_folder = fingerprint(model), tokenizer_folder(source, origin, tokenizer)
         about = Model(
             name=Path(source).resolve().name if Path(source).exists() else source,
             source=source,
-            fingerprint=fingerprint(model),
+            fingerprint=numbers,
             kind=str(origin.config.get("model_type")),
             parameters=total,
             active=active,
             dtype=dtype,
             step=step,
+            identity=identity(numbers, origin, encoder_folder, dtype, experts, device.type),
         )
         return Loaded(model, about, encoder, end_tokens(origin))
 
@@ -138,15 +148,20 @@ def load_step(model: Decoder, run: Path, folder: Path | None) -> int:
 # ---- what belongs to the weights
 
 
-def load_tokenizer(source: str, origin: Origin, given: str) -> Any:
-    from transformers import AutoTokenizer
-
+def tokenizer_folder(source: str, origin: Origin, given: str) -> Path:
     folder = Path(given) if given else next((f.parent for f in origin.files if f.name in TOKENIZERS), None)
     if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
         raise ValueError(
             f"{given or source} has no tokenizer ({', '.join(TOKENIZERS[:2])}, ...), and tasks are text; write "
             f"tokenizer=FOLDER with the one that the model was trained with"
         )
+    return folder
+
+
+def load_tokenizer(source: str, origin: Origin, given: str) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder(source, origin, given)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception
@@ -155,10 +170,15 @@ def load_tokenizer(source: str, origin: Origin, given: str) -> Any:
 
 def end_tokens(origin: Origin) -> tuple[int, ...]:
     """End tokens, as in transformers' generate: of generation_config.json if there is one, else of config.json."""
-    file = next((f for f in origin.files if f.name == "generation_config.json"), None)
-    settings = json.loads(file.read_text()) if file else origin.config
-    ends = settings.get("eos_token_id")
+    settings = generation(origin)
+    ends = (origin.config if settings is None else settings).get("eos_token_id")
     return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+
+
+def generation(origin: Origin) -> dict[str, Any] | None:
+    file = next((f for f in origin.files if f.name == "generation_config.json"), None)
+    settings: dict[str, Any] | None = json.loads(file.read_text()) if file else None
+    return settings
 
 
 def parameters(origin: Origin) -> tuple[int, int]:
@@ -176,6 +196,27 @@ def parameters(origin: Origin) -> tuple[int, int]:
     return round(total - per_unit * (padded - sum(widths))), round(
         total - experts + per_unit * sum(widths[-origin.spec.top_k :])
     )
+
+
+def identity(weights: str, origin: Origin, tokenizer: Path, dtype: str, experts: str, device: str) -> str:
+    """A digest of the model as computed: of all that may change an answer to the same tokens, or the tokens.
+
+    `weights` is their fingerprint. The same weights are another model under another config.json (the experts of a
+    token, the base of its rotation, the epsilon of a norm), and another one's texts end elsewhere. So the whole config
+    is in it but for IRRELEVANT, whatever the keys of tomorrow mean. How ranks divide the work is not: that changes
+    roundings alone.
+    """
+    settings, beside = dict(origin.config), generation(origin)
+    files = {file for pattern in COPIED for file in tokenizer.glob(pattern) if file.name != "generation_config.json"}
+    parts = {
+        "weights": weights,
+        "config": {name: value for name, value in settings.items() if name not in IRRELEVANT},
+        "generation": beside and {name: value for name, value in beside.items() if name not in IRRELEVANT},
+        "tokenizer": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
+        "how": [dtype, experts, device],
+        "versions": [VERSION, __version__, *map(version, ("torch", "transformers", "tokenizers"))],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def fingerprint(model: Decoder) -> str:

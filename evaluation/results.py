@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from upcycle.disk import write_atomic
 
-FORMAT = 1
+FORMAT = 2
 Score = float | tuple[float, float]
 T = TypeVar("T", "Item", "Task", "Group", "Model")
 
@@ -36,6 +36,8 @@ class Item:
     greedy: tuple[bool, ...] = ()  # whether each choice is what greedy decoding would write
     text: str = ""  # what was generated
     choices: tuple[str, ...] = ()  # what each log-probability is of; empty for texts
+    # digests by name of those of the document's keys that say where it is from (file, passage, ...; see run.FROM)
+    clusters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -78,6 +80,7 @@ class Model:
     active: int  # parameters that a token uses
     dtype: str
     step: int | None = None  # of a training run's checkpoint
+    identity: str = ""  # of the model as computed: weights, config, tokenizer, dtype, versions; see load.identity
 
 
 @dataclass(frozen=True)

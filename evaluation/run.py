@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ from upcycle.config import read
 
 READY = Path(__file__).parent.parent / "configs" / "eval"
 DTYPES = ("float32", "bfloat16", "float64")
+# keys of documents that say what several share, the widest first: items of one are no independent evidence (compare)
+FROM = ("file", "path", "url", "document", "article", "story", "passage", "context")
 BOOTSTRAP = 1000  # draws for the standard errors that have no formula (perplexity)
 
 
@@ -56,7 +59,7 @@ class RunConfig:
     texts: tuple[str, ...] = ()  # perplexity: .txt, .jsonl or .jsonl.zst, each a domain
     fewshot: int | None = None  # examples in a prompt, where the task leaves it open
     limit: int = 0  # items of each task; 0: all
-    output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-FINGERPRINT
+    output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-IDENTITY
     name: str = ""  # of the model in tables; "": the checkpoint's
     dtype: str = "float32"  # float32 | bfloat16 | float64
     tokens: int = 8192  # tokens of one forward, at most
@@ -124,9 +127,9 @@ def run(config: RunConfig, command: str) -> Path:
             config.checkpoint, config.dtype, mesh, device, experts=config.experts, tokenizer=config.tokenizer
         )
         about = replace(model.about, name=config.name or model.about.name)
-        folder = Path(config.output or f"runs/eval/{Path(config.suite).stem}-{about.name}-{about.fingerprint[:8]}")
+        folder = Path(config.output or f"runs/eval/{Path(config.suite).stem}-{about.name}-{about.identity[:8]}")
         engine = Engine(model.model, config.tokens, ranks_of(mesh), mesh.group("tp"), progress=mesh.rank == 0)
-        remembered = Remembered(folder / "cache", about.fingerprint, config.dtype, mesh.rank)
+        remembered = Remembered(folder / "cache", about.identity, mesh.rank)
         engine.ranks.any(False)  # all ranks have read the cache before one writes to it
         lm = DecoderLM(engine, model.tokenizer, remembered=remembered, stops=model.stops, generate=config.generate)
         prepared = time.monotonic()
@@ -298,7 +301,13 @@ def item(name: str, task: Any, sample: Mapping[str, Any], scores: Mapping[str, S
         greedy=tuple(greedy),
         text=text,
         choices=tuple(map(str, choices)),
+        clusters=clusters(sample["doc"]),
     )
+
+
+def clusters(doc: Any) -> dict[str, str]:
+    found = {name: doc[name] for name in FROM if isinstance(doc, Mapping) and isinstance(doc.get(name), str)}
+    return {name: blake2b(value.encode(), digest_size=8).hexdigest() for name, value in found.items() if value}
 
 
 def score(metric: str, value: Any) -> Score:
@@ -332,7 +341,7 @@ def notes_of(config: RunConfig, lm: DecoderLM) -> Iterator[str]:
 
 
 def table(done: Evaluation) -> str:
-    lines = [f"{done.model.name}  {done.suite}  {done.model.fingerprint[:8]}  {done.model.dtype}", ""]
+    lines = [f"{done.model.name}  {done.suite}  {done.model.identity[:8]}  {done.model.dtype}", ""]
     parts: list[Task | Group] = [*done.groups.values(), *done.tasks.values()]
     width = max(len(part.name) for part in parts)
     for part in parts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 LEVEL = 0.95
 LEAST = 3  # seeds that an interval needs: with two it would reach 12.7 standard errors to each side and say nothing
@@ -21,6 +22,7 @@ class Paired:
     mean: float
     low: float | None = None  # None: fewer than LEAST seeds have no interval
     high: float | None = None
+    p: float | None = None  # two-sided, of no difference
 
     def verdict(self, higher_is_better: bool = False) -> str:
         if self.low is None or self.high is None:
@@ -30,8 +32,12 @@ class Paired:
         return "better" if (self.mean > 0) == higher_is_better else "worse"
 
 
-def paired(differences: Sequence[float]) -> Paired:
-    """The mean of the differences, one of each seed, and its interval. ValueError if there are none."""
+def paired(differences: Sequence[float], grain: float = 0.0) -> Paired:
+    """The mean of the differences, one of each seed, and its interval. ValueError if there are none.
+
+    `grain`: the least that two differences can be apart, an item of a test. Three seeds that all gained one item seem
+    to have no spread at all, so no spread is believed that is below half a grain.
+    """
     seeds = len(differences)
     if not seeds:
         raise ValueError("there is no seed that both have finished, so there is no difference; train one seed of both")
@@ -39,10 +45,13 @@ def paired(differences: Sequence[float]) -> Paired:
     if seeds < LEAST:
         return Paired(seeds, mean)
     deviation = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (seeds - 1))
-    reach = student(seeds - 1) * deviation / math.sqrt(seeds)
-    return Paired(seeds, mean, mean - reach, mean + reach)
+    error = max(deviation, grain / 2) / math.sqrt(seeds)
+    reach = student(seeds - 1) * error
+    p = 1 - inside(abs(mean) / error, seeds - 1) if error else float(mean == 0)
+    return Paired(seeds, mean, mean - reach, mean + reach, p)
 
 
+@cache
 def student(freedom: int, level: float = LEVEL) -> float:
     """The t for which -t ... t holds the share `level` of Student's distribution of so many degrees of freedom."""
     low, high = 0.0, 1.0

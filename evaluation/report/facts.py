@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from evaluation import compare, results
+from evaluation import compare, intervals, results
 from evaluation.compare import Comparison, Difference, Losses, is_share, number, signed
 from evaluation.results import Evaluation, Item
 from training.checkpoint import standalone
@@ -138,6 +138,8 @@ def score(
     a_N, _, unit_N, value = compare.arrays(metric, pairs)
     at_zero = float(value(np.zeros(1))[0])  # bootstrap() is of a difference: A's scores are 0, and this is added back
     low, high = compare.bootstrap(np.zeros_like(a_N), a_N, unit_N, value, f"{name} {metric}")
+    if (unit_N == 1).all() and intervals.is_right(a_N):
+        low, high = intervals.wilson(float(a_N.sum()), len(a_N))
     guess = [1 / len(item.choices) for item, _ in pairs if len(item.choices) > 1]
     chance = sum(guess) / len(guess) if metric.startswith("acc") and len(guess) == len(pairs) else None
     return Score(
@@ -196,6 +198,7 @@ def verdict(found: Comparison) -> Iterator[str]:
         yield from (sentence(found, d) for d in headlines)
     else:
         kinds = {"better": "better on", "worse": "worse on", "no difference shown": "not shown to differ on"}
+        kinds |= {d.verdict: f"without a verdict ({d.verdict}) on" for d in headlines if d.verdict not in kinds}
         titles = {words: [d.title for d in headlines if d.verdict == kind] for kind, words in kinds.items()}
         said = (f"{words} {len(names)} ({', '.join(names)})" for words, names in titles.items() if names)
         yield f"Of {len(headlines)} headlines, {b} beside {a} is {'; '.join(said)}."
@@ -208,22 +211,23 @@ def verdict(found: Comparison) -> Iterator[str]:
 
 def sentence(found: Comparison, d: Difference) -> str:
     unit = " %" if is_share(d.metric) else f" {d.metric.replace('_', ' ')}"
-    judged = {"better": "better than", "worse": "worse than"}.get(d.verdict, "not shown to differ from")
-    return (
-        f"{found.b.name} is {judged} {found.a.name} on {d.title}: "
-        f"{number(d.a, d.metric)} to {number(d.b, d.metric)}{unit} ({signed(d.difference, d.metric)}, 95 % interval "
-        f"{signed(d.low, d.metric)} to {signed(d.high, d.metric)}, p {compare.p_text(d.p_holm)})."
+    values = (
+        f"{number(d.a, d.metric)} to {number(d.b, d.metric)}{unit} ({signed(d.difference, d.metric)}, {d.interval})"
     )
+    words = {"better": "better than", "worse": "worse than", "no difference shown": "not shown to differ from"}
+    if d.verdict not in words:
+        return f"{found.b.name} beside {found.a.name} on {d.title}: {values}; {d.verdict}."
+    return f"{found.b.name} is {words[d.verdict]} {found.a.name} on {d.title}: {values}, p {compare.p_text(d.p_holm)}."
 
 
 def loss_sentences(losses: Losses) -> Iterator[str]:
     for title, by_run in (("tokens", losses.at_equal_tokens), ("FLOPs", losses.at_equal_flops)):
         for name, rows in by_run.items():
             lower = sum(row.difference < 0 for row in rows)
+            means = f"{mean(r.a for r in rows):.4f} to {mean(r.b for r in rows):.4f}"
             yield (
-                f"At equal {title}, the validation loss of {name} is lower than that of {losses.runs[0]} on {lower} of "
-                f"{len(rows)} sets; mean {mean(r.a for r in rows):.4f} to {mean(r.b for r in rows):.4f} nats a token. "
-                "One run each, so without an interval."
+                f"At {losses.equal(title)}, the validation loss of {name} is lower than that of {losses.runs[0]} on "
+                f"{lower} of {len(rows)} sets; mean {means} nats a token; difference {compare.loss_verdict(rows)}."
             )
 
 

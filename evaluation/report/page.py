@@ -12,6 +12,7 @@ from evaluation.compare import Losses, is_share, number, signed
 from evaluation.report import draw
 from evaluation.report.draw import Curve, ForestRow, Mark
 from evaluation.report.facts import Facts, Rows, mean, provenance, routed, verdicts
+from evaluation.seeds import LEAST
 from training.observe import plots
 
 EXAMPLES = 12  # flipped items shown
@@ -68,8 +69,7 @@ def minus(text: str) -> str:
 
 def tiles(facts: Facts) -> Iterator[str]:
     for found in facts.comparisons:
-        headlines = sorted((d for d in found.differences if d.headline), key=lambda d: d.p)
-        for d in headlines[:2]:  # the surest ones, whichever way they point
+        for d in [d for d in found.differences if d.headline][:2]:
             unit = "points" if is_share(d.metric) else d.metric.replace("_", " ")
             values = f"{found.a.name} {number(d.a, d.metric)}, {found.b.name} {number(d.b, d.metric)}"
             about = f"{d.title}, {found.b.name} − {found.a.name}"
@@ -81,7 +81,7 @@ def tiles(facts: Facts) -> Iterator[str]:
                 change = mean(row.difference for row in rows)
                 lower = f"nats a token; lower on {sum(r.difference < 0 for r in rows)} of {len(rows)} sets"
                 kind = "good" if change < 0 else "bad" if change > 0 else ""
-                about = f"Loss at equal {title}, {name} − {facts.losses.runs[0]}"
+                about = f"Loss at {facts.losses.equal(title)}, {name} − {facts.losses.runs[0]}"
                 yield draw.tile(about, minus(f"{change:+.4f}"), lower, kind)
     for name, measured in list(facts.routing.items())[-1:]:
         layers = measured["layers"]
@@ -136,20 +136,21 @@ def differences_section(facts: Facts, color: Palette) -> str:
         for (unit, headline), group in panels(found.differences).items():
             rows = []
             for d in group:
-                text, faded = ranged(d, d.difference, signed), d.verdict == "no difference shown"
+                text = minus(f"{signed(d.difference, d.metric)}; {d.interval}")
+                faded = d.verdict not in ("better", "worse")
                 won = "" if d.only_a is None else f", {d.only_b:,} won, {d.only_a:,} lost"
-                mark = Mark(color[found.b.name], d.difference, d.low, d.high, text, faded)
-                note = f"p {compare.p_text(d.p_holm)}; {d.verdict}"
+                mark = Mark(color[found.b.name], d.difference, d.shown[0], d.shown[1], text, faded)
+                note = d.verdict if d.seeds < LEAST else f"p {compare.p_text(d.p_holm)}; {d.verdict}"
                 rows.append(ForestRow(d.title, f"{d.items:,} items{won}", [mark], note))
             title = f"{'points' if unit == 'per cent' else unit}, {better(group[0].higher_is_better)}"
             body += panel(headline, len(rows), title, draw.forest(rows, axis_text(group[0].metric), zero=True))
     counts = [sum(d.headline == h for c in facts.comparisons for d in c.differences) for h in (True, False)]
     return draw.section(
         "Differences",
-        "Item by item: both models answered the same items, so what the items have in common cancels. Bars are 95 % "
-        f"intervals of {compare.DRAWS:,} bootstrap draws. p: exact McNemar where an item is right or wrong, random "
-        f"exchanges where it is not; corrected by Holm for {counts[0]} headline and {counts[1]} part comparisons. Pale "
-        "is what chance could be.",
+        "All answered the same items. Bars are 95 % intervals over seeds, paired, and a verdict is by p over seeds, "
+        f"corrected by Holm for {counts[0]} headline and {counts[1]} part comparisons. Of one run each there is no "
+        "verdict: bars are then over items, clustered by the file, passage or document that they are of, for these "
+        "very models. Pale is what chance could be.",
         body,
     )
 
@@ -233,17 +234,20 @@ def mean_validation(run: plots.Curves) -> tuple[list[float], list[float]]:
 def loss_tables(losses: Losses) -> str:
     """The tables at equal tokens and at equal FLOPs, side by side."""
     tables = ""
-    for title, by_run, at in (
-        ("equal tokens", losses.at_equal_tokens, f"{draw.short(losses.tokens)} tokens each"),
-        ("equal FLOPs", losses.at_equal_flops, f"{draw.short(losses.flops or 0)} FLOPs each"),
+    for what, by_run, at in (
+        ("tokens", losses.at_equal_tokens, f"{draw.short(losses.tokens)} tokens each"),
+        ("FLOPs", losses.at_equal_flops, f"{draw.short(losses.flops or 0)} FLOPs each"),
     ):
         for name, rows in by_run.items():
             cells = [(r.domain, f"{r.a:.4f}", f"{r.b:.4f}", minus(f"{r.difference:+.4f}")) for r in rows]
-            tables += draw.figure(f"At {title}", at, draw.table(["set", losses.runs[0], name, "difference"], cells))
+            tables += draw.figure(
+                f"At {losses.equal(what)}", at, draw.table(["set", losses.runs[0], name, "difference"], cells)
+            )
+    midway = tuple(dict.fromkeys(name for names in losses.midway.values() for name in names))
     note = (
-        "One run each, so there is no interval: another seed would give other digits. Between two validations the loss "
+        "Of one run each there is no interval: another seed would give other digits. Between two validations the loss "
         "is taken on the straight line. FLOPs are those of continued training alone."
-    )
+    ) + (f" {escape(compare.midway_text(midway))}" if midway else "")
     return f'<div class="tables">{tables}</div><p class="note">{note}</p>'
 
 

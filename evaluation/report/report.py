@@ -16,7 +16,6 @@ keys, with defaults and meaning: docs/config.md
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,15 +63,7 @@ def markdown(facts: Facts) -> str:
 
 def as_json(facts: Facts) -> dict[str, Any]:
     """The facts as strict JSON: nan and infinity are null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {str(k): plain(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(v) for v in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    found: dict[str, Any] = plain({"verdicts": verdicts(facts), **asdict(facts)})
+    found: dict[str, Any] = compare.plain({"verdicts": verdicts(facts), **asdict(facts)})
     return found
 
 

@@ -150,12 +150,12 @@ def questions(plan: Plan, found: Judged) -> Iterator[tuple[str, str, str]]:
 def loss_contrasts(plan: Plan, found: Judged, name: str, sets: Sequence[str], *, headline: bool) -> Iterator[Contrast]:
     for question, arm, against in questions(plan, found):
         values = [{run.seed: run.last(sets) for run in found.of(side)} for side in (arm, against)]
-        yield from contrast(found, question, name, "nats a token", headline, False, arm, against, *values)
+        yield from contrast(found, question, name, "nats a token", headline, False, arm, against, values[0], values[1])
 
 
 def contrast(
     found: Judged, question: str, what: str, unit: str, headline: bool, higher: bool, arm: str, against: str,
-    ours: Mapping[int, float | None], theirs: Mapping[int, float | None],
+    ours: Mapping[int, float | None], theirs: Mapping[int, float | None], grain: float = 0.0,
 ) -> Iterator[Contrast]:  # fmt: skip
     """Yields the contrast over the seeds that both have, or nothing if there are none."""
     values = {seed: (ours.get(seed), theirs.get(seed)) for seed in found.seeds}
@@ -176,7 +176,7 @@ def contrast(
         tuple(pairs),
         mean(a for a, _ in pairs.values()),
         mean(b for _, b in pairs.values()),
-        paired([a - b for a, b in pairs.values()]),
+        paired([a - b for a, b in pairs.values()], grain),
         spent[0] / spent[1] if spent[1] else math.nan,
     )
 
@@ -231,7 +231,8 @@ def difference_bands(plan: Plan, found: Judged, sets: Sequence[str]) -> tuple[Ba
         made = [paired([curves[0][seed][at][1] - curves[1][seed][at][1] for seed in seeds]) for at in shared]
         if made:
             spent = tuple(average([curves[0][seed][at][0] for seed in seeds]) for at in shared)
-            lows, highs = (tuple(getattr(p, side) or p.mean for p in made) for side in ("low", "high"))
+            lows = tuple(p.mean if p.low is None else p.low for p in made)
+            highs = tuple(p.mean if p.high is None else p.high for p in made)
             out.append(Band(arm, spent, tuple(p.mean for p in made), lows, highs, len(seeds)))
     return tuple(out)
 
@@ -243,7 +244,8 @@ def by_layer(found: Judged) -> dict[str, dict[str, dict[int, float]]]:
         runs = [run.layers for run in found.of(arm)]
         for what in sorted({what for layers in runs for what in layers}):
             mine = [layers[what] for layers in runs if what in layers]
-            out.setdefault(what, {})[arm] = {n: mean(m[n] for m in mine if n in m) for n in sorted(mine[0])}
+            numbers = sorted({n for m in mine for n in m})
+            out.setdefault(what, {})[arm] = {n: mean(m[n] for m in mine if n in m) for n in numbers}
     return out
 
 
@@ -271,7 +273,7 @@ def answers(plan: Plan, found: Judged) -> tuple[Answered, tuple[Kept, ...]]:
     for key, score in every.items():
         before = {arm: start[arm][key].value for arm in found.arms if key in start[arm]}
         values = {arm: tuple(s[key].value for s in after[arm].values() if key in s) for arm in found.arms}
-        change = {arm: paired([v - before[arm] for v in values[arm]]) for arm in before if values[arm]}
+        change = {arm: paired([v - before[arm] for v in values[arm]], score.grain) for arm in before if values[arm]}
         kept.append(Kept(score.suite, score.task, score.metric, score.higher_is_better, before, values, change))
     return after, tuple(kept)
 
@@ -285,4 +287,6 @@ def score_contrasts(plan: Plan, found: Judged, answered: Answered) -> Iterator[C
                 for side in (arm, against)
             ]
             what, higher = f"{score.task} ({score.suite})", score.higher_is_better
-            yield from contrast(found, question, what, score.metric, False, higher, arm, against, *sides)
+            yield from contrast(
+                found, question, what, score.metric, False, higher, arm, against, sides[0], sides[1], score.grain
+            )

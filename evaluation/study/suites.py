@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation import results
-from evaluation.compare import PREFERRED, is_inner
+from evaluation.compare import PREFERRED, is_inner, is_share
 from evaluation.study.plan import Plan
 
 
@@ -37,6 +37,7 @@ class Score:
     metric: str
     higher_is_better: bool
     value: float
+    grain: float  # the least that two values can be apart: an item of a test; 0 where that is as little as one likes
 
 
 def suites_of(plan: Plan) -> list[Suite]:
@@ -85,6 +86,7 @@ def scores(folder: Path, suites: Iterable[Suite]) -> dict[tuple[str, str], Score
         parts += [(t, t.higher_is_better) for t in run.tasks.values() if not t.groups]  # type: ignore[misc]
         for part, higher in parts:
             if metric := next((name for name in (*PREFERRED, *part.metrics) if name in part.metrics), None):
-                found = Score(suite.name, part.title, metric, higher.get(metric, True), part.metrics[metric])
+                value, grain = part.metrics[metric], is_share(metric) / max(part.items, 1)
+                found = Score(suite.name, part.title, metric, higher.get(metric, True), value, grain)
                 out[suite.name, part.name] = found
     return out

@@ -1,4 +1,4 @@
-"""evaluation.bench on a trained model: both sides answer alike, ours with fewer tokens, and a difference is seen."""
+"""evaluation.bench on a small model: both sides answer alike, ours with fewer tokens, and a difference is seen."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from pathlib import Path
 import pytest
 
 from evaluation.bench import Asked, accuracy, compared, main
+from tests.parity import asked
 
 STORIES = Path(__file__).parents[2].parent / "shared" / "data" / "stories260k"
 
 
-@pytest.mark.skipif(not STORIES.is_dir(), reason="the shared data folder is not here")
+trained = pytest.mark.skipif(not STORIES.is_dir(), reason="the shared data folder is not here")
+
+
+@pytest.mark.parametrize("name", ["random", pytest.param("trained", marks=trained)])
 def test_both_answer_alike_and_the_last_line_is_a_row(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert main([str(STORIES), "suite=tiny", "tasks=[tiny_stories,tiny_text,tiny_copy]", "batch_sizes=[1,4]"]) == 0
+    model = STORIES if name == "trained" else asked.make(tmp_path / "model")
+    assert main([str(model), "suite=tiny", "tasks=[tiny_stories,tiny_text,tiny_copy]", "batch_sizes=[1,4]"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert row["device"] and row["items"] == 16 + 5 + 6 and [each["batch_size"] for each in row["hflm"]] == [1, 4]
     for theirs in row["hflm"]:

@@ -1,6 +1,7 @@
 """lm-eval's own model (HFLM on transformers) and ours give the same prompts, log-probabilities, texts and scores.
 
-The model is a trained Llama of 260,000 parameters, and a Mixtral made of it whose experts differ.
+The models are small ones with random weights, made on the spot, and where the shared data folder is a trained Llama of
+260,000 parameters; and of each a Mixtral whose experts differ.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from evaluation import results, tasks
 from evaluation.__main__ import main
 from evaluation.offline import Splits
 from evaluation.run import RunConfig, evaluate_live, metric_name, numbers, run
+from tests.parity import asked
 from training.__main__ import main as train
 from training.checkpoint import layout
 from training.model.decoder import Decoder
@@ -33,18 +35,26 @@ from upcycle.__main__ import main as upcycle
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 STORIES, EVAL, CORPUS = SHARED / "stories260k", SHARED / "eval", SHARED / "corpus"
-pytestmark = pytest.mark.skipif(not STORIES.is_dir(), reason="the shared data folder is not here")
+shared = pytest.mark.skipif(not STORIES.is_dir(), reason="the shared data folder is not here")
 
-# suite -> its keys, and the tasks that are compared
+# suite -> its keys, and the tasks that are compared; texts and data by name lie beside the models
 SUITES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tiny": ({}, ()),
     "core": ({"data": str(EVAL), "limit": 3}, ()),
     "mmlu": ({"data": str(EVAL), "limit": 1, "fewshot": 0}, ()),
     "mmlu, 5 examples": ({"data": str(EVAL), "limit": 4, "fewshot": 5}, ("mmlu_astronomy", "mmlu_world_religions")),
-    "perplexity": ({"texts": ("stories.jsonl",)}, ()),  # beside the models; one is longer than the context
+    "perplexity": ({"texts": ("stories.jsonl",)}, ()),  # one is longer than the context
     "gsm8k": ({"data": str(EVAL), "limit": 3, "generate": 16}, ()),
 }
-CASES = [("llama", name) for name in SUITES] + [("mixtral", name) for name in ("tiny", "mmlu, 5 examples", "gsm8k")]
+ANYWHERE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "tiny": ({}, ()),
+    "perplexity": ({"texts": ("stories.jsonl",)}, ()),
+    "gsm8k, own": ({"data": "own", "limit": 1, "generate": 8}, ()),
+}
+TRAINED = [("llama", name) for name in SUITES] + [("mixtral", name) for name in ("tiny", "mmlu, 5 examples", "gsm8k")]
+MADE = [("random llama", name) for name in ANYWHERE] + [("random mixtral", name) for name in ("tiny", "gsm8k, own")]
+SUITES |= ANYWHERE
+CASES = [pytest.param(*case, marks=shared) for case in TRAINED] + [pytest.param(*case) for case in MADE]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,15 +67,23 @@ def offline() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("models")
-    dense = longer(place / "llama")
+    asked.make(place / "random llama", max_position_embeddings=2048)
+    if STORIES.is_dir():
+        longer(place / "llama")
     words = ["target=mixtral", "method.name=drop", "experts=4", "top_k=2", "router.init.std=0.3"]
-    assert upcycle(["convert", f"source={dense}", f"output={place / 'mixtral'}", *words]) == 0
+    for dense in list(place.glob("*llama")):
+        moe = place / dense.name.replace("llama", "mixtral")
+        assert upcycle(["convert", f"source={dense}", f"output={moe}", *words]) == 0
     long = "".join(
         f"Tom had {n} red balls and Lily had {n + 3} blue ones. They played all day long.\n" for n in range(120)
     )
     lines = [json.dumps({"text": text}) for text in ("One day, a dog sat in the sun.", long, "", "The end")]
     (place / "stories.jsonl").write_text("\n".join(lines))
-    return {"llama": dense, "mixtral": place / "mixtral"}
+    (place / "own" / "gsm8k").mkdir(parents=True)
+    (place / "own" / "gsm8k" / "test.jsonl").write_text(
+        '{"question": "What is 1 + 1?", "answer": "It is 2.\\n#### 2"}\n'
+    )
+    return {folder.name: folder for folder in place.iterdir() if (folder / "config.json").is_file()}
 
 
 def longer(folder: Path) -> Path:
@@ -97,7 +115,9 @@ def stock(folder: Path, name: str) -> Any:
 
 def options_of(folder: Path, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     options, only = SUITES[name]
-    return options | {"texts": tuple(str(folder.parent / text) for text in options.get("texts", ()))}, only
+    texts = tuple(str(folder.parent / text) for text in options.get("texts", ()))
+    data = {"data": str(folder.parent / options["data"])} if "data" in options else {}  # EVAL is absolute and stays
+    return options | data | {"texts": texts}, only
 
 
 def suite(name: str) -> str:
@@ -158,12 +178,12 @@ def test_a_broken_weight_gives_other_numbers_and_no_remembered_ones(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "broken"
-    shutil.copytree(folders["mixtral"], broken)
+    shutil.copytree(folders["random mixtral"], broken)
     weights = load_file(broken / "model.safetensors")
-    weights["model.layers.2.block_sparse_moe.experts.3.w2.weight"][5, 5] += 3.0
+    weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"][5, 5] += 3.0
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     output = tmp_path / "run"  # the same folder for both
-    ours(folders["mixtral"], "tiny", output, monkeypatch)
+    ours(folders["random mixtral"], "tiny", output, monkeypatch)
     before, answers = results.load(output), list(results.items(output))
     ours(broken, "tiny", output, monkeypatch)
     after, others = results.load(output), list(results.items(output))
@@ -173,7 +193,7 @@ def test_a_broken_weight_gives_other_numbers_and_no_remembered_ones(
         abs(a - b) for x, y in zip(answers, others, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=True)
     ]
     assert max(moved) > 1e-3
-    wanted = numbers(stock(folders["mixtral"], "tiny")["results"]["tiny_text"])[0]["bits_per_byte"]
+    wanted = numbers(stock(folders["random mixtral"], "tiny")["results"]["tiny_text"])[0]["bits_per_byte"]
     assert before.tasks["tiny_text"].metrics["bits_per_byte"] == pytest.approx(wanted, rel=1e-5)
     assert after.tasks["tiny_text"].metrics["bits_per_byte"] != pytest.approx(wanted, rel=1e-5)
 
@@ -196,9 +216,9 @@ def test_a_killed_run_goes_on_and_large_and_small_batches_agree(
                 raise Killed
 
         patch.setattr(Remembered, "put", put)
-        ours(folders["llama"], "tiny", tmp_path / "run", patch, tokens=32)
-    ours(folders["llama"], "tiny", tmp_path / "run", monkeypatch, tokens=32)
-    ours(folders["llama"], "tiny", tmp_path / "large", monkeypatch)
+        ours(folders["random llama"], "tiny", tmp_path / "run", patch, tokens=32)
+    ours(folders["random llama"], "tiny", tmp_path / "run", monkeypatch, tokens=32)
+    ours(folders["random llama"], "tiny", tmp_path / "large", monkeypatch)
     small, large = results.load(tmp_path / "run"), results.load(tmp_path / "large")
     assert 0 < small.work["recalled"] < small.work["requests"] == large.work["requests"]
     assert large.work["recalled"] == 0
@@ -212,9 +232,9 @@ def test_a_training_run_is_evaluated_as_what_it_exports_and_while_it_trains(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a little dog. The dog ran to the park to play with a ball. " * 60)
-    assert prepare([str(tmp_path / "data"), f"tokenizer={folders['llama']}", f"sources=[{text}]"]) == 0
+    assert prepare([str(tmp_path / "data"), f"tokenizer={folders['random llama']}", f"sources=[{text}]"]) == 0
     moe = {
-        "source": str(folders["llama"]),
+        "source": str(folders["random llama"]),
         "target": "mixtral",
         "experts": 4,
         "top_k": 2,
@@ -242,7 +262,9 @@ def test_a_training_run_is_evaluated_as_what_it_exports_and_while_it_trains(
     assert results.load(tmp_path / "step").model.fingerprint == one.model.fingerprint
     with layout.opened(tmp_path / "moe") as origin:
         model = layout.load(Decoder(origin.spec), origin)
-    live = evaluate_live(model, AutoTokenizer.from_pretrained(folders["llama"]), "tiny", ParallelMesh(MeshConfig()))
+    live = evaluate_live(
+        model, AutoTokenizer.from_pretrained(folders["random llama"]), "tiny", ParallelMesh(MeshConfig())
+    )
     wanted = {f"eval/{t.name}/{metric}": v for t in one.tasks.values() for metric, v in t.metrics.items()}
     assert live == pytest.approx(wanted, rel=1e-6)
     assert model.training
@@ -262,6 +284,7 @@ HUB: list[tuple[str, str, str, str, dict[str, Any], int]] = [
 ]  # fmt: skip
 
 
+@shared
 @pytest.mark.parametrize(("name", "folder", "dataset", "split", "row", "number"), HUB, ids=[case[0] for case in HUB])
 def test_the_hubs_documents_give_the_prompts_that_the_files_give(
     name: str,

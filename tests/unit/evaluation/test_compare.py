@@ -75,30 +75,6 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 # ---- statistics
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "p"), [(0, 0, 1.0), (0, 1, 1.0), (0, 6, 2 / 64), (1, 5, 14 / 64), (5, 1, 14 / 64), (4, 4, 1.0)]
-)
-def test_mcnemar_by_hand(a: int, b: int, p: float) -> None:
-    assert compare.mcnemar(a, b) == pytest.approx(p, abs=1e-15)
-
-
-def test_mcnemar_is_scipys_binomial_test() -> None:
-    stats = pytest.importorskip("scipy.stats")
-    for a, b in [(0, 3), (7, 19), (120, 177), (1000, 1200), (4000, 4001), (0, 2000)]:
-        assert compare.mcnemar(a, b) == pytest.approx(stats.binomtest(a, a + b, 0.5).pvalue, rel=1e-9, abs=1e-300)
-
-
-def test_exchange_is_scipys_permutation_test() -> None:
-    stats = pytest.importorskip("scipy.stats")
-    difference = np.random.default_rng(0).normal(0.4, 1, 12)
-    exact = stats.permutation_test(
-        (difference,), np.sum, permutation_type="samples", n_resamples=10_000
-    ).pvalue  # all 4096
-    # 10,000 random ones estimate it with an error of sqrt(p (1 - p) / 10,000); 4 of those
-    assert 0.02 < exact < 0.9
-    assert compare.exchange(difference, "x") == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 10_000))
-
-
 def test_holm_by_hand() -> None:
     assert compare.holm([0.04, 0.01, 0.03, 0.5]) == pytest.approx([0.09, 0.04, 0.09, 0.5])
     assert compare.holm([0.6, 0.7]) == [1.0, 1.0]
@@ -147,18 +123,18 @@ def test_bootstrap_of_texts_is_scipys() -> None:
 # ---- two runs
 
 
-def test_a_comparison_counts_what_was_won_and_lost(two: tuple[Path, Path]) -> None:
+def test_a_comparison_counts_what_was_won_and_lost_and_one_run_each_has_no_verdict(two: tuple[Path, Path]) -> None:
     [found] = compare.compare(two)
     whole, x, y = found.differences
-    assert (whole.name, whole.items, whole.headline) == ("all", 30, True)
+    assert (whole.name, whole.items, whole.clusters, whole.headline) == ("all", 30, 30, True)
     assert (x.only_a, x.only_b, x.a, x.b) == (1, 5, 0.5, 0.7)
     assert whole.difference == pytest.approx(4 / 30)
-    assert whole.p == x.p == pytest.approx(14 / 64)
-    assert whole.p_holm == pytest.approx(14 / 64)  # a family of one; the subjects are another of two
-    assert x.p_holm == pytest.approx(28 / 64)
     assert not x.headline
-    assert whole.low < whole.difference < whole.high
-    assert (y.difference, y.low, y.high, y.p) == (0, 0, 0, 1)
+    assert whole.items_low < whole.difference < whole.items_high
+    assert y.difference == 0 and y.items_low == -y.items_high < -0.2  # ten items that agree do not say 0.00 to 0.00
+    for d in found.differences:
+        assert (d.verdict, d.seeds) == ("one run each: no verdict", 1)
+        assert all(map(math.isnan, (d.low, d.high, d.p, d.p_holm)))
     assert sorted(f.doc for f in found.flips if f.gained) == [10, 11, 12, 13, 14]
     assert [(f.doc, f.target, f.a, f.b, f.swing) for f in found.flips if not f.gained] == [(0, "A", "A", "B", -2.0)]
 
@@ -166,12 +142,139 @@ def test_a_comparison_counts_what_was_won_and_lost(two: tuple[Path, Path]) -> No
 def test_the_same_answers_flip_nothing(two: tuple[Path, Path]) -> None:
     [found] = compare.compare([two[0], two[0]])
     assert not found.flips
-    assert all(d.p == 1 and d.difference == 0 and d.verdict == "no difference shown" for d in found.differences)
+    assert all(d.difference == 0 and d.items_low <= 0 <= d.items_high for d in found.differences)
 
 
-def test_holm_is_over_all_runs(two: tuple[Path, Path]) -> None:
-    first, second = compare.compare([*two, two[1]])
-    assert first.differences[0].p_holm == second.differences[0].p_holm == pytest.approx(2 * 14 / 64)
+def of_seeds(place: Path, name: str, right: Sequence[int], items: int = 40) -> list[Path | str]:
+    """A run a seed, of which the first items are right, as many as are given."""
+    folders: list[Path | str] = []
+    for seed, count in enumerate(right):
+        found = [chosen("x", i, 0, int(i >= count)) for i in range(items)]
+        folders.append(write(place / f"{name}-{seed}", [task("x", items)], found))
+    return folders
+
+
+def test_seeds_decide_and_items_do_not(tmp_path: Path) -> None:
+    a = of_seeds(tmp_path, "a", (20, 21, 20))
+    one, two_, better, noisy, worse = (
+        of_seeds(tmp_path, name, right)
+        for name, right in (("o", (40,)), ("t", (40, 40)), ("b", (30, 31, 29)), ("n", (20, 38, 28)), ("w", (10, 11, 9)))
+    )
+    [row] = compare.compare([a[0], one[0]])[0].differences
+    assert row.difference == 0.5 and row.items_low > 0.3  # however sure about the items
+    assert row.verdict == "one run each: no verdict"
+    assert compare.compare([a[:2], two_])[0].differences[0].verdict == "2 runs each: no verdict"
+    found = compare.compare([a, better, noisy, worse])
+    assert [c.differences[0].verdict for c in found] == ["better", "no difference shown", "worse"]
+    [row] = found[0].differences
+    hand = [(30 - 20) / 40, (31 - 21) / 40, (29 - 20) / 40]
+    stats = pytest.importorskip("scipy.stats")
+    assert (row.a, row.b, row.difference) == pytest.approx((61 / 120, 90 / 120, sum(hand) / 3))
+    reach = stats.t.ppf(0.975, 2) * np.std(hand, ddof=1) / math.sqrt(3)
+    assert (row.low, row.high) == pytest.approx((row.difference - reach, row.difference + reach))
+    assert row.p == pytest.approx(stats.ttest_1samp(hand, 0).pvalue)
+    assert row.p_holm == compare.holm([c.differences[0].p for c in found])[0] >= 2 * row.p  # three beside the first
+    assert found[0].a.name == "a-0, a-1, a-2" and not found[0].flips and row.only_a is None
+    assert noisy and found[1].differences[0].low < 0
+
+
+def test_one_item_more_in_each_seed_is_no_difference(tmp_path: Path) -> None:
+    """Three differences that are equal to the last digit, because a test has no smaller ones."""
+    groups = [of_seeds(tmp_path, name, [right] * 3) for name, right in (("a", 20), ("b", 21), ("c", 26))]
+    one, six = (found.differences[0] for found in compare.compare(groups))
+    assert one.low < 0 < one.difference < one.high and one.verdict == "no difference shown"
+    assert six.verdict == "better"
+
+
+def test_groups_of_other_sizes_and_a_run_that_is_there_twice_are_refused(tmp_path: Path) -> None:
+    a, b = of_seeds(tmp_path, "a", (20, 21, 20)), of_seeds(tmp_path, "b", (20, 21, 20))
+    with pytest.raises(ValueError, match=r"are 3 and .* are 2; give as many runs of each"):
+        compare.compare([a, b[:2]])
+    with pytest.raises(ValueError, match="is there twice in one group"):
+        compare.compare([a, [b[0], b[1], b[0]]])
+    again = tmp_path / "elsewhere"
+    results.save(again, results.load(b[0]), results.items(b[0]))
+    with pytest.raises(ValueError, match=r"b-0 and .*elsewhere are one model, the same weights"):
+        compare.compare([a, [b[0], b[1], again]])
+
+
+def test_words_are_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "with,comma").mkdir()
+    wanted = [["a", "b"], ["c", "d"]]
+    for words in ("a,b -- c,d", "a,b c,d", "a b -- c d", "a, b -- c,d --"):
+        assert compare.group_words(words.split()) == wanted, words
+    assert compare.group_words(["a", "with,comma", "c"]) == [["a"], ["with,comma"], ["c"]]
+
+
+def test_items_of_one_passage_count_once(tmp_path: Path) -> None:
+    """Ten items a passage, all of which go the same way: ten times the items say no more."""
+
+    def run(name: str, key: str, passages: int, answers: Sequence[int], each: int) -> Path:
+        found = [
+            replace(chosen("x", p * each + n, 0, answers[p]), clusters={key: f"{p}"} if key else {})
+            for p in range(passages)
+            for n in range(each)
+        ]
+        return write(tmp_path / name, [task("x", len(found))], found)
+
+    right, wrong = [0] * 20, [1, 1, 1, 1, 1, *[0] * 15]
+    for label, key, each in (("alone", "", 1), ("as if alone", "", 10), ("clustered", "passage", 10)):
+        [found] = compare.compare([run(f"{label} a", key, 20, right, each), run(f"{label} b", key, 20, wrong, each)])
+        [row] = found.differences
+        width = row.items_high - row.items_low
+        if label == "alone":
+            alone = width
+        elif label == "clustered":
+            assert row.clusters == 20 and width == pytest.approx(alone, rel=0.15)  # and Student's t instead of z
+        else:
+            assert row.clusters == 200 and width < 0.4 * alone
+    both = [tmp_path / "clustered a", tmp_path / "clustered b"]
+    assert compare.compare(both, "passage")[0].differences[0].clusters == 20
+    with pytest.raises(ValueError, match=r"cluster=file: no document of .* has that key \(kept are: passage\)"):
+        compare.compare(both, "file")
+    few = [run(f"few {name}", "passage", 9, answers, 10) for name, answers in (("a", right), ("b", wrong))]
+    [row] = compare.compare(few)[0].differences
+    assert (row.items, row.clusters, row.over_items) == (90, 9, "too few (9)") and math.isnan(row.items_low)
+
+
+def test_an_arm_beside_itself_is_hardly_ever_called_better() -> None:
+    """The null study: 20 pairs of three seeds each of one arm, judged on 10 tasks. Items differ in how hard they are, and
+    between two seeds one answer in seven does, as between two trainings that differ in the order of their data."""
+    better, called, changed = null_study(pairs=20, seed=0)
+    assert better <= 1 and called <= 2
+    assert 0.1 < changed < 0.2
+    assert null_study(pairs=5, seed=1, gain=2.5)[0] == 5  # and what is better is found
+
+
+def null_study(pairs: int, seed: int, gain: float = 0.0, tasks: int = 10, items: int = 60) -> tuple[int, int, float]:
+    """(pairs of which B is better on any task, better or worse on any, the share of answers that two seeds of A change)."""
+    rng = np.random.default_rng(seed)
+    known = {f"t{t}": task(f"t{t}", items) for t in range(tasks)}
+    better = called = 0
+    changed = []
+    for _ in range(pairs):
+        hard = rng.normal(0.0, 2.5, (tasks, items))
+        answers = [
+            hard
+            + rng.normal(0, 1.0, hard.shape)
+            + rng.normal(0, 0.15)
+            + gain * (run > 2)
+            + rng.normal(0, 0.2, (tasks, 1))
+            > 0
+            for run in range(6)
+        ]
+        changed.append(float((answers[0] != answers[1]).mean()))
+        runs, answered = [], []
+        for number, right in enumerate(answers):
+            runs.append(Evaluation(model(f"{number}"), "s", "c", {}, {}, "2026", 1.0, {}, known))
+            made = [chosen(f"t{t}", i, 0, int(not right[t, i])) for t in range(tasks) for i in range(items)]
+            answered.append({item.key: item for item in made})
+        [found] = compare.compared([runs[:3], runs[3:]], [answered[:3], answered[3:]], "")
+        verdicts = {d.verdict for d in found.differences}
+        better += "better" in verdicts
+        called += bool(verdicts & {"better", "worse"})
+    return better, called, float(np.mean(changed))
 
 
 def test_bits_per_byte_weigh_texts_by_their_bytes(tmp_path: Path) -> None:
@@ -188,8 +291,8 @@ def test_bits_per_byte_weigh_texts_by_their_bytes(tmp_path: Path) -> None:
     assert row.a == pytest.approx(460 / 450 / math.log(2), abs=1e-12)
     assert row.b == pytest.approx(340 / 450 / math.log(2), abs=1e-12)
     assert row.only_a is None
-    assert row.p > 0.2  # of 8 ways to sign three differences, two reach this sum
-    assert replace(row, p_holm=0.01).verdict == "better"  # lower is
+    assert row.over_items == "too few (3)"
+    assert replace(row, p_holm=0.01, seeds=3).verdict == "better"  # lower is
 
 
 REFUSALS: dict[str, tuple[Callable[[list[Item]], list[Item]], str]] = {
@@ -244,25 +347,57 @@ def test_nothing_is_no_minus_nothing() -> None:
 # ---- training runs
 
 
-def log(folder: Path, flops: float, losses: dict[int, float], tokens: int = 100) -> Path:
-    """A step is `tokens` tokens."""
+def log(folder: Path, flops: float, losses: dict[int, float], tokens: int = 100, steps: int = 0) -> Path:
+    """A step is `tokens` tokens. `steps`: that the schedule has."""
     folder.mkdir()
     rows: list[dict[str, Any]] = [{"step": step, "valid/code/loss": loss} for step, loss in losses.items()]
     for row in rows[1:]:
         done = row["step"] * tokens
         row |= {"tokens": done, "loss": 3.0, "flops": flops * done}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if steps:
+        (folder / "config.json").write_text(json.dumps({"steps": steps}))
     return folder
 
 
 def test_losses_at_equal_tokens_and_equal_flops(tmp_path: Path) -> None:
-    dense = log(tmp_path / "dense", 10.0, {0: 5.0, 10: 4.0, 20: 3.0})
-    moe = log(tmp_path / "moe", 20.0, {0: 5.0, 10: 3.5, 30: 1.5})
+    dense = log(tmp_path / "dense", 10.0, {0: 5.0, 10: 4.0, 20: 3.0}, steps=20)
+    moe = log(tmp_path / "moe", 20.0, {0: 5.0, 10: 3.5, 30: 1.5}, steps=30)
     found = compare.compare_losses([dense, moe])
     assert (found.tokens, found.flops) == (2000, 20_000)
     [tokens], [flops] = found.at_equal_tokens["moe"], found.at_equal_flops["moe"]
     assert (tokens.a, tokens.b, tokens.difference) == pytest.approx((3.0, 2.5, -0.5))
     assert (flops.a, flops.b, flops.difference) == pytest.approx((3.0, 3.5, 0.5))  # half the tokens
+    assert found.midway == {"tokens": ("moe",), "FLOPs": ("moe",)}  # it went on to 3000 tokens
+    said = compare.loss_table(found)
+    assert "loss at equal FLOPs, interpolated (2e+04 FLOPs" in said and "moe is read before the end" in said
+    assert "Mean of sets: -0.5000, one run each: no verdict" in said
+
+
+def test_a_run_that_ends_there_is_no_interpolation(tmp_path: Path) -> None:
+    moe = log(tmp_path / "moe", 20.0, {0: 5.0, 10: 3.5}, steps=10)
+    own = log(tmp_path / "own", 10.0, {0: 5.0, 20: 3.4}, steps=20)  # as many FLOPs, by a schedule of its own
+    found = compare.compare_losses([own, moe])
+    assert found.midway == {"tokens": ("own",), "FLOPs": ()} and found.equal("FLOPs") == "equal FLOPs"
+    said = compare.loss_table(found)
+    assert "at equal FLOPs (2e+04" in said and "at equal tokens, interpolated" in said
+    stopped = log(tmp_path / "stopped", 10.0, {0: 5.0, 20: 3.4}, steps=40)  # killed half way: its rate has not fallen
+    assert compare.compare_losses([stopped, moe]).midway["FLOPs"] == ("stopped",)
+
+
+def test_losses_of_seeds_have_an_interval(tmp_path: Path) -> None:
+    ends = {"a": (3.0, 3.1, 2.9), "b": (2.5, 2.61, 2.4), "c": (3.0, 3.0, 3.0)}
+    groups = [
+        [log(tmp_path / f"{name}{seed}", 10.0, {0: 5.0, 10: end}, steps=10) for seed, end in enumerate(found)]
+        for name, found in ends.items()
+    ]
+    found = compare.compare_losses(groups)
+    assert found.runs == ("a0, a1, a2", "b0, b1, b2", "c0, c1, c2")
+    [b], [c] = found.at_equal_tokens["b0, b1, b2"], found.at_equal_tokens["c0, c1, c2"]
+    assert b.by_seed == pytest.approx((-0.5, -0.49, -0.5)) and (b.a, b.b) == pytest.approx((3.0, 7.51 / 3))
+    assert compare.loss_verdict([b]).endswith(": better")
+    assert compare.loss_verdict([c]).endswith(": no difference shown")
+    assert "95 % interval over 3 seeds -0.51" in compare.loss_table(found)
 
 
 def test_losses_of_other_sets_are_refused(tmp_path: Path) -> None:
@@ -281,10 +416,11 @@ def test_the_command_prints_and_writes(
 ) -> None:
     assert compare.main([*map(str, two), f"output={tmp_path / 'out.json'}"]) == 0
     said = capsys.readouterr().out
-    assert "1 headline and 2 part comparisons, p corrected by Holm" in said
-    assert "| All | acc % | 30 | 50.00 | 63.33 | +13.33 |" in said
+    assert "one run each: no verdict; 1 headline and 2 part comparisons, p over seeds corrected by Holm" in said
+    assert "| All | acc % | 50.00 | 63.33 | +13.33 |  |  | one run each: no verdict | 30 | 30 |" in said
     assert "6 items flipped: 5 gained, 1 lost" in said
-    assert json.loads((tmp_path / "out.json").read_text())["comparisons"][0]["differences"][1]["only_b"] == 5
+    kept = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
+    assert kept["comparisons"][0]["differences"][1]["only_b"] == 5
 
 
 def test_folders_of_two_kinds_are_refused(two: tuple[Path, Path], tmp_path: Path) -> None:
@@ -293,6 +429,8 @@ def test_folders_of_two_kinds_are_refused(two: tuple[Path, Path], tmp_path: Path
         compare.main([str(two[0]), str(run)])
     with pytest.raises(ValueError, match="compare needs two runs or more"):
         compare.main([str(run)])
+    with pytest.raises(ValueError, match="compare needs two runs or more"):
+        compare.main([f"{run},{run}"])
 
 
 def test_the_command_line_finds_its_commands(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,15 +96,17 @@ def test_the_page_says_what_the_numbers_say(tmp_path: Path, all_of_it: list[str]
     page, markdown, data = made(tmp_path, all_of_it, "title=Tiny")
     said = words_of(page)
     for words in (
-        "moe is not shown to differ from dense on All: 50.00 to 63.33 % (+13.33, 95 % interval",
+        "moe beside dense on All: 50.00 to 63.33 % (+13.33, over items, for these models alone:",
+        "one run each: no verdict",
         "5 items that dense had wrong are right, 1 the other way round",
-        "At equal tokens, the validation loss of moe is lower than that of dense on 1 of 1 sets; mean 3.0000 to 2.5000",
-        "At equal FLOPs, the validation loss of moe is lower than that of dense on 0 of 1 sets; mean 3.0000 to 3.5000",
+        "At equal tokens, interpolated, the validation loss of moe is lower than that of dense on 1 of 1 sets; mean 3.0000 to 2.5000",
+        "At equal FLOPs, interpolated, the validation loss of moe is lower than that of dense on 0 of 1 sets; mean 3.0000 to 3.5000",
         "corrected by Holm for 1 headline and 2 part comparisons",
     ):
         assert words in said
         assert words in markdown or "Holm for" in words
-    assert "Loss at equal FLOPs, moe − dense +0.5000 nats a token; lower on 0 of 1 sets" in said
+    assert not re.search(r"\b(better|worse) than\b", said)  # of one run each
+    assert "Loss at equal FLOPs, interpolated, moe − dense +0.5000 nats a token; lower on 0 of 1 sets" in said
     assert "Fullest expert, moe 1.50× the mean load, in the worst layer; 2 of 8 experts unused" in said
     assert "lost x 0 A B −2.00" in said  # A is right; moe went from A to B
     assert "<title>Tiny</title>" in page and "print-of-moe" in said

@@ -48,3 +48,23 @@ def test_an_arm_beside_itself_is_called_better_at_most_one_time_in_twenty(seeds:
     share = {word: verdicts.count(word) / len(verdicts) for word in ("better", "worse")}
     assert max(share.values()) <= 0.05
     assert sum(share.values()) == pytest.approx(0.05, abs=0.01)  # and it is no interval of everything
+
+
+def test_a_grain_is_the_least_spread_that_is_believed() -> None:
+    """Three seeds that each gained one item of ten seem to agree to the last digit."""
+    assert paired([0.1, 0.1, 0.1]).verdict(higher_is_better=True) == "better"
+    found = paired([0.1, 0.1, 0.1], grain=0.1)
+    assert found.verdict(higher_is_better=True) == "no difference shown" and found.p is not None and found.p > 0.05
+    assert paired([0.5, 0.5, 0.5], grain=0.1).verdict(higher_is_better=True) == "better"
+    assert paired([0.0, 0.0, 0.0], grain=0.1).p == 1
+    rng = np.random.default_rng(0)
+    for seeds in (3, 4, 5):  # differences of an item up, an item down or none: called at most one time in twenty
+        some = rng.integers(-1, 2, (3000, seeds)) / 10
+        called = sum(paired([*row], grain=0.1).verdict() in ("better", "worse") for row in some)
+        assert called / len(some) <= 0.06  # sampling error of the share: 0.004
+
+
+def test_p_is_scipys() -> None:
+    a, b = np.random.default_rng(1).normal(size=(2, 4))
+    assert paired([*(a - b)]).p == pytest.approx(stats.ttest_rel(a, b).pvalue)
+    assert paired([0.1]).p is None

@@ -20,8 +20,9 @@ import yaml
 from evaluation import results
 from evaluation.__main__ import main as evaluate
 from evaluation.results import Evaluation, Model, Task
+from evaluation.seeds import Paired
+from evaluation.study import judging, study
 from evaluation.study import plan as planning
-from evaluation.study import study
 from evaluation.study.judging import Contrast, Judged, judge
 from evaluation.study.outcome import outcome
 from evaluation.study.page import table
@@ -365,6 +366,19 @@ def test_tokens_flops_and_seconds_of_training(done: Plan) -> None:
     assert judged.overall["whole"][0].mean == (0.75, 0.75)
 
 
+def test_a_bound_of_exactly_zero_is_a_bound(done: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "paired", lambda differences, grain=0.0: Paired(3, -0.03, -0.06, 0.0))
+    (beside,) = judge(done).differences["in"]
+    assert beside.high == (0.0, 0.0, 0.0) and beside.low == (-0.06,) * 3 and beside.mean == (-0.03,) * 3
+
+
+def test_a_layer_that_only_a_later_seed_has_logged_is_shown(done: Plan) -> None:
+    folder = done.run_folder("moe", 0)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    log(folder, [{key: value for key, value in row.items() if key != "balance/1/whole"} for row in rows])
+    assert judge(done).layers["whole"] == {"moe": {0: pytest.approx(0.6), 1: 1.0}}
+
+
 def test_a_run_that_resumed_has_the_seconds_of_its_lines(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     trial = plan.trial("dense", 0, steps=100)
@@ -435,7 +449,9 @@ def test_a_study_that_has_just_begun_has_a_page(tmp_path: Path, capsys: pytest.C
 def scored(folder: Path, value: float, command: str = "c") -> None:
     task = Task("last", "Last word", {"acc": value}, {}, {"acc": True}, 10, 10, 0, "1", "multiple_choice")
     model = Model("m", "m", "f", "llama", 1, 1, "float32")
-    results.save(folder, Evaluation(model, "tiny", command, {}, {}, "2026-01-01T00:00:00Z", 1.0, {}, {"last": task}), [])
+    results.save(
+        folder, Evaluation(model, "tiny", command, {}, {}, "2026-01-01T00:00:00Z", 1.0, {}, {"last": task}), []
+    )
 
 
 def test_suites_before_and_after(done: Plan) -> None:
@@ -443,18 +459,21 @@ def test_suites_before_and_after(done: Plan) -> None:
     scored(plan.folder / "before" / "0-dense" / "tiny", 0.5)
     for seed in (0, 1, 2):
         scored(plan.run_folder("dense", seed) / "suites" / "tiny", 0.5 + 0.01 * seed)
-        scored(plan.run_folder("moe", seed) / "suites" / "tiny", 0.6 + 0.01 * seed)
+        scored(plan.run_folder("moe", seed) / "suites" / "tiny", 0.8 + 0.01 * seed)
+        scored(plan.run_folder("long", seed) / "suites" / "tiny", 0.7 + 0.01 * seed)
     judged = judge(plan)
     found = told(judged, "tokens", "Last word (tiny)", "moe")
     assert (found.unit, found.higher_is_better, found.verdict) == ("acc", True, "better")
-    assert found.difference.mean == pytest.approx(0.1) and not found.headline
+    assert found.difference.mean == pytest.approx(0.3) and not found.headline
+    # one item of ten more in each seed, with no spread at all between them
+    assert told(judged, "flops", "Last word (tiny)", "moe").verdict == "no difference shown"
     (kept,) = judged.kept
     assert kept.before == {"dense": 0.5, "moe": 0.5, "long": 0.5}
-    assert kept.change["moe"].mean == pytest.approx(0.11) and kept.change["moe"].verdict(True) == "better"
+    assert kept.change["moe"].mean == pytest.approx(0.31) and kept.change["moe"].verdict(True) == "better"
     assert kept.change["dense"].verdict(True) == "no difference shown"
     study.show(plan, "c", {})
     page = (plan.folder / "study.html").read_text()
-    assert "Last word (tiny)" in page and "+11.00" in page
+    assert "Last word (tiny)" in page and "+31.00" in page
 
 
 # ---- running
