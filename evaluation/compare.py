@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation import results
+from evaluation import measures, results
+from evaluation.measures import Measure
 from evaluation.results import Evaluation, Item
 from training.observe import plots
 from training.observe.metrics import FILE as METRICS
@@ -206,13 +207,16 @@ def one(run_a: Evaluation, run_b: Evaluation, items_a: Mapping[Any, Item], items
     differences, flips = [], []
     for group in run_a.groups.values():
         joined = [pair for task in group.tasks for pair in pairs[task]]
-        if metric := judged_by(group.metrics, joined):
+        if judged := judged_by(group, run_a, joined):
+            metric, measure = judged
             higher = run_a.tasks[group.tasks[0]].higher_is_better.get(metric, True)
-            differences.append(differ(group.name, group.title, metric, higher, not is_inner(group, run_a), joined))
+            headline = not is_inner(group, run_a)
+            differences.append(differ(group.name, group.title, metric, higher, headline, joined, measure))
     for task in run_a.tasks.values():
-        if metric := judged_by(task.metrics, pairs[task.name]):
-            higher = task.higher_is_better.get(metric, True)
-            differences.append(differ(task.name, task.title, metric, higher, not task.groups, pairs[task.name]))
+        if judged := judged_by(task, run_a, pairs[task.name]):
+            metric, measure = judged
+            higher, headline = task.higher_is_better.get(metric, True), not task.groups
+            differences.append(differ(task.name, task.title, metric, higher, headline, pairs[task.name], measure))
             flips += [found for a, b in pairs[task.name] if (found := flip(a, b, metric))]
     flips.sort(key=lambda found: -abs(found.swing))
     notes = tuple(dict.fromkeys(run_a.notes + run_b.notes))
@@ -224,45 +228,50 @@ def is_inner(group: results.Group, run: Evaluation) -> bool:
     return any(set(group.tasks) < set(other.tasks) for other in run.groups.values())
 
 
-def judged_by(metrics: Iterable[str], pairs: Sequence[tuple[Item, Item]]) -> str | None:
-    """The metric to judge by: the first of PREFERRED that every item has, else the first that every item has."""
-    shared = [name for name in metrics if all(name in a.scores and name in b.scores for a, b in pairs)]
-    return next((name for name in (*PREFERRED, *shared) if name in shared), None) if pairs else None
+def judged_by(
+    part: results.Task | results.Group, run: Evaluation, pairs: Sequence[tuple[Item, Item]]
+) -> tuple[str, Measure] | None:
+    """The metric to judge by, of those that every item has: the first of PREFERRED, else the part's first."""
+    shared = {
+        name: measure
+        for name in part.metrics
+        if all(name in a.scores and name in b.scores for a, b in pairs)
+        and (measure := measures.of(part, name, run.tasks))
+    }
+    return next(((name, shared[name]) for name in (*PREFERRED, *shared) if name in shared), None) if pairs else None
 
 
 def differ(
-    name: str, title: str, metric: str, higher: bool, headline: bool, pairs: Sequence[tuple[Item, Item]]
+    name: str,
+    title: str,
+    metric: str,
+    higher: bool,
+    headline: bool,
+    pairs: Sequence[tuple[Item, Item]],
+    measure: Measure,
 ) -> Difference:
-    a_N, b_N, unit_N, value = arrays(metric, pairs)
+    key = f"{name} {metric}"
+    sides = [[(pair[side].task, pair[side].scores[metric]) for pair in pairs] for side in (0, 1)]
+    value = measure.ratio([task for task, _ in sides[0]])
+    if value is None:  # no sums give it: all items are needed for every draw
+        a, b = map(measure.value, sides)
+        low, high = measure.interval(sides, generator("bootstrap", key))
+        p = measure.exchange(sides[0], sides[1], generator("exchange", key))
+        return Difference(name, title, metric, higher, headline, len(pairs), a, b, b - a, low, high, p)
+    (a_N, unit_N), (b_N, _) = (measure.sums(side).T for side in sides)
     a, b = (float(value(side.sum() / unit_N.sum())) for side in (a_N, b_N))
-    low, high = bootstrap(a_N, b_N, unit_N, value, f"{name} {metric}")
+    low, high = bootstrap(a_N, b_N, unit_N, value, key)
     right = (unit_N == 1).all() and all(((side == 0) | (side == 1)).all() for side in (a_N, b_N))
     only_a, only_b = (int((a_N > b_N).sum()), int((b_N > a_N).sum())) if right else (None, None)
-    p = exchange(b_N - a_N, f"{name} {metric}") if only_a is None or only_b is None else mcnemar(only_a, only_b)
+    p = exchange(b_N - a_N, key) if only_a is None or only_b is None else mcnemar(only_a, only_b)
     return Difference(
         name, title, metric, higher, headline, len(pairs), a, b, b - a, low, high, p, only_a, only_b
     )  # fmt: skip
 
 
-def arrays(metric: str, pairs: Sequence[tuple[Item, Item]]) -> tuple[Array, Array, Array, Callable[[Any], Any]]:
-    """By item A's score, B's score and its units; and the metric as a function of sum / units (results.Item.scores)."""
-    table = np.array([[score(a, metric)[0], score(b, metric)[0], score(a, metric)[1]] for a, b in pairs], np.float64)
-    a_N, b_N, unit_N = table.T
-    if not isinstance(pairs[0][0].scores[metric], tuple):
-        return a_N, b_N, unit_N, lambda mean: mean
-    if metric.endswith("perplexity"):
-        return a_N, b_N, unit_N, lambda mean: np.exp(-mean)
-    return a_N, b_N, unit_N, lambda mean: -mean / math.log(2)
-
-
-def score(item: Item, metric: str) -> tuple[float, float]:
-    found = item.scores[metric]
-    return found if isinstance(found, tuple) else (float(found), 1.0)
-
-
 def flip(a: Item, b: Item, metric: str) -> Flip | None:
     before, after = a.scores[metric], b.scores[metric]
-    if isinstance(before, tuple) or isinstance(after, tuple) or before == after:
+    if before == after or not all(score in (0.0, 1.0) for score in (before, after)):
         return None
     swing = margin(b) - margin(a) if len(a.choices) > 1 else 0.0
     return Flip(a.task, a.doc, after > before, right(a), answer(a, metric), answer(b, metric), swing)

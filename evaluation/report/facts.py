@@ -14,6 +14,7 @@ import numpy as np
 
 from evaluation import compare, results
 from evaluation.compare import Comparison, Difference, Losses, is_share, number, signed
+from evaluation.measures import Measure
 from evaluation.results import Evaluation, Item
 from training.checkpoint import standalone
 from training.observe import plots
@@ -126,23 +127,27 @@ def scores(folder: Path) -> list[Score]:
     ]
     for part, tasks, headline in parts:
         pairs = [(item, item) for task in tasks for item in by_task.get(task, [])]
-        if metric := compare.judged_by(part.metrics, pairs):
-            higher = run.tasks[tasks[0]].higher_is_better.get(metric, True)
-            found.append(score(part.name, part.title, metric, higher, headline, pairs))
+        if judged := compare.judged_by(part, run, pairs):
+            higher = run.tasks[tasks[0]].higher_is_better.get(judged[0], True)
+            found.append(score(part.name, part.title, *judged, higher, headline, [item for item, _ in pairs]))
     return found
 
 
 def score(
-    name: str, title: str, metric: str, higher: bool, headline: bool, pairs: Sequence[tuple[Item, Item]]
+    name: str, title: str, metric: str, measure: Measure, higher: bool, headline: bool, items: Sequence[Item]
 ) -> Score:
-    a_N, _, unit_N, value = compare.arrays(metric, pairs)
-    at_zero = float(value(np.zeros(1))[0])  # bootstrap() is of a difference: A's scores are 0, and this is added back
-    low, high = compare.bootstrap(np.zeros_like(a_N), a_N, unit_N, value, f"{name} {metric}")
-    guess = [1 / len(item.choices) for item, _ in pairs if len(item.choices) > 1]
-    chance = sum(guess) / len(guess) if metric.startswith("acc") and len(guess) == len(pairs) else None
+    key, scored = f"{name} {metric}", [(item.task, item.scores[metric]) for item in items]
+    value = measure.ratio([task for task, _ in scored])
+    if value is None:
+        low, high = measure.interval([scored], compare.generator("bootstrap", key))
+    else:
+        sum_N, unit_N = measure.sums(scored).T
+        at_zero = float(value(np.zeros(1))[0])  # bootstrap() is of a difference: A's sums are 0, and this is added back
+        low, high = (at_zero + end for end in compare.bootstrap(np.zeros_like(sum_N), sum_N, unit_N, value, key))
+    guess = [1 / len(item.choices) for item in items if len(item.choices) > 1]
+    chance = sum(guess) / len(guess) if metric.startswith("acc") and len(guess) == len(items) else None
     return Score(
-        name, title, metric, higher, headline, len(pairs), float(value(a_N.sum() / unit_N.sum())), low + at_zero,
-        high + at_zero, chance,
+        name, title, metric, higher, headline, len(items), measure.value(scored), low, high, chance
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from evaluation.measures import Measure
 from evaluation.report import draw, facts, report
 from evaluation.report.draw import Curve, ForestRow, Mark
 from evaluation.results import Evaluation, items, load, save
@@ -184,8 +185,8 @@ def test_perplexities_and_what_is_not_finite(tmp_path: Path) -> None:
     page, _, data = made(tmp_path, [run("a", -1.0), run("b", -math.inf)])
     assert data["comparisons"][0]["flips"][0]["swing"] is None  # JSON has no infinity
     assert "+inf" in page
-    pairs = [(item, item) for item in items(tmp_path / "a")]
-    score = facts.score("x", "x", "perplexity", False, True, pairs)
+    measure = Measure({"x": "weighted_perplexity"})
+    score = facts.score("x", "x", "perplexity", measure, False, True, [*items(tmp_path / "a")])
     assert score.value == pytest.approx(math.exp(3 / 4))
     assert (score.low, score.high) == pytest.approx(
         (math.exp(1 / 2), math.exp(1))
