@@ -15,6 +15,7 @@ keys, with defaults and meaning: docs/config.md
 
 from __future__ import annotations
 
+import math
 import platform
 import shlex
 import time
@@ -30,6 +31,7 @@ import lm_eval.api.metrics
 import lm_eval.evaluator
 import lm_eval.evaluator_utils
 import numpy as np
+import torch.distributed as dist
 import yaml
 
 from evaluation import load, measures, results, tasks
@@ -122,6 +124,7 @@ def run(config: RunConfig, command: str) -> Path:
     with processes(config.device) as device:
         # before the model: what is missing is found in seconds
         found = tasks.load(config.suite, config.data, config.texts, config.fewshot)
+        check_ranks(config.mesh, dist.get_world_size() if dist.is_initialized() else 1)
         mesh = ParallelMesh(config.mesh, device_type=device.type)
         model = load.opened(
             config.checkpoint, config.dtype, mesh, device, experts=config.experts, tokenizer=config.tokenizer
@@ -159,6 +162,17 @@ def run(config: RunConfig, command: str) -> Path:
             print(table(evaluation))
             print(f"\n{folder}: run.json, items.jsonl")
     return folder
+
+
+def check_ranks(mesh: MeshConfig, ranks: int) -> None:
+    for axes in (("tp", "cp", "pp", "dp_replicate"), ("ep", "etp", "pp")):
+        size = math.prod(getattr(mesh, axis) for axis in axes)
+        if ranks % size:
+            words = " ".join(f"mesh.{axis}={getattr(mesh, axis)}" for axis in axes if getattr(mesh, axis) > 1)
+            raise ValueError(
+                f"{words} needs a multiple of {size} processes, and there {'is' if ranks == 1 else 'are'} {ranks}; "
+                f"start it with torchrun --nproc-per-node {size} -m evaluation run ..."
+            )
 
 
 def live(config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh) -> Ask:

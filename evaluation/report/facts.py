@@ -25,6 +25,10 @@ from upcycle.config import UpcycleConfig, build
 from upcycle.convert import MANIFEST
 from upcycle.inspect import read_manifest
 
+ROUTED = {
+    "experts", "top_k", "granularity", "chance_of_whole_groups", "layers", "load", "together", "checkpoint", "start",
+    "tokens",
+}  # fmt: skip
 HEADLINES = 3  # up to so many have a sentence each; more share one that counts their verdicts
 GONE = "mesh"  # a key of older manifests, about memory in training, which training.plan is for now
 Rows = list[tuple[str, str]]
@@ -51,7 +55,7 @@ class Facts:
     title: str
     made: str
     models: tuple[Evaluation, ...] = ()
-    scores: dict[str, list[Score]] = field(default_factory=dict)  # by model
+    scores: dict[str, list[Score]] = field(default_factory=dict)  # by model, of all suites that it was asked
     comparisons: tuple[Comparison, ...] = ()
     runs: tuple[plots.Curves, ...] = ()
     settings: dict[str, Rows] = field(default_factory=dict)  # of training runs
@@ -65,20 +69,43 @@ class Facts:
 
 def gather(paths: Sequence[str], title: str) -> Facts:
     evaluated, trained, made, routed = sorted_out(paths)
+    done = [results.load(folder) for folder in evaluated]
+    scored: dict[str, list[Score]] = {}
+    for label, folder in zip(labels(evaluated, done), evaluated, strict=True):
+        scored.setdefault(label, []).extend(scores(folder))
+    by_suite = [
+        [f for f, run in zip(evaluated, done, strict=True) if run.suite == s] for s in {r.suite: 0 for r in done}
+    ]
     runs = plots.read_runs(trained) if trained else []
     in_common = len(runs) > 1 and set.intersection(*(set(run.keys(plots.VALID)) for run in runs))
     return Facts(
         title=title,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        models=tuple(results.load(folder) for folder in evaluated),
-        scores={results.load(folder).model.name: scores(folder) for folder in evaluated},
-        comparisons=tuple(compare.compare(evaluated)) if len(evaluated) > 1 else (),
+        models=tuple(done),
+        scores=scored,
+        comparisons=tuple(found for suite in by_suite if len(suite) > 1 for found in compare.compare(suite)),
         runs=tuple(runs),
         settings={run.name: settings(folder) for run, folder in zip(runs, trained, strict=True)},
         losses=compare.compare_losses(trained) if in_common else None,
         routing=named(routed),
-        plans={folder.name: rows for folder in made if (rows := plan_rows(folder))},
+        plans={name: rows for name, folder in apart(made).items() if (rows := plan_rows(folder))},
     )
+
+
+def labels(folders: Sequence[Path], runs: Sequence[Evaluation]) -> list[str]:
+    """A name for each run's model: its own, with the folder where another model, dtype or the same suite has it too."""
+    used: dict[str, list[tuple[str, str, str]]] = {}
+    for run in runs:
+        used.setdefault(run.model.name, []).append((run.model.fingerprint, run.model.dtype, run.suite))
+    one = {name for name, rows in used.items() if len({row[:2] for row in rows}) == 1 and len({*rows}) == len(rows)}
+    names = [run.model.name for run in runs]
+    return [n if n in one else f"{n} ({f})" for n, f in zip(names, folders, strict=True)]
+
+
+def apart(folders: Sequence[Path]) -> dict[str, Path]:
+    """The folders by name, by path where two have one name."""
+    names = [folder.name for folder in folders]
+    return {folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders}
 
 
 def sorted_out(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[Path], list[Path]]:
@@ -108,9 +135,14 @@ def sorted_out(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[Path]
 def named(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for file in files:
-        value = json.loads(file.read_text())
+        try:
+            value = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{file} is not whole JSON ({error}); make it again with `evaluation routing`") from None
         if not isinstance(value, dict) or value.get("kind") != "routing":
             raise ValueError(f"{file} is not a file of `python -m evaluation routing`; make it with that")
+        if lacks := ROUTED - value.keys():
+            raise ValueError(f"{file} has no {', '.join(sorted(lacks))}; make it again with `evaluation routing`")
         name = Path(value["checkpoint"]).name
         found[name if name not in found else f"{name} ({file.stem})"] = value
     return found
