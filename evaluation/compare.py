@@ -37,7 +37,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation import intervals, results
+from evaluation import intervals, measures, results
+from evaluation.measures import Measure
 from evaluation.results import Evaluation, Item
 from evaluation.seeds import LEAST, Paired, paired
 from training.observe import plots
@@ -271,16 +272,16 @@ def one(
     differences, flips = [], []
     for group in run.groups.values():
         joined = [[pair for task in group.tasks for pair in pairs[task]] for pairs in each]
-        if metric := judged_by(group.metrics, joined[0]):
-            higher, headline = run.tasks[group.tasks[0]].higher_is_better.get(metric, True), not is_inner(group, run)
-            differences.append(differ(group.name, group.title, metric, higher, headline, joined, cluster))
+        if judged := judged_by(group, run, joined[0]):
+            higher, headline = run.tasks[group.tasks[0]].higher_is_better.get(judged[0], True), not is_inner(group, run)
+            differences.append(differ(group.name, group.title, *judged, higher, headline, joined, cluster))
     for task in run.tasks.values():
         mine = [pairs[task.name] for pairs in each]
-        if metric := judged_by(task.metrics, mine[0]):
-            higher = task.higher_is_better.get(metric, True)
-            differences.append(differ(task.name, task.title, metric, higher, not task.groups, mine, cluster))
+        if judged := judged_by(task, run, mine[0]):
+            higher = task.higher_is_better.get(judged[0], True)
+            differences.append(differ(task.name, task.title, *judged, higher, not task.groups, mine, cluster))
             if len(each) == 1:
-                flips += [found for a, b in mine[0] if (found := flip(a, b, metric))]
+                flips += [found for a, b in mine[0] if (found := flip(a, b, judged[0]))]
     flips.sort(key=lambda found: -abs(found.swing))
     notes = tuple(dict.fromkeys(note for each_run in (*runs_a, *runs_b) for note in each_run.notes))
     a, b = (called([each_run.model for each_run in group]) for group in (runs_a, runs_b))
@@ -297,32 +298,46 @@ def is_inner(group: results.Group, run: Evaluation) -> bool:
     return any(set(group.tasks) < set(other.tasks) for other in run.groups.values())
 
 
-def judged_by(metrics: Iterable[str], pairs: Sequence[tuple[Item, Item]]) -> str | None:
-    """The metric to judge by: the first of PREFERRED that every item has, else the first that every item has."""
-    shared = [name for name in metrics if all(name in a.scores and name in b.scores for a, b in pairs)]
-    return next((name for name in (*PREFERRED, *shared) if name in shared), None) if pairs else None
+def judged_by(
+    part: results.Task | results.Group, run: Evaluation, pairs: Sequence[tuple[Item, Item]]
+) -> tuple[str, Measure] | None:
+    """The metric to judge by, of those that every item has: the first of PREFERRED, else the part's first."""
+    shared = {
+        name: measure
+        for name in part.metrics
+        if all(name in a.scores and name in b.scores for a, b in pairs)
+        and (measure := measures.of(part, name, run.tasks))
+    }
+    return next(((name, shared[name]) for name in (*PREFERRED, *shared) if name in shared), None) if pairs else None
 
 
 def differ(
-    name: str, title: str, metric: str, higher: bool, headline: bool, each: Sequence[Sequence[tuple[Item, Item]]],
-    cluster: str,
+    name: str, title: str, metric: str, measure: Measure, higher: bool, headline: bool,
+    each: Sequence[Sequence[tuple[Item, Item]]], cluster: str,
 ) -> Difference:  # fmt: skip
     """The difference in a metric; `each` has the pairs of items of each seed."""
-    tables = [arrays(metric, pairs) for pairs in each]
-    sides_SN: list[list[Array]] = [[table[0] for table in tables], [table[1] for table in tables]]
-    unit_N, value, items = tables[0][2], tables[0][3], len(each[0])
-    a_S, b_S = ([float(value(score_N.sum() / unit_N.sum())) for score_N in side] for side in sides_SN)
-    right = bool((unit_N == 1).all()) and all(intervals.is_right(score_N) for side in sides_SN for score_N in side)
+    a_SN, b_SN = ([[(pair[s].task, pair[s].scores[metric]) for pair in pairs] for pairs in each] for s in (0, 1))
+    a_S, b_S = ([measure.value(scored) for scored in side] for side in (a_SN, b_SN))
+    items, cluster_N = len(each[0]), clusters(each[0], cluster)
+    over_items: tuple[float, float] | None
+    right, only_a, only_b = False, None, None
+    if value := measure.ratio([task for task, _ in a_SN[0]]):
+        (a_N, unit_N), (b_N, _) = (np.mean([measure.sums(scored) for scored in side], 0).T for side in (a_SN, b_SN))
+        right = bool((unit_N == 1).all()) and all(
+            score in (0.0, 1.0) for side in (a_SN, b_SN) for scored in side for _, score in scored
+        )
+        over_items = intervals.difference(a_N, b_N, unit_N, cluster_N, value)
+        if right and len(each) == 1:
+            only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
+    else:  # no sums give it: all items are needed for every draw
+        over_items = measure.interval(b_SN, a_SN, cluster_N, generator("bootstrap", f"{name} {metric}"))
     seeds = paired([b - a for a, b in zip(a_S, b_S, strict=True)], grain=1 / items if right else 0.0)
-    a_N, b_N = (np.mean(side, 0) for side in sides_SN)
-    cluster_N = clusters(each[0], cluster)
-    over_items = intervals.difference(a_N, b_N, unit_N, cluster_N, value) or (math.nan, math.nan)
-    only_a, only_b = (int((a_N > b_N).sum()), int((b_N > a_N).sum())) if right and len(each) == 1 else (None, None)
     a, b = (math.fsum(side) / len(each) for side in (a_S, b_S))
     low, high, p = (math.nan if found is None else found for found in (seeds.low, seeds.high, seeds.p))
+    items_low, items_high = over_items or (math.nan, math.nan)
     return Difference(
         name, title, metric, higher, headline, items, a, b, seeds.mean, low, high, p, only_a, only_b,
-        seeds=len(each), clusters=len(set(cluster_N)), items_low=over_items[0], items_high=over_items[1],
+        seeds=len(each), clusters=len(set(cluster_N)), items_low=items_low, items_high=items_high,
     )  # fmt: skip
 
 
@@ -336,25 +351,9 @@ def clusters(pairs: Sequence[tuple[Item, Item]], key: str) -> list[str]:
     return out
 
 
-def arrays(metric: str, pairs: Sequence[tuple[Item, Item]]) -> tuple[Array, Array, Array, Callable[[Any], Any]]:
-    """By item A's score, B's score and its units; and the metric as a function of sum / units (results.Item.scores)."""
-    table = np.array([[score(a, metric)[0], score(b, metric)[0], score(a, metric)[1]] for a, b in pairs], np.float64)
-    a_N, b_N, unit_N = table.T
-    if not isinstance(pairs[0][0].scores[metric], tuple):
-        return a_N, b_N, unit_N, lambda mean: mean
-    if metric.endswith("perplexity"):
-        return a_N, b_N, unit_N, lambda mean: np.exp(-mean)
-    return a_N, b_N, unit_N, lambda mean: -mean / math.log(2)
-
-
-def score(item: Item, metric: str) -> tuple[float, float]:
-    found = item.scores[metric]
-    return found if isinstance(found, tuple) else (float(found), 1.0)
-
-
 def flip(a: Item, b: Item, metric: str) -> Flip | None:
     before, after = a.scores[metric], b.scores[metric]
-    if isinstance(before, tuple) or isinstance(after, tuple) or before == after:
+    if before == after or not all(score in (0.0, 1.0) for score in (before, after)):
         return None
     swing = margin(b) - margin(a) if len(a.choices) > 1 else 0.0
     return Flip(a.task, a.doc, after > before, right(a), answer(a, metric), answer(b, metric), swing)

@@ -98,4 +98,4 @@ def wilson(right: float, items: float, z: float = NORMAL) -> tuple[float, float]
     """Wilson's interval of one share of right answers: not of no width where all are right."""
     middle = (right + z * z / 2) / (items + z * z)
     reach = z / (items + z * z) * math.sqrt(right * (items - right) / items + z * z / 4)
-    return max(middle - reach, 0.0), min(middle + reach, 1.0)
+    return 0.0 if right == 0 else middle - reach, 1.0 if right == items else middle + reach

@@ -18,6 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from evaluation.engine import Engine, Score
 from evaluation.packing import Ids
 from evaluation.remember import Remembered, key
+from evaluation.tasks import check_greedy
 
 Pair = tuple[list[int], list[int]]
 GENERATED = 256  # tokens, where a task does not say; as HFLM
@@ -126,9 +127,8 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         order = []
         for request in requests:
             prompt, settings = request.args
+            check_greedy(settings, request.task_name or "a task")
             options = normalize_gen_kwargs(settings, GENERATED)
-            if options.get("do_sample") or options.get("temperature"):
-                raise ValueError(f"a task asks for sampled texts ({settings}); only greedy ones are written here")
             kind = (self.generate or options["max_gen_toks"], tuple(handle_stop_sequences(options["until"], end)))
             kinds.setdefault(kind, []).append(prompt)
             order.append((kind, prompt))
@@ -168,7 +168,8 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         ids = self.encode(prompts)
         self.cut += sum(len(ids[prompt]) > room for prompt in prompts)
         inputs: list[Ids] = [np.asarray(ids[prompt][-room:], np.int64) for prompt in prompts]
-        names = [key("write", x, str(limit), *until) for x in inputs]
+        stops = ",".join(map(str, sorted(self.stops)))  # they end a text, as the stop words do
+        names = [key("write", x, str(limit), stops, *until) for x in inputs]
         found = self.recall(names)
         left = list({name: n for n, name in enumerate(names) if name not in found}.values())
         # a token is at least a byte, so the last ones hold any stop word; HFLM looks back two tokens further, too

@@ -30,9 +30,15 @@ class Splits(dict[str, Dataset]):
         return next(iter(self.values())).select([])
 
 
+def reads(dataset: str, name: str | None) -> bool:
+    """Whether a data set, of its parts the one called `name`, can be read from files."""
+    return dataset in READERS and (dataset not in PARTS or (name or "") in PARTS[dataset])
+
+
 def splits(folder: Path, dataset: str, name: str | None) -> Splits:
-    if dataset not in READERS:
-        raise ValueError(f"{dataset} cannot be read from files; leave data away, or add its reader to offline.py")
+    if not reads(dataset, name):
+        part = f" ({name})" if name and dataset in READERS else ""
+        raise ValueError(f"{dataset}{part} cannot be read from files; leave data away, or add its reader to offline.py")
     found = Splits()
     for split, rows in READERS[dataset](folder, name or ""):
         if not rows:
@@ -236,6 +242,19 @@ def plain(folder: Path, name: str) -> Iterator[Split]:
     yield "test", [{"text": document} for document in text.documents([opened(folder, name)])]
 
 
+# data sets of which the files are one part only: any other would be given these documents
+PARTS = {
+    "aps/super_glue": ("boolq",),
+    "baber/piqa": ("",),
+    "allenai/openbookqa": ("main",),
+    "allenai/winogrande": ("winogrande_xl",),
+    "allenai/ai2_arc": ("ARC-Easy", "ARC-Challenge"),
+    "EleutherAI/lambada_openai": ("default",),
+    "Rowan/hellaswag": ("",),
+    "truthfulqa/truthful_qa": ("multiple_choice",),
+    "openai/gsm8k": ("main",),
+    "EleutherAI/wikitext_document_level": ("wikitext-2-raw-v1",),
+}
 READERS: dict[str, Callable[[Path, str], Iterator[Split]]] = {
     "cais/mmlu": mmlu,
     "allenai/ai2_arc": arc,

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from upcycle.disk import write_atomic
 
 FORMAT = 2
-Score = float | tuple[float, float]
+Raw = Any  # what lm-eval's task makes of an item: a number, a tuple of them or of texts, ...
 T = TypeVar("T", "Item", "Task", "Group", "Model")
 
 
@@ -29,9 +29,9 @@ class Item:
     doc_hash: str  # lm-eval's, of the document's content
     prompt_hash: str  # lm-eval's, of the text that the model saw
     target: str
-    # a number (acc: 0 or 1; acc_norm; exact_match), whose mean is the task's metric; or (log-likelihood in nats, units)
-    # of a text, whose sums give it: bits_per_byte = -sum(nats) / sum(bytes) / ln 2, *_perplexity = exp(-sum / sum)
-    scores: Mapping[str, Score]
+    # by metric, as the task's aggregation takes them (measures.py): 0 or 1 (acc, exact_match); (log-likelihood in nats,
+    # units) of a text (bits_per_byte); (right class, chosen class) for f1 and mcc; (reference, text) for bleu
+    scores: Mapping[str, Raw]
     logprobs: tuple[float, ...] = ()  # of each choice in nats; one for a text; none for a generation
     greedy: tuple[bool, ...] = ()  # whether each choice is what greedy decoding would write
     text: str = ""  # what was generated
@@ -58,16 +58,18 @@ class Task:
     version: str
     output: str  # multiple_choice | loglikelihood | loglikelihood_rolling | generate_until
     groups: tuple[str, ...] = ()  # that it counts in, innermost first
+    aggregation: Mapping[str, str] = field(default_factory=dict)  # of metrics that are not the mean: see measures.py
 
 
 @dataclass(frozen=True)
 class Group:
     name: str
     title: str
-    metrics: Mapping[str, float]  # weighted by the tasks' sizes
+    metrics: Mapping[str, float]  # weighted by the tasks' sizes, but for those that `alike` names
     stderr: Mapping[str, float]
     tasks: tuple[str, ...]  # all of them, through inner groups too
     items: int
+    alike: tuple[str, ...] = ()  # metrics in which all tasks weigh the same, whatever their sizes
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,22 @@ class Evaluation:
 
 def save(folder: str | Path, run: Evaluation, items: Iterable[Item]) -> Path:
     """Writes both files and returns the folder. run.json is written last: a folder that has one is whole."""
+    save_items(folder, items)
+    return save_run(folder, run)
+
+
+def save_items(folder: str | Path, items: Iterable[Item]) -> None:
+    """Writes items.jsonl and removes run.json, which would be of other items."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").unlink(missing_ok=True)
     lines = (json.dumps(asdict(item), ensure_ascii=False, separators=(",", ":")) for item in items)
     write_atomic(folder / "items.jsonl", "".join(line + "\n" for line in lines).encode())
-    write_atomic(folder / "run.json", json.dumps({"format": FORMAT} | asdict(run), indent=1).encode() + b"\n")
-    return folder
+
+
+def save_run(folder: str | Path, run: Evaluation) -> Path:
+    write_atomic(Path(folder) / "run.json", json.dumps({"format": FORMAT} | asdict(run), indent=1).encode() + b"\n")
+    return Path(folder)
 
 
 def load(folder: str | Path) -> Evaluation:
@@ -140,8 +152,12 @@ def items(folder: str | Path) -> Iterator[Item]:
             except ValueError as error:
                 raise ValueError(f"{path}:{number} is not JSON ({error}); run the evaluation again") from None
             item = made(Item, value, path)
-            scores = {name: tuple(s) if isinstance(s, list) else s for name, s in item.scores.items()}
-            yield made(Item, asdict(item) | {"scores": scores}, path)
+            yield replace(item, scores={name: tuples(score) for name, score in item.scores.items()})
+
+
+def tuples(value: Any) -> Raw:
+    """The value with tuples for lists, at every depth."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
 def made(kind: type[T], value: Any, path: Path) -> T:

@@ -15,10 +15,11 @@ keys, with defaults and meaning: docs/config.md
 
 from __future__ import annotations
 
+import math
 import platform
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -27,15 +28,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import lm_eval.api.metrics
 import lm_eval.evaluator
+import lm_eval.evaluator_utils
+import numpy as np
+import torch.distributed as dist
 import yaml
 
-from evaluation import load, results, tasks
+from evaluation import load, measures, results, tasks
 from evaluation.engine import Engine
 from evaluation.lm import DecoderLM
 from evaluation.ranks import Ranks
 from evaluation.remember import Remembered
-from evaluation.results import Evaluation, Group, Item, Score, Task
+from evaluation.results import Evaluation, Group, Item, Raw, Task
 from training.checkpoint.layout import Origin
 from training.evaluate import Ask, EvalConfig
 from training.model.decoder import Decoder
@@ -122,6 +127,7 @@ def run(config: RunConfig, command: str) -> Path:
     with processes(config.device) as device:
         # before the model: what is missing is found in seconds
         found = tasks.load(config.suite, config.data, config.texts, config.fewshot)
+        check_ranks(config.mesh, dist.get_world_size() if dist.is_initialized() else 1)
         mesh = ParallelMesh(config.mesh, device_type=device.type)
         model = load.opened(
             config.checkpoint, config.dtype, mesh, device, experts=config.experts, tokenizer=config.tokenizer
@@ -133,9 +139,14 @@ def run(config: RunConfig, command: str) -> Path:
         engine.ranks.any(False)  # all ranks have read the cache before one writes to it
         lm = DecoderLM(engine, model.tokenizer, remembered=remembered, stops=model.stops, generate=config.generate)
         prepared = time.monotonic()
-        answered = ask(lm, found, config.limit, BOOTSTRAP)
-        remembered.close()
-        clock_end = time.monotonic()
+
+        def keep(samples: Samples) -> None:
+            remembered.close()
+            if mesh.rank == 0:
+                results.save_items(folder, items_of(samples, found))
+
+        answered = ask(lm, found, config.limit, BOOTSTRAP, keep)
+        clock_end, scored = time.monotonic(), tasks_of(answered, found)
         evaluation = Evaluation(
             model=about,
             suite=config.suite,
@@ -145,15 +156,26 @@ def run(config: RunConfig, command: str) -> Path:
             started=started.isoformat(timespec="seconds"),
             seconds=clock_end - clock,
             work=work_of(lm) | {"loading_seconds": prepared - clock, "asking_seconds": clock_end - prepared},
-            tasks=tasks_of(answered, found),
+            tasks=scored,
             groups=groups_of(answered, found),
-            notes=(*found.notes, *notes_of(config, lm)),
+            notes=(*found.notes, *notes_of(config, lm), *own_functions(scored)),
         )
         if mesh.rank == 0:
-            results.save(folder, evaluation, items_of(answered, found))
+            results.save_run(folder, evaluation)
             print(table(evaluation))
             print(f"\n{folder}: run.json, items.jsonl")
     return folder
+
+
+def check_ranks(mesh: MeshConfig, ranks: int) -> None:
+    for axes in (("tp", "cp", "pp", "dp_replicate"), ("ep", "etp", "pp")):
+        size = math.prod(getattr(mesh, axis) for axis in axes)
+        if ranks % size:
+            words = " ".join(f"mesh.{axis}={getattr(mesh, axis)}" for axis in axes if getattr(mesh, axis) > 1)
+            raise ValueError(
+                f"{words} needs a multiple of {size} processes, and there {'is' if ranks == 1 else 'are'} {ranks}; "
+                f"start it with torchrun --nproc-per-node {size} -m evaluation run ..."
+            )
 
 
 def live(config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh) -> Ask:
@@ -194,10 +216,29 @@ def ranks_of(mesh: ParallelMesh) -> Ranks:
     return Ranks(mesh.rank // mesh.size("tp"), mesh.world // mesh.size("tp"))
 
 
-def ask(lm: DecoderLM, found: tasks.Tasks, limit: int, bootstrap: int) -> Any:
-    """lm-eval's results, with its own prompts, metrics and standard errors. Processes divide only the forwards."""
+def ask(
+    lm: DecoderLM, found: tasks.Tasks, limit: int, bootstrap: int, keep: Callable[[Samples], None] | None = None
+) -> Any:
+    """lm-eval's results, with its own prompts, metrics and standard errors. Processes divide only the forwards.
+
+    `keep` gets the items of all tasks before a metric is computed of them: what was asked for hours is not lost to a
+    metric that cannot be computed.
+    """
     was_training = lm.engine.model.training
-    with tasks.alone(), lm.engine.open():
+    real = lm_eval.evaluator._process_results
+
+    def processed(collected: Any, *rest: Any) -> Any:
+        if keep:
+            keep({name: one["logged_samples"] for name, one in collected.items()})
+        computable(collected)
+        return real(collected, *rest)
+
+    with (
+        tasks.alone(),
+        lm.engine.open(),
+        tasks.replaced(lm_eval.evaluator, "_process_results", processed),
+        tasks.replaced(lm_eval.evaluator_utils, "stderr_for_metric", error_where_there_is_one),
+    ):
         try:
             lm.engine.model.eval()
             return lm_eval.evaluator.evaluate(
@@ -207,7 +248,41 @@ def ask(lm: DecoderLM, found: tasks.Tasks, limit: int, bootstrap: int) -> Any:
             lm.engine.model.train(was_training)
 
 
+def error_where_there_is_one(metric: Any, bootstrap_iters: int) -> Callable[..., Any] | None:
+    """lm-eval's function for the standard error of a metric, without one where it has no finite value."""
+    real = lm_eval.api.metrics.stderr_for_metric(metric, bootstrap_iters)
+
+    def error(scores: Any) -> Any:
+        try:
+            return real(scores)
+        except ArithmeticError:  # draws of perplexities whose squares are beyond all numbers
+            return "N/A"
+
+    return real and error
+
+
+def computable(collected: Any) -> None:
+    """Raises ValueError about the first metric that cannot be computed of its items."""
+    for name, one in collected.items():
+        for (metric, _), scores in one["raw_metrics"].items():
+            try:
+                aggregation(one["task"], metric)(scores)
+            except Exception as error:  # of any library that computes a metric
+                raise ValueError(
+                    f"{name}: {metric} cannot be computed of its {len(scores)} items ({' '.join(str(error).split())}); "
+                    "they are in items.jsonl and the answers are remembered; take the metric out and run again"
+                ) from None
+
+
 # ---- lm-eval's results as ours
+
+Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # of each task, as lm-eval logs them
+
+
+def aggregation(task: Any, metric: str) -> Callable[..., Any]:
+    """The function that makes the metric of its items' scores; lm-eval takes the mean where a task names none."""
+    found: Callable[..., Any] = task.aggregation().get(metric, lm_eval.api.metrics.mean)
+    return found
 
 
 def metric_name(metric: str, chosen: str) -> str:
@@ -221,7 +296,7 @@ def numbers(row: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]
     errors: dict[str, float] = {}
     for name, value in row.items():
         metric, comma, chosen = name.partition(",")
-        if not comma or isinstance(value, str):
+        if not comma or not isinstance(value, float | int | np.number):  # "N/A"; lists and tables of a task's own
             continue
         if metric.endswith("_stderr"):
             errors[metric_name(metric.removesuffix("_stderr"), chosen)] = float(value)
@@ -235,6 +310,9 @@ def tasks_of(answered: Any, found: tasks.Tasks) -> dict[str, Task]:
     out = {}
     for name, task in found.loaded["tasks"].items():
         values, errors = numbers(answered["results"][name])
+        functions = {
+            metric: aggregation_of(task, answered["samples"][name], metric, values[metric]) for metric in values
+        }
         higher = answered["higher_is_better"].get(name, {})
         within = sorted((len(inside), group) for group, inside in members.items() if name in inside)
         out[name] = Task(
@@ -249,8 +327,27 @@ def tasks_of(answered: Any, found: tasks.Tasks) -> dict[str, Task]:
             version=str(answered["versions"].get(name)),
             output=str(task.OUTPUT_TYPE),
             groups=tuple(group for _, group in within),
+            aggregation={metric: function for metric, function in functions.items() if function != "mean"},
         )
     return out
+
+
+def aggregation_of(task: Any, samples: Sequence[Mapping[str, Any]], metric: str, value: float) -> str:
+    """The name of the function that makes `value` of the items, as measures.aggregate takes it."""
+    base, _, chosen = metric.partition(",")
+    scores = [
+        score(sample[base])
+        for sample in samples
+        if base in sample["metrics"] and sample["filter"] == (chosen or "none")
+    ]
+    return measures.name_of(aggregation(task, base), scores, value)
+
+
+def own_functions(scored: Mapping[str, Task]) -> Iterator[str]:
+    """A sentence about each task with metrics that nobody but the task can compute again."""
+    for task in scored.values():
+        if own := [metric for metric, function in task.aggregation.items() if function == measures.OWN]:
+            yield f"{task.name}: {', '.join(own)} is made by a function of the task's own: no interval, not compared"
 
 
 def groups_of(answered: Any, found: tasks.Tasks) -> dict[str, Group]:
@@ -259,17 +356,23 @@ def groups_of(answered: Any, found: tasks.Tasks) -> dict[str, Group]:
         values, errors = numbers(answered.get("groups", {}).get(name, {}))
         items = sum(int(answered["n-samples"][task]["effective"]) for task in inside)
         title = str(found.loaded["groups"][name].alias or name)
-        out[name] = Group(name, title, values, errors, tuple(inside), items)
+        out[name] = Group(
+            name, title, values, errors, tuple(inside), items, alike(found.loaded["groups"][name], values)
+        )
     return out
 
 
-def items_of(answered: Any, found: tasks.Tasks) -> Iterator[Item]:
+def alike(group: Any, metrics: Iterable[str]) -> tuple[str, ...]:
+    """The group's metrics in which its tasks weigh the same."""
+    unweighted = {each.metric for each in group.aggregate_metric_list or () if not each.weight_by_size}
+    return tuple(metric for metric in metrics if metric.partition(",")[0] in unweighted)
+
+
+def items_of(samples: Samples, found: tasks.Tasks) -> Iterator[Item]:
     for name, task in found.loaded["tasks"].items():
         merged: dict[int, Item] = {}
-        for sample in answered["samples"][name]:
-            scores = {
-                metric_name(metric, sample["filter"]): score(metric, sample[metric]) for metric in sample["metrics"]
-            }
+        for sample in samples[name]:
+            scores = {metric_name(metric, sample["filter"]): score(sample[metric]) for metric in sample["metrics"]}
             known = merged.get(sample["doc_id"])
             if known is None:
                 merged[sample["doc_id"]] = item(name, task, sample, scores)
@@ -278,7 +381,7 @@ def items_of(answered: Any, found: tasks.Tasks) -> Iterator[Item]:
         yield from (merged[number] for number in sorted(merged))
 
 
-def item(name: str, task: Any, sample: Mapping[str, Any], scores: Mapping[str, Score]) -> Item:
+def item(name: str, task: Any, sample: Mapping[str, Any], scores: Mapping[str, Raw]) -> Item:
     answers = [response[0] for response in sample["resps"]]
     text, logprobs, greedy = "", [], []
     choices: Sequence[Any] = ()
@@ -310,10 +413,9 @@ def clusters(doc: Any) -> dict[str, str]:
     return {name: blake2b(value.encode(), digest_size=8).hexdigest() for name, value in found.items() if value}
 
 
-def score(metric: str, value: Any) -> Score:
-    if isinstance(value, tuple):
-        return float(value[0]), float(value[1])
-    return (float(value), 1.0) if metric == "perplexity" else float(value)  # of a word: its nats, one unit
+def score(value: Any) -> Raw:
+    found = measures.plain(value)
+    return float(found) if isinstance(found, bool | int) else found
 
 
 # ---- about a run: versions, work, notes, table

@@ -37,6 +37,17 @@ from upcycle.text import SUFFIXES
 
 SUITES = Path(__file__).parent / "suites"
 LM_EVAL = Path(lm_eval.tasks.__file__).parent
+ANY = ("any",)  # of a setting that changes nothing as long as texts are greedy
+# settings of a generation, and the values with which the text is that of the likeliest tokens; no other is written
+GREEDY: dict[str, tuple[Any, ...]] = {
+    "do_sample": (False,), "temperature": (0,), "num_beams": (1,), "repetition_penalty": (1,),
+    "num_return_sequences": (1,), "no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,),
+    "min_new_tokens": (0,), "min_length": (0,),
+    "num_beam_groups": (1,), "diversity_penalty": (0,), "penalty_alpha": (0,), "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    **dict.fromkeys(("until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"), ANY),
+    **dict.fromkeys(("top_k", "top_p", "min_p", "typical_p", "length_penalty", "early_stopping", "use_cache"), ANY),
+}  # fmt: skip
 SEED = 1234  # draws the examples of prompts; lm-eval's own value
 
 
@@ -82,18 +93,48 @@ def load(name: str, data: str = "", texts: Sequence[str] = (), fewshot: int | No
     notes = []
     with alone(), reading(Path(data) if data else None, beside):
         if data:
-            names, left_out = with_files(known, names)
+            names, left_out = with_files(known, names, beside)
             notes += [f"{task} is left out: it cannot be read from files" for task in left_out]
+            if left_out and not names:
+                raise ValueError(f"no task of suite {name} can be read from files; leave data away to use the hub")
         unknown = [task for task in names if isinstance(task, str) and task not in known.task_index]
         if unknown:
             near = nearest(unknown[0], list(known.task_index))
             raise ValueError(f"lm-eval has no task {unknown[0]!r} in the folders of suite {name}{near}")
-        loaded = known.load(names)
+        try:
+            loaded = known.load(names)
+        except ImportError as error:  # a task's own code may need what lm-eval itself does not
+            raise ValueError(f"suite {name} needs {error.name}, which is not installed: pip install it") from None
+    check_unique(name, names)
     if data:
         notes += [note for task, note in suite.notes.items() if task in loaded["tasks"]]
     for task in loaded["tasks"].values():
         examples(task, suite.fewshot if fewshot is None else fewshot)
+        if task.OUTPUT_TYPE == "generate_until":
+            check_greedy(task.config.generation_kwargs or {}, task.task_name)
     return Tasks(loaded, tuple(notes))
+
+
+def check_unique(suite: str, names: Sequence[Any]) -> None:
+    """Raises ValueError if two tasks have one name: one of them would be lost."""
+    seen: dict[str, Any] = {}
+    for each in names:
+        name = each if isinstance(each, str) else str(each.get("task"))
+        if name in seen:
+            what = [str(one.get("dataset_name", name)) if isinstance(one, dict) else name for one in (seen[name], each)]
+            raise ValueError(f"suite {suite} has two tasks called {name} ({' and '.join(what)}); rename one of them")
+        seen[name] = each
+
+
+def check_greedy(settings: Mapping[str, Any], who: str) -> None:
+    """Raises ValueError about the first setting of a generation that asks for other than the likeliest tokens."""
+    for name, value in settings.items():
+        neutral = GREEDY.get(name, ())
+        if neutral is not ANY and value is not None and value not in neutral:
+            raise ValueError(
+                f"{who} asks for texts with {name}={value}, and only greedy ones are written here; "
+                f"{f'write {name}: {neutral[0]} in' if neutral else f'take {name} out of'} its generation_kwargs"
+            )
 
 
 def examples(task: Any, wanted: int | None) -> None:
@@ -110,17 +151,33 @@ def examples(task: Any, wanted: int | None) -> None:
         )
 
 
-def with_files(known: Any, names: Sequence[Any]) -> tuple[list[Any], list[str]]:
+def with_files(known: Any, names: Sequence[Any], beside: Path) -> tuple[list[Any], list[str]]:
     """(names whose data sets can be read from files, the other names)."""
     readable: list[Any] = []
     left_out: list[str] = []
     for name in names:
         entry = known.task_index.get(name) if isinstance(name, str) else None
-        path = (entry.cfg or {}).get("dataset_path") if entry else None
-        if entry and path is None and entry.yaml_path:
-            path = lm_eval.tasks._yaml_loader.load_yaml(entry.yaml_path, resolve_func=False).get("dataset_path")
-        (left_out if path and path not in offline.READERS else readable).append(name)
+        config = dict(entry.cfg or {}) if entry else {}
+        if entry and config.get("dataset_path") is None and entry.yaml_path:
+            config = lm_eval.tasks._yaml_loader.load_yaml(entry.yaml_path, resolve_func=False)
+        path, files = config.get("dataset_path"), (config.get("dataset_kwargs") or {}).get("data_files")
+        known_files = files is not None and local_files(files, beside) is not None
+        reads = not path or known_files or offline.reads(path, config.get("dataset_name"))
+        (readable if reads else left_out).append(name)
     return readable, left_out
+
+
+def local_files(files: Any, beside: Path) -> Any:
+    """A task's data_files (a name, a list, or either by split) with the whole path of each: beside the suite, or as it
+    is. None if one of them is not on this machine."""
+    if isinstance(files, Mapping):
+        found = {split: local_files(inner, beside) for split, inner in files.items()}
+        return None if None in found.values() else found
+    if isinstance(files, list | tuple):
+        listed = [local_files(inner, beside) for inner in files]
+        return None if None in listed else listed
+    path = next((path for path in (beside / str(files), Path(str(files))) if path.is_file()), None)
+    return path and str(path.resolve())
 
 
 # ---- texts
@@ -163,6 +220,8 @@ def reading(folder: Path | None, beside: Path) -> Iterator[None]:
     real = datasets.load_dataset
 
     def load_dataset(path: str, name: str | None = None, **options: Any) -> Any:
+        if (files := options.get("data_files")) is not None and (found := local_files(files, beside)) is not None:
+            return real(path=path, name=name, **{**options, "data_files": found})
         if path in ("jsonl", "text"):
             return offline.splits(beside, path, name)
         if folder is not None:

@@ -117,8 +117,11 @@ def axis(marks: Sequence[tuple[float, str]]) -> str:
 # ---- curves
 
 
-def curves(title: str, unit: str, x_unit: str, found: Sequence[Curve], *, y_zero: bool = False) -> str:
-    """Lines over a common x; an empty text without any. A start far above the rest is cut off, with ↑."""
+def curves(
+    title: str, unit: str, x_unit: str, found: Sequence[Curve], *, y_zero: bool = False, start: bool = True
+) -> str:
+    """Lines over a common x; an empty text without any. A start far above the rest is cut off, with ↑, where x has a
+    `start`: a first layer is as good as any other."""
     found = [thinned(curve) for curve in found if len(curve.x)]
     if not found:
         return ""
@@ -132,7 +135,7 @@ def curves(title: str, unit: str, x_unit: str, found: Sequence[Curve], *, y_zero
         for x, v in zip(c.x, line, strict=False)
         if place(x, left, right) >= START
     ]
-    if later and not y_zero and max(max(c.y) for c in found) > 2 * max(later) - min(later):
+    if start and later and not y_zero and max(max(c.y) for c in found) > 2 * max(later) - min(later):
         low, high = span(later, least=1e-3)
         unit += " ↑"
     low = max(low, 0.0) if y_zero else low

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ import numpy as np
 
 from evaluation import compare, intervals, results
 from evaluation.compare import Comparison, Difference, Losses, is_share, number, signed
+from evaluation.measures import Measure
 from evaluation.results import Evaluation, Item
 from training.checkpoint import standalone
 from training.observe import plots
@@ -24,6 +26,10 @@ from upcycle.config import UpcycleConfig, build
 from upcycle.convert import MANIFEST
 from upcycle.inspect import read_manifest
 
+ROUTED = {
+    "experts", "top_k", "granularity", "chance_of_whole_groups", "layers", "load", "together", "checkpoint", "start",
+    "tokens",
+}  # fmt: skip
 HEADLINES = 3  # up to so many have a sentence each; more share one that counts their verdicts
 GONE = "mesh"  # a key of older manifests, about memory in training, which training.plan is for now
 Rows = list[tuple[str, str]]
@@ -50,7 +56,7 @@ class Facts:
     title: str
     made: str
     models: tuple[Evaluation, ...] = ()
-    scores: dict[str, list[Score]] = field(default_factory=dict)  # by model
+    scores: dict[str, list[Score]] = field(default_factory=dict)  # by model, of all suites that it was asked
     comparisons: tuple[Comparison, ...] = ()
     runs: tuple[plots.Curves, ...] = ()
     settings: dict[str, Rows] = field(default_factory=dict)  # of training runs
@@ -64,20 +70,43 @@ class Facts:
 
 def gather(paths: Sequence[str], title: str) -> Facts:
     evaluated, trained, made, routed = sorted_out(paths)
+    done = [results.load(folder) for folder in evaluated]
+    scored: dict[str, list[Score]] = {}
+    for label, folder in zip(labels(evaluated, done), evaluated, strict=True):
+        scored.setdefault(label, []).extend(scores(folder))
+    by_suite = [
+        [f for f, run in zip(evaluated, done, strict=True) if run.suite == s] for s in {r.suite: 0 for r in done}
+    ]
     runs = plots.read_runs(trained) if trained else []
     in_common = len(runs) > 1 and set.intersection(*(set(run.keys(plots.VALID)) for run in runs))
     return Facts(
         title=title,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        models=tuple(results.load(folder) for folder in evaluated),
-        scores={results.load(folder).model.name: scores(folder) for folder in evaluated},
-        comparisons=tuple(compare.compare(evaluated)) if len(evaluated) > 1 else (),
+        models=tuple(done),
+        scores=scored,
+        comparisons=tuple(found for suite in by_suite if len(suite) > 1 for found in compare.compare(suite)),
         runs=tuple(runs),
         settings={run.name: settings(folder) for run, folder in zip(runs, trained, strict=True)},
         losses=compare.compare_losses(trained) if in_common else None,
         routing=named(routed),
-        plans={folder.name: rows for folder in made if (rows := plan_rows(folder))},
+        plans={name: rows for name, folder in apart(made).items() if (rows := plan_rows(folder))},
     )
+
+
+def labels(folders: Sequence[Path], runs: Sequence[Evaluation]) -> list[str]:
+    """A name for each run's model: its own, with the folder where another model, dtype or the same suite has it too."""
+    used: dict[str, list[tuple[str, str, str]]] = {}
+    for run in runs:
+        used.setdefault(run.model.name, []).append((run.model.fingerprint, run.model.dtype, run.suite))
+    one = {name for name, rows in used.items() if len({row[:2] for row in rows}) == 1 and len({*rows}) == len(rows)}
+    names = [run.model.name for run in runs]
+    return [n if n in one else f"{n} ({f})" for n, f in zip(names, folders, strict=True)]
+
+
+def apart(folders: Sequence[Path]) -> dict[str, Path]:
+    """The folders by name, by path where two have one name."""
+    names = [folder.name for folder in folders]
+    return {folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders}
 
 
 def sorted_out(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[Path], list[Path]]:
@@ -107,9 +136,14 @@ def sorted_out(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[Path]
 def named(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for file in files:
-        value = json.loads(file.read_text())
+        try:
+            value = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{file} is not whole JSON ({error}); make it again with `evaluation routing`") from None
         if not isinstance(value, dict) or value.get("kind") != "routing":
             raise ValueError(f"{file} is not a file of `python -m evaluation routing`; make it with that")
+        if lacks := ROUTED - value.keys():
+            raise ValueError(f"{file} has no {', '.join(sorted(lacks))}; make it again with `evaluation routing`")
         name = Path(value["checkpoint"]).name
         found[name if name not in found else f"{name} ({file.stem})"] = value
     return found
@@ -126,25 +160,31 @@ def scores(folder: Path) -> list[Score]:
     ]
     for part, tasks, headline in parts:
         pairs = [(item, item) for task in tasks for item in by_task.get(task, [])]
-        if metric := compare.judged_by(part.metrics, pairs):
-            higher = run.tasks[tasks[0]].higher_is_better.get(metric, True)
-            found.append(score(part.name, part.title, metric, higher, headline, pairs))
+        if judged := compare.judged_by(part, run, pairs):
+            higher = run.tasks[tasks[0]].higher_is_better.get(judged[0], True)
+            found.append(score(part.name, part.title, *judged, higher, headline, [item for item, _ in pairs]))
     return found
 
 
 def score(
-    name: str, title: str, metric: str, higher: bool, headline: bool, pairs: Sequence[tuple[Item, Item]]
+    name: str, title: str, metric: str, measure: Measure, higher: bool, headline: bool, items: Sequence[Item]
 ) -> Score:
-    a_N, _, unit_N, value = compare.arrays(metric, pairs)
-    at_zero = float(value(np.zeros(1))[0])  # bootstrap() is of a difference: A's scores are 0, and this is added back
-    low, high = compare.bootstrap(np.zeros_like(a_N), a_N, unit_N, value, f"{name} {metric}")
-    if (unit_N == 1).all() and intervals.is_right(a_N):
-        low, high = intervals.wilson(float(a_N.sum()), len(a_N))
-    guess = [1 / len(item.choices) for item, _ in pairs if len(item.choices) > 1]
-    chance = sum(guess) / len(guess) if metric.startswith("acc") and len(guess) == len(pairs) else None
+    key, scored = f"{name} {metric}", [(item.task, item.scores[metric]) for item in items]
+    value = measure.ratio([task for task, _ in scored])
+    if value is None:
+        each = [f"{item.task} {number}" for number, item in enumerate(items)]
+        found = measure.interval([scored], [], each, compare.generator("bootstrap", key))
+        low, high = found or (math.nan, math.nan)
+    else:
+        sum_N, unit_N = measure.sums(scored).T
+        at_zero = float(value(np.zeros(1))[0])  # bootstrap() is of a difference: A's sums are 0, and this is added back
+        low, high = (at_zero + end for end in compare.bootstrap(np.zeros_like(sum_N), sum_N, unit_N, value, key))
+        if (unit_N == 1).all() and intervals.is_right(sum_N):
+            low, high = intervals.wilson(float(sum_N.sum()), len(sum_N))
+    guess = [1 / len(item.choices) for item in items if len(item.choices) > 1]
+    chance = sum(guess) / len(guess) if metric.startswith("acc") and len(guess) == len(items) else None
     return Score(
-        name, title, metric, higher, headline, len(pairs), float(value(a_N.sum() / unit_N.sum())), low + at_zero,
-        high + at_zero, chance,
+        name, title, metric, higher, headline, len(items), measure.value(scored), low, high, chance
     )  # fmt: skip
 
 

@@ -69,7 +69,8 @@ def minus(text: str) -> str:
 
 def tiles(facts: Facts) -> Iterator[str]:
     for found in facts.comparisons:
-        for d in [d for d in found.differences if d.headline][:2]:
+        headlines = [d for d in found.differences if d.headline]
+        for d in headlines[:2]:  # the suite's first: chosen by their p, they would be those that chance made large
             unit = "points" if is_share(d.metric) else d.metric.replace("_", " ")
             values = f"{found.a.name} {number(d.a, d.metric)}, {found.b.name} {number(d.b, d.metric)}"
             about = f"{d.title}, {found.b.name} − {found.a.name}"
@@ -113,7 +114,8 @@ def scores_section(facts: Facts, color: Palette) -> str:
         return ""
     models, body = list(facts.scores), ""
     by_name = {model: {(s.name, s.metric): s for s in mine} for model, mine in facts.scores.items()}
-    for (unit, headline), group in panels(facts.scores[models[0]]).items():
+    every = {key: score for mine in by_name.values() for key, score in mine.items()}
+    for (unit, headline), group in panels(every.values()).items():
         rows = []
         for s in group:
             found = [(model, by_name[model].get((s.name, s.metric))) for model in models]
@@ -284,7 +286,7 @@ def trained_section(facts: Facts, color: Palette) -> str:
     charts = [
         draw.curves(
             title, unit, "MoE layer", [Curve(r.name, color[r.name], *r.by_layer(name), dots=True) for r in runs],
-            y_zero=zero,
+            y_zero=zero, start=False,
         )
         for name, title, unit, zero in LOGGED
     ]  # fmt: skip
@@ -311,7 +313,7 @@ def routing_section(facts: Facts, color: Palette) -> str:
             values = [value for row in found["layers"] if (value := get(row)) is not None]
             if len(values) == len(found["layers"]):
                 lines.append(Curve(name, color[name], [row["layer"] for row in found["layers"]], values, dots=True))
-        charts.append(draw.curves(title, unit, "layer", lines, y_zero=zero))
+        charts.append(draw.curves(title, unit, "layer", lines, y_zero=zero, start=False))
     body = draw.legend({name: color[name] for name in facts.routing}) + f'<div class="charts">{"".join(charts)}</div>'
     if any(found["granularity"] > 1 for found in facts.routing.values()):
         chances = ", ".join(f"{f['chance_of_whole_groups']:.2g} in {name}" for name, f in facts.routing.items())

@@ -238,7 +238,7 @@ def routing_section(judged: Judged, color: Palette) -> str:
             Curve(arm, color[arm], [float(layer) for layer in layers], list(layers.values()), dots=True)
             for arm, layers in by_arm.items()
         ]
-        pictures.append(draw.curves(title, unit, "layer", found, y_zero=zero))
+        pictures.append(draw.curves(title, unit, "layer", found, y_zero=zero, start=False))
     for what, bands in judged.overall.items():
         title, unit, zero = OF_LAYERS.get(what, (what.replace("_", " "), "", False))
         worst = ", worst layer" if what == "max_over_mean" else ", all layers"

@@ -25,7 +25,9 @@ def model(name: str) -> Model:
 
 
 def task(name: str, items: int, metric: str = "acc", groups: tuple[str, ...] = (), higher: bool = True) -> Task:
-    return Task(name, name, {metric: 0.5}, {}, {metric: higher}, items, items, 5, "1", "multiple_choice", groups)
+    function = {metric: metric} if metric == "bits_per_byte" else {}
+    output = "multiple_choice"
+    return Task(name, name, {metric: 0.5}, {}, {metric: higher}, items, items, 5, "1", output, groups, function)
 
 
 def chosen(name: str, doc: int, right: int, answer: int, margin: float = 1.0) -> Item:
@@ -327,7 +329,10 @@ def test_acc_norm_is_judged_before_acc_and_answers_by_length() -> None:
     assert compare.answer(item, "acc") == "a"
     assert compare.right(item) == "four words are long"
     both = replace(item, scores={"acc": 0.0, "acc_norm": 1.0})
-    assert compare.judged_by(["acc", "acc_norm"], [(both, both)]) == "acc_norm"
+    part = replace(task("x", 1), metrics={"acc": 0.0, "acc_norm": 1.0})
+    run = Evaluation(model("a"), "suite", "", {}, {}, "", 1.0, {}, {"x": part})
+    judged = compare.judged_by(part, run, [(both, both)])
+    assert judged is not None and judged[0] == "acc_norm"
 
 
 def test_long_answers_are_shown_where_they_differ() -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from evaluation.measures import Measure
 from evaluation.report import draw, facts, report
 from evaluation.report.draw import Curve, ForestRow, Mark
+from evaluation.report.page import tiles
 from evaluation.results import Evaluation, items, load, save
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, subjects, task, text, write
@@ -154,6 +156,38 @@ def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert" in page
 
 
+def test_two_suites_and_two_runs_of_one_name_are_all_on_the_page(tmp_path: Path) -> None:
+    """A model's suites stand together; another model, dtype or plan of the same name does not take its place."""
+    answers = {"a": [0, 0, 1, 1], "b": [0, 1, 1, 1]}
+    first = [subjects(tmp_path / side, {"x": found}, {"x": [0] * 4}) for side, found in answers.items()]
+    second = [subjects(tmp_path / "other" / side, {"z": found}, {"z": [0] * 4}) for side, found in answers.items()]
+    narrow = subjects(tmp_path / "narrow" / "a", {"x": [1] * 4}, {"x": [0] * 4})
+    for folder in second:
+        save(folder, replace(load(folder), suite="another"), list(items(folder)))
+    found = facts.gather([str(folder) for folder in (*first, *second)], "")
+    assert {name: [s.name for s in mine] for name, mine in found.scores.items()} == {
+        name: ["all", "x", "all", "z"] for name in "ab"
+    }
+    assert [one.suite for one in found.comparisons] == ["suite", "another"]
+    run = load(narrow)
+    save(narrow, replace(run, model=replace(run.model, dtype="bfloat16")), list(items(narrow)))
+    found = facts.gather([str(first[0]), str(narrow)], "")
+    assert [mine[0].value for mine in found.scores.values()] == [0.5, 0.0]
+    made = facts.apart([tmp_path / "p" / "moe", tmp_path / "q" / "moe", tmp_path / "r"])
+    assert list(made) == [str(tmp_path / "p" / "moe"), str(tmp_path / "q" / "moe"), "r"]
+
+
+def test_tiles_are_the_suites_first_headlines_and_not_the_surest(tmp_path: Path) -> None:
+    rights = {name: [0] * 20 for name in ("calm", "quiet", "loud")}
+    a = {name: [0] * 10 + [1] * 10 for name in rights}
+    for side, changed in (("a", a), ("b", a | {"loud": [0] * 20})):
+        tasks = [task(name, 20) for name in rights]
+        write(tmp_path / side, tasks, [chosen(n, i, 0, changed[n][i]) for n in rights for i in range(20)])
+    found = facts.gather([str(tmp_path / "a"), str(tmp_path / "b")], "")
+    shown = words_of("<body>" + "".join(tiles(found)))
+    assert "calm, b" in shown and "quiet, b" in shown and "loud" not in shown
+
+
 def test_of_many_experts_the_strongest_pairs_are_named(tmp_path: Path) -> None:
     found = json.loads(routed(tmp_path).read_text()) | {"together": [None, None]}
     found["layers"][1]["pairs"] = [[0, 3, 2.51], [1, 2, 1.5]]
@@ -186,8 +220,8 @@ def test_perplexities_and_what_is_not_finite(tmp_path: Path) -> None:
     page, _, data = made(tmp_path, [run("a", -1.0), run("b", -math.inf)])
     assert data["comparisons"][0]["flips"][0]["swing"] is None  # JSON has no infinity
     assert "+inf" in page
-    pairs = [(item, item) for item in items(tmp_path / "a")]
-    score = facts.score("x", "x", "perplexity", False, True, pairs)
+    measure = Measure({"x": "weighted_perplexity"})
+    score = facts.score("x", "x", "perplexity", measure, False, True, [*items(tmp_path / "a")])
     assert score.value == pytest.approx(math.exp(3 / 4))
     assert (score.low, score.high) == pytest.approx(
         (math.exp(1 / 2), math.exp(1))
@@ -252,6 +286,8 @@ def test_a_curve_falls_where_its_values_fall() -> None:
     assert draw.curves("t", "u", "x", [Curve("a", 0, [], [])]) == ""
     cut = draw.curves("t", "u", "x", [Curve("a", 0, range(21), [50.0, 40.0, *range(20, 1, -1)])])
     assert "u ↑" in cut and 'd="M0 -' in cut and "↑" not in drawn
+    layers = draw.curves("t", "u", "layer", [Curve("a", 0, range(21), [50.0, 40.0, *range(20, 1, -1)])], start=False)
+    assert "↑" not in layers and 'd="M0 -' not in layers
     assert len(draw.thinned(Curve("a", 0, range(10_001), range(10_001))).x) <= draw.POINTS + 1
 
 
