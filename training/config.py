@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from training.balance import BalanceConfig
+from training.checkpoint.resume import ResumeConfig
 from training.data.mixture import DataConfig
 from training.evaluate import EvalConfig
 from training.model import transformer_engine
@@ -66,6 +67,7 @@ class TrainConfig:
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     steps: int = 1000  # of the optimiser, from the first on; a resumed run goes on to the same number

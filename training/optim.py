@@ -400,5 +400,7 @@ class SpikeGuard:
         return {"values": self.values, "seen": self.seen}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if state["values"].shape != self.values.shape:
+            return  # another window, which starts anew
         older = {"flagged"}  # a key of older checkpoints
         fill(self.state_dict(), {name: state[name] for name in state.keys() - older}, "spike guard")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from training.build import begin, checkpoints_of, loader_of, start
+from training.build import begin, checkpoints_of, loader_of, record, start
 from training.checkpoint import layout
 from training.checkpoint.state import Stop
 from training.config import TrainConfig
@@ -53,6 +53,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
             ask: Ask = dict
             if suite is not None and config.eval.every:
                 ask = suite(config.eval, run.model, run.origin, run.mesh)
+            record(run)
             flops = model_flops(run.origin.spec, config.data.sequence)
             metrics = Metrics(
                 run.folder,

@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from training.checkpoint.resume import judge
 from training.checkpoint.storage import Planner, Reader, Writer, damage, read_manifest
 from training.model.names import plain_name
 from training.parallel.collectives import gather, local
@@ -141,9 +142,9 @@ class TrainState:
                 else:
                     group[key] = value
         for name, (optimizer, parameter) in self.trained().items():
-            optimizer.state.pop(parameter, None)
+            own = optimizer.state.pop(parameter, {})
             if f"optimizer.state.{name}{JSON}" in loaded:
-                optimizer.state[parameter] = get(loaded, f"optimizer.state.{name}")
+                optimizer.state[parameter] = moments(own, get(loaded, f"optimizer.state.{name}"))
         for name, part in self.named_parts(rank).items():
             if name + JSON in loaded:
                 part.load_state_dict(get(loaded, name))
@@ -264,6 +265,16 @@ def moment(
     return torch.empty(saved.size, dtype=dtype, device=parameter.device)
 
 
+def moments(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state to go on with: what was saved, in the dtypes that the optimizer has; its own, where another rule made
+    what was saved. An optimizer that has none yet takes what was saved as it is."""
+    if not own:
+        return dict(saved)
+    if own.keys() != saved.keys():
+        return dict(own)
+    return {k: v.to(own[k].dtype) if isinstance(v, Tensor) else v for k, v in saved.items()}
+
+
 def longest_prefix(name: str, names: Mapping[str, Any]) -> str | None:
     while name and name not in names:
         name = name.rpartition(".")[0]
@@ -279,10 +290,19 @@ class Checkpoints:
     keep: the newest so many stay, beside every one whose step is a multiple of keep_every (0: none).
     asynchronous: save returns when the state is copied to host memory; a thread writes it. The next save, load or
     close waits for it and raises what it met.
+    settings: of the run; a checkpoint holds them, and `load` compares (resume.py). allow: keys that may differ although
+    they are refused otherwise.
     """
 
     def __init__(
-        self, folder: Path, *, keep: int = 3, keep_every: int = 0, asynchronous: bool = True, config: str = ""
+        self,
+        folder: Path,
+        *,
+        keep: int = 3,
+        keep_every: int = 0,
+        asynchronous: bool = True,
+        settings: Mapping[str, Any] | None = None,
+        allow: Sequence[str] = (),
     ) -> None:
         if keep < 1 or keep_every < 0:
             raise ValueError(
@@ -290,7 +310,7 @@ class Checkpoints:
                 f"damaged one has one before it) and keep_every at least 0"
             )
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
-        self.asynchronous, self.config = asynchronous, config
+        self.asynchronous, self.settings, self.allow = asynchronous, settings or {}, allow
         distributed = dist.is_available() and dist.is_initialized()
         # a group of its own, on the processor: the thread's collectives must not meet those of a training step
         self.group = dist.new_group(backend="gloo") if distributed else None
@@ -319,8 +339,8 @@ class Checkpoints:
         if folder is None:
             return 0
         manifest = read_manifest(folder)
-        if manifest["config"] != self.config and self.rank == 0:
-            warnings.warn(f"{folder} was made with another config; this run goes on from it with its own", stacklevel=2)
+        if "settings" in manifest:  # older checkpoints hold a digest of them only
+            judge(folder, manifest["settings"], self.settings, self.allow, warn=self.rank == 0)
         reader = Reader(folder, manifest)
         saved: Any = reader.metadata.state_dict_metadata
         places: dict[str, Tensor] = {}
@@ -384,7 +404,7 @@ class Checkpoints:
     def write(self, step: int, live: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
         final = self.folder / f"step-{step:08d}"
         partial = final.with_name(final.name + ".partial")
-        facts = {"step": step, "config": self.config, "world": self.world, "torch": torch.__version__}
+        facts = {"step": step, "settings": self.settings, "world": self.world, "torch": torch.__version__}
         writer = Writer(partial, facts, lambda: self.commit(partial, final))
         try:
             with first_reason():
