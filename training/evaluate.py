@@ -32,7 +32,11 @@ class EvalConfig:
 Ask = Callable[[], Mapping[str, float]]  # called by all ranks together; all get the numbers
 
 
+Poll = Callable[[], None]  # called by all ranks together; raises Stopped where the run is to end
+
+
 class Suite(Protocol):
-    def __call__(self, config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh) -> Ask:
-        """Returns the function that evaluates this model; raises what is wrong now, before training starts."""
+    def __call__(self, config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh, poll: Poll) -> Ask:
+        """Returns the function that evaluates this model; raises what is wrong now, before training starts. `poll` is
+        called before each forward, so that nobody waits for a suite's end to stop a run."""
         ...

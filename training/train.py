@@ -7,19 +7,22 @@ import random
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from training.build import begin, checkpoints_of, loader_of, record, start
+from training.build import Run, begin, checkpoints_of, loader_of, record, start
 from training.checkpoint import layout
-from training.checkpoint.state import Stop
+from training.checkpoint.state import Stop, Stopped
 from training.config import TrainConfig
 from training.data.open import open_training, open_validation
 from training.evaluate import Ask, Suite
 from training.observe.flops import model_flops
 from training.observe.metrics import Metrics
+from training.observe.metrics import read as read_metrics
 from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
+from training.parallel.collectives import broadcast
 from training.parallel.processes import processes
 from training.parallel.watch import guarded
 from training.schedule import schedule
@@ -27,7 +30,8 @@ from training.step import balance_numbers, train_step, validate
 
 
 def train(config: TrainConfig, suite: Suite | None = None) -> Path:
-    """Run to config.steps, or to a signal; the same call goes on where it stopped. Returns the run's folder.
+    """Run to config.steps; the same call goes on where it stopped. Returns the run's folder; raises Stopped, after the
+    checkpoint is written, where a signal ended it.
 
     suite: makes the evaluation that config.eval wants (evaluation.run.live); needed where eval.every is not 0."""
     assert suite is not None or not config.eval.every, "a suite is to be asked, and none is given"
@@ -36,13 +40,14 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
     patience = timedelta(minutes=config.patience)
     with processes(config.device, patience) as device, guarded(patience) as watch, start(config, device) as run:
         state, rate = run.state, schedule(config.schedule, config.steps)
+        stop = Stop()
+        poll = partial(stop.poll, run.control)
         with (
             checkpoints_of(run) as checkpoints,
-            Stop() as stop,
             Trace(run.folder, steps_to_trace(config.profile if run.leads else "")) as trace,
             memory_snapshot(run.folder / "memory.pickle") if config.memory_snapshot and run.leads else nullcontext(),
         ):
-            first = checkpoints.load(state)
+            first = saved = checkpoints.load(state)
             if not first:
                 begin(run)
             exported = bool(config.export) and Path(config.export).exists()
@@ -50,9 +55,10 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                 raise ValueError(f"export={config.export} exists already; remove it or choose another folder")
             samples = run.place.samples = open_training(config.data, run.origin.dense.vocab, run.place.saved)
             valid = open_validation(config.data, run.origin.dense.vocab)
-            ask: Ask = dict
+            # prefix of their names in the log: (steps between them, what makes them)
+            measures: Measures = {"valid/": (config.valid_every, partial(validate, run, valid, poll))}
             if suite is not None and config.eval.every:
-                ask = suite(config.eval, run.model, run.origin, run.mesh)
+                measures["eval/"] = config.eval.every, suite(config.eval, run.model, run.origin, run.mesh, poll)
             record(run)
             flops = model_flops(run.origin.spec, config.data.sequence)
             metrics = Metrics(
@@ -64,10 +70,9 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                 config=asdict(config),
                 **asdict(config.log),
             )
-            with metrics, loader_of(run, samples) as loader:
-                if first == 0:
-                    metrics.log(0, **validate(run, valid), **ask())
-                stopped = False
+            with metrics, loader_of(run, samples) as loader, stop:
+                wanted = measures if first == 0 else missing(run, first, at(measures, first, config.steps))
+                stopped = not measured(metrics, first, wanted)
                 while state.step < config.steps and not stopped:
                     watch.doing(f"step {state.step + 1}")
                     trace.before(state.step + 1)
@@ -80,17 +85,46 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     stopped = stop.requested(run.control)
                     if due(state.step, config.log_every, config.steps) or stopped:
                         metrics.log(state.step, **balance_numbers(run), **run.phases.fetch(max(metrics.taken, 1)))
-                    if due(state.step, config.valid_every, config.steps):
-                        metrics.log(state.step, **validate(run, valid))
-                    if due(state.step, config.eval.every, config.steps):
-                        metrics.log(state.step, **ask())
+                    # before what takes minutes: a run that is stopped in a validation has no time left to save
                     if due(state.step, config.checkpoint.every, config.steps) or stopped:
                         checkpoints.save(state.step, state)
+                        saved = state.step
+                    if not stopped:
+                        stopped = not measured(metrics, state.step, at(measures, state.step, config.steps))
+                if saved < state.step:
+                    checkpoints.save(state.step, state)
         if run.leads:
             draw(run.folder)
-        if config.export and state.step == config.steps and not exported:
+        if config.export and not stopped and not exported:
             layout.export(run.model, run.origin, config.export, mesh=run.mesh)
+    if stopped:
+        raise Stopped(state.step)
     return run.folder
+
+
+Measures = dict[str, tuple[int, Ask]]
+
+
+def at(measures: Measures, step: int, last: int) -> Measures:
+    """Those that are to be made after a step."""
+    return {name: (every, make) for name, (every, make) in measures.items() if due(step, every, last)}
+
+
+def missing(run: Run, step: int, measures: Measures) -> Measures:
+    """Those that the log does not have, because the run ended after the step's checkpoint and before they were made."""
+    row = next((row for row in read_metrics(run.folder) if row["step"] == step), {}) if run.leads else {}
+    names = broadcast([name for name in measures if not any(key.startswith(name) for key in row)])
+    return {name: measures[name] for name in names}
+
+
+def measured(metrics: Metrics, step: int, measures: Measures) -> bool:
+    """Makes and logs them; False if the run was asked to stop before all were made."""
+    try:
+        for _, make in measures.values():
+            metrics.log(step, **make())
+    except Stopped:
+        return False
+    return True
 
 
 def draw(folder: Path) -> None:

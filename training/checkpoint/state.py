@@ -518,8 +518,17 @@ def free_name(path: Path) -> Path:
 # ---- stopping
 
 
+class Stopped(BaseException):
+    """The run was asked to stop, and saved `step`. No Exception: nothing that a suite calls may handle it."""
+
+    def __init__(self, step: int = 0) -> None:
+        super().__init__(f"stopped after step {step}")
+        self.step = step
+
+
 class Stop:
-    """SIGTERM or SIGINT asks the loop to save and end after this step; a second one ends the process at once."""
+    """SIGTERM or SIGINT asks the loop to save and end, after this step or this batch of a validation; a second one ends
+    the process at once."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -539,12 +548,22 @@ class Stop:
             os._exit(128 + number)
         self.signal = signal.Signals(number)
         # os.write: print may be what was interrupted
-        os.write(2, f"\n{self.signal.name}: saving after this step; once more to stop at once\n".encode())
+        os.write(2, f"\n{self.signal.name}: saving, then leaving; once more to stop at once\n".encode())
 
     def requested(self, group: dist.ProcessGroup | None = None) -> bool:
         """Whether to end. With a gloo group: whether any of its ranks was asked to, so that all agree."""
-        if group is None:
-            return self.signal is not None
-        flag = torch.tensor(self.signal is not None, dtype=torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        return bool(flag)
+        return anywhere([self.signal is not None], group)[0]
+
+    def poll(self, group: dist.ProcessGroup | None = None) -> None:
+        """Raises Stopped where `requested` is true; for work that is longer than a step."""
+        if self.requested(group):
+            raise Stopped
+
+
+def anywhere(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
+    """Which of the flags are true on any rank of a gloo group."""
+    if group is None:
+        return list(flags)
+    found = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in found.tolist()]
