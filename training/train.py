@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from training.build import Run, begin, checkpoints_of, loader_of, record, start
+from training.build import CHECKPOINTS, Run, begin, checkpoints_of, loader_of, record, start
 from training.checkpoint import layout
-from training.checkpoint.state import Stop, Stopped
+from training.checkpoint.state import Stop, Stopped, found, step_of
 from training.config import TrainConfig
 from training.data.open import open_training, open_validation
 from training.evaluate import Ask, Suite
@@ -85,8 +85,9 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     stopped = stop.requested(run.control)
                     if due(state.step, config.log_every, config.steps) or stopped:
                         metrics.log(state.step, **balance_numbers(run), **run.phases.fetch(max(metrics.taken, 1)))
+                    check_alive(run)
                     # before what takes minutes: a run that is stopped in a validation has no time left to save
-                    if due(state.step, config.checkpoint.every, config.steps) or stopped:
+                    if worth_saving(run) or stopped:
                         checkpoints.save(state.step, state)
                         saved = state.step
                     if not stopped:
@@ -100,6 +101,32 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
     if stopped:
         raise Stopped(state.step)
     return run.folder
+
+
+def check_alive(run: Run) -> None:
+    """Ends a run that has skipped optim.skips steps in a row: none of them learned, and none of the next will. Asked as
+    seldom as it can be, because the host waits for the device to count."""
+    limit, step = run.config.optim.skips, run.state.step
+    if not limit or not due(step, limit, run.config.steps):
+        return
+    assert run.optimizer is not None
+    longest = int(run.optimizer.longest)
+    if longest >= limit:
+        good = next((path for path in found(run.folder / CHECKPOINTS) if step_of(path) <= step - longest), None)
+        last = f"the last checkpoint from before them is {good}" if good else "there is no checkpoint from before them"
+        raise ValueError(
+            f"{longest} steps in a row were skipped by step {step}, because their loss or gradient was not finite or a "
+            f"spike; {last}; start it in a new folder or go on from there with a lower schedule.peak (it is "
+            f"{run.config.schedule.peak:g}), or set optim.skips"
+        )
+
+
+def worth_saving(run: Run) -> bool:
+    """Whether a checkpoint is due. None is while steps are skipped in a row: they would push out those from before."""
+    if not due(run.state.step, run.config.checkpoint.every, run.config.steps):
+        return False
+    assert run.optimizer is not None
+    return run.state.step == run.config.steps or int(run.optimizer.in_a_row) < 2
 
 
 Measures = dict[str, tuple[int, Ask]]
