@@ -153,12 +153,20 @@ def run(config: RunConfig, command: str) -> Path:
     return folder
 
 
+def ready(config: EvalConfig, origin: Origin) -> None:
+    """Raises what is wrong with the `eval` keys of a run: its suite, its files, its packages, its tokenizer."""
+    tokenizer_of(config, origin)
+    tasks.load(config.suite, config.data, config.texts, config.fewshot)
+
+
+def tokenizer_of(config: EvalConfig, origin: Origin) -> Any:
+    source = str(origin.files[0].parent) if origin.files else "the checkpoint"
+    return load.load_tokenizer(source, origin, config.tokenizer)
+
+
 def live(config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh, poll: Poll) -> Ask:
     """A function that asks a model in training the suite of its run's `eval` keys; see training.evaluate.Suite."""
-    if mesh.size("pp") > 1:
-        raise ValueError(f"mesh.pp={mesh.size('pp')}: a pipeline is not evaluated while it trains; write eval.every=0")
-    source = str(origin.files[0].parent) if origin.files else "the checkpoint"
-    tokenizer = load.load_tokenizer(source, origin, config.tokenizer)
+    tokenizer = tokenizer_of(config, origin)
     options: dict[str, Any] = {name: getattr(config, name) for name in ("data", "texts", "fewshot", "limit")}
     return partial(evaluate_live, model, tokenizer, config.suite, mesh, poll, **options)
 
@@ -168,7 +176,7 @@ def evaluate_live(
     tokenizer: Any,
     suite: str,
     mesh: ParallelMesh,
-    poll: Poll,
+    poll: Poll = bool,
     *,
     data: str = "",
     texts: Sequence[str] = (),

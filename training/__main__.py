@@ -53,13 +53,13 @@ def suite_of(config: TrainConfig) -> Suite | None:
     if not config.eval.every:
         return None
     try:
-        from evaluation.run import live
+        from evaluation import run
     except ModuleNotFoundError as error:
         raise ValueError(
             f"eval.every={config.eval.every} needs the package {error.name}, which is not installed; "
             'pip install -e ".[eval]", or write eval.every=0'
         ) from None
-    return live
+    return run
 
 
 if __name__ == "__main__":

@@ -145,8 +145,6 @@ class Run(Learner):
 def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
     """Context that yields the Run: model, optimiser, balance, and the state that a checkpoint holds. Its weights are
     still to come, from a checkpoint or from `begin`."""
-    if not config.output:
-        raise ValueError("output is not set; write output=FOLDER for the run's checkpoints and metrics")
     folder, world = Path(config.output), dist.get_world_size() if dist.is_initialized() else 1
     resumes, has_origin = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
     opened = source(config, nothing if resumes else standalone.measured_once)

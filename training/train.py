@@ -25,6 +25,7 @@ from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
 from training.parallel.collectives import broadcast
 from training.parallel.processes import processes
 from training.parallel.watch import guarded
+from training.preflight import check_export, preflight
 from training.schedule import schedule
 from training.step import balance_numbers, train_step, validate
 
@@ -33,8 +34,9 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
     """Run to config.steps; the same call goes on where it stopped. Returns the run's folder; raises Stopped, after the
     checkpoint is written, where a signal ended it.
 
-    suite: makes the evaluation that config.eval wants (evaluation.run.live); needed where eval.every is not 0."""
+    suite: makes the evaluation that config.eval wants (the module evaluation.run); needed where eval.every is not 0."""
     assert suite is not None or not config.eval.every, "a suite is to be asked, and none is given"
+    preflight(config, suite)
     torch.manual_seed(config.seed)  # nothing draws from these two generators; if a module ever does, it is reproducible
     random.seed(config.seed)
     patience = timedelta(minutes=config.patience)
@@ -51,14 +53,13 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
             if not first:
                 begin(run)
             exported = bool(config.export) and Path(config.export).exists()
-            if exported and first < config.steps:  # refused before the training, not after it
-                raise ValueError(f"export={config.export} exists already; remove it or choose another folder")
+            check_export(config, first)  # once more: a damaged checkpoint may have been passed over
             samples = run.place.samples = open_training(config.data, run.origin.dense.vocab, run.place.saved)
             valid = open_validation(config.data, run.origin.dense.vocab)
             # prefix of their names in the log: (steps between them, what makes them)
             measures: Measures = {"valid/": (config.valid_every, partial(validate, run, valid, poll))}
             if suite is not None and config.eval.every:
-                measures["eval/"] = config.eval.every, suite(config.eval, run.model, run.origin, run.mesh, poll)
+                measures["eval/"] = config.eval.every, suite.live(config.eval, run.model, run.origin, run.mesh, poll)
             record(run)
             flops = model_flops(run.origin.spec, config.data.sequence)
             metrics = Metrics(

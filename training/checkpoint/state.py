@@ -304,11 +304,6 @@ class Checkpoints:
         settings: Mapping[str, Any] | None = None,
         allow: Sequence[str] = (),
     ) -> None:
-        if keep < 1 or keep_every < 0:
-            raise ValueError(
-                f"checkpoints have keep={keep} and keep_every={keep_every}; keep is at least 1 (2 or more, so that a "
-                f"damaged one has one before it) and keep_every at least 0"
-            )
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
         self.asynchronous, self.settings, self.allow = asynchronous, settings or {}, allow
         distributed = dist.is_available() and dist.is_initialized()

@@ -444,12 +444,6 @@ def test_a_kill_while_a_step_is_replaced_leaves_the_old_one(tmp_path: Path, monk
     assert names(tmp_path) == ["step-00000006"]
 
 
-@pytest.mark.parametrize("options", [{"keep": 0}, {"keep": 2, "keep_every": -1}])
-def test_keeping_nothing_is_refused(options: dict[str, int], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep is at least 1"):
-        Checkpoints(tmp_path, **options)
-
-
 # ---- damage
 
 

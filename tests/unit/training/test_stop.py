@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from evaluation import run as suite
 from evaluation.engine import Engine
-from evaluation.run import live
 from tests.parallel.ranks import run
 from tests.parallel.runs import stopped_in_validation
 from tests.unit.training.test_train import WORDS, config, losses, moe, place
@@ -103,9 +103,9 @@ def test_a_suite_is_left_at_the_next_forward(place: Path, tmp_path: Path, monkey
     call, calls = signalled(Engine.hidden, 2)
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="after step 0"):
         patch.setattr(Engine, "hidden", lambda *inputs: call(*inputs))
-        train(config(place, tmp_path / "run", *more, steps=3), live)
+        train(config(place, tmp_path / "run", *more, steps=3), suite)
     assert calls[0] == 2 and not (tmp_path / "run" / "checkpoints").exists()
-    train(config(place, tmp_path / "run", *more, steps=3), live)
+    train(config(place, tmp_path / "run", *more, steps=3), suite)
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows if any(name.startswith("eval/") for name in row)] == [0, 3]
 
