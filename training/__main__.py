@@ -38,6 +38,7 @@ def main(words: list[str]) -> int:
 
     config = read_config(*cli.file_and_words(words))
     said, code = f"{config.output} is trained: metrics.jsonl, checkpoints/", 0
+    said += f"; {config.export} is its model" if config.export else ""
     try:
         train(config, suite_of(config))
     except Stopped as stopped:

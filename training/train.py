@@ -14,7 +14,7 @@ import torch
 
 from training.build import CHECKPOINTS, Run, begin, checkpoints_of, loader_of, record, start
 from training.checkpoint import layout
-from training.checkpoint.state import Stop, Stopped, found, step_of
+from training.checkpoint.state import Stop, Stopped, anywhere, found, step_of
 from training.config import TrainConfig
 from training.data.open import open_training, open_validation
 from training.evaluate import Ask, Suite
@@ -50,6 +50,8 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
             memory_snapshot(run.folder / "memory.pickle") if config.memory_snapshot and run.leads else nullcontext(),
         ):
             first = saved = checkpoints.load(state)
+            if first < config.steps:
+                checkpoints.check_room(state, -(-(config.steps - first) // (config.checkpoint.every or config.steps)))
             if not first:
                 begin(run)
             exported = bool(config.export) and Path(config.export).exists()
@@ -83,18 +85,19 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     state.step, run.place.cursor = state.step + 1, batches[-1][1]
                     tokens = config.batch * config.data.sequence
                     metrics.step(state.step, tokens=tokens, lr=rate(state.step - 1), **learned)
-                    stopped = stop.requested(run.control)
+                    stopped, again = anywhere([stop.signal is not None, checkpoints.failed], run.control)
                     if due(state.step, config.log_every, config.steps) or stopped:
                         metrics.log(state.step, **balance_numbers(run), **run.phases.fetch(max(metrics.taken, 1)))
                     check_alive(run)
                     # before what takes minutes: a run that is stopped in a validation has no time left to save
-                    if worth_saving(run) or stopped:
+                    if worth_saving(run) or stopped or again:
                         checkpoints.save(state.step, state)
                         saved = state.step
                     if not stopped:
                         stopped = not measured(metrics, state.step, at(measures, state.step, config.steps))
                 if saved < state.step:
                     checkpoints.save(state.step, state)
+                checkpoints.settle(state)
         if run.leads:
             draw(run.folder)
         if config.export and not stopped and not exported:

@@ -16,6 +16,7 @@ Optimizer.load_state_dict would round fp32 moments to a bf16 parameter's type.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -43,7 +44,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from training.checkpoint.resume import judge
-from training.checkpoint.storage import Planner, Reader, Writer, damage, read_manifest
+from training.checkpoint.storage import Planner, Reader, Writer, check_free, damage, read_manifest
 from training.model.names import plain_name
 from training.parallel.collectives import gather, local
 from upcycle.disk import sync_folder
@@ -288,8 +289,9 @@ class Checkpoints:
     """A run's checkpoints: step-00000123 and so on. Every method is for all ranks at once.
 
     keep: the newest so many stay, beside every one whose step is a multiple of keep_every (0: none).
-    asynchronous: save returns when the state is copied to host memory; a thread writes it. The next save, load or
-    close waits for it and raises what it met.
+    asynchronous: save returns when the state is copied to host memory; a thread writes it, and `failed` is true as soon
+    as it could not. The next save waits for it: the first failure in a row is said, for that save tries again, and the
+    second is raised. load and close raise any.
     settings: of the run; a checkpoint holds them, and `load` compares (resume.py). allow: keys that may differ although
     they are refused otherwise.
     """
@@ -315,11 +317,15 @@ class Checkpoints:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
+        self.failures = 0  # in a row
         self.copies: dict[str, Tensor] = {}  # kept between saves: pinned memory is slow to get
 
     def save(self, step: int, state: TrainState) -> None:
         """Keep `state` as of `step`. The state may change as soon as this returns."""
-        self.wait()
+        try:
+            self.wait()
+        except ValueError as error:
+            self.forgive(error, step)
         state.step = step
         live = state.tensors(self.rank)
         staged = self.copy(live) if self.asynchronous else held(live)
@@ -375,7 +381,46 @@ class Checkpoints:
         """Waits until the save in flight is on the disk. Raises what stopped it."""
         pending, self.pending = self.pending, None
         if pending is not None:
+            self.failures += 1
             pending.result()
+            self.failures = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is known on this rank that the save in flight could not be made. Nothing waits."""
+        return self.pending is not None and self.pending.done() and self.pending.exception() is not None
+
+    def settle(self, state: TrainState) -> None:
+        """Waits for the last save of a run, and tries once more if it could not be made."""
+        try:
+            self.wait()
+        except ValueError as error:
+            self.forgive(error, state.step)
+            self.save(state.step, state)
+            self.wait()
+
+    def forgive(self, error: ValueError, step: int) -> None:
+        """Says what stopped a save, if the one before it was made; else raises it."""
+        if self.failures > 1:
+            raise error
+        if self.rank == 0:
+            warnings.warn(f"{error}; tries again with step {step}", stacklevel=3)
+
+    def check_room(self, state: TrainState, saves: int) -> None:
+        """Raises a ValueError if the disk has no room for the checkpoints that lie there at once during some saves."""
+        tensors = state.tensors(self.rank)
+        own = {name: t.numel() * t.element_size() for name, t in tensors.items() if not name.startswith("rank.")}
+        # a sharded tensor counts as a whole, and once: ranks with the same names hold parts or copies of the same ones
+        stage = hashlib.sha256("".join(sorted(own)).encode()).hexdigest()
+        size = sum(dict(map(tuple, self.gather([stage, sum(own.values())]))).values())
+        there = len(self.found())
+        problem = ""
+        try:
+            check_free(self.folder, size, max(1, min(self.keep + 1, there + saves) - there))
+        except ValueError as error:
+            problem = str(error)
+        if problem := self.gather(problem)[0]:  # the first rank writes the folder
+            raise ValueError(problem)
 
     def close(self) -> None:
         try:

@@ -363,12 +363,18 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(
             broken.setattr(disk, "write_all", no_space)
             if asynchronous:
                 checkpoints.save(2, small(2))
-                with pytest.raises(ValueError, match=r"rank 0 could not save .* No space left"):
+                while not checkpoints.failed:
+                    time.sleep(0.01)
+                said = r"rank 0 could not save .* No space left .*step-00000002.partial/shard-00000.safetensors"
+                with pytest.warns(UserWarning, match=said + ".*; tries again with step 3"):
                     checkpoints.save(3, small(3))
+                with pytest.raises(ValueError, match=r"rank 0 could not save .* No space left .*step-00000003"):
+                    checkpoints.save(4, small(4))
             else:
                 with pytest.raises(ValueError, match=r"rank 0 could not save .* No space left"):
                     checkpoints.save(2, small(2))
         assert names(tmp_path) == ["step-00000001"]
+        assert not checkpoints.failed
         checkpoints.save(4, small(4))  # and it is raised once
     assert same(loaded(tmp_path), 4)
 
@@ -705,6 +711,13 @@ def save_two(rank: int, folder: Path) -> Any:
         checkpoints.save(1, sharded(1, 0))
         state = sharded(2, 0)
         checkpoints.save(2, state)
+        checkpoints.wait()
+        asked: list[int] = []
+        state_module.check_free = lambda folder, size, count: asked.append(size)  # type: ignore[assignment]
+        checkpoints.check_room(state, 1)
+    tensors = read_manifest(folder / "run" / "step-00000002")["tensors"]
+    kept = [t for name, t in tensors.items() if not name.startswith("rank.")]
+    assert asked == [sum(int(np.prod(t["shape"])) * getattr(torch, t["dtype"]).itemsize for t in kept)]
     draw = torch.rand(3).tolist()
     return {name: value.tolist() for name, value in summary(state).items()}, draw
 
