@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from training.balance import BalanceConfig
 from training.checkpoint.resume import ResumeConfig
@@ -64,6 +64,8 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    ELSEWHERE: ClassVar = {"lr": "schedule.peak", "learning_rate": "schedule.peak", "warmup": "schedule.warmup"}
+
     output: str = ""  # the run's folder: checkpoints, metrics.jsonl, config.json, plots.png
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 @dataclass(frozen=True)
 class OptimConfig:
+    ELSEWHERE: ClassVar = dict.fromkeys(("lr", "learning_rate", "peak", "peak_lr", "max_lr"), "schedule.peak")
+
     name: str = "adamw"  # adamw | muon: for matrices inside the layers, AdamW for the rest, at the same learning rate
     weight_decay: float = 0.1  # of matrices; norms and biases have none
     router_decay: bool = False  # decay routers too

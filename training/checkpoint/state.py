@@ -529,6 +529,8 @@ def first_reason() -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if isinstance(reason, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
         if isinstance(reason, OSError | ValueError):
             raise ValueError(f"rank {rank} could not save or load a checkpoint: {reason}") from error
         raise
