@@ -20,6 +20,7 @@ from torch import Tensor
 from training.balance import Balance
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
+from training.checkpoint.resume import compared
 from training.checkpoint.state import Checkpoints, TrainState, found
 from training.config import ModelConfig, TrainConfig, upcycle_config
 from training.data.batch import Samples
@@ -293,10 +294,10 @@ def checkpoints_of(run: Run) -> Checkpoints:
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """The config as JSON has it, with all that it says of the model: a ready config's name alone does not."""
+    """What a checkpoint holds of the config, with all that it says of the model, and not a ready config's name."""
     settings: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
     settings["model"]["upcycle"] = standalone.named(config.model)["upcycle"]
-    return settings
+    return compared(settings)
 
 
 def nothing(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str, Tensor]:

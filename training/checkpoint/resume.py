@@ -64,7 +64,8 @@ class Difference:
 
 
 def judge(source: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str], warn: bool) -> None:
-    """Raises a ValueError if settings that are refused differ; warns, where `warn`, of what is said or allowed."""
+    """Raises a ValueError if settings differ that are refused; warns, where `warn`, of what is said or allowed. Both
+    settings are as `compared` gives them."""
     found = differences(before, now)
     refused = [d for d in found if within_any(d.key, REFUSED) and not within_any(d.key, allow)]
     if refused:
@@ -79,14 +80,14 @@ def judge(source: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """What differs and is not quiet, in the order of the settings."""
-    a, b = flat(before), flat(now)
-    keys = [*b, *(key for key in a if key not in b)]
-    return [Difference(key, a.get(key), b.get(key)) for key in keys if differ(key, a, b)]
+    """What differs, in the order of the settings."""
+    keys = [*now, *(key for key in before if key not in now)]
+    return [Difference(k, before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)]
 
 
-def differ(key: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.get(key) != b.get(key) and not within_any(key, QUIET)
+def compared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds of a run's settings: dotted key -> value, of all that is not quiet."""
+    return {key: value for key, value in flat(settings).items() if not within_any(key, QUIET)}
 
 
 def flat(value: Any, where: str = "") -> dict[str, Any]:

@@ -292,8 +292,8 @@ class Checkpoints:
     asynchronous: save returns when the state is copied to host memory; a thread writes it, and `failed` is true as soon
     as it could not. The next save waits for it: the first failure in a row is said, for that save tries again, and the
     second is raised. load and close raise any.
-    settings: of the run; a checkpoint holds them, and `load` compares (resume.py). allow: keys that may differ although
-    they are refused otherwise.
+    settings: of the run, by dotted key; a checkpoint holds them, and `load` compares (resume.py). allow: keys that may
+    differ although they are refused otherwise.
     """
 
     def __init__(

@@ -517,4 +517,4 @@ def test_the_gradient_of_scope_global_is_of_the_counts_so_far() -> None:
     for got, want in zip([*step(1), *step(parts)], [*by_hand(whole=True), *by_hand(whole=False)], strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
     for got, whole in zip(step(parts), step(1), strict=True):
-        assert 1e-4 < float((got - whole).norm() / whole.norm()) < 0.5
+        assert float((got - whole).norm() / whole.norm()) > 1e-4

@@ -8,7 +8,7 @@ import torch
 from training.model.loss import linear_cross_entropy
 
 
-@pytest.mark.parametrize("scored", [255, 1021, 3001, 16383])
+@pytest.mark.parametrize("scored", [1021, 3001])
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
 def test_one_over_the_number_of_tokens_is_not_rounded(scored: int, weight: torch.dtype) -> None:
     """Each element is rounded once, up or down alike; 1 / scored in bfloat16 would move all of them the same way."""
