@@ -4,10 +4,9 @@ usage: python -m training.export RUN OUTPUT
 
   python -m training.export runs/moe moe-exported          # the newest checkpoint that is whole
   python -m training.export runs/moe/checkpoints/step-00000012 moe-12
-  torchrun --nproc-per-node 8 -m training.export runs/moe moe-divided      # each process holds a part of the model
 
 RUN is a run's folder, or that of one of its checkpoints. Neither the dense model, the data nor a GPU is needed. The
-weights, 4 bytes a parameter, are in the memory of the processes together.
+weights, 4 bytes a parameter, are in memory; under torchrun each process holds a part of them.
 """
 
 from __future__ import annotations
