@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.training.test_state import names, saved, small
-from tests.unit.training.test_train import config, place
+from tests.unit.training.test_train import place
 from training import train as train_module
 from training.__main__ import main
 from training.checkpoint import state as state_module
 from training.checkpoint import storage
 from training.checkpoint.state import Checkpoints
+from training.config import read_config
 from training.export import export
 from training.export import main as export_main
 from training.train import train
@@ -47,7 +48,7 @@ def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    train(config(place, run, f"export={tmp_path / 'own'}", "checkpoint.every=2", "valid_every=0", steps=4))
+    train(read_config("", words(place, run, f"export={tmp_path / 'own'}", "steps=4")))
     assert export_main([str(run), str(tmp_path / "last")]) == 0
     assert "after step 4" in capsys.readouterr().out
     assert export(run / "checkpoints" / "step-00000002", tmp_path / "second") == 2
@@ -68,7 +69,7 @@ def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
     for name, steps in (("again", 4), ("fewer", 3)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            train(config(place, run, f"export={tmp_path / name}", "checkpoint.every=2", "valid_every=0", steps=steps))
+            train(read_config("", words(place, run, f"export={tmp_path / name}", f"steps={steps}")))
         assert (tmp_path / name / "model.safetensors").read_bytes() == (
             tmp_path / "own" / "model.safetensors"
         ).read_bytes()
