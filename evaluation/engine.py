@@ -46,6 +46,7 @@ class Engine:
     ranks: Ranks = field(default_factory=Ranks)
     tensor_parallel: dist.ProcessGroup | None = None
     progress: bool = True
+    poll: Callable[[], object] = bool  # called before each forward, on all ranks alike; may raise what ends the work
     work: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0, "forwards": 0.0})
 
     def __post_init__(self) -> None:
@@ -88,6 +89,7 @@ class Engine:
         """Does the work, each forward in step with all other ranks."""
         forward = next(work, None)
         while self.ranks.any(forward is not None):
+            self.poll()
             if forward is None:
                 self.hidden(laid_out([DUMMY], 0, 1, 0, self.device), "")
                 continue

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,18 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from evaluation.remember import VERSION
 from evaluation.results import Model
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
-from training.checkpoint.state import STEP, Checkpoints, check_same, weights
-from training.checkpoint.storage import Reader, damage, read_manifest
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.parallel.mesh import ParallelMesh, check
@@ -55,7 +49,7 @@ class Loaded:
 def opened(
     source: str, dtype: str, mesh: ParallelMesh, device: torch.device, *, experts: str = "grouped", tokenizer: str = ""
 ) -> Loaded:
-    run, step_folder = training_run(Path(source))
+    run, step_folder = standalone.training_run(Path(source))
     with origin_of(source, run) as origin:
         encoder = load_tokenizer(source, origin, tokenizer)  # first: a missing one is found soonest
         check(mesh.config, mesh.world, origin.spec, sequence=origin.dense.context)
@@ -102,14 +96,6 @@ def narrow(model: Decoder, dtype: torch.dtype) -> None:
 # ---- a training run
 
 
-def training_run(path: Path) -> tuple[Path | None, Path | None]:
-    """(the run's folder, the step's folder if `path` is one); (None, None) if `path` is no training run."""
-    step = path if STEP.fullmatch(path.name) and path.is_dir() else None
-    run = path.parent.parent if step else path
-    is_run = (run / "checkpoints").is_dir() and (run / "config.json").is_file()
-    return (run, step) if is_run else (None, None)
-
-
 def origin_of(source: str, run: Path | None) -> AbstractContextManager[Origin]:
     if run is None:
         return layout.opened(source)
@@ -119,30 +105,9 @@ def origin_of(source: str, run: Path | None) -> AbstractContextManager[Origin]:
 def fill(model: Decoder, origin: Origin, run: Path | None, folder: Path | None) -> int | None:
     """Gives the model the weights of its folder, or of its run; returns the run's step."""
     if run is not None:
-        return load_step(model, run, folder)
+        return standalone.load_step(model, run, folder)
     layout.load(model, origin)
     return None
-
-
-def load_step(model: Decoder, run: Path, folder: Path | None) -> int:
-    if folder is None:
-        with Checkpoints(run / "checkpoints", asynchronous=False) as checkpoints:
-            folder = checkpoints.latest()
-    elif problem := damage(folder):
-        raise ValueError(f"{folder} cannot be used: {problem}")
-    if folder is None:
-        raise ValueError(f"{run} has no checkpoint yet; evaluate it after its first one, or its model.source")
-    manifest = read_manifest(folder)
-    reader = Reader(folder, manifest)
-    saved: Any = reader.metadata.state_dict_metadata
-    places = {f"model.{name}": tensor for name, tensor in weights(model).items()}
-    for name, tensor in places.items():
-        check_same(name, tensor, saved.get(name))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        load(dict(places), storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
-    return int(manifest["step"])
 
 
 # ---- what belongs to the weights

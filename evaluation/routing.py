@@ -202,7 +202,7 @@ def started(source: str) -> Iterator[Origin]:
 def analyse(config: RoutingConfig) -> dict[str, Any]:
     if not config.texts:
         raise ValueError("there is no text to route; name files, for instance routing ./moe book.txt code.jsonl")
-    run, step = load.training_run(Path(config.checkpoint))
+    run, step = standalone.training_run(Path(config.checkpoint))
     with load.origin_of(config.checkpoint, run) as origin:
         if origin.spec is origin.dense:
             raise ValueError(f"{config.checkpoint} is a dense model and routes nothing; give one with experts")

@@ -42,7 +42,7 @@ from evaluation.ranks import Ranks
 from evaluation.remember import Remembered
 from evaluation.results import Evaluation, Group, Item, Raw, Task
 from training.checkpoint.layout import Origin
-from training.evaluate import Ask, EvalConfig
+from training.evaluate import Ask, EvalConfig, Poll
 from training.model.decoder import Decoder
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
@@ -178,14 +178,22 @@ def check_ranks(mesh: MeshConfig, ranks: int) -> None:
             )
 
 
-def live(config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh) -> Ask:
-    """A function that asks a model in training the suite of its run's `eval` keys; see training.evaluate.Suite."""
-    if mesh.size("pp") > 1:
-        raise ValueError(f"mesh.pp={mesh.size('pp')}: a pipeline is not evaluated while it trains; write eval.every=0")
+def ready(config: EvalConfig, origin: Origin) -> None:
+    """Raises what is wrong with the `eval` keys of a run: its suite, its files, its packages, its tokenizer."""
+    tokenizer_of(config, origin)
+    tasks.load(config.suite, config.data, config.texts, config.fewshot)
+
+
+def tokenizer_of(config: EvalConfig, origin: Origin) -> Any:
     source = str(origin.files[0].parent) if origin.files else "the checkpoint"
-    tokenizer = load.load_tokenizer(source, origin, config.tokenizer)
+    return load.load_tokenizer(source, origin, config.tokenizer)
+
+
+def live(config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh, poll: Poll) -> Ask:
+    """A function that asks a model in training the suite of its run's `eval` keys; see training.evaluate.Suite."""
+    tokenizer = tokenizer_of(config, origin)
     options: dict[str, Any] = {name: getattr(config, name) for name in ("data", "texts", "fewshot", "limit")}
-    return partial(evaluate_live, model, tokenizer, config.suite, mesh, **options)
+    return partial(evaluate_live, model, tokenizer, config.suite, mesh, poll, **options)
 
 
 def evaluate_live(
@@ -193,6 +201,7 @@ def evaluate_live(
     tokenizer: Any,
     suite: str,
     mesh: ParallelMesh,
+    poll: Poll = bool,
     *,
     data: str = "",
     texts: Sequence[str] = (),
@@ -202,7 +211,7 @@ def evaluate_live(
 ) -> dict[str, float]:
     """The suite's numbers of a model in training, sharded as it is; all ranks call it, and all get them."""
     found = tasks.load(suite, data, texts, fewshot)
-    engine = Engine(model, tokens, ranks_of(mesh), mesh.group("tp"), progress=False)
+    engine = Engine(model, tokens, ranks_of(mesh), mesh.group("tp"), progress=False, poll=poll)
     answered = ask(DecoderLM(engine, tokenizer), found, limit, bootstrap=0)
     out: dict[str, float] = {}
     parts: dict[str, Task | Group] = {**tasks_of(answered, found), **groups_of(answered, found)}

@@ -26,23 +26,27 @@ if TYPE_CHECKING:
     from training.evaluate import Suite
 
 
+STOPPED = 75  # exit code of a run that was asked to stop: EX_TEMPFAIL, the same command goes on. `a && b` ends there
+
+
 @cli.command(resumes=True)
 def main(words: list[str]) -> int:
+    from training.checkpoint.state import Stopped
     from training.config import read_config
-    from training.observe.metrics import read
     from training.parallel.processes import rank
     from training.train import train
 
     config = read_config(*cli.file_and_words(words))
-    folder = train(config, suite_of(config))
-    reached = max((row["step"] for row in read(folder)), default=config.steps)
-    if rank():  # the first one speaks for all
-        return 0
-    if reached < config.steps:
-        print(f"{folder} stopped after step {reached} of {config.steps}; the same command goes on from there")
-    else:
-        print(f"{folder} is trained: metrics.jsonl, checkpoints/")
-    return 0
+    said, code = f"{config.output} is trained: metrics.jsonl, checkpoints/", 0
+    said += f"; {config.export} is its model" if config.export else ""
+    try:
+        train(config, suite_of(config))
+    except Stopped as stopped:
+        said = f"{config.output} {stopped} of {config.steps}; the same command goes on from there"
+        code = STOPPED
+    if rank() == 0:  # the first one speaks for all
+        print(said)
+    return code
 
 
 def suite_of(config: TrainConfig) -> Suite | None:
@@ -50,13 +54,13 @@ def suite_of(config: TrainConfig) -> Suite | None:
     if not config.eval.every:
         return None
     try:
-        from evaluation.run import live
+        from evaluation import run
     except ModuleNotFoundError as error:
         raise ValueError(
             f"eval.every={config.eval.every} needs the package {error.name}, which is not installed; "
             'pip install -e ".[eval]", or write eval.every=0'
         ) from None
-    return live
+    return run
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold di
 @dataclass(frozen=True)
 class BalanceConfig:
     aux_weight: float = 0.01  # weight of the balance loss; 1e-3 ... 1e-2 are best for upcycling, without it experts die
-    # whose load is balanced: micro_batch | sequence (each on its own: strict) | global: of the whole step, which leaves
-    # a micro-batch of one domain free to prefer its experts (arXiv 2501.11873)
+    # whose load is balanced: micro_batch | sequence (each on its own: strict) | global: of all ranks, in the step's
+    # micro-batches so far (of one micro-batch a step: the whole step), which leaves a micro-batch of one domain free to
+    # prefer its experts (arXiv 2501.11873, where counts are accumulated so too)
     aux_scope: str = "global"
     z_weight: float = 0.0  # weight of the z-loss, which keeps logits small; 1e-3 changed nothing in upcycling
     bias_rate: float = 0.0  # DeepSeek-V3's bias on the selection: 1e-3; usually with aux_weight 1e-4 or 0
@@ -80,7 +81,9 @@ def balance_loss(probability_TE: Tensor, count_E: Tensor) -> Tensor:
 
     f is the share of the choices that went to an expert and has no gradient; P is the mean probability. The loss is
     linear in P, so with the counts of the whole step as `count_E` the mean over micro-batches and ranks *is* the loss
-    of the whole step. That is all that "global" means; dropped choices count too.
+    of the whole step. "global" comes near to that: it counts the micro-batches so far, of all ranks, since the backward
+    of one does not wait for the forward of the next. A step of one micro-batch has exactly that loss. Dropped choices
+    count too.
     """
     share_E = count_E.to(probability_TE.dtype)
     share_E = share_E / share_E.sum(-1, keepdim=True).clamp(min=1)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +20,7 @@ from torch import Tensor
 from training.balance import Balance
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
+from training.checkpoint.resume import compared
 from training.checkpoint.state import Checkpoints, TrainState, found
 from training.config import ModelConfig, TrainConfig, upcycle_config
 from training.data.batch import Samples
@@ -41,11 +41,6 @@ from upcycle.plan import UpcyclePlan
 from upcycle.spec import DenseSpec, MoESpec
 
 CHECKPOINTS = "checkpoints"  # in the run's folder
-# keys that may change without a warning when a run is resumed: they change no number
-QUIET = (
-    "output", "export", "checkpoint", "log", "log_every", "valid_every", "eval", "profile", "memory_snapshot",
-    "device", "mesh", "patience",
-)  # fmt: skip
 
 
 @dataclass
@@ -151,8 +146,6 @@ class Run(Learner):
 def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
     """Context that yields the Run: model, optimiser, balance, and the state that a checkpoint holds. Its weights are
     still to come, from a checkpoint or from `begin`."""
-    if not config.output:
-        raise ValueError("output is not set; write output=FOLDER for the run's checkpoints and metrics")
     folder, world = Path(config.output), dist.get_world_size() if dist.is_initialized() else 1
     resumes, has_origin = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
     opened = source(config, nothing if resumes else standalone.measured_once)
@@ -173,14 +166,18 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
         assert core.optimizer is not None
         loads = RouterLoads(core.balance, core.model, origin.spec, mesh)
         state = TrainState(core.model, [core.optimizer], parts={"guard": core.guard, "data": place, "load": loads})
-        if mesh.rank == 0:
-            settings = json.dumps(asdict(config), indent=2, default=str).encode() + b"\n"
-            folder.mkdir(parents=True, exist_ok=True)
-            if not (resumes and has_origin):
-                standalone.keep(folder, origin, config.model)
-            disk.write_atomic(folder / "config.json", settings)
         control = dist.new_group(backend="gloo") if world > 1 else None
         yield Run(**vars(core), folder=folder, origin=origin, state=state, place=place, control=control)
+
+
+def record(run: Run) -> None:
+    """Writes the run's config.json and what it keeps of its model, on rank 0, once a resume is accepted."""
+    if run.leads:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        if not (found(run.folder / CHECKPOINTS) and standalone.keeps(run.folder, run.config.model)):
+            standalone.keep(run.folder, run.origin, run.config.model)
+        settings = json.dumps(asdict(run.config), indent=2, default=str).encode() + b"\n"
+        disk.write_atomic(run.folder / "config.json", settings)
 
 
 def begin(run: Run) -> None:
@@ -286,15 +283,21 @@ def data_rank(mesh: ParallelMesh) -> int:
 
 def checkpoints_of(run: Run) -> Checkpoints:
     keep = run.config.checkpoint
-    learns = {k: v for k, v in asdict(run.config).items() if k not in QUIET}
-    settings = hashlib.sha256(json.dumps(learns, sort_keys=True, default=str).encode()).hexdigest()
     return Checkpoints(
         run.folder / CHECKPOINTS,
         keep=keep.keep,
         keep_every=keep.keep_every,
         asynchronous=keep.asynchronous,
-        config=settings,
+        settings=settings_of(run.config),
+        allow=run.config.resume.allow,
     )
+
+
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """What a checkpoint holds of the config, with all that it says of the model, and not a ready config's name."""
+    settings: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    settings["model"]["upcycle"] = standalone.named(config.model)["upcycle"]
+    return compared(settings)
 
 
 def nothing(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str, Tensor]:

@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from training.balance import BalanceConfig
+from training.checkpoint.resume import ResumeConfig
 from training.data.mixture import DataConfig
 from training.evaluate import EvalConfig
 from training.model import transformer_engine
@@ -47,6 +48,11 @@ class CheckpointConfig:
     keep_every: int = 0  # those whose step is a multiple of this stay too; 0: none
     asynchronous: bool = True  # written while the run goes on
 
+    def __post_init__(self) -> None:
+        for name, least in (("every", 0), ("keep", 1), ("keep_every", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"checkpoint.{name} is {getattr(self, name)}; it must be at least {least}")
+
 
 @dataclass(frozen=True)
 class LogConfig:
@@ -58,6 +64,8 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    ELSEWHERE: ClassVar = {"lr": "schedule.peak", "learning_rate": "schedule.peak", "warmup": "schedule.warmup"}
+
     output: str = ""  # the run's folder: checkpoints, metrics.jsonl, config.json, plots.png
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -66,6 +74,7 @@ class TrainConfig:
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     steps: int = 1000  # of the optimiser, from the first on; a resumed run goes on to the same number
@@ -91,6 +100,13 @@ class TrainConfig:
         if self.batch % self.micro_batch:
             near = max(n for n in range(1, self.micro_batch + 1) if self.batch % n == 0)
             raise ValueError(f"micro_batch={self.micro_batch} must divide batch={self.batch}; try micro_batch={near}")
+        if not self.device.startswith(("cpu", "cuda")) and self.device:
+            raise ValueError(f"device is {self.device!r}; it must be cuda or cpu")
+        if self.eval.every and self.mesh.pp > 1:
+            raise ValueError(
+                f"eval.every={self.eval.every} does not go with mesh.pp={self.mesh.pp}, because a pipeline is not "
+                "evaluated while it trains; write eval.every=0"
+            )
         steps_to_trace(self.profile)
         if self.model.compute not in COMPUTE:
             raise ValueError(f"model.compute is {self.model.compute!r}; it must be one of {', '.join(COMPUTE)}")

@@ -25,14 +25,25 @@ class EvalConfig:
     tokenizer: str = ""  # a folder with one; "": the checkpoint's
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"eval.every is {self.every}; it must be at least 0")
+        for name in ("every", "limit", "fewshot"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"eval.{name} is {getattr(self, name)}; it must be at least 0")
 
 
 Ask = Callable[[], Mapping[str, float]]  # called by all ranks together; all get the numbers
 
 
+Poll = Callable[[], object]  # called by all ranks together; raises Stopped where the run is to end
+
+
 class Suite(Protocol):
-    def __call__(self, config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh) -> Ask:
-        """Returns the function that evaluates this model; raises what is wrong now, before training starts."""
+    """The module evaluation.run."""
+
+    def ready(self, config: EvalConfig, origin: Origin) -> None:
+        """Raises what is wrong with these keys, before the model has its weights."""
+        ...
+
+    def live(self, config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh, poll: Poll) -> Ask:
+        """Returns the function that evaluates this model. `poll` is called before each forward, so that nobody waits
+        for a suite's end to stop a run."""
         ...

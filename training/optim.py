@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 @dataclass(frozen=True)
 class OptimConfig:
+    ELSEWHERE: ClassVar = dict.fromkeys(("lr", "learning_rate", "peak", "peak_lr", "max_lr"), "schedule.peak")
+
     name: str = "adamw"  # adamw | muon: for matrices inside the layers, AdamW for the rest, at the same learning rate
     weight_decay: float = 0.1  # of matrices; norms and biases have none
     router_decay: bool = False  # decay routers too
@@ -61,6 +63,7 @@ class OptimConfig:
     embed_lr: float = 1.0  # multiplies the learning rate of embeddings and LM head
     spike_sigma: float = 0.0  # skip a step whose loss or gradient norm is so many deviations above the mean; 0: none
     spike_window: int = 128  # steps that this mean is over
+    skips: int = 10  # steps skipped in a row (not finite, or a spike) that end a run; 0: no limit
 
     def __post_init__(self) -> None:
         if self.name not in RULES:
@@ -79,6 +82,8 @@ class OptimConfig:
             raise ValueError(
                 f"optim.beta2={self.beta2} cannot decay moments in bfloat16; use at most 0.995, or moments=float32"
             )
+        if self.skips < 0:
+            raise ValueError(f"optim.skips is {self.skips}; it must be a number of steps, 0 for no limit")
         if self.spike_window < 2:
             raise ValueError(f"optim.spike_window is {self.spike_window}; it must be at least 2, for instance 128")
 
@@ -128,11 +133,19 @@ class Optimizer(torch.optim.Optimizer):
         self.never = torch.zeros((), dtype=torch.bool, device=device)
         self.excess: Tensor | None = None  # what the next step divides gradients by
         self.param_groups[0]["skipped"] = torch.zeros((), dtype=torch.int64, device=device)
+        self.param_groups[0]["in_a_row"] = torch.zeros((), dtype=torch.int64, device=device)
+        self.longest = torch.zeros((), dtype=torch.int64, device=device)  # row of skipped steps, in this process
 
     @property
     def skipped(self) -> Tensor:
         """How many steps were skipped, since the run began."""
         count: Tensor = self.param_groups[0]["skipped"]
+        return count
+
+    @property
+    def in_a_row(self) -> Tensor:
+        """How many of the last steps were skipped, one after the other."""
+        count: Tensor = self.param_groups[0]["in_a_row"]
         return count
 
     @torch.no_grad()
@@ -157,6 +170,8 @@ class Optimizer(torch.optim.Optimizer):
             if slot.rule == "muon":
                 muon_(slot, self.config, lr, skip, excess)
         self.skipped.add_(skip)
+        self.in_a_row.add_(1).mul_(skip)
+        torch.maximum(self.longest, self.in_a_row, out=self.longest)
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors by parameter name: a checkpoint loader may fill them in place."""
@@ -400,5 +415,7 @@ class SpikeGuard:
         return {"values": self.values, "seen": self.seen}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if state["values"].shape != self.values.shape:
+            return  # another window, which starts anew
         older = {"flagged"}  # a key of older checkpoints
         fill(self.state_dict(), {name: state[name] for name in state.keys() - older}, "spike guard")

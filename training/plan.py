@@ -7,7 +7,8 @@ usage: python -m training.plan [CONFIG] gpus=N [key=value ...]
 
 Weights, gradients and moments are counted, parameter by parameter. Gathered weights and activations are estimated from
 what the modules keep in bf16 on a GPU (attention without its square, experts without their product); the allocator's
-own waste, NCCL's buffers and CUDA's context (some 3 GB together) are not in it.
+own waste, NCCL's buffers and CUDA's context (some 3 GB together) are not in it. `host` is what an asynchronous
+checkpoint copies to host memory.
 
 keys, with defaults and meaning: docs/config.md, those of training
 """
@@ -60,6 +61,11 @@ class Memory:
     def total(self) -> int:
         held = self.weights + self.gradients + self.moments + self.gathered + self.activations + self.loss
         return held - self.freed
+
+    @property
+    def host(self) -> int:
+        """In host memory: the copies that an asynchronous checkpoint is written from."""
+        return self.weights + self.moments
 
 
 Unit = tuple[tuple[Rule, tuple[int, ...]], ...]  # parameters that are gathered for one layer, or for no layer
@@ -189,7 +195,8 @@ def table(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, rows: int 
     own, known = config.mesh, Parts()
     found = [(mesh, memory(spec, replace(config, mesh=mesh), world, known)) for mesh in mappings(spec, config, world)]
     found = sorted(((mesh, size) for mesh, size in found if mesh != own), key=lambda item: item[1].total)[:rows]
-    names = ("weights", "gradients", "moments", "gathered", "activations", "loss", "total")
+    names = ["weights", "gradients", "moments", "gathered", "activations", "loss", "total"]
+    names += ["host"] if config.checkpoint.asynchronous else []
     lines = ["  ".join(f"{name:>11}" for name in names) + f"   GB on the fullest of {world} GPUs"]
     for mesh, size in [(own, memory(spec, config, world, known)), *found]:
         cells = "  ".join(f"{getattr(size, name) / 1e9:11.2f}" for name in names)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 SHAPES = ("constant", "linear", "cosine", "wsd")
 DECAYS = ("sqrt", "linear")
@@ -22,6 +23,8 @@ DECAYS = ("sqrt", "linear")
 
 @dataclass(frozen=True)
 class ScheduleConfig:
+    ELSEWHERE: ClassVar = {"lr": "schedule.peak", "learning_rate": "schedule.peak", "min_lr": "schedule.final"}
+
     shape: str = "cosine"  # constant | linear | cosine | wsd: warm-up, stable, decay
     peak: float = 2e-4  # learning rate after the warm-up; a reset: near the peak of pre-training, not where it ended
     final: float = 2e-5  # learning rate of the last step; not used by constant

@@ -13,6 +13,7 @@ from training.balance import FIGURES
 from training.build import Learner, data_rank
 from training.data.batch import Batch
 from training.data.mixture import Validation
+from training.evaluate import Poll
 from training.model.moe import MoE
 from training.parallel.collectives import all_reduce, gather
 from training.parallel.shard import one_step, own_part, reshard, synchronize
@@ -69,12 +70,13 @@ def elsewhere(run: Learner) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def validate(run: Learner, valid: Sequence[Validation]) -> dict[str, float]:
-    """Loss a token and bits per byte of every named set."""
+def validate(run: Learner, valid: Sequence[Validation], poll: Poll) -> dict[str, float]:
+    """Loss a token and bits per byte of every named set. `poll` is called before each batch, on all ranks alike."""
     found: dict[str, float] = {}
     for part in valid:
         nats, tokens = torch.zeros(2, dtype=torch.float64, device=run.device)
         for batch in part.batches(run.config.micro_batch, data_rank(run.mesh), run.mesh.dp):
+            poll()
             own = own_part(batch.to(run.device), run.mesh)
             if run.pipeline is not None:
                 nats += run.pipeline.evaluate(own, run.config.data.sequence)

@@ -7,52 +7,62 @@ import random
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from training.build import begin, checkpoints_of, loader_of, start
+from training.build import CHECKPOINTS, Run, begin, checkpoints_of, loader_of, record, start
 from training.checkpoint import layout
-from training.checkpoint.state import Stop
+from training.checkpoint.state import Stop, Stopped, anywhere, found, step_of
 from training.config import TrainConfig
 from training.data.open import open_training, open_validation
 from training.evaluate import Ask, Suite
 from training.observe.flops import model_flops
 from training.observe.metrics import Metrics
+from training.observe.metrics import read as read_metrics
 from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
+from training.parallel.collectives import broadcast
 from training.parallel.processes import processes
 from training.parallel.watch import guarded
+from training.preflight import check_export, preflight
 from training.schedule import schedule
 from training.step import balance_numbers, train_step, validate
 
 
 def train(config: TrainConfig, suite: Suite | None = None) -> Path:
-    """Run to config.steps, or to a signal; the same call goes on where it stopped. Returns the run's folder.
+    """Run to config.steps; the same call goes on where it stopped. Returns the run's folder; raises Stopped, after the
+    checkpoint is written, where a signal ended it.
 
-    suite: makes the evaluation that config.eval wants (evaluation.run.live); needed where eval.every is not 0."""
+    suite: makes the evaluation that config.eval wants (the module evaluation.run); needed where eval.every is not 0."""
     assert suite is not None or not config.eval.every, "a suite is to be asked, and none is given"
+    preflight(config, suite)
     torch.manual_seed(config.seed)  # nothing draws from these two generators; if a module ever does, it is reproducible
     random.seed(config.seed)
     patience = timedelta(minutes=config.patience)
     with processes(config.device, patience) as device, guarded(patience) as watch, start(config, device) as run:
         state, rate = run.state, schedule(config.schedule, config.steps)
+        stop = Stop()
+        poll = partial(stop.poll, run.control)
         with (
             checkpoints_of(run) as checkpoints,
-            Stop() as stop,
             Trace(run.folder, steps_to_trace(config.profile if run.leads else "")) as trace,
             memory_snapshot(run.folder / "memory.pickle") if config.memory_snapshot and run.leads else nullcontext(),
         ):
-            first = checkpoints.load(state)
+            first = saved = checkpoints.load(state)
+            if first < config.steps:
+                checkpoints.check_room(state, -(-(config.steps - first) // (config.checkpoint.every or config.steps)))
             if not first:
                 begin(run)
             exported = bool(config.export) and Path(config.export).exists()
-            if exported and first < config.steps:  # refused before the training, not after it
-                raise ValueError(f"export={config.export} exists already; remove it or choose another folder")
+            check_export(config, first)  # once more: a damaged checkpoint may have been passed over
             samples = run.place.samples = open_training(config.data, run.origin.dense.vocab, run.place.saved)
             valid = open_validation(config.data, run.origin.dense.vocab)
-            ask: Ask = dict
+            # prefix of their names in the log: (steps between them, what makes them)
+            measures: Measures = {"valid/": (config.valid_every, partial(validate, run, valid, poll))}
             if suite is not None and config.eval.every:
-                ask = suite(config.eval, run.model, run.origin, run.mesh)
+                measures["eval/"] = config.eval.every, suite.live(config.eval, run.model, run.origin, run.mesh, poll)
+            record(run)
             flops = model_flops(run.origin.spec, config.data.sequence)
             metrics = Metrics(
                 run.folder,
@@ -63,10 +73,9 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                 config=asdict(config),
                 **asdict(config.log),
             )
-            with metrics, loader_of(run, samples) as loader:
-                if first == 0:
-                    metrics.log(0, **validate(run, valid), **ask())
-                stopped = False
+            with metrics, loader_of(run, samples) as loader, stop:
+                wanted = measures if first == 0 else missing(run, first, at(measures, first, config.steps))
+                stopped = not measured(metrics, first, wanted)
                 while state.step < config.steps and not stopped:
                     watch.doing(f"step {state.step + 1}")
                     trace.before(state.step + 1)
@@ -76,20 +85,77 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     state.step, run.place.cursor = state.step + 1, batches[-1][1]
                     tokens = config.batch * config.data.sequence
                     metrics.step(state.step, tokens=tokens, lr=rate(state.step - 1), **learned)
-                    stopped = stop.requested(run.control)
+                    stopped, again = anywhere([stop.signal is not None, checkpoints.failed], run.control)
                     if due(state.step, config.log_every, config.steps) or stopped:
                         metrics.log(state.step, **balance_numbers(run), **run.phases.fetch(max(metrics.taken, 1)))
-                    if due(state.step, config.valid_every, config.steps):
-                        metrics.log(state.step, **validate(run, valid))
-                    if due(state.step, config.eval.every, config.steps):
-                        metrics.log(state.step, **ask())
-                    if due(state.step, config.checkpoint.every, config.steps) or stopped:
+                    check_alive(run)
+                    # before what takes minutes: a run that is stopped in a validation has no time left to save
+                    if worth_saving(run) or stopped or again:
                         checkpoints.save(state.step, state)
+                        saved = state.step
+                    if not stopped:
+                        stopped = not measured(metrics, state.step, at(measures, state.step, config.steps))
+                if saved < state.step:
+                    checkpoints.save(state.step, state)
+                checkpoints.settle(state)
         if run.leads:
             draw(run.folder)
-        if config.export and state.step == config.steps and not exported:
+        if config.export and not stopped and not exported:
             layout.export(run.model, run.origin, config.export, mesh=run.mesh)
+    if stopped:
+        raise Stopped(state.step)
     return run.folder
+
+
+def check_alive(run: Run) -> None:
+    """Ends a run that has skipped optim.skips steps in a row: none of them learned, and none of the next will. Asked as
+    seldom as it can be, because the host waits for the device to count."""
+    limit, step = run.config.optim.skips, run.state.step
+    if not limit or not due(step, limit, run.config.steps):
+        return
+    assert run.optimizer is not None
+    longest = int(run.optimizer.longest)
+    if longest >= limit:
+        good = next((path for path in found(run.folder / CHECKPOINTS) if step_of(path) <= step - longest), None)
+        last = f"the last checkpoint from before them is {good}" if good else "there is no checkpoint from before them"
+        raise ValueError(
+            f"{longest} steps in a row were skipped by step {step}, because their loss or gradient was not finite or a "
+            f"spike; {last}; start it in a new folder or go on from there with a lower schedule.peak (it is "
+            f"{run.config.schedule.peak:g}), or set optim.skips"
+        )
+
+
+def worth_saving(run: Run) -> bool:
+    """Whether a checkpoint is due. None is while steps are skipped in a row: they would push out those from before."""
+    if not due(run.state.step, run.config.checkpoint.every, run.config.steps):
+        return False
+    assert run.optimizer is not None
+    return run.state.step == run.config.steps or int(run.optimizer.in_a_row) < 2
+
+
+Measures = dict[str, tuple[int, Ask]]
+
+
+def at(measures: Measures, step: int, last: int) -> Measures:
+    """Those that are to be made after a step."""
+    return {name: (every, make) for name, (every, make) in measures.items() if due(step, every, last)}
+
+
+def missing(run: Run, step: int, measures: Measures) -> Measures:
+    """Those that the log does not have, because the run ended after the step's checkpoint and before they were made."""
+    row = next((row for row in read_metrics(run.folder) if row["step"] == step), {}) if run.leads else {}
+    names = broadcast([name for name in measures if not any(key.startswith(name) for key in row)])
+    return {name: measures[name] for name in names}
+
+
+def measured(metrics: Metrics, step: int, measures: Measures) -> bool:
+    """Makes and logs them; False if the run was asked to stop before all were made."""
+    try:
+        for _, make in measures.values():
+            metrics.log(step, **make())
+    except Stopped:
+        return False
+    return True
 
 
 def draw(folder: Path) -> None:

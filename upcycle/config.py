@@ -139,7 +139,8 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
     for key in values:
         if key not in fields:
             raise ValueError(
-                f"unknown key '{where}{key}'{nearest(str(key), list(fields))}; known keys: {', '.join(fields)}"
+                f"unknown key '{where}{key}'{elsewhere(kind, str(key)) or nearest(str(key), list(fields))}; "
+                f"known keys: {', '.join(fields)}"
             )
     schema: DictConfig = OmegaConf.structured(kind)
     OmegaConf.set_readonly(schema, False)
@@ -156,6 +157,12 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
         first = str(error).splitlines()[0]
         full = re.search(r"full_key: (\S+)", str(error))
         raise ValueError(f"{where}{full[1] if full else ''}: {first}".lstrip(": ")) from None
+
+
+def elsewhere(kind: type[Any], key: str) -> str:
+    """'; write X' if a config's ELSEWHERE knows that what people call `key` is X; else nothing."""
+    place = getattr(kind, "ELSEWHERE", {}).get(key)
+    return f"; write {place}" if place else ""
 
 
 def byte_size(text: str) -> int:

@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 
 from evaluation.demo import DemoConfig
 from training import config as training_config
-from training.build import QUIET, source
+from training.build import source
+from training.checkpoint.resume import QUIET
 from training.config import TrainConfig
 from training.data.shards import META
 from training.observe.flops import model_flops

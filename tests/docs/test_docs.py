@@ -157,7 +157,7 @@ def understood(command: str) -> str:
     elif module == "upcycle.bench":
         upcycle_bench.parser().parse_args(words)
     else:
-        assert module == "training.plots", f"nobody knows how to read: {command}"
+        assert module in ("training.plots", "training.export"), f"nobody knows how to read: {command}"
     return module
 
 

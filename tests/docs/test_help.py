@@ -26,7 +26,7 @@ from upcycle import cli
 VERBS = ("plan", "convert", "verify", "inspect")
 MODULES = {name: f"{name}.__main__" if name in cli.OURS else name for name in test_cli.COMMANDS}
 SHOWN_BY_MAIN = ("upcycle", "evaluation", "training.prepare", "training.plots", "upcycle.bench")
-KEYLESS = ("upcycle verify", "upcycle inspect", "training.plots", "training.kernels.bench", "upcycle.bench")
+KEYLESS = ("upcycle verify", "upcycle inspect", "training.plots", "training.kernels.bench", "upcycle.bench", "training.export")
 SMALL = [*TRAINING[:-1], "steps=12"]
 # words for the commands in which a key is
 MORE = {

@@ -42,7 +42,9 @@ PROGRAMS = {
     "python -m evaluation": "evaluation.__main__",
     **{
         f"python -m {name}": name
-        for name in ("training.bench", "training.plan", "training.prepare", "training.plots", "evaluation.bench")
+        for name in (
+            "training.bench", "training.plan", "training.prepare", "training.plots", "training.export", "evaluation.bench",
+        )
     },
 }
 # model, folder, and what makes it small; all the numbers of experts stay as they are

@@ -11,17 +11,24 @@ text that was measured.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from safetensors.torch import load_file, save
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from training.checkpoint import layout
 from training.checkpoint.layout import Origin
+from training.checkpoint.state import STEP, Checkpoints, check_same, weights
+from training.checkpoint.storage import Reader, damage, read_manifest
 from training.config import ModelConfig, upcycle_config
+from training.model.decoder import Decoder
 from training.parallel.collectives import broadcast, broadcast_tensors
 from training.parallel.processes import rank
 from upcycle import card, measure
@@ -100,6 +107,39 @@ def plan_rows(folder: Path) -> list[tuple[str, str]]:
     """The table that `upcycle plan` prints, for a run that upcycled as it loaded."""
     record = recorded(folder)
     return [(name, value) for name, value in record["plan"]] if record else []
+
+
+# ---- its checkpoints, without the rest of a run
+
+
+def training_run(path: Path) -> tuple[Path | None, Path | None]:
+    """(the run's folder, the step's folder if `path` is one); (None, None) if `path` is no training run."""
+    step = path if STEP.fullmatch(path.name) and path.is_dir() else None
+    run = path.parent.parent if step else path
+    is_run = (run / "checkpoints").is_dir() and (run / "config.json").is_file()
+    return (run, step) if is_run else (None, None)
+
+
+def load_step(model: Decoder, run: Path, folder: Path | None) -> int:
+    """Fills the model with the weights of a checkpoint of the run, its newest if none is given; returns the step."""
+    if folder is None:
+        with Checkpoints(run / "checkpoints", asynchronous=False) as checkpoints:
+            folder = checkpoints.latest()
+    elif problem := damage(folder):
+        raise ValueError(f"{folder} cannot be used: {problem}")
+    if folder is None:
+        raise ValueError(f"{run} has no checkpoint yet; evaluate it after its first one, or its model.source")
+    manifest = read_manifest(folder)
+    reader = Reader(folder, manifest)
+    saved: Any = reader.metadata.state_dict_metadata
+    places = {f"model.{name}": tensor for name, tensor in weights(model).items()}
+    for name, tensor in places.items():
+        check_same(name, tensor, saved.get(name))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        load(dict(places), storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
+    return int(manifest["step"])
 
 
 # ---- what upcycling measures on text

@@ -16,6 +16,7 @@ Optimizer.load_state_dict would round fp32 moments to a bf16 parameter's type.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -42,7 +43,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from training.checkpoint.storage import Planner, Reader, Writer, damage, read_manifest
+from training.checkpoint.resume import judge
+from training.checkpoint.storage import Planner, Reader, Writer, check_free, damage, read_manifest
 from training.model.names import plain_name
 from training.parallel.collectives import gather, local
 from upcycle.disk import sync_folder
@@ -141,9 +143,9 @@ class TrainState:
                 else:
                     group[key] = value
         for name, (optimizer, parameter) in self.trained().items():
-            optimizer.state.pop(parameter, None)
+            own = optimizer.state.pop(parameter, {})
             if f"optimizer.state.{name}{JSON}" in loaded:
-                optimizer.state[parameter] = get(loaded, f"optimizer.state.{name}")
+                optimizer.state[parameter] = moments(own, get(loaded, f"optimizer.state.{name}"))
         for name, part in self.named_parts(rank).items():
             if name + JSON in loaded:
                 part.load_state_dict(get(loaded, name))
@@ -264,6 +266,16 @@ def moment(
     return torch.empty(saved.size, dtype=dtype, device=parameter.device)
 
 
+def moments(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state to go on with: what was saved, in the dtypes that the optimizer has; its own, where another rule made
+    what was saved. An optimizer that has none yet takes what was saved as it is."""
+    if not own:
+        return dict(saved)
+    if own.keys() != saved.keys():
+        return dict(own)
+    return {k: v.to(own[k].dtype) if isinstance(v, Tensor) else v for k, v in saved.items()}
+
+
 def longest_prefix(name: str, names: Mapping[str, Any]) -> str | None:
     while name and name not in names:
         name = name.rpartition(".")[0]
@@ -277,20 +289,25 @@ class Checkpoints:
     """A run's checkpoints: step-00000123 and so on. Every method is for all ranks at once.
 
     keep: the newest so many stay, beside every one whose step is a multiple of keep_every (0: none).
-    asynchronous: save returns when the state is copied to host memory; a thread writes it. The next save, load or
-    close waits for it and raises what it met.
+    asynchronous: save returns when the state is copied to host memory; a thread writes it, and `failed` is true as soon
+    as it could not. The next save waits for it: the first failure in a row is said, for that save tries again, and the
+    second is raised. load and close raise any.
+    settings: of the run, by dotted key; a checkpoint holds them, and `load` compares (resume.py). allow: keys that may
+    differ although they are refused otherwise.
     """
 
     def __init__(
-        self, folder: Path, *, keep: int = 3, keep_every: int = 0, asynchronous: bool = True, config: str = ""
+        self,
+        folder: Path,
+        *,
+        keep: int = 3,
+        keep_every: int = 0,
+        asynchronous: bool = True,
+        settings: Mapping[str, Any] | None = None,
+        allow: Sequence[str] = (),
     ) -> None:
-        if keep < 1 or keep_every < 0:
-            raise ValueError(
-                f"checkpoints have keep={keep} and keep_every={keep_every}; keep is at least 1 (2 or more, so that a "
-                f"damaged one has one before it) and keep_every at least 0"
-            )
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
-        self.asynchronous, self.config = asynchronous, config
+        self.asynchronous, self.settings, self.allow = asynchronous, settings or {}, allow
         distributed = dist.is_available() and dist.is_initialized()
         # a group of its own, on the processor: the thread's collectives must not meet those of a training step
         self.group = dist.new_group(backend="gloo") if distributed else None
@@ -300,11 +317,15 @@ class Checkpoints:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
+        self.failures = 0  # in a row
         self.copies: dict[str, Tensor] = {}  # kept between saves: pinned memory is slow to get
 
     def save(self, step: int, state: TrainState) -> None:
         """Keep `state` as of `step`. The state may change as soon as this returns."""
-        self.wait()
+        try:
+            self.wait()
+        except ValueError as error:
+            self.forgive(error, step)
         state.step = step
         live = state.tensors(self.rank)
         staged = self.copy(live) if self.asynchronous else held(live)
@@ -319,8 +340,8 @@ class Checkpoints:
         if folder is None:
             return 0
         manifest = read_manifest(folder)
-        if manifest["config"] != self.config and self.rank == 0:
-            warnings.warn(f"{folder} was made with another config; this run goes on from it with its own", stacklevel=2)
+        if "settings" in manifest:  # older checkpoints hold a digest of them only
+            judge(folder, manifest["settings"], self.settings, self.allow, warn=self.rank == 0)
         reader = Reader(folder, manifest)
         saved: Any = reader.metadata.state_dict_metadata
         places: dict[str, Tensor] = {}
@@ -360,7 +381,46 @@ class Checkpoints:
         """Waits until the save in flight is on the disk. Raises what stopped it."""
         pending, self.pending = self.pending, None
         if pending is not None:
+            self.failures += 1
             pending.result()
+            self.failures = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is known on this rank that the save in flight could not be made. Nothing waits."""
+        return self.pending is not None and self.pending.done() and self.pending.exception() is not None
+
+    def settle(self, state: TrainState) -> None:
+        """Waits for the last save of a run, and tries once more if it could not be made."""
+        try:
+            self.wait()
+        except ValueError as error:
+            self.forgive(error, state.step)
+            self.save(state.step, state)
+            self.wait()
+
+    def forgive(self, error: ValueError, step: int) -> None:
+        """Says what stopped a save, if the one before it was made; else raises it."""
+        if self.failures > 1:
+            raise error
+        if self.rank == 0:
+            warnings.warn(f"{error}; tries again with step {step}", stacklevel=3)
+
+    def check_room(self, state: TrainState, saves: int) -> None:
+        """Raises a ValueError if the disk has no room for the checkpoints that lie there at once during some saves."""
+        tensors = state.tensors(self.rank)
+        own = {name: t.numel() * t.element_size() for name, t in tensors.items() if not name.startswith("rank.")}
+        # a sharded tensor counts as a whole, and once: ranks with the same names hold parts or copies of the same ones
+        stage = hashlib.sha256("".join(sorted(own)).encode()).hexdigest()
+        size = sum(dict(map(tuple, self.gather([stage, sum(own.values())]))).values())
+        there = len(self.found())
+        problem = ""
+        try:
+            check_free(self.folder, size, max(1, min(self.keep + 1, there + saves) - there))
+        except ValueError as error:
+            problem = str(error)
+        if problem := self.gather(problem)[0]:  # the first rank writes the folder
+            raise ValueError(problem)
 
     def close(self) -> None:
         try:
@@ -384,7 +444,7 @@ class Checkpoints:
     def write(self, step: int, live: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
         final = self.folder / f"step-{step:08d}"
         partial = final.with_name(final.name + ".partial")
-        facts = {"step": step, "config": self.config, "world": self.world, "torch": torch.__version__}
+        facts = {"step": step, "settings": self.settings, "world": self.world, "torch": torch.__version__}
         writer = Writer(partial, facts, lambda: self.commit(partial, final))
         try:
             with first_reason():
@@ -469,6 +529,8 @@ def first_reason() -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if isinstance(reason, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
         if isinstance(reason, OSError | ValueError):
             raise ValueError(f"rank {rank} could not save or load a checkpoint: {reason}") from error
         raise
@@ -498,8 +560,17 @@ def free_name(path: Path) -> Path:
 # ---- stopping
 
 
+class Stopped(BaseException):
+    """The run was asked to stop, and saved `step`. No Exception: nothing that a suite calls may handle it."""
+
+    def __init__(self, step: int = 0) -> None:
+        super().__init__(f"stopped after step {step}")
+        self.step = step
+
+
 class Stop:
-    """SIGTERM or SIGINT asks the loop to save and end after this step; a second one ends the process at once."""
+    """SIGTERM or SIGINT asks the loop to save and end, after this step or this batch of a validation; a second one ends
+    the process at once."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -519,12 +590,22 @@ class Stop:
             os._exit(128 + number)
         self.signal = signal.Signals(number)
         # os.write: print may be what was interrupted
-        os.write(2, f"\n{self.signal.name}: saving after this step; once more to stop at once\n".encode())
+        os.write(2, f"\n{self.signal.name}: saving, then leaving; once more to stop at once\n".encode())
 
     def requested(self, group: dist.ProcessGroup | None = None) -> bool:
         """Whether to end. With a gloo group: whether any of its ranks was asked to, so that all agree."""
-        if group is None:
-            return self.signal is not None
-        flag = torch.tensor(self.signal is not None, dtype=torch.int32)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        return bool(flag)
+        return anywhere([self.signal is not None], group)[0]
+
+    def poll(self, group: dist.ProcessGroup | None = None) -> None:
+        """Raises Stopped where `requested` is true; for work that is longer than a step."""
+        if self.requested(group):
+            raise Stopped
+
+
+def anywhere(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
+    """Which of the flags are true on any rank of a gloo group."""
+    if group is None:
+        return list(flags)
+    found = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in found.tolist()]

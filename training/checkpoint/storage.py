@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -169,13 +170,20 @@ class Reader(StorageReader):
 def make_folder(partial: Path, size: int) -> None:
     shutil.rmtree(partial, ignore_errors=True)  # of a run that died while it saved
     partial.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(partial.parent).free
-    if free < size + SPARE:
-        raise ValueError(
-            f"a checkpoint of {gigabytes(size)} does not fit into {partial.parent}, where {gigabytes(free)} are free "
-            f"and {gigabytes(SPARE)} are left alone; make room, keep fewer checkpoints, or choose another folder"
-        )
+    check_free(partial.parent, size)
     partial.mkdir()
+
+
+def check_free(folder: Path, size: int, count: int = 1) -> None:
+    """Raises a ValueError if `count` checkpoints of `size` bytes do not fit into a folder, which need not be there."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < count * size + SPARE:
+        what = "a checkpoint of {} does" if count == 1 else f"{count} checkpoints of {{}} each do"
+        raise ValueError(
+            f"{what.format(gigabytes(size))} not fit into {folder}, where {gigabytes(free)} are free and "
+            f"{gigabytes(SPARE)} are left alone; make room, keep fewer checkpoints, or choose another folder"
+        )
 
 
 def write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -194,7 +202,7 @@ def write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteR
         at = stop
     head = json.dumps(table, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    with Stream(path) as stream:
+    with naming(path), Stream(path) as stream:
         stream.write(len(head).to_bytes(8, "little") + head)
         for item in items:
             data = planner.resolve_data(item)
@@ -210,6 +218,17 @@ def write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteR
         WriteResult(item.index, item_bytes(item), Piece(path.name, first + at, chunk_shape(item), size, sha256))
         for item, at in zip(items, spans, strict=True)
     ]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context in which an OSError names the file; that of a write, such as a full disk, does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def tensor_data(item: WriteItem) -> TensorWriteData:

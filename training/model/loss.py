@@ -45,8 +45,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_x, grad_w = ctx.saved_tensors
-        x = None if grad_x is None else grad_x * grad.to(grad_x.dtype)
-        return x, None if grad_w is None else grad_w * grad.to(grad_w.dtype), None, None
+        return scaled(grad_x, grad), scaled(grad_w, grad), None, None
+
+
+def scaled(x: Tensor | None, factor: Tensor) -> Tensor | None:
+    """x * factor in the dtype of x, multiplied in the wider one: 1 / tokens in bfloat16 is up to 0.39 % off, and so
+    would all that the trunk learns from be."""
+    # of one dimension, because a scalar would be rounded before it is multiplied
+    return None if x is None else torch.mul(x, factor.reshape(1), out=torch.empty_like(x))
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

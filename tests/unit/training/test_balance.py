@@ -483,3 +483,38 @@ def test_a_bad_config_is_one_sentence(values: dict[str, object], says: str) -> N
         build(BalanceConfig, values)
     assert says in str(error.value) and "\n" not in str(error.value)
     assert build(BalanceConfig, {}) == BalanceConfig()
+
+
+def test_the_gradient_of_scope_global_is_of_the_counts_so_far() -> None:
+    """Micro-batch m is weighed by the choices of 1 ... m: of one micro-batch the step's loss, of several near to it."""
+    tokens, parts = torch.cat([batch(seed) for seed in (1, 2, 3, 4)]), 4
+    config = BalanceConfig(aux_weight=0.7, aux_scope="global")
+
+    def step(count: int) -> list[Tensor]:
+        net = decoder()
+        Balance(config, net, scale=1 / count)
+        for part in tokens.chunk(count):
+            (net.loss(part[:, :-1], part[:, 1:]) / tokens[:, 1:].numel()).backward()  # type: ignore[no-untyped-call]
+        return router_gradients(net)
+
+    def by_hand(whole: bool) -> list[Tensor]:
+        net, routings = decoder(), [[] for _ in range(parts)]  # type: ignore[var-annotated]
+        blocks = [module for module in net.modules() if isinstance(module, MoE)]
+        total = torch.zeros((), dtype=torch.float64)
+        for number, part in enumerate(tokens.chunk(parts)):
+            for block in blocks:
+                block.balance = lambda routing, n=number: routings[n].append(routing) or routing  # type: ignore[misc]
+            total = total + net.loss(part[:, :-1], part[:, 1:]) / tokens[:, 1:].numel()
+        for number in range(parts):
+            for layer, routing in enumerate(routings[number]):
+                seen = routings if whole else routings[: number + 1]
+                counts = sum(expert_counts(of[layer].expert_TK, E) for of in seen)
+                probability = probabilities(routing.logits_TN, blocks[layer].spec.score)
+                total = total + 0.7 / parts * balance_loss(probability, counts)  # type: ignore[arg-type]
+        total.backward()  # type: ignore[no-untyped-call]
+        return router_gradients(net)
+
+    for got, want in zip([*step(1), *step(parts)], [*by_hand(whole=True), *by_hand(whole=False)], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
+    for got, whole in zip(step(parts), step(1), strict=True):
+        assert float((got - whole).norm() / whole.norm()) > 1e-4

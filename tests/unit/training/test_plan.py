@@ -10,7 +10,7 @@ import pytest
 from tests.parallel.models import SPECS
 from tests.parity import tiny
 from training.balance import BalanceConfig
-from training.config import ModelConfig, TrainConfig
+from training.config import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.model.recompute import MODES
 from training.parallel.mesh import MeshConfig
@@ -49,6 +49,7 @@ def test_a_small_model_by_hand() -> None:
     assert by_hand(1, 8) == Memory(
         weights=1712, gradients=1712, moments=3424, gathered=copies, activations=8 * (144 + 208), loss=LOSS
     )
+    assert by_hand(1, 8).host == 1712 + 3424  # what an asynchronous checkpoint copies
     # two: half of everything; embedding, head and last norm stay gathered, and two layers with one's gradients pass,
     # each as large as the MoE layer, of which norms and router are float32
     largest = 4 * (NORMS + ROUTER) + 2 * (ATTENTION + EXPERTS)
@@ -156,6 +157,9 @@ def test_the_table_begins_with_the_config_and_has_only_what_can_run() -> None:
     lines = table(SPECS["moe"], replace(CONFIG, mesh=MeshConfig(tp=2)), 4).splitlines()
     assert lines[1].endswith("tp=2 cp=1 pp=1 ep=1 etp=1   (this config)")
     totals = [float(line.split()[6]) for line in lines[2:]]
+    assert lines[0].split()[6:8] == ["total", "host"]
+    plain = replace(CONFIG, mesh=MeshConfig(tp=2), checkpoint=CheckpointConfig(asynchronous=False))
+    assert "host" not in table(SPECS["moe"], plain, 4).splitlines()[0]
     assert totals == sorted(totals)
     assert len(set(lines)) == len(lines) > 5
     assert not any("pp=4" in line for line in lines), "three layers are no four stages"

@@ -156,13 +156,17 @@ def test_a_run_of_a_checkpoint_stands_alone_too(place: Path, more: list[str]) ->
 
 
 def test_another_wish_is_heard(place: Path) -> None:
-    """A config that names another model is no silent resume of the old one; its weights are the checkpoint's still."""
+    """A config that names another model is no resume of the old one, unless it is allowed: its weights are the
+    checkpoint's still."""
     folder, first = place / "run", calibrated(place)
     on_rank(0, 1, words(place, "run", first, "steps=2", "export="))
     other = calibrated(place, top_k=4)
     was = kept(folder).spec
-    with pytest.warns(UserWarning, match="was made with another config"):
-        assert not run_counted(words(place, "run", other, "export="))
+    with pytest.raises(ValueError, match=r"model.upcycle.top_k was 2 and is 4.* resume.allow=\[model.upcycle\]"):
+        run_counted(words(place, "run", other, "export="))
+    assert kept(folder).spec == was
+    with pytest.warns(UserWarning, match=r"model.upcycle.top_k was 2 and is 4"):
+        assert not run_counted(words(place, "run", other, "export=", "resume.allow=[model.upcycle]"))
     now = kept(folder).spec
     assert (was.top_k, now.top_k) == (2, 4)  # type: ignore[union-attr]
     assert not (folder / standalone.FOLDER / standalone.OBSERVED).exists()

@@ -1,0 +1,38 @@
+"""README's table of what starts from a model that is MoE already: each row is tried."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.parity import tiny
+from tests.unit.training.test_train import place
+from training.__main__ import main as train
+from training.plan import main as plan
+from upcycle.__main__ import main as upcycle
+
+__all__ = ["place"]  # a fixture
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def test_the_table_says_what_is_so(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = dict(re.findall(r"^\| (`[^|]*) \| (yes|no|beside its dense model) \|", README, re.MULTILINE))
+    assert list(rows.values()) == ["yes", "yes", "yes", "yes", "beside its dense model", "no"]
+    assert "models that are MoE already, multi-head" not in README
+
+    moe = tmp_path / "moe"
+    assert upcycle(["convert", f"source={place / 'dense'}", "target=mixtral", "experts=4", f"output={moe}"]) == 0
+    data = ["data.sequence=24", "batch=2", "micro_batch=2", "steps=2", "schedule.warmup=0", "model.compute=float32"]
+    given = [f"model.source={moe}", f"data.train=[{place / 'data'}]", *data]
+    assert plan([*given, "gpus=2", "mesh.ep=2"]) == 0
+    assert train([*given, f"output={tmp_path / 'run'}", f"export={tmp_path / 'out'}"]) == 0
+    assert tiny.logits(tmp_path / "out", tiny.tokens()).isfinite().all()
+    assert upcycle(["inspect", str(moe)]) == 0
+    assert upcycle(["verify", str(place / "dense"), str(moe)]) == 0
+    capsys.readouterr()
+    assert upcycle(["plan", f"source={moe}"]) == 2
+    assert "dense families known" in capsys.readouterr().err
+    assert train([*given[1:], f"output={tmp_path / 'again'}", f"model.upcycle.source={moe}"]) == 2
+    assert "dense families known" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""Checkpoints leave as Hugging Face folders; one that could not be written is noticed at once, and room is asked for
+before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.unit.training.test_state import names, saved, small
+from tests.unit.training.test_train import place
+from training import train as train_module
+from training.__main__ import main
+from training.checkpoint import state as state_module
+from training.checkpoint import storage
+from training.checkpoint.state import Checkpoints
+from training.config import read_config
+from training.export import export
+from training.export import main as export_main
+from training.train import train
+from upcycle import disk
+
+__all__ = ["place"]  # a fixture
+
+
+def words(place: Path, folder: Path, *more: str) -> list[str]:
+    given = [
+        "data.sequence=24",
+        "batch=2",
+        "micro_batch=2",
+        "log_every=1",
+        "schedule.warmup=0",
+        "model.compute=float32",
+    ]
+    data = [f"model.source={place / 'dense'}", f"data.train=[{place / 'data'}]", f"output={folder}"]
+    return [*given, *data, "checkpoint.every=2", "schedule.peak=1e-3", *more]
+
+
+def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    train(read_config("", words(place, run, f"export={tmp_path / 'own'}", "steps=4")))
+    assert export_main([str(run), str(tmp_path / "last")]) == 0
+    assert "after step 4" in capsys.readouterr().out
+    assert export(run / "checkpoints" / "step-00000002", tmp_path / "second") == 2
+    for file in (tmp_path / "own").iterdir():
+        assert (tmp_path / "last" / file.name).read_bytes() == file.read_bytes(), file.name
+    second, last = (load_file(tmp_path / name / "model.safetensors") for name in ("second", "last"))
+    assert second.keys() == last.keys() and not any(torch.equal(second[n], last[n]) for n in last if "q_proj" in n)
+
+    for given, says in (
+        ([str(run), str(tmp_path / "last")], "exists already; remove it"),
+        ([str(place / "dense"), str(tmp_path / "new")], "is no training run or checkpoint"),
+        ([str(run)], "write python -m training.export RUN OUTPUT"),
+    ):
+        assert export_main(given) == 2
+        assert says in capsys.readouterr().err
+
+    # started again with another folder, and with fewer steps than it has
+    for name, steps in (("again", 4), ("fewer", 3)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(read_config("", words(place, run, f"export={tmp_path / name}", f"steps={steps}")))
+        assert (tmp_path / name / "model.safetensors").read_bytes() == (
+            tmp_path / "own" / "model.safetensors"
+        ).read_bytes()
+
+
+def test_a_save_that_failed_is_said_at_the_next_step_and_tried_again(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, failing, begun = disk.write_all, [1], [0]
+
+    def write(fd: int, data: memoryview) -> None:
+        if failing[0]:
+            failing[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd, data)
+
+    def step(*inputs: Any) -> Any:
+        begun[0] += 1
+        time.sleep(0.2)  # in which a save of this small model comes to its end
+        return real_step(*inputs)
+
+    real_step = train_module.train_step
+    monkeypatch.setattr(train_module, "train_step", step)
+    monkeypatch.setattr(disk, "write_all", write)
+    said = r"No space left on device: .*step-00000004.partial/shard-00000.safetensors.*; tries again with step 5"
+    with pytest.warns(UserWarning, match=said):
+        assert main(words(place, tmp_path / "once", "steps=6", "checkpoint.every=4", "checkpoint.keep=9")) == 0
+    assert names(tmp_path / "once" / "checkpoints") == ["step-00000005", "step-00000006"]
+
+    begun[0], failing[0] = 0, 10**9
+    with pytest.warns(UserWarning, match="tries again with step 3"):
+        assert main(words(place, tmp_path / "never", "steps=8")) == 2
+    assert begun[0] == 4, "the second failure ends the run at the step after it"
+    assert "step-00000003.partial/shard-00000.safetensors" in capsys.readouterr().err
+
+
+def test_room_is_asked_for_before_the_first_step(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("it trains, and could not save")
+
+    monkeypatch.setattr(train_module, "train_step", never)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=storage.SPARE + 10**5))
+    assert main(words(place, tmp_path / "run", "steps=8")) == 2
+    said = capsys.readouterr().err
+    assert "3 checkpoints of 0.00 GB each do not fit into" in said and "make room" in said
+
+
+def test_room_is_for_as_many_as_lie_there_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(state_module, "check_free", lambda folder, size, count: asked.append((size, count)))
+    saved(tmp_path / "two", 1, 2, keep=2)
+    for folder, saves in (("none", 1), ("none", 2), ("none", 9), ("two", 1), ("two", 9)):
+        with Checkpoints(tmp_path / folder, keep=2) as checkpoints:
+            checkpoints.check_room(small(1), saves)
+    assert [count for _, count in asked] == [1, 2, 3, 1, 1]
+    on_disk = (tmp_path / "two" / "step-00000001" / "shard-00000.safetensors").stat().st_size
+    rng = 5000 + 4 * 5056  # bytes of the generators at most, which each rank has for itself, and of the file's header
+    assert on_disk - rng < asked[0][0] < on_disk

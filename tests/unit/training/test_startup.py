@@ -1,0 +1,65 @@
+"""Ctrl-C before the first step is a sentence and 130, whatever is being read; words from elsewhere are answered."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.training.test_train import place
+from training.__main__ import main
+from training.checkpoint import layout, standalone, storage
+
+__all__ = ["place"]  # a fixture
+
+
+def interrupted(real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*inputs: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*inputs, **named)
+
+    return call
+
+
+def test_ctrl_c_while_weights_are_read(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = [f"data.train=[{place / 'data'}]", f"model.source={place / 'dense'}", f"output={tmp_path / 'run'}"]
+    words = [*data, "data.sequence=24", "batch=2", "micro_batch=2", "schedule.warmup=0", "steps=2", "device=cpu"]
+    said = "training: stopped; the same command goes on from here\n"
+    for owner, name in ((layout, "described"), (layout, "load"), (layout, "copy")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted(getattr(owner, name)))
+            capfd.readouterr()
+            assert main(words) == 130, name
+            assert said in capfd.readouterr().err and not (tmp_path / "run").exists()
+    assert main(words) == 0
+    more = [*words, "steps=3"]
+    for owner, name in ((standalone, "kept"), (storage.Reader, "read"), (storage, "read_manifest")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted(getattr(owner, name)))
+            capfd.readouterr()
+            assert main(more) == 130, name
+            assert said in capfd.readouterr().err
+    assert main(more) == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("optim.lr=1e-3", "unknown key 'optim.lr'; write schedule.peak; known keys: name"),
+        ("optim.learning_rate=1e-3", "write schedule.peak"),
+        ("lr=1e-3", "unknown key 'lr'; write schedule.peak"),
+        ("schedule.lr=1", "write schedule.peak"),
+        ("optim.cip=1", "did you mean 'clip'"),
+    ],
+)
+def test_a_word_of_other_programs_is_answered_with_ours(
+    word: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word]) == 2
+    assert says in capsys.readouterr().err

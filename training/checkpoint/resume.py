@@ -1,0 +1,120 @@
+"""What may differ between the settings of a checkpoint and those of the run that goes on from it, key by key.
+
+quiet      it changes no number that is learned                        nothing is said
+said       it changes how the run goes on, as it was asked to          one warning that names each key
+refused    something in the checkpoint then means something else       one sentence, unless resume.allow names it
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from upcycle.plugin import nearest
+
+QUIET = (
+    "output", "export", "checkpoint", "log", "log_every", "valid_every", "eval", "profile", "memory_snapshot",
+    "device", "mesh", "patience", "resume", "data.valid", "optim.skips",
+)  # fmt: skip
+OTHER_WEIGHTS = "the weights are the checkpoint's, whatever these say"
+OTHER_ORDER = "samples are counted in another order: some come twice and some never"
+REFUSED = {  # a key, or what a key is part of: what happens if it is allowed
+    "model.source": OTHER_WEIGHTS,
+    "model.upcycle": OTHER_WEIGHTS,
+    "model.random": OTHER_WEIGHTS,
+    "seed": OTHER_WEIGHTS,
+    "data.train": OTHER_ORDER,
+    "data.stream": OTHER_ORDER,
+    "data.tokenizer": OTHER_ORDER,
+    "data.sequence": OTHER_ORDER,
+    "data.seed": OTHER_ORDER,
+    "optim.name": "moments of another rule do not fit and start anew",
+    "optim.spike_window": "the spike guard starts anew",
+}
+SHOWN = 12  # differences in a sentence
+
+
+@dataclass(frozen=True)
+class ResumeConfig:
+    # keys that may differ from the checkpoint's although something in it then means something else (model.source,
+    # data.train, optim.name ...): a resume that is refused names them, and says what happens
+    allow: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in self.allow:
+            if not any(within(key, known) or within(known, key) for known in REFUSED):
+                raise ValueError(
+                    f"resume.allow names {key!r}, which no resume refuses{nearest(key, list(REFUSED))}; it takes "
+                    f"{', '.join(REFUSED)}"
+                )
+
+
+@dataclass(frozen=True)
+class Difference:
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} was {shown(self.before)} and is {shown(self.now)}"
+
+
+def judge(source: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str], warn: bool) -> None:
+    """Raises a ValueError if settings differ that are refused; warns, where `warn`, of what is said or allowed. Both
+    settings are as `compared` gives them."""
+    found = differences(before, now)
+    refused = [d for d in found if within_any(d.key, REFUSED) and not within_any(d.key, allow)]
+    if refused:
+        keys = list(dict.fromkeys(within_any(d.key, REFUSED) for d in refused))
+        what = "; ".join(dict.fromkeys(REFUSED[key] for key in keys))
+        raise ValueError(
+            f"this run does not go on from {source}: {listed(refused)}; set them back, choose another output, or "
+            f"write resume.allow=[{','.join(keys)}] ({what})"
+        )
+    if found and warn:
+        warnings.warn(f"goes on from {source} with other settings: {listed(found)}", stacklevel=2)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """What differs, in the order of the settings."""
+    keys = [*now, *(key for key in before if key not in now)]
+    return [Difference(k, before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)]
+
+
+def compared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds of a run's settings: dotted key -> value, of all that is not quiet."""
+    return {key: value for key, value in flat(settings).items() if not within_any(key, QUIET)}
+
+
+def flat(value: Any, where: str = "") -> dict[str, Any]:
+    """Dotted key -> value, through mappings and lists of mappings."""
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        value = {str(number): item for number, item in enumerate(value)}
+    if not isinstance(value, Mapping):
+        return {where: value}
+    out: dict[str, Any] = {}
+    for key, inner in value.items():
+        out |= flat(inner, f"{where}.{key}" if where else key)
+    return out
+
+
+def within(key: str, outer: str) -> bool:
+    return key == outer or key.startswith(f"{outer}.")
+
+
+def within_any(key: str, outer: Iterable[str]) -> str:
+    """The one of `outer` that `key` is, or is a part of; "" if it is of none."""
+    return next((name for name in outer if within(key, name)), "")
+
+
+def listed(found: Sequence[Difference]) -> str:
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return ", ".join(map(str, found[:SHOWN])) + more
+
+
+def shown(value: Any) -> str:
+    return "unset" if value in (None, "") else value if isinstance(value, str) else json.dumps(value)

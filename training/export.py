@@ -1,0 +1,59 @@
+"""A checkpoint of a training run as a folder in its model's Hugging Face layout.
+
+usage: python -m training.export RUN OUTPUT
+
+  python -m training.export runs/moe moe-exported          # the newest checkpoint that is whole
+  python -m training.export runs/moe/checkpoints/step-00000012 moe-12
+
+RUN is a run's folder, or that of one of its checkpoints. Neither the dense model, the data nor a GPU is needed. The
+weights, 4 bytes a parameter, are in memory; under torchrun each process holds a part of them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from upcycle import cli
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    sys.exit(cli.start("training.export"))
+
+from pathlib import Path
+
+import torch
+
+from training.checkpoint import layout, standalone
+from training.model.decoder import Decoder
+from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.parallel.processes import processes, rank
+from training.parallel.shard import parallelize
+
+
+def export(source: Path, output: Path) -> int:
+    """Writes the folder `output` from a run or one of its checkpoints; returns the checkpoint's step."""
+    run, folder = standalone.training_run(source)
+    if run is None:
+        raise ValueError(f"{source} is no training run or checkpoint of one; give the folder that checkpoints/ is in")
+    if output.exists():
+        raise ValueError(f"{output} exists already; remove it or choose another folder to export to")
+    origin = standalone.kept(run)
+    with processes("cpu"):
+        mesh = ParallelMesh(MeshConfig())
+        with torch.device("meta"):
+            model = Decoder(origin.spec, experts="reference", compute=torch.float32)
+        parallelize(model, mesh)
+        model = model.to_empty(device="cpu")
+        step = standalone.load_step(model, run, folder)
+        layout.export(model, origin, output, mesh=mesh)
+    return step
+
+
+@cli.command()
+def main(words: list[str]) -> int:
+    if len(words) != 2:
+        raise ValueError("write python -m training.export RUN OUTPUT")
+    source, output = map(Path, words)
+    step = export(source, output)
+    if rank() == 0:
+        print(f"{output}: {source} after step {step}")
+    return 0
