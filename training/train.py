@@ -14,7 +14,7 @@ import torch
 from training.build import begin, checkpoints_of, loader_of, start
 from training.checkpoint import layout
 from training.checkpoint.state import Stop
-from training.config import TrainConfig
+from training.config import TrainConfig, settings
 from training.data.open import open_training, open_validation
 from training.evaluate import Ask, Suite
 from training.observe.flops import model_flops
@@ -34,7 +34,11 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
     torch.manual_seed(config.seed)  # nothing draws from these two generators; if a module ever does, it is reproducible
     random.seed(config.seed)
     patience = timedelta(minutes=config.patience)
-    with processes(config.device, patience) as device, guarded(patience) as watch, start(config, device) as run:
+    with (
+        processes(config.device, patience, settings(config)) as device,
+        guarded(patience) as watch,
+        start(config, device) as run,
+    ):
         state, rate = run.state, schedule(config.schedule, config.steps)
         with (
             checkpoints_of(run) as checkpoints,

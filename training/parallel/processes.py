@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -13,13 +15,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from training.parallel.collectives import gather
+
 # a rank that waits longer for another one waits for a dead one; loading and checkpoints take minutes
 PATIENCE = timedelta(minutes=30)
 
 
 @contextmanager
-def processes(device: str = "", patience: timedelta = PATIENCE) -> Iterator[torch.device]:
-    """Context in which torch.distributed works, if there are several processes; yields this process's device."""
+def processes(
+    device: str = "", patience: timedelta = PATIENCE, settings: Mapping[str, Any] | None = None
+) -> Iterator[torch.device]:
+    """Context in which torch.distributed works, if there are several processes; yields this process's device. Refuses
+    `settings` that are not the same on all ranks."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -27,11 +34,13 @@ def processes(device: str = "", patience: timedelta = PATIENCE) -> Iterator[torc
     if own.type == "cuda":
         torch.cuda.set_device(own)
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        check_alike(settings or {})
         yield own
         return
     # gloo beside NCCL: it carries tensors in host memory
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=patience, device_id=own if own.type == "cuda" else None, **meeting_place())
+    check_alike(settings or {})
     yield own
     dist.destroy_process_group()  # not after an error: the others still wait for this rank, until torchrun ends them
 
@@ -49,3 +58,35 @@ def meeting_place() -> dict[str, Any]:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+# ---- what ranks must have in common
+
+
+def check_alike(settings: Mapping[str, Any]) -> None:
+    """Refuse, on every rank, settings that are not the same on all ranks: these would wait for each other in vain, or
+    train something that nobody asked for. All ranks call this together. `settings`: values by key."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    digests = gather(hashlib.sha256(text.encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    every: list[dict[str, Any]] = gather(json.loads(text))
+    reasons = []
+    for key in sorted(set().union(*every)):
+        ranks: dict[str, list[int]] = {}
+        for number, found in enumerate(every):
+            ranks.setdefault(repr(found[key]) if key in found else "not set", []).append(number)
+        if len(ranks) > 1:
+            values = [f"{value} on {listed(having)}" for value, having in ranks.items()]
+            reasons.append(f"{key} is {', '.join(values[:-1])} and {values[-1]}")
+    if len(reasons) > 3:
+        reasons[3:] = [f"and {len(reasons) - 3} more keys differ"]
+    differ = ", ".join(reasons)
+    raise ValueError(f"the ranks' configurations differ: {differ}; start every rank with the same configuration")
+
+
+def listed(ranks: Sequence[int]) -> str:
+    words = [str(rank) for rank in ranks[:4]]
+    if len(ranks) > 4:
+        words.append(f"{len(ranks) - 4} others")
+    return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
