@@ -39,7 +39,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
         guarded(patience) as watch,
         start(config, device) as run,
     ):
-        state, rate = run.state, schedule(config.schedule, config.steps)
+        state, rate, run.phases.tell = run.state, schedule(config.schedule, config.steps), watch.enter
         with (
             checkpoints_of(run) as checkpoints,
             Stop() as stop,
@@ -86,12 +86,15 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     if due(state.step, config.valid_every, config.steps):
                         metrics.log(state.step, **validate(run, valid))
                     if due(state.step, config.eval.every, config.steps):
+                        watch.enter("evaluation")
                         metrics.log(state.step, **ask())
                     if due(state.step, config.checkpoint.every, config.steps) or stopped:
+                        watch.enter("checkpoint")
                         checkpoints.save(state.step, state)
         if run.leads:
             draw(run.folder)
         if config.export and state.step == config.steps and not exported:
+            watch.enter("export")
             layout.export(run.model, run.origin, config.export, mesh=run.mesh)
     return run.folder
 
