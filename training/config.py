@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,8 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     found = asdict(config)
     del found["device"]
     if config.model.upcycle:
-        found["model"]["upcycle"] = asdict(upcycle_config(config.model))
+        with suppress(ValueError, OSError):  # who needs a file that is not there says so; a run that resumes does not
+            found["model"]["upcycle"] = asdict(upcycle_config(config.model))
     return dict(flat(found))
 
 

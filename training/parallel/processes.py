@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,8 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from training.parallel.collectives import gather
 
@@ -39,21 +40,49 @@ def processes(
         return
     # gloo beside NCCL: it carries tensors in host memory
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=patience, device_id=own if own.type == "cuda" else None, **meeting_place())
+    dist.init_process_group(
+        backend, timeout=patience, device_id=own if own.type == "cuda" else None, **meeting_place(patience)
+    )
     check_alike(settings or {})
     yield own
     dist.destroy_process_group()  # not after an error: the others still wait for this rank, until torchrun ends them
 
 
-def meeting_place() -> dict[str, Any]:
-    """Arguments of init_process_group that give each start of a one-node run its own part of torchrun's store: the
-    store outlives a restart and still holds the addresses of processes that died. Several nodes may count restarts
-    differently; there torchrun itself is told to make a new store (configs/launch/slurm.sbatch)."""
-    start, world = os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ["WORLD_SIZE"]
-    if start is None or os.environ.get("LOCAL_WORLD_SIZE") != world:
-        return {}
-    store, rank, _ = next(rendezvous("env://"))
-    return {"store": PrefixStore(f"start/{start}", store), "rank": rank, "world_size": int(world)}
+def meeting_place(patience: timedelta) -> dict[str, Any]:
+    """Arguments of init_process_group with which all processes of one start find each other in torchrun's own store.
+
+    That store outlives a restart and still holds the addresses of processes that died. torch tells starts apart by the
+    number of restarts, which agents of several nodes count differently: then they wait for each other for good."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}  # a store that the processes made themselves is new
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
+    return {"store": part_of_this_start(store, rank, world, patience), "rank": rank, "world_size": world}
+
+
+def part_of_this_start(store: Store, rank: int, world: int, patience: timedelta) -> PrefixStore:
+    """A part of `store` that these processes have for themselves, though it may hold anything of processes before them.
+
+    Every process draws a name. Rank 0 tells its own to whoever has written theirs, again and again until the one that
+    wrote last as each rank has answered: dead processes' names get an answer too, but do not give one."""
+    name = uuid.uuid4().hex
+    if rank:
+        store.set(f"meet/{rank}", name)
+        first = str(store.get(f"meet/tell/{name}"), "utf-8")  # waits for it
+        store.set(f"meet/{first}/{name}", "here")
+        return PrefixStore(f"start/{first}", store)
+    others, told = [f"meet/{other}" for other in range(1, world)], set[str]()
+    deadline = time.monotonic() + patience.total_seconds()
+    while time.monotonic() < deadline:
+        if store.check(others):
+            names = [str(other, "utf-8") for other in store.multi_get(others)]
+            for other in set(names) - told:
+                store.set(f"meet/tell/{other}", name)
+            told.update(names)
+            if store.check([f"meet/{name}/{other}" for other in names]):
+                return PrefixStore(f"start/{name}", store)
+        time.sleep(0.05)
+    raise RuntimeError(f"not all of the {world} ranks came within {patience}; look for the one that did not start")
 
 
 def rank() -> int:
