@@ -85,7 +85,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                         metrics.log(state.step, **balance_numbers(run), **run.phases.fetch(max(metrics.taken, 1)))
                     if due(state.step, config.valid_every, config.steps):
                         metrics.log(state.step, **validate(run, valid))
-                    if due(state.step, config.eval.every, config.steps):
+                    if config.eval.every and due(state.step, config.eval.every, config.steps):
                         watch.enter("evaluation")
                         metrics.log(state.step, **ask())
                     if due(state.step, config.checkpoint.every, config.steps) or stopped:
