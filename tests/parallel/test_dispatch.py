@@ -231,7 +231,9 @@ def values_asked_for(rank: int, world: int, room: int | None) -> list[str]:
         for name in ("tolist", "item", "__int__", "__bool__", "__index__"):
             plain = getattr(Tensor, name)
             patch.setattr(Tensor, name, lambda self, name=name, plain=plain: (asked.append(name), plain(self))[1])
-        plan(data.weight_TK.detach(), data.expert_TK, room)
+        made_plan = plan(data.weight_TK.detach(), data.expert_TK, room)
+    kept = int((data.weight_TK != 0).sum())
+    assert 0 < kept < data.weight_TK.numel() and made_plan.rows == (kept if room is None else EXPERTS * room)
     return asked
 
 

@@ -36,7 +36,10 @@ LENGTH, SEQUENCES, MICRO_BATCHES = 16, 8, 4
 SPECS: dict[str, DenseSpec | MoESpec] = {
     "uneven": tiny.dense(layers=9),
     "tied": tiny.dense(layers=8, tied=True, window=5, window_layers=(2,)),
-    "moe": tiny.moe((0, 2, 3, 7), layers=8),
+    # frequencies depend on the length of the whole sequence, which is more than this context
+    "moe": tiny.moe(
+        (0, 2, 3, 7), layers=8, context=8, rope={"rope_type": "dynamic", "rope_theta": 1e2, "factor": 2.0}
+    ),
 }
 BALANCE = BalanceConfig(aux_weight=0.1, z_weight=0.01)
 SCHEDULES = [name for name in module.SCHEDULES if can_split() or name not in SPLIT]

@@ -101,7 +101,7 @@ def check_alike(settings: Mapping[str, Any]) -> None:
         return
     every: list[dict[str, Any]] = gather(json.loads(text))
     reasons = []
-    for key in sorted(set().union(*every)):
+    for key in sorted({key for found in every for key in found}):
         ranks: dict[str, list[int]] = {}
         for number, found in enumerate(every):
             ranks.setdefault(repr(found[key]) if key in found else "not set", []).append(number)

@@ -33,12 +33,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
 
 from training.parallel.collectives import broadcast
 from training.parallel.processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-COLLECTIVES = dist.distributed_c10d.__file__
+COLLECTIVES = distributed_c10d.__file__
 PLAIN = str(Path(__file__).with_name("collectives.py"))  # its callers say more than itself
 INTERVAL = 2.0  # seconds between signs of life
 SILENCE = 60.0  # seconds without a sign after which a rank counts as dead: long, for something may hold Python's lock
@@ -113,7 +114,8 @@ class Sign:
     heard: float
 
 
-NOTHING = {"number": 0, "what": "the start", "host": "", "at": "", "since": 0.0}  # said by who has said nothing yet
+# said by who has said nothing yet
+NOTHING: dict[str, Any] = {"number": 0, "what": "the start", "host": "", "at": "", "since": 0.0}
 
 
 @dataclass
