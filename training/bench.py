@@ -41,7 +41,7 @@ from torch import Tensor
 from training.balance import BalanceConfig
 from training.build import data_rank, learner, room, stages_of_rank
 from training.checkpoint import layout
-from training.config import COMPUTE, READY, ModelConfig, TrainConfig
+from training.config import COMPUTE, READY, ModelConfig, TrainConfig, flat
 from training.data.batch import Batch
 from training.data.mixture import DataConfig, Mock
 from training.model.decoder import Decoder
@@ -113,7 +113,7 @@ def spec_of(config: BenchConfig) -> DenseSpec | MoESpec:
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
-    with processes() as device:
+    with processes(settings=dict(flat(asdict(config)))) as device:
         return measured(config, spec_of(config), device)
 
 
@@ -135,9 +135,7 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
         for block in run.balance.blocks:
             assert block.balance is not None
             block.balance = partial(in_turn, block.balance)
-    batches = [
-        batch(config, dense.vocab, (number * mesh.dp + data_rank(mesh)) * size, size) for number in range(count)
-    ]
+    batches = [batch(config, dense.vocab, (number * mesh.dp + data_rank(mesh)) * size, size) for number in range(count)]
     batches = [part.pinned() for part in batches] if device.type == "cuda" else batches
 
     def step() -> None:

@@ -6,8 +6,9 @@ Each part's keys, defaults and checks stand beside the code that uses them (data
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -135,3 +136,22 @@ def upcycle_config(model: ModelConfig) -> UpcycleConfig:
     if isinstance(model.upcycle, str):
         return read(UpcycleConfig, model.upcycle)
     return build(UpcycleConfig, model.upcycle, "model.upcycle.")
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """What all ranks of a run must have in common, by key: all but each one's device. The upcycle config is there with
+    its contents, because a file of one name may be another one on another node."""
+    found = asdict(config)
+    del found["device"]
+    if config.model.upcycle:
+        with suppress(ValueError, OSError):  # who needs a file that is not there says so; a run that resumes does not
+            found["model"]["upcycle"] = asdict(upcycle_config(config.model))
+    return dict(flat(found))
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -79,8 +79,7 @@ def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, known: Pa
     ranks = [[0]] if config.mesh.pp == 1 else stages(config.mesh.pp, config.mesh.schedule)
     ranges = [range(layers)] if config.mesh.pp == 1 else cut(spec, config.mesh.pp, config.mesh.schedule)
     found = [
-        of_rank(spec, config, world, [ranges[stage] for stage in own], place, known)
-        for place, own in enumerate(ranks)
+        of_rank(spec, config, world, [ranges[stage] for stage in own], place, known) for place, own in enumerate(ranks)
     ]
     return max(found, key=lambda memory: memory.total)
 
@@ -93,29 +92,36 @@ def of_rank(
     sizes = attention | experts
     dense = spec.dense if isinstance(spec, MoESpec) else spec
     count = max(1, config.batch // (config.micro_batch * attention["dp_shard"] * mesh.dp_replicate))
-    weights = gradients = late = resident = most_passing = 0
+    weights = gradients = late = resident = most_passing = most_summed = 0
     for (of_a_layer, unit), alike in sum((units(spec, part, known) for part in parts), Counter()).items():
         passing = 0  # gathered or copied for the layer's forward, and again for its backward
+        summed: Counter[Rule] = Counter()  # bytes of the sums that FSDP makes at once
         for placed, shape in unit:
             left, (ranks, copies) = placed.part(shape, sizes), placed.ranks(sizes)
             whole, dim = math.prod(left), sharded_dim(left, ranks)
             shard = whole // left[dim] * -(-left[dim] // ranks)
             fsdp = ranks * copies > 1
             weights += alike * shard
+            gathered = shard * ranks  # where the ranks do not divide the dimension, padding is gathered too
             apart = placed.kind == "experts" and not fsdp and narrow < MASTER  # see LocalExperts
-            size, first = whole if fsdp and not mesh.reshard else shard, narrow if apart else MASTER
+            # torch's pipelines sum gradients and free weights once a step, whatever mesh.reshard says
+            once = fsdp and (not mesh.reshard or mesh.pp > 1)
+            size, first = whole if once else shard, narrow if apart else MASTER
+            if once and mesh.pp > 1:  # after its last backward a stage copies one unit's gradients to send them
+                summed[placed] += whole * MASTER
             most = first if count == 1 else MASTER  # the first micro-batch's may be narrow
             there = (0, first, MASTER)[min(count, 3) - 1]  # when the last one's backward begins
             gradients += alike * size * most
             late += alike * size * (most - there)  # only the last backward makes these bytes
-            regathered = mesh.reshard if fsdp else apart and config.model.recompute in MOVES
+            regathered = not once if fsdp else apart and config.model.recompute in MOVES
             computed = MASTER if placed.exact else narrow
             if regathered and of_a_layer:
-                passing += whole * computed
+                passing += gathered * computed
             elif fsdp or computed < MASTER:  # without FSDP the copy in the compute dtype stays for the backward
-                resident += alike * whole * computed
+                resident += alike * gathered * computed
         most_passing = max(most_passing, passing)
-    gathered = resident + 3 * most_passing  # two layers' weights, one's gradients
+        most_summed = max(most_summed, *summed.values(), 0)
+    buffers = resident + 3 * most_passing + most_summed  # two layers' weights, one's gradients
     moments = weights * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
     flight = in_flight(mesh, count, place, len(parts))
@@ -124,7 +130,8 @@ def of_rank(
     if any(part.stop == dense.layers for part in parts):
         # a chunk of logits, whose gradient takes their place; the head's gradient, in float32 and as it is handed on
         loss = min(LOGITS, tokens * dense.vocab) * narrow + (MASTER + narrow) * dense.vocab * dense.hidden
-    return Memory(weights * MASTER, gradients, moments, gathered, activations, loss, min(activations, late))
+    freed = min(activations, late + most_summed)
+    return Memory(weights * MASTER, gradients, moments, buffers, activations, loss, freed)
 
 
 def units(spec: DenseSpec | MoESpec, part: range, known: Parts) -> Counter[tuple[bool, Unit]]:

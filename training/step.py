@@ -44,9 +44,7 @@ def gradients(run: Learner, batches: Sequence[Batch]) -> Tensor:
     if run.pipeline is not None:
         with run.phases("forward and backward"), one_step(run.model, run.pipeline.micro_batches):
             whole = Batch(*(torch.cat(tensors) for tensors in zip(*(vars(p).values() for p in parts), strict=True)))
-            if not run.config.data.mask_documents:
-                whole = replace(whole, documents=None)  # type: ignore[arg-type]  # so that attention needs no mask
-            return run.reduce(run.pipeline.step(whole, scored, run.config.data.sequence))
+            return run.reduce(run.pipeline.step(seen(run, whole), scored, run.config.data.sequence))
     nats = torch.zeros((), dtype=torch.promote_types(run.model.compute, torch.float32), device=run.device)
     with one_step(run.model, len(parts)):
         for number, part in enumerate(parts, 1):
@@ -59,9 +57,14 @@ def gradients(run: Learner, batches: Sequence[Batch]) -> Tensor:
     return run.reduce(nats) / scored
 
 
+def seen(run: Learner, part: Batch) -> Batch:
+    """What the model is given of a batch: without mask_documents no documents, so that attention needs no mask."""
+    return part if run.config.data.mask_documents else replace(part, documents=None)  # type: ignore[arg-type]
+
+
 def nll(run: Learner, part: Batch) -> Tensor:
-    documents = part.documents if run.config.data.mask_documents else None
-    return run.model.loss(part.tokens, part.labels, part.positions, documents, run.config.data.sequence)
+    part = seen(run, part)
+    return run.model.loss(part.tokens, part.labels, part.positions, part.documents, run.config.data.sequence)
 
 
 def elsewhere(run: Learner) -> tuple[str, ...]:
@@ -73,13 +76,14 @@ def elsewhere(run: Learner) -> tuple[str, ...]:
 def validate(run: Learner, valid: Sequence[Validation], poll: Poll) -> dict[str, float]:
     """Loss a token and bits per byte of every named set. `poll` is called before each batch, on all ranks alike."""
     found: dict[str, float] = {}
+    run.phases.tell("validation")
     for part in valid:
         nats, tokens = torch.zeros(2, dtype=torch.float64, device=run.device)
         for batch in part.batches(run.config.micro_batch, data_rank(run.mesh), run.mesh.dp):
             poll()
             own = own_part(batch.to(run.device), run.mesh)
             if run.pipeline is not None:
-                nats += run.pipeline.evaluate(own, run.config.data.sequence)
+                nats += run.pipeline.evaluate(seen(run, own), run.config.data.sequence)
             else:
                 nats += nll(run, own)
             tokens += own.scored.sum()
@@ -90,6 +94,7 @@ def validate(run: Learner, valid: Sequence[Validation], poll: Poll) -> dict[str,
         }
     for stage in run.parts:
         reshard(stage)
+    run.phases.tell("")
     return found
 
 

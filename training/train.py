@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch
 from training.build import CHECKPOINTS, Run, begin, checkpoints_of, loader_of, record, start
 from training.checkpoint import layout
 from training.checkpoint.state import Stop, Stopped, anywhere, found, step_of
-from training.config import TrainConfig
+from training.config import TrainConfig, settings
 from training.data.open import open_training, open_validation
 from training.evaluate import Ask, Suite
 from training.observe.flops import model_flops
@@ -40,8 +41,12 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
     torch.manual_seed(config.seed)  # nothing draws from these two generators; if a module ever does, it is reproducible
     random.seed(config.seed)
     patience = timedelta(minutes=config.patience)
-    with processes(config.device, patience) as device, guarded(patience) as watch, start(config, device) as run:
-        state, rate = run.state, schedule(config.schedule, config.steps)
+    with (
+        processes(config.device, patience, settings(config)) as device,
+        guarded(patience) as watch,
+        start(config, device) as run,
+    ):
+        state, rate, run.phases.tell = run.state, schedule(config.schedule, config.steps), watch.enter
         stop = Stop()
         poll = partial(stop.poll, run.control)
         with (
@@ -61,7 +66,8 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
             # prefix of their names in the log: (steps between them, what makes them)
             measures: Measures = {"valid/": (config.valid_every, partial(validate, run, valid, poll))}
             if suite is not None and config.eval.every:
-                measures["eval/"] = config.eval.every, suite.live(config.eval, run.model, run.origin, run.mesh, poll)
+                ask = suite.live(config.eval, run.model, run.origin, run.mesh, poll)
+                measures["eval/"] = config.eval.every, partial(evaluated, ask, watch.enter)
             record(run)
             flops = model_flops(run.origin.spec, config.data.sequence)
             metrics = Metrics(
@@ -91,16 +97,19 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     check_alive(run)
                     # before what takes minutes: a run that is stopped in a validation has no time left to save
                     if worth_saving(run) or stopped or again:
+                        watch.enter("checkpoint")
                         checkpoints.save(state.step, state)
                         saved = state.step
                     if not stopped:
                         stopped = not measured(metrics, state.step, at(measures, state.step, config.steps))
                 if saved < state.step:
+                    watch.enter("checkpoint")
                     checkpoints.save(state.step, state)
                 checkpoints.settle(state)
         if run.leads:
             draw(run.folder)
         if config.export and not stopped and not exported:
+            watch.enter("export")
             layout.export(run.model, run.origin, config.export, mesh=run.mesh)
     if stopped:
         raise Stopped(state.step)
@@ -156,6 +165,11 @@ def measured(metrics: Metrics, step: int, measures: Measures) -> bool:
     except Stopped:
         return False
     return True
+
+
+def evaluated(ask: Ask, enter: Callable[[str], object]) -> Mapping[str, float]:
+    enter("evaluation")
+    return ask()
 
 
 def draw(folder: Path) -> None:

@@ -28,9 +28,11 @@ from upcycle import plugin
 EXPERTS, HIDDEN, NEURONS, K = 8, 12, 16, 3
 # as many tokens on every rank
 EVEN = ("random", "dropped", "one_rank", "one_expert", "one_token", "all_dropped_on_rank_0", "whole_chunk")
-CASES = (*EVEN, "uneven", "none_on_rank_0")
+UNEVEN = ("uneven", "none_on_rank_0", "one_on_rank_0")
+CASES = (*EVEN, *UNEVEN)
 ADAPTERS = ("deepep", "hybridep")  # on CUDA alone; here on stand-ins
 WAITLESS = ("alltoall", "deepep on 1.x", "hybridep on hybrid", "hybridep on old hybrid")  # where there is room
+ALIKE = ("deepep on 2.x", "hybridep on hybrid", "hybridep on old hybrid")  # whose ranks agree on sizes before they send
 WALKED = [name for name in plugin.names("training.dispatch") if name not in ("local", *ADAPTERS)]
 
 
@@ -49,7 +51,7 @@ class Data:
 
 def data_of(rank: int, case: str) -> Data:
     draw = torch.Generator().manual_seed(1000 + rank)
-    tokens = {"one_token": 1, "whole_chunk": 64, "uneven": 5 + 4 * rank, "none_on_rank_0": 0 if rank == 0 else 9}.get(case, 10)
+    tokens = {"one_token": 1, "whole_chunk": 64, "uneven": 5 + 4 * rank, "none_on_rank_0": 0 if rank == 0 else 9, "one_on_rank_0": 1 if rank == 0 else 70}.get(case, 10)
     expert = torch.rand(tokens, EXPERTS, generator=draw).argsort(1)[:, :K]
     if case == "one_rank":
         expert = torch.arange(EXPERTS - K, EXPERTS).expand(tokens, K)
@@ -107,7 +109,8 @@ def compute(
         # rows of no expert are NaN on the way back, in both directions: nothing may come of them
         tail = torch.arange(int(sent.count_E.sum()), len(sent.x_RD))
         for rows in (sent.x_RD, sent.weight_R):
-            rows.register_hook(lambda grad, tail=tail: grad.index_fill(0, tail, torch.nan))
+            if rows.requires_grad:
+                rows.register_hook(lambda grad, tail=tail: grad.index_fill(0, tail, torch.nan))
         y_RD = experts(sent.x_RD, sent.weight_R, sent.count_E, w, "silu").index_fill(0, tail, torch.nan)
         x_TD = x_TD + dispatcher.combine(y_RD, sent.handle)
     return x_TD
@@ -157,11 +160,15 @@ def compare(
         own = part(weights, mesh)
         room = None if spare is None else needed(parts) + spare
         waits = name not in WAITLESS or world == 1
+        start = sum(len(p.x_TD) for p in parts[:rank])
+        rows = slice(start, start + len(mine.x_TD))
+        if case in UNEVEN and name in ALIKE:  # uneven tokens come without gradients only
+            with torch.no_grad():
+                close(compute(dispatcher, mine, own), want_y[rows], "output", case)
+            continue
         y = compute(dispatcher, mine, own, mesh.size("etp"), room, waits)
         got = gradients(y, mine, own)
         assert not fakes.waits or waits or room is None, "nothing is to wait for the device"
-        start = sum(len(p.x_TD) for p in parts[:rank])
-        rows = slice(start, start + len(mine.x_TD))
         close(y, want_y[rows], "output", case)
         close(got[0], want[0][rows], "gradient of x", case)
         kept = mine.weight_TK.detach() != 0  # of a dropped choice, capacity masks the gradient
@@ -224,7 +231,9 @@ def values_asked_for(rank: int, world: int, room: int | None) -> list[str]:
         for name in ("tolist", "item", "__int__", "__bool__", "__index__"):
             plain = getattr(Tensor, name)
             patch.setattr(Tensor, name, lambda self, name=name, plain=plain: (asked.append(name), plain(self))[1])
-        plan(data.weight_TK.detach(), data.expert_TK, room)
+        made_plan = plan(data.weight_TK.detach(), data.expert_TK, room)
+    kept = int((data.weight_TK != 0).sum())
+    assert 0 < kept < data.weight_TK.numel() and made_plan.rows == (kept if room is None else EXPERTS * room)
     return asked
 
 
@@ -238,9 +247,10 @@ def test_a_plan_asks_the_device_once_and_with_room_not_at_all() -> None:
     ("name", "cases"),
     [
         ("deepep on 1.x", CASES),
-        ("deepep on 2.x", ("uneven", "none_on_rank_0", *EVEN)),
-        ("hybridep on hybrid", EVEN),
-        ("hybridep on old hybrid", EVEN),
+        # the first, which makes the buffer, from no token; then one that fits on rank 0 and on no other
+        ("deepep on 2.x", ("none_on_rank_0", *EVEN, "one_on_rank_0", "uneven", "random")),
+        ("hybridep on hybrid", ("none_on_rank_0", *EVEN, "one_on_rank_0", "uneven", "random")),
+        ("hybridep on old hybrid", ("uneven", "random", "one_on_rank_0", "none_on_rank_0", "random")),
         ("deepep on hybrid", EVEN),
     ],
 )

@@ -51,6 +51,14 @@ def test_groups_partition_the_ranks_and_stages_are_the_same_in_both_grids(config
         assert all(any(set(g) <= c for c in copies) for g in groups(experts, ("edp_shard", "ep", "etp")))
 
 
+def test_experts_are_copied_where_the_model_is() -> None:
+    """Gathers stay inside a copy, unless an ep group spans several: then one set of experts serves them all."""
+    _, inside = grids(MeshConfig(dp_replicate=2, ep=2), 8)
+    assert (inside["edp_replicate"], inside["edp_shard"]) == (2, 2)
+    _, across = grids(MeshConfig(dp_replicate=2, ep=8), 8)
+    assert (across["edp_replicate"], across["edp_shard"]) == (1, 1)
+
+
 @pytest.mark.parametrize("world", [8, 24])
 def test_a_rank_knows_its_place(world: int) -> None:
     config = MeshConfig(tp=2, dp_replicate=2, ep=2)

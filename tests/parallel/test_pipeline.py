@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 
-from tests.parallel import ranks, test_run, tiny
+from tests.parallel import models, ranks, test_run, tiny
+from training import plan
 from training.balance import Balance, BalanceConfig
+from training.build import learner, stages_of_rank
+from training.config import ModelConfig, TrainConfig
+from training.data.mixture import DataConfig
 from training.parallel import pipeline as module
-from training.parallel.collectives import all_reduce
+from training.parallel.collectives import all_reduce, local
 from training.parallel.context import split
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.pipeline import SINGLE, SPLIT, Pipeline, can_split, check, cut, stages
 from training.parallel.shard import parallelize, reshard
+from training.step import gradients, validate
 from upcycle.spec import DenseSpec, MoESpec
 
 LENGTH, SEQUENCES, MICRO_BATCHES = 16, 8, 4
 SPECS: dict[str, DenseSpec | MoESpec] = {
     "uneven": tiny.dense(layers=9),
     "tied": tiny.dense(layers=8, tied=True, window=5, window_layers=(2,)),
-    "moe": tiny.moe((0, 2, 3, 7), layers=8),
+    # frequencies depend on the length of the whole sequence, which is more than this context
+    "moe": tiny.moe(
+        (0, 2, 3, 7), layers=8, context=8, rope={"rope_type": "dynamic", "rope_theta": 1e2, "factor": 2.0}
+    ),
 }
 BALANCE = BalanceConfig(aux_weight=0.1, z_weight=0.01)
 SCHEDULES = [name for name in module.SCHEDULES if can_split() or name not in SPLIT]
@@ -126,6 +140,78 @@ def test_a_wrong_order_of_layers_is_seen() -> None:
     assert min(ranks.run(2, swapped)) > 1e-3
 
 
+@dataclass(frozen=True)
+class Held:
+    """The most bytes at once, after any backward of a stage's micro-batches but before gradients are summed."""
+
+    gradients: int = 0
+    gathered: int = 0
+    unit: int = 0  # gradients of one unit, which are copied to be summed
+
+
+def held_now(parts: Sequence[nn.Module]) -> Held:
+    gradients = gathered = largest = 0
+    sharded = set()
+    for each in (each for part in parts for each in part.modules()):
+        for group in each._get_fsdp_state()._fsdp_param_groups if isinstance(each, FSDPModule) else ():
+            unit = 0
+            for parameter in group.fsdp_params:
+                grad = parameter.unsharded_accumulated_grad
+                grad = parameter._unsharded_param.grad if grad is None else grad
+                unit += 0 if grad is None else local(grad).nbytes
+                gathered += sum(out.untyped_storage().nbytes() for out in parameter.all_gather_outputs)
+                sharded.update((parameter.sharded_param, parameter._unsharded_param))
+            gradients, largest = gradients + unit, max(largest, unit)
+    alone = (p for part in parts for p in part.parameters() if p not in sharded and p.grad is not None)
+    return Held(gradients + sum(local(p.grad).nbytes for p in alone), gathered, largest)
+
+
+def held_in_a_step(rank: int, world: int) -> tuple[Held, plan.Memory]:
+    """A stage of bfloat16 activations and float32 weights on two ranks, and what the plan says of it."""
+    mesh, spec = ParallelMesh(MeshConfig(pp=2)), models.SPECS["moe"]
+    config = TrainConfig(
+        model=ModelConfig(source="none"),
+        data=DataConfig(sequence=models.SEQUENCE, mask_documents=False),
+        mesh=mesh.config,
+        batch=8,
+        micro_batch=1,
+    )
+    layers = stages_of_rank(spec, mesh)
+    parts = [models.make("moe", torch.float32, part=part, experts="grouped", compute=torch.bfloat16) for part in layers]
+    documents: list[Any] = []
+    for part in parts:
+        parallelize(part, mesh)
+        part.register_forward_pre_hook(
+            lambda _, inputs, named: documents.append(inputs[2] if len(inputs) > 2 else named.get("documents_BS")),
+            with_kwargs=True,
+        )
+    run, seen = learner(config, parts, mesh, torch.device("cpu"), learns=False), []
+    plain = PipelineStage.backward_maybe_with_nosync
+
+    def backward(self: PipelineStage, *inputs: Any, **named: Any) -> Any:
+        found = plain(self, *inputs, **named)
+        seen.append(held_now(parts))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineStage, "backward_maybe_with_nosync", backward)
+        batches = [models.batch(1, 10 * micro + mesh.index("dp_shard")) for micro in range(run.micro_batches)]
+        gradients(run, batches)
+    assert len(seen) == run.micro_batches == len(documents) == 4
+    valid = SimpleNamespace(name="of", batches=lambda *_: [models.batch(2)], bits_per_byte=float)
+    assert validate(run, [valid])["valid/of/loss"] > 0  # type: ignore[list-item]
+    assert documents == [None] * 6, "without mask_documents no stage sees documents, in training or in validation"
+    most = Held(*(max(getattr(held, name) for held in seen) for name in ("gradients", "gathered", "unit")))
+    return most, plan.of_rank(spec, config, world, layers, mesh.index("pp"), {})
+
+
+def test_the_plan_counts_what_a_sharded_stage_holds_in_a_step() -> None:
+    """All its gradients and gathered weights are whole until its last backward, and are then summed unit by unit."""
+    for most, planned in ranks.run(4, held_in_a_step):
+        assert most.gradients == planned.gradients > planned.weights
+        assert most.gathered + most.unit == planned.gathered
+
+
 def test_layers_are_cut_evenly() -> None:
     def sizes(layers: int, pp: int, schedule: str = "1f1b") -> list[int]:
         found = cut(tiny.dense(layers=layers), pp, schedule)
@@ -173,14 +259,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_tied_embeddings_are_trained_as_one_matrix(place: Path, tmp_path: Path) -> None:
     """Loaded, stepped, clipped, validated and exported once, whether one rank has both stages or two have one each."""
-    alone = test_run.on_rank(0, 1, test_run.words(place, tmp_path / "alone", f"export={tmp_path / 'alone-out'}"))
+
+    def words(name: str, *more: str) -> list[str]:
+        # a target that ties, as test_run.py's does not; its scores know no bias
+        tied = {"source": str(place / "dense"), "target": "qwen3_moe", "experts": 4, "granularity": 2, "top_k": 2}
+        model = f"model.upcycle={json.dumps(tied | {'method': 'virtual_group'})}"
+        plain = [
+            w for w in test_run.words(place, tmp_path / name) if not w.startswith(("model.upcycle", "balance.bias"))
+        ]
+        return [*plain, model, f"export={tmp_path / name}-out", *more]
+
+    alone = test_run.on_rank(0, 1, words("alone"))
     want = test_run.exported(tmp_path / "alone-out")
+    assert "model.embed_tokens.weight" in want and "lm_head.weight" not in want, "nothing is tied"
     for schedule in ("1f1b", "zbv")[: 1 + can_split()]:
-        out = tmp_path / f"{schedule}-out"
-        more = ["micro_batch=4", "mesh.pp=2", f"mesh.schedule={schedule}", f"export={out}"]
-        ranks.run(2, test_run.on_rank, test_run.words(place, tmp_path / schedule, *more))
+        ranks.run(2, test_run.on_rank, words(schedule, "micro_batch=4", "mesh.pp=2", f"mesh.schedule={schedule}"))
         test_run.same_run(tmp_path / schedule, alone)
-        have = test_run.exported(out)
+        have = test_run.exported(tmp_path / f"{schedule}-out")
         assert have.keys() == want.keys()
         for name in want:
             assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import queue
 import re
 import signal
 import socket
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import PRELOAD
 
+from training.dispatch.alltoall import exchange
+from training.observe.profiling import Phases
 from training.parallel.processes import processes
-from training.parallel.watch import Watch, guarded
+from training.parallel.watch import SILENCE, Watch, guarded, standing
 
 
 def loop(rank: int, port: int, victim: int, how: str, folder: str) -> None:
@@ -28,21 +35,26 @@ def loop(rank: int, port: int, victim: int, how: str, folder: str) -> None:
     torch.set_num_threads(1)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "RANK": str(rank)}
     os.environ.update(place | {"GLOO_SOCKET_IFNAME": "lo"})
-    patience = timedelta(seconds=4 if how == "late" else 60)
+    patience = timedelta(seconds=4 if how in ("late", "stuck") else 60)
+    phases = Phases(torch.device("cpu"))
     with processes("cpu"), guarded(patience, interval=0.2) as watch:
+        phases.tell = watch.enter
         for step in range(1, 1000):
-            watch.doing(f"the data of step {step}")
-            if step == 5 and rank == victim:
-                if how == "error":
-                    raise ValueError("the disk is full")
-                if how in ("killed", "late"):
-                    time.sleep(1)  # a sign of life goes out
-                    Path(folder, "there").touch()
-                    time.sleep(1000)
+            watch.doing(f"step {step}")
+            with phases("data"):
+                if step == 5 and rank == victim:
+                    if how == "error":
+                        raise ValueError("the disk is full")
+                    if how in ("killed", "late"):
+                        time.sleep(1)  # a sign of life goes out
+                        Path(folder, "there").touch()
+                        time.sleep(1000)
             if step == 20 and how == "none":
                 break
-            watch.doing(f"step {step}")
-            dist.all_reduce(torch.ones(10))
+            with phases("forward"):
+                if step == 5 and rank == victim and how == "stuck":
+                    time.sleep(1000)
+                dist.all_reduce(torch.ones(10))
 
 
 def start(victim: int, how: str, folder: Path) -> list[BaseProcess]:
@@ -62,7 +74,18 @@ def start(victim: int, how: str, folder: Path) -> list[BaseProcess]:
     [
         (2, "killed", r"rank 2 \(.*\) died or froze, in the data of step 5; this run ends"),
         (0, "killed", r"the store of the processes is gone, and with it rank 0 or torchrun .*; this run ends"),
-        (1, "late", r"rank 1 \(.*\) is late, \d+ s in the data of step 5 while others wait in step 5; this run ends"),
+        (
+            1,
+            "late",
+            r"rank 1 \(.*\) is late, \d+ s in the data of step 5 \(at loop, tests/parallel/test_watch.py:\d+\) while "
+            r"others wait in the forward of step 5 \(at loop, tests/.*:\d+, for all_reduce\); this run ends",
+        ),
+        (
+            1,
+            "stuck",  # in the same part as the others, but not in its collective
+            r"rank 1 \([^)]*\) is late, \d+ s in the forward of step 5 \(at loop, tests/.*:\d+\) while others wait in "
+            r"the forward of step 5 \(at loop, tests/.*:\d+, for all_reduce\); this run ends",
+        ),
         (1, "error", r"rank 1 failed in the data of step 5 \(ValueError: the disk is full\); this run ends"),
     ],
 )
@@ -99,3 +122,38 @@ def test_one_process_watches_nobody() -> None:
     with guarded() as watch:
         watch.doing("step 1")
         assert isinstance(watch, Watch) and watch.store is None
+
+
+def test_a_rank_that_never_left_a_sign_is_named() -> None:
+    """It died between the last thing that all did together and its first sign."""
+    store = dist.HashStore()
+    watch = Watch(0, 3, store)
+    sign = {"beat": 1, "number": 0, "what": "the start", "host": "here", "at": "", "since": 0.0}
+    for beat, now in enumerate((0.0, SILENCE, SILENCE + 1)):
+        for rank in (0, 1):
+            store.set(str(rank), json.dumps(sign | {"beat": beat}))
+        said = watch.verdict(now)
+        assert said == ("rank 2 (host unknown) died or froze, in the start" if now > SILENCE else "")
+
+
+@pytest.mark.filterwarnings("ignore:Running all_to_all_single")
+def test_a_stack_names_the_collective_and_who_called_it() -> None:
+    """Of a thread whose dispatch stands in its all-to-all, and of one that stands in none."""
+    gate: queue.Queue[bool] = queue.Queue()
+
+    def alone() -> None:
+        gate.get()
+
+    def where(work: Callable[[], object]) -> str:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        time.sleep(0.3)
+        found = standing(thread.ident or 0)
+        gate.put(True)
+        thread.join()
+        return found
+
+    with mock.patch.object(dist.distributed_c10d, "_rank_not_in_group", gate.get):  # the first that it asks
+        found = where(lambda: exchange(torch.ones(2), [1, 1], [1, 1], mock.MagicMock()))
+    assert re.fullmatch(r"at exchange, training/dispatch/alltoall.py:\d+, for all_to_all_single", found), found
+    assert re.fullmatch(r"at alone, tests/parallel/test_watch.py:\d+", where(alone))

@@ -6,9 +6,12 @@
 Both are differentiable in x, weight and y. A choice with weight 0 was dropped: it need not be sent, and its weight's
 gradient may be 0. Ranks have experts in order: of 8 experts on 2 ranks, the second has 4 to 7.
 
+Under gradients, in training, all ranks bring equally many tokens. Without, in validation and suites, each brings as
+many as it has, down to none; dispatchers whose sizes must agree then ask the others first (common.most_tokens).
+
 With `local` the host never waits for the device; with the others it waits once a dispatch, for the number of rows that
 arrive. `room` is a promise of the caller: no expert gets more than `room` rows from any one rank, and all ranks have
-the same `room` and equally many tokens. Then buffers can be made large enough without asking the device, and nothing
+the same `room`, under gradients. Then buffers can be made large enough without asking the device, and nothing
 waits (except deepep on 2.x and between nodes).
 
 A file has `available() -> str` ("" if it can run here, else one sentence) and `dispatcher(experts, ep_group,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
@@ -68,6 +69,17 @@ class _Home(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None]:
         with record_function("dispatch"):
             return ctx.route.out(grad_TD), None
+
+
+def most_tokens(x_TD: Tensor, group: ProcessGroup) -> int:
+    """The most tokens that a rank of the group brings; all its ranks get the same number. Under gradients all bring
+    equally many and nobody is asked; without, the host waits for the others' numbers. Not for use inside of an autograd
+    function, where gradients are always off."""
+    if torch.is_grad_enabled():
+        return len(x_TD)
+    most = torch.tensor(len(x_TD), device=x_TD.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return int(most)
 
 
 # ---- weights of rows, as kernels/permute.py moves the rows themselves

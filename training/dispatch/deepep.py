@@ -60,9 +60,9 @@ class Second:
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched:
         common.only_bfloat16("deepep", x_TD)
+        self.make_buffer(common.most_tokens(x_TD, self.group), x_TD.shape[1], expert_TK.shape[1])
 
         def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, SecondRoute]:
-            self.make_buffer(x_TD, expert_TK.shape[1])
             x_RD, _, weight_R, handle, _ = self.buffer.dispatch(
                 x_TD.contiguous(),
                 topk_idx=kept(weight_TK, expert_TK).to(self.deep_ep.topk_idx_t),
@@ -82,16 +82,14 @@ class Second:
     def combine(self, y_RD: Tensor, handle: SecondRoute) -> Tensor:
         return common.combine(y_RD, handle)
 
-    def make_buffer(self, x_TD: Tensor, k: int) -> None:
-        """Makes the buffer at first, for the rank with the most tokens; later anew only if there are more tokens, of
-        which all ranks of a mesh then have more."""
-        if self.buffer is not None and len(x_TD) <= self.tokens:
+    def make_buffer(self, most: int, hidden: int, k: int) -> None:
+        """Makes the buffer, which all ranks do together, at first and whenever a rank brings more tokens than any did
+        before. `most`: the same on all ranks, so that all come here."""
+        if self.buffer is not None and most <= self.tokens:
             return
-        most = torch.tensor(len(x_TD), device=x_TD.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        self.tokens = int(most)
+        self.tokens = max(most, 1)
         self.buffer = self.deep_ep.ElasticBuffer(
-            self.group, num_max_tokens_per_rank=self.tokens, hidden=x_TD.shape[1], num_topk=k
+            self.group, num_max_tokens_per_rank=self.tokens, hidden=hidden, num_topk=k
         )
 
 

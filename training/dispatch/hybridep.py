@@ -2,7 +2,7 @@
 
 Moves bfloat16 only; the host waits once a dispatch for the number of rows, unless `room` is given. Between versions its
 handle has grown from 9 to 11 parts and calls have gained arguments: so the handle is passed back unopened, and only
-arguments that both versions know are used. All ranks must bring equally many tokens.
+arguments that both versions know are used. It takes equally many tokens from all ranks: who has fewer pads.
 """
 
 from __future__ import annotations
@@ -38,29 +38,31 @@ class HybridEP:
     group: dist.ProcessGroup
     deep_ep: Any
     buffer: Any = None
+    tokens: int = 0  # the most that a rank may send, the same on all ranks
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched:
         common.only_bfloat16("hybridep", x_TD)
+        most = -(-max(common.most_tokens(x_TD, self.group), 1) // CHUNK) * CHUNK
+        local = self.experts // self.group.size()
+        if self.buffer is None or most > self.tokens:
+            self.buffer, self.tokens = self.deep_ep.HybridEPBuffer(self.group, x_TD.shape[1], most, local), most
 
         def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Route]:
-            x_TD = padded(x_TD)
-            local = self.experts // self.group.size()
-            if self.buffer is None:
-                self.buffer = self.deep_ep.HybridEPBuffer(self.group, x_TD.shape[1], len(x_TD), local)
+            x_TD = padded(x_TD, most)
             kept_TK = weight_TK != 0
             nothing = torch.zeros(len(x_TD), self.experts, dtype=torch.float32, device=x_TD.device)
             # several choices of one expert add up
             chances_TE = nothing[: len(expert_TK)].scatter_add(1, expert_TK, weight_TK.float())
             x_RD, weight_R, _, count_E, handle = self.buffer.dispatch_with_permute(
                 hidden=x_TD,
-                routing_map=padded(chances_TE != 0),
-                probs=padded(chances_TE),
+                routing_map=padded(chances_TE != 0, most),
+                probs=padded(chances_TE, most),
                 num_of_experts_per_rank=local,
                 num_permuted_tokens=None if room is None else self.experts * room,
                 non_blocking=room is not None,
             )
             count_E = count_E.to(x_TD.device, torch.int32, non_blocking=True)
-            route = Route(self.buffer, handle, len(x_RD), expert_TK, kept_TK, weight_TK.dtype)
+            route = Route(self.buffer, handle, most, len(x_RD), expert_TK, kept_TK, weight_TK.dtype)
             return x_RD, weight_R.to(weight_TK.dtype), count_E, route
 
         return common.dispatch(first, x_TD, weight_TK)
@@ -69,9 +71,9 @@ class HybridEP:
         return common.combine(y_RD, handle)
 
 
-def padded(rows_TD: Tensor) -> Tensor:
-    """Rows padded to whole chunks with zeros, which no expert has chosen. Padding by no row would still be a copy."""
-    short = -len(rows_TD) % CHUNK
+def padded(rows_TD: Tensor, most: int) -> Tensor:
+    """Rows padded to `most` with zeros, which no expert has chosen. Padding by no row would still be a copy."""
+    short = most - len(rows_TD)
     return (functional.pad(rows_TD, (0, 0, 0, short)) if short else rows_TD).contiguous()
 
 
@@ -79,6 +81,7 @@ def padded(rows_TD: Tensor) -> Tensor:
 class Route:
     buffer: Any
     handle: Any
+    most: int  # tokens of each rank, with padding
     rows: int
     expert_TK: Tensor
     kept_TK: Tensor
@@ -86,7 +89,7 @@ class Route:
 
     def out(self, x_TD: Tensor) -> Tensor:
         x_RD, *_ = self.buffer.dispatch_with_permute(
-            hidden=padded(x_TD), handle=self.handle, num_permuted_tokens=self.rows
+            hidden=padded(x_TD, self.most), handle=self.handle, num_permuted_tokens=self.rows
         )
         return x_RD  # type: ignore[no-any-return]
 

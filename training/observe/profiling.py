@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,20 +18,24 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class Phases:
-    """Seconds by name: of the device's own clock on CUDA, of the processor's elsewhere."""
+    """Seconds by name: of the device's own clock on CUDA, of the processor's elsewhere. `tell` is called with each name
+    as its phase begins, and with "" as it ends."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
+        self.tell: Callable[[str], None] = lambda name: None
         self.spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self.tell(name)
         if not self.cuda:
             with record_function(name):
                 start = time.perf_counter()
                 yield
                 self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.tell("")
             return
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with record_function(name):
@@ -39,6 +43,7 @@ class Phases:
             yield
             last.record()
         self.spans.setdefault(name, []).append((first, last))
+        self.tell("")
 
     def fetch(self, steps: int = 1) -> dict[str, float]:
         """Seconds a step of each name since the last fetch; waits for the device."""

@@ -45,7 +45,8 @@ class MeshConfig:
     context: str = "ring"  # how cp attends: ring | ulysses (training/parallel/context.py)
     schedule: str = "1f1b"  # of the pipeline: gpipe | 1f1b | interleaved | zero_bubble | zbv (pipeline.py)
     dispatcher: str = "alltoall"  # how tokens travel to experts: a file of training/dispatch
-    # free gathered weights after each use, and sum gradients after each micro-batch: least memory; false: once a step
+    # free gathered weights after each use, and sum gradients after each micro-batch: least memory; false: once a step,
+    # as the stages of a pipeline do either way
     reshard: bool = True
 
     def __post_init__(self) -> None:

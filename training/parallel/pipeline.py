@@ -249,12 +249,9 @@ class Pipeline:
         """
         self.copy_tied()
         self.length = length
-        pieces = [
-            Batch(*parts)
-            for parts in zip(
-                *(x.tensor_split(min(self.micro_batches, len(x))) for x in vars(batch).values()), strict=True
-            )
-        ]
+        count = min(self.micro_batches, len(batch.tokens))
+        split = [[None] * count if x is None else x.tensor_split(count) for x in vars(batch).values()]
+        pieces = [Batch(*parts) for parts in zip(*split, strict=True)]
         nats: Tensor | None = None
         waiting: dict[tuple[int, int], Tensor] = {}  # what goes into (stage, piece)
         for tick in range(self.last + len(pieces)):

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from training.parallel.collectives import gather
 
 # a rank that waits longer for another one waits for a dead one; loading and checkpoints take minutes
 PATIENCE = timedelta(minutes=30)
 
 
 @contextmanager
-def processes(device: str = "", patience: timedelta = PATIENCE) -> Iterator[torch.device]:
-    """Context in which torch.distributed works, if there are several processes; yields this process's device."""
+def processes(
+    device: str = "", patience: timedelta = PATIENCE, settings: Mapping[str, Any] | None = None
+) -> Iterator[torch.device]:
+    """Context in which torch.distributed works, if there are several processes; yields this process's device. Refuses
+    `settings` that are not the same on all ranks."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -27,25 +35,87 @@ def processes(device: str = "", patience: timedelta = PATIENCE) -> Iterator[torc
     if own.type == "cuda":
         torch.cuda.set_device(own)
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        check_alike(settings or {})
         yield own
         return
     # gloo beside NCCL: it carries tensors in host memory
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=patience, device_id=own if own.type == "cuda" else None, **meeting_place())
+    dist.init_process_group(
+        backend, timeout=patience, device_id=own if own.type == "cuda" else None, **meeting_place(patience)
+    )
+    check_alike(settings or {})
     yield own
     dist.destroy_process_group()  # not after an error: the others still wait for this rank, until torchrun ends them
 
 
-def meeting_place() -> dict[str, Any]:
-    """Arguments of init_process_group that give each start of a one-node run its own part of torchrun's store: the
-    store outlives a restart and still holds the addresses of processes that died. Several nodes may count restarts
-    differently; there torchrun itself is told to make a new store (configs/launch/slurm.sbatch)."""
-    start, world = os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ["WORLD_SIZE"]
-    if start is None or os.environ.get("LOCAL_WORLD_SIZE") != world:
-        return {}
-    store, rank, _ = next(rendezvous("env://"))
-    return {"store": PrefixStore(f"start/{start}", store), "rank": rank, "world_size": int(world)}
+def meeting_place(patience: timedelta) -> dict[str, Any]:
+    """Arguments of init_process_group with which all processes of one start find each other in torchrun's own store.
+
+    That store outlives a restart and still holds the addresses of processes that died. torch tells starts apart by the
+    number of restarts, which agents of several nodes count differently: then they wait for each other for good."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}  # a store that the processes made themselves is new
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
+    return {"store": part_of_this_start(store, rank, world, patience), "rank": rank, "world_size": world}
+
+
+def part_of_this_start(store: Store, rank: int, world: int, patience: timedelta) -> PrefixStore:
+    """A part of `store` that these processes have for themselves, though it may hold anything of processes before them.
+
+    Every process draws a name. Rank 0 tells its own to whoever has written theirs, again and again until the one that
+    wrote last as each rank has answered: dead processes' names get an answer too, but do not give one."""
+    name = uuid.uuid4().hex
+    if rank:
+        store.set(f"meet/{rank}", name)
+        first = str(store.get(f"meet/tell/{name}"), "utf-8")  # waits for it
+        store.set(f"meet/{first}/{name}", "here")
+        return PrefixStore(f"start/{first}", store)
+    others, told = [f"meet/{other}" for other in range(1, world)], set[str]()
+    deadline = time.monotonic() + patience.total_seconds()
+    while time.monotonic() < deadline:
+        if store.check(others):
+            names = [str(other, "utf-8") for other in store.multi_get(others)]
+            for other in set(names) - told:
+                store.set(f"meet/tell/{other}", name)
+            told.update(names)
+            if store.check([f"meet/{name}/{other}" for other in names]):
+                return PrefixStore(f"start/{name}", store)
+        time.sleep(0.05)
+    raise RuntimeError(f"not all of the {world} ranks came within {patience}; look for the one that did not start")
 
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+# ---- what ranks must have in common
+
+
+def check_alike(settings: Mapping[str, Any]) -> None:
+    """Refuse, on every rank, settings that are not the same on all ranks: these would wait for each other in vain, or
+    train something that nobody asked for. All ranks call this together. `settings`: values by key."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    digests = gather(hashlib.sha256(text.encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    every: list[dict[str, Any]] = gather(json.loads(text))
+    reasons = []
+    for key in sorted({key for found in every for key in found}):
+        ranks: dict[str, list[int]] = {}
+        for number, found in enumerate(every):
+            ranks.setdefault(repr(found[key]) if key in found else "not set", []).append(number)
+        if len(ranks) > 1:
+            values = [f"{value} on {listed(having)}" for value, having in ranks.items()]
+            reasons.append(f"{key} is {', '.join(values[:-1])} and {values[-1]}")
+    if len(reasons) > 3:
+        reasons[3:] = [f"and {len(reasons) - 3} more keys differ"]
+    differ = ", ".join(reasons)
+    raise ValueError(f"the ranks' configurations differ: {differ}; start every rank with the same configuration")
+
+
+def listed(ranks: Sequence[int]) -> str:
+    words = [str(rank) for rank in ranks[:4]]
+    if len(ranks) > 4:
+        words.append(f"{len(ranks) - 4} others")
+    return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"

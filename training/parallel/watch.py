@@ -3,10 +3,12 @@
     with processes() as device, guarded() as watch:
         for step in ...:
             watch.doing(f"step {step}")        # the same words in the same order on every rank
+            watch.enter("data")                # a part of it; "": what lies between parts
             ...
 
-A thread of each rank leaves a sign of life in torchrun's store every two seconds, with what the rank is doing. Rank 0
-reads everybody's sign, the others read rank 0's. Three things end a run, each with one sentence:
+A thread of each rank leaves a sign of life in torchrun's store every two seconds, with what the rank is doing and where
+its code stands: in which collective, called from where. Rank 0 reads everybody's sign, the others read rank 0's. Three
+things end a run, each with one sentence:
 
     a rank failed        its exception, in its own words
     a rank fell silent   killed, frozen, or its node is gone
@@ -25,14 +27,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
 
 from training.parallel.collectives import broadcast
 from training.parallel.processes import PATIENCE
 
+ROOT = Path(__file__).parents[2]
+COLLECTIVES = distributed_c10d.__file__
+PLAIN = str(Path(__file__).with_name("collectives.py"))  # its callers say more than itself
 INTERVAL = 2.0  # seconds between signs of life
 SILENCE = 60.0  # seconds without a sign after which a rank counts as dead: long, for something may hold Python's lock
 # words of errors that only say that another rank is missing
@@ -71,12 +79,43 @@ def leave(sentence: str) -> None:
     os._exit(1)
 
 
+def standing(main: int) -> str:
+    """Where this process's work stands, in words: our function, and the collective that it waits for."""
+    stacks = sys._current_frames()
+    if main not in stacks:
+        return ""
+    place, call, backward = read_stack(stacks[main])
+    if backward and not call:  # on a GPU gradients are made by another thread
+        own = threading.get_ident()
+        found = [read_stack(stack) for thread, stack in stacks.items() if thread not in (main, own)]
+        place, call, _ = next((each for each in found if each[0] and each[1]), (place, call, backward))
+    return f"{place}, for {call}" if call and place else place
+
+
+def read_stack(frame: FrameType | None) -> tuple[str, str, bool]:
+    """(our function that is called last, torch's collective, whether autograd makes gradients) of a thread."""
+    place, call, backward = "", "", False
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file == COLLECTIVES and not place and not name.startswith("_"):
+            call = name
+        elif not place and file != PLAIN and file.startswith(f"{ROOT}{os.sep}") and "site-packages" not in file:
+            place = f"at {name}, {Path(file).relative_to(ROOT)}:{frame.f_lineno}"
+        backward |= name == "_engine_run_backward"
+        frame = frame.f_back
+    return place, call, backward
+
+
 @dataclass
 class Sign:
     """What a rank last said, and when that was heard."""
 
     said: dict[str, Any]
     heard: float
+
+
+# said by who has said nothing yet
+NOTHING: dict[str, Any] = {"number": 0, "what": "the start", "host": "", "at": "", "since": 0.0}
 
 
 @dataclass
@@ -91,13 +130,22 @@ class Watch:
     interval: float = INTERVAL
     end: Callable[[str], None] = leave
     _what: tuple[int, str, float] = (0, "the start", 0.0)  # number, words, since when
+    _task: str = ""
+    _main: int = 0  # the thread that works
     _beats: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
     _signs: dict[int, Sign] = field(default_factory=dict)
     _thread: threading.Thread | None = None
 
     def doing(self, what: str) -> None:
+        self._task = what
         self._what = (self._what[0] + 1, what, time.monotonic())
+
+    def enter(self, part: str) -> None:
+        """Says which part of what the rank is doing comes now, "" if none: who waits behind a part must not look as if
+        it were still in it."""
+        words = f"the {part} of {self._task}" if part else self._task
+        self._what = (self._what[0] + 1, words, time.monotonic())
 
     # ---- what ends a run
 
@@ -121,9 +169,11 @@ class Watch:
         if self.store.check(["verdict"]):
             return str(self.store.get("verdict"), "utf-8")
         watched = [str(rank) for rank in range(self.world)] if self.rank == 0 else ["0"]
-        if not self.store.check(watched):
-            return ""  # somebody is still starting
-        for rank, beat in zip(watched, self.store.multi_get(watched), strict=True):
+        if not self.store.check(watched):  # who has not left a first sign counts as heard now, and may fall silent too
+            for rank in watched:
+                self._signs.setdefault(int(rank), Sign(dict(NOTHING), now))
+            watched = [rank for rank in watched if self.store.check([rank])]
+        for rank, beat in zip(watched, self.store.multi_get(watched) if watched else [], strict=True):
             said = json.loads(beat)
             if int(rank) not in self._signs or self._signs[int(rank)].said != said:
                 self._signs[int(rank)] = Sign(said, now)
@@ -143,18 +193,35 @@ class Watch:
         behind = [rank for rank in number if number[rank] == min(number.values())]
         first, ahead = self._signs[behind[0]].said["what"], max(number, key=lambda rank: number[rank])
         if len(behind) == self.world:
-            return f"no rank came out of {first} in {max(seconds.values()):.0f} s"
+            odd = self.odd_ones(behind)
+            if len(odd) == self.world:
+                return f"no rank came out of {first} in {max(seconds.values()):.0f} s{self.place(odd[0])}"
+            behind, ahead = odd, next(rank for rank in number if rank not in odd)
         waiting = self._signs[ahead].said["what"]
-        return f"{self.named(behind)} is late, {seconds[behind[0]]:.0f} s in {first} while others wait in {waiting}"
+        return (
+            f"{self.named(behind)} is late, {seconds[behind[0]]:.0f} s in {first}{self.place(behind[0])} while others "
+            f"wait in {waiting}{self.place(ahead)}"
+        )
+
+    def odd_ones(self, ranks: list[int]) -> list[int]:
+        """Of ranks at the same thing, the fewest that stand at one place: of those outside of any collective, if there
+        are some, because who is in one waits for others."""
+        at = {rank: self._signs[rank].said["at"] for rank in ranks}
+        outside = [rank for rank in ranks if ", for " not in at[rank]] or ranks
+        return min(([r for r in outside if at[r] == place] for place in {at[r] for r in outside}), key=len)
+
+    def place(self, rank: int) -> str:
+        at = self._signs[rank].said["at"]
+        return f" ({at})" if at else ""
 
     def named(self, ranks: list[int]) -> str:
-        words = [f"rank {rank} ({self._signs[rank].said['host']})" for rank in sorted(ranks)[:4]]
+        words = [f"rank {rank} ({self._signs[rank].said['host'] or 'host unknown'})" for rank in sorted(ranks)[:4]]
         return " and ".join(words) + (f" and {len(ranks) - 4} others" if len(ranks) > 4 else "")
 
     # ---- the thread
 
     def start(self) -> None:
-        self._what = (0, "the start", time.monotonic())
+        self._what, self._main = (0, "the start", time.monotonic()), threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -169,7 +236,7 @@ class Watch:
         while not verdict and not self._stop.wait(self.interval if self._beats else 0):
             number, what, since = self._what
             self._beats += 1
-            sign = {"beat": self._beats, "number": number, "what": what, "host": host}
+            sign = {"beat": self._beats, "number": number, "what": what, "host": host, "at": standing(self._main)}
             try:
                 self.store.set(str(self.rank), json.dumps(sign | {"since": time.monotonic() - since}))
                 verdict = self.verdict(time.monotonic())

@@ -518,3 +518,25 @@ def test_the_gradient_of_scope_global_is_of_the_counts_so_far() -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
     for got, whole in zip(step(parts), step(1), strict=True):
         assert float((got - whole).norm() / whole.norm()) > 1e-4
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "sequence", "global"])
+def test_ranks_tell_each_other_counts_only_for_what_needs_them(scope: str) -> None:
+    """No collective a layer for the z-loss alone, nor for watching."""
+
+    def asked(**changed: float) -> int:
+        calls: list[Tensor] = []
+
+        def reduce(counts: Tensor) -> Tensor:
+            calls.append(counts)
+            return counts
+
+        net = decoder()
+        config = BalanceConfig(**{"aux_weight": 0.0, "aux_scope": scope} | changed)  # type: ignore[arg-type]
+        balance = Balance(config, net, sequences=2, reduce=reduce, reduce_sequence=reduce)
+        net.loss(batch(1)[:, :-1], batch(1)[:, 1:]).backward()  # type: ignore[no-untyped-call]
+        balance.end_step()
+        return len(calls)
+
+    assert asked(aux_weight=0.1) == asked(aux_weight=0.1, z_weight=0.1) > 0
+    assert asked() == asked(z_weight=0.1) == 0

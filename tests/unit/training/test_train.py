@@ -27,6 +27,7 @@ from training.build import begin, start
 from training.config import TrainConfig, read_config
 from training.data.open import open_training
 from training.observe.metrics import read as read_metrics
+from training.parallel.watch import Watch
 from training.prepare import main as prepare
 from training.step import train_step
 from training.train import train
@@ -98,6 +99,18 @@ def test_a_resumed_run_is_the_run_that_never_stopped(place: Path, tmp_path: Path
     assert losses(whole)[-1][1] < losses(whole)[1][1] - 0.1, "nothing was learned"
     bias = a["model.layers.0.mlp.gate.e_score_correction_bias"]
     assert bool((bias != 0).any()), "the balance bias did not move"
+
+
+def test_the_watch_is_told_what_a_run_does(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a rank that hangs is named with the part that it hangs in; between parts ("") others are waited for."""
+    told: list[str] = []
+    monkeypatch.setattr(Watch, "doing", lambda self, what: told.append(what))
+    monkeypatch.setattr(Watch, "enter", lambda self, part: told.append(part))
+    train(config(place, tmp_path / "run", "schedule.warmup=0", steps=1))
+    micro_batch = ["forward", "", "backward", ""]
+    assert told == [
+        "validation", "", "step 1", "data", "", *micro_batch, *micro_batch, "optimizer", "", "checkpoint", "validation", "",
+    ]  # fmt: skip
 
 
 def balances(folder: Path) -> list[dict[str, Any]]:
