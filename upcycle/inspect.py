@@ -46,7 +46,12 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
                 "function": "exact" if promise["exact"] else f"not exact: {'; '.join(promise['reasons'])}",
                 "plan": manifest["plan"],
             }
-            lines |= dict(router_rows(checkpoint, manifest))
+            try:
+                lines |= dict(router_rows(checkpoint, manifest))
+            except (ArithmeticError, AttributeError, LookupError, TypeError, RuntimeError) as error:
+                raise ValueError(
+                    f"config.json of {folder} is not the one that was converted to ({error!r}); convert again"
+                ) from None
         text = "\n".join(f"{name:<20} {value}" for name, value in lines.items())
         if tensors:
             text += "\n\n" + "\n".join(f"{e.name}  {list(e.shape)}  {e.dtype}  {e.file.name}" for e in entries.values())

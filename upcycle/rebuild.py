@@ -21,7 +21,7 @@ from tqdm import tqdm
 from upcycle import card, config, rng
 from upcycle.checkpoint import Checkpoint, read_header
 from upcycle.config import UpcycleConfig
-from upcycle.convert import MANIFEST, MEASURED, changed, digest, jsonable
+from upcycle.convert import MANIFEST, MEASURED, changed, digest, in_flight, jsonable
 from upcycle.ffn import FFN, NEURON_DIM, scale
 from upcycle.make import Maker, Piece
 from upcycle.plan import Output, Recipe, UpcyclePlan, build
@@ -108,7 +108,7 @@ class Compared:
 def weights(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], made: Checkpoint) -> Compared:
     """Make random tensors of the plan again, of each kind at least one, and of large ones a random slice, and compare
     them bit for bit. All of a model of up to BUDGET bytes."""
-    maker, wrong, done = Maker(plan, checkpoints), [], 0
+    maker, wrong, done = layer_maker(plan, checkpoints), [], 0
     chosen = sample(plan)
     for output, rows in tqdm(chosen, desc="made again", unit="tensor", delay=2):
         entry = made.entries.get(output.name)
@@ -120,6 +120,11 @@ def weights(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], made: Checkpoi
         if not torch.equal(have.flatten().view(torch.uint8), want.flatten().view(torch.uint8)):
             wrong.append(f"{output.name} is not what the plan makes of the dense model")
     return Compared(len(chosen), done / plan.bytes, tuple(wrong))
+
+
+def layer_maker(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Maker:
+    """A Maker that keeps no more than a layer's FFN."""
+    return Maker(plan, checkpoints, in_flight(plan, 1)[1])
 
 
 def sample(plan: UpcyclePlan) -> list[tuple[Output, tuple[int, int] | None]]:
@@ -152,7 +157,7 @@ class Reference:
     """A function (layer, x_TD) -> what the FFN of a converted layer is by the plan, from weights made again."""
 
     def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
-        self.plan, self.maker, self.room = plan, Maker(plan, checkpoints), BUDGET
+        self.plan, self.maker, self.room = plan, layer_maker(plan, checkpoints), BUDGET
         self.recipes: dict[tuple[int, str, int, str], Recipe] = {}
         for part in (part for output in plan.outputs for part in output.parts):
             if part.kind in ("expert", "shared", "router"):
