@@ -146,7 +146,8 @@ def manifest(folder: Path, chance: random.Random) -> str:
 
 
 BREAKS = [weight, weight, every_expert, config_key, config_key, tokenizer, manifest]
-# what `verify` lets pass, and why: fields that nothing it does depends on, which `inspect --check` finds by their sum
+# exit codes that say so. Of the 200 verify passes number 87, zeros times 1.03, which is no change; inspect the six
+# without an upcycle.json, of which it says that there is nothing to compare with, and verify ends with 3
 CODES = {"verify": (1, 2, 3), "inspect": (1, 2)}
 
 
