@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # imported when a command runs: --help should not wait for to
     from upcycle.library import Upcycling
 
 PROMISE_BROKEN = 1
+NOTHING_PROMISED = 3
 KEYS = "keys, with defaults and meaning: docs/config.md"
 
 EXAMPLES = f"""examples:
@@ -64,8 +65,9 @@ def parser() -> argparse.ArgumentParser:
 
     verify = add(
         "verify",
-        "Compare the logits of two checkpoints on text or random tokens. Exit code 0 if the plan's promise "
-        "held, 1 if not.",
+        "Hold a converted folder to its plan: files and random slices of weights bit for bit, and both models' "
+        "logits, layer by layer, on text or random tokens. Exit code 0 if the plan's promise held, 1 if not, 3 if "
+        "nothing was promised (a trained model, or another's).",
         "  upcycle verify ./llama ./moe\n"
         "  upcycle verify ./llama ./moe --text book.txt --dtype bfloat16\n"
         "  upcycle verify ./llama ./moe --tolerance 1e-4    # any two models with one vocabulary",
@@ -77,8 +79,11 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--length", type=int, default=256, help="tokens a sequence (default 256)")
     verify.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16", "float16"])
     verify.add_argument(
-        "--tolerance", type=float, help="largest allowed |difference| / largest |logit|, instead of the promise's"
+        "--tolerance",
+        type=float,
+        help="compare logits alone, of any two models: largest allowed |difference| / largest |logit|",
     )
+    verify.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...: where layers are computed")
     verify.add_argument("--json", action="store_true")
 
     inspect = add(
@@ -89,7 +94,10 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("folder")
     inspect.add_argument("--tensors", action="store_true", help="name, shape, dtype and file of every tensor")
     inspect.add_argument(
-        "--check", action="store_true", help="compare sizes and sha256 with the manifest, and look for NaN"
+        "--check",
+        action="store_true",
+        help="compare sizes and sha256 with the manifest, and all of the source, if it is here, with what was read; "
+        "look for NaN",
     )
     return main
 
@@ -166,9 +174,23 @@ def run_verify(options: argparse.Namespace) -> int:
     from upcycle import verify
 
     report = verify.verify(
-        options.dense, options.moe, options.text, options.tokens, options.length, options.dtype, options.tolerance
+        options.dense,
+        options.moe,
+        options.text,
+        options.tokens,
+        options.length,
+        options.dtype,
+        options.tolerance,
+        options.device,
     )
     print(json.dumps(asdict(report), indent=1) if options.json else report)
+    if report.nothing:
+        print(
+            f"upcycle: {options.moe} has no upcycle.json, so nothing was promised and nothing was held; "
+            "--tolerance compares any two models",
+            file=sys.stderr,
+        )
+        return NOTHING_PROMISED
     return 0 if report.held else PROMISE_BROKEN
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +26,12 @@ def human(number: float, unit: str = "") -> str:
     return f"{number:.4g} {unit}".rstrip()
 
 
+def promised(plan: UpcyclePlan) -> dict[str, Any]:
+    """The promise as the manifest holds it."""
+    p = plan.promise
+    return {"exact": p.exact, "tolerance": p.tolerance, "reasons": list(p.reasons)}
+
+
 def promise_text(promise: Promise) -> str:
     if promise.exact:
         return "exact: the MoE computes what the dense model computes" + (
@@ -40,16 +47,22 @@ def promise_text(promise: Promise) -> str:
     return text
 
 
+def public(source: str) -> str:
+    """A hub id as it is; of a folder the name, without where it lies on this machine."""
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", source) and not os.path.exists(source)
+    return source if is_hub_id else os.path.basename(os.path.normpath(source))
+
+
 def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     moe, d, s, config = plan.moe, plan.dense, sizes(plan), plan.config
     widths = str(moe.widths[0]) if moe.uniform else f"{min(moe.widths)} to {max(moe.widths)}"
     yield (
         "source",
-        f"{config.source or '(first donor)'}: {d.family}, {d.layers} layers, hidden {d.hidden}, FFN "
-        f"{d.ffn}{'' if d.gated else ' without gate'}, {d.activation}",
+        f"{public(config.source) if config.source else '(first donor)'}: {d.family}, {d.layers} layers, hidden "
+        f"{d.hidden}, FFN {d.ffn}{'' if d.gated else ' without gate'}, {d.activation}",
     )
     if config.donors:
-        yield "donors", ", ".join(config.donors)
+        yield "donors", ", ".join(map(public, config.donors))
     yield "target", f"{plan.target}: {plan.why}"
     yield (
         "experts",
@@ -120,7 +133,7 @@ def tensors(plan: UpcyclePlan) -> Iterator[str]:
 
 def text(plan: UpcyclePlan) -> str:
     """The README.md of the output folder."""
-    from_name = os.path.basename(os.path.normpath(plan.config.source or plan.config.donors[0]))
+    from_name = public(plan.config.source or plan.config.donors[0])
     load = (
         "AutoModelForCausalLM.from_pretrained(folder)"
         if target(plan.target).ABILITIES.stock
@@ -129,11 +142,11 @@ def text(plan: UpcyclePlan) -> str:
     lines = [
         "---", "library_name: transformers", "tags:", "- moe", "- upcycled", "---",
         f"# {from_name}, upcycled to a mixture of experts", "",
-        f"Made by upcycle {__version__} from {from_name} (base model: "
-        f"`{plan.config.source or plan.config.donors[0]}`).",
+        f"Made by upcycle {__version__} from `{from_name}`.",
         f"Load it with `{load}`.", "",
         "| | |", "|---|---|",
         *(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows(plan) if name != "training"), "",
-        "Every tensor and its sources: `upcycle plan --tensors` with the config in `upcycle.json`.", "",
+        "Every tensor and its sources, from this folder: `python -m upcycle plan upcycle.json --tensors`; with "
+        "`source=FOLDER` if the model it was made from lies elsewhere now.", "",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -172,6 +172,10 @@ class Checkpoint:
             self._check_unchanged(file)
         return digest.hexdigest()
 
+    def stamps(self) -> dict[str, list[int]]:
+        """Size and time of change (ns) of every weight file."""
+        return {file.name: list(self._stamps[file]) for file in self.files}
+
     def copied_files(self) -> list[Path]:
         """The files that a converted folder takes over: tokenizer, chat template, generation settings; no code."""
         found = {file for pattern in COPIED for file in self.folder.glob(pattern)}

@@ -6,6 +6,7 @@ All three command lines use `read`. An unknown key is an error that names the ne
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ T = TypeVar("T")
 IN_CLONE = Path(__file__).parent.parent / "configs" / "upcycle"
 READY = IN_CLONE if IN_CLONE.is_dir() else Path(__file__).parent / "configs"  # where the wheel has them
 # exceptions that escape OmegaConf: for a list instead of a mapping, for `[=1`, for a list that holds itself
-NONSENSE = (TypeError, IndexError, RecursionError)
+NONSENSE = (TypeError, IndexError, RecursionError, json.JSONDecodeError)
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -93,7 +94,10 @@ def read(
     try:
         merged = OmegaConf.create({})
         if file:
-            loaded = yaml.safe_load(find(file, ready).read_text())
+            path = find(file, ready)
+            loaded = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text())
+            if isinstance(loaded, dict) and {"plan", "promise", "config", "method"} <= loaded.keys():
+                loaded = of_manifest(loaded)
             if not isinstance(loaded, dict):
                 raise ValueError(f"{file} holds {type(loaded).__name__}, not keys and values")
             merged = OmegaConf.create(loaded)
@@ -108,6 +112,11 @@ def read(
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, *NONSENSE) as error:
         raise ValueError(f"the config cannot be read: {' '.join(str(error).split())}") from None
     return build(kind, plain)
+
+
+def of_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the plan that a converted folder's upcycle.json names: the same plan, with the same hash."""
+    return {**manifest["config"], "method": manifest["method"]}
 
 
 def word_value(kind: type[Any], key: str, text: str) -> Any:

@@ -8,7 +8,8 @@
             observed.safetensors  the measurements on text, so that a restart uses the same numbers
             rank-0.lock           held while the process of that rank lives
             rank-0.failed         why the process of that rank stopped
-            model-00001-of-00009.json   size and sha256 of a shard, written last: a shard without them is made again
+            model-00001-of-00009.json   size and sha256 of a shard and of all that was read for it, written last: a
+                                  shard without them is made again, and so is one whose source has changed
     OUTPUT/                       the same folder, renamed when everything is in it
 
 A process that dies at any moment leaves complete shards, which the next run keeps. The bytes depend on the plan and the
@@ -17,6 +18,7 @@ source alone: not on order, threads, processes or the number of restarts.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -36,17 +38,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from upcycle import card, disk, request
+from upcycle import card, disk, make, request
 from upcycle.checkpoint import Checkpoint, read_header
 from upcycle.config import byte_size
 from upcycle.disk import sync_folder, write_atomic
 from upcycle.job import JOB, OBSERVED, POLL, Watch, Worker, explained, job, read_json
-from upcycle.make import Maker
+from upcycle.make import Maker, Piece, piece
 from upcycle.plan import Output, UpcyclePlan, target
 from upcycle.spec import BYTES
 from upcycle.version import __version__
 
 MANIFEST = "upcycle.json"
+MEASURED = "upcycle.measured"  # what the plan measured on text, safetensors; no loader of weights knows the suffix
 LANES = 4  # shards written at once by one process
 
 
@@ -63,13 +66,16 @@ def convert(
     if plan.needs_text:  # the text is part of the identity: changed text is another job
         identity["texts"] = [disk.sha256(Path(path)) for path in request.measured_texts(plan.config)]
     if complete(output, identity):
+        if worker.rank == 0:
+            check_current(output, checkpoints)
         return output
     try:
         with explained(partial), job(partial, identity, worker, lambda: check_space(plan, partial)) as watch:
             plan = replace(plan, observed=observations(plan, checkpoints, partial, watch, quiet=quiet))
-            write_own_shards(plan, checkpoints, partial, worker, quiet=quiet)
+            stale = stale_records(plan, checkpoints, partial, worker)
+            write_own_shards(plan, checkpoints, partial, worker, stale, quiet=quiet)
             if worker.rank == 0:
-                wait_for_others(plan, partial, watch)
+                wait_for_others(plan, partial, watch, stale)
                 finish(plan, checkpoints, partial, identity)
                 os.rename(partial, output)
                 sync_folder(output.parent)
@@ -94,7 +100,12 @@ def complete(output: Path, identity: Mapping[str, Any]) -> bool:
     if output.is_dir() and not any(output.iterdir()):
         return False  # os.rename replaces an empty folder
     if (output / MANIFEST).is_file():
-        raise ValueError(f"{output} holds the result of another plan; remove it or choose another output")
+        found = read_json(output / MANIFEST)
+        others = [k for k in identity if not isinstance(found, dict) or found.get(k) != identity[k]]
+        raise ValueError(
+            f"{output} holds the result of another plan or of what the source was before; differing: "
+            f"{' and '.join(others)}; remove it or choose another output"
+        )
     raise ValueError(f"{output} exists already; remove it or choose another output")
 
 
@@ -103,9 +114,61 @@ def made(output: Path, identity: Mapping[str, Any]) -> bool:
     return isinstance(found, dict) and {k: found.get(k) for k in identity} == dict(identity)
 
 
-def wait_for_others(plan: UpcyclePlan, partial: Path, watch: Watch) -> None:
+def check_current(output: Path, checkpoints: Sequence[Checkpoint]) -> None:
+    """Raise a ValueError if the source is not what the output was made of. All of it is read again only if the size or
+    time of a file changed."""
+    manifest = read_json(output / MANIFEST)
+    try:
+        sums = {name: line["sha256"] for name, line in manifest["files"].items()}
+        said = next((str(p) for p in checkpoints[0].copied_files() if sums.get(p.name) != disk.sha256(p)), "")
+        if not said and manifest["sources"] != [c.stamps() for c in checkpoints]:
+            said = changed(manifest["read"], checkpoints, {})
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{output / MANIFEST} does not say what {output} was made of, as this version's does ({error!r}); remove "
+            f"{output} and convert again"
+        ) from None
+    if said:
+        raise ValueError(f"{said} has changed since {output} was made of it; remove {output} and convert again")
+
+
+Read = list[list[Any]]  # [donor, tensor, its rows or None, sha256] of all that was read: Maker's sums, as JSON
+
+
+def changed(read: Read, checkpoints: Sequence[Checkpoint], known: dict[Piece, str]) -> str:
+    """The first tensor that is not as it was read; '' if all are. `known`: the sums computed so far."""
+    for donor, name, rows, sha in read:
+        key = (donor, name, tuple(rows) if rows else None)
+        entry = checkpoints[donor].entries.get(name) if donor < len(checkpoints) else None
+        try:
+            if entry is None or known.setdefault(key, known.get(key) or resummed(checkpoints, key)) != sha:
+                return f"tensor {name} in {entry.file if entry else 'the source'}"
+        except ValueError:  # it has fewer rows now
+            return f"tensor {name}"
+    return ""
+
+
+def resummed(checkpoints: Sequence[Checkpoint], key: Piece) -> str:
+    return make.sha256(checkpoints[key[0]].read(key[1], key[2], check=False))
+
+
+def stale_records(
+    plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, worker: Worker
+) -> dict[str, dict[str, Any]]:
+    """{shard: record} of finished shards that were made of other bytes than the source has now. Each rank looks at its
+    own, which it makes again; rank 0 looks at all, to know for which it waits."""
+    now, known, stale = [c.stamps() for c in checkpoints], dict[Piece, str](), {}
+    for i, (name, _) in enumerate(plan.shards):
+        if worker.rank in (0, i % worker.count):
+            line = record(partial, name)
+            if line is not None and line["sources"] != now and changed(line["read"], checkpoints, known):
+                stale[name] = line
+    return stale
+
+
+def wait_for_others(plan: UpcyclePlan, partial: Path, watch: Watch, stale: Mapping[str, Any]) -> None:
     missing = {name: i % watch.worker.count for i, (name, _) in enumerate(plan.shards)}
-    while missing := {name: rank for name, rank in missing.items() if record(partial, name) is None}:
+    while missing := {name: rank for name, rank in missing.items() if record(partial, name) in (None, stale.get(name))}:
         watch.check(set(missing.values()))
         time.sleep(POLL)
 
@@ -124,10 +187,16 @@ def check_space(plan: UpcyclePlan, partial: Path) -> None:
 
 
 def write_own_shards(
-    plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, worker: Worker, *, quiet: bool
+    plan: UpcyclePlan,
+    checkpoints: Sequence[Checkpoint],
+    partial: Path,
+    worker: Worker,
+    stale: Mapping[str, Any],
+    *,
+    quiet: bool,
 ) -> None:
     own = [shard for i, shard in enumerate(plan.shards) if i % worker.count == worker.rank]
-    finished = [shard for shard in own if record(partial, shard[0]) is not None]
+    finished = [shard for shard in own if shard[0] not in stale and record(partial, shard[0]) is not None]
     total = sum(out.bytes for _, group in own for out in group)
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="convert", disable=quiet or worker.rank > 0, mininterval=0.2
@@ -153,7 +222,7 @@ def write_shards(
         bar.update(count)
 
     lanes, cache = in_flight(plan, len(shards))
-    maker = Maker(plan, checkpoints, cache)
+    maker = Maker(plan, checkpoints, cache, sums={})
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // lanes))
     try:
@@ -197,7 +266,14 @@ def write_shard(
             stream.write(tensor)
             advance(tensor.nbytes)
     os.rename(part_file, partial / name)
-    line = {"bytes": stream.bytes, "sha256": stream.sha256}
+    assert maker.sums is not None
+    pieces = {piece(source) for part in parts for source in part.sources}
+    line = {
+        "bytes": stream.bytes,
+        "sha256": stream.sha256,
+        "sources": [c.stamps() for c in maker.checkpoints],
+        "read": [[*key, maker.sums[key]] for key in sorted(pieces, key=repr)],
+    }
     write_atomic(record_file(partial, name), json.dumps(line).encode())
 
 
@@ -206,9 +282,10 @@ def record_file(partial: Path, name: str) -> Path:
 
 
 def record(partial: Path, name: str) -> dict[str, Any] | None:
-    """Size and sha256 of a complete shard; None if it has to be made."""
+    """Size and sha256 of a complete shard, and of what it was made; None if it has to be made."""
     try:
         line: dict[str, Any] = json.loads(record_file(partial, name).read_text())
+        _ = line["sources"], line["read"]
         return line if (partial / name).stat().st_size == line["bytes"] else None
     except (OSError, ValueError, KeyError):
         return None
@@ -241,7 +318,8 @@ def observations(
 
 def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, identity: Mapping[str, Any]) -> None:
     """Write everything but the weights: index, config, tokenizer, model card, manifest. Remove temporary files."""
-    files = {name: record(partial, name) for name, _ in plan.shards}
+    records = {name: record(partial, name) for name, _ in plan.shards}
+    read = {json.dumps(line[:3]): line for found in records.values() if found for line in found["read"]}
     if len(plan.shards) > 1:
         weight_map = {out.name: name for name, group in plan.shards for out in group}
         index = {"metadata": {"total_size": plan.bytes}, "weight_map": dict(sorted(weight_map.items()))}
@@ -252,7 +330,11 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
     if modeling is not None:
         shutil.copyfile(modeling, partial / modeling.name)
     write_atomic(partial / "config.json", json.dumps(plan.hf_config, indent=2).encode() + b"\n")
-    write_atomic(partial / "README.md", card.text(plan).encode())
+    if plan.observed:
+        shutil.copyfile(partial / JOB / OBSERVED, partial / MEASURED)
+    temporary = (".part", ".tmp")
+    beside = [p for p in partial.iterdir() if p.is_file() and p.name not in records and p.suffix not in temporary]
+    write_atomic(partial / "README.md", card.text(plan).encode())  # no file of the model: its owner may edit it
     manifest = {
         **identity,
         "format": 1,
@@ -260,18 +342,29 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         "from": plan.config.source,
         "donors": list(plan.config.donors),
         "target": plan.target,
-        "promise": {
-            "exact": plan.promise.exact,
-            "tolerance": plan.promise.tolerance,
-            "reasons": list(plan.promise.reasons),
-        },
+        "promise": card.promised(plan),
         "config": card.settings(plan),
+        "method": plan.config.method,  # as it was asked for, of which the plan's hash is; config has its defaults too
         "router_mass": {k.split(".")[1]: float(v) for k, v in plan.observed.items() if k.endswith(".mass")},
-        "versions": {name: version(name) for name in ("torch", "safetensors", "omegaconf")}
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "omegaconf")}
         | {"python": platform.python_version(), "upcycle": __version__},
-        "files": files,
+        "files": {name: {k: found[k] for k in ("bytes", "sha256")} for name, found in records.items() if found}
+        | {p.name: {"bytes": p.stat().st_size, "sha256": disk.sha256(p)} for p in sorted(beside)},
+        "sources": [c.stamps() for c in checkpoints],
+        "read": [read[key] for key in sorted(read)],
     }
-    write_atomic(partial / MANIFEST, json.dumps(manifest, indent=2).encode() + b"\n")
+    write_atomic(partial / MANIFEST, json.dumps(manifest | {"sum": digest(manifest)}, indent=2).encode() + b"\n")
     for leftover in [*partial.glob("*.part"), *partial.glob("*.tmp")]:
         leftover.unlink()
     sync_folder(partial)
+
+
+def jsonable(value: Any) -> Any:
+    """The value as it is read again from JSON."""
+    return json.loads(json.dumps(value))
+
+
+def digest(manifest: Mapping[str, Any]) -> str:
+    """The sha256 of a manifest without its `sum`."""
+    body = {key: value for key, value in manifest.items() if key != "sum"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

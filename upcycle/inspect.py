@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from upcycle import methods, plugin
 from upcycle.card import human
 from upcycle.checkpoint import Checkpoint
-from upcycle.convert import MANIFEST
+from upcycle.convert import MANIFEST, changed, digest
 from upcycle.spec import MoESpec
 
 BLOCK = 16 << 20
@@ -45,7 +46,12 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
                 "function": "exact" if promise["exact"] else f"not exact: {'; '.join(promise['reasons'])}",
                 "plan": manifest["plan"],
             }
-            lines |= dict(router_rows(checkpoint, manifest))
+            try:
+                lines |= dict(router_rows(checkpoint, manifest))
+            except (ArithmeticError, AttributeError, LookupError, TypeError, RuntimeError) as error:
+                raise ValueError(
+                    f"config.json of {folder} is not the one that was converted to ({error!r}); convert again"
+                ) from None
         text = "\n".join(f"{name:<20} {value}" for name, value in lines.items())
         if tensors:
             text += "\n\n" + "\n".join(f"{e.name}  {list(e.shape)}  {e.dtype}  {e.file.name}" for e in entries.values())
@@ -132,22 +138,41 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"{path} is not a manifest that upcycle wrote; convert again") from None
 
 
-def check(folder: Path) -> bool:
-    """Compare sizes and sha256 with the manifest, and check that every weight is finite. Prints each fault to stderr;
-    returns True if there is none."""
-    faults = []
+def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
+    """read_manifest, of a manifest that also says what was read, as those of older versions do not."""
     manifest = read_manifest(folder)
+    if manifest is None:
+        return None
+    try:
+        _ = [(int(donor), str(name), rows and tuple(rows), str(sha)) for donor, name, rows, sha in manifest["read"]]
+        _ = list(manifest["source"]), [dict(stamps) for stamps in manifest["sources"]]
+        _ = [Path(name) for name in (manifest["from"], *manifest["donors"])]
+        _ = {**manifest["config"], "method": manifest["method"]}, str(manifest["sum"])
+        return manifest
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(
+            f"{folder / MANIFEST} does not say what was read, as this version writes it; convert again"
+        ) from None
+
+
+def check(folder: Path) -> bool:
+    """Compare sizes and sha256 with the manifest, and the source with what was read of it, if it is here; check that
+    every weight is finite. Prints each fault to stderr; returns True if there is none."""
+    faults = []
+    manifest = read_whole_manifest(folder)
+    if manifest and manifest["sum"] != digest(manifest):
+        faults.append(f"{MANIFEST} is not as it was written: its sum differs")
     for name, line in (manifest or {"files": {}})["files"].items():
-        digest, path = hashlib.sha256(), folder / Path(name).name
+        sha, path = hashlib.sha256(), folder / Path(name).name
         size = path.stat().st_size if path.is_file() else 0
         if size != line["bytes"]:
             faults.append(f"{name} has {size} bytes, {line['bytes']} were written")
             continue
         with open(path, "rb") as file, tqdm(total=size, unit="B", unit_scale=True, desc=name, delay=2) as bar:
             while block := file.read(BLOCK):
-                digest.update(block)
+                sha.update(block)
                 bar.update(len(block))
-        if digest.hexdigest() != line["sha256"]:
+        if sha.hexdigest() != line["sha256"]:
             faults.append(f"{name} is not the file that was written: its sha256 differs from the manifest's")
     with Checkpoint.open(folder) as checkpoint:
         for name in tqdm(checkpoint.entries, desc="values", delay=2):
@@ -155,10 +180,34 @@ def check(folder: Path) -> bool:
                 checkpoint.read(name)
             except ValueError as error:
                 faults.append(str(error))
+    source = "" if not manifest else ", and so is the source" if source_here(manifest) else "; the source is not here"
+    if manifest and source_here(manifest):
+        faults += changed_source(manifest)
     for line in faults:
         print(f"upcycle: {line}", file=sys.stderr)
     verdict = (
-        "sizes, sha256 and values are right" if manifest else "values are finite; there is no manifest to compare with"
+        f"sizes, sha256 and values are right{source}"
+        if manifest
+        else "values are finite; there is no manifest to compare with"
     )
     print(f"{'checked':<20} {verdict if not faults else f'{len(faults)} wrong'}")
     return not faults
+
+
+def source_names(manifest: Mapping[str, Any]) -> list[str]:
+    return [manifest["from"] or manifest["donors"][0], *manifest["donors"]]
+
+
+def source_here(manifest: Mapping[str, Any]) -> bool:
+    return all(Path(name).is_dir() for name in source_names(manifest))
+
+
+def changed_source(manifest: Mapping[str, Any]) -> list[str]:
+    """Why the models that the folder was made of are not as they were read; empty if they are."""
+    try:
+        with ExitStack() as stack:
+            checkpoints = [stack.enter_context(Checkpoint.open(name)) for name in source_names(manifest)]
+            what = changed(manifest["read"], checkpoints, {})
+    except ValueError as error:
+        return [f"the source: {error}"]
+    return [f"{what} has changed since this was made of it; convert again"] if what else []

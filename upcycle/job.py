@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ JOB = ".upcycle"
 OBSERVED = "observed.safetensors"
 POLL = 0.2  # seconds between looks at the other processes' work
 PATIENCE = 60.0  # seconds that a process may start later than the others
+BEAT = 5.0  # seconds between signs of life where there are no locks
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,12 @@ class Watch:
     def __init__(self, partial: Path, worker: Worker) -> None:
         self.folder, self.worker, self.begun = partial / JOB, worker, time.time()
         self.seen: dict[int, float] = {}
+        self.beats: dict[int, int] = {}
 
     def check(self, ranks: Collection[int]) -> None:
         """Raise a ValueError if a process of `ranks` stopped, or has been missing for longer than PATIENCE."""
         for rank in ranks:
-            if rank == self.worker.rank or held(self.folder / f"rank-{rank}.lock"):
+            if rank == self.worker.rank or self.alive(rank):
                 self.seen[rank] = time.time()
                 continue
             reason, at = "it is not running; start all of them again", 0.0
@@ -74,27 +77,49 @@ class Watch:
             if at >= self.begun or time.time() - self.seen.get(rank, self.begun) > PATIENCE:
                 raise ValueError(f"rank-{rank} of {self.worker.count} stopped: {reason}")
 
+    def alive(self, rank: int) -> bool:
+        """True if the process of that rank holds its lock. On a filesystem without locks: if it touched the file since
+        the last look."""
+        lock = self.folder / f"rank-{rank}.lock"
+        try:
+            with open(lock) as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            now = lock.stat().st_mtime_ns
+            before, self.beats[rank] = self.beats.get(rank), now
+            return before not in (None, now)
 
-def held(lock: Path) -> bool:
-    try:
-        with open(lock) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:  # locked; or the filesystem has no locks, and then the process counts as alive
-        return True
-    return False
 
+@contextmanager
+def hold(lock: IO[str], partial: Path, rank: int) -> Iterator[None]:
+    """Hold the lock; on a filesystem without locks touch the file every BEAT seconds instead. See Watch.alive."""
+    done = threading.Event()
 
-def hold(lock: IO[str], partial: Path, rank: int) -> None:
+    def beat() -> None:
+        while not done.wait(BEAT):
+            with suppress(OSError):
+                os.utime(lock.fileno())
+
     for _ in range(5):
         try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
         except BlockingIOError:
-            time.sleep(POLL / 2)  # perhaps another process only tests the lock, see held()
+            time.sleep(POLL / 2)  # perhaps another process only tests the lock, see Watch.alive
         except OSError:
-            return None
-    raise ValueError(f"another process is writing {partial} as rank {rank}; wait for it, or stop it")
+            threading.Thread(target=beat, daemon=True).start()
+            break
+    else:
+        raise ValueError(f"another process is writing {partial} as rank {rank}; wait for it, or stop it")
+    try:
+        yield
+    finally:
+        done.set()
 
 
 @contextmanager
@@ -110,8 +135,10 @@ def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) 
         if time.time() - begun > PATIENCE:
             raise ValueError(f"{partial} was not begun by rank 0 within a minute; look at that process")
         time.sleep(POLL)
-    with open(partial / JOB / f"rank-{worker.rank}.lock", "w") as lock:
-        hold(lock, partial, worker.rank)
+    with (
+        open(partial / JOB / f"rank-{worker.rank}.lock", "w") as lock,
+        hold(lock, partial, worker.rank),
+    ):
         failed = partial / JOB / f"rank-{worker.rank}.failed"
         failed.unlink(missing_ok=True)
         for old in partial.glob("*.part"):  # left by this rank, or by a rank that this run does not have

@@ -76,8 +76,9 @@ class Upcycling:
         length: int = 256,
         dtype: str = "float32",
         tolerance: float | None = None,
+        device: str = "cpu",
     ) -> verify.Report:
-        """Compare the logits of the dense model and the output: on `texts`, or on random tokens. See Report.held."""
+        """Hold the output to the plan, its logits on `texts` or on random tokens. See Report.held."""
         if not self.config.output:
             raise ValueError("there is no output to verify; give output=FOLDER, or convert to one first")
-        return verify.verify(self.dense, self.config.output, texts, tokens, length, dtype, tolerance)
+        return verify.verify(self.dense, self.config.output, texts, tokens, length, dtype, tolerance, device)

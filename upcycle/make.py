@@ -6,6 +6,7 @@ Recently read and made tensors are cached, so that the source is read once altho
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -60,11 +61,21 @@ class Kept:
         return tensor
 
 
-class Maker:
-    """Makes tensors of `plan`. `checkpoints`: the base, then the donors; `cache`: bytes of tensors kept."""
+Piece = tuple[int, str, tuple[int, int] | None]  # (donor, tensor, its rows or all of them), read at once
 
-    def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], cache: int = CACHE) -> None:
-        self.plan, self.checkpoints, self.kept = plan, checkpoints, Kept(cache)
+
+class Maker:
+    """Makes tensors of `plan`. `checkpoints`: the base, then the donors; `cache`: bytes of tensors kept; `sums`: takes
+    the sha256 of all that is read to make whole parts."""
+
+    def __init__(
+        self,
+        plan: UpcyclePlan,
+        checkpoints: Sequence[Checkpoint],
+        cache: int = CACHE,
+        sums: dict[Piece, str] | None = None,
+    ) -> None:
+        self.plan, self.checkpoints, self.kept, self.sums = plan, checkpoints, Kept(cache), sums
 
     # ---- whole outputs and slices
 
@@ -203,14 +214,27 @@ class Maker:
         return (source.donor, source.name, source.rows)
 
     def read(self, source: Source, rows: tuple[int, int] | None = None) -> Tensor:
-        checkpoint = self.checkpoints[source.donor]
-        if not source.rows:
-            return checkpoint.read(source.name, rows)
-        if len(source.rows) == 1:
-            return checkpoint.read(source.name, source.rows[0])
+        if rows is not None:
+            return self.checkpoints[source.donor].read(source.name, rows)
+        if len(source.rows) < 2:
+            return self.summed(piece(source))
         # many ranges (q, k, v interleaved in one tensor): read the tensor once for all three
-        whole = self.kept.get(("whole", source.donor, source.name), lambda: checkpoint.read(source.name))
+        whole = self.kept.get(("whole", source.donor, source.name), lambda: self.summed(piece(source)))
         return torch.cat([whole[start:stop] for start, stop in source.rows])
+
+    def summed(self, what: Piece) -> Tensor:
+        tensor = self.checkpoints[what[0]].read(what[1], what[2])
+        if self.sums is not None and what not in self.sums:
+            self.sums[what] = sha256(tensor)
+        return tensor
+
+
+def piece(source: Source) -> Piece:
+    return (source.donor, source.name, source.rows[0] if len(source.rows) == 1 else None)
+
+
+def sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def router_rows(plan: UpcyclePlan, layer: int, measured: Tensor | None = None) -> Tensor:

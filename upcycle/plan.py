@@ -168,8 +168,11 @@ def target(name: str) -> ModuleType:
     return plugin.load("upcycle.targets", name)
 
 
-def build(config: UpcycleConfig, checkpoints: Sequence[Checkpoint]) -> UpcyclePlan:
+def build(
+    config: UpcycleConfig, checkpoints: Sequence[Checkpoint], observed: Mapping[str, Tensor] | None = None
+) -> UpcyclePlan:
     """Plan every tensor and check all that can be checked before the first write. `checkpoints`: base, then donors.
+    `observed`: what was measured on text, if it was: then the text is not looked for.
 
     A ValueError says in one sentence what cannot be done and what can.
     """
@@ -205,8 +208,9 @@ def build(config: UpcycleConfig, checkpoints: Sequence[Checkpoint]) -> UpcyclePl
         chosen.config(moe),
         promise,
         tuple(chosen.notes(moe)),
+        observed or {},
     )
-    if plan.needs_text:
+    if plan.needs_text and observed is None:
         request.check_text(config, kind, method, base.folder)
     return plan
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.parity import tiny
 from upcycle import rng
 from upcycle.__main__ import main
 from upcycle.sample import make_llama
-from upcycle.verify import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPES = [(8, 8, 8), (16, 8, 8), (8, 4, 8), (4, 2, 2), (3, 7, 7), (32, 16, 32)]  # E, G, T
@@ -80,7 +80,7 @@ def test_a_converted_model_is_the_dense_one_on_the_gpu(
     assert main(["convert", f"source={dense}", f"output={moe}", f"target={target}", *words]) == 0
     ids = torch.randint(0, 8192, (4, 512), generator=rng.generator(0, "ids")).cuda()
     with torch.no_grad():
-        want, have = (load_model(folder, dtype).cuda()(ids).logits.float() for folder in (dense, moe))
+        want, have = (tiny.loaded(folder, dtype).cuda()(ids).logits.float() for folder in (dense, moe))
     relative = float((have - want).abs().max() / want.abs().max())
     agree = float((have.argmax(-1) == want.argmax(-1)).double().mean())
     print(target, dtype, f"relative {relative:.2e}, top-1 {agree:.3%}")

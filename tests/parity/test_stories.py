@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.parity import tiny
 from upcycle.__main__ import main
-from upcycle.verify import Report, load_model, verify
+from upcycle.verify import Report, verify
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 STORIES = SHARED / "stories260k"
@@ -58,7 +59,7 @@ def greedy(model: Any, tokens: int = 80) -> str:
 
 @cache
 def dense_text() -> str:
-    text = greedy(load_model(STORIES, torch.float32))
+    text = greedy(tiny.loaded(STORIES, torch.float32))
     assert "time" in text
     assert len(text) > 400
     return text
@@ -68,7 +69,7 @@ def dense_text() -> str:
 def test_an_exact_upcycling_writes_the_same_text(tmp_path: Path, words: list[str]) -> None:
     folder = convert(tmp_path / "moe", *words)
     assert json.loads((folder / "upcycle.json").read_text())["promise"]["exact"]
-    assert greedy(load_model(folder, torch.float32)) == dense_text()
+    assert greedy(tiny.loaded(folder, torch.float32)) == dense_text()
     report = verify(STORIES, folder, count=512)
     assert report.held
     assert report.relative < 2e-6
@@ -92,7 +93,7 @@ def test_what_is_not_exact_says_so_and_writes_another_text(tmp_path: Path, words
     promise = json.loads((folder / "upcycle.json").read_text())["promise"]
     assert not promise["exact"]
     assert promise["reasons"]
-    assert greedy(load_model(folder, torch.float32)) != dense_text()
+    assert greedy(tiny.loaded(folder, torch.float32)) != dense_text()
 
 
 def test_verify_fails_when_a_weight_of_an_exact_model_is_changed(
@@ -141,7 +142,7 @@ def test_router_rows_from_domains_send_the_domains_to_their_experts(tmp_path: Pa
         tmp_path / "moe", "experts=3", "top_k=1", "router.init.name=hidden", f"router.init.texts={texts(*domains)}",
         "router.init.std=0.05",
     )  # fmt: skip
-    model = load_model(folder, torch.float32)
+    model = tiny.loaded(folder, torch.float32)
     from upcycle.text import token_batches
 
     right = 0

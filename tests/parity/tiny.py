@@ -6,6 +6,7 @@ enough that a wrong rotation, a missing multiplier or a swapped gate is seen in 
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,15 @@ def logits(model: Path | Any, tokens_BT: Tensor) -> Tensor:
         model = AutoModelForCausalLM.from_pretrained(model, dtype="auto", attn_implementation="eager").eval()
     out: Tensor = model(tokens_BT).logits
     return out
+
+
+def loaded(folder: Path, dtype: torch.dtype) -> Any:
+    """The whole model of a folder; one of our own architecture is loaded by the package's copy of its file."""
+    from upcycle.remote.modeling_upcycled import UpcycledForCausalLM
+
+    ours = json.loads((folder / "config.json").read_text())["model_type"] == "upcycled"
+    model, info = (UpcycledForCausalLM if ours else AutoModelForCausalLM).from_pretrained(
+        folder, dtype=dtype, output_loading_info=True, experts_implementation="eager"
+    )
+    assert not any(info.values()), info
+    return model.eval()

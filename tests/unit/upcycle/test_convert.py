@@ -78,9 +78,12 @@ def test_a_converted_folder_has_everything_a_loader_wants(llama: Path, tmp_path:
     assert manifest["seed"] == 0
     for name, line in manifest["files"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == line["sha256"]
-        assert all(t.dtype == torch.bfloat16 for t in load_file(folder / name).values())
+        if name.endswith(".safetensors"):
+            assert all(t.dtype == torch.bfloat16 for t in load_file(folder / name).values())
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == set(manifest["files"])
+    assert set(index["weight_map"].values()) == {name for name in manifest["files"] if name.endswith(".safetensors")}
+    assert set(manifest["files"]) == names - {"README.md", "upcycle.json"}
+    assert {"torch", "transformers", "safetensors", "upcycle"} <= set(manifest["versions"])
     assert len(manifest["files"]) > 5
     assert not (tmp_path / "moe.partial").exists()
 
@@ -311,6 +314,91 @@ def test_a_source_that_changes_is_another_job(llama: Path, tmp_path: Path) -> No
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match="result of another plan"):
         run(folder, tmp_path / "moe")
+
+
+def wide(folder: Path) -> Path:
+    """A model whose matrices are longer than the samples of a fingerprint."""
+    source = tiny.make("llama", folder, vocab_size=2048)
+    (source / "tokenizer.json").write_text("{}")
+    return source
+
+
+def change_rows(source: Path, name: str = "model.embed_tokens.weight") -> None:
+    """Change 400 rows that no sample of the fingerprint has."""
+    tensors = load_file(source / "model.safetensors")
+    tensors[name][300:700] += 1
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+
+
+def test_a_source_that_changed_between_the_samples_is_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = wide(tmp_path / "source"), tmp_path / "moe"
+    words = ["convert", f"source={source}", f"output={output}", "experts=2"]
+    assert main(words) == 0
+    weights = source / "model.safetensors"
+    os.utime(weights, (1, 1))
+    assert main(words) == 0  # another time, the same bytes
+    assert main(["inspect", str(output), "--check"]) == 0
+    assert "and so is the source" in capsys.readouterr().out
+    before = Checkpoint.open(source).fingerprint()
+    change_rows(source)
+    assert Checkpoint.open(source).fingerprint() == before
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "model.embed_tokens.weight" in said and "has changed since" in said and said.count("\n") == 1
+    assert main(["inspect", str(output), "--check"]) == 1
+    assert "model.embed_tokens.weight" in capsys.readouterr().err
+    assert main(["verify", str(source), str(output), "--tokens", "32"]) == 1
+    shutil.rmtree(output)
+    assert main(words) == 0
+    (source / "tokenizer.json").write_text("[]")
+    assert main(words) == 2
+    assert "tokenizer.json has changed since" in capsys.readouterr().err
+
+
+def test_finished_shards_of_a_source_that_changed_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = wide(tmp_path / "source")
+    words = ["experts=2", "max_shard=300KB"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(converting, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(source, tmp_path / "moe", *words)
+    change_rows(source)
+    real, again = converting.write_shard, []
+
+    def note(maker: Maker, partial: Path, name: str, *rest: object) -> None:
+        again.append(name)
+        real(maker, partial, name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(converting, "write_shard", note)
+    folder = run(source, tmp_path / "moe", *words)
+    changed = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert again == [changed["model.embed_tokens.weight"]]
+    assert digests(folder) == digests(run(source, tmp_path / "fresh", *words))
+
+
+@pytest.mark.parametrize("name", ["read", "files"])
+def test_a_manifest_that_does_not_say_what_was_read_is_one_sentence(llama: Path, tmp_path: Path, name: str) -> None:
+    folder = run(llama, tmp_path / "moe")
+    manifest = json.loads((folder / "upcycle.json").read_text())
+    (folder / "upcycle.json").write_text(json.dumps(manifest | {"sources": [], name: None}))
+    with pytest.raises(ValueError, match="does not say what"):
+        run(llama, tmp_path / "moe")
+
+
+def test_the_cards_recipe_runs_and_names_no_place(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(llama, tmp_path / "moe", "method.name=drop", "router.init.std=1e-5", "scale=1.0e-5")
+    text = (folder / "README.md").read_text()
+    assert str(tmp_path.parent) not in text and str(llama.parent) not in text
+    recipe = next(word for word in text.split("`") if word.startswith("python -m upcycle "))
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
+    assert main([*recipe.split()[3:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"] == json.loads(Path("upcycle.json").read_text())["plan"]
 
 
 @pytest.mark.parametrize("sizes", [[4096], [4096, 4096 * 3000, 5], [7, 4096 * 2100, 1], [1], [0, 3, 4096]])

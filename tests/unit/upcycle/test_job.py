@@ -32,6 +32,29 @@ def test_a_process_that_was_killed_or_never_came_is_not_waited_for(
         convert(*shared_job(llama, tmp_path / "moe"), Worker(0, 2), quiet=True)
 
 
+def test_without_locks_a_killed_process_is_not_waited_for_and_a_live_one_is(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(job.fcntl, "flock", no_locks)
+    monkeypatch.setattr(job, "PATIENCE", 0.6)
+    monkeypatch.setattr(job, "BEAT", 0.1)
+    folder = tmp_path / "moe.partial" / ".upcycle"
+    folder.mkdir(parents=True)
+    watch = job.Watch(tmp_path / "moe.partial", Worker(0, 3))
+    (folder / "rank-2.lock").write_text("")  # of a process that was killed
+    with open(folder / "rank-1.lock", "w") as lock, job.hold(lock, tmp_path / "moe.partial", 1):
+        for _ in range(6):
+            watch.check([1])
+            time.sleep(0.2)
+        with pytest.raises(ValueError, match="rank-2 of 3 stopped: it is not running"):
+            for _ in range(6):
+                watch.check([2])
+                time.sleep(0.2)
+
+
 def test_a_process_that_failed_before_rank_0_began_is_noticed(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
