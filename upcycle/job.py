@@ -42,6 +42,11 @@ class Worker:
         rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
             raise ValueError(f"the environment has RANK={rank} and WORLD_SIZE={count}; use torchrun, or unset both")
+        if int(count) > 1 and "LOCAL_RANK" not in os.environ:  # left over: nobody else is running, or will
+            raise ValueError(
+                f"the environment has RANK={rank} and WORLD_SIZE={count} but no LOCAL_RANK, which torchrun sets too; "
+                "use torchrun, or unset both"
+            )
         return Worker(int(rank), int(count))
 
 
@@ -72,7 +77,7 @@ class Watch:
                 reason, at = failed.read_text(), failed.stat().st_mtime
             # a file older than this process may be left from the last run; its rank removes it on starting
             if at >= self.begun or time.time() - self.seen.get(rank, self.begun) > PATIENCE:
-                raise ValueError(f"rank-{rank} of {self.worker.count} stopped: {reason}")
+                raise ValueError(f"rank-{rank} of {self.worker.count} (WORLD_SIZE) stopped: {reason}")
 
 
 def held(lock: Path) -> bool:
@@ -108,7 +113,10 @@ def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) 
     begun = time.time()
     while not (partial / JOB).is_dir():  # the other ranks wait for rank 0 to make the folder
         if time.time() - begun > PATIENCE:
-            raise ValueError(f"{partial} was not begun by rank 0 within a minute; look at that process")
+            raise ValueError(
+                f"{partial} was not begun by rank 0 within a minute; look at that process, or if there is none unset "
+                f"RANK={worker.rank} and WORLD_SIZE={worker.count}"
+            )
         time.sleep(POLL)
     with open(partial / JOB / f"rank-{worker.rank}.lock", "w") as lock:
         hold(lock, partial, worker.rank)
