@@ -71,13 +71,13 @@ class Watch:
             if rank == self.worker.rank or held(self.folder / f"rank-{rank}.lock"):
                 self.seen[rank] = time.time()
                 continue
-            reason, at = "it is not running; start all of them again", 0.0
+            reason, at = "it is not running; start all of them again, or unset WORLD_SIZE", 0.0
             with suppress(FileNotFoundError):
                 failed = self.folder / f"rank-{rank}.failed"
                 reason, at = failed.read_text(), failed.stat().st_mtime
             # a file older than this process may be left from the last run; its rank removes it on starting
             if at >= self.begun or time.time() - self.seen.get(rank, self.begun) > PATIENCE:
-                raise ValueError(f"rank-{rank} of {self.worker.count} (WORLD_SIZE) stopped: {reason}")
+                raise ValueError(f"rank-{rank} of {self.worker.count} stopped: {reason}")
 
 
 def held(lock: Path) -> bool:
