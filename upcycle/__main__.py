@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from upcycle import __version__, cli
@@ -21,7 +20,7 @@ NOTHING_PROMISED = 3
 KEYS = "keys, with defaults and meaning: docs/config.md"
 
 EXAMPLES = f"""examples:
-  upcycle plan tiny                     # what the ready config `tiny` would make; it converts the model of `make demo`
+  upcycle plan tiny source=./llama      # what the ready config `tiny` would make of it
   upcycle plan source=meta-llama/Llama-3.1-8B experts=8 top_k=2
   upcycle convert source=./llama output=./moe method.name=virtual_group granularity=4 top_k=4
   torchrun --nproc-per-node 8 -m upcycle convert llama3-8b-e8t2 source=./llama output=./moe
@@ -46,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     plan = add(
         "plan",
         "What would be made: every tensor, sizes, exactness. Reads headers only and writes nothing.",
-        "  upcycle plan tiny\n"
+        "  upcycle plan tiny source=./llama\n"
         "  upcycle plan llama3-8b-e8t2 source=./llama layers=every:2 target=auto\n"
         "  upcycle plan source=./llama router.normalize=false scale=published    # shows how inexact that is\n"
         f"  upcycle plan source=./llama --tensors | grep experts.0\n\n{KEYS}",
@@ -138,6 +137,7 @@ def run_plan(options: argparse.Namespace) -> int:
             "config": card.settings(plan),
             "config.json": plan.hf_config,
             "notes": plan.notes,
+            "warnings": plan.warnings,
             "dropped": dict(plan.dropped),
         }
         if options.tensors:
@@ -195,10 +195,13 @@ def run_verify(options: argparse.Namespace) -> int:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
+    from upcycle.checkpoint import Checkpoint
     from upcycle.inspect import check, describe
 
-    print(describe(Path(options.folder), tensors=options.tensors))
-    return 0 if not options.check or check(Path(options.folder)) else PROMISE_BROKEN
+    with Checkpoint.open(options.folder) as checkpoint:  # a folder, or a hub id
+        folder = checkpoint.folder
+    print(describe(folder, tensors=options.tensors))
+    return 0 if not options.check or check(folder) else PROMISE_BROKEN
 
 
 def script() -> NoReturn:

@@ -101,6 +101,8 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
         yield "dropped", f"and {len(plan.dropped) - 8} more buffers"
     for note in plan.notes:
         yield "note", note
+    for warning in plan.warnings:
+        yield "warning", warning
 
 
 def scale_text(plan: UpcyclePlan) -> str:

@@ -83,6 +83,8 @@ def exit_code(module: str, work: Callable[[], int], *, resumes: bool = False) ->
         try:
             code = work()
         except SystemExit as end:  # argparse raises this after it has shown its help
+            if isinstance(end.code, str):  # sys.exit("a sentence")
+                raise ValueError(end.code) from None
             code = int(end.code or 0)
         if sys.stdout is not None:
             sys.stdout.flush()  # inside the try: a closed pipe is no error

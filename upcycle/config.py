@@ -43,7 +43,8 @@ class Router:
     order: str = "softmax-then-topk"  # softmax-then-topk | topk-then-softmax: over all experts, or over the chosen
     normalize: bool = True  # divide the chosen weights by their sum
     # any: the best top_k of all experts | each-slice: of each slice of the FFN the best top_k / granularity copies, so
-    # that a token's choice is whole FFNs whatever the router learns; only target upcycled holds it
+    # that a token's choice is whole FFNs whatever the router learns; only target upcycled holds it | parts: as any, but
+    # top_k may be no multiple of granularity: a choice is then parts of FFNs, and the start is not the dense model
     choice: str = "any"
     init: RouterInit = field(default_factory=RouterInit)
 

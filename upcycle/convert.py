@@ -198,10 +198,11 @@ def write_own_shards(
     own = [shard for i, shard in enumerate(plan.shards) if i % worker.count == worker.rank]
     finished = [shard for shard in own if shard[0] not in stale and record(partial, shard[0]) is not None]
     total = sum(out.bytes for _, group in own for out in group)
+    done = sum(out.bytes for _, group in finished for out in group)  # of an earlier run: no part of this one's rate
     with tqdm(
-        total=total, unit="B", unit_scale=True, desc="convert", disable=quiet or worker.rank > 0, mininterval=0.2
-    ) as bar:
-        bar.update(sum(out.bytes for _, group in finished for out in group))
+        total=total, initial=done, unit="B", unit_scale=True, desc="convert", disable=quiet or worker.rank > 0,
+        mininterval=0.2,
+    ) as bar:  # fmt: skip
         write_shards(plan, checkpoints, partial, worker, [shard for shard in own if shard not in finished], bar)
 
 

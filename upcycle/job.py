@@ -44,6 +44,11 @@ class Worker:
         rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
             raise ValueError(f"the environment has RANK={rank} and WORLD_SIZE={count}; use torchrun, or unset both")
+        if int(count) > 1 and "LOCAL_RANK" not in os.environ:  # left over: nobody else is running, or will
+            raise ValueError(
+                f"the environment has RANK={rank} and WORLD_SIZE={count} but no LOCAL_RANK, which torchrun sets too; "
+                "use torchrun, or unset both"
+            )
         return Worker(int(rank), int(count))
 
 
@@ -69,7 +74,7 @@ class Watch:
             if rank == self.worker.rank or self.alive(rank):
                 self.seen[rank] = time.time()
                 continue
-            reason, at = "it is not running; start all of them again", 0.0
+            reason, at = "it is not running; start all of them again, or unset WORLD_SIZE", 0.0
             with suppress(FileNotFoundError):
                 failed = self.folder / f"rank-{rank}.failed"
                 reason, at = failed.read_text(), failed.stat().st_mtime
@@ -133,7 +138,10 @@ def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) 
     begun = time.time()
     while not (partial / JOB).is_dir():  # the other ranks wait for rank 0 to make the folder
         if time.time() - begun > PATIENCE:
-            raise ValueError(f"{partial} was not begun by rank 0 within a minute; look at that process")
+            raise ValueError(
+                f"{partial} was not begun by rank 0 within a minute; look at that process, or if there is none unset "
+                f"RANK={worker.rank} and WORLD_SIZE={worker.count}"
+            )
         time.sleep(POLL)
     with (
         open(partial / JOB / f"rank-{worker.rank}.lock", "w") as lock,

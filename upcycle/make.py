@@ -195,7 +195,7 @@ class Maker:
         cut = self.plan.moe.shared
         order = self.plan.observed.get(f"layers.{layer}.order")
         if order is None:
-            assert not self.plan.method.needs.order, "observe() comes before make()"
+            assert not self.plan.method.needs.order, "measure() comes before the first tensor"
             return ffn.neurons(slice(cut)) if shared else ffn if not cut else ffn.neurons(slice(cut, None))
         return ffn.neurons(order[:cut] if shared else order[cut:])
 
@@ -241,7 +241,7 @@ def router_rows(plan: UpcyclePlan, layer: int, measured: Tensor | None = None) -
     """The distinct rows of a layer's router, float32: one per copy, or one per expert where each has its own."""
     init, moe = plan.config.router.init, plan.moe
     if init.name in routers.MEASURED:
-        assert measured is not None, "observe() comes before make()"
+        assert measured is not None, "measure() comes before the first tensor"
         return routers.centred(measured, init.std)
     own = init.name == "independent" or moe.disjoint
     return routers.normal(moe.experts if own else moe.copies, moe.dense.hidden, init.std, plan.config.seed, layer)

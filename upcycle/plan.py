@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from upcycle import disk, plugin, request, routers, scale, size
-from upcycle.checkpoint import Checkpoint
+from upcycle.checkpoint import Checkpoint, short
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
 from upcycle.methods import Method
@@ -106,6 +106,7 @@ class UpcyclePlan:
     hf_config: Mapping[str, Any]
     promise: Promise
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]  # what evidence says against this plan
     # measured on text before the first expert is made, empty until then: 'layers.L.mass', '.rows', '.order' (measure)
     observed: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -123,7 +124,7 @@ class UpcyclePlan:
         """The factor of each matrix of this layer's routed experts."""
         mass = self.observed.get(f"layers.{layer}.mass")
         c = scale.gain(self.moe, self.scale, None if mass is None else float(mass))
-        assert c is not None, "observe() comes before make()"
+        assert c is not None, "measure() comes before the first tensor"
         return scale.weight_factors(self.moe, self.scale, c, gated=self.gated)
 
     @cached_property
@@ -156,11 +157,13 @@ class UpcyclePlan:
 
 def family(model_type: Any) -> ModuleType:
     known = plugin.names("upcycle.families")
-    if model_type not in known:
+    if model_type in plugin.names("upcycle.targets"):
         raise ValueError(
-            f"config.json has model_type {model_type!r}; dense families known: "
-            f"{', '.join(known)}{plugin.nearest(str(model_type), known)}"
+            f"config.json has model_type {model_type!r}, which is a mixture of experts already; give a dense model, of "
+            f"one of the families {', '.join(known)}"
         )
+    if model_type not in known:  # no nearest name: programs write this key, so another name is another architecture
+        raise ValueError(f"config.json has model_type {short(model_type)}; dense families known: {', '.join(known)}")
     return plugin.load("upcycle.families", model_type)
 
 
@@ -207,12 +210,35 @@ def build(
         dropped(source_family, dense, base),
         chosen.config(moe),
         promise,
-        tuple(chosen.notes(moe)),
+        (*chosen.notes(moe), *stays_whole(moe)),
+        tuple(warnings(moe, method)),
         observed or {},
     )
     if plan.needs_text and observed is None:
         request.check_text(config, kind, method, base.folder)
     return plan
+
+
+def warnings(moe: MoESpec, method: Method) -> Iterator[str]:
+    """Sentences on what was measured of such a model and speaks against it; docs/study.md has the runs."""
+    whole = moe.copies_of_slices and not moe.disjoint and moe.top_k % moe.granularity == 0
+    if whole and moe.slices == 1 and moe.top_k < moe.experts:
+        yield (
+            "a router that learns takes virtual groups apart; measured on a real checkpoint (SmolLM2-135M): choices "
+            "stop being whole FFNs, 0.26 nats behind the dense control after 26 M tokens; use router.choice=each-slice "
+            "(target upcycled; no stock target holds it), or stay stock with a frozen router: optim.router_lr=0 in "
+            "training"
+        )
+    if method.evidence:
+        yield method.evidence
+
+
+def stays_whole(moe: MoESpec) -> Iterator[str]:
+    if moe.slices > 1:
+        yield (
+            "no stock target, mixtral and qwen3_moe among them, holds router.choice=each-slice; what stays stock and "
+            "whole is router.choice=any with a frozen router: optim.router_lr=0 in training"
+        )
 
 
 # ---- which architecture
@@ -244,19 +270,22 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
     if config.target != "auto":
         target(config.target)  # an unknown name is refused here
         if reasons[config.target]:
+            instead = "".join(f". Or: {line}" for line in stays_whole(moe))
             raise ValueError(
                 f"target {config.target} cannot hold {'; nor '.join(reasons[config.target])}; targets that can: "
-                f"{', '.join(holding)}"
+                f"{', '.join(holding)}{instead}"
             )
         return config.target, "asked for"
     stock = [n for n in holding if target(n).ABILITIES.stock]
     if stock:
         best, *rest = stock
         # a bf16 router has ties, which split virtual groups; stock targets of one score all route in the same precision
-        half_precision = moe.granularity > 1 and moe.dtype in ("bfloat16", "float16")
-        fp32 = " and routes in float32" if half_precision and target(best).ABILITIES.router_fp32 else ""
+        half = moe.dtype in ("bfloat16", "float16")
+        fp32 = " and routes in float32" if half and moe.granularity > 1 and target(best).ABILITIES.router_fp32 else ""
         others = f"; {', '.join(rest)} would too" if rest else ""
-        return best, f"stock transformers, holds this model exactly{fp32}{others}"
+        adds_one = half and moe.dense.norm == "rms1p" and "rms1p" not in target(best).ABILITIES.norms
+        held = f"but for rounding norm weights + 1 to {moe.dtype}" if adds_one else "exactly"
+        return best, f"stock transformers, holds this model {held}{fp32}{others}"
     close = sorted((n for n in reasons if target(n).ABILITIES.stock), key=lambda n: (len(reasons[n]), rank(n)))[:2]
     return holding[0], "no stock architecture holds it: " + "; ".join(
         f"{n} has no {' and no '.join(reasons[n])}" for n in close

@@ -13,9 +13,10 @@ from typing import Any, cast
 from upcycle import methods, plugin, routers
 from upcycle.config import UpcycleConfig
 from upcycle.methods import Method, Sizes
-from upcycle.spec import BYTES, Choice, DenseSpec, MoESpec, Order, Score
+from upcycle.spec import BYTES, MAX_EXPERTS, DenseSpec, MoESpec, Order, Score
 
-MAX_EXPERTS = 16384  # in a layer; more is a typing error, and its plan would fill the memory
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+SATURATED = 20.0  # of the logits' standard deviation: at 4 of these a sigmoid is still above 0 in float32
 
 
 def read_method(config: UpcycleConfig, donors: int) -> Method:
@@ -125,8 +126,14 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
         raise ValueError(f"router.score is {config.router.score!r}; write softmax or sigmoid")
     if config.router.order not in ("softmax-then-topk", "topk-then-softmax"):
         raise ValueError(f"router.order is {config.router.order!r}; write softmax-then-topk or topk-then-softmax")
-    if config.router.choice not in ("any", "each-slice"):
-        raise ValueError(f"router.choice is {config.router.choice!r}; write any or each-slice")
+    if config.router.choice not in ("any", "each-slice", "parts"):
+        raise ValueError(f"router.choice is {config.router.choice!r}; write any, each-slice or parts")
+    if config.router.choice == "any" and not disjoint and config.top_k % g:
+        raise ValueError(
+            f"top_k={config.top_k} is not a multiple of granularity={g}, so no choice is whole FFNs and the model "
+            f"starts far from the dense one; try top_k={max(config.top_k // g, 1) * g}, or if that is meant write "
+            "router.choice=parts"
+        )
     if config.router.choice == "each-slice":
         if disjoint:
             raise ValueError(
@@ -140,7 +147,8 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
             )
     dtype = config.dtype or dense.dtype
     if dtype not in BYTES:
-        raise ValueError(f"dtype is {dtype!r}; write {', '.join(BYTES)}")
+        meant = f"; did you mean {SHORT[dtype]!r}?" if dtype in SHORT else plugin.nearest(dtype, list(BYTES))
+        raise ValueError(f"dtype is {dtype!r}; write {', '.join(BYTES)}{meant}")
     return MoESpec(
         dense=dense,
         layers=layer_list(config.layers, dense.layers),
@@ -152,7 +160,7 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
         score=cast(Score, config.router.score),  # both words were checked above
         order=cast(Order, config.router.order),
         normalize=config.router.normalize,
-        choice=cast(Choice, config.router.choice) if g > 1 else "any",  # G = 1: both are the same
+        choice="each-slice" if config.router.choice == "each-slice" and g > 1 else "any",  # G = 1: all are the same
         dtype=dtype,
         disjoint=disjoint,
     )
@@ -169,6 +177,13 @@ def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None
         raise ValueError(
             f"router.init.std is {init.std}; write 1e-6 to 1e3, because equal logits send every token to the "
             "same experts, and infinite ones nowhere"
+        )
+    spread = init.std * moe.dense.hidden**0.5
+    if moe.score == "sigmoid" and spread > SATURATED:
+        raise ValueError(
+            f"router.init.std is {init.std:g}, which with hidden size {moe.dense.hidden} makes logits of about "
+            f"{spread:.3g}, and their sigmoids 0 or 1; write at most {SATURATED / moe.dense.hidden**0.5:.2g}, or "
+            "router.score=softmax"
         )
     if init.name == "neurons" and not moe.disjoint:
         raise ValueError(

@@ -124,6 +124,11 @@ def test_an_example_runs(command: str, made: Path, tmp_path: Path, monkeypatch: 
         walk([command], {key: words for key, words in MORE.items() if key in command})
 
 
+@pytest.mark.parametrize("command", [line for line in EXAMPLES if "upcycle plan" in line or "upcycle convert" in line])
+def test_an_example_needs_nothing_that_the_demo_made(command: str) -> None:
+    assert "source=" in command
+
+
 def test_what_is_added_is_of_use() -> None:
     for key in (*MORE, *READ):
         assert any(key in command for command in EXAMPLES), key

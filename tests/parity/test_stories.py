@@ -81,7 +81,7 @@ def test_an_exact_upcycling_writes_the_same_text(tmp_path: Path, words: list[str
     "words",
     [
         ["method.name=virtual_group", "experts=4", "granularity=2", "top_k=2", "scale=none"],
-        ["method.name=virtual_group", "experts=4", "granularity=2", "top_k=3"],
+        ["method.name=virtual_group", "experts=4", "granularity=2", "top_k=3", "router.choice=parts"],
         ["method.name=virtual_group", "experts=4", "granularity=2", "top_k=2", "scale=published"],
         ["method.name=drop", "experts=4", "top_k=2"],
         ["method.name=split", "experts=4", "top_k=2"],

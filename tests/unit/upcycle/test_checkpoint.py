@@ -21,6 +21,7 @@ from shapes import llama_shapes, make_shaped
 from torch import Tensor
 
 from upcycle import checkpoint
+from upcycle.__main__ import main
 from upcycle.checkpoint import DTYPES, INDEX, Checkpoint, count_non_finite, read_header
 
 READABLE = sorted(name for name, bits in DTYPES.values() if isinstance(getattr(torch, name, None), torch.dtype))
@@ -233,6 +234,14 @@ def test_a_hub_id_is_downloaded_without_code_or_pickles(tmp_path: Path, monkeypa
     files |= {"pytorch_model.bin", "modeling_x.py", "model.gguf", "training_args.pt"}
     chosen = set(huggingface_hub.utils.filter_repo_objects(files, allow_patterns=asked["patterns"]))
     assert files - chosen == {"pytorch_model.bin", "modeling_x.py", "model.gguf", "training_args.pt"}
+
+
+def test_a_hub_id_can_be_inspected(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(llama))
+    assert main(["inspect", "org/model", "--check"]) == 0
+    assert "model type           llama" in capsys.readouterr().out
 
 
 def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

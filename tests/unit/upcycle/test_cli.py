@@ -102,6 +102,7 @@ LINES = {
     "warn": "import warnings; warnings.warn('two\\n   lines'); print('done')",
     "log": "import logging, torch; logging.getLogger('torch.distributed').warning('look')",
     "code": "return 7",
+    "ended": "sys.exit('a sentence')",
 }
 
 
@@ -112,7 +113,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
         decorator = f"@cli.command(resumes={name == 'stop'})"
         end = f"if __name__ == '__main__':\n    import sys\n    sys.exit(cli.start('{name}'))\n"
         (folder / f"{name}.py").write_text(
-            f"from upcycle import cli\n{decorator}\ndef main(words):\n    {line}\n    return 0\n{end}"
+            f"import sys\nfrom upcycle import cli\n{decorator}\ndef main(words):\n    {line}\n    return 0\n{end}"
         )
     return folder
 
@@ -128,6 +129,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("warn", 0, "warn: two lines\n"),
         ("log", 0, "[torch] look\n"),
         ("code", 7, ""),
+        ("ended", 2, "ended: a sentence\n"),
     ],
 )
 def test_what_happens_is_one_sentence(name: str, code: int, said: str, commands: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
 from tests.parity import tiny
 from upcycle import convert as converting
@@ -65,6 +66,24 @@ def digests(folder: Path) -> dict[str, str]:
 
 def command(llama: Path, output: Path) -> list[str]:
     return [sys.executable, "-m", "upcycle", "convert", f"source={llama}", f"output={output}", *WORDS]
+
+
+def test_the_rate_of_a_resumed_conversion_is_that_of_its_own_bytes(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars = []
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: object, **keys: object) -> None:
+            super().__init__(*args, **keys)
+            bars.append(self)
+
+    monkeypatch.setattr(converting, "tqdm", Bar)
+    plan, checkpoints = load(llama, tmp_path / "moe")
+    (tmp_path / job.JOB).mkdir()
+    for _ in range(2):
+        converting.write_own_shards(plan, checkpoints, tmp_path, Worker(), quiet=False)
+    assert [(bar.initial, bar.n) for bar in bars] == [(0, plan.bytes), (plan.bytes, plan.bytes)]
 
 
 def test_a_converted_folder_has_everything_a_loader_wants(llama: Path, tmp_path: Path) -> None:

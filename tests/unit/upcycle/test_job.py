@@ -150,10 +150,17 @@ def test_text_that_changes_is_another_job_and_is_looked_for_before_any_work(llam
         run()
 
 
-@pytest.mark.parametrize(("rank", "count"), [("1", "1"), ("x", "2"), ("-1", "2"), ("0", "0")])
+@pytest.mark.parametrize(("rank", "count"), [("1", "1"), ("x", "2"), ("-1", "2"), ("0", "0"), ("1", "2"), ("0", "2")])
 def test_a_rank_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, rank: str, count: str) -> None:
-    """RANK=1 without WORLD_SIZE once made nothing and called it complete."""
+    """RANK=1 without WORLD_SIZE once made nothing and called it complete; left over with it, it waited for a minute."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", count)
     with pytest.raises(ValueError, match="use torchrun"):
         Worker.here()
+
+
+def test_ranks_are_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(key, value)
+    assert Worker.here() == Worker(1, 2)

@@ -46,6 +46,12 @@ def plan(*words: str) -> UpcyclePlan:
         (["experts=0"], "at least 1"),
         (["granularity=2"], "use method.name=virtual_group"),
         (["method.name=virtual_group", "granularity=7", "top_k=7"], "try granularity=4, 6, 8"),
+        (
+            ["method.name=virtual_group", "granularity=8"],
+            "top_k=2 is not a multiple of granularity=8, so no choice is whole FFNs and the model starts far from the "
+            "dense one; try top_k=8, or if that is meant write router.choice=parts",
+        ),
+        (["method.name=drop", "granularity=4", "top_k=6"], "try top_k=4"),
         (["shared=-1"], "shared is -1"),
         (["shared=1.5"], "shared is 1.5"),
         (["shared=0.999"], "shared="),
@@ -61,7 +67,7 @@ def plan(*words: str) -> UpcyclePlan:
         (["layers=first-dense:2"], "leaves no layer"),
         (["router.score=relu"], "softmax or sigmoid"),
         (["router.order=topk"], "softmax-then-topk or topk-then-softmax"),
-        (["router.choice=best"], "write any or each-slice"),
+        (["router.choice=best"], "write any, each-slice or parts"),
         (
             ["router.choice=each-slice", "method.name=virtual_group", "granularity=4", "top_k=6"],
             "multiple of granularity=4, got top_k=6; try top_k=4",
@@ -69,7 +75,7 @@ def plan(*words: str) -> UpcyclePlan:
         (["router.choice=each-slice", "method.name=split", "granularity=2"], "method split makes no copies"),
         (
             ["router.choice=each-slice", "method.name=virtual_group", "granularity=4", "top_k=4", "target=mixtral"],
-            "target mixtral cannot hold a choice in each slice",
+            "target mixtral cannot hold a choice in each slice; targets that can: upcycled. Or: no stock target",
         ),
         (["router.normalize=false"], "scale=calibrated"),
         (["router.init.name=zero"], "router.init.name is 'zero'"),
@@ -84,6 +90,8 @@ def plan(*words: str) -> UpcyclePlan:
         (["scale_in=down"], "scale_in is 'down'"),
         (["scale_in=output"], "needs a target with an output scale"),
         (["dtype=int8"], "dtype is 'int8'"),
+        (["dtype=bf16"], "did you mean 'bfloat16'?"),
+        (["dtype=fp16"], "did you mean 'float16'?"),
         (["max_shard=5"], "'5' is not a size"),
         (["donors=nowhere"], "nowhere"),
         (["method.name=branch_train_mix"], "one donor per copy"),
@@ -179,6 +187,57 @@ def test_auto_says_why(llama: Path) -> None:
     assert "float32" in half.why
 
 
+def test_parts_of_ffns_are_planned_if_asked_for(llama: Path) -> None:
+    made = plan(f"source={llama}", "method.name=virtual_group", "granularity=4", "top_k=6", "router.choice=parts")
+    assert (made.moe.choice, made.moe.top_k) == ("any", 6) and not made.promise.exact
+    assert "top_k=6 is not a multiple of granularity=4" in made.promise.reasons[0]
+
+
+GROUPS = ["method.name=virtual_group", "granularity=4", "top_k=4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "warned", "noted"),
+    [
+        (GROUPS, "0.26 nats behind the dense control after 26 M tokens", ""),
+        ([*GROUPS, "method.name=noise"], "use router.choice=each-slice (target upcycled; no stock target holds it)", ""),
+        ([*GROUPS, "router.choice=each-slice"], "", "no stock target, mixtral and qwen3_moe among them"),
+        ([*GROUPS, "experts=1"], "", ""),  # every expert is chosen
+        (["method.name=split", "granularity=4", "top_k=4"], "", ""),  # no copies
+        (["method.name=copy"], "", ""),
+        (["method.name=drop"], "method drop pays only after some 100 B tokens", ""),
+    ],
+)  # fmt: skip
+def test_a_plan_warns_where_evidence_says_no(
+    llama: Path, capsys: pytest.CaptureFixture[str], words: list[str], warned: str, noted: str
+) -> None:
+    made = plan(f"source={llama}", *words)
+    assert len(made.warnings) == bool(warned) and warned in "".join(made.warnings)
+    assert any(note.startswith(noted) for note in made.notes) if noted else "each-slice" not in "".join(made.notes)
+    assert main(["plan", f"source={llama}", *words]) == 0
+    page = capsys.readouterr().out
+    assert (page.count("\nwarning "), warned in page) == (bool(warned), True)
+    assert main(["plan", f"source={llama}", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == list(made.warnings)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gemma3", "nothing"])
+def test_no_other_architecture_is_proposed_for_one_that_is_not_known(llama: Path, tmp_path: Path, kind: str) -> None:
+    folder = shutil.copytree(llama, tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    with pytest.raises(ValueError, match=f"model_type '{kind}'") as caught:
+        plan(f"source={folder}")
+    assert "did you mean" not in str(caught.value)
+    assert ("mixture of experts already" in str(caught.value)) == (kind in ("mixtral", "qwen3_moe"))
+
+
+def test_gemma_in_half_precision_is_not_called_exact(tmp_path: Path) -> None:
+    folder = tiny.make("gemma", tmp_path / "gemma", dtype=torch.bfloat16)
+    assert "holds this model but for rounding norm weights + 1 to bfloat16" in plan(f"source={folder}").why
+    assert "holds this model exactly" in plan(f"source={folder}", "dtype=float32").why
+
+
 def test_a_plan_reads_no_tensor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a tensor was read")
@@ -207,6 +266,7 @@ def test_the_plans_hash_is_of_what_is_made_not_of_where(llama: Path) -> None:
         (["experts=99999999999999999999999999"], "at most 16384 experts"),
         (["router.init.std=.inf"], "1e-6 to 1e3"),
         (["router.init.std=1e-50"], "1e-6 to 1e3"),
+        (["router.init.std=1000", "router.score=sigmoid"], "their sigmoids 0 or 1; write at most 2.5"),
         (["method.name=noise", "method.std=.inf"], "above 0"),
         (["scale=1.0e+300"], "1e-9 to 1e9"),
         (["layers=every:²"], "every:2"),
@@ -230,8 +290,16 @@ def test_more_layers_than_tensors_are_refused_at_once(llama: Path, tmp_path: Pat
     folder = shutil.copytree(llama, tmp_path / "tall")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
-    with pytest.raises(ValueError, match="promises 1000000000 layers"):
+    with pytest.raises(ValueError, match="num_hidden_layers=1000000000; it must be a whole number from 1 to 10000"):
         plan(f"source={folder}")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9999}))
+    with pytest.raises(ValueError, match="promises 9999 layers"):
+        plan(f"source={folder}")
+
+
+def test_a_sigmoid_router_may_be_as_spread_as_float32_holds(llama: Path) -> None:
+    """At the largest std that is not refused, the plan's own estimate still finds every weight above 0."""
+    assert plan(f"source={llama}", "router.init.std=2.5", "router.score=sigmoid").promise.exact
 
 
 def test_a_tensor_of_another_kind_among_floats_is_refused(llama: Path, tmp_path: Path) -> None:
