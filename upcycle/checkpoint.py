@@ -415,11 +415,13 @@ def read_small(file: Path, limit: int) -> bytearray:
 
 
 def parse_object(raw: bytearray, file: Path) -> dict[str, Any]:
-    """Parse a JSON object strictly: no duplicate keys, no NaN, bounded nesting, digits and number of values."""
+    """Parse a JSON object strictly: no duplicate keys, finite numbers, bounded nesting, digits and number of values."""
     try:
         if raw.count(b",") > MAX_COMMAS:
             raise ValueError(f"more than {MAX_COMMAS} commas")
-        value = json.loads(raw.decode(), object_pairs_hook=unique, parse_int=integer, parse_constant=no_constant)
+        value = json.loads(
+            raw.decode(), object_pairs_hook=unique, parse_int=integer, parse_float=finite, parse_constant=no_constant
+        )
     except RecursionError:
         raise ValueError(f"{file} is not usable JSON: it is nested too deeply") from None
     except UnicodeDecodeError as error:
@@ -444,6 +446,13 @@ def integer(digits: str) -> int | float:
     if len(digits) > 20:
         raise ValueError(f"a number of {len(digits)} digits")
     return -0.0 if digits == "-0" else int(digits)  # -0 is no whole number to the safetensors package either
+
+
+def finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):  # 1e400, which Python would read as infinity
+        raise ValueError(f"{digits:.40} is beyond float64")
+    return number
 
 
 def no_constant(word: str) -> None:

@@ -13,9 +13,9 @@ from typing import Any, cast
 from upcycle import methods, plugin, routers
 from upcycle.config import UpcycleConfig
 from upcycle.methods import Method, Sizes
-from upcycle.spec import BYTES, Choice, DenseSpec, MoESpec, Order, Score
+from upcycle.spec import BYTES, MAX_EXPERTS, Choice, DenseSpec, MoESpec, Order, Score
 
-MAX_EXPERTS = 16384  # in a layer; more is a typing error, and its plan would fill the memory
+SATURATED = 20.0  # of the logits' standard deviation: at 4 of these a sigmoid is still above 0 in float32
 
 
 def read_method(config: UpcycleConfig, donors: int) -> Method:
@@ -169,6 +169,13 @@ def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None
         raise ValueError(
             f"router.init.std is {init.std}; write 1e-6 to 1e3, because equal logits send every token to the "
             "same experts, and infinite ones nowhere"
+        )
+    spread = init.std * moe.dense.hidden**0.5
+    if moe.score == "sigmoid" and spread > SATURATED:
+        raise ValueError(
+            f"router.init.std is {init.std:g}, which with hidden size {moe.dense.hidden} makes logits of about "
+            f"{spread:.3g}, and their sigmoids 0 or 1; write at most {SATURATED / moe.dense.hidden**0.5:.2g}, or "
+            "router.score=softmax"
         )
     if init.name == "neurons" and not moe.disjoint:
         raise ValueError(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 # gated: down(act(gate(x)) * up(x)); not gated: down(act(up(x))).  gelu is exact (erf); relu2 is relu squared.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -35,6 +35,9 @@ Score = Literal["softmax", "sigmoid"]
 Order = Literal["softmax-then-topk", "topk-then-softmax"]
 Choice = Literal["any", "each-slice"]
 
+SCORES: tuple[Score, ...] = get_args(Score)
+ORDERS: tuple[Order, ...] = get_args(Order)
+MAX_EXPERTS = 16384  # in a layer; more is a typing error, and its plan would fill the memory
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -83,18 +86,7 @@ class DenseSpec:
             object.__setattr__(self, "attention_scale", self.head_dim**-0.5)
 
     def check(self) -> None:
-        """Raise a ValueError for sizes that no model can have; a family calls this last in read()."""
-        for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "context"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"config.json of this {self.family} model has {name}={value!r}; "
-                    "it must be a whole number of at least 1"
-                )
-        numbers = {"norm_eps": self.norm_eps, "rope_theta": self.rope["rope_theta"], "init_std": self.init_std}
-        for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise ValueError(f"config.json of this {self.family} model has {name}={value!r}; it must be a number")
+        """Raise a ValueError for sizes that do not go together; families.common.dense calls this."""
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"config.json has {self.heads} heads and {self.kv_heads} key/value heads; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from upcycle import typed
 from upcycle.families import common
 from upcycle.families.common import Config, Source
 from upcycle.spec import DenseSpec
@@ -17,9 +18,9 @@ def read(config: Config) -> DenseSpec:
         eps=("rms_norm_eps", 1e-5),
         act="relu2",
         gated=False,
-        qkv_bias=bool(config.get("attention_bias")),
-        out_bias=bool(config.get("attention_bias")),
-        ffn_bias=bool(config.get("mlp_bias")),
+        qkv_bias=typed.flag(config, "attention_bias"),
+        out_bias=typed.flag(config, "attention_bias"),
+        ffn_bias=typed.flag(config, "mlp_bias"),
         bos=128000,
         eos=128001,
     )

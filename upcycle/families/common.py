@@ -1,8 +1,9 @@
 """What the families share: config keys with transformers' defaults, and the tensor names of the Llama line.
 
 A family is a call of `dense()`, which reads the keys that every architecture has; the arguments say how this one
-differs. A default here or in a family is that of transformers' configuration class, because save_pretrained has at
-times left out values that equal the default, and hand-written configs still do.
+differs. Keys of its own a family reads with `typed`, so that a wrong type or value is one sentence. A default here or
+in a family is that of transformers' configuration class, because save_pretrained has at times left out values that
+equal the default, and hand-written configs still do.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from upcycle import typed
+from upcycle.checkpoint import short
 from upcycle.spec import Activation, DenseSpec
 
-Config = Mapping[str, Any]
+Config = typed.Config
+MAX_LAYERS, MAX_HEADS = 10_000, 65_536  # more are typing errors, and listing them would take seconds
 ROTARY_BUFFERS = (r".*rotary_emb\.inv_freq", r".*rotary_emb\.(cos|sin)_cached")
 ACTIVATION_NAMES: Mapping[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "relu": "relu", "relu2": "relu2",
@@ -64,21 +68,24 @@ def dense(
     """The DenseSpec of `config`. The named arguments are this family's defaults for absent keys (`eps` with the key's
     name); `different` are DenseSpec fields that are set directly."""
     refuse_foreign(config)
-    hidden, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
+    hidden, heads = typed.whole(config, "hidden_size"), typed.whole(config, "num_attention_heads", high=MAX_HEADS)
+    # absent, these two are the family's own; null, they are what follows from the others
+    kv_heads = kv_heads if "num_key_value_heads" not in config else None
+    head_dim = head_dim if "head_dim" not in config else None
     fields: dict[str, Any] = {
-        "layers": need(config, "num_hidden_layers"),
+        "layers": layers(config),
         "hidden": hidden,
-        "ffn": need(config, "intermediate_size"),
+        "ffn": typed.whole(config, "intermediate_size"),
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads", kv_heads) or heads,
-        "head_dim": config.get("head_dim", head_dim) or hidden // heads,
-        "vocab": need(config, "vocab_size"),
-        "context": config.get("max_position_embeddings") or context,
-        "norm_eps": config.get(eps[0], eps[1]),
-        "tied": bool(config.get("tie_word_embeddings", tied)),
+        "kv_heads": typed.whole(config, "num_key_value_heads", kv_heads or heads),
+        "head_dim": typed.whole(config, "head_dim", head_dim or max(hidden // heads, 1)),
+        "vocab": typed.whole(config, "vocab_size"),
+        "context": context_length(config, context),
+        "norm_eps": typed.number(config, eps[0], eps[1], low=0, high=1),
+        "tied": typed.flag(config, "tie_word_embeddings", tied),
         "dtype": dtype(config),
         "tokens": tokens(config, bos=bos, eos=eos, pad=pad),
-        "init_std": config.get("initializer_range", init_std),
+        "init_std": typed.number(config, "initializer_range", init_std, low=0),
     } | different
     if "activation" not in fields:
         fields["activation"] = activation(config, default=act)
@@ -86,7 +93,7 @@ def dense(
         fields["rope"] = rope(config, context=fields["context"])
     spec = DenseSpec(family=family, **fields)
     spec.check()
-    check_long_factors(spec)
+    check_rotation(spec)
     return spec
 
 
@@ -94,38 +101,40 @@ def refuse_foreign(config: Config) -> None:
     for key, advice in REFUSED.items():
         if config.get(key):
             raise ValueError(f"config.json has {key!r}, which is not supported: {advice}")
-    for name in config.get("architectures") or ():
+    for name in typed.names(config, "architectures", []):
         if not name.endswith("ForCausalLM"):
             raise ValueError(
-                f"config.json says architectures={name!r}; a model to upcycle must be a ...ForCausalLM, "
+                f"config.json says architectures={short(name)}; a model to upcycle must be a ...ForCausalLM, "
                 "which has a language-model head"
             )
 
 
-def need(config: Config, key: str) -> Any:
-    if config.get(key) is None:
-        raise ValueError(
-            f"config.json of this {config.get('model_type')} model has no {key!r}, "
-            "which every such model states; is the file complete?"
-        )
-    return config[key]
+def layers(config: Config) -> int:
+    return typed.whole(config, "num_hidden_layers", high=MAX_LAYERS)
+
+
+def context_length(config: Config, default: int) -> int:
+    return typed.whole(config, "max_position_embeddings", default)
 
 
 def activation(config: Config, key: str = "hidden_act", default: str = "silu") -> Activation:
-    name = config.get(key) or default
-    if name not in ACTIVATION_NAMES:
-        raise ValueError(f"config.json has {key}={name!r}; known are {', '.join(ACTIVATION_NAMES)}")
-    return ACTIVATION_NAMES[name]
+    return ACTIVATION_NAMES[typed.word(config, key, default, ACTIVATION_NAMES)]
 
 
 def dtype(config: Config) -> str:
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    key = "torch_dtype" if config.get("dtype") is None else "dtype"
+    return typed.text(config, key, "float32").removeprefix("torch.")
 
 
 def tokens(config: Config, *, bos: int | None = None, eos: int | None = None, pad: int | None = None) -> dict[str, Any]:
     """The special tokens of the file, or else this family's defaults. All three keys are always there (None: no token),
     because for an absent key a target's class takes its own default, which is another token."""
     defaults = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
+    for key in defaults:
+        value, several = config.get(key), key == "eos_token_id"
+        ids = value if several and isinstance(value, list) and value else [value]
+        if value is not None and not all(typed.is_whole(i, -1, typed.LARGEST) for i in ids):  # -1: none, in old files
+            raise typed.wrong(config, key, "a token's number" + (" or a list of them" if several else ""))
     return {key: config.get(key, default) for key, default in defaults.items()}
 
 
@@ -144,13 +153,10 @@ def rope(
     level. partial: this family's default share of rotated dimensions; None if it always rotates whole heads.
     original: this family's default of the top-level original_max_position_embeddings.
     """
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"config.json's rope is {given!r}; it must be keys and values like rope_type and rope_theta")
-    out: dict[str, Any] = dict(given)
+    out = stated_rope(config)
     old_name = out.pop("type", "default")
     kind: str = out.setdefault("rope_type", old_name)
-    odd = "" if kind in ROPE_TYPES else f"rope_type={kind!r}"
+    odd = "" if isinstance(kind, str) and kind in ROPE_TYPES else f"rope_type={short(kind)}"
     # mrope_section: positions in several dimensions; a mapping as value: a rope for each layer type
     odd = odd or ", ".join(k for k, v in out.items() if k == "mrope_section" or isinstance(v, Mapping))
     if odd:
@@ -158,12 +164,15 @@ def rope(
             f"config.json's rope has {odd}, which is not supported; give a model with one rope for all layers, "
             f"of one of the types {', '.join(ROPE_TYPES)}"
         )
-    missing = [key for key in ROPE_TYPES[kind] if key not in out]
+    missing = [key for key in ROPE_TYPES[kind] if out.get(key) is None]
     if missing:
         raise ValueError(f"config.json's rope of type {kind!r} has no {', '.join(missing)}; is the file complete?")
-    out.setdefault("rope_theta", config.get(theta_key) or 10000.0)
-    stated = out.pop("partial_rotary_factor", None) or config.get(partial_key)
-    share = stated or partial or 1.0
+    if out.get("rope_theta") is None:
+        out["rope_theta"] = 10000.0 if config.get(theta_key) is None else config[theta_key]
+    stated = out.pop("partial_rotary_factor", None)
+    stated = config.get(partial_key) if stated is None else stated
+    keys = {"model_type": config.get("model_type"), "partial_rotary_factor": stated}
+    share = typed.number(keys, "partial_rotary_factor", partial or 1.0, low=0, high=1)
     if share != 1.0:
         if partial is None:
             raise ValueError(
@@ -173,48 +182,85 @@ def rope(
         out["partial_rotary_factor"] = share
     if kind in ("yarn", "longrope", "llama3"):
         # as in transformers, the top-level key wins over the one inside the rope
-        length = config.get("original_max_position_embeddings", original) or out.get("original_max_position_embeddings")
-        out["original_max_position_embeddings"] = length or context
+        top = config.get("original_max_position_embeddings", original)
+        length = out.get("original_max_position_embeddings") if top is None else top
+        out["original_max_position_embeddings"] = context if length is None else length
+    check_rope(config, out)
     return out
 
 
-def check_long_factors(spec: DenseSpec) -> None:
-    """Check the lengths of longrope's factors: a wrong one would fail only in the first forward pass of the result."""
-    want = int(spec.head_dim * spec.partial_rotary) // 2
+def stated_rope(config: Config) -> dict[str, Any]:
+    """A copy of the keys under rope_scaling or rope_parameters; empty if there are none."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if config.get(key) is not None and not isinstance(config[key], Mapping):
+            raise typed.wrong(config, key, "keys and values like rope_type and rope_theta")
+    return dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+
+
+def check_rope(config: Config, rope: Mapping[str, Any]) -> None:
+    """Check types and ranges in a rope: a wrong number would fail only in the first forward pass of the result."""
+    keys = {"model_type": config.get("model_type"), **rope}
+    typed.number(keys, "rope_theta", low=2, high=1e15)  # its logarithm is a divisor
+    for key in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+        typed.number(keys, key, 1.0)
+    for key in ("mscale", "mscale_all_dim"):
+        typed.number(keys, key, 1.0, low=0)
+    for key in ("short_factor", "long_factor"):
+        typed.numbers(keys, key, [])
+    typed.flag(keys, "truncate")
+    typed.whole(keys, "original_max_position_embeddings", 2, low=2)
+    if rope["rope_type"] == "llama3" and not keys["low_freq_factor"] < keys["high_freq_factor"]:
+        raise typed.wrong(keys, "high_freq_factor", f"above low_freq_factor={keys['low_freq_factor']}")
+
+
+def check_rotation(spec: DenseSpec) -> None:
+    """Check the number of rotated dimensions of a head, and the lengths of longrope's factors."""
+    rotated = int(spec.head_dim * spec.partial_rotary)
+    if rotated < 1:
+        raise ValueError(
+            f"config.json of this {spec.family} model has head_dim={spec.head_dim}, of which a share of "
+            f"{spec.partial_rotary:g} is rotated; that must be one dimension or more"
+        )
     for key in ("short_factor", "long_factor") if spec.rope["rope_type"] == "longrope" else ():
         got = spec.rope[key]
-        if not isinstance(got, list) or len(got) != want:
+        if got is None or len(got) != rotated // 2:
             raise ValueError(
-                f"config.json's rope {key} must be a list of {want} numbers, half the rotated dimensions of a head; "
-                f"got {got!s:.60}"
+                f"config.json's rope {key} must be a list of {rotated // 2} numbers, half the rotated dimensions of a "
+                f"head; got {short(got)}"
             )
 
 
-def windows(config: Config, layers: int, *, default: int | None) -> dict[str, Any]:
+def window(config: Config, default: int | None) -> int | None:
+    """sliding_window; None if it is null."""
+    stated = config.get("sliding_window", default)
+    return None if stated is None else typed.whole(config, "sliding_window", default)
+
+
+def windows(config: Config, *, default: int | None) -> dict[str, Any]:
     """DenseSpec's window fields for a family where `sliding_window`, unless null, holds in all layers (Mistral)."""
-    window = config.get("sliding_window", default)
-    return {"window": window, "window_layers": tuple(range(layers)) if window is not None else ()}
+    width = window(config, default)
+    return {"window": width, "window_layers": tuple(range(layers(config))) if width is not None else ()}
 
 
-def windows_by_layer(config: Config, layers: int) -> dict[str, Any]:
+def windows_by_layer(config: Config) -> dict[str, Any]:
     """DenseSpec's window fields for Qwen 2 and 3: a switch, and either layer_types or the first layer with a window."""
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    types = config.get("layer_types")
-    if types is None:
-        first = config.get("max_window_layers", 28) if window is not None else layers
-        return {"window": window, "window_layers": tuple(range(first, layers))}
-    if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
+    count, width = layers(config), window(config, 4096) if typed.flag(config, "use_sliding_window") else None
+    if config.get("layer_types") is None:
+        first = typed.whole(config, "max_window_layers", 28, low=0) if width is not None else count
+        return {"window": width, "window_layers": tuple(range(first, count))}
+    types = typed.names(config, "layer_types")
+    if len(types) != count or not set(types) <= {"full_attention", "sliding_attention"}:
         raise ValueError(
-            f"config.json's layer_types must be {layers} times full_attention or sliding_attention; "
-            f"got {len(types)} of {', '.join(sorted(set(types)))}"
+            f"config.json's layer_types must be {count} times full_attention or sliding_attention; "
+            f"got {len(types)} of {short(sorted(set(types)))}"
         )
     sliding = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
-    if sliding and window is None:
+    if sliding and width is None:
         raise ValueError(
             f"config.json's layer_types has sliding_attention in layers {sliding}, but no window is on; "
             "set use_sliding_window and sliding_window, or make all layers full_attention"
         )
-    return {"window": window, "window_layers": sliding}
+    return {"window": width, "window_layers": sliding}
 
 
 def llama_sources(spec: DenseSpec, names: Mapping[str, str] | None = None, model: str = "model") -> dict[str, Source]:

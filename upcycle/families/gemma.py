@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from upcycle import typed
 from upcycle.families import common
 from upcycle.families.common import Config, Source
 from upcycle.spec import DenseSpec
@@ -14,12 +15,12 @@ def read(config: Config) -> DenseSpec:
     act = common.activation(config, default="gelu_pytorch_tanh")
     act = "gelu_tanh" if act == "gelu" else act
     # transformers 4 had hidden_activation as well; null meant the tanh approximation.
-    if config.get("hidden_activation") and common.activation(config, "hidden_activation") != act:
+    if config.get("hidden_activation") is not None and common.activation(config, "hidden_activation") != act:
         raise ValueError(
             f"config.json has hidden_activation={config['hidden_activation']!r} and a hidden_act that means {act!r}; "
             "transformers 4 and 5 disagree on which counts, so make them equal"
         )
-    if config.get("use_bidirectional_attention"):
+    if typed.flag(config, "use_bidirectional_attention"):
         raise ValueError("config.json has use_bidirectional_attention; only causal models can be upcycled")
     return common.dense(
         config,
@@ -30,9 +31,9 @@ def read(config: Config) -> DenseSpec:
         tied=True,
         activation=act,
         norm="rms1p",
-        embed_scale=float(common.need(config, "hidden_size")) ** 0.5,
-        qkv_bias=bool(config.get("attention_bias")),
-        out_bias=bool(config.get("attention_bias")),
+        embed_scale=float(typed.whole(config, "hidden_size")) ** 0.5,
+        qkv_bias=typed.flag(config, "attention_bias"),
+        out_bias=typed.flag(config, "attention_bias"),
         bos=2,
         eos=1,
         pad=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from upcycle import typed
 from upcycle.families import common
 from upcycle.families.common import Config, Source
 from upcycle.spec import DenseSpec
@@ -11,13 +12,13 @@ IGNORED = (*common.ROTARY_BUFFERS, r".*\.attention\.(bias|masked_bias)")
 
 
 def read(config: Config) -> DenseSpec:
-    hidden, heads = common.need(config, "hidden_size"), common.need(config, "num_attention_heads")
+    hidden, heads = typed.whole(config, "hidden_size"), typed.whole(config, "num_attention_heads")
     if hidden % heads:
         raise ValueError(
             f"config.json has hidden_size={hidden} and num_attention_heads={heads}; in a gpt_neox model the second "
             "must divide the first"
         )
-    context = config.get("max_position_embeddings") or 2048
+    context = common.context_length(config, 2048)
     return common.dense(
         # The architecture ignores these keys, so dense() must not see them.
         {k: v for k, v in config.items() if k not in ("num_key_value_heads", "head_dim")},
@@ -27,10 +28,10 @@ def read(config: Config) -> DenseSpec:
         act="gelu",
         gated=False,
         norm="layernorm",
-        block="parallel" if config.get("use_parallel_residual", True) else "pre",
+        block="parallel" if typed.flag(config, "use_parallel_residual", True) else "pre",
         rope=common.rope(config, context=context, theta_key="rotary_emb_base", partial_key="rotary_pct", partial=0.25),
-        qkv_bias=bool(config.get("attention_bias", True)),
-        out_bias=bool(config.get("attention_bias", True)),
+        qkv_bias=typed.flag(config, "attention_bias", True),
+        out_bias=typed.flag(config, "attention_bias", True),
         ffn_bias=True,
         bos=0,
         eos=2,

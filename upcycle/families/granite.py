@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from upcycle import typed
 from upcycle.families import common
 from upcycle.families.common import Config, Source
 from upcycle.spec import DenseSpec
@@ -16,9 +17,9 @@ def read(config: Config) -> DenseSpec:
         config,
         "granite",
         context=2048,
-        qkv_bias=bool(config.get("attention_bias")),
-        out_bias=bool(config.get("attention_bias")),
-        ffn_bias=bool(config.get("mlp_bias")),
+        qkv_bias=typed.flag(config, "attention_bias"),
+        out_bias=typed.flag(config, "attention_bias"),
+        ffn_bias=typed.flag(config, "mlp_bias"),
         **multipliers(config),
         bos=1,
         eos=2,
@@ -32,8 +33,8 @@ def sources(spec: DenseSpec) -> dict[str, Source]:
 def multipliers(config: Config) -> dict[str, Any]:
     """The multipliers of a Granite config, dense or MoE, as fields of a DenseSpec."""
     return {
-        "attention_scale": config.get("attention_multiplier", 1.0),
-        "embed_scale": config.get("embedding_multiplier", 1.0),
-        "residual_scale": config.get("residual_multiplier", 1.0),
-        "logit_scale": 1.0 / config.get("logits_scaling", 1.0),
+        "attention_scale": typed.number(config, "attention_multiplier", 1.0),
+        "embed_scale": typed.number(config, "embedding_multiplier", 1.0),
+        "residual_scale": typed.number(config, "residual_multiplier", 1.0),
+        "logit_scale": 1.0 / typed.number(config, "logits_scaling", 1.0),
     }

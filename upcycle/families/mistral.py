@@ -10,13 +10,12 @@ IGNORED = common.ROTARY_BUFFERS
 
 
 def read(config: Config) -> DenseSpec:
-    layers = common.need(config, "num_hidden_layers")
     return common.dense(
         config,
         "mistral",
         context=131072,
         kv_heads=8,
-        **common.windows(config, layers, default=4096),
+        **common.windows(config, default=4096),
         bos=1,
         eos=2,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from upcycle import typed
 from upcycle.families import common
 from upcycle.families.common import Config, Source
 from upcycle.spec import DenseSpec
@@ -10,7 +11,7 @@ IGNORED = common.ROTARY_BUFFERS
 
 
 def read(config: Config) -> DenseSpec:
-    context = config.get("max_position_embeddings") or 4096
+    context = common.context_length(config, 4096)
     return common.dense(
         config,
         "nemotron",
@@ -20,9 +21,9 @@ def read(config: Config) -> DenseSpec:
         gated=False,
         norm="layernorm1p",
         rope=common.rope(config, context=context, partial=0.5),
-        qkv_bias=bool(config.get("attention_bias")),
-        out_bias=bool(config.get("attention_bias")),
-        ffn_bias=bool(config.get("mlp_bias")),
+        qkv_bias=typed.flag(config, "attention_bias"),
+        out_bias=typed.flag(config, "attention_bias"),
+        ffn_bias=typed.flag(config, "mlp_bias"),
         init_std=0.0134,
         bos=2,
         eos=3,

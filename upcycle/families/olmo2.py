@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from upcycle import typed
 from upcycle.families import common
 from upcycle.families.common import Config, Source
 from upcycle.spec import DenseSpec
@@ -17,8 +18,8 @@ def read(config: Config) -> DenseSpec:
         eps=("rms_norm_eps", 1e-5),
         block="post",
         qk_norm="full",
-        qkv_bias=bool(config.get("attention_bias")),
-        out_bias=bool(config.get("attention_bias")),
+        qkv_bias=typed.flag(config, "attention_bias"),
+        out_bias=typed.flag(config, "attention_bias"),
         eos=50279,
         pad=1,
     )

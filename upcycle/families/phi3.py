@@ -10,18 +10,17 @@ IGNORED = common.ROTARY_BUFFERS
 
 
 def read(config: Config) -> DenseSpec:
-    context = config.get("max_position_embeddings") or 4096
+    context = common.context_length(config, 4096)
     rope = common.rope(_longrope_by_its_name(config), context=context, partial=1.0, original=4096)
     if rope["rope_type"] not in ("default", "longrope"):
         raise ValueError(f"config.json has rope_type={rope['rope_type']!r}; a phi3 model has 'default' or 'longrope'")
-    layers = common.need(config, "num_hidden_layers")
     return common.dense(
         config,
         "phi3",
         context=4096,
         eps=("rms_norm_eps", 1e-5),
         rope=rope,
-        **common.windows(config, layers, default=None),
+        **common.windows(config, default=None),
         bos=1,
         eos=32000,
         pad=32000,
@@ -31,7 +30,7 @@ def read(config: Config) -> DenseSpec:
 def _longrope_by_its_name(config: Config) -> Config:
     """`config` with LongRoPE under its own name: early Phi-3 files call it "su", or even "yarn"."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    stated = dict(config.get(key) or {})
+    stated = common.stated_rope(config)
     if stated.get("rope_type", stated.get("type")) not in ("su", "yarn"):
         return config
     return {**config, key: stated | {"rope_type": "longrope"}}

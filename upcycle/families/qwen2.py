@@ -10,10 +10,7 @@ IGNORED = common.ROTARY_BUFFERS
 
 
 def read(config: Config) -> DenseSpec:
-    layers = common.need(config, "num_hidden_layers")
-    return common.dense(
-        config, "qwen2", context=32768, kv_heads=32, qkv_bias=True, **common.windows_by_layer(config, layers)
-    )
+    return common.dense(config, "qwen2", context=32768, kv_heads=32, qkv_bias=True, **common.windows_by_layer(config))
 
 
 def sources(spec: DenseSpec) -> dict[str, Source]:

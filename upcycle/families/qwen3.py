@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from upcycle import typed
 from upcycle.families import common
 from upcycle.families.common import Config, Source
 from upcycle.spec import DenseSpec
@@ -10,7 +11,6 @@ IGNORED = common.ROTARY_BUFFERS
 
 
 def read(config: Config) -> DenseSpec:
-    layers = common.need(config, "num_hidden_layers")
     return common.dense(
         config,
         "qwen3",
@@ -18,9 +18,9 @@ def read(config: Config) -> DenseSpec:
         kv_heads=32,
         head_dim=128,
         qk_norm="head",
-        qkv_bias=bool(config.get("attention_bias")),
-        out_bias=bool(config.get("attention_bias")),
-        **common.windows_by_layer(config, layers),
+        qkv_bias=typed.flag(config, "attention_bias"),
+        out_bias=typed.flag(config, "attention_bias"),
+        **common.windows_by_layer(config),
     )
 
 

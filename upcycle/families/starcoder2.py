@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from upcycle import typed
 from upcycle.families import common
 from upcycle.families.common import Config, Source
 from upcycle.spec import DenseSpec
@@ -10,7 +11,7 @@ IGNORED = common.ROTARY_BUFFERS
 
 
 def read(config: Config) -> DenseSpec:
-    layers, bias = common.need(config, "num_hidden_layers"), bool(config.get("use_bias", True))
+    bias = typed.flag(config, "use_bias", True)
     return common.dense(
         config,
         "starcoder2",
@@ -24,7 +25,7 @@ def read(config: Config) -> DenseSpec:
         qkv_bias=bias,
         out_bias=bias,
         ffn_bias=bias,
-        **common.windows(config, layers, default=None),
+        **common.windows(config, default=None),
         init_std=0.018042,
         bos=50256,
         eos=50256,

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from math import isclose, prod
 from typing import Any, Literal, NamedTuple
 
-from upcycle.families.common import Config, need, windows_by_layer
-from upcycle.spec import BYTES, DenseSpec, MoESpec
+from upcycle import typed
+from upcycle.checkpoint import short
+from upcycle.families.common import Config, windows_by_layer
+from upcycle.spec import BYTES, MAX_EXPERTS, DenseSpec, MoESpec
 
 NO, YES, EITHER = frozenset({False}), frozenset({True}), frozenset({False, True})
 
@@ -181,12 +183,14 @@ def view(
     """
     # the key differs between classes and between transformers 4 and 5, and every class reads several of them
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = size(config, next((name for name in names if config.get(name) is not None), names[0]))
+    experts = typed.whole(
+        config, next((name for name in names if config.get(name) is not None), names[0]), high=MAX_EXPERTS
+    )
     moe = MoESpec(
         dense=dense,
         layers=tuple(range(dense.layers) if layers is None else layers),
-        widths=(size(config, width),) * experts,
-        top_k=size(config, "num_experts_per_tok"),
+        widths=(typed.whole(config, width),) * experts,
+        top_k=typed.whole(config, "num_experts_per_tok"),
         copies=experts,
         dtype=dense.dtype,
         **different,
@@ -211,37 +215,27 @@ def checked(moe: MoESpec, can: Abilities) -> MoESpec:
     return moe
 
 
-def size(config: Config, key: str, default: int | None = None) -> int:
-    value = config.get(key, default)
-    value = need(config, key) if value is None else value
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"config.json of this {config.get('model_type')} model has {key}={value!r}; "
-            "it must be a whole number of at least 1"
-        )
-    return value
-
-
 def only(config: Config, **held: Any) -> None:
     """Raise a ValueError if a key of `config` has another value than in `held`, the only one that slots() and MoESpec
     can represent. An absent key or null is fine."""
     for key, value in held.items():
         if config.get(key) not in (None, value):
             raise ValueError(
-                f"config.json of this {config.get('model_type')} model has {key}={config[key]!r}, "
+                f"config.json of this {typed.model_type(config)} model has {key}={short(config[key])}, "
                 f"but only {value!r} can be read; give a model that has it so"
             )
 
 
 def some_windows(config: Config) -> dict[str, Any]:
     """DenseSpec's window fields for a class without the switch use_sliding_window."""
-    sliding = windows_by_layer({**config, "use_sliding_window": True}, need(config, "num_hidden_layers"))
+    sliding = windows_by_layer({**config, "use_sliding_window": True})
     return sliding if sliding["window_layers"] else {}
 
 
 def stepped_layers(config: Config, layers: int) -> tuple[int, ...]:
     """Qwen's MoE layers: every decoder_sparse_step-th, except those in mlp_only_layers."""
-    step, dense = size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    step = typed.whole(config, "decoder_sparse_step", 1)
+    dense = typed.wholes(config, "mlp_only_layers", [], low=0, high=typed.LARGEST)
     return tuple(layer for layer in range(step - 1, layers, step) if layer not in dense)
 
 
@@ -262,10 +256,10 @@ def sigmoid_view(
         can,
         dense,
         layers=layers,
-        shared=size(config, "moe_intermediate_size") * size(config, "n_shared_experts", shared),
+        shared=typed.whole(config, "moe_intermediate_size") * typed.whole(config, "n_shared_experts", shared),
         score="sigmoid",
-        normalize=bool(config.get("norm_topk_prob", normalize)),
-        output_scale=config.get("routed_scaling_factor", 1.0),
+        normalize=typed.flag(config, "norm_topk_prob", normalize),
+        output_scale=typed.number(config, "routed_scaling_factor", 1.0),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle import typed
 from upcycle.families.common import Config, dense
 from upcycle.spec import MoESpec
 from upcycle.targets import common
@@ -40,7 +41,7 @@ def config(moe: MoESpec) -> dict[str, Any]:
 
 
 def read(config: Config) -> MoESpec:
-    bias = bool(config.get("attention_bias"))
+    bias = typed.flag(config, "attention_bias")
     d = dense(
         config,
         "dots1",
@@ -51,7 +52,7 @@ def read(config: Config) -> MoESpec:
         out_bias=bias,
         **common.some_windows({"max_window_layers": 62, **config}),
     )
-    layers = range(config.get("first_k_dense_replace") or 0, d.layers)
+    layers = range(typed.whole(config, "first_k_dense_replace", 0, low=0), d.layers)
     return common.sigmoid_view(config, ABILITIES, d, normalize=False, shared=None, layers=layers)
 
 

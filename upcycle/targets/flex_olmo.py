@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle import typed
 from upcycle.families.common import Config, dense
 from upcycle.spec import MoESpec
 from upcycle.targets import common
@@ -33,7 +34,7 @@ def config(moe: MoESpec) -> dict[str, Any]:
 
 
 def read(config: Config) -> MoESpec:
-    bias = bool(config.get("attention_bias"))
+    bias = typed.flag(config, "attention_bias")
     d = dense(
         {"rope_theta": 5e5} | dict(config),
         "flex_olmo",
@@ -45,7 +46,7 @@ def read(config: Config) -> MoESpec:
         eos=100257,
         pad=100277,
     )
-    normalize = bool(config.get("norm_topk_prob"))
+    normalize = typed.flag(config, "norm_topk_prob")
     return common.view(config, ABILITIES, d, width="intermediate_size", normalize=normalize)
 
 

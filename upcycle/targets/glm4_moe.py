@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from upcycle.families.common import Config, dense, rope
+from upcycle import typed
+from upcycle.families.common import Config, context_length, dense, rope
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
@@ -43,7 +44,7 @@ def config(moe: MoESpec) -> dict[str, Any]:
 
 def read(config: Config) -> MoESpec:
     """The view of `config`, without the layers for multi-token prediction (num_nextn_predict_layers)."""
-    context = config.get("max_position_embeddings") or 131072
+    context = context_length(config, 131072)
     d = dense(
         config,
         "glm4_moe",
@@ -51,10 +52,10 @@ def read(config: Config) -> MoESpec:
         kv_heads=8,
         eps=("rms_norm_eps", 1e-5),
         rope=rope(config, context=context, partial=0.5),
-        qk_norm="head" if config.get("use_qk_norm") else "none",
-        qkv_bias=bool(config.get("attention_bias")),
+        qk_norm="head" if typed.flag(config, "use_qk_norm") else "none",
+        qkv_bias=typed.flag(config, "attention_bias"),
     )
-    layers = range(config.get("first_k_dense_replace", 1), d.layers)
+    layers = range(typed.whole(config, "first_k_dense_replace", 1, low=0), d.layers)
     return common.sigmoid_view(config, ABILITIES, d, normalize=True, shared=1, layers=layers)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle import typed
 from upcycle.families.common import Config, dense
 from upcycle.families.granite import multipliers
 from upcycle.spec import MoESpec
@@ -51,7 +52,7 @@ def granite_config(moe: MoESpec, model_type: str, architecture: str, can: Abilit
 
 
 def granite_view(config: Config, model_type: str, can: Abilities, shared: int = 0) -> MoESpec:
-    bias = bool(config.get("attention_bias"))
+    bias = typed.flag(config, "attention_bias")
     d = dense(
         config,
         model_type,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from upcycle import typed
 from upcycle.families.common import Config
 from upcycle.spec import MoESpec
 from upcycle.targets import granitemoe
@@ -20,7 +21,7 @@ def config(moe: MoESpec) -> dict[str, Any]:
 
 
 def read(config: Config) -> MoESpec:
-    shared = config.get("shared_intermediate_size") or 0
+    shared = typed.whole(config, "shared_intermediate_size", 0, low=0)
     return granitemoe.granite_view(config, "granitemoeshared", ABILITIES, shared)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from upcycle.families.common import Config, dense, need, windows
+from upcycle.families.common import Config, dense, windows
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import Abilities, Slot
@@ -32,7 +32,7 @@ def read(config: Config) -> MoESpec:
         context=131072,
         kv_heads=8,
         eps=("rms_norm_eps", 1e-5),
-        **windows(config, need(config, "num_hidden_layers"), default=None),
+        **windows(config, default=None),
         bos=1,
         eos=2,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle import typed
 from upcycle.families.common import Config, dense
 from upcycle.spec import MoESpec
 from upcycle.targets import common
@@ -45,9 +46,9 @@ def read(config: Config) -> MoESpec:
         ABILITIES,
         d,
         layers=common.stepped_layers(config, d.layers),
-        shared=common.size(config, "shared_expert_intermediate_size"),
+        shared=typed.whole(config, "shared_expert_intermediate_size"),
         shared_gate=True,
-        normalize=bool(config.get("norm_topk_prob")),
+        normalize=typed.flag(config, "norm_topk_prob"),
     )
 
 

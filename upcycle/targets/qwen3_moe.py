@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from upcycle.families.common import Config, dense, need, windows
+from upcycle import typed
+from upcycle.families.common import Config, dense, windows
 from upcycle.spec import MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
@@ -35,7 +36,7 @@ def config(moe: MoESpec) -> dict[str, Any]:
 
 
 def read(config: Config) -> MoESpec:
-    bias, windowed = bool(config.get("attention_bias")), bool(config.get("use_sliding_window"))
+    bias, windowed = typed.flag(config, "attention_bias"), typed.flag(config, "use_sliding_window")
     d = dense(
         config,
         "qwen3_moe",
@@ -45,14 +46,14 @@ def read(config: Config) -> MoESpec:
         qkv_bias=bias,
         out_bias=bias,
         # all layers or none, whatever max_window_layers says
-        **(windows(config, need(config, "num_hidden_layers"), default=4096) if windowed else {}),
+        **(windows(config, default=4096) if windowed else {}),
     )
     return common.view(
         config,
         ABILITIES,
         d,
         layers=common.stepped_layers(config, d.layers),
-        normalize=bool(config.get("norm_topk_prob")),
+        normalize=typed.flag(config, "norm_topk_prob"),
     )
 
 

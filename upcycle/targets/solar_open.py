@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from upcycle import typed
 from upcycle.families.common import Config, dense
 from upcycle.spec import MoESpec
 from upcycle.targets import common
@@ -39,7 +40,7 @@ def read(config: Config) -> MoESpec:
         kv_heads=8,
         head_dim=128,
         eps=("rms_norm_eps", 1e-5),
-        qkv_bias=bool(config.get("attention_bias")),
+        qkv_bias=typed.flag(config, "attention_bias"),
     )
     return common.sigmoid_view(config, ABILITIES, d, normalize=True, shared=1, layers=range(d.layers))
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from upcycle.families.common import Config, dense, need, rope
-from upcycle.spec import MoESpec
+from upcycle import typed
+from upcycle.families.common import Config, context_length, dense, rope
+from upcycle.spec import ORDERS, SCORES, MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
 
@@ -81,34 +82,35 @@ def read(config: Config) -> MoESpec:
         kv_heads=4,
         head_dim=16,
         eps=("norm_eps", 1e-6),
-        rope=rope(config, context=config.get("max_position_embeddings") or 2048, partial=1.0),
-        gated=config.get("gated", True),
-        block=config.get("block", "pre"),
-        norm=config.get("norm", "rms"),
-        qk_norm=config.get("qk_norm", "none"),
-        qkv_bias=bool(config.get("qkv_bias")),
-        out_bias=bool(config.get("out_bias")),
-        ffn_bias=bool(config.get("mlp_bias")),
-        attention_scale=config.get("attention_multiplier") or 0.0,
-        embed_scale=config.get("embedding_multiplier", 1.0),
-        residual_scale=config.get("residual_multiplier", 1.0),
-        logit_scale=config.get("logit_multiplier", 1.0),
+        rope=rope(config, context=context_length(config, 2048), partial=1.0),
+        gated=typed.flag(config, "gated", True),
+        block=typed.word(config, "block", "pre", ABILITIES.blocks),
+        norm=typed.word(config, "norm", "rms", ABILITIES.norms),
+        qk_norm=typed.word(config, "qk_norm", "none", ABILITIES.qk_norms),
+        qkv_bias=typed.flag(config, "qkv_bias"),
+        out_bias=typed.flag(config, "out_bias"),
+        ffn_bias=typed.flag(config, "mlp_bias"),
+        attention_scale=typed.number(config, "attention_multiplier", 0.0, low=0),
+        embed_scale=typed.number(config, "embedding_multiplier", 1.0),
+        residual_scale=typed.number(config, "residual_multiplier", 1.0),
+        logit_scale=typed.number(config, "logit_multiplier", 1.0),
         **common.some_windows({"sliding_window": None, "max_window_layers": config.get("num_hidden_layers"), **config}),
     )
-    widths, slices = tuple(need(config, "expert_widths")), common.size(config, "expert_slices", 1)
+    widths = tuple(typed.wholes(config, "expert_widths", low=1, high=typed.LARGEST))
+    slices = typed.whole(config, "expert_slices", 1)
     moe = MoESpec(
         dense=d,
-        layers=tuple(need(config, "moe_layers")),
+        layers=tuple(typed.wholes(config, "moe_layers", low=0, high=d.layers - 1)),
         widths=widths,
-        top_k=config.get("num_experts_per_tok", 2),
+        top_k=typed.whole(config, "num_experts_per_tok", 2),
         copies=len(widths) // slices,
         granularity=slices,
         choice="each-slice" if slices > 1 else "any",
-        shared=config.get("shared_expert_intermediate_size", 0),
-        score=config.get("scoring_func", "softmax"),
-        order=config.get("router_order", "softmax-then-topk"),
-        normalize=config.get("norm_topk_prob", True),
-        output_scale=config.get("routed_scaling_factor", 1.0),
+        shared=typed.whole(config, "shared_expert_intermediate_size", 0, low=0),
+        score=typed.word(config, "scoring_func", "softmax", SCORES),
+        order=typed.word(config, "router_order", "softmax-then-topk", ORDERS),
+        normalize=typed.flag(config, "norm_topk_prob", True),
+        output_scale=typed.number(config, "routed_scaling_factor", 1.0),
         dtype=d.dtype,
     )
     return common.checked(moe, ABILITIES) if moe.layers else moe  # without MoE layers the class is a plain dense model

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
-from math import prod
+from math import inf, prod
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.parity import tiny
+from tests.unit.upcycle.mutations import keys_read, unreadable, written
 from tests.unit.upcycle.plans import load
 from upcycle import plugin
 from upcycle.families.common import Source
@@ -308,7 +311,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no size": ("llama", {"hidden_size": None}, "no 'hidden_size'"),
     "zero layers": ("llama", {"num_hidden_layers": 0}, "layers=0"),
     "kv heads": ("llama", {"num_key_value_heads": 5}, "32 heads and 5 key/value heads"),
-    "activation": ("llama", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu'; known are"),
+    "activation": ("llama", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu'; it must be one of gelu, "),
     "mrope by type": ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "rope_type='mrope'"),
     "mrope by key": ("qwen2", {"rope_scaling": {"type": "default", "mrope_section": [1]}}, "rope has mrope_section"),
     "rope per layer type": ("qwen3", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
@@ -371,8 +374,8 @@ def test_tiny_models_are_reproducible_and_sharded(tmp_path: Path) -> None:
     ("key", "value", "says"),
     [
         ("rms_norm_eps", "x", "norm_eps='x'"),
-        ("max_position_embeddings", "x", "context='x'"),
-        ("rope_parameters", 3, "rope is 3"),
+        ("max_position_embeddings", "x", "max_position_embeddings='x'"),
+        ("rope_parameters", 3, "rope_parameters=3"),
     ],
 )
 def test_a_config_json_with_a_word_for_a_number_is_one_sentence(
@@ -383,3 +386,41 @@ def test_a_config_json_with_a_word_for_a_number_is_one_sentence(
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(ValueError, match=re.escape(says)):
         load(f"source={folder}")
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_any_value_of_any_key_is_read_or_refused_in_one_sentence(name: str, checkpoint: Any) -> None:
+    """None, words, lists, zeros, negative, huge and infinite numbers, for each key of the file and of the family."""
+    longrope = {"phi3": "phi3_longrope", "llama": "llama_llama3_rope", "arcee": "arcee_yarn"}
+    for variant in {name, longrope.get(name, name)}:
+        config, keys = config_of(checkpoint(variant)), keys_read("families", name)
+        assert len(keys) > 20 and {"hidden_size", "rope_theta"} < {*keys}
+
+        def read(mutant: dict[str, Any]) -> None:
+            spec = family(name).read(mutant)
+            for key, kind in {"int": int, "bool": bool, "float": (int, float), "int | None": (int, NoneType)}.items():
+                values = [getattr(spec, field.name) for field in fields(spec) if field.type == key]
+                assert values and all(isinstance(value, kind) and value not in (inf, -inf) for value in values)
+
+        assert unreadable(config, keys, read, share=0.2) == []
+        assert unreadable(as_transformers_4(config), keys, read, share=0.2) == []
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_a_slice_of_the_same_as_files_is_planned_or_refused(name: str, checkpoint: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint(name), tmp_path / "dense")
+    config, keys = config_of(folder), keys_read("families", name)
+    assert unreadable(config, keys, lambda mutant: load(f"source={written(folder, mutant)}"), share=0.006) == []
+
+
+def test_the_fuzz_sees_what_it_looks_for() -> None:
+    def read(config: Mapping[str, Any]) -> None:
+        if config["a"] == 0:
+            raise ZeroDivisionError
+        if config["b"]["c"] == "a\nb":
+            raise ValueError(config["b"]["c"])
+
+    found = unreadable({"a": 1, "b": {"c": 2}}, [], read)
+    assert [line.split(": ")[0] for line in found if "TypeError" not in line] == [
+        "a=0", "a=-0.0", "a=False", "b={}", "b={'x'", "b.c='a\\nb'",
+    ]  # fmt: skip

@@ -207,6 +207,7 @@ def test_the_plans_hash_is_of_what_is_made_not_of_where(llama: Path) -> None:
         (["experts=99999999999999999999999999"], "at most 16384 experts"),
         (["router.init.std=.inf"], "1e-6 to 1e3"),
         (["router.init.std=1e-50"], "1e-6 to 1e3"),
+        (["router.init.std=1000", "router.score=sigmoid"], "their sigmoids 0 or 1; write at most 2.5"),
         (["method.name=noise", "method.std=.inf"], "above 0"),
         (["scale=1.0e+300"], "1e-9 to 1e9"),
         (["layers=every:²"], "every:2"),
@@ -230,8 +231,16 @@ def test_more_layers_than_tensors_are_refused_at_once(llama: Path, tmp_path: Pat
     folder = shutil.copytree(llama, tmp_path / "tall")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
-    with pytest.raises(ValueError, match="promises 1000000000 layers"):
+    with pytest.raises(ValueError, match="num_hidden_layers=1000000000; it must be a whole number from 1 to 10000"):
         plan(f"source={folder}")
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9999}))
+    with pytest.raises(ValueError, match="promises 9999 layers"):
+        plan(f"source={folder}")
+
+
+def test_a_sigmoid_router_may_be_as_spread_as_float32_holds(llama: Path) -> None:
+    """At the largest std that is not refused, the plan's own estimate still finds every weight above 0."""
+    assert plan(f"source={llama}", "router.init.std=2.5", "router.score=sigmoid").promise.exact
 
 
 def test_a_tensor_of_another_kind_among_floats_is_refused(llama: Path, tmp_path: Path) -> None:

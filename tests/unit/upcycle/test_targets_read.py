@@ -25,6 +25,7 @@ from transformers.utils import logging
 sys.path.append(str(Path(__file__).parents[2] / "parity"))  # as pytest has it when it collects that folder
 import test_targets_parity as parity
 
+from tests.unit.upcycle.mutations import keys_read, unreadable
 from upcycle import plugin
 from upcycle.remote.modeling_upcycled import UpcycledConfig
 from upcycle.spec import MoESpec
@@ -428,7 +429,7 @@ REFUSED: list[tuple[str, Config, str]] = [
     ("mixtral", {"hidden_act": "relu2"}, "activation 'relu2'"),
     ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("granitemoe", {"rope_scaling": {"type": "mystery"}}, "mystery"),
-    ("upcycled", {"block": "sideways"}, "block layout 'sideways'"),
+    ("upcycled", {"block": "sideways"}, "block='sideways'"),
     ("upcycled", {"expert_widths": None}, "expert_widths"),
 ]
 
@@ -446,3 +447,19 @@ def test_what_a_spec_cannot_say_is_refused_in_one_sentence(target: str, keys: Co
 def test_no_group_is_one_group() -> None:
     config = {"model_type": "dots1"} | LEAST | SIZES["dots1"]  # the published file has null
     assert module("dots1").read(config | {"n_group": None, "topk_group": None}) == module("dots1").read(config)
+
+
+@pytest.mark.parametrize("target", SIZES)
+def test_any_value_of_any_key_is_read_or_refused_in_one_sentence(target: str) -> None:
+    ours, keys = module(target), keys_read("targets", target)
+
+    def tensors(config: Config) -> None:
+        view = ours.read(config)
+        if view.dense.layers * view.experts < 1000:  # of a larger one the folder would have to have as many
+            assert list(ours.slots(view)) and ours.config(view)
+
+    config = {"model_type": target} | LEAST | SIZES[target]
+    assert unreadable(config, keys, tensors, share=0.2) == []
+    spec = parity.spec_of_variant("llama" if target == "upcycled" else parity.first_variant(target))
+    assert spec is not None
+    assert unreadable(ours.config(parity.moe_of(spec, target)), keys, tensors, share=0.2) == []
