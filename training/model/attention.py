@@ -96,7 +96,6 @@ def look(
     windows: Iterable[int | None],
     device: torch.device,
     dtype: torch.dtype,
-    *,
     capped: bool = False,
 ) -> Seen:
     """What positions see in a forward of `dtype` over sequences of `length`; `windows`: of layers that take blocks.

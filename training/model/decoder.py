@@ -131,7 +131,7 @@ class Decoder(nn.Module):
     def look(self, documents_BS: Tensor | None, length: int, device: torch.device) -> Seen:
         attends = (layer.attention.attend for layer in self.layers.values() if isinstance(layer, Layer))
         windows = [attend.window for attend in attends if isinstance(attend, Sdpa)]
-        return look(documents_BS, length, windows, device, self.compute, capped=bool(self.dense.attention_cap))
+        return look(documents_BS, length, windows, device, self.compute, bool(self.dense.attention_cap))
 
     def embedded(self, tokens_BS: Tensor) -> Tensor:
         assert self.embed is not None
