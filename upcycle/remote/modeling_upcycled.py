@@ -378,7 +378,7 @@ class UpcycledPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": UpcycledDecoderLayer, "attentions": UpcycledAttention}
 
     @property
-    def _supports_sdpa(self) -> bool:
+    def _supports_sdpa(self) -> bool:  # type: ignore[override]
         return self.config.attn_logit_softcapping is None  # SDPA has no soft cap
 
     @torch.no_grad()
