@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from evaluation.packing import FOREVER, Row
+from training.kernels.attention import plain_capped
 from training.model.attention import Seen
 
 
@@ -146,6 +147,7 @@ class Remembering:
     layer: int
     window: int | None
     scale: float
+    cap: float  # soft cap of the logits; 0: none
     memory: Memory
 
     def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
@@ -161,10 +163,13 @@ class Remembering:
             store[self.layer] = (held[0], held[1])
         k_BGCA, v_BGCA = (each.transpose(1, 2) for each in held)
         mask = rows.mask(self.window)
-        y_BHSA = functional.scaled_dot_product_attention(
-            q_BHSA, k_BGCA, v_BGCA, mask, is_causal=mask is None, scale=self.scale,
-            enable_gqa=q_BHSA.shape[1] != k_BGCA.shape[1],
-        )  # fmt: skip
+        if self.cap:
+            y_BHSA = plain_capped(q_BHSA, k_BGCA, v_BGCA, mask, self.scale, self.cap)
+        else:
+            y_BHSA = functional.scaled_dot_product_attention(
+                q_BHSA, k_BGCA, v_BGCA, mask, is_causal=mask is None, scale=self.scale,
+                enable_gqa=q_BHSA.shape[1] != k_BGCA.shape[1],
+            )  # fmt: skip
         y_THA = y_BHSA.transpose(1, 2).flatten(0, 1)[rows.query_T]
         return functional.pad(y_THA, (0, 0, 0, 0, 0, q_BSHA.shape[1] - real))[None]
 

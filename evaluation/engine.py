@@ -27,6 +27,7 @@ from tqdm import tqdm
 from evaluation.attend import Memory, Remembering, Rows, laid_out, next_tokens
 from evaluation.packing import FOREVER, Ids, Input, Plan, Row, plan, share
 from evaluation.ranks import Ranks
+from training.kernels.attention import capped
 from training.model.decoder import Decoder, Layer
 from training.model.rope import original
 from training.parallel.collectives import all_gather
@@ -63,7 +64,9 @@ class Engine:
         balances = [(block, block.balance) for block in moe_blocks(self.model)]
         for name, layer in layers.items():
             window = dense.window if int(name) in dense.window_layers else None
-            layer.attention.attend = Remembering(int(name), window, dense.attention_scale, self.memory)
+            layer.attention.attend = Remembering(
+                int(name), window, dense.attention_scale, dense.attention_cap, self.memory
+            )
         for block, _ in balances:  # no capacity, no auxiliary loss, nothing counted
             block.balance = None
         if isinstance(self.model, FSDPModule):
@@ -125,7 +128,7 @@ class Engine:
         logp, best = [], []
         step = max(1, LOGITS // len(self.head_VD))
         for start in range(0, len(unique), step):
-            logits = functional.linear(x_UD[start : start + step], self.head_VD) * self.model.dense.logit_scale
+            logits = self.logits(x_UD[start : start + step])
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             a, b = np.searchsorted(which[order], [start, start + step])
             rows, expected = row[a:b] - start, target[a:b]
@@ -249,11 +252,14 @@ class Engine:
                 bar.update(len(batch.rows))
 
     def likeliest(self, x_BD: Tensor) -> list[int]:
-        logits = functional.linear(x_BD, self.head_VD) * self.model.dense.logit_scale
-        tokens: list[int] = logits.argmax(-1).tolist()
+        tokens: list[int] = self.logits(x_BD).argmax(-1).tolist()
         return tokens
 
     # ---- small parts
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        dense = self.model.dense
+        return capped(functional.linear(x_TD, self.head_VD) * dense.logit_scale, dense.logit_cap)
 
     def regimes(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int]]:
         """(numbers, longest length) of sequences that may be computed together: all of them, unless the rotation is

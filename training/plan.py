@@ -129,7 +129,10 @@ def of_rank(
     loss = 0
     if any(part.stop == dense.layers for part in parts):
         # a chunk of logits, whose gradient takes their place; the head's gradient, in float32 and as it is handed on
-        loss = min(LOGITS, tokens * dense.vocab) * narrow + (MASTER + narrow) * dense.vocab * dense.hidden
+        logits = min(LOGITS, tokens * dense.vocab) * narrow
+        if dense.logit_cap:  # torch's lines in place of the kernel: a smaller chunk, and three copies of it in float32
+            logits = min(LOGITS // 4, tokens * dense.vocab) * (narrow + 3 * MASTER)
+        loss = logits + (MASTER + narrow) * dense.vocab * dense.hidden
     freed = min(activations, late + most_summed)
     return Memory(weights * MASTER, gradients, moments, buffers, activations, loss, freed)
 
@@ -160,7 +163,8 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, layer: int) -> int:
     moe = spec if isinstance(spec, MoESpec) and layer in spec.layers else None
     d = spec.dense if isinstance(spec, MoESpec) else spec
     router = 4 * 3 * moe.experts + 8 * 2 * moe.top_k if moe else 0
-    halves = narrow * 3 * d.hidden  # the stream twice, the FFN's input
+    sandwich = d.block == "sandwich"  # its last norms keep the outputs of attention and FFN
+    halves = narrow * (4 if sandwich else 3) * d.hidden  # the stream twice, the FFN's input; in a sandwich its output
     if mode == "full":
         return halves + router
     # attention sees tp times as many tokens, with a tp-th of the heads: its inputs grow, its heads do not
@@ -168,7 +172,7 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, layer: int) -> int:
     attention = narrow * (d.hidden * mesh.tp + 2 * heads + d.heads * d.head_dim) + 4 * d.heads
     if mode == "experts" and moe:
         return attention + halves + router
-    stream = narrow * d.hidden * (4 if mode == "none" else 2)
+    stream = narrow * d.hidden * (4 if mode == "none" else 2) * (2 if sandwich else 1)
     width, matrices = moe.shared if moe else d.ffn, 2 if d.gated else 1
     ffn = narrow * (width * (matrices + (2 if mode == "none" else 0)) + (d.hidden * mesh.tp if width else 0))
     bytes_kept = (halves if mode == "attention" else attention + stream) + ffn

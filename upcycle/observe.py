@@ -53,7 +53,7 @@ def run_layer(spec: DenseSpec, read: Read, index: int, x_BSD: Tensor) -> Tensor:
 
     dense = MoESpec(spec, layers=(), widths=(), top_k=0, copies=1, dtype="float32")
     config = model.UpcycledConfig(**upcycled.config(dense))
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = "eager" if spec.attention_cap else "sdpa"  # SDPA has no soft cap
     with torch.device("meta"):
         layer = model.UpcycledDecoderLayer(config, index)
     weights = {}
@@ -64,11 +64,11 @@ def run_layer(spec: DenseSpec, read: Read, index: int, x_BSD: Tensor) -> Tensor:
     seen: list[Tensor] = []
     layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
     positions = torch.arange(x_BSD.shape[1]).unsqueeze(0)
-    angles = model.UpcycledRotaryEmbedding(config)(x_BSD, positions)
+    kind = (config.layer_types or [])[index]
+    angles = model.UpcycledRotaryEmbedding(config, kind)(x_BSD, positions)
     for part_BSD in torch.split(x_BSD, max(1, CHUNK // x_BSD.shape[1])):
         masks = model.layer_masks(config, part_BSD, None, positions)
-        mask = masks[(config.layer_types or [])[index]]
-        part_BSD.copy_(layer(part_BSD, attention_mask=mask, position_embeddings=angles))
+        part_BSD.copy_(layer(part_BSD, attention_mask=masks[kind], position_embeddings=angles))
     return torch.cat(seen)
 
 

@@ -7,6 +7,7 @@ Tensors have neutral names too, called roles:
 
     embed.weight  final_norm.{weight,bias}  head.weight
     layers.L.{attn_norm,ffn_norm}.{weight,bias}        L counts from 0
+    layers.L.{attn_out_norm,ffn_out_norm}.{weight,bias}   block "sandwich" alone
     layers.L.{q,k,v,o}.{weight,bias}  layers.L.{q_norm,k_norm}.weight
     layers.L.{gate,up,down}.{weight,bias}              dense layers; no gate if not gated
     layers.L.router.{weight,bias}                      bias: selection only (sigmoid routers); zeros
@@ -27,7 +28,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Norm = Literal["rms", "rms1p", "layernorm", "layernorm1p"]
 # pre: x += attn(norm(x)); x += ffn(norm(x)).  post: x += norm(attn(x)); x += norm(ffn(x)) (OLMo 2).
 # parallel: x += attn(attn_norm(x)) + ffn(ffn_norm(x)), both of the same x, each with its own norm (GPT-NeoX).
-Block = Literal["pre", "post", "parallel"]
+# sandwich: x += out_norm(attn(norm(x))); x += out_norm(ffn(norm(x))), four norms a layer (Gemma 2 and 3).
+Block = Literal["pre", "post", "parallel", "sandwich"]
 # An rms norm of q and of k, with norm_eps, between projection (with its bias) and rotation. head: over each head, one
 # weight for all of them (Qwen 3); full: over all heads at once (OLMo 2).
 QKNorm = Literal["none", "head", "full"]
@@ -71,6 +73,14 @@ class DenseSpec:
     # Sliding window: in window_layers a token sees itself and the window - 1 tokens before it, elsewhere all before it.
     window: int | None = None
     window_layers: tuple[int, ...] = ()
+    # The rope of window_layers, as `rope` is written, where it is another one (Gemma 3, OLMo 3); its type is none of
+    # dynamic and longrope, whose frequencies depend on the length. None: all layers have `rope`.
+    window_rope: Mapping[str, Any] | None = None
+    nope_layers: tuple[int, ...] = ()  # layers that rotate nothing: they have no positions (SmolLM 3)
+    # Soft caps, after every scale: x becomes cap * tanh(x / cap); 0: none. Of q.k, before what is hidden is hidden, and
+    # of the logits (Gemma 2).
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
     attention_scale: float = 0.0  # what q.k is multiplied by; 0 means head_dim ** -0.5
     # Multiplies the embeddings, not a tied head (Gemma, Granite). Gemma rounds it to the weights' dtype first; Granite
     # does not, but its values are whole numbers in practice.
@@ -97,6 +107,12 @@ class DenseSpec:
     def partial_rotary(self) -> float:
         return float(self.rope.get("partial_rotary_factor", 1.0))
 
+    def rope_of(self, layer: int) -> Mapping[str, Any] | None:
+        """The rope of a layer, one object for all layers that share it; None: the layer rotates nothing."""
+        if layer in self.nope_layers:
+            return None
+        return self.window_rope if self.window_rope is not None and layer in self.window_layers else self.rope
+
     @property
     def norm_has_bias(self) -> bool:
         return self.norm.startswith("layernorm")
@@ -110,9 +126,9 @@ class DenseSpec:
     def attention_shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors of one layer except its FFN: role without 'layers.L.' -> shape."""
         q, kv, d = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
-        shapes: dict[str, tuple[int, ...]] = {"attn_norm.weight": (d,), "ffn_norm.weight": (d,)}
-        if self.norm_has_bias:
-            shapes |= {"attn_norm.bias": (d,), "ffn_norm.bias": (d,)}
+        norms = ("attn_norm", "ffn_norm") + (("attn_out_norm", "ffn_out_norm") if self.block == "sandwich" else ())
+        kinds = ("weight", "bias") if self.norm_has_bias else ("weight",)
+        shapes: dict[str, tuple[int, ...]] = {f"{norm}.{kind}": (d,) for kind in kinds for norm in norms}
         shapes |= {"q.weight": (q, d), "k.weight": (kv, d), "v.weight": (kv, d), "o.weight": (d, q)}
         if self.qkv_bias:
             shapes |= {"q.bias": (q,), "k.bias": (kv,), "v.bias": (kv,)}

@@ -22,6 +22,7 @@ README = ROOT / "README.md"
 TARGETS = plugin.names("upcycle.targets")
 CALLED = {
     "llama": "llama (1 to 3.x)", "qwen2": "qwen2, 2.5", "nemotron": "nemotron (4, Minitron)", "gpt_neox": "gpt_neox (Pythia)",
+    "gemma3_text": "gemma3_text (270M, 1B)",
 }  # fmt: skip
 
 

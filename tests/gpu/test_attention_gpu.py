@@ -26,18 +26,19 @@ def tensors(length: int, heads: int, groups: int, size: int, dtype: torch.dtype 
     return [torch.randn(shape, generator=draw, device=DEVICE).to(dtype) for shape in shapes]
 
 
-def attended(given: list[Tensor], window: int | None, seen: Seen) -> list[Tensor]:
+def attended(given: list[Tensor], window: int | None, seen: Seen, cap: float = 0.0) -> list[Tensor]:
     q, k, v = (x.detach().requires_grad_() for x in given[:3])
-    y = Sdpa(window, SCALE)(q, k, v, seen)
+    y = Sdpa(window, SCALE, cap=cap)(q, k, v, seen)
     return [y.detach(), *torch.autograd.grad(y, (q, k, v), given[3])]
 
 
-def exact(given: list[Tensor], window: int | None, documents: Tensor | None) -> list[Tensor]:
+def exact(given: list[Tensor], window: int | None, documents: Tensor | None, cap: float = 0.0) -> list[Tensor]:
     q, k, v = (x.detach().double().transpose(1, 2).requires_grad_() for x in given[:3])
     copies, length = q.shape[1] // k.shape[1], q.shape[2]
     mask = visible(length, window, documents, DEVICE)
-    assert mask is not None
-    logits = (q @ k.repeat_interleave(copies, 1).mT * SCALE).masked_fill(~mask, -math.inf)
+    mask = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril() if mask is None else mask
+    logits = q @ k.repeat_interleave(copies, 1).mT * SCALE
+    logits = (cap * torch.tanh(logits / cap) if cap else logits).masked_fill(~mask, -math.inf)
     y = logits.softmax(-1) @ v.repeat_interleave(copies, 1)
     grads = torch.autograd.grad(y, (q, k, v), given[3].double().transpose(1, 2))
     return [x.detach().transpose(1, 2) for x in (y, *grads)]
@@ -76,6 +77,18 @@ def test_blocks_are_the_masked_product(
     assert far(attended(given, window, Seen(documents)), want) < 0.01, "and so is the mask"
     other = look(rising(2, length, 50, seed=3).to(DEVICE), length, [window], DEVICE, torch.bfloat16)
     assert far(attended(given, window, other), want) > 0.1
+
+
+@pytest.mark.parametrize(("window", "size"), [(None, 64), (200, 64), (None, 256)])
+def test_a_soft_cap_in_blocks_is_the_formula(window: int | None, size: int) -> None:
+    """Where only causality hides, too. 256: a head of Gemma 2."""
+    given = tensors(512, 8, 4, size)
+    seen = look(None, 512, [window], DEVICE, torch.bfloat16, capped=True)
+    assert window in seen.blocks
+    want = exact(given, window, None, cap=0.7)
+    assert far(attended(given, window, seen, cap=0.7), want) < 0.01
+    assert far(attended(given, window, Seen(), cap=0.7), want) < 0.01, "and so are the plain lines"
+    assert far(attended(given, window, seen), want) > 0.1
 
 
 def test_no_square_is_held() -> None:

@@ -38,6 +38,15 @@ SPECS: dict[str, DenseSpec | MoESpec] = {
     # the best copy of each of two slices, tokens of a rank in every class
     "slices": replace(MOE, copies=4, granularity=2, choice="each-slice", score="sigmoid", shared_gate=False),
     "dense": replace(DENSE, norm="rms1p"),
+    # four norms a layer, soft caps that are reached, and each layer with a rope of its own: one, another, none
+    "sandwich": replace(
+        MOE,
+        dense=replace(
+            DENSE, norm="rms1p", block="sandwich", activation="gelu_tanh", kv_heads=2, tied=True, attention_cap=0.5,
+            logit_cap=2.0, window=5, window_layers=(1,), window_rope={"rope_type": "default", "rope_theta": 50.0},
+            nope_layers=(2,),
+        ),
+    ),
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ SPECS: dict[str, DenseSpec] = {
     "one key head": tiny.dense(kv_heads=1),
     "window": tiny.dense(**WINDOW),
     "wide window": tiny.dense(window=11, window_layers=(0, 1)),
+    "capped": tiny.dense(attention_cap=0.3, **WINDOW),
     # frequencies depend on the length of the whole sequence, which is more than this context
     "dynamic rope": tiny.dense(kv_heads=4, context=16, rope={"rope_type": "dynamic", "rope_theta": 1e2, "factor": 2.0}),
 }

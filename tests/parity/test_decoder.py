@@ -45,6 +45,10 @@ MOES: dict[str, tuple[str, str, list[str]]] = {
     # rows of their own: with those that a group shares the best of all are the best of each slice
     "upcycled, each slice": ("llama", "upcycled", [*SLICES, "shared=0.25"]),
     "upcycled, each slice by sigmoid": ("qwen3", "upcycled", [*SLICES, "router.score=sigmoid"]),
+    "upcycled, norms on both sides": ("gemma2", "upcycled", ["shared=1"]),
+    "upcycled, ropes": ("gemma3_text", "upcycled", ["layers=[1]"]),
+    "upcycled, windows behind norms": ("olmo3", "upcycled", ["router.score=sigmoid"]),
+    "upcycled, no rope": ("smollm3", "upcycled", []),
     "upcycled, uneven": ("llama", "upcycled", ["method.name=split", "granularity=1", "experts=7", "top_k=3"]),
 }  # fmt: skip
 for target in parity.TARGETS:  # one that has no row is held by a model it can hold, and the plainest words
@@ -177,9 +181,10 @@ def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
     assert relative(model(ids), apart) > 1e-3, "the mask has nothing to hide"
 
 
+@pytest.mark.parametrize("cap", [0.0, 0.7])
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_chunked_cross_entropy_has_the_plain_ones_value_and_gradients(
-    scale: float, monkeypatch: pytest.MonkeyPatch
+    scale: float, cap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from training.model import loss
 
@@ -189,13 +194,15 @@ def test_chunked_cross_entropy_has_the_plain_ones_value_and_gradients(
     w = torch.randn(37, 8, dtype=torch.float64, generator=g, requires_grad=True)
     label = torch.randint(0, 37, (11,), generator=g)
     label[4] = -1
-    ours = linear_cross_entropy(x, w, label, scale)
+    ours = linear_cross_entropy(x, w, label, scale, cap)
     got = torch.autograd.grad(3 * ours, (x, w))
-    plain = torch.nn.functional.cross_entropy(scale * x @ w.T, label, ignore_index=-1, reduction="sum")
+    logits = scale * x @ w.T
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    plain = torch.nn.functional.cross_entropy(logits, label, ignore_index=-1, reduction="sum")
     want = torch.autograd.grad(3 * plain, (x, w))
     assert relative(ours, plain) < 1e-12
     assert all(relative(a, b) < 1e-12 for a, b in zip(got, want, strict=True))
-    assert torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, label, scale), (x, w))
+    assert torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, label, scale, cap), (x, w))
 
 
 def test_one_chunk_of_logits_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

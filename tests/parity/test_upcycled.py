@@ -36,6 +36,7 @@ BROKEN = 1e-3  # what a twin must exceed
 # their frequencies depend on how long the sequence is by now, so a cache holds keys turned by other ones
 CHANGING = ("dynamic", "longrope")
 WINDOWED = tuple(name for name in tiny.VARIANTS if "window" in name or name == "qwen2_layer_types")
+FOLDERS = ["llama", "gemma_untied_bias", "granite_bias", "olmo2", "nemotron_bias", "gpt_neox", "smollm3", "gemma2"]
 Tensors = dict[str, Tensor]
 
 
@@ -177,6 +178,11 @@ def test_sdpa_is_eager(name: str, dense: Callable[[str], Path]) -> None:
         ("granite", {"logit_multiplier": 1.0}),
         ("olmo2", {"block": "pre"}),
         ("gpt_neox", {"block": "pre"}),
+        ("smollm3", {"nope_layers": []}),
+        ("olmo3", {"sliding_rope_parameters": None}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma3_text", {"sliding_rope_parameters": None}),
         ("nemotron", {"norm": "layernorm"}),
         ("nemotron", {"hidden_act": "relu"}),
     ],
@@ -365,7 +371,7 @@ def upcycle_by_hand(spec: DenseSpec, roles: Tensors, *, copies: int, parts: int,
 
 
 @pytest.mark.parametrize("shared", [0, 24])
-@pytest.mark.parametrize("name", ["llama", "gemma_untied_bias", "granite_bias", "olmo2", "nemotron_bias", "gpt_neox"])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_folder_is_the_dense_model(name: str, shared: int, dense: Callable[[str], Path], tmp_path: Path) -> None:
     spec = spec_of(dense(name))
     moe, roles = upcycle_by_hand(spec, dense_tensors(dense(name), spec), copies=3, parts=4, shared=shared)

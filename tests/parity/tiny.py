@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from upcycle import plugin
 
 FAMILIES = plugin.names("upcycle.families")
+ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron")  # a norm's stored weight is its gain minus one
 LENGTH = 24  # of the sequences tokens() gives; every window and original context of VARIANTS is shorter, unless noted
 
 SIZES: dict[str, Any] = {
@@ -32,6 +33,30 @@ OWN: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.5, "logits_scaling": 3.0,
     },
     "gpt_neox": {"num_key_value_heads": None},
+    # two layers that differ in all that layers of the family may differ in
+    "smollm3": {"no_rope_layers": [1, 0], "tie_word_embeddings": False},
+    "olmo3": {
+        "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 32,
+            },
+        },
+    },
+    # caps that logits of this size reach
+    "gemma2": {
+        "head_dim": 32, "sliding_window": 6, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 2.0,
+    },
+    "gemma3_text": {
+        "head_dim": 32, "sliding_window": 6, "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        },
+    },
 }  # fmt: skip
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -112,7 +137,7 @@ def build(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **o
 @torch.no_grad()
 def randomize(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    neutral = 0.0 if model.config.model_type in ("gemma", "nemotron") else 1.0  # of a norm's stored weight
+    neutral = 0.0 if model.config.model_type in ONE_PLUS else 1.0  # of a norm's stored weight
     for name, p in sorted(model.named_parameters()):
         noise = torch.randn(p.shape, generator=generator)
         if name.endswith(".bias"):

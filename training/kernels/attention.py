@@ -5,7 +5,8 @@ log-sum-exp to itself. A backward kernel makes the softmax again from the log-su
 keys, and the output over all of them, it returns this block's part of the gradients.
 
 Shapes: B sequences, H query heads, G key/value heads, S queries, T keys, A dimensions of a head. `bias` [B or 1, 1, S,
-T] is added to the scaled logits; it is finite. `causal` is for a block with as many queries as keys and no bias.
+T] is added to the scaled logits; it is finite. `causal` is for a block with as many queries as keys and no bias. With a
+`cap` the scaled logits become cap * tanh(logits / cap) before the bias: plain torch does it, none of the kernels.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ aten = torch.ops.aten
 LSE_ROWS = 32  # the efficient kernel pads its log-sum-exps to a multiple
 
 
-def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def block(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(y_BHSA, lse_BHS)."""
     s = q.shape[2]
-    kernel = fastest(q, k, v, bias, causal)
+    kernel = "plain" if cap else fastest(q, k, v, bias, causal)
     if kernel == "cudnn":
         y, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[:2]
     elif kernel == "flash":
@@ -33,7 +36,7 @@ def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, sc
         k, v, bias = each_head(k, q), each_head(v, q), spread(bias, q)
         y, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[:2]
     else:
-        return plain(q, k, v, bias, causal, scale)
+        return plain(q, k, v, bias, causal, scale, cap)
     return y, lse.flatten(2)[:, :, :s]
 
 
@@ -47,12 +50,13 @@ def block_backward(
     bias: Tensor | None,
     causal: bool,
     scale: float,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(d_q, d_k, d_v): this block's part, `y` and `lse_BHS` being those over all blocks."""
-    kernel = fastest(q, k, v, bias, causal)
+    kernel = "plain" if cap else fastest(q, k, v, bias, causal)
     s, t = q.shape[2], k.shape[2]
     if kernel == "plain":
-        return plain_backward(d_y, q, y, lse_BHS, k, v, bias, causal, scale)
+        return plain_backward(d_y, q, y, lse_BHS, k, v, bias, causal, scale, cap)
     seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # of dropout, of which there is none
     lse = lse_BHS.contiguous()
     if kernel == "cudnn":
@@ -103,8 +107,10 @@ def spread(bias: Tensor | None, q_BHSA: Tensor) -> Tensor | None:
 # ---- in plain torch: any device and dtype, and all logits in memory
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    logits = logits_of(q, k, bias, causal, scale)
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    logits = hidden(capped(products(q, k, scale), cap), bias, causal)
     lse = logits.logsumexp(-1)
     p = (logits - lse[..., None]).exp_()
     return (p @ each_head(v, q).to(p.dtype)).to(q.dtype), lse
@@ -120,16 +126,38 @@ def plain_backward(
     bias: Tensor | None,
     causal: bool,
     scale: float,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    p = (logits_of(q, k, bias, causal, scale) - lse[..., None]).exp_()
+    bent = capped(products(q, k, scale), cap)
+    p = (hidden(bent, bias, causal) - lse[..., None]).exp_()
     d_y, y, all_k, all_v = (x.to(p.dtype) for x in (d_y, y, each_head(k, q), each_head(v, q)))
     d_logits = p * (d_y @ all_v.mT - (d_y * y).sum(-1, keepdim=True)) * scale
+    if cap:
+        d_logits *= 1 - (bent / cap).square()
     return d_logits @ all_k, each_group(d_logits.mT @ q.to(p.dtype), k), each_group(p.mT @ d_y, v)
 
 
-def logits_of(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+def plain_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+    """Attention over all keys, which autograd differentiates. `mask`: True where a query looks; None: causal."""
+    logits = capped(products(q, k, scale), cap)
+    if mask is None:
+        mask = torch.ones_like(logits[0, 0], dtype=torch.bool).tril()
+    # finite: a row of padding sees nothing, and must not become NaN
+    p = logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1).to(q.dtype)
+    return p @ each_head(v, q)
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
-    logits = q.to(wide) @ each_head(k, q).to(wide).mT * scale
+    return q.to(wide) @ each_head(k, q).to(wide).mT * scale
+
+
+def hidden(logits: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    """The logits, with what a block must not see hidden."""
     if causal:
         logits = logits.masked_fill(torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1), -math.inf)
     return logits if bias is None else logits + bias

@@ -10,25 +10,31 @@ import torch
 from torch import Tensor
 
 
-def on_kernel(logits: Tensor) -> bool:
-    return logits.is_cuda and logits.element_size() <= 4  # float64 is for checking gradients
+def on_kernel(logits: Tensor, cap: float = 0.0) -> bool:
+    # float64 is for checking gradients; a soft cap has torch's lines alone
+    return logits.is_cuda and logits.element_size() <= 4 and not cap
 
 
-def nats_(logits_TV: Tensor, label_T: Tensor, scale: float, gradient: bool) -> Tensor:
+def nats_(logits_TV: Tensor, label_T: Tensor, scale: float, gradient: bool, cap: float = 0.0) -> Tensor:
     """nats_T of scale * logits, float32 at least, 0 where the label is negative. With `gradient`, logits_TV holds the
-    gradient of their sum afterwards."""
-    if on_kernel(logits_TV):
+    gradient of their sum afterwards. With a `cap`: of cap * tanh(scale * logits / cap)."""
+    if on_kernel(logits_TV, cap):
         from training.kernels import cross_entropy_triton
 
         nats_T: Tensor = cross_entropy_triton.nats_(logits_TV, label_T, scale, gradient)
         return nats_T
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     scaled_TV = logits_TV.to(wide) * scale
+    if cap:
+        bent_TV = (scaled_TV / cap).tanh_()
+        scaled_TV = cap * bent_TV
     counts_T, index_T1 = (label_T >= 0).to(wide), label_T.clamp_min(0)[:, None]
     log_z_T = scaled_TV.logsumexp(-1)
     nats_T = (log_z_T - scaled_TV.gather(1, index_T1)[:, 0]) * counts_T
     if gradient:  # softmax - one hot
         grad_TV = scaled_TV.sub_(log_z_T[:, None]).exp_()
         grad_TV.scatter_add_(1, index_T1, torch.full_like(index_T1, -1, dtype=wide))
+        if cap:
+            grad_TV.mul_(1 - bent_TV.square_())
         logits_TV.copy_(grad_TV.mul_((counts_T * scale)[:, None]))
     return nats_T

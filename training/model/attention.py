@@ -5,6 +5,9 @@ Plain causal attention is SDPA's. Where documents or a window hide more than tha
 its fast kernels; on a GPU FlexAttention then skips what is hidden in blocks of 128 x 128, whose list `look` makes once
 a forward for all layers, on the device and without waiting for it.
 
+A soft cap (Gemma 2) bends the scaled logits before the softmax, which SDPA cannot. In blocks FlexAttention does it, and
+elsewhere plain torch, with all logits in memory.
+
 Shapes: B sequences, S positions, H query heads (G key heads), A dimensions of a head; N = S / 128 blocks.
 """
 
@@ -20,6 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from training.kernels import attention as kernel
 
 # cuDNN's kernel first: forward and backward at 492 TFLOP/s on an H200, where Flash-2, the default, reaches 274
 BACKENDS = [
@@ -50,14 +55,19 @@ class Attend(Protocol):
 class Sdpa:
     window: int | None
     scale: float
+    cap: float = field(default=0.0, kw_only=True)  # soft cap of the logits; 0: none
 
     def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in (q_BSHA, k_BSGA, v_BSGA))
         grouped = q.shape[1] != k.shape[1]
         if self.window in seen.blocks:
-            y: Tensor = flex(q, k, v, block_mask=seen.blocks[self.window], scale=self.scale, enable_gqa=grouped)
+            bend = bending(self.cap) if self.cap else None
+            blocks = seen.blocks[self.window]
+            y: Tensor = flex(q, k, v, score_mod=bend, block_mask=blocks, scale=self.scale, enable_gqa=grouped)
             return y.transpose(1, 2)
         mask = visible(q.shape[2], self.window, seen.documents_BS, q.device)
+        if self.cap:
+            return kernel.plain_capped(q, k, v, mask, self.scale, self.cap).transpose(1, 2)
         with sdpa_kernel(BACKENDS, set_priority=True):
             y = functional.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
@@ -81,9 +91,15 @@ def visible(length: int, window: int | None, documents_BS: Tensor | None, device
 
 
 def look(
-    documents_BS: Tensor | None, length: int, windows: Iterable[int | None], device: torch.device, dtype: torch.dtype
+    documents_BS: Tensor | None,
+    length: int,
+    windows: Iterable[int | None],
+    device: torch.device,
+    dtype: torch.dtype,
+    capped: bool = False,
 ) -> Seen:
     """What positions see in a forward of `dtype` over sequences of `length`; `windows`: of layers that take blocks.
+    `capped`: logits have a soft cap, so blocks are taken even where only causality hides.
 
     Blocks are for 16 bits on CUDA: wider dtypes are there to check gradients, and a sequence of one block has a small
     mask.
@@ -91,7 +107,7 @@ def look(
     blocks: dict[int | None, BlockMask] = {}
     if device.type == "cuda" and dtype.itemsize == 2 and length > BLOCK:
         for window in set(windows):
-            if documents_BS is not None or (window is not None and window < length):
+            if capped or documents_BS is not None or (window is not None and window < length):
                 blocks[window] = block_mask(documents_BS, length, window, device)
     return Seen(documents_BS, blocks)
 
@@ -154,6 +170,14 @@ def rule(documents_BS: Tensor | None, window: int | None) -> Callable[[Tensor, T
         return seen if documents_BS is None else seen & (documents_BS[b, q] == documents_BS[b, k])
 
     return sees
+
+
+@functools.cache  # one function a cap: for another one it would be compiled anew
+def bending(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def bend(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return bend
 
 
 def flex(*given: Any, **named: Any) -> Any:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from training.kernels.attention import capped
 from training.model.attention import Sdpa, Seen, look
 from training.model.layers import Attention, FeedForward, Linear, Norm, Region, norm, once
 from training.model.loss import linear_cross_entropy
@@ -22,6 +23,8 @@ class Layer(nn.Module):
         super().__init__()
         self.block, self.scale = dense.block, dense.residual_scale
         self.attn_norm, self.ffn_norm = norm(dense), norm(dense)
+        if self.block == "sandwich":
+            self.attn_out_norm, self.ffn_out_norm = norm(dense), norm(dense)
         self.attention = Attention(dense, layer)
         self.ffn: nn.Module
         if moe is not None and layer in moe.layers:
@@ -31,7 +34,7 @@ class Layer(nn.Module):
             self.ffn = FeedForward(dense, dense.ffn)
         self.region = once
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, seen: Seen) -> Tensor:
         attended: Tensor
         x_BSD, attended = self.region(self.attended, x_BSD, cos, sin, seen)
         if self.block == "parallel":
@@ -40,14 +43,17 @@ class Layer(nn.Module):
             x_BSD = x_BSD + attended
             return x_BSD + self.scaled(self.ffn_norm(self.ffn(x_BSD)))
         x_BSD, normed_BSD = self.ffn_norm.added(self.ffn_norm, x_BSD, attended)
+        if self.block == "sandwich":
+            return x_BSD + self.scaled(self.ffn_out_norm(self.ffn(normed_BSD)))
         return x_BSD + self.scaled(self.ffn(normed_BSD))
 
-    def attended(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    def attended(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, seen: Seen) -> tuple[Tensor, Tensor]:
         """(the stream, what attention adds to it)."""
         if self.block == "post":
             return x_BSD, self.scaled(self.attn_norm(self.attention(x_BSD, cos, sin, seen)))
         x_BSD, normed_BSD = self.attn_norm.added(self.attn_norm, x_BSD, None)
-        return x_BSD, self.scaled(self.attention(normed_BSD, cos, sin, seen))
+        y_BSD = self.attention(normed_BSD, cos, sin, seen)
+        return x_BSD, self.scaled(self.attn_out_norm(y_BSD) if self.block == "sandwich" else y_BSD)
 
     def scaled(self, y: Tensor) -> Tensor:
         return y if self.scale == 1.0 else y * self.scale
@@ -113,16 +119,19 @@ class Decoder(nn.Module):
         x_BSD = self.embedded(x) if self.first else x
         if positions_BS is None:
             positions_BS = torch.arange(x.shape[1], device=x.device)[None]
-        cos, sin = angles(self.dense, positions_BS, self.compute, length)
+        turns: dict[int, tuple[Tensor, Tensor] | tuple[None, None]] = {id(None): (None, None)}  # by rope
         seen = self.look(documents_BS, length or positions_BS.shape[1], x.device)
-        for layer in self.layers.values():
-            x_BSD = layer(x_BSD, cos, sin, seen)
+        for name, layer in self.layers.items():
+            rope = self.dense.rope_of(int(name))
+            if id(rope) not in turns:
+                turns[id(rope)] = angles(self.dense, positions_BS, self.compute, length, rope)
+            x_BSD = layer(x_BSD, *turns[id(rope)], seen)
         return x_BSD if self.final_norm is None else self.final_norm(x_BSD)
 
     def look(self, documents_BS: Tensor | None, length: int, device: torch.device) -> Seen:
         attends = (layer.attention.attend for layer in self.layers.values() if isinstance(layer, Layer))
         windows = [attend.window for attend in attends if isinstance(attend, Sdpa)]
-        return look(documents_BS, length, windows, device, self.compute)
+        return look(documents_BS, length, windows, device, self.compute, bool(self.dense.attention_cap))
 
     def embedded(self, tokens_BS: Tensor) -> Tensor:
         assert self.embed is not None
@@ -156,10 +165,10 @@ class Decoder(nn.Module):
         x_BSD = self.hidden(x, positions_BS, documents_BS, length)
         if not self.last:
             return x_BSD
-        weight, scale = self.head_weight, self.dense.logit_scale
+        weight, scale, cap = self.head_weight, self.dense.logit_scale, self.dense.logit_cap
         if labels_BS is None:
-            return functional.linear(x_BSD, weight.to(x_BSD.dtype)) * scale
-        return linear_cross_entropy(x_BSD.flatten(0, 1), weight, labels_BS.flatten(), scale)
+            return capped(functional.linear(x_BSD, weight.to(x_BSD.dtype)) * scale, cap)
+        return linear_cross_entropy(x_BSD.flatten(0, 1), weight, labels_BS.flatten(), scale, cap)
 
     def loss(
         self,

@@ -109,7 +109,8 @@ class Attention(nn.Module):
     def __init__(self, spec: DenseSpec, layer: int) -> None:
         super().__init__()
         self.spec = spec
-        self.attend = Sdpa(spec.window if layer in spec.window_layers else None, spec.attention_scale)
+        window = spec.window if layer in spec.window_layers else None
+        self.attend = Sdpa(window, spec.attention_scale, cap=spec.attention_cap)
         d, q, kv = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q, self.k, self.v = (Linear(d, size, bias=spec.qkv_bias) for size in (q, kv, kv))
         self.o = Linear(q, d, bias=spec.out_bias)
@@ -121,19 +122,19 @@ class Attention(nn.Module):
             self.q_norm = norm(spec, q if full else spec.head_dim, kind)
             self.k_norm = norm(spec, kv if full else spec.head_dim, kind)
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, seen: Seen) -> Tensor:
         q, k, v = self.heads(joint(x_BSD, (self.q, self.k, self.v)), cos, sin)
         y = self.attend(q, k, v, seen)
         out: Tensor = self.o(y.flatten(2))
         return out
 
-    def heads(self, qkv_BSN: Tensor, cos: Tensor, sin: Tensor) -> Iterable[Tensor]:
-        """Queries, keys and values; the first two normed and rotated."""
+    def heads(self, qkv_BSN: Tensor, cos: Tensor | None, sin: Tensor | None) -> Iterable[Tensor]:
+        """Queries, keys and values; the first two normed, and rotated unless cos and sin are None."""
         width, spec = self.spec.head_dim, self.spec
         groups = spec.heads // spec.kv_heads
         kv = qkv_BSN.shape[2] // (width * (groups + 2))  # of this rank
         counts = (groups * kv, kv, kv)
-        if rotary.on_kernel(qkv_BSN) and spec.qk_norm != "full":
+        if cos is not None and sin is not None and rotary.on_kernel(qkv_BSN) and spec.qk_norm != "full":
             norms = (self.q_norm, self.k_norm)
             gains = [None if norm is None else norm.gain(norm, torch.float32) for norm in norms]
             return rotary.norm_rotate(qkv_BSN, counts, gains, spec.norm_eps, cos, sin)
@@ -143,6 +144,8 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(2, (-1, width)) for part in (q, k, v))
         if spec.qk_norm == "head":
             q, k = self.normed(q, k)
+        if cos is None or sin is None:
+            return q, k, v
         return rotary.rotate(q, cos, sin), rotary.rotate(k, cos, sin), v
 
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

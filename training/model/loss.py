@@ -19,20 +19,20 @@ LOGITS = 1 << 29  # elements of a chunk's logits, at most; a fourth of it where 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float, cap: float) -> Tensor:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         w_VD = weight_VD.to(x_TD.dtype)
         total = torch.zeros((), dtype=wide, device=x_TD.device)
         need_x, need_w = ctx.needs_input_grad[:2]
         grad_x = torch.empty_like(x_TD) if need_x else None
         grad_w = torch.zeros(weight_VD.shape, dtype=wide, device=x_TD.device) if need_w else None
-        limit = LOGITS if cross_entropy.on_kernel(x_TD) else LOGITS // 4
+        limit = LOGITS if cross_entropy.on_kernel(x_TD, cap) else LOGITS // 4
         chunks = max(1, -(-x_TD.shape[0] * w_VD.shape[0] // limit))  # of about as many tokens each
         starts = [x_TD.shape[0] * number // chunks for number in range(chunks + 1)]
         for start, end in itertools.pairwise(starts):
             x = x_TD[start:end]
             logits = x @ w_VD.T
-            total += cross_entropy.nats_(logits, label_T[start:end], scale, need_x or need_w).sum()
+            total += cross_entropy.nats_(logits, label_T[start:end], scale, need_x or need_w, cap).sum()
             grad = logits  # nats_ has put the gradient in their place
             if grad_x is not None:
                 torch.mm(grad, w_VD, out=grad_x[start:end])
@@ -43,9 +43,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_x, grad_w = ctx.saved_tensors
-        return scaled(grad_x, grad), scaled(grad_w, grad), None, None
+        return scaled(grad_x, grad), scaled(grad_w, grad), None, None, None
 
 
 def scaled(x: Tensor | None, factor: Tensor) -> Tensor | None:
@@ -63,8 +63,11 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float = 1.0) -> Tensor:
-    """Sum over labels >= 0 of -log softmax(scale * x W^T)[label], in float32 at least."""
+def linear_cross_entropy(
+    x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float = 1.0, cap: float = 0.0
+) -> Tensor:
+    """Sum over labels >= 0 of -log softmax(scale * x W^T)[label], in float32 at least. With a `cap` the softmax is of
+    cap * tanh(scale * x W^T / cap)."""
     if not torch.is_grad_enabled():  # a Function's forward does not see no_grad, and would make gradients all the same
         x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
-    return LinearCrossEntropy.apply(x_TD, weight_VD, label_T, scale)  # type: ignore[no-any-return,no-untyped-call]
+    return LinearCrossEntropy.apply(x_TD, weight_VD, label_T, scale, cap)  # type: ignore[no-any-return,no-untyped-call]

@@ -62,8 +62,15 @@ def cheap(part: nn.Module) -> None:
             module.neurons_region = again
 
 
+def ffn_norms(layer: Layer) -> None:
+    layer.ffn_norm.region = again
+    if layer.block == "sandwich":
+        layer.ffn_out_norm.region = again
+
+
 def attending(layer: Layer) -> None:
-    layer.region = layer.ffn_norm.region = again
+    layer.region = again
+    ffn_norms(layer)
     cheap(layer.ffn)
 
 
@@ -71,13 +78,16 @@ def routed(layer: Layer) -> None:
     if not isinstance(layer.ffn, MoE):
         cheap(layer)
         return
-    layer.attn_norm.region = layer.ffn_norm.region = again
+    for part in layer.children():
+        if isinstance(part, Norm):
+            part.region = again
     cheap(layer.attention)
     layer.ffn.region = again
 
 
 def whole(layer: Layer) -> None:
-    layer.region = layer.ffn_norm.region = again
+    layer.region = again
+    ffn_norms(layer)
     assert isinstance(layer.ffn, MoE | FeedForward)
     layer.ffn.region = again
     if isinstance(layer.ffn, MoE):

@@ -14,9 +14,10 @@ from upcycle.spec import DenseSpec
 Rope = Mapping[str, Any]  # spec.DenseSpec.rope
 
 
-def frequencies(spec: DenseSpec, length: int) -> tuple[Tensor, float]:
-    """(one frequency for each pair of rotated dimensions, the factor of cos and sin) for sequences of `length`."""
-    rope, n = spec.rope, int(spec.head_dim * spec.partial_rotary)
+def frequencies(spec: DenseSpec, length: int, rope: Rope) -> tuple[Tensor, float]:
+    """(one frequency for each pair of rotated dimensions, the factor of cos and sin) for sequences of `length`.
+    `rope`: of spec's."""
+    n = int(spec.head_dim * rope.get("partial_rotary_factor", 1.0))
     theta, kind = float(rope["rope_theta"]), rope["rope_type"]
     stated: float | None = rope.get("factor")
     factor = stated if stated is not None else spec.context / original(rope) if kind in ("yarn", "longrope") else 1.0
@@ -74,13 +75,13 @@ def yarn(theta: float, power: Tensor, n: int, rope: Rope, factor: float) -> tupl
 
 
 def angles(
-    spec: DenseSpec, positions_BS: Tensor, dtype: torch.dtype, length: int | None = None
+    spec: DenseSpec, positions_BS: Tensor, dtype: torch.dtype, length: int | None = None, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
     """(cos, sin), each [B, S, 1, n / 2]: computed in float32 at least, then rounded to `dtype`.
 
-    `length`: of the whole sequences, if these positions are not all of them.
+    `length`: of the whole sequences, if these positions are not all of them. `rope`: spec.rope unless given.
     """
-    plain, factor = frequencies(spec, length or positions_BS.shape[1])
+    plain, factor = frequencies(spec, length or positions_BS.shape[1], spec.rope if rope is None else rope)
     # not blocking: the copy of a few numbers must not wait for the step before
     angle = (positions_BS[..., None].float() * plain.to(positions_BS.device, non_blocking=True))[:, :, None]
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)

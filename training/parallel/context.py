@@ -84,7 +84,7 @@ def attach(model: Decoder, group: ProcessGroup | None, kind: str, tp: int = 1) -
             raise ValueError(
                 f"mesh.cp={cp} attends in its own way, and model.transformer_engine names attention; leave it out there"
             )
-        layer.attention.attend = way(sdpa.window, sdpa.scale, group)
+        layer.attention.attend = way(sdpa.window, sdpa.scale, group, cap=sdpa.cap)
 
 
 # ---- ring
@@ -97,6 +97,7 @@ class Ring:
     window: int | None
     scale: float
     group: ProcessGroup
+    cap: float = 0.0
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
@@ -248,7 +249,7 @@ class RingAttention(torch.autograd.Function):
             if part.box is not None:
                 rows, columns = part.box.rows, part.box.columns
                 keys, values = part.kv[:, :, :, columns]
-                y, z = block(q[:, :, rows], keys, values, part.bias, part.causal, ring.scale)
+                y, z = block(q[:, :, rows], keys, values, part.bias, part.causal, ring.scale, ring.cap)
                 merge_(out_BHSA[:, :, rows], lse_BHS[:, :, rows], y, z)
         out = out_BHSA.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse_BHS)
@@ -270,7 +271,7 @@ class RingAttention(torch.autograd.Function):
                 rows, columns = part.box.rows, part.box.columns
                 keys, values = part.kv[:, :, :, columns]
                 d_y, query, y, z = (x[:, :, rows] for x in (grad, q, out, lse))
-                found = block_backward(d_y, query, y, z, keys, values, part.bias, part.causal, ring.scale)
+                found = block_backward(d_y, query, y, z, keys, values, part.bias, part.causal, ring.scale, ring.cap)
             d_kv = torch.zeros_like(part.kv, dtype=lse.dtype) if coming is None else coming.wait()
             if found is not None:
                 d_q[:, :, rows] += found[0]

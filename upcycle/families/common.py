@@ -263,6 +263,51 @@ def windows_by_layer(config: Config) -> dict[str, Any]:
     return {"window": width, "window_layers": sliding}
 
 
+def windows_by_type(config: Config, *, every: int) -> dict[str, Any]:
+    """DenseSpec's window fields for a family where `sliding_window` (4096 unless stated) holds in the layers that
+    layer_types names, by default in all but each `every`-th."""
+    types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers(config))]
+    stated = types if config.get("layer_types") is None else config["layer_types"]
+    sliding = windows_by_layer({**config, "layer_types": stated, "use_sliding_window": True})
+    return sliding if sliding["window_layers"] else {}
+
+
+def layers_by_type(config: Config, *, every: int, thetas: tuple[float, float], context: int) -> dict[str, Any]:
+    """DenseSpec's windows and ropes for a family with a rope for each layer type. `thetas`: of the layers without and
+    with a window, where rope_parameters do not say."""
+    types, stated = ("full_attention", "sliding_attention"), config.get("rope_parameters")
+    stated = {} if stated is None else stated
+    if not isinstance(stated, Mapping) or not set(stated) <= set(types):
+        raise typed.wrong(config, "rope_parameters", f"a rope for each layer type, {' and '.join(types)}")
+    found, ropes = windows_by_type(config, every=every), []
+    for kind, theta in zip(types, thetas, strict=True):
+        part = stated_rope({**config, "rope_scaling": None, "rope_parameters": stated.get(kind)})
+        if kind == "full_attention":  # as transformers 4 wrote it
+            part |= stated_rope({**config, "rope_parameters": None})
+        if part.get("rope_theta") is None:
+            part["rope_theta"] = theta
+        # a length at the top level is not of one rope among several
+        alone = {**config, "rope_scaling": None, "rope_parameters": part, "original_max_position_embeddings": None}
+        ropes.append(rope(alone, context=context_length(config, context)))
+    if found and ropes[0] != ropes[1]:
+        check_window_rope(ropes[1])
+        found["window_rope"] = ropes[1]
+    return {**found, "rope": ropes[0]}
+
+
+def check_window_rope(rope: Mapping[str, Any]) -> None:
+    if rope["rope_type"] in ("dynamic", "longrope"):
+        raise ValueError(
+            f"config.json's rope of layers with a window has rope_type={rope['rope_type']!r}, which is not supported; "
+            "give a model whose rope there does not depend on the length"
+        )
+
+
+def cap(config: Config, key: str, default: float | None) -> float:
+    """A soft cap; 0 where it is null."""
+    return 0.0 if config.get(key, default) is None else float(typed.number(config, key, default))
+
+
 def llama_sources(spec: DenseSpec, names: Mapping[str, str] | None = None, model: str = "model") -> dict[str, Source]:
     """The Source of every role of `spec`, by Llama's tensor names; `names` overrides module names."""
     module = {

@@ -1,9 +1,10 @@
 """A decoder with mixture-of-experts layers, for models that no architecture of transformers can hold.
 
 This one file is copied into the output folder and imported by transformers (trust_remote_code=True), so it needs
-nothing but torch and transformers. It covers what the dense families have between them (three block layouts, four
-norms, biases, q/k norms, partial rotary, windows, multipliers) times what upcycling can make of an FFN (experts of any
-widths, in any layers, with a shared expert or not). With `moe_layers` empty it is the plain dense model.
+nothing but torch and transformers. It covers what the dense families have between them (four block layouts, four
+norms, biases, q/k norms, partial rotary, windows, layers with a rope of their own or none, soft caps, multipliers)
+times what upcycling can make of an FFN (experts of any widths, in any layers, with a shared expert or not). With
+`moe_layers` empty it is the plain dense model.
 
 Shapes: T tokens, D hidden size, N experts, K experts per token.
 """
@@ -12,6 +13,7 @@ Shapes: T tokens, D hidden size, N experts, K experts per token.
 # ruff: noqa: RUF012
 # (transformers is not typed, and reads lists and dicts that are plain class attributes)
 
+import copy
 from collections.abc import Callable
 from dataclasses import field
 from typing import Any
@@ -46,7 +48,7 @@ class UpcycledConfig(PretrainedConfig):
     hidden_act: str = "silu"
     gated: bool = True  # act(gate) * up; else act(up)
     max_position_embeddings: int = 2048
-    block: str = "pre"  # pre | post | parallel
+    block: str = "pre"  # pre | post | parallel | sandwich
     norm: str = "rms"  # rms | rms1p | layernorm | layernorm1p (1p: the stored weight is the gain minus one)
     norm_eps: float = 1e-6
     qk_norm: str = "none"  # none | head | full
@@ -56,6 +58,10 @@ class UpcycledConfig(PretrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     layer_types: list[str] | None = None  # full_attention | sliding_attention
     sliding_window: int | None = None
+    sliding_rope_parameters: dict[str, Any] | None = None  # of sliding_attention, if not rope_parameters
+    nope_layers: list[int] = field(default_factory=list)  # layers that rotate nothing
+    attn_logit_softcapping: float | None = None  # cap * tanh(x / cap) of the scaled q.k
+    final_logit_softcapping: float | None = None  # and of the scaled logits
     attention_dropout: float = 0.0
     attention_multiplier: float | None = None  # of q.k; none means head_dim ** -0.5
     embedding_multiplier: float = 1.0
@@ -116,8 +122,12 @@ class UpcycledRotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, config: UpcycledConfig) -> None:
+    def __init__(self, config: UpcycledConfig, kind: str = "full_attention") -> None:
+        """kind: the layer type whose angles these are."""
         super().__init__()
+        if kind == "sliding_attention" and config.sliding_rope_parameters is not None:
+            config = copy.copy(config)  # transformers' functions read rope_parameters
+            config.rope_parameters = config.sliding_rope_parameters
         self.config = config
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         self.rope_type = (config.rope_parameters or {})["rope_type"]
@@ -142,6 +152,16 @@ class UpcycledRotaryEmbedding(nn.Module):
         return cos.to(x.dtype), sin.to(x.dtype)
 
 
+def rotary_embeddings(config: UpcycledConfig) -> nn.ModuleDict:
+    """Those of each of config.layer_types."""
+    kinds = dict.fromkeys(config.layer_types or [])
+    return nn.ModuleDict({kind: UpcycledRotaryEmbedding(config, kind) for kind in kinds})
+
+
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns the first cos.shape[-1] elements of each head; the rest passes (partial rotary)."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
@@ -157,11 +177,12 @@ def eager_attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    score = query @ key.transpose(2, 3) * scaling
+    score = capped(query @ key.transpose(2, 3) * scaling, softcap)
     if attention_mask is not None:
         score = score + attention_mask
     weight = functional.softmax(score, dim=-1, dtype=torch.float32).to(query.dtype)
@@ -203,14 +224,18 @@ class UpcycledAttention(nn.Module):
         q, k, v = q.view(by_head), k.view(by_head), v.view(by_head)
         if self.config.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        q, k, v = rotate(q.transpose(1, 2), cos, sin), rotate(k.transpose(1, 2), cos, sin), v.transpose(1, 2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if self.layer_idx not in self.config.nope_layers:
+            cos, sin = (part.unsqueeze(1) for part in position_embeddings)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         name = self.config._attn_implementation
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
         dropout = self.config.attention_dropout if self.training else 0.0
-        scaling, window = self.scaling, self.sliding_window
+        scaling, window, softcap = self.scaling, self.sliding_window, self.config.attn_logit_softcapping
+        if softcap is not None:
+            kwargs["softcap"] = softcap
         y, weight = attend(
             self, q, k, v, attention_mask, dropout=dropout, scaling=scaling, sliding_window=window, **kwargs
         )
@@ -305,6 +330,9 @@ class UpcycledDecoderLayer(GradientCheckpointingLayer):
         self.mlp = UpcycledMoE(config) if is_moe else UpcycledMLP(config, config.intermediate_size)
         self.input_layernorm = UpcycledNorm(config, config.hidden_size, config.norm)
         self.post_attention_layernorm = UpcycledNorm(config, config.hidden_size, config.norm)
+        if self.block == "sandwich":
+            self.attention_out_layernorm = UpcycledNorm(config, config.hidden_size, config.norm)
+            self.mlp_out_layernorm = UpcycledNorm(config, config.hidden_size, config.norm)
 
     def scaled(self, y: Tensor) -> Tensor:
         return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
@@ -315,6 +343,9 @@ class UpcycledDecoderLayer(GradientCheckpointingLayer):
         if self.block == "post":
             x = x + self.scaled(attn_norm(self.self_attn(x, **kwargs)[0]))
             return x + self.scaled(ffn_norm(self.mlp(x)))
+        if self.block == "sandwich":
+            x = x + self.scaled(self.attention_out_layernorm(self.self_attn(attn_norm(x), **kwargs)[0]))
+            return x + self.scaled(self.mlp_out_layernorm(self.mlp(ffn_norm(x))))
         attended = self.scaled(self.self_attn(attn_norm(x), **kwargs)[0])
         if self.block == "parallel":
             return self.scaled(self.mlp(ffn_norm(x))) + attended + x
@@ -342,10 +373,13 @@ class UpcycledPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
     _supports_flash_attn = True
-    _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": UpcycledDecoderLayer, "attentions": UpcycledAttention}
+
+    @property
+    def _supports_sdpa(self) -> bool:  # type: ignore[override]
+        return self.config.attn_logit_softcapping is None  # SDPA has no soft cap
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -360,7 +394,7 @@ class UpcycledModel(UpcycledPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(UpcycledDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = UpcycledNorm(config, config.hidden_size, config.norm)
-        self.rotary_emb = UpcycledRotaryEmbedding(config)
+        self.rotary_emb = rotary_embeddings(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -387,9 +421,9 @@ class UpcycledModel(UpcycledPreTrainedModel):
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(seen, seen + x.shape[1], device=x.device).unsqueeze(0)
         masks = layer_masks(self.config, x, attention_mask, position_ids, past_key_values)
-        angles = self.rotary_emb(x, position_ids)
+        angles = {kind: rotary(x, position_ids) for kind, rotary in self.rotary_emb.items()}
         for layer, kind in zip(self.layers, self.config.layer_types or [], strict=True):
-            kwargs |= {"attention_mask": masks[kind], "position_embeddings": angles}
+            kwargs |= {"attention_mask": masks[kind], "position_embeddings": angles[kind]}
             x = layer(x, past_key_values=past_key_values, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
@@ -438,6 +472,7 @@ class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
         logits = self.lm_head(out.last_hidden_state[:, kept, :])
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
+        logits = capped(logits, self.config.final_logit_softcapping)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -41,6 +41,8 @@ class Abilities:
     partial_rotary: bool = False
     windows: Literal["none", "all", "any"] = "none"  # sliding attention: in no layer, in all or none, in any set
     multipliers: bool = False  # embed_scale, residual_scale, logit_scale, attention_scale
+    ropes: bool = False  # another rope in layers with a window, or none in some layers
+    caps: bool = False  # soft caps of attention and of the logits
     # -- the MoE part
     scores: frozenset[str] = frozenset({"softmax"})
     normalize: frozenset[bool] = YES
@@ -73,6 +75,9 @@ def refusals(can: Abilities, moe: MoESpec) -> list[str]:
         f"partial rotary {d.partial_rotary}": can.partial_rotary or d.partial_rotary == 1.0,
         "sliding windows": windows_fit(can, d),
         "embedding, residual, logit or attention multipliers": can.multipliers or not has_multipliers(d),
+        "another rope in the layers with a window": can.ropes or d.window_rope is None,
+        f"layers without rotary positions ({len(d.nope_layers)} of {d.layers})": can.ropes or not d.nope_layers,
+        "soft caps": can.caps or not (d.attention_cap or d.logit_cap),
         f"{moe.score} scores": moe.score in can.scores,
         f"weights {'' if moe.weights_sum_to_one else 'not '}normalised over the chosen": moe.weights_sum_to_one
         in can.normalize,
@@ -295,6 +300,7 @@ def empty_shared_note(moe: MoESpec, width: int) -> dict[str, bool]:
 LLAMA = {
     "embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head",
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_out_norm": "attention_out_layernorm", "ffn_out_norm": "mlp_out_layernorm",  # in `upcycled` alone
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
     "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
     "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",

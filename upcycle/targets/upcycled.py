@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from upcycle import typed
-from upcycle.families.common import Config, context_length, dense, rope
+from upcycle.families.common import Config, cap, check_window_rope, context_length, dense, layers, rope
 from upcycle.spec import ORDERS, SCORES, MoESpec
 from upcycle.targets import common
 from upcycle.targets.common import EITHER, Abilities, Slot
@@ -16,7 +16,7 @@ MODELING = Path(__file__).parent.parent / "remote" / "modeling_upcycled.py"  # c
 
 ABILITIES = Abilities(
     stock=False,
-    blocks=frozenset({"pre", "post", "parallel"}),
+    blocks=frozenset({"pre", "post", "parallel", "sandwich"}),
     norms=frozenset({"rms", "rms1p", "layernorm", "layernorm1p"}),
     qk_norms=frozenset({"none", "head", "full"}),
     qkv_bias=EITHER,
@@ -27,6 +27,8 @@ ABILITIES = Abilities(
     partial_rotary=True,
     windows="any",
     multipliers=True,
+    ropes=True,
+    caps=True,
     scores=frozenset({"softmax", "sigmoid"}),
     normalize=EITHER,
     choices=frozenset({"any", "each-slice"}),
@@ -62,6 +64,10 @@ def config(moe: MoESpec) -> dict[str, Any]:
         "embedding_multiplier": d.embed_scale,
         "residual_multiplier": d.residual_scale,
         "logit_multiplier": d.logit_scale,
+        **({"sliding_rope_parameters": dict(d.window_rope)} if d.window_rope is not None else {}),
+        **({"nope_layers": list(d.nope_layers)} if d.nope_layers else {}),
+        **({"attn_logit_softcapping": d.attention_cap} if d.attention_cap else {}),
+        **({"final_logit_softcapping": d.logit_cap} if d.logit_cap else {}),
         "moe_layers": list(moe.layers),
         "expert_widths": list(moe.widths),
         "shared_expert_intermediate_size": moe.shared,
@@ -94,6 +100,10 @@ def read(config: Config) -> MoESpec:
         embed_scale=typed.number(config, "embedding_multiplier", 1.0),
         residual_scale=typed.number(config, "residual_multiplier", 1.0),
         logit_scale=typed.number(config, "logit_multiplier", 1.0),
+        attention_cap=cap(config, "attn_logit_softcapping", None),
+        logit_cap=cap(config, "final_logit_softcapping", None),
+        window_rope=sliding_rope(config),
+        nope_layers=tuple(typed.wholes(config, "nope_layers", [], low=0, high=layers(config) - 1)),
         **common.some_windows({"sliding_window": None, "max_window_layers": config.get("num_hidden_layers"), **config}),
     )
     widths = tuple(typed.wholes(config, "expert_widths", low=1, high=typed.LARGEST))
@@ -114,6 +124,15 @@ def read(config: Config) -> MoESpec:
         dtype=d.dtype,
     )
     return common.checked(moe, ABILITIES) if moe.layers else moe  # without MoE layers the class is a plain dense model
+
+
+def sliding_rope(config: Config) -> dict[str, Any] | None:
+    if config.get("sliding_rope_parameters") is None:
+        return None
+    stated = {**config, "rope_scaling": None, "rope_parameters": config["sliding_rope_parameters"]}
+    found = rope(stated, context=context_length(config, 2048), partial=1.0)
+    check_window_rope(found)
+    return found
 
 
 def slots(moe: MoESpec) -> Iterator[Slot]:

@@ -201,7 +201,7 @@ def test_a_rotation_for_long_sequences_is_not_used_for_short_ones() -> None:
         assert got[0] == pytest.approx(alone(model, context, continuation)[0], abs=1e-10)
 
 
-@pytest.mark.parametrize("name", ["moe", "odd"])
+@pytest.mark.parametrize("name", ["moe", "odd", "sandwich"])
 @pytest.mark.parametrize("budget", [1, 4096])
 @torch.no_grad()
 def test_what_is_written_is_what_is_likeliest(name: str, budget: int) -> None:

@@ -28,6 +28,10 @@ DENSE = DenseSpec(
 SHAPES: dict[str, DenseSpec | MoESpec] = {
     "dense": DENSE,
     "dense, norms behind": DenseSpec(**{**vars(DENSE), "block": "post", "qk_norm": "full"}),
+    "moe, norms on both sides": MoESpec(
+        DenseSpec(**{**vars(DENSE), "block": "sandwich", "norm": "rms1p"}),
+        (1,), (12,) * 6, top_k=2, copies=3,
+    ),
     "moe": MoESpec(DENSE, (0, 1), (12,) * 6, top_k=2, copies=3, granularity=2),
     "moe, shared, sigmoid, one dense layer": MoESpec(
         DENSE, (1,), (12,) * 6, top_k=2, copies=3, shared=8, shared_gate=True, score="sigmoid"

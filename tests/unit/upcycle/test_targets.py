@@ -47,6 +47,13 @@ def test_what_a_target_likes_best_is_not_refused(target: str) -> None:
 # feature: (changes to the dense model, changes to the MoE, the clause, the stock targets that can)
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], str, set[str]]] = {
     "parallel block": ({"block": "parallel"}, {}, "block layout 'parallel'", set()),
+    "norms on both sides": ({"block": "sandwich"}, {}, "block layout 'sandwich'", set()),
+    "another rope behind windows": (
+        {"window_rope": {"rope_type": "default", "rope_theta": 1e3}}, {}, "another rope in the layers with a window", set(),
+    ),
+    "a layer without rope": ({"nope_layers": (1,)}, {}, "layers without rotary positions (1 of 4)", set()),
+    "a cap of attention": ({"attention_cap": 50.0}, {}, "soft caps", set()),
+    "a cap of the logits": ({"logit_cap": 30.0}, {}, "soft caps", set()),
     "layer norm": ({"norm": "layernorm"}, {}, "norm 'layernorm'", set()),
     "norm + 1": ({"norm": "rms1p"}, {}, "", set(STOCK)),
     "ffn bias": ({"ffn_bias": True}, {}, "biases in the FFN", set()),
