@@ -42,6 +42,7 @@ from evaluation.ranks import Ranks
 from evaluation.remember import Remembered
 from evaluation.results import Evaluation, Group, Item, Raw, Task
 from training.checkpoint.layout import Origin
+from training.checkpoint.resume import flat
 from training.evaluate import Ask, EvalConfig, Poll
 from training.model.decoder import Decoder
 from training.parallel.mesh import MeshConfig, ParallelMesh
@@ -124,7 +125,7 @@ def is_config(name: str) -> bool:
 def run(config: RunConfig, command: str) -> Path:
     """Asks the model and returns the folder with the results (results.py)."""
     started, clock = datetime.now(UTC), time.monotonic()
-    with processes(config.device) as device:
+    with processes(config.device, settings=flat(asdict(config) | {"device": ""})) as device:
         # before the model: what is missing is found in seconds
         found = tasks.load(config.suite, config.data, config.texts, config.fewshot)
         check_ranks(config.mesh, dist.get_world_size() if dist.is_initialized() else 1)

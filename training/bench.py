@@ -41,7 +41,8 @@ from torch import Tensor
 from training.balance import BalanceConfig
 from training.build import data_rank, learner, room, stages_of_rank
 from training.checkpoint import layout
-from training.config import COMPUTE, READY, ModelConfig, TrainConfig, flat
+from training.checkpoint.resume import flat
+from training.config import COMPUTE, READY, ModelConfig, TrainConfig
 from training.data.batch import Batch
 from training.data.mixture import DataConfig, Mock
 from training.model.decoder import Decoder
@@ -113,7 +114,7 @@ def spec_of(config: BenchConfig) -> DenseSpec | MoESpec:
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
-    with processes(settings=dict(flat(asdict(config)))) as device:
+    with processes(settings=flat(asdict(config))) as device:
         return measured(config, spec_of(config), device)
 
 

@@ -6,14 +6,14 @@ Each part's keys, defaults and checks stand beside the code that uses them (data
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from training.balance import BalanceConfig
-from training.checkpoint.resume import ResumeConfig
+from training.checkpoint.resume import ResumeConfig, flat
 from training.data.mixture import DataConfig
 from training.evaluate import EvalConfig
 from training.model import transformer_engine
@@ -146,12 +146,4 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     if config.model.upcycle:
         with suppress(ValueError, OSError):  # who needs a file that is not there says so; a run that resumes does not
             found["model"]["upcycle"] = asdict(upcycle_config(config.model))
-    return dict(flat(found))
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    return flat(found)
