@@ -9,6 +9,7 @@ found equal byte for byte: no remote code runs.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -263,3 +264,12 @@ def free(module: nn.Module) -> None:
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             part._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    give_back()
+
+
+def give_back() -> None:
+    """Returns freed memory to the system: glibc keeps an arena for each of the loader's threads, and what these keep
+    grows with the number of layers."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
