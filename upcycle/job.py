@@ -100,9 +100,22 @@ class Watch:
             return before not in (None, now)
 
 
+def acquire(lock: IO[str], partial: Path, rank: int) -> bool:
+    """Takes the lock; False on a filesystem without locks. A ValueError if another process has it."""
+    for _ in range(5):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(POLL / 2)  # perhaps another process only tests the lock, see Watch.alive
+        except OSError:
+            return False
+    raise ValueError(f"another process is writing {partial} as rank {rank}; wait for it, or stop it")
+
+
 @contextmanager
 def hold(lock: IO[str], partial: Path, rank: int) -> Iterator[None]:
-    """Hold the lock; on a filesystem without locks touch the file every BEAT seconds instead. See Watch.alive."""
+    """Holds the lock; on a filesystem without locks touches the file every BEAT seconds instead. See Watch.alive."""
     done = threading.Event()
 
     def beat() -> None:
@@ -110,17 +123,8 @@ def hold(lock: IO[str], partial: Path, rank: int) -> Iterator[None]:
             with suppress(OSError):
                 os.utime(lock.fileno())
 
-    for _ in range(5):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            time.sleep(POLL / 2)  # perhaps another process only tests the lock, see Watch.alive
-        except OSError:
-            threading.Thread(target=beat, daemon=True).start()
-            break
-    else:
-        raise ValueError(f"another process is writing {partial} as rank {rank}; wait for it, or stop it")
+    if not acquire(lock, partial, rank):
+        threading.Thread(target=beat, daemon=True).start()
     try:
         yield
     finally:

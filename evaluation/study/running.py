@@ -22,7 +22,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from upcycle.job import hold
+from upcycle.job import acquire
 
 ROOT = Path(__file__).parents[2]
 POLL = 0.5  # seconds between looks at the processes
@@ -92,7 +92,7 @@ class Workers:
         job.folder.parent.mkdir(parents=True, exist_ok=True)
         lock = open(job.folder.with_suffix(".lock"), "w")  # noqa: SIM115 - the child's, closed by `ended`
         try:
-            hold(lock, job.folder, 0)
+            acquire(lock, job.folder, 0)
         except ValueError as error:
             lock.close()
             self.failures[job.name] = f"{job.name} was not started: {error}"
@@ -165,7 +165,7 @@ def alone(folder: Path) -> Iterator[None]:
     """Holds the lock of a folder, so that one study writes in it at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "study.lock", "w") as lock:
-        hold(lock, folder, 0)
+        acquire(lock, folder, 0)
         yield
 
 
