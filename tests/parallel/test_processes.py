@@ -11,15 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from tests.parallel.ranks import run
+from training import train
 from training.__main__ import main
-from training.config import read_config
+from training.config import read_config, settings
 from training.parallel.processes import listed, part_of_this_start
-from training.train import settings
 
 WORDS = [
     "model.source=nowhere",
@@ -47,7 +48,7 @@ def outcomes(rank: int, world: int) -> list[tuple[int, str]]:
     found = []
     for word in [*DIFFER, "device="]:
         said = io.StringIO()
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), mock.patch.object(train, "preflight"):  # there is no such model
             code = main([*WORDS, word] if rank else WORDS)
         found.append((code, said.getvalue()))
     return found

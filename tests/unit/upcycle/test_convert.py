@@ -82,7 +82,7 @@ def test_the_rate_of_a_resumed_conversion_is_that_of_its_own_bytes(
     plan, checkpoints = load(llama, tmp_path / "moe")
     (tmp_path / job.JOB).mkdir()
     for _ in range(2):
-        converting.write_own_shards(plan, checkpoints, tmp_path, Worker(), quiet=False)
+        converting.write_own_shards(plan, checkpoints, tmp_path, Worker(), {}, quiet=False)
     assert [(bar.initial, bar.n) for bar in bars] == [(0, plan.bytes), (plan.bytes, plan.bytes)]
 
 

@@ -32,5 +32,5 @@ def test_experts_by_activation_are_not_made_before_the_measurement(llama: Path, 
     plan, checkpoints = load(
         f"source={source}", "method.name=split", "method.by=activation", f"calibration.texts={text}", "target=mixtral"
     )
-    with pytest.raises(AssertionError, match="observe"):
+    with pytest.raises(AssertionError, match="measure"):
         Maker(plan, checkpoints).tensor("model.layers.0.block_sparse_moe.experts.0.w1.weight")

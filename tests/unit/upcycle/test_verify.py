@@ -27,7 +27,8 @@ METHODS = {
     "groups of 3, bfloat16": [
         "method.name=virtual_group", "experts=2", "granularity=3", "top_k=3", "dtype=bfloat16", "target=mixtral"],
     "published": ["method.name=virtual_group", "experts=2", "granularity=4", "top_k=4", "scale=published"],
-    "part of a copy": ["method.name=virtual_group", "experts=2", "granularity=2", "top_k=3"],
+    "part of a copy": ["method.name=virtual_group", "experts=2", "granularity=2", "top_k=3",
+        "router.choice=parts"],
     "drop": ["method.name=drop", "experts=4"],
     "drop, shared": ["method.name=drop", "experts=4", "shared=0.25"],
     "noise": ["method.name=noise", "experts=4"],
