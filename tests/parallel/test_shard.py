@@ -263,7 +263,7 @@ def found() -> dict[Case, list[Result]]:
         every = [case for case in CASES if case.world == world]
         for first in range(0, len(every), AT_ONCE):
             cases = every[first : first + AT_ONCE]
-            ranks = run(world, on_ranks, cases, timeout=max(120.0, 20.0 * len(cases)))
+            ranks = run(world, on_ranks, cases, timeout=600.0)
             out |= {case: [rank[i] for rank in ranks] for i, case in enumerate(cases)}
     return out
 
