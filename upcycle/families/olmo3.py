@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from upcycle import typed
-from upcycle.families import common
-from upcycle.families.common import Config, Source
+from upcycle.families import common, olmo2
+from upcycle.families.common import Config
 from upcycle.spec import DenseSpec
 
-IGNORED = common.ROTARY_BUFFERS
+IGNORED, sources = olmo2.IGNORED, olmo2.sources
 THETA = 500000.0
 
 
@@ -29,10 +29,4 @@ def read(config: Config) -> DenseSpec:
         **common.layers_by_type(config, every=4, thetas=(THETA, THETA), context=2048),
         eos=50279,
         pad=1,
-    )
-
-
-def sources(spec: DenseSpec) -> dict[str, Source]:
-    return common.llama_sources(
-        spec, {"attn_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
     )
