@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.bench import Asked, accuracy, compared, main
+from evaluation.tasks import SUITES
 from tests.parity import asked
 
 STORIES = Path(__file__).parents[2].parent / "shared" / "data" / "stories260k"
@@ -25,7 +26,8 @@ def test_both_answer_alike_and_the_last_line_is_a_row(
     model = STORIES if name == "trained" else asked.make(tmp_path / "model")
     assert main([str(model), "suite=tiny", "tasks=[tiny_stories,tiny_text,tiny_copy]", "batch_sizes=[1,4]"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert row["device"] and row["items"] == 16 + 5 + 6 and [each["batch_size"] for each in row["hflm"]] == [1, 4]
+    lines = sum(len((SUITES / "tiny" / f"{name}.jsonl").read_text().splitlines()) for name in ("stories", "text", "copy"))
+    assert row["device"] and row["items"] == lines and [each["batch_size"] for each in row["hflm"]] == [1, 4]
     for theirs in row["hflm"]:
         assert theirs["largest_logprob_difference"] < 1e-3  # of whole texts, in float32
         assert theirs["other_texts"] == 0 and theirs["scores_equal"]
