@@ -29,7 +29,7 @@ from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.observe.profiling import Phases
-from training.optim import Optimizer, SpikeGuard
+from training.optim import Optimizer, SpikeGuard, check_groups, freeze
 from training.parallel.collectives import all_reduce, broadcast
 from training.parallel.mesh import ParallelMesh, check
 from training.parallel.pipeline import Pipeline, cut, stages
@@ -224,6 +224,13 @@ def pipeline_of(config: TrainConfig, parts: Sequence[Decoder], mesh: ParallelMes
     return Pipeline(parts, mesh, config.mesh.schedule, count) if mesh.size("pp") > 1 else None
 
 
+def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
+    """Refuses groups of parameters that this model has none of."""
+    with torch.device("meta"):
+        whole = Decoder(spec, experts="reference")
+    check_groups(config.optim, [name for name, _ in whole.named_parameters()])
+
+
 def check_batch(config: TrainConfig, mesh: ParallelMesh) -> None:
     at_once = config.micro_batch * mesh.dp
     if config.batch % at_once:
@@ -247,6 +254,7 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
     model = config.model
     with torch.device("meta"):
         part = Decoder(origin.spec, part=layers, experts=model.experts, compute=getattr(torch, model.compute))
+    freeze(config.optim, part)
     return room(part, model, mesh, device)
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
@@ -35,14 +36,30 @@ from torch.optim.adamw import adamw
 from training.kernels import updates
 from training.model.names import plain_name
 from training.parallel.collectives import local
+from upcycle.config import build
+from upcycle.plugin import nearest
 
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over ranks that hold different parameters (pipeline stages)
 RULES = ("adamw", "muon")
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BUCKET = 2**27  # elements that one fused call updates, which bounds the temporary float32 copies of bf16 tensors
+OUTSIDE = {"embed", "head"}  # words in the names of what is in no layer
 PIECE = 2**26  # elements that Muon works on at once
 # Keller Jordan's quintic: its slope at 0 is as steep as possible, and singular values end within 0.7 ... 1.2
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    match: str = ""  # words of a name, between dots, each of which may hold * ? [0-9]: router, experts, layers.0, *norm
+    lr: float = 1.0  # multiplies the learning rate; 0: frozen, with neither gradients nor moments
+    decay: float | None = None  # their weight decay; none given: as without the group
+
+    def holds(self, name: str) -> bool:
+        """Whether the pattern's words are neighbours somewhere in a parameter's name."""
+        words, wanted = name.split("."), self.match.split(".")
+        starts = range(len(words) - len(wanted) + 1)
+        return any(all(map(fnmatchcase, words[start:], wanted)) for start in starts)
 
 
 @dataclass(frozen=True)
@@ -61,11 +78,15 @@ class OptimConfig:
     router_lr: float = 1.0  # multiplies the learning rate of routers
     expert_lr: float = 1.0  # multiplies the learning rate of routed experts
     embed_lr: float = 1.0  # multiplies the learning rate of embeddings and LM head
+    # parameters by name, each group with its own rate and decay (match, lr, decay); of several that hold a parameter the
+    # last decides, and the three keys above decide of what is in none. A rate of 0 freezes
+    groups: tuple[Any, ...] = ()
     spike_sigma: float = 0.0  # skip a step whose loss or gradient norm is so many deviations above the mean; 0: none
     spike_window: int = 128  # steps that this mean is over
     skips: int = 10  # steps skipped in a row (not finite, or a spike) that end a run; 0: no limit
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(group_of(value, i) for i, value in enumerate(self.groups)))
         if self.name not in RULES:
             raise ValueError(f"optim.name is {self.name!r}; it must be one of {', '.join(RULES)}")
         if self.moments not in MOMENTS:
@@ -86,6 +107,17 @@ class OptimConfig:
             raise ValueError(f"optim.skips is {self.skips}; it must be a number of steps, 0 for no limit")
         if self.spike_window < 2:
             raise ValueError(f"optim.spike_window is {self.spike_window}; it must be at least 2, for instance 128")
+
+
+def group_of(value: Any, number: int) -> ParameterGroup:
+    where = f"optim.groups.{number}."
+    group = value if isinstance(value, ParameterGroup) else build(ParameterGroup, value, where)
+    if not all(group.match.split(".")):
+        raise ValueError(f"{where}match is {group.match!r}; write words of parameters' names, for instance experts.*")
+    for name, number_ in (("lr", group.lr), ("decay", group.decay or 0.0)):
+        if not (math.isfinite(number_) and number_ >= 0):
+            raise ValueError(f"{where}{name} is {number_}; it must be a number of at least 0")
+    return group
 
 
 @dataclass(frozen=True)
@@ -121,7 +153,10 @@ class Optimizer(torch.optim.Optimizer):
         """`parameters`: by role (upcycle/spec.py), loaded and sharded."""
         named = [(plain_name(name), p) for name, p in parameters if p.requires_grad]
         if not named:
-            raise ValueError("the model has no parameter to train; set requires_grad=True on some")
+            raise ValueError(
+                "this rank's part of the model has no parameter to train; give optim.groups a learning rate above 0 for "
+                "some, or take a smaller mesh.pp"
+            )
         # one group: what differs between parameters follows from their names, so a checkpoint need not hold it
         super().__init__([{"params": [p for _, p in named], "name": "all"}], {"fused": True})
         self.config = config
@@ -198,14 +233,46 @@ def make_slot(
 ) -> Slot:
     """The Slot of a parameter: its name and shape decide how it is updated."""
     words = name.split(".")
-    router, expert, outside = "router" in words, "experts" in words, bool({"embed", "head"} & set(words))
+    router, outside = "router" in words, bool(OUTSIDE & set(words))
     vector = parameter.ndim < 2 or words[-1].endswith("bias") or any(word.endswith("norm") for word in words)
-    decayed = not vector and (config.router_decay or not router)
-    multiplier = config.router_lr if router else config.expert_lr if expert else config.embed_lr if outside else 1.0
+    decay = config.weight_decay if not vector and (config.router_decay or not router) else 0.0
+    for group in config.groups:
+        if group.decay is not None and group.holds(name):
+            decay = group.decay
     # a shared expert's gate is a matrix of one row: no directions to tell apart
     matrix = not (vector or router or outside) and min(parameter.shape[-2:]) > 1
     rule = "muon" if config.name == "muon" and matrix else "adamw"
-    return Slot(name, parameter, rule, config.weight_decay if decayed else 0.0, multiplier, store)
+    return Slot(name, parameter, rule, decay, multiplier(config, name), store)
+
+
+def multiplier(config: OptimConfig, name: str) -> float:
+    """What a parameter's learning rate is multiplied with; 0: it is frozen."""
+    rates = [group.lr for group in config.groups if group.holds(name)]
+    if rates:
+        return float(rates[-1])
+    words = name.split(".")
+    if "router" in words:
+        return config.router_lr
+    return config.expert_lr if "experts" in words else config.embed_lr if OUTSIDE & set(words) else 1.0
+
+
+def freeze(config: OptimConfig, model: nn.Module) -> None:
+    """Marks the parameters that stay as they are, so that no gradient is made of them."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(multiplier(config, plain_name(name)) != 0)
+
+
+def check_groups(config: OptimConfig, names: Sequence[str]) -> None:
+    """Raises a ValueError for a group that holds no parameter of the whole model, and where all of it is frozen."""
+    for number, group in enumerate(config.groups):
+        if not any(group.holds(name) for name in names):
+            known = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdecimal())
+            raise ValueError(
+                f"optim.groups.{number}.match is {group.match!r}, which no parameter's name has"
+                f"{nearest(group.match, list(known))}; names are made of {', '.join(known)}, and layers of numbers"
+            )
+    if not any(multiplier(config, name) for name in names):
+        raise ValueError("optim freezes every parameter of the model; give some a learning rate above 0")
 
 
 def fresh_state(config: OptimConfig, slot: Slot) -> dict[str, Tensor]:

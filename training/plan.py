@@ -8,7 +8,8 @@ usage: python -m training.plan [CONFIG] gpus=N [key=value ...]
 Weights, gradients and moments are counted, parameter by parameter. Gathered weights and activations are estimated from
 what the modules keep in bf16 on a GPU (attention without its square, experts without their product); the allocator's
 own waste, NCCL's buffers and CUDA's context (some 3 GB together) are not in it. `host` is what an asynchronous
-checkpoint copies to host memory.
+checkpoint copies to host memory. Frozen parameters (optim.groups) have neither gradients nor moments; activations are
+counted as if all learned.
 
 keys, with defaults and meaning: docs/config.md, those of training
 """
@@ -30,11 +31,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from training.build import source
+from training.build import check_optim, source
 from training.config import TrainConfig, read_config
 from training.model.decoder import Decoder
 from training.model.loss import LOGITS
 from training.model.recompute import MOVES
+from training.optim import multiplier
 from training.parallel.mesh import MeshConfig, changed_to, check, grids, problem
 from training.parallel.pipeline import cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
@@ -68,7 +70,8 @@ class Memory:
         return self.weights + self.moments
 
 
-Unit = tuple[tuple[Rule, tuple[int, ...]], ...]  # parameters that are gathered for one layer, or for no layer
+# parameters that are gathered for one layer, or for no layer: each one's rule and shape, and whether it learns
+Unit = tuple[tuple[Rule, tuple[int, ...], bool], ...]
 Parts = dict[range, Counter[tuple[bool, Unit]]]  # by range of layers: how often (whether of a layer, unit) occurs
 
 
@@ -92,27 +95,28 @@ def of_rank(
     sizes = attention | experts
     dense = spec.dense if isinstance(spec, MoESpec) else spec
     count = max(1, config.batch // (config.micro_batch * attention["dp_shard"] * mesh.dp_replicate))
-    weights = gradients = late = resident = most_passing = most_summed = 0
-    for (of_a_layer, unit), alike in sum((units(spec, part, known) for part in parts), Counter()).items():
+    weights = learned = gradients = late = resident = most_passing = most_summed = 0
+    for (of_a_layer, unit), alike in sum((units(spec, config, part, known) for part in parts), Counter()).items():
         passing = 0  # gathered or copied for the layer's forward, and again for its backward
         summed: Counter[Rule] = Counter()  # bytes of the sums that FSDP makes at once
-        for placed, shape in unit:
+        for placed, shape, learns in unit:
             left, (ranks, copies) = placed.part(shape, sizes), placed.ranks(sizes)
             whole, dim = math.prod(left), sharded_dim(left, ranks)
             shard = whole // left[dim] * -(-left[dim] // ranks)
             fsdp = ranks * copies > 1
             weights += alike * shard
+            learned += alike * shard * learns
             gathered = shard * ranks  # where the ranks do not divide the dimension, padding is gathered too
             apart = placed.kind == "experts" and not fsdp and narrow < MASTER  # see LocalExperts
             # torch's pipelines sum gradients and free weights once a step, whatever mesh.reshard says
             once = fsdp and (not mesh.reshard or mesh.pp > 1)
             size, first = whole if once else shard, narrow if apart else MASTER
-            if once and mesh.pp > 1:  # after its last backward a stage copies one unit's gradients to send them
+            if once and mesh.pp > 1 and learns:  # after its last backward a stage copies one unit's gradients to send them
                 summed[placed] += whole * MASTER
             most = first if count == 1 else MASTER  # the first micro-batch's may be narrow
             there = (0, first, MASTER)[min(count, 3) - 1]  # when the last one's backward begins
-            gradients += alike * size * most
-            late += alike * size * (most - there)  # only the last backward makes these bytes
+            gradients += alike * size * most * learns
+            late += alike * size * (most - there) * learns  # only the last backward makes these bytes
             regathered = not once if fsdp else apart and config.model.recompute in MOVES
             computed = MASTER if placed.exact else narrow
             if regathered and of_a_layer:
@@ -122,7 +126,7 @@ def of_rank(
         most_passing = max(most_passing, passing)
         most_summed = max(most_summed, *summed.values(), 0)
     buffers = resident + 3 * most_passing + most_summed  # two layers' weights, one's gradients
-    moments = weights * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
+    moments = learned * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
     flight = in_flight(mesh, count, place, len(parts))
     activations = sum(flight * tokens * of_layer(spec, config, layer) for part in parts for layer in part)
@@ -132,20 +136,23 @@ def of_rank(
         logits = min(LOGITS, tokens * dense.vocab) * narrow
         if dense.logit_cap:  # torch's lines in place of the kernel: a smaller chunk, and three copies of it in float32
             logits = min(LOGITS // 4, tokens * dense.vocab) * (narrow + 3 * MASTER)
-        loss = logits + (MASTER + narrow) * dense.vocab * dense.hidden
+        of_head = MASTER + narrow if multiplier(config.optim, "embed.weight" if dense.tied else "head.weight") else 0
+        loss = logits + of_head * dense.vocab * dense.hidden
     freed = min(activations, late + most_summed)
     return Memory(weights * MASTER, gradients, moments, buffers, activations, loss, freed)
 
 
-def units(spec: DenseSpec | MoESpec, part: range, known: Parts) -> Counter[tuple[bool, Unit]]:
-    """A part's units, counted. Each part is made once: a table asks for the same parts hundreds of times."""
+def units(spec: DenseSpec | MoESpec, config: TrainConfig, part: range, known: Parts) -> Counter[tuple[bool, Unit]]:
+    """A part's units, counted. Each part is made once: a table asks for the same parts hundreds of times, of one model
+    and optimiser."""
     if part not in known:
         with torch.device("meta"):
             model = Decoder(spec, part=part, experts="reference")
         found: dict[str, Unit] = {}
         for name, parameter in model.named_parameters():
             layer = name.split(".")[1] if name.startswith("layers.") else ""
-            found[layer] = (*found.get(layer, ()), (rule(name, model.dense), tuple(parameter.shape)))
+            learns = multiplier(config.optim, name) != 0
+            found[layer] = (*found.get(layer, ()), (rule(name, model.dense), tuple(parameter.shape), learns))
         known[part] = Counter((layer != "", unit) for layer, unit in found.items())
     return known[part]
 
@@ -225,5 +232,6 @@ def main(words: list[str]) -> int:
     config = read_config(file, [word for word in words if not word.startswith("gpus=")])
     with source(config) as origin:
         check(config.mesh, int(counts[0]), origin.spec, config.data.sequence)
+        check_optim(config, origin.spec)
         print(table(origin.spec, config, int(counts[0])))
     return 0

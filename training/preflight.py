@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from training.build import CHECKPOINTS, source
+from training.build import CHECKPOINTS, check_optim, source
 from training.checkpoint import standalone
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import found, step_of
@@ -34,6 +34,7 @@ def preflight(config: TrainConfig, suite: Suite | None) -> None:
     saved = found(Path(config.output) / CHECKPOINTS)
     check_export(config, step_of(saved[0]) if saved else 0)
     with described(config, resumes=bool(saved)) as origin:
+        check_optim(config, origin.spec)
         open_training(config.data, origin.dense.vocab)
         open_validation(config.data, origin.dense.vocab)
         if suite is not None and config.eval.every:

@@ -118,6 +118,22 @@ def test_padding_to_the_capacity_changes_no_bit(place: Path, tmp_path: Path) -> 
     assert have.keys() == want.keys() and all(torch.equal(have[name], want[name]) for name in want)
 
 
+FROZEN = "optim.groups=[{match: layers.0.ffn, lr: 0}, {match: experts.down, lr: 0}, {match: '*norm', lr: 0.5, decay: 0.1}]"
+
+
+def test_what_is_frozen_is_frozen_on_any_mesh(place: Path, tmp_path: Path) -> None:
+    more = ["micro_batch=2", "mesh.ep=2", "mesh.tp=2", "model.recompute=full"]
+    on_rank(0, 1, words(place, tmp_path / "one", f"export={tmp_path / 'one-out'}", FROZEN))
+    run(4, on_rank, words(place, tmp_path / "run", f"export={tmp_path / 'out'}", FROZEN, *more))
+    same_run(tmp_path / "run", tmp_path / "one")
+    have, want = exported(tmp_path / "out"), exported(tmp_path / "one-out")
+    for name in want:
+        still = name.startswith("model.layers.0.mlp") or name.endswith("down_proj.weight") and ".experts." in name
+        if still and not name.endswith("correction_bias"):
+            assert torch.equal(have[name], want[name]), name
+        assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name
+
+
 ALIKE = ["micro_batch=2", "mesh.tp=2", "mesh.ep=2"]
 RESUMES = {
     "the same mapping": (4, ALIKE, 4, ALIKE),

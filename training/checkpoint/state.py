@@ -143,8 +143,8 @@ class TrainState:
                 else:
                     group[key] = value
         for name, (optimizer, parameter) in self.trained().items():
-            own = optimizer.state.pop(parameter, {})
-            if f"optimizer.state.{name}{JSON}" in loaded:
+            if f"optimizer.state.{name}{JSON}" in loaded:  # else it was frozen, and its moments start anew
+                own = optimizer.state.pop(parameter, {})
                 optimizer.state[parameter] = moments(own, get(loaded, f"optimizer.state.{name}"))
         for name, part in self.named_parts(rank).items():
             if name + JSON in loaded:
