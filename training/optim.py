@@ -78,8 +78,8 @@ class OptimConfig:
     router_lr: float = 1.0  # multiplies the learning rate of routers
     expert_lr: float = 1.0  # multiplies the learning rate of routed experts
     embed_lr: float = 1.0  # multiplies the learning rate of embeddings and LM head
-    # parameters by name, each group with its own rate and decay (match, lr, decay); of several that hold a parameter the
-    # last decides, and the three keys above decide of what is in none. A rate of 0 freezes
+    # parameters by name, each group with its own rate and decay (match, lr, decay): of several that hold one the last
+    # decides, and the three keys above decide of what is in none. A rate of 0 freezes
     groups: tuple[Any, ...] = ()
     spike_sigma: float = 0.0  # skip a step whose loss or gradient norm is so many deviations above the mean; 0: none
     spike_window: int = 128  # steps that this mean is over
@@ -154,8 +154,8 @@ class Optimizer(torch.optim.Optimizer):
         named = [(plain_name(name), p) for name, p in parameters if p.requires_grad]
         if not named:
             raise ValueError(
-                "this rank's part of the model has no parameter to train; give optim.groups a learning rate above 0 for "
-                "some, or take a smaller mesh.pp"
+                "this rank's part of the model has no parameter to train; give some a learning rate above 0 in "
+                "optim.groups, or take a smaller mesh.pp"
             )
         # one group: what differs between parameters follows from their names, so a checkpoint need not hold it
         super().__init__([{"params": [p for _, p in named], "name": "all"}], {"fused": True})

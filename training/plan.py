@@ -111,7 +111,7 @@ def of_rank(
             # torch's pipelines sum gradients and free weights once a step, whatever mesh.reshard says
             once = fsdp and (not mesh.reshard or mesh.pp > 1)
             size, first = whole if once else shard, narrow if apart else MASTER
-            if once and mesh.pp > 1 and learns:  # after its last backward a stage copies one unit's gradients to send them
+            if once and mesh.pp > 1 and learns:  # after the last backward one unit's gradients are copied to be sent
                 summed[placed] += whole * MASTER
             most = first if count == 1 else MASTER  # the first micro-batch's may be narrow
             there = (0, first, MASTER)[min(count, 3) - 1]  # when the last one's backward begins
