@@ -26,10 +26,12 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from training.build import check_optim, source
 from training.config import TrainConfig, read_config
@@ -38,7 +40,7 @@ from training.model.loss import LOGITS
 from training.model.recompute import MOVES
 from training.optim import multiplier
 from training.parallel.mesh import MeshConfig, changed_to, check, grids, problem
-from training.parallel.pipeline import cut, stages
+from training.parallel.pipeline import SINGLE, cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 
@@ -72,64 +74,129 @@ class Memory:
 
 # parameters that are gathered for one layer, or for no layer: each one's rule and shape, and whether it learns
 Unit = tuple[tuple[Rule, tuple[int, ...], bool], ...]
-Parts = dict[range, Counter[tuple[bool, Unit]]]  # by range of layers: how often (whether of a layer, unit) occurs
 
 
-def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, known: Parts | None = None) -> Memory:
-    """The fullest rank's Memory for `config` on `world` GPUs. `known`: a cache of this model's parts."""
-    known = {} if known is None else known
-    layers = (spec.dense if isinstance(spec, MoESpec) else spec).layers
-    ranks = [[0]] if config.mesh.pp == 1 else stages(config.mesh.pp, config.mesh.schedule)
-    ranges = [range(layers)] if config.mesh.pp == 1 else cut(spec, config.mesh.pp, config.mesh.schedule)
-    found = [
-        of_rank(spec, config, world, [ranges[stage] for stage in own], place, known) for place, own in enumerate(ranks)
-    ]
+class Model:
+    """A model's units and the cuts of its layers, each made once: a table asks for the same ones thousands of times."""
+
+    def __init__(self, spec: DenseSpec | MoESpec, config: TrainConfig) -> None:
+        self.spec, self.optim = spec, config.optim
+        self.dense = spec.dense if isinstance(spec, MoESpec) else spec
+        self.units: list[tuple[bool, Unit]] = []  # whether of a layer, and its parameters; all are different
+        self.parts: dict[range, Counter[int]] = {}  # by range of layers: how often each unit occurs
+        self.cuts: dict[tuple[int, str], list[range]] = {}
+
+    def ranges(self, pp: int, schedule: str) -> list[range]:
+        """The layers of each stage."""
+        if (pp, schedule) not in self.cuts:
+            whole = [range(self.dense.layers)]
+            self.cuts[pp, schedule] = whole if pp == 1 else cut(self.spec, pp, schedule)
+        return self.cuts[pp, schedule]
+
+    def of(self, part: range) -> Counter[int]:
+        if part not in self.parts:
+            with torch.device("meta"):
+                model = Decoder(self.spec, part=part, experts="reference")
+            found: dict[str, Unit] = {}
+            for name, parameter in model.named_parameters():
+                layer = name.split(".")[1] if name.startswith("layers.") else ""
+                learns = multiplier(self.optim, name) != 0
+                found[layer] = (*found.get(layer, ()), (rule(name, model.dense), tuple(parameter.shape), learns))
+            self.parts[part] = Counter(self.number((layer != "", unit)) for layer, unit in found.items())
+        return self.parts[part]
+
+    def number(self, unit: tuple[bool, Unit]) -> int:
+        if unit not in self.units:
+            self.units.append(unit)
+        return self.units.index(unit)
+
+
+class Share(NamedTuple):
+    """Bytes (and of weights, numbers) of one unit on a rank."""
+
+    weights: int = 0
+    learned: int = 0  # of the weights
+    gradients: int = 0
+    late: int = 0  # of the gradients, those that only the last backward makes
+    resident: int = 0  # copies in the compute dtype that stay for the backward
+    passing: int = 0  # gathered or copied for the layer's forward, and again for its backward
+    summed: int = 0  # the largest of the sums that FSDP makes at once
+
+
+def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Model | None = None) -> Memory:
+    """The fullest rank's Memory for `config` on `world` GPUs. `model`: of the same spec and optimiser."""
+    model, mesh = model or Model(spec, config), config.mesh
+    ranks = [[0]] if mesh.pp == 1 else stages(mesh.pp, mesh.schedule)
+    ranges = model.ranges(mesh.pp, mesh.schedule)
+    attention, experts = grids(mesh, world)
+    count = max(1, config.batch // (config.micro_batch * attention["dp_shard"] * mesh.dp_replicate))
+    shares: dict[int, Share] = {}
+    for own in ranges:
+        for unit in model.of(own):
+            if unit not in shares:
+                shares[unit] = share(*model.units[unit], config, attention | experts, count)
+    moe_layer, dense_layer = (of_layer(spec, config, moe) for moe in (True, False))
+    kept = dict.fromkeys(spec.layers, moe_layer) if isinstance(spec, MoESpec) else {}
+    found = []
+    for place, numbers in enumerate(ranks):
+        parts = [ranges[stage] for stage in numbers]
+        units = sum((model.of(part) for part in parts), Counter())
+        layers = sum(kept.get(layer, dense_layer) for part in parts for layer in part)
+        found.append(of_rank(model, config, count, place, parts, [(shares[u], n) for u, n in units.items()], layers))
     return max(found, key=lambda memory: memory.total)
 
 
-def of_rank(
-    spec: DenseSpec | MoESpec, config: TrainConfig, world: int, parts: Sequence[range], place: int, known: Parts
-) -> Memory:
+def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str, int], count: int) -> Share:
+    """What one unit takes; `count`: micro-batches a step."""
     mesh, narrow = config.mesh, BYTES[config.model.compute]
-    attention, experts = grids(mesh, world)
-    sizes = attention | experts
-    dense = spec.dense if isinstance(spec, MoESpec) else spec
-    count = max(1, config.batch // (config.micro_batch * attention["dp_shard"] * mesh.dp_replicate))
-    weights = learned = gradients = late = resident = most_passing = most_summed = 0
-    for (of_a_layer, unit), alike in sum((units(spec, config, part, known) for part in parts), Counter()).items():
-        passing = 0  # gathered or copied for the layer's forward, and again for its backward
-        summed: Counter[Rule] = Counter()  # bytes of the sums that FSDP makes at once
-        for placed, shape, learns in unit:
-            left, (ranks, copies) = placed.part(shape, sizes), placed.ranks(sizes)
-            whole, dim = math.prod(left), sharded_dim(left, ranks)
-            shard = whole // left[dim] * -(-left[dim] // ranks)
-            fsdp = ranks * copies > 1
-            weights += alike * shard
-            learned += alike * shard * learns
-            gathered = shard * ranks  # where the ranks do not divide the dimension, padding is gathered too
-            apart = placed.kind == "experts" and not fsdp and narrow < MASTER  # see LocalExperts
-            # torch's pipelines sum gradients and free weights once a step, whatever mesh.reshard says
-            once = fsdp and (not mesh.reshard or mesh.pp > 1)
-            size, first = whole if once else shard, narrow if apart else MASTER
-            if once and mesh.pp > 1 and learns:  # after the last backward one unit's gradients are copied to be sent
-                summed[placed] += whole * MASTER
-            most = first if count == 1 else MASTER  # the first micro-batch's may be narrow
-            there = (0, first, MASTER)[min(count, 3) - 1]  # when the last one's backward begins
-            gradients += alike * size * most * learns
-            late += alike * size * (most - there) * learns  # only the last backward makes these bytes
-            regathered = not once if fsdp else apart and config.model.recompute in MOVES
-            computed = MASTER if placed.exact else narrow
-            if regathered and of_a_layer:
-                passing += gathered * computed
-            elif fsdp or computed < MASTER:  # without FSDP the copy in the compute dtype stays for the backward
-                resident += alike * gathered * computed
-        most_passing = max(most_passing, passing)
-        most_summed = max(most_summed, *summed.values(), 0)
-    buffers = resident + 3 * most_passing + most_summed  # two layers' weights, one's gradients
-    moments = learned * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
+    weights = learned = gradients = late = resident = passing = 0
+    summed: Counter[Rule] = Counter()
+    for placed, shape, learns in unit:
+        left, (ranks, copies) = placed.part(shape, sizes), placed.ranks(sizes)
+        whole, dim = math.prod(left), sharded_dim(left, ranks)
+        shard = whole // left[dim] * -(-left[dim] // ranks)
+        fsdp = ranks * copies > 1
+        weights += shard
+        learned += shard * learns
+        gathered = shard * ranks  # where the ranks do not divide the dimension, padding is gathered too
+        apart = placed.kind == "experts" and not fsdp and narrow < MASTER  # see LocalExperts
+        # torch's pipelines sum gradients and free weights once a step, whatever mesh.reshard says
+        once = fsdp and (not mesh.reshard or mesh.pp > 1)
+        size, first = whole if once else shard, narrow if apart else MASTER
+        if once and mesh.pp > 1 and learns:  # after its last backward a stage copies a unit's gradients to send them
+            summed[placed] += whole * MASTER
+        most = first if count == 1 else MASTER  # the first micro-batch's may be narrow
+        there = (0, first, MASTER)[min(count, 3) - 1]  # when the last one's backward begins
+        gradients += size * most * learns
+        late += size * (most - there) * learns
+        regathered = not once if fsdp else apart and config.model.recompute in MOVES
+        computed = MASTER if placed.exact else narrow
+        if regathered and of_a_layer:
+            passing += gathered * computed
+        elif fsdp or computed < MASTER:  # without FSDP the copy in the compute dtype stays for the backward
+            resident += gathered * computed
+    return Share(weights, learned, gradients, late, resident, passing, max(summed.values(), default=0))
+
+
+def of_rank(
+    model: Model,
+    config: TrainConfig,
+    count: int,
+    place: int,
+    parts: Sequence[range],
+    units: Sequence[tuple[Share, int]],
+    layers: int,
+) -> Memory:
+    """The Memory of the rank at a place in the pipeline, with its units and how often it has each; `layers`: bytes of a
+    token in all of its layers."""
+    mesh, narrow, dense = config.mesh, BYTES[config.model.compute], model.dense
+    total = Share(*(sum(each[i] * often for each, often in units) for i in range(len(Share._fields))))
+    most_summed = max(each.summed for each, _ in units)
+    buffers = total.resident + 3 * max(each.passing for each, _ in units) + most_summed
+    moments = total.learned * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
     flight = in_flight(mesh, count, place, len(parts))
-    activations = sum(flight * tokens * of_layer(spec, config, layer) for part in parts for layer in part)
+    activations = flight * tokens * layers
     loss = 0
     if any(part.stop == dense.layers for part in parts):
         # a chunk of logits, whose gradient takes their place; the head's gradient, in float32 and as it is handed on
@@ -138,23 +205,8 @@ def of_rank(
             logits = min(LOGITS // 4, tokens * dense.vocab) * (narrow + 3 * MASTER)
         of_head = MASTER + narrow if multiplier(config.optim, "embed.weight" if dense.tied else "head.weight") else 0
         loss = logits + of_head * dense.vocab * dense.hidden
-    freed = min(activations, late + most_summed)
-    return Memory(weights * MASTER, gradients, moments, buffers, activations, loss, freed)
-
-
-def units(spec: DenseSpec | MoESpec, config: TrainConfig, part: range, known: Parts) -> Counter[tuple[bool, Unit]]:
-    """A part's units, counted. Each part is made once: a table asks for the same parts hundreds of times, of one model
-    and optimiser."""
-    if part not in known:
-        with torch.device("meta"):
-            model = Decoder(spec, part=part, experts="reference")
-        found: dict[str, Unit] = {}
-        for name, parameter in model.named_parameters():
-            layer = name.split(".")[1] if name.startswith("layers.") else ""
-            learns = multiplier(config.optim, name) != 0
-            found[layer] = (*found.get(layer, ()), (rule(name, model.dense), tuple(parameter.shape), learns))
-        known[part] = Counter((layer != "", unit) for layer, unit in found.items())
-    return known[part]
+    freed = min(activations, total.late + most_summed)
+    return Memory(total.weights * MASTER, total.gradients, moments, buffers, activations, loss, freed)
 
 
 def in_flight(mesh: MeshConfig, count: int, place: int, parts: int) -> int:
@@ -164,10 +216,10 @@ def in_flight(mesh: MeshConfig, count: int, place: int, parts: int) -> int:
     return count if mesh.schedule == "gpipe" else min(count, mesh.pp - place if parts == 1 else mesh.pp)
 
 
-def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, layer: int) -> int:
-    """Bytes that one layer keeps for backward, of each token outside of attention."""
+def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool) -> int:
+    """Bytes that one layer, with routed experts or without, keeps for backward, of each token outside of attention."""
     mesh, narrow, mode = config.mesh, BYTES[config.model.compute], config.model.recompute
-    moe = spec if isinstance(spec, MoESpec) and layer in spec.layers else None
+    moe = spec if isinstance(spec, MoESpec) and routed else None
     d = spec.dense if isinstance(spec, MoESpec) else spec
     router = 4 * 3 * moe.experts + 8 * 2 * moe.top_k if moe else 0
     sandwich = d.block == "sandwich"  # its last norms keep the outputs of attention and FFN
@@ -198,11 +250,19 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, layer: int) -> int:
 
 def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iterator[MeshConfig]:
     """All mappings that can run, without copies of the model."""
-    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    axes, layers = ("tp", "cp", "pp", "ep", "etp"), (spec.dense if isinstance(spec, MoESpec) else spec).layers
     sharded = replace(config.mesh, dp_replicate=1)
-    for values in itertools.product(sizes, repeat=5):
-        mesh = changed_to(sharded, ("tp", "cp", "pp", "ep", "etp"), values)
-        if problem(mesh, world, spec, config.data.sequence):
+
+    def refused(names: Sequence[str], sizes: Sequence[int]) -> bool:
+        mesh = changed_to(sharded, axes, [1] * len(axes))
+        return bool(problem(changed_to(mesh, names, sizes), world, spec, config.data.sequence))
+
+    # a size that is impossible with every other axis at 1 is impossible in any mapping
+    possible = [[n for n in range(1, world + 1) if world % n == 0 and not refused([axis], [n])] for axis in axes]
+    for values in itertools.product(*possible):
+        mesh = changed_to(sharded, axes, values)
+        stages_of_all = mesh.pp * (1 if mesh.schedule in SINGLE else 2)
+        if refused(axes, values) or stages_of_all > layers:
             continue
         count, rest = divmod(config.batch, config.micro_batch * world // (mesh.tp * mesh.cp * mesh.pp))
         if count and not rest and (mesh.pp == 1 or count >= mesh.pp):
@@ -210,13 +270,14 @@ def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iter
 
 
 def table(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, rows: int = 12) -> str:
-    own, known = config.mesh, Parts()
-    found = [(mesh, memory(spec, replace(config, mesh=mesh), world, known)) for mesh in mappings(spec, config, world)]
+    own, model = config.mesh, Model(spec, config)
+    every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
+    found = [(mesh, memory(spec, replace(config, mesh=mesh), world, model)) for mesh in every]
     found = sorted(((mesh, size) for mesh, size in found if mesh != own), key=lambda item: item[1].total)[:rows]
     names = ["weights", "gradients", "moments", "gathered", "activations", "loss", "total"]
     names += ["host"] if config.checkpoint.asynchronous else []
     lines = ["  ".join(f"{name:>11}" for name in names) + f"   GB on the fullest of {world} GPUs"]
-    for mesh, size in [(own, memory(spec, config, world, known)), *found]:
+    for mesh, size in [(own, memory(spec, config, world, model)), *found]:
         cells = "  ".join(f"{getattr(size, name) / 1e9:11.2f}" for name in names)
         axes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
         lines.append(f"{cells}   {axes}" + ("   (this config)" if mesh == own else ""))

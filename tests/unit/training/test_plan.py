@@ -172,3 +172,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for more, says in ((["gpus=0"], "gpus=8"), ([], "gpus=8"), (["gpus=2", "mesh.tp=4"], "try mesh.tp=2")):
         assert main([*words, *more]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_the_table_leaves_out_what_a_schedule_cannot_cut() -> None:
+    """Two stages a rank of two layers: pp=2 would want four. It was a traceback of the whole table."""
+    config = replace(CONFIG, data=DataConfig(sequence=8), mesh=MeshConfig(schedule="interleaved"))
+    shown = table(M, config, 2)
+    assert "ep=2" in shown and "pp=2" not in shown
