@@ -81,6 +81,9 @@ class OptimConfig:
     # parameters by name, each group with its own rate and decay (match, lr, decay): of several that hold one the last
     # decides, and the three keys above decide of what is in none. A rate of 0 freezes
     groups: tuple[Any, ...] = ()
+    # share of the steps, the last ones: a run ends with the mean of their weights, which is what is validated, saved
+    # and exported then; 0: with the last step's. It averages out the noise of steps, as a falling rate does
+    average: float = 0.0
     spike_sigma: float = 0.0  # skip a step whose loss or gradient norm is so many deviations above the mean; 0: none
     spike_window: int = 128  # steps that this mean is over
     skips: int = 10  # steps skipped in a row (not finite, or a spike) that end a run; 0: no limit
@@ -103,6 +106,8 @@ class OptimConfig:
             raise ValueError(
                 f"optim.beta2={self.beta2} cannot decay moments in bfloat16; use at most 0.995, or moments=float32"
             )
+        if not 0 <= self.average <= 1:
+            raise ValueError(f"optim.average is {self.average}; it must be a share of the steps, from 0 to 1")
         if self.skips < 0:
             raise ValueError(f"optim.skips is {self.skips}; it must be a number of steps, 0 for no limit")
         if self.spike_window < 2:
@@ -169,6 +174,7 @@ class Optimizer(torch.optim.Optimizer):
         self.excess: Tensor | None = None  # what the next step divides gradients by
         self.param_groups[0]["skipped"] = torch.zeros((), dtype=torch.int64, device=device)
         self.param_groups[0]["in_a_row"] = torch.zeros((), dtype=torch.int64, device=device)
+        self.param_groups[0]["averaged"] = 0  # steps in the mean
         self.longest = torch.zeros((), dtype=torch.int64, device=device)  # row of skipped steps, in this process
 
     @property
@@ -207,6 +213,21 @@ class Optimizer(torch.optim.Optimizer):
         self.skipped.add_(skip)
         self.in_a_row.add_(1).mul_(skip)
         torch.maximum(self.longest, self.in_a_row, out=self.longest)
+
+    @torch.no_grad()
+    def average(self, step: int, steps: int) -> None:
+        """After a step: adds its weights to the mean of the last ones, and after the run's last step puts the mean in
+        their place."""
+        first, group = steps - round(self.config.average * steps) + 1, self.param_groups[0]
+        if step < first or not self.config.average:
+            return
+        group["averaged"] = 1 if step == first else group["averaged"] + 1  # of a resume that asks for it late: the rest
+        pairs = [(local(slot.state["mean"]), local(slot.master)) for slot in self.slots]
+        means, masters = [mean for mean, _ in pairs], [master for _, master in pairs]
+        torch._foreach_lerp_(means, masters, 1 / group["averaged"])
+        if step == steps:
+            torch._foreach_copy_(masters, means)
+            copy_where_apart([local(slot.parameter) for slot in self.slots], masters)
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors by parameter name: a checkpoint loader may fill them in place."""
@@ -280,6 +301,8 @@ def fresh_state(config: OptimConfig, slot: Slot) -> dict[str, Tensor]:
     state = {}
     if master.dtype not in (torch.float32, torch.float64):
         master = state["master"] = master.to(torch.float32)
+    if config.average:
+        state["mean"] = torch.zeros_like(master)
     dtype = torch.bfloat16 if config.moments == "bfloat16" else master.dtype
     if slot.rule == "muon":
         return state | {"momentum": torch.zeros_like(master, dtype=dtype)}

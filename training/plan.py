@@ -194,6 +194,7 @@ def of_rank(
     most_summed = max(each.summed for each, _ in units)
     buffers = total.resident + 3 * max(each.passing for each, _ in units) + most_summed
     moments = total.learned * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
+    moments += total.learned * MASTER * (config.optim.average > 0)  # the mean of the last steps' weights
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
     flight = in_flight(mesh, count, place, len(parts))
     activations = flight * tokens * layers

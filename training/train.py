@@ -46,6 +46,8 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
         guarded(patience) as watch,
         start(config, device) as run,
     ):
+        optimizer = run.optimizer
+        assert optimizer is not None
         state, rate, run.phases.tell = run.state, schedule(config.schedule, config.steps), watch.enter
         stop = Stop()
         poll = partial(stop.poll, run.control)
@@ -89,6 +91,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                         batches = [next(loader) for _ in range(run.micro_batches)]
                     learned = train_step(run, [batch for batch, _ in batches], rate(state.step))
                     state.step, run.place.cursor = state.step + 1, batches[-1][1]
+                    optimizer.average(state.step, config.steps)
                     tokens = config.batch * config.data.sequence
                     metrics.step(state.step, tokens=tokens, lr=rate(state.step - 1), **learned)
                     stopped, again = anywhere([stop.signal is not None, checkpoints.failed], run.control)

@@ -268,12 +268,13 @@ def moment(
 
 def moments(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The state to go on with: what was saved, in the dtypes that the optimizer has; its own, where another rule made
-    what was saved. An optimizer that has none yet takes what was saved as it is."""
+    what was saved. An optimizer that has none yet takes what was saved as it is. A mean of weights may begin or end."""
     if not own:
         return dict(saved)
-    if own.keys() != saved.keys():
+    if own.keys() - {"mean"} != saved.keys() - {"mean"}:
         return dict(own)
-    return {k: v.to(own[k].dtype) if isinstance(v, Tensor) else v for k, v in saved.items()}
+    known = {k: saved[k] for k in own if k in saved}
+    return {**own, **{k: v.to(own[k].dtype) if isinstance(v, Tensor) else v for k, v in known.items()}}
 
 
 def longest_prefix(name: str, names: Mapping[str, Any]) -> str | None:
