@@ -140,7 +140,7 @@ def test_the_page_stands_alone_and_closes_what_it_opens(tmp_path: Path, all_of_i
     assert not tags.open and not tags.fetched
     assert not {"script", "link", "img", "iframe", "object", "image", "use"} & set(tags.seen)
     assert "default-src 'none'" in page and "@import" not in page and "url(" not in page and "http://" not in page
-    assert len(tags.seen) > 300 and tags.seen.count("section") == 6  # all but the plan, which is not given
+    assert len(tags.seen) > 300 and tags.seen.count("section") == 7  # all but the plan and configs, which are not given
 
 
 def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
