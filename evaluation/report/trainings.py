@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from evaluation import compare, curves
 from evaluation.compare import Losses
 from evaluation.curves import Band, Spent
 from training.checkpoint.resume import flat, shown
+from training.checkpoint.storage import read_manifest
 from training.config import ModelConfig, TrainConfig
 from training.observe import plots
 
@@ -119,8 +121,14 @@ def validation(run: plots.Curves, sets: Sequence[str]) -> curves.Curve:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
+    """The settings of a run; none where it has no config.json."""
     path = folder / "config.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not whole JSON ({error}); start the run again, which writes it") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {type(found).__name__}, not the settings of a run; start the run again")
     return found
 
 
@@ -144,10 +152,17 @@ def command(folder: Path) -> str:
     defaults["model"]["source"] = ""
     known = dict(leaves(defaults))
     words = [word(key, value) for key, value in leaves(config) if key not in known or known[key] != value]
-    steps = sorted(folder.glob("checkpoints/step-*/manifest.json"))
-    ranks = json.loads(steps[-1].read_text()).get("world", 1) if steps else 1
-    start = ["torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else ["python"]
+    count = ranks(folder)
+    start = ["torchrun", "--nproc-per-node", str(count)] if count > 1 else ["python"]
     return shlex.join([*start, "-m", "training", *words])
+
+
+def ranks(folder: Path) -> int:
+    """How many processes trained the run, as its newest checkpoint says; 1 if none is left to say it."""
+    for step in sorted(folder.glob("checkpoints/step-*"), reverse=True):
+        with suppress(ValueError):
+            return int(read_manifest(step).get("world", 1))
+    return 1
 
 
 def leaves(values: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:

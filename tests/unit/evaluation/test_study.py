@@ -21,8 +21,8 @@ from evaluation import curves, results
 from evaluation.__main__ import main as evaluate
 from evaluation.results import Evaluation, Model, Task
 from evaluation.seeds import Paired
-from evaluation.study import study
 from evaluation.study import plan as planning
+from evaluation.study import study
 from evaluation.study.judging import Contrast, Judged, judge
 from evaluation.study.outcome import outcome
 from evaluation.study.page import table
