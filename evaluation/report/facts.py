@@ -369,7 +369,8 @@ def cost(facts: Facts, b: str, a: str) -> str:
 
 
 def verdicts(facts: Facts) -> list[str]:
-    said = [sentence for found in facts.comparisons for sentence in verdict(found)]
+    several = len({found.suite for found in facts.comparisons}) > 1
+    said = [f"{found.suite}: " * several + words for found in facts.comparisons for words in verdict(found)]
     return said + (list(loss_sentences(facts, facts.losses)) if facts.losses else [])
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from evaluation import compare, routing
 from evaluation.compare import is_share, number
 from evaluation.report.facts import Facts, gather, opening, verdicts
-from evaluation.report.page import page, sources
+from evaluation.report.page import of_suite, page, sources
 from upcycle import cli
 from upcycle.config import read
 from upcycle.disk import write_atomic
@@ -47,11 +47,11 @@ def markdown(facts: Facts) -> str:
     lines = [f"# {facts.title}", "", facts.made, "", opening(facts), "", *(f"- {said}" for said in verdicts(facts)), ""]
     for name, mine in facts.scores.items():
         lines += [f"## Scores of {name}", "", "| | metric | items | score | 95 % interval |", "|---|---|---|---|---|"]
-        lines += [
-            f"| {s.title} | {s.metric}{' %' * is_share(s.metric)} | {s.items:,} | {number(s.value, s.metric)} | "
-            f"{number(s.low, s.metric)} to {number(s.high, s.metric)} |"
-            for s in mine
-        ] + [""]
+        for s in mine:
+            what = f"{s.title}{of_suite(facts, s.suite)} | {s.metric}{' %' * is_share(s.metric)} | {s.items:,}"
+            value, low, high = (number(v, s.metric) for v in (s.value, s.low, s.high))
+            lines.append(f"| {what} | {value} | {low} to {high}{f' ({s.seeds} seeds)' * (s.seeds > 1)} |")
+        lines.append("")
     for found in facts.comparisons:
         lines += [f"## {found.b.name} beside {found.a.name}: {found.suite}", "", compare.table(found), ""]
     if facts.losses:

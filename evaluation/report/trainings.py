@@ -175,7 +175,9 @@ def leaves(values: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, An
 
 def word(key: str, value: Any) -> str:
     """key=value as a command reads it, as YAML: there 1e-08 and true would be a text and a truth."""
-    if isinstance(value, str) and (not value or yaml.safe_load(value) == value):
-        return f"{key}={value}"
+    if isinstance(value, str):
+        with suppress(yaml.YAMLError):
+            if not value or yaml.safe_load(value) == value:
+                return f"{key}={value}"
     text = json.dumps(value)
     return f"{key}={text.replace('e', '.0e', 1) if isinstance(value, float) and '.' not in text else text}"
