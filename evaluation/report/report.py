@@ -50,7 +50,8 @@ def markdown(facts: Facts) -> str:
         for s in mine:
             what = f"{s.title}{of_suite(facts, s.suite)} | {s.metric}{' %' * is_share(s.metric)} | {s.items:,}"
             value, low, high = (number(v, s.metric) for v in (s.value, s.low, s.high))
-            lines.append(f"| {what} | {value} | {low} to {high}{f' ({s.seeds} seeds)' * (s.seeds > 1)} |")
+            of_seeds = f", lowest and highest of {s.seeds} seeds" if s.seeds > 1 else ""
+            lines.append(f"| {what} | {value} | {low} to {high}{of_seeds} |")
         lines.append("")
     for found in facts.comparisons:
         lines += [f"## {found.b.name} beside {found.a.name}: {found.suite}", "", compare.table(found), ""]

@@ -241,6 +241,8 @@ def test_one_sentence_opens_the_page_with_effect_interval_and_cost(tmp_path: Pat
     assert said.replace("−", "-") in markdown and data["opening"] in markdown
     assert 'class="tile good"' in page and "lower on 2 of 2 sets; better" in words_of(page)
     assert 'class="tile bad"' not in page and "equal tokens, interpolated" not in page
+    flops = "the validation loss of"  # a token of moe costs more, so that it is read before its end, and groups is not
+    assert f"At equal FLOPs, interpolated, {flops} moe is" in page and f"At equal FLOPs, {flops} groups is" in page
 
 
 def test_one_run_a_side_cannot_call_anything_better(tmp_path: Path) -> None:
