@@ -333,7 +333,7 @@ def write_suite(here: Path, file: Path) -> None:
 def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
     """Five lines on the result, whichever way it went."""
     from evaluation.compare import compare_losses
-    from evaluation.report.facts import mean
+    from evaluation.curves import mean
     from evaluation.results import load
     from training.observe.metrics import read as read_metrics
 

@@ -2,14 +2,15 @@
 
 The folder's name has the identity of the model as computed (load.identity), so that a model never gets another one's
 answers (lm-eval's own cache is keyed by the request alone). A line is a request's key, its answer and a checksum of the
-two: one that was cut by a kill or changed since is no answer, and its request is asked again. Each process appends to
-its own file.
+two: one that was cut by a kill or changed since is no answer, which is said once, and its request is asked again. Each
+process appends to its own file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,14 +38,24 @@ class Remembered:
         self.folder = Path(folder) / identity[:32]
         self.folder.mkdir(parents=True, exist_ok=True)
         self.answers: dict[str, Any] = {}
+        broken = 0
         for path in sorted(self.folder.glob("*.jsonl")):
-            for line in path.read_bytes().split(b"\n"):
+            for line in filter(None, path.read_bytes().split(b"\n")):
                 try:
                     name, answer, _ = json.loads(line)
+                    whole = line == written(name, answer)
                 except (ValueError, TypeError):  # no JSON, or no three things
-                    continue
-                if line == written(name, answer):
+                    whole = False
+                if whole:
                     self.answers[name] = answer
+                broken += not whole
+        if broken and rank == 0:  # who speaks for all
+            lines = "1 line is" if broken == 1 else f"{broken:,} lines are"
+            warnings.warn(
+                f"{self.folder}: {lines} no answer (cut by a kill, or changed since), and what was asked there is "
+                "asked again; remove the folder to be rid of this",
+                stacklevel=2,
+            )
         self.file = (self.folder / f"{rank}.jsonl").open("ab")
         self.file.write(b"\n")  # so that new lines do not join half a line that a kill left
 

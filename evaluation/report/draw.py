@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-SERIES = 6  # classes of series in page.css
+SERIES = 12  # classes of series in page.css: six colours, and again with other dashes
 BINS = 9  # classes of colour in a heat map
 START = 0.1  # share of a curve's x whose values may be cut off
 HYPHEN = re.compile(r"(?<![\w.])-(?=[\d.])")  # a hyphen that stands for a minus
@@ -43,6 +43,7 @@ class Mark:
     high: float
     text: str
     faded: bool = False
+    name: str = ""  # whose value it is, which else the colour alone says
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,9 @@ def forest(rows: Sequence[ForestRow], text: Format, *, zero: bool = False) -> st
             drawn += (
                 f'<path class="bar {kind}" d="M{a:.1f} {y}H{b:.1f}"/><path class="spot {kind}" d="M{v:.1f} {y}h0"/>'
             )
-        said = "".join(f'<span class="t{m.series % SERIES}">{escape(m.text)}</span>' for m in row.marks)
+        said = "".join(
+            f'<span class="t{m.series % SERIES}" title="{escape(m.name)}">{escape(m.text)}</span>' for m in row.marks
+        )
         lines.append(
             f'<div class="frow"><div class="flabel">{escape(row.label)}<small>{escape(row.about)}</small></div>'
             f'<div class="ftrack"><svg style="height:{max(tall, 16) * 1.35:.0f}px" viewBox="0 0 1000 {tall}" '
@@ -238,16 +241,17 @@ def sequential(highest: float) -> Callable[[float], int]:
 def heat(
     title: str,
     unit: str,
-    table: Sequence[Sequence[float | None]],
+    numbers: Sequence[Sequence[float | None]],
     rows: Sequence[str],
     bin_of: Callable[[float], int],
     palette: str,
     every: int = 0,
 ) -> str:
-    """A column an expert, a cell a number. `every`: a hair line after so many columns, which belong together."""
-    height, width = len(table), len(table[0])
+    """A column an expert, a cell a number, and below the picture a table of the numbers. `every`: a hair line after so
+    many columns, which belong together."""
+    height, width = len(numbers), len(numbers[0])
     cells: dict[int, list[str]] = {}
-    for y, line in enumerate(table):
+    for y, line in enumerate(numbers):
         for x, value in enumerate(line):
             if value is not None:
                 cells.setdefault(bin_of(value), []).append(f"M{x} {y}h1v1h-1z")
@@ -264,10 +268,21 @@ def heat(
     body = (
         f'<div class="plot" style="--h:{tall}px"><div class="ys">{y_labels}</div><div class="area">'
         f'<svg class="heat" viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(f"{title}, {unit}: by expert")}">{drawn}</svg>'
+        f'aria-label="{escape(f"{title}, {unit}: by expert{extremes(numbers, rows)}")}">{drawn}</svg>'
         f'{axis([((i + 0.5) / width, str(i)) for i in shown])}</div></div><p class="xlabel">expert</p>'
     )
+    cells_of = [(rows[y], *("" if v is None else f"{v:.3g}" for v in line)) for y, line in enumerate(numbers)]
+    body += folded("values", table(("", *map(str, range(width))), cells_of))
     return figure(title, unit, body)
+
+
+def extremes(numbers: Sequence[Sequence[float | None]], rows: Sequence[str]) -> str:
+    """The lowest and the highest number and where they are, for who cannot see the colours."""
+    found = [(v, y, x) for y, line in enumerate(numbers) for x, v in enumerate(line) if v is not None]
+    if not found:
+        return ""
+    ends = (("lowest", min(found)), ("highest", max(found)))
+    return "; " + ", ".join(f"{name} {v:.3g} in row {rows[y]}, expert {x}" for name, (v, y, x) in ends)
 
 
 def scale(palette: str, labels: dict[int, str], about: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ import numpy as np
 
 from evaluation import compare, intervals, results
 from evaluation.compare import Comparison, Difference, Losses, is_share, number, signed
+from evaluation.curves import mean
 from evaluation.measures import Measure
+from evaluation.report.trainings import Arm, Bands, arm, bands, config_of, differing, losses_of, read_arms, shared
 from evaluation.results import Evaluation, Item
+from evaluation.seeds import LEAST
 from training.checkpoint import standalone
 from training.observe import plots
 from training.observe.metrics import FILE as METRICS
+from training.observe.metrics import duration
 from upcycle import card, plan
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, build
@@ -31,6 +36,8 @@ ROUTED = {
     "tokens",
 }  # fmt: skip
 HEADLINES = 3  # up to so many have a sentence each; more share one that counts their verdicts
+SAYS = {"better": "is better than", "worse": "is worse than", "no difference shown": "is not shown to differ from"}
+SEED = re.compile(r"(seed|run)?[\W_]*\d+")  # a folder that is called after its seed alone
 GONE = "mesh"  # a key of older manifests, about memory in training, which training.plan is for now
 Rows = list[tuple[str, str]]
 
@@ -43,10 +50,12 @@ class Score:
     higher_is_better: bool
     headline: bool
     items: int
-    value: float
-    low: float  # 95 % bootstrap interval over items
+    value: float  # mean over seeds
+    low: float  # 95 % interval over items; of several seeds the lowest of them, and the highest
     high: float
     chance: float | None  # of guessing among the choices
+    suite: str = ""
+    seeds: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,11 @@ class Facts:
     scores: dict[str, list[Score]] = field(default_factory=dict)  # by model, of all suites that it was asked
     comparisons: tuple[Comparison, ...] = ()
     runs: tuple[plots.Curves, ...] = ()
-    settings: dict[str, Rows] = field(default_factory=dict)  # of training runs
+    arms: dict[str, Arm] = field(default_factory=dict)  # the runs by what they are a seed of
+    settings: dict[str, Rows] = field(default_factory=dict)  # of arms
+    keys: list[tuple[str, ...]] = field(default_factory=list)  # that differ: the key, and what each arm has
+    curves: Bands = field(default_factory=dict)  # of validation
+    differences: Bands = field(default_factory=dict)  # to the first arm
     losses: Losses | None = None
     routing: dict[str, dict[str, Any]] = field(default_factory=dict)  # by checkpoint
     plans: dict[str, Rows] = field(default_factory=dict)
@@ -68,39 +81,106 @@ class Facts:
 # ---- what there is
 
 
-def gather(paths: Sequence[str], title: str) -> Facts:
-    evaluated, trained, made, routed = sorted_out(paths)
-    done = [results.load(folder) for folder in evaluated]
+def gather(groups: Sequence[str | Sequence[str]], title: str) -> Facts:
+    """All that lies in the folders of each group; those of one kind are the seeds of one model."""
+    sides = [sorted_out([group] if isinstance(group, str) else group) for group in groups]
+    arms = read_arms([trained for _, trained, _, _ in sides if trained])
+    own = iter(arms)
+    asked = labelled([(next(own) if trained else "", evaluated) for evaluated, trained, _, _ in sides])
     scored: dict[str, list[Score]] = {}
-    for label, folder in zip(labels(evaluated, done), evaluated, strict=True):
-        scored.setdefault(label, []).extend(scores(folder))
-    by_suite = [
-        [f for f, run in zip(evaluated, done, strict=True) if run.suite == s] for s in {r.suite: 0 for r in done}
-    ]
-    runs = plots.read_runs(trained) if trained else []
-    in_common = len(runs) > 1 and set.intersection(*(set(run.keys(plots.VALID)) for run in runs))
+    for group in asked:
+        scored.setdefault(group.name, []).extend(over_seeds([scores(folder) for folder in group.folders]))
+    folders, runs = ({name: found[0] for name, found in arms.items()}, {n: found[1] for n, found in arms.items()})
+    losses = losses_of(arms)
+    drawn, beside = bands(runs)
     return Facts(
         title=title,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        models=tuple(done),
+        models=tuple(run for group in asked for run in group.runs),
         scores=scored,
-        comparisons=tuple(found for suite in by_suite if len(suite) > 1 for found in compare.compare(suite)),
-        runs=tuple(runs),
-        settings={run.name: settings(folder) for run, folder in zip(runs, trained, strict=True)},
-        losses=compare.compare_losses(trained) if in_common else None,
-        routing=named(routed),
-        plans={name: rows for name, folder in apart(made).items() if (rows := plan_rows(folder))},
+        comparisons=tuple(comparisons(asked)),
+        runs=tuple(run for found in runs.values() for run in found),
+        arms={name: arm(*found, losses) for name, found in arms.items()},
+        settings={name: settings(found[0]) for name, found in folders.items()},
+        keys=differing([[config_of(folder) for folder in found] for found in folders.values()]),
+        curves=drawn,
+        differences=beside,
+        losses=losses,
+        routing=named([file for *_, files in sides for file in files]),
+        plans=plans([made for _, _, made, _ in sides]),
     )
 
 
-def labels(folders: Sequence[Path], runs: Sequence[Evaluation]) -> list[str]:
-    """A name for each run's model: its own, with the folder where another model, dtype or the same suite has it too."""
-    used: dict[str, list[tuple[str, str, str]]] = {}
-    for run in runs:
-        used.setdefault(run.model.name, []).append((run.model.fingerprint, run.model.dtype, run.suite))
-    one = {name for name, rows in used.items() if len({row[:2] for row in rows}) == 1 and len({*rows}) == len(rows)}
-    names = [run.model.name for run in runs]
-    return [n if n in one else f"{n} ({f})" for n, f in zip(names, folders, strict=True)]
+@dataclass(frozen=True)
+class Asked:
+    """Runs of one suite that are the seeds of one model."""
+
+    name: str
+    suite: str
+    folders: tuple[Path, ...]
+    runs: tuple[Evaluation, ...]
+
+
+def labelled(sides: Sequence[tuple[str, Sequence[Path]]]) -> list[Asked]:
+    """The runs of each side by suite, under the side's name if it has one, else under their model's: with the folder
+    where another model has that name, or the same one in another group of the suite."""
+    found = []
+    for given, folders in sides:
+        by_suite: dict[str, list[tuple[Path, Evaluation]]] = {}
+        for folder in folders:
+            run = results.load(folder)
+            by_suite.setdefault(run.suite, []).append((folder, run))
+        for suite, pairs in by_suite.items():
+            name = given or shared([place_of(run) for _, run in pairs])
+            found.append((given, Asked(name, suite, *map(tuple, zip(*pairs, strict=True)))))
+    used: dict[str, list[tuple[Any, str]]] = {}
+    for _, group in found:
+        used.setdefault(group.name, []).append((tuple(as_computed(run.model) for run in group.runs), group.suite))
+    one = {name for name, rows in used.items() if len({row[0] for row in rows}) == 1 and len({*rows}) == len(rows)}
+    return [
+        group
+        if given or group.name in one
+        else replace(group, name=f"{group.name} ({shared([str(folder) for folder in group.folders])})")
+        for given, group in found
+    ]
+
+
+def as_computed(model: results.Model) -> tuple[str, ...]:
+    """What tells models apart: the same weights under another config.json are another model."""
+    return (model.identity,) if model.identity else (model.fingerprint, model.dtype)
+
+
+def place_of(run: Evaluation) -> str:
+    """A model's name; of a training run that is called after its seed alone, with the folder around it."""
+    parts = Path(run.model.source).parts
+    return "/".join(parts[-2:]) if len(parts) > 1 and SEED.fullmatch(run.model.name) else run.model.name
+
+
+def comparisons(asked: Sequence[Asked]) -> list[Comparison]:
+    """Every group beside the first of its suite. All suites are one family of what is compared."""
+    out = []
+    for suite in dict.fromkeys(group.suite for group in asked):
+        first, *others = [group for group in asked if group.suite == suite]
+        found = compare.compare([group.folders for group in (first, *others)]) if others else []
+        out += [called(one, first.name, group.name) for one, group in zip(found, others, strict=True)]
+    return compare.corrected(out)
+
+
+def called(found: Comparison, a: str, b: str) -> Comparison:
+    return replace(found, a=replace(found.a, name=a), b=replace(found.b, name=b))
+
+
+def over_seeds(each: Sequence[list[Score]]) -> list[Score]:
+    """The scores of a group of runs: the mean, from the lowest to the highest."""
+    if len(each) == 1:
+        return each[0]
+    by_seed = [{(s.name, s.metric): s for s in mine} for mine in each]
+    out = []
+    for key in (key for key in by_seed[0] if all(key in mine for mine in by_seed)):
+        values = [mine[key].value for mine in by_seed]
+        ends = min(values), max(values)
+        out.append(replace(by_seed[0][key], value=mean(values), low=ends[0], high=ends[1], seeds=len(values)))
+    return out
 
 
 def apart(folders: Sequence[Path]) -> dict[str, Path]:
@@ -133,6 +213,20 @@ def sorted_out(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[Path]
     return evaluated, trained, made, routed
 
 
+def plans(sides: Sequence[Sequence[Path]]) -> dict[str, Rows]:
+    """The plan of each folder, once where the seeds of a group have one."""
+    names = {folder: name for name, folder in apart([folder for folders in sides for folder in folders]).items()}
+    out: dict[str, Rows] = {}
+    for folders in sides:
+        mine: list[Rows] = []
+        for folder in folders:
+            rows = plan_rows(folder)
+            if rows and rows not in mine:
+                mine.append(rows)
+                out[names[folder]] = rows
+    return out
+
+
 def named(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for file in files:
@@ -162,7 +256,8 @@ def scores(folder: Path) -> list[Score]:
         pairs = [(item, item) for task in tasks for item in by_task.get(task, [])]
         if judged := compare.judged_by(part, run, pairs):
             higher = run.tasks[tasks[0]].higher_is_better.get(judged[0], True)
-            found.append(score(part.name, part.title, *judged, higher, headline, [item for item, _ in pairs]))
+            mine = score(part.name, part.title, *judged, higher, headline, [item for item, _ in pairs])
+            found.append(replace(mine, suite=run.suite))
     return found
 
 
@@ -227,9 +322,56 @@ def settings(folder: Path) -> Rows:
 # ---- what it says
 
 
+def opening(facts: Facts) -> str:
+    """One sentence: the effect, its interval over seeds, and at what cost."""
+    every = list(effects(facts))
+    if not every:
+        return "Nothing is compared here: that needs two models asked the same suite, or two trainings."
+    clauses = [f"{b} {SAYS.get(kind, 'beside')} {a}: {said}, {cost(facts, b, a)}" for b, a, _, kind, said in every]
+    more, seeds = len(clauses) - HEADLINES, every[0][2]
+    clauses = [*clauses[:HEADLINES], *([f"{more} more below"] if more > 0 else [])]
+    if seeds < LEAST:
+        clauses.append(f"{'one run' if seeds == 1 else f'{seeds} runs'} a side cannot call anything better")
+    return "; ".join(clauses) + "."
+
+
+def effects(facts: Facts) -> Iterator[tuple[str, str, int, str, str]]:
+    """(model, the first, seeds, verdict, difference in words): of losses, else of the first suite's first headline."""
+    if losses := facts.losses:
+        for name, rows in losses.at_equal_tokens.items():
+            d = compare.over_sets(rows)
+            over = "" if d.low is None else f", 95 % interval over {d.seeds} seeds {d.low:+.4f} to {d.high:+.4f}"
+            said = f"validation loss {d.mean:+.4f} nats a token at {equal(facts, 'tokens', name)}{over}"
+            yield name, losses.runs[0], d.seeds, d.verdict(), said
+        return
+    for found in facts.comparisons:
+        head = next((d for d in found.differences if d.headline), None)
+        if head and found.suite == facts.comparisons[0].suite:
+            unit = "points" if is_share(head.metric) else head.metric.replace("_", " ")
+            said = f"{head.title} {signed(head.difference, head.metric)} {unit}, {head.interval}"
+            yield found.b.name, found.a.name, head.seeds, head.verdict, said
+
+
+def cost(facts: Facts, b: str, a: str) -> str:
+    """What the training of b took beside that of a, up to where their losses are compared."""
+    if not {a, b} <= facts.arms.keys():
+        return "at a cost that is not known here (give the folders of the trainings too)"
+    ours, theirs = facts.arms[b], facts.arms[a]
+    spent = (
+        ("FLOPs", ours.compared.flops, theirs.compared.flops, lambda v: f"{v:.3g}"),
+        ("seconds", ours.compared.seconds, theirs.compared.seconds, duration),
+        ("memory", ours.memory_gb, theirs.memory_gb, lambda v: f"{v:.2f} GB"),
+    )
+    times = [
+        f"{x / y:.2f} times the {what} ({form(x)})" if x and y else f"{what} not logged" for what, x, y, form in spent
+    ]
+    return f"for {times[0]}, {times[1]} and {times[2]}"
+
+
 def verdicts(facts: Facts) -> list[str]:
-    said = [sentence for found in facts.comparisons for sentence in verdict(found)]
-    return said + (list(loss_sentences(facts.losses)) if facts.losses else [])
+    several = len({found.suite for found in facts.comparisons}) > 1
+    said = [f"{found.suite}: " * several + words for found in facts.comparisons for words in verdict(found)]
+    return said + (list(loss_sentences(facts, facts.losses)) if facts.losses else [])
 
 
 def verdict(found: Comparison) -> Iterator[str]:
@@ -254,26 +396,27 @@ def sentence(found: Comparison, d: Difference) -> str:
     values = (
         f"{number(d.a, d.metric)} to {number(d.b, d.metric)}{unit} ({signed(d.difference, d.metric)}, {d.interval})"
     )
-    words = {"better": "better than", "worse": "worse than", "no difference shown": "not shown to differ from"}
-    if d.verdict not in words:
+    if d.verdict not in SAYS:
         return f"{found.b.name} beside {found.a.name} on {d.title}: {values}; {d.verdict}."
-    return f"{found.b.name} is {words[d.verdict]} {found.a.name} on {d.title}: {values}, p {compare.p_text(d.p_holm)}."
+    return f"{found.b.name} {SAYS[d.verdict]} {found.a.name} on {d.title}: {values}, p {compare.p_text(d.p_holm)}."
 
 
-def loss_sentences(losses: Losses) -> Iterator[str]:
+def equal(facts: Facts, what: str, name: str) -> str:
+    """Says what is equal of the first arm and this one, tokens or FLOPs, and whether a loss is interpolated for it."""
+    assert facts.losses is not None
+    runs = {run for arm in (facts.losses.runs[0], name) for run in facts.arms[arm].runs}
+    return f"equal {what}" + ", interpolated" * bool(runs & {*facts.losses.midway.get(what, ())})
+
+
+def loss_sentences(facts: Facts, losses: Losses) -> Iterator[str]:
     for title, by_run in (("tokens", losses.at_equal_tokens), ("FLOPs", losses.at_equal_flops)):
         for name, rows in by_run.items():
             lower = sum(row.difference < 0 for row in rows)
             means = f"{mean(r.a for r in rows):.4f} to {mean(r.b for r in rows):.4f}"
             yield (
-                f"At {losses.equal(title)}, the validation loss of {name} is lower than that of {losses.runs[0]} on "
-                f"{lower} of {len(rows)} sets; mean {means} nats a token; difference {compare.loss_verdict(rows)}."
+                f"At {equal(facts, title, name)}, the validation loss of {name} is lower than that of {losses.runs[0]} "
+                f"on {lower} of {len(rows)} sets; mean {means} nats a token; difference {compare.loss_verdict(rows)}."
             )
-
-
-def mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
 
 
 # ---- provenance

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from evaluation import compare
 from evaluation.compare import Losses, is_share, number, signed
+from evaluation.curves import Band, mean
 from evaluation.report import draw
 from evaluation.report.draw import Curve, ForestRow, Mark
-from evaluation.report.facts import Facts, Rows, mean, provenance, routed, verdicts
+from evaluation.report.facts import HEADLINES, Facts, Rows, Score, equal, opening, provenance, routed, verdicts
+from evaluation.report.trainings import MEAN
 from evaluation.seeds import LEAST
 from training.observe import plots
+from training.observe.metrics import duration
 
 EXAMPLES = 12  # flipped items shown
 SHOWN_PAIRS = 3  # layers whose pairs of experts are drawn
 RATIOS = {0: "≤ ¼", 2: "½", 4: "1", 6: "2", 8: "≥ 4"}  # what the colours of draw.diverging mean
+AXES = (("tokens", "tokens"), ("flops", "FLOPs of continued training"), ("seconds", "seconds of training"))
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -31,7 +35,7 @@ class Palette(dict[str, int]):
 
 def page(facts: Facts) -> str:
     color = Palette()
-    names = list(dict.fromkeys([*facts.scores, *(run.name for run in facts.runs)]))
+    names = list(dict.fromkeys([*facts.scores, *facts.arms]))
     for name in names:
         color[name]
     parts = [
@@ -41,23 +45,26 @@ def page(facts: Facts) -> str:
         loss_section(facts, color),
         trained_section(facts, color),
         routing_section(facts, color),
+        cost_section(facts),
+        keys_section(facts),
         plan_section(facts),
         provenance_section(facts),
     ]
     by = "; ".join([", ".join(names or facts.routing), facts.made])
-    return document(facts.title, by, "".join(tiles(facts)), verdicts(facts), parts)
+    return document(facts.title, by, "".join(tiles(facts)), verdicts(facts), parts, opening(facts))
 
 
-def document(title: str, by: str, tiles: str, said: Iterable[str], parts: Iterable[str]) -> str:
+def document(title: str, by: str, tiles: str, said: Iterable[str], parts: Iterable[str], lead: str = "") -> str:
     style = Path(__file__).with_name("page.css").read_text()
     sentences = "".join(f"<li>{escape(minus(sentence))}</li>" for sentence in said)
+    opened = f'<p class="lead">{escape(minus(lead))}</p>' if lead else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{escape(title)}</title><style>\n{style}</style></head><body>"
         f'<header><h1>{escape(title)}</h1><p class="by">{escape(by)}</p>'
-        f'<div class="tiles">{tiles}</div><ul class="verdict">{sentences}</ul></header>'
+        f'{opened}<div class="tiles">{tiles}</div><ul class="verdict">{sentences}</ul></header>'
         f"<main>{''.join(parts)}</main></body></html>\n"
     )
 
@@ -73,16 +80,18 @@ def tiles(facts: Facts) -> Iterator[str]:
         for d in headlines[:2]:  # the suite's first: chosen by their p, they would be those that chance made large
             unit = "points" if is_share(d.metric) else d.metric.replace("_", " ")
             values = f"{found.a.name} {number(d.a, d.metric)}, {found.b.name} {number(d.b, d.metric)}"
-            about = f"{d.title}, {found.b.name} − {found.a.name}"
+            about = f"{d.title}{of_suite(facts, found.suite)}, {found.b.name} − {found.a.name}"
             kind = {"better": "good", "worse": "bad"}.get(d.verdict, "")
             yield draw.tile(about, minus(signed(d.difference, d.metric)), f"{unit}, {d.verdict}; {values}", kind)
     if facts.losses:
         for title, by_run in (("tokens", facts.losses.at_equal_tokens), ("FLOPs", facts.losses.at_equal_flops)):
-            for name, rows in list(by_run.items())[:1]:
+            for name, rows in list(by_run.items())[:HEADLINES]:
                 change = mean(row.difference for row in rows)
                 lower = f"nats a token; lower on {sum(r.difference < 0 for r in rows)} of {len(rows)} sets"
-                kind = "good" if change < 0 else "bad" if change > 0 else ""
-                about = f"Loss at {facts.losses.equal(title)}, {name} − {facts.losses.runs[0]}"
+                verdict = compare.over_sets(rows).verdict()
+                lower += f"; {verdict}"
+                kind = {"better": "good", "worse": "bad"}.get(verdict, "")  # of one run each neither
+                about = f"Loss at {equal(facts, title, name)}, {name} − {facts.losses.runs[0]}"
                 yield draw.tile(about, minus(f"{change:+.4f}"), lower, kind)
     for name, measured in list(facts.routing.items())[-1:]:
         layers = measured["layers"]
@@ -109,32 +118,48 @@ def panel(headline: bool, count: int, title: str, picture: str) -> str:
     return open_ if headline else draw.folded(f"{count} parts; {title}", picture)
 
 
+def of_suite(facts: Facts, suite: str) -> str:
+    """The suite in words, where the page has several."""
+    return f" ({suite})" if len({run.suite for run in facts.models}) > 1 else ""
+
+
 def scores_section(facts: Facts, color: Palette) -> str:
     if not facts.scores:
         return ""
     models, body = list(facts.scores), ""
-    by_name = {model: {(s.name, s.metric): s for s in mine} for model, mine in facts.scores.items()}
+    by_name = {model: {(s.suite, s.name, s.metric): s for s in mine} for model, mine in facts.scores.items()}
     every = {key: score for mine in by_name.values() for key, score in mine.items()}
-    for (unit, headline), group in panels(every.values()).items():
-        rows = []
-        for s in group:
-            found = [(model, by_name[model].get((s.name, s.metric))) for model in models]
-            marks = [Mark(color[model], t.value, t.low, t.high, ranged(t, t.value, number)) for model, t in found if t]
-            rows.append(ForestRow(s.title, f"{s.metric.replace('_', ' ')}, {s.items:,} items", marks, chance=s.chance))
-        title = f"{unit}, {better(group[0].higher_is_better)}"
-        body += panel(headline, len(rows), title, draw.forest(rows, axis_text(group[0].metric)))
+    for suite in dict.fromkeys(s.suite for s in every.values()):
+        body += f"<h3>{escape(suite)}</h3>" if of_suite(facts, suite) else ""
+        for (unit, headline), group in panels(s for s in every.values() if s.suite == suite).items():
+            rows = []
+            for s in group:
+                found = [(model, by_name[model].get((s.suite, s.name, s.metric))) for model in models]
+                marks = [Mark(color[m], t.value, t.low, t.high, scored(t), name=m) for m, t in found if t]
+                about = f"{s.metric.replace('_', ' ')}, {s.items:,} items"
+                rows.append(ForestRow(s.title, about, marks, chance=s.chance))
+            title = f"{unit}, {better(group[0].higher_is_better)}"
+            body += panel(headline, len(rows), title, draw.forest(rows, axis_text(group[0].metric)))
+    seeds = any(s.seeds > 1 for s in every.values())
     return draw.section(
         "Scores",
-        "Each model on its own: a dot is the score, its bar the 95 % interval over items (bootstrap). A dotted line is "
-        "what guessing gives. Bars that overlap may still hide a difference; the next section looks at pairs.",
+        "Each model on its own: a dot is the score, its bar the 95 % interval over items (bootstrap). "
+        + "Of several seeds a dot is their mean, and its bar goes from the lowest to the highest. " * seeds
+        + "A dotted line is what guessing gives. Bars that overlap may still hide a difference; the next section looks "
+        "at pairs.",
         draw.legend({model: color[model] for model in models}) + body,
     )
+
+
+def scored(s: Score) -> str:
+    seeds = f", {s.seeds} seeds" if s.seeds > 1 else ""
+    return minus(f"{number(s.value, s.metric)} ({number(s.low, s.metric)} to {number(s.high, s.metric)}{seeds})")
 
 
 def differences_section(facts: Facts, color: Palette) -> str:
     body = ""
     for found in facts.comparisons:
-        body += f"<h3>{escape(found.b.name)} − {escape(found.a.name)}</h3>"
+        body += f"<h3>{escape(f'{found.b.name} − {found.a.name}{of_suite(facts, found.suite)}')}</h3>"
         for (unit, headline), group in panels(found.differences).items():
             rows = []
             for d in group:
@@ -157,10 +182,6 @@ def differences_section(facts: Facts, color: Palette) -> str:
     )
 
 
-def ranged(of: Any, middle: float, form: Callable[[float, str], str]) -> str:
-    return minus(f"{form(middle, of.metric)} ({form(of.low, of.metric)} to {form(of.high, of.metric)})")
-
-
 def better(higher: bool) -> str:
     return "higher is better" if higher else "lower is better"
 
@@ -178,7 +199,7 @@ def flips_section(facts: Facts) -> str:
         for f in found.flips[:EXAMPLES]:
             item, texts = f"{f.task.replace('_', ' ')} {f.doc}", compare.apart((f.target, f.a if f.gained else f.b))
             rows.append(("won" if f.gained else "lost", item, *texts, minus(f"{f.swing:+.2f}")))
-        title = f"{found.b.name}: {gained:,} won, {len(found.flips) - gained:,} lost"
+        title = f"{found.b.name}{of_suite(facts, found.suite)}: {gained:,} won, {len(found.flips) - gained:,} lost"
         head = ("", "item", "right", "wrong answer", "swing")
         body += f"<h3>{escape(title)}</h3>{draw.table(head, rows)}"
     return draw.section(
@@ -195,45 +216,53 @@ def flips_section(facts: Facts) -> str:
 def loss_section(facts: Facts, color: Palette) -> str:
     if not facts.runs:
         return ""
-    training, by_tokens, by_flops = [], [], []
-    for run in facts.runs:
-        x, y = run.points("loss")
-        training.append(Curve(run.name, color[run.name], x, plots.smoothed(y), faint=y))
-        x, y = mean_validation(run)
-        by_tokens.append(Curve(run.name, color[run.name], x, y, dots=True))
-        if rate := compare.flops_per_token(run):
-            by_flops.append(Curve(run.name, color[run.name], [rate * tokens for tokens in x], y, dots=True))
-    pictures = [
-        draw.curves("Training loss", "nats a token", "tokens", training),
-        draw.curves("Validation, mean", "nats a token", "tokens", by_tokens),
-        draw.curves("Validation, mean", "nats a token", "FLOPs of continued training", by_flops),
-    ]
-    domains = sorted({name for run in facts.runs for name in run.keys(plots.VALID)})
-    for name in domains if len(domains) > 1 else ():
-        found = [run for run in facts.runs if name in run.keys(plots.VALID)]
-        lines = [Curve(run.name, color[run.name], *run.points(f"valid/{name}/loss"), dots=True) for run in found]
-        pictures.append(draw.curves(name, "validation, nats a token", "tokens", lines))
-    body = (
-        draw.legend({run.name: color[run.name] for run in facts.runs})
-        + f'<div class="charts">{"".join(pictures)}</div>'
-    )
+    by_name = {run.name: run for run in facts.runs}
+    training = []
+    for arm, found in facts.arms.items():
+        for run in (by_name[name] for name in found.runs):
+            x, y = run.points("loss")
+            training.append(Curve(run.name, color[arm], x, plots.smoothed(y), faint=y))
+    control, *_ = facts.arms
+    parts = {
+        name: loss_pictures(name, made, facts.differences.get(name, ()), control, color)
+        for name, made in facts.curves.items()
+    }
+    pictures = [draw.curves("Training loss", "nats a token", "tokens", training), parts.pop(MEAN, "")]
+    body = draw.legend({arm: color[arm] for arm in facts.arms}) + charts(pictures)
+    if any(parts.values()):
+        body += draw.folded(f"Each validation set by itself: {', '.join(parts)}", charts(parts.values()))
     return draw.section(
         "Loss",
-        "A pale line is each logged interval, the strong one over it is smoothed. Dots are validations. "
-        "↑: the first steps lie above the frame.",
-        body + (loss_tables(facts.losses) if facts.losses else ""),
+        "A pale line is each logged interval, the strong one over it is smoothed. Dots are validations, of several "
+        "seeds their mean, with a band from the lowest seed to the highest; of a difference the band is the 95 % "
+        f"interval over seeds (none with fewer than {LEAST}). ↑: the first steps lie above the frame.",
+        body + (loss_tables(facts, facts.losses) if facts.losses else ""),
     )
 
 
-def mean_validation(run: plots.Curves) -> tuple[list[float], list[float]]:
-    """(tokens, mean loss over the validation sets); empty unless all sets were evaluated at the same tokens."""
-    points = [run.points(key) for key in run.keys(plots.VALID).values()]
-    if not points or any(x != points[0][0] for x, _ in points):
-        return [], []
-    return points[0][0], [mean(values) for values in zip(*(y for _, y in points), strict=True)]
+def loss_pictures(name: str, made: Sequence[Band], differences: Sequence[Band], control: str, color: Palette) -> str:
+    """Validation loss by tokens, FLOPs and seconds, and by tokens what lies between it and the control's."""
+    drawn = [draw.curves(f"Loss, {name}", "nats a token", unit, lines(made, axis, color)) for axis, unit in AXES]
+    if differences:
+        unit = f"{control} is 0, nats a token"
+        drawn.append(draw.curves(f"Difference, {name}", unit, "tokens", lines(differences, "tokens", color)))
+    return "".join(drawn)
 
 
-def loss_tables(losses: Losses) -> str:
+def lines(bands: Sequence[Band], axis: str, color: Palette) -> list[Curve]:
+    """The bands over an axis; none where it was not logged."""
+    return [
+        Curve(b.arm, color[b.arm], [getattr(at, axis) for at in b.spent], b.mean, (), True, b.low, b.high)
+        for b in bands
+        if len(b.spent) == 1 or any(getattr(at, axis) for at in b.spent)
+    ]
+
+
+def charts(pictures: Iterable[str]) -> str:
+    return f'<div class="charts">{"".join(pictures)}</div>'
+
+
+def loss_tables(facts: Facts, losses: Losses) -> str:
     """The tables at equal tokens and at equal FLOPs, side by side."""
     tables = ""
     for what, by_run, at in (
@@ -243,12 +272,12 @@ def loss_tables(losses: Losses) -> str:
         for name, rows in by_run.items():
             cells = [(r.domain, f"{r.a:.4f}", f"{r.b:.4f}", minus(f"{r.difference:+.4f}")) for r in rows]
             tables += draw.figure(
-                f"At {losses.equal(what)}", at, draw.table(["set", losses.runs[0], name, "difference"], cells)
+                f"At {equal(facts, what, name)}", at, draw.table(["set", losses.runs[0], name, "difference"], cells)
             )
     midway = tuple(dict.fromkeys(name for names in losses.midway.values() for name in names))
     note = (
-        "Of one run each there is no interval: another seed would give other digits. Between two validations the loss "
-        "is taken on the straight line. FLOPs are those of continued training alone."
+        "Means over seeds. Of one run each there is no interval: another seed would give other digits. Between two "
+        "validations the loss is taken on the straight line. FLOPs are those of continued training alone."
     ) + (f" {escape(compare.midway_text(midway))}" if midway else "")
     return f'<div class="tables">{tables}</div><p class="note">{note}</p>'
 
@@ -279,19 +308,17 @@ LOGGED = (  # NAME of balance/<layer>/NAME in metrics.jsonl, title, unit, axis f
 
 def trained_section(facts: Facts, color: Palette) -> str:
     """What the runs logged of their own routing: by layer in the last line, and whole FFNs all along."""
-    series = {run.name: color[run.name] for run in facts.runs if run.keys(plots.LAYER)}
-    if not series:
+    arm_of = {name: arm for arm, found in facts.arms.items() for name in found.runs}
+    runs = [run for run in facts.runs if run.keys(plots.LAYER)]
+    if not runs:
         return ""
-    runs = [run for run in facts.runs if run.name in series]
-    charts = [
-        draw.curves(
-            title, unit, "MoE layer", [Curve(r.name, color[r.name], *r.by_layer(name), dots=True) for r in runs],
-            y_zero=zero, start=False,
-        )
-        for name, title, unit, zero in LOGGED
-    ]  # fmt: skip
-    along = [Curve(run.name, color[run.name], *run.points(plots.WHOLE)) for run in runs]
-    charts.append(draw.curves("Whole FFNs, mean of layers", "share of tokens", "tokens", along, y_zero=True))
+    series = {arm_of[run.name]: color[arm_of[run.name]] for run in runs}
+    pictures = []
+    for name, title, unit, zero in LOGGED:
+        found = [Curve(run.name, series[arm_of[run.name]], *run.by_layer(name), dots=True) for run in runs]
+        pictures.append(draw.curves(title, unit, "MoE layer", found, y_zero=zero, start=False))
+    along = [Curve(run.name, series[arm_of[run.name]], *run.points(plots.WHOLE)) for run in runs]
+    pictures.append(draw.curves("Whole FFNs, mean of layers", "share of tokens", "tokens", along, y_zero=True))
     about = "By layer as of each run's last logged line. " + (
         "A choice is whole if it has every slice of a dense FFN equally often, of whatever copies; another is no FFN "
         "that was ever trained."
@@ -299,22 +326,22 @@ def trained_section(facts: Facts, color: Palette) -> str:
     return draw.section(
         "Experts in training",
         about,
-        draw.legend(series) + f'<div class="charts">{"".join(charts)}</div>',
+        draw.legend(series) + charts(pictures),
     )
 
 
 def routing_section(facts: Facts, color: Palette) -> str:
     if not facts.routing:
         return ""
-    charts = []
+    pictures = []
     for title, unit, get, zero in MEASURES:
-        lines = []
+        by_layer = []
         for name, found in facts.routing.items():
             values = [value for row in found["layers"] if (value := get(row)) is not None]
             if len(values) == len(found["layers"]):
-                lines.append(Curve(name, color[name], [row["layer"] for row in found["layers"]], values, dots=True))
-        charts.append(draw.curves(title, unit, "layer", lines, y_zero=zero, start=False))
-    body = draw.legend({name: color[name] for name in facts.routing}) + f'<div class="charts">{"".join(charts)}</div>'
+                by_layer.append(Curve(name, color[name], [row["layer"] for row in found["layers"]], values, dots=True))
+        pictures.append(draw.curves(title, unit, "layer", by_layer, y_zero=zero, start=False))
+    body = draw.legend({name: color[name] for name in facts.routing}) + charts(pictures)
     if any(found["granularity"] > 1 for found in facts.routing.values()):
         chances = ", ".join(f"{f['chance_of_whole_groups']:.2g} in {name}" for name, f in facts.routing.items())
         body += f'<p class="note">Experts drawn at random are whole groups this often: {escape(chances)}.</p>'
@@ -355,6 +382,39 @@ def expert_maps(name: str, found: dict[str, Any]) -> str:
     return body
 
 
+# ---- what it took, and how it was made
+
+
+def cost_section(facts: Facts) -> str:
+    rows = [
+        (
+            name, str(len(arm.runs)), *(draw.short(v) if v else "" for v in (arm.spent.tokens, arm.spent.flops)),
+            duration(arm.spent.seconds) if arm.spent.seconds else "", f"{arm.memory_gb:.2f}" if arm.memory_gb else "",
+        )
+        for name, arm in facts.arms.items()
+    ]  # fmt: skip
+    head = ("", "runs", "tokens", "FLOPs", "time", "memory, GB")
+    return draw.section(
+        "What it took",
+        "Continued training to the end, mean over runs; memory the most. FLOPs are forward and backward of matrices "
+        "and causal attention. Time is that of training steps; runs that share a device slow each other.",
+        draw.table(head, rows) if rows else "",
+    )
+
+
+def keys_section(facts: Facts) -> str:
+    body = draw.table(("key", *facts.arms), facts.keys) if facts.keys else ""
+    for arm, found in facts.arms.items():
+        if text := "\n".join(filter(None, found.commands)):
+            body += draw.folded(f"{arm}: commands", f'<div class="scroll"><pre>{escape(text)}</pre></div>')
+    return draw.section(
+        "How they were trained",
+        "Every key of the configs that differs between two of the runs, seed by seed where it does so within a group; "
+        "and the command that trains each, with all that is not a default.",
+        body,
+    )
+
+
 # ---- plan and provenance
 
 
@@ -369,6 +429,9 @@ def provenance_section(facts: Facts) -> str:
 
 
 def sources(facts: Facts) -> dict[str, Rows]:
-    found = {f"{run.model.name}, {run.suite}": provenance(run) for run in facts.models}
+    found: dict[str, Rows] = {}
+    for run in facts.models:  # seeds may have one name
+        title = f"{run.model.name}, {run.suite}"
+        found[title if title not in found else f"{title} ({run.model.source})"] = provenance(run)
     found |= {f"{name}, training": rows for name, rows in facts.settings.items() if rows}
     return found | {f"{name}, routing": routed(measured) for name, measured in facts.routing.items()}

@@ -1,12 +1,16 @@
 """One page that shows what came of it: scores, differences, losses, how experts are used, the plan, where it is from.
 
-usage: python -m evaluation report PATH ... [key=value ...]
+usage: python -m evaluation report PATH ... [-- PATH ...] [key=value ...]
 
   python -m evaluation report runs/eval/dense runs/eval/moe runs/dense runs/moe ./moe output=report.html
+  python -m evaluation report runs/dense-{0,1,2} runs/eval/dense-{0,1,2} -- runs/moe-{0,1,2} runs/eval/moe-{0,1,2}
 
 Each path is what it is found to be: a folder of `evaluation run` (run.json), of `training` (metrics.jsonl), of `upcycle
 convert` (upcycle.json), or a file of `evaluation routing`; a folder may be two of these. The first of a kind is what
-the others are compared with. Beside report.html come report.md and report.json with the same numbers.
+the others are compared with; suites and models may be any number. Groups are as `compare` has them: A1,A2,A3 or what
+lies between two `--` are seeds of one model, in the order of the other groups' seeds, and the page shows their mean and
+the interval over them. Of one run each it calls nothing better. Beside report.html come report.md and report.json with
+the same numbers.
 
 The page stands alone: no script, no font, no picture is fetched, and a policy in its head forbids it.
 
@@ -23,8 +27,8 @@ from typing import Any
 
 from evaluation import compare, routing
 from evaluation.compare import is_share, number
-from evaluation.report.facts import Facts, gather, verdicts
-from evaluation.report.page import page, sources
+from evaluation.report.facts import Facts, gather, opening, verdicts
+from evaluation.report.page import of_suite, page, sources
 from upcycle import cli
 from upcycle.config import read
 from upcycle.disk import write_atomic
@@ -40,18 +44,23 @@ class ReportConfig:
 
 
 def markdown(facts: Facts) -> str:
-    lines = [f"# {facts.title}", "", facts.made, "", *(f"- {said}" for said in verdicts(facts)), ""]
+    lines = [f"# {facts.title}", "", facts.made, "", opening(facts), "", *(f"- {said}" for said in verdicts(facts)), ""]
     for name, mine in facts.scores.items():
         lines += [f"## Scores of {name}", "", "| | metric | items | score | 95 % interval |", "|---|---|---|---|---|"]
-        lines += [
-            f"| {s.title} | {s.metric}{' %' * is_share(s.metric)} | {s.items:,} | {number(s.value, s.metric)} | "
-            f"{number(s.low, s.metric)} to {number(s.high, s.metric)} |"
-            for s in mine
-        ] + [""]
+        for s in mine:
+            what = f"{s.title}{of_suite(facts, s.suite)} | {s.metric}{' %' * is_share(s.metric)} | {s.items:,}"
+            value, low, high = (number(v, s.metric) for v in (s.value, s.low, s.high))
+            of_seeds = f", lowest and highest of {s.seeds} seeds" if s.seeds > 1 else ""
+            lines.append(f"| {what} | {value} | {low} to {high}{of_seeds} |")
+        lines.append("")
     for found in facts.comparisons:
-        lines += [f"## {found.b.name} beside {found.a.name}", "", compare.table(found), ""]
+        lines += [f"## {found.b.name} beside {found.a.name}: {found.suite}", "", compare.table(found), ""]
     if facts.losses:
         lines += ["## Loss", "", compare.loss_table(facts.losses), ""]
+    if facts.keys:
+        head = f"| key | {' | '.join(facts.arms)} |"
+        lines += ["## How they were trained", "", head, "|---" * (1 + len(facts.arms)) + "|"]
+        lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in facts.keys] + [""]
     for name, measured in facts.routing.items():
         lines += [f"## Experts of {name}", "", "```", routing.table(measured), "```", ""]
     sections = {f"Plan of {name}": rows for name, rows in facts.plans.items()}
@@ -63,7 +72,7 @@ def markdown(facts: Facts) -> str:
 
 def as_json(facts: Facts) -> dict[str, Any]:
     """The facts as strict JSON: nan and infinity are null."""
-    found: dict[str, Any] = compare.plain({"verdicts": verdicts(facts), **asdict(facts)})
+    found: dict[str, Any] = compare.plain({"opening": opening(facts), "verdicts": verdicts(facts), **asdict(facts)})
     return found
 
 
@@ -75,10 +84,10 @@ def main(words: Sequence[str]) -> int:
     output = Path(config.output)
     if output.suffix != ".html":
         raise ValueError(f"output={config.output} must end in .html; its .md and .json come beside it")
-    facts = gather(paths, config.title)
+    facts = gather(compare.group_words(paths), config.title)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output.with_suffix(".json"), (json.dumps(as_json(facts), allow_nan=False) + "\n").encode())
     write_atomic(output.with_suffix(".md"), markdown(facts).encode())
     write_atomic(output, page(facts).encode())
-    print("\n".join([*verdicts(facts), str(output)]))
+    print("\n".join([opening(facts), *verdicts(facts), str(output)]))
     return 0

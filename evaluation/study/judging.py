@@ -13,13 +13,14 @@ shows what is there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from evaluation.curves import Band, Curve, band, difference_band, mean
 from evaluation.seeds import Paired, paired
-from evaluation.study.outcome import Curve, Outcome, Spent, outcome
+from evaluation.study.outcome import Outcome, outcome
 from evaluation.study.plan import Plan
 from evaluation.study.suites import Score, before_folder, scores, starts, suites_of
 
@@ -47,18 +48,6 @@ class Contrast:
     @property
     def verdict(self) -> str:
         return self.difference.verdict(self.higher_is_better)
-
-
-@dataclass(frozen=True)
-class Band:
-    """Mean over seeds of one arm and how far they lie apart, or of a difference and its interval."""
-
-    arm: str
-    spent: tuple[Spent, ...]  # mean over seeds
-    mean: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    seeds: int
 
 
 @dataclass(frozen=True)
@@ -181,60 +170,26 @@ def contrast(
     )
 
 
-def mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return math.fsum(numbers) / len(numbers)
-
-
 # ---- curves
 
 
 def bands(found: Judged, curve: Callable[[Outcome], Curve]) -> tuple[Band, ...]:
-    made = (band(arm, [dict_of(curve(one)) for one in found.drawn(arm)]) for arm in found.arms)
+    made = (band(arm, [curve(one) for one in found.drawn(arm)]) for arm in found.arms)
     return tuple(one for one in made if one.mean)
 
 
-def dict_of(curve: Curve) -> dict[int, tuple[Spent, float]]:
-    return {spent.step: (spent, value) for spent, value in curve}
-
-
-def band(arm: str, by_seed: Sequence[Mapping[int, tuple[Spent, float]]]) -> Band:
-    """An arm's band at the steps that every seed has reached; low and high are the lowest and the highest seed."""
-    begun = [curve for curve in by_seed if curve]
-    shared = [step for step in begun[0] if all(step in curve for curve in begun)] if begun else []
-    values = [[curve[step][1] for curve in begun] for step in shared]
-    return Band(
-        arm,
-        tuple(average([curve[step][0] for curve in begun]) for step in shared),
-        tuple(mean(figures) for figures in values),
-        tuple(min(figures) for figures in values),
-        tuple(max(figures) for figures in values),
-        len(begun),
-    )
-
-
-def average(spent: Sequence[Spent]) -> Spent:
-    parts = (mean(getattr(one, name) for one in spent) for name in ("tokens", "flops", "seconds"))
-    return Spent(spent[0].step, *parts)
-
-
 def difference_bands(plan: Plan, found: Judged, sets: Sequence[str]) -> tuple[Band, ...]:
-    """Differences to the control at equal tokens; low and high are the interval, where seeds are enough for one."""
-    out = []
-    for arm in (arm for question, arm, _ in questions(plan, found) if question == "tokens"):
-        curves = [
-            {run.seed: {round(s.tokens): (s, v) for s, v in run.mean(sets)} for run in found.drawn(side)}
-            for side in (arm, plan.control)
-        ]
-        seeds = [seed for seed in curves[0] if curves[0][seed] and curves[1].get(seed)]
-        shared = [at for at in (curves[0][seeds[0]] if seeds else ()) if all(at in c[s] for c in curves for s in seeds)]
-        made = [paired([curves[0][seed][at][1] - curves[1][seed][at][1] for seed in seeds]) for at in shared]
-        if made:
-            spent = tuple(average([curves[0][seed][at][0] for seed in seeds]) for at in shared)
-            lows = tuple(p.mean if p.low is None else p.low for p in made)
-            highs = tuple(p.mean if p.high is None else p.high for p in made)
-            out.append(Band(arm, spent, tuple(p.mean for p in made), lows, highs, len(seeds)))
-    return tuple(out)
+    """Differences to the control at equal tokens, of the seeds that both have begun."""
+    theirs = {run.seed: run.mean(sets) for run in found.drawn(plan.control)}
+    made = (
+        difference_band(
+            arm,
+            [(run.mean(sets), theirs[run.seed]) for run in found.drawn(arm) if run.mean(sets) and theirs.get(run.seed)],
+        )
+        for question, arm, _ in questions(plan, found)
+        if question == "tokens"
+    )
+    return tuple(one for one in made if one)
 
 
 def by_layer(found: Judged) -> dict[str, dict[str, dict[int, float]]]:

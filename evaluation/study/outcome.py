@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import yaml
 
+from evaluation.curves import Curve, Row, Spent, mean_curve, points, spending
 from evaluation.study.plan import tokens_of_step
 from training.config import TrainConfig
 from training.observe import metrics
@@ -19,20 +17,6 @@ from upcycle.config import build
 
 LAYER = re.compile(r"balance/(\d+)/(\w+)")
 OVERALL = re.compile(r"balance/([a-z]\w*)")
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What a run has spent up to a step."""
-
-    step: int
-    tokens: float
-    flops: float
-    seconds: float
-
-
-Curve = Sequence[tuple[Spent, float]]
 
 
 @dataclass(frozen=True)
@@ -63,9 +47,7 @@ class Outcome:
 
     def mean(self, sets: Sequence[str]) -> list[tuple[Spent, float]]:
         """Mean loss over sets, at the steps where all of them were evaluated."""
-        by_step = [{spent.step: (spent, loss) for spent, loss in self.losses.get(name, ())} for name in sets]
-        shared = [step for step in by_step[0] if all(step in losses for losses in by_step)]
-        return [(by_step[0][s][0], math.fsum(losses[s][1] for losses in by_step) / len(sets)) for s in shared]
+        return mean_curve([self.losses.get(name, ()) for name in sets])
 
 
 def outcome(arm: str, seed: int, folder: Path) -> Outcome | None:
@@ -107,23 +89,3 @@ def finished(config: TrainConfig, rows: Sequence[Row]) -> bool:
     """Whether all steps are made, and validation after the last one is logged."""
     last = rows[-1] if rows else {"step": -1}
     return last["step"] >= config.steps and all(f"valid/{s.name}/loss" in last for s in config.data.valid)
-
-
-def spending(rows: Sequence[Row]) -> Callable[[int], Spent]:
-    """What was spent, by step: linear between two lines. A line's seconds are of the steps since the line before."""
-    at, tokens, flops, seconds = [0.0], [0.0], [0.0], [0.0]
-    for row in rows:
-        if row.get("tokens"):
-            seconds.append(seconds[-1] + row["seconds_per_step"] * (row["step"] - at[-1]))
-            at.append(float(row["step"]))
-            tokens.append(float(row["tokens"]))
-            flops.append(float(row.get("flops") or 0.0))
-
-    def spent(step: int) -> Spent:
-        return Spent(step, *(float(np.interp(step, at, what)) for what in (tokens, flops, seconds)))
-
-    return spent
-
-
-def points(rows: Sequence[Row], key: str, spent: Callable[[int], Spent]) -> tuple[tuple[Spent, float], ...]:
-    return tuple((spent(row["step"]), row[key]) for row in rows if row.get(key) is not None)

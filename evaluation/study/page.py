@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from evaluation.compare import number, signed
+from evaluation.curves import mean
 from evaluation.report import draw
 from evaluation.report.draw import Curve, ForestRow, Mark
-from evaluation.report.page import Palette, better, document, minus
+from evaluation.report.page import Palette, better, charts, document, lines, loss_pictures, minus
 from evaluation.seeds import LEAST, Paired
-from evaluation.study.judging import QUESTIONS, Band, Contrast, Judged, mean
+from evaluation.study.judging import QUESTIONS, Contrast, Judged
 from evaluation.study.outcome import Outcome
 from training.observe.metrics import duration
 
-AXES = (("tokens", "tokens"), ("flops", "FLOPs of continued training"), ("seconds", "seconds of training"))
 OF_LAYERS = {  # what is measured of a layer -> title, unit, whether from zero
     "max_over_mean": ("Fullest expert", "its load / the mean", False),
     "entropy": ("Entropy of the load", "1: balance", False),
@@ -159,11 +159,8 @@ def loss_section(judged: Judged, color: Palette) -> str:
     pictures: list[str] = []
     folded: list[str] = []
     for name, bands in judged.curves.items():
-        made = [draw.curves(f"Loss, {name}", "nats a token", unit, lines(bands, axis, color)) for axis, unit in AXES]
-        if found := judged.differences.get(name):
-            unit = f"{judged.control} is 0, nats a token"
-            made.append(draw.curves(f"Difference, {name}", unit, "tokens", lines(found, "tokens", color)))
-        (pictures if name in judged.means else folded).append("".join(made))
+        made = loss_pictures(name, bands, judged.differences.get(name, ()), judged.control, color)
+        (pictures if name in judged.means else folded).append(made)
     if not any(pictures):
         return ""
     body = draw.legend({arm: color[arm] for arm in judged.arms}) + charts(pictures)
@@ -180,17 +177,6 @@ def loss_section(judged: Judged, color: Palette) -> str:
         "validation.",
         body,
     )
-
-
-def charts(pictures: Sequence[str]) -> str:
-    return f'<div class="charts">{"".join(pictures)}</div>'
-
-
-def lines(bands: Sequence[Band], axis: str, color: Palette) -> list[Curve]:
-    return [
-        Curve(b.arm, color[b.arm], [getattr(at, axis) for at in b.spent], b.mean, (), True, b.low, b.high)
-        for b in bands
-    ]
 
 
 # ---- suites

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from string import printable
 from typing import Any
 
 import lm_eval
+import lm_eval.api.registry
 import lm_eval.tasks
 import numpy as np
 import pytest
@@ -148,6 +150,30 @@ def test_the_items_give_the_metric_again_and_the_interval_is_around_it(place: Pa
         part = run.tasks.get(score.name) or run.groups[score.name]
         assert score.value == pytest.approx(part.metrics[score.metric])
         assert score.low <= score.value <= score.high and score.low < score.high
+
+
+def test_counts_give_lm_evals_own_f1_and_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of draws with every class, one class, or a right class that is never chosen; without a call of lm-eval's."""
+    rng = random.Random(0)
+    for name, most in (("f1", 2), ("matthews_corrcoef", 2), ("matthews_corrcoef", 5)):
+        for size in (1, 2, 3, 10, 200):
+            for _ in range(8):
+                right, chosen = ([rng.randrange(rng.randint(1, most)) for _ in range(size)] for _ in range(2))
+                scores = list(zip(right, chosen, strict=True))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    want = float(lm_eval.api.registry.get_aggregation(name)(scores))
+                with monkeypatch.context() as patch:
+                    patch.setattr(
+                        lm_eval.api.registry, "get_aggregation", lambda name: pytest.fail("lm-eval's is slow")
+                    )
+                    assert measures.aggregate(name, scores) == pytest.approx(want, abs=1e-12), (name, scores)
+    texts = [("no", "yes"), ("yes", "yes"), ("no", "no")]
+    assert measures.aggregate("matthews_corrcoef", texts) == pytest.approx(
+        0.5
+    )  # lm-eval's, as for all that is no number
+    with pytest.raises(ValueError, match="multiclass"):  # as lm-eval's
+        measures.aggregate("f1", [(0, 1), (2, 2)])
 
 
 @pytest.mark.parametrize("metric", ["f1", "mcc", "chrf", "perplexity"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -214,8 +215,10 @@ def test_answers_survive_a_kill_and_belong_to_their_model(tmp_path: Path) -> Non
     first.close()
     path = next(tmp_path.glob("*/0.jsonl"))
     path.write_bytes(path.read_bytes()[:-6])  # killed while it wrote y
-    second = Remembered(tmp_path, "a" * 64)
+    with pytest.warns(UserWarning, match="a{32}: 1 line is no answer .*asked again") as said:
+        second = Remembered(tmp_path, "a" * 64)
     assert second.answers == {"x": [-1.25, True]}
+    assert [found.category for found in said].count(UserWarning) == 1
     second.put({"z": [3, 4]})
     second.close()
     assert Remembered(tmp_path, "a" * 64, rank=1).answers == {"x": [-1.25, True], "z": [3, 4]}
@@ -233,7 +236,13 @@ def test_a_line_that_nobody_wrote_is_no_answer(tmp_path: Path, line: str) -> Non
     with path.open("ab") as file:
         file.write(line.encode("latin-1") + b"\n")
     path.write_bytes(path.read_bytes() + path.read_bytes().replace(b"1.25", b"9.25"))  # a digit changed later
-    assert Remembered(tmp_path, "a" * 64).answers == {"x": [-1.25, True]}
+    with pytest.warns(UserWarning, match="3 lines are no answer") as said:  # the line, twice, and the changed one
+        assert Remembered(tmp_path, "a" * 64).answers == {"x": [-1.25, True]}
+    assert [found.category for found in said].count(UserWarning) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # other processes do not say it too
+        assert Remembered(tmp_path, "a" * 64, rank=1).answers == {"x": [-1.25, True]}
+        assert Remembered(tmp_path, "b" * 64).answers == {}
 
 
 def test_a_request_has_a_name_of_its_own() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
+import shlex
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ from evaluation.measures import Measure
 from evaluation.report import draw, facts, report
 from evaluation.report.draw import Curve, ForestRow, Mark
 from evaluation.report.page import tiles
+from evaluation.report.trainings import MEAN, shared
 from evaluation.results import Evaluation, items, load, save
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, subjects, task, text, write
+from training.checkpoint.storage import FORMAT, signed
+from training.config import TrainConfig, read_config
 from upcycle.__main__ import main as upcycle
+from upcycle.config import build
 
 EVIL = '<script>alert("1")</script>'
 
@@ -140,7 +145,7 @@ def test_the_page_stands_alone_and_closes_what_it_opens(tmp_path: Path, all_of_i
     assert not tags.open and not tags.fetched
     assert not {"script", "link", "img", "iframe", "object", "image", "use"} & set(tags.seen)
     assert "default-src 'none'" in page and "@import" not in page and "url(" not in page and "http://" not in page
-    assert len(tags.seen) > 300 and tags.seen.count("section") == 6  # all but the plan, which is not given
+    assert len(tags.seen) > 300 and tags.seen.count("section") == 7  # all but the plan and configs, which are not given
 
 
 def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
@@ -186,6 +191,191 @@ def test_tiles_are_the_suites_first_headlines_and_not_the_surest(tmp_path: Path)
     found = facts.gather([str(tmp_path / "a"), str(tmp_path / "b")], "")
     shown = words_of("<body>" + "".join(tiles(found)))
     assert "calm, b" in shown and "quiet, b" in shown and "loud" not in shown
+
+
+def trained(folder: Path, flops: float, ends: tuple[float, float], **config: Any) -> str:
+    """A run of 20 steps of 100 tokens, validated at 0, 10 and 20; `ends`: losses at the end."""
+    folder.mkdir(parents=True)
+    rows: list[dict[str, Any]] = []
+    for step in (0, 10, 20):
+        rows.append(
+            {"step": step} | {f"valid/{k}/loss": 5 - (5 - e) * step / 20 for k, e in zip("xy", ends, strict=True)}
+        )
+        if step:
+            rows[-1] |= {"tokens": 100 * step, "flops": flops * 100 * step, "loss": 3.0}
+            rows[-1] |= {"seconds_per_step": flops / 10, "memory_gb": flops / 20}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    start = build(TrainConfig, {"output": str(folder), "steps": 20, "data": {"train": ["d"]}, **config})
+    (folder / "config.json").write_text(json.dumps(asdict(start)))
+    return str(folder)
+
+
+def arms(place: Path, **more: Any) -> list[list[str]]:
+    """dense, moe and groups in three seeds: moe is 0.1, 0.11, 0.12 below dense, groups 0.2 above and below."""
+    ends = {"dense": (0.0, 0.0, 0.0), "moe": (-0.1, -0.11, -0.12), "groups": (-0.2, 0.2, 0.0)}
+    return [
+        [
+            trained(place / arm / f"seed-{seed}", 10.0 + 5 * (arm == "moe"), (3 + seed + end, 3 + seed + end), seed=seed,
+                    data={"train": ["d"], "seed": seed}, model={"source": f"./{arm}"}, **more)
+            for seed, end in enumerate(found)
+        ]
+        for arm, found in ends.items()
+    ]  # fmt: skip
+
+
+def joined(groups: list[list[str]]) -> list[str]:
+    return [word for group in groups for word in (*group, "--")][:-1]
+
+
+def test_one_sentence_opens_the_page_with_effect_interval_and_cost(tmp_path: Path) -> None:
+    page, markdown, data = made(tmp_path, joined(arms(tmp_path)))
+    reach = 4.302652729 * 0.01 / 3**0.5
+    opening = re.search(r'<p class="lead">(.*?)</p>', page)
+    assert opening is not None and opening[1].count(". ") == 0
+    said = (
+        f"moe is better than dense: validation loss −0.1100 nats a token at equal tokens, 95 % interval over 3 seeds "
+        f"−{0.11 + reach:.4f} to −{0.11 - reach:.4f}, for 1.50 times the FLOPs (3e+04), 1.50 times the seconds "
+        f"(0:00:30) and 1.50 times the memory (0.75 GB); groups is not shown to differ from dense"
+    )
+    assert opening[1].startswith(said)
+    assert said.replace("−", "-") in markdown and data["opening"] in markdown
+    assert 'class="tile good"' in page and "lower on 2 of 2 sets; better" in words_of(page)
+    assert 'class="tile bad"' not in page and "equal tokens, interpolated" not in page
+    flops = "the validation loss of"  # a token of moe costs more, so that it is read before its end, and groups is not
+    assert f"At equal FLOPs, interpolated, {flops} moe is" in page and f"At equal FLOPs, {flops} groups is" in page
+
+
+def test_one_run_a_side_cannot_call_anything_better(tmp_path: Path) -> None:
+    dense, moe, groups = arms(tmp_path)
+    page, _, data = made(tmp_path, [dense[0], moe[0], groups[0]])
+    assert data["opening"].endswith("; one run a side cannot call anything better.")
+    assert (
+        "moe/seed-0 beside dense/seed-0: validation loss -0.1000 nats a token at equal tokens, for 1.50"
+        in data["opening"]
+    )
+    assert 'class="tile good"' not in page and 'class="tile bad"' not in page
+    assert not re.search(r"\b(better|worse) than\b", words_of(page))
+    two = made(tmp_path, joined([dense[:2], moe[:2]]))[2]
+    assert two["opening"].endswith("; 2 runs a side cannot call anything better.")
+    with pytest.raises(ValueError, match="give as many runs of each"):
+        report.main([*joined([dense, moe[:2]]), f"output={tmp_path / 'x.html'}"])
+
+
+def test_differences_of_validation_loss_have_a_band_over_seeds(tmp_path: Path) -> None:
+    found = facts.gather(arms(tmp_path), "")
+    assert set(found.curves) == {MEAN, "x", "y"}
+    assert [band.arm for band in found.curves[MEAN]] == ["dense", "moe", "groups"]
+    moe, groups = found.differences[MEAN]
+    reach = 4.302652729 * 0.01 / 3**0.5
+    assert [at.tokens for at in moe.spent] == [0, 1000, 2000] and moe.mean == pytest.approx((0, -0.055, -0.11))
+    assert moe.low[-1] == pytest.approx(-0.11 - reach) and moe.high[-1] == pytest.approx(-0.11 + reach)
+    assert groups.low[-1] < -0.4 < 0.4 < groups.high[-1]
+    page = made(tmp_path, joined(arms(tmp_path / "again")))[0]
+    assert f"Difference, {MEAN}" in page and "dense is 0, nats a token" in page
+    assert re.search(r'class="band s1" d="M[^"]+"', page[page.index(f"Difference, {MEAN}") :])
+    assert "Each validation set by itself: x, y" in page
+
+
+def test_every_key_that_differs_is_there_and_the_command_makes_the_run(tmp_path: Path) -> None:
+    groups = arms(tmp_path, optim={"eps": 1e-16, "beta2": 0.9}, log={"wandb": "@on"}, schedule={"peak": 2e-3})
+    upcycle = {"source": "./a b", "experts": 4, "router": {"init": {"std": 1e-16}}, "layers": "all"}
+    groups[1] = [
+        trained(tmp_path / "moe2" / f"seed-{n}", 15.0, (3.0, 3.0), model={"upcycle": upcycle | {"seed": n}}, seed=n)
+        for n in range(3)
+    ]
+    found = facts.gather(groups, "")
+    keys = {row[0]: row[1:] for row in found.keys}
+    assert keys["seed"] == ("0, 1, 2",) * 3 and keys["model.source"] == ("./dense", "unset", "./groups")
+    assert keys["model.upcycle.experts"] == ("unset", "4", "unset")
+    assert keys["model.upcycle.seed"] == ("unset", "0, 1, 2", "unset")
+    assert keys["optim.eps"] == ("1e-16", "1e-08", "1e-16") and "steps" not in keys and "output" in keys
+    for (name, arm), folders in zip(found.arms.items(), groups, strict=True):
+        for command, folder in zip(arm.commands, folders, strict=True):
+            python, module, training, *given = shlex.split(command)
+            assert (python, module, training) == ("python", "-m", "training"), name
+            again = json.loads(json.dumps(asdict(read_config("", given))))
+            assert again == json.loads((Path(folder) / "config.json").read_text())
+    step = tmp_path / "moe2" / "seed-0" / "checkpoints" / "step-00000020"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_bytes(signed({"format": FORMAT, "step": 20, "world": 8, "tensors": {}, "files": {}}))
+    page = made(tmp_path, joined(groups))[0]
+    assert "torchrun --nproc-per-node 8 -m training output=" in words_of(page)
+    assert '<th scope="row">model.upcycle.experts</th>' in page
+
+
+def test_seeds_of_a_suite_are_one_model_of_the_page(tmp_path: Path) -> None:
+    """In two suites, with a name that their folders or their side's trainings give them."""
+    sides: list[list[str]] = [[], []]
+    for seed in range(3):
+        for side, name in enumerate(("dense", "moe")):
+            for suite, task_name in (("one", "x"), ("two", "z")):
+                right = 10 + seed + 4 * side + seed % 2
+                place = tmp_path / suite / name / f"seed-{seed}"
+                folder = subjects(place, {task_name: [0] * right + [1] * (20 - right)}, {task_name: [0] * 20})
+                run = load(folder)
+                mark = f"{name} {seed}"
+                other = replace(run.model, fingerprint=mark, identity=mark, source=f"runs/{name}/seed-{seed}")
+                save(folder, replace(run, model=other, suite=suite), list(items(folder)))
+                sides[side].append(str(folder))
+    found = facts.gather(sides, "")
+    assert {name: [(s.suite, s.name, s.seeds) for s in mine] for name, mine in found.scores.items()} == {
+        name: [("one", "all", 3), ("one", "x", 3), ("two", "all", 3), ("two", "z", 3)] for name in ("dense", "moe")
+    }
+    score = found.scores["dense"][0]
+    assert (score.low, score.high) == (0.5, 0.6) and score.value == pytest.approx((10 + 12 + 12) / 60)
+    one, two = found.comparisons
+    assert (one.suite, two.suite, one.b.name) == ("one", "two", "moe")
+    head = one.differences[0]
+    assert head.seeds == 3 and head.p_holm == pytest.approx(2 * head.p)  # both suites' headlines are one family
+    assert facts.opening(found).startswith("moe is better than dense: All +20.00 points, 95 % interval over 3 seeds")
+    assert "cost that is not known" in facts.opening(found)
+    page, markdown, _ = made(tmp_path, joined(sides))
+    said = words_of(page)
+    assert "| All (two) | acc % |" in markdown
+    for words in (
+        "two: moe is better than dense on All: ",
+        "moe − dense (one)",
+        "moe − dense (two)",
+        "All (two), moe − dense",
+        "56.67 (50.00 to 60.00, 3 seeds)",
+    ):
+        assert words in said, words
+    named = [
+        trained(tmp_path / "t" / arm / f"seed-{n}", 1.0, (3.0, 3.0), model={"source": "a"})
+        for arm in "ab"
+        for n in range(3)
+    ]
+    found = facts.gather([sides[0] + named[:3], sides[1] + named[3:]], "")
+    assert list(found.scores) == list(found.arms) == ["a", "b"]  # one colour for what is of one side
+
+
+def test_one_name_with_another_config_is_another_model(tmp_path: Path) -> None:
+    """Of the same weights: top-2 and top-1 of one conversion."""
+    for place, identity in (("p", "top-2"), ("q", "top-1")):
+        folder = subjects(tmp_path / place / "moe", {"x": [0, 1]}, {"x": [0, 0]})
+        run = load(folder)
+        save(folder, replace(run, suite=place, model=replace(run.model, identity=identity)), list(items(folder)))
+    found = facts.gather([str(tmp_path / "p" / "moe"), str(tmp_path / "q" / "moe")], "")
+    assert list(found.scores) == [f"moe ({tmp_path / place / 'moe'})" for place in "pq"]
+
+
+def test_names_of_seeds_have_a_name_in_common() -> None:
+    for names, common in (
+        (["moe"], "moe"), (["copies/seed-0", "copies/seed-1"], "copies"), (["e8-10", "e8-11"], "e8"),
+        (["dense_run1", "dense_run2"], "dense"), (["rerun-a", "rerun-b"], "rerun"), (["x", "y"], "x, y"),
+        (["seed-0", "seed-1"], "seed-0, seed-1"), (["m", "m"], "m"),
+    ):  # fmt: skip
+        assert shared(names) == common
+
+
+def test_any_number_of_models_are_told_apart(tmp_path: Path) -> None:
+    paths = [trained(tmp_path / f"m{n}x", 1.0, (3.0 + n, 3.0), model={"source": "a"}) for n in range(9)]
+    page, _, data = made(tmp_path, paths)
+    assert {f"line s{n}" for n in range(9)} <= set(re.findall(r"line s\d+", page))
+    style = (Path(draw.__file__).with_name("page.css")).read_text()
+    for n in range(draw.SERIES):
+        assert f".s{n} {{ stroke:" in style and f".t{n} {{ color:" in style and f".band.s{n} {{ fill:" in style
+    assert "; 5 more below; one run a side" in data["opening"]
 
 
 def test_of_many_experts_the_strongest_pairs_are_named(tmp_path: Path) -> None:
@@ -314,3 +504,7 @@ def test_a_heat_map_has_a_cell_a_number_in_its_colour() -> None:
     cells = {level: found.count("z") for level, found in re.findall(r'class="h(\d)" d="(.*?)"', drawn)}
     assert cells == {"0": 1, "4": 3, "8": 1}
     assert 'class="hair" d="M2 0V2"' in drawn
+    assert 'aria-label="t, u: by expert; lowest 0 in row 1, expert 1, highest 4 in row 0, expert 2"' in drawn
+    rows = re.findall(r'<tr><th scope="row">(\d)</th>(.*?)</tr>', drawn)
+    values = {row: re.findall(r">([\d.]*)</td>", cells) for row, cells in rows}
+    assert values == {"0": ["1", "1", "4"], "1": ["", "0", "1"]}

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import yaml
 
-from evaluation import results
+from evaluation import curves, results
 from evaluation.__main__ import main as evaluate
 from evaluation.results import Evaluation, Model, Task
 from evaluation.seeds import Paired
-from evaluation.study import judging, study
 from evaluation.study import plan as planning
+from evaluation.study import study
 from evaluation.study.judging import Contrast, Judged, judge
 from evaluation.study.outcome import outcome
 from evaluation.study.page import table
@@ -367,7 +367,7 @@ def test_tokens_flops_and_seconds_of_training(done: Plan) -> None:
 
 
 def test_a_bound_of_exactly_zero_is_a_bound(done: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "paired", lambda differences, grain=0.0: Paired(3, -0.03, -0.06, 0.0))
+    monkeypatch.setattr(curves, "paired", lambda differences, grain=0.0: Paired(3, -0.03, -0.06, 0.0))
     (beside,) = judge(done).differences["in"]
     assert beside.high == (0.0, 0.0, 0.0) and beside.low == (-0.06,) * 3 and beside.mean == (-0.03,) * 3
 
