@@ -172,7 +172,8 @@ def identity(weights: str, origin: Origin, tokenizer: Path, dtype: str, experts:
     roundings alone.
     """
     settings, beside = dict(origin.config), generation(origin)
-    files = {file for pattern in COPIED for file in tokenizer.glob(pattern) if file.name != "generation_config.json"}
+    files = {file for pattern in COPIED for file in tokenizer.glob(pattern) if file.is_file()}
+    files = {file for file in files if file.name != "generation_config.json"}
     parts = {
         "weights": weights,
         "config": {name: value for name, value in settings.items() if name not in IRRELEVANT},

@@ -2,14 +2,15 @@
 
 The folder's name has the identity of the model as computed (load.identity), so that a model never gets another one's
 answers (lm-eval's own cache is keyed by the request alone). A line is a request's key, its answer and a checksum of the
-two: one that was cut by a kill or changed since is no answer, which is said once, and its request is asked again. Each
-process appends to its own file.
+two and of the model: one that was cut by a kill, changed since, copied from another model's file or is not finite is no
+answer, which is said once, and its request is asked again. Each process appends to its own file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 2  # of how answers are computed; a change that alters answers raises it, so that old ones are not used
+VERSION = 3  # of how answers are computed; a change that alters answers raises it, so that old ones are not used
 
 
 def key(kind: str, *parts: NDArray[np.int64] | str) -> str:
@@ -35,7 +36,7 @@ class Remembered:
     """Answers by request key: read from all processes' files at first, then appended to this process's own."""
 
     def __init__(self, folder: str | Path, identity: str, rank: int = 0) -> None:
-        self.folder = Path(folder) / identity[:32]
+        self.folder, self.identity = Path(folder) / identity[:32], identity
         self.folder.mkdir(parents=True, exist_ok=True)
         self.answers: dict[str, Any] = {}
         broken = 0
@@ -43,7 +44,7 @@ class Remembered:
             for line in filter(None, path.read_bytes().split(b"\n")):
                 try:
                     name, answer, _ = json.loads(line)
-                    whole = line == written(name, answer)
+                    whole = is_answer(answer) and line == written(name, answer, identity)
                 except (ValueError, TypeError):  # no JSON, or no three things
                     whole = False
                 if whole:
@@ -61,12 +62,21 @@ class Remembered:
 
     def put(self, answers: Mapping[str, Any]) -> None:
         """Writes the answers together and at once: a kill loses no more than the batch in work."""
-        self.file.write(b"".join(written(*pair) + b"\n" for pair in answers.items()))
+        self.file.write(b"".join(written(*pair, self.identity) + b"\n" for pair in answers.items()))
         self.file.flush()
 
     def close(self) -> None:
         self.file.close()
 
 
-def written(name: str, answer: Any) -> bytes:
-    return json.dumps([name, answer, zlib.crc32(json.dumps([name, answer]).encode())]).encode()
+def is_answer(value: Any) -> bool:
+    """Whether it is what an engine answers: (log-probability, greedy) or the tokens of a text."""
+    if not isinstance(value, list):
+        return False
+    if len(value) == 2 and isinstance(value[0], float):
+        return math.isfinite(value[0]) and isinstance(value[1], bool)
+    return all(type(token) is int and token >= 0 for token in value)
+
+
+def written(name: str, answer: Any, identity: str) -> bytes:
+    return json.dumps([name, answer, zlib.crc32(json.dumps([identity, name, answer]).encode())]).encode()

@@ -3,21 +3,25 @@
     run.json      one object: the model, where the numbers come from, and every task's scores (class Evaluation)
     items.jsonl   one object a line: every item of every task with what the model answered (class Item)
 
+run.json has a sum of itself and of items.jsonl: a digit that changes on a disk would move a score without a word.
+
 Two runs are compared item by item: join on Item.key, and refuse where prompt_hash differs, because then the two models
 were asked different things. Nothing is a pickle, and floats are kept to the last bit.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from upcycle.disk import write_atomic
+from upcycle.disk import sha256, write_atomic
 
-FORMAT = 2
+FORMAT = 3
 Raw = Any  # what lm-eval's task makes of an item: a number, a tuple of them or of texts, ...
 T = TypeVar("T", "Item", "Task", "Group", "Model")
 
@@ -102,35 +106,41 @@ class Evaluation:
 
 def save(folder: str | Path, run: Evaluation, items: Iterable[Item]) -> Path:
     """Writes both files and returns the folder. run.json is written last: a folder that has one is whole."""
-    save_items(folder, items)
-    return save_run(folder, run)
+    return save_run(folder, run, save_items(folder, items))
 
 
-def save_items(folder: str | Path, items: Iterable[Item]) -> None:
-    """Writes items.jsonl and removes run.json, which would be of other items."""
+def save_items(folder: str | Path, items: Iterable[Item]) -> str:
+    """Writes items.jsonl, removes run.json, which would be of other items, and returns the sum of the new ones."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").unlink(missing_ok=True)
-    lines = (json.dumps(asdict(item), ensure_ascii=False, separators=(",", ":")) for item in items)
-    write_atomic(folder / "items.jsonl", "".join(line + "\n" for line in lines).encode())
+    lines = []
+    for item in items:
+        check_finite(item, "the model gives numbers that cannot be judged; try dtype=float32")
+        lines.append(json.dumps(asdict(item), ensure_ascii=False, separators=(",", ":")) + "\n")
+    data = "".join(lines).encode()
+    write_atomic(folder / "items.jsonl", data)
+    return hashlib.sha256(data).hexdigest()
 
 
-def save_run(folder: str | Path, run: Evaluation) -> Path:
-    write_atomic(Path(folder) / "run.json", json.dumps({"format": FORMAT} | asdict(run), indent=1).encode() + b"\n")
+def save_run(folder: str | Path, run: Evaluation, items: str) -> Path:
+    """Writes run.json; `items`: the sum of the run's items, as save_items returns it."""
+    value = json.loads(json.dumps({"format": FORMAT} | asdict(run) | {"items_sha256": items}))
+    write_atomic(Path(folder) / "run.json", json.dumps(value | {"sum": digest(value)}, indent=1).encode() + b"\n")
     return Path(folder)
+
+
+def digest(value: Mapping[str, Any]) -> str:
+    """The sha256 of a run.json without its `sum`."""
+    body = {key: inner for key, inner in value.items() if key != "sum"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def load(folder: str | Path) -> Evaluation:
     """The scores of a run; its items are read by items()."""
     path = Path(folder) / "run.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} has no run.json; give a folder that `python -m evaluation run` has finished")
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); run the evaluation again") from None
-    if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
-        raise ValueError(f"{path} is not of format {FORMAT}, which this version reads; run the evaluation again")
+    value = verified(path)
+    del value["items_sha256"]
     value["model"] = made(Model, value.get("model"), path)
     value["tasks"] = {name: made(Task, task, path) for name, task in value.get("tasks", {}).items()}
     value["groups"] = {name: made(Group, group, path) for name, group in value.get("groups", {}).items()}
@@ -140,11 +150,31 @@ def load(folder: str | Path) -> Evaluation:
     return Evaluation(**value)
 
 
+def verified(path: Path) -> dict[str, Any]:
+    """What a run.json holds, if it is as it was written."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no run.json; give a folder that `python -m evaluation run` has finished")
+    try:
+        value: Any = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); run the evaluation again") from None
+    if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} is not of format {FORMAT}, which this version reads; run the evaluation again")
+    if value.pop("sum", None) != digest({"format": FORMAT} | value) or "items_sha256" not in value:
+        raise ValueError(f"{path} is not what was written: its sum differs; run the evaluation again")
+    return value
+
+
 def items(folder: str | Path) -> Iterator[Item]:
-    """The items of a run, in the order of its tasks and of their documents."""
-    path = Path(folder) / "items.jsonl"
+    """The items of a run, in the order of its tasks and of their documents: those that were written, each once, with
+    numbers that are finite. Without a run.json, which a run writes last, nothing says whether they are all."""
+    path, whole = Path(folder) / "items.jsonl", Path(folder) / "run.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no items.jsonl; give a folder that `python -m evaluation run` has finished")
+    tasks = load(folder).tasks if whole.is_file() else None
+    if tasks is not None and sha256(path) != verified(whole)["items_sha256"]:
+        raise ValueError(f"{path} is not what was written: its sha256 is not run.json's; run the evaluation again")
+    count, seen = dict.fromkeys(tasks or (), 0), set[tuple[str, str, int]]()
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -152,7 +182,29 @@ def items(folder: str | Path) -> Iterator[Item]:
             except ValueError as error:
                 raise ValueError(f"{path}:{number} is not JSON ({error}); run the evaluation again") from None
             item = made(Item, value, path)
+            if item.key in seen:
+                raise ValueError(f"{path}:{number} is {item.task} {item.doc} once more; run the evaluation again")
+            check_finite(item, f"{path} is damaged; run the evaluation again")
+            seen.add(item.key)
+            count[item.task] = count.get(item.task, 0) + 1
             yield replace(item, scores={name: tuples(score) for name, score in item.scores.items()})
+    for name, task in (tasks or {}).items():
+        if count[name] != task.items:
+            raise ValueError(f"{path} has {count[name]} items of {name} and run.json {task.items}; run it again")
+
+
+def check_finite(item: Item, how: str) -> None:
+    if not finite(item.logprobs) or not finite(item.scores):
+        raise ValueError(f"item {item.doc} of {item.task} has a number that is not finite; {how}")
+
+
+def finite(value: Any) -> bool:
+    """Whether no number in the value is nan or infinite, at any depth."""
+    if isinstance(value, Mapping):
+        return all(map(finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def tuples(value: Any) -> Raw:

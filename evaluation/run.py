@@ -141,10 +141,12 @@ def run(config: RunConfig, command: str) -> Path:
         lm = DecoderLM(engine, model.tokenizer, remembered=remembered, stops=model.stops, generate=config.generate)
         prepared = time.monotonic()
 
+        sums: list[str] = []
+
         def keep(samples: Samples) -> None:
             remembered.close()
             if mesh.rank == 0:
-                results.save_items(folder, items_of(samples, found))
+                sums.append(results.save_items(folder, items_of(samples, found)))
 
         answered = ask(lm, found, config.limit, BOOTSTRAP, keep)
         clock_end, scored = time.monotonic(), tasks_of(answered, found)
@@ -162,7 +164,7 @@ def run(config: RunConfig, command: str) -> Path:
             notes=(*found.notes, *notes_of(config, lm), *own_functions(scored)),
         )
         if mesh.rank == 0:
-            results.save_run(folder, evaluation)
+            results.save_run(folder, evaluation, sums[0])
             print(table(evaluation))
             print(f"\n{folder}: run.json, items.jsonl")
     return folder

@@ -25,6 +25,7 @@ from training.checkpoint.state import Checkpoints, TrainState, found
 from training.config import ModelConfig, TrainConfig, upcycle_config
 from training.data.batch import Samples
 from training.data.mixture import Loader
+from training.data.open import check_tokens
 from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.moe import MoE
@@ -146,6 +147,7 @@ class Run(Learner):
 def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
     """Context that yields the Run: model, optimiser, balance, and the state that a checkpoint holds. Its weights are
     still to come, from a checkpoint or from `begin`."""
+    check_tokens(config.data)
     folder, world = Path(config.output), dist.get_world_size() if dist.is_initialized() else 1
     resumes, has_origin = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
     opened = source(config, nothing if resumes else standalone.measured_once)

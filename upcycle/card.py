@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from upcycle import size
+from upcycle.cli import printable
 from upcycle.plan import UpcyclePlan, sizes, target
 from upcycle.promise import Promise
 from upcycle.version import __version__
@@ -51,6 +52,11 @@ def public(source: str) -> str:
     """A hub id as it is; of a folder the name, without where it lies on this machine."""
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", source) and not os.path.exists(source)
     return source if is_hub_id else os.path.basename(os.path.normpath(source))
+
+
+def inert(text: str) -> str:
+    """The text as Markdown that shows it: without markup, HTML, pictures or lines of its own."""
+    return re.sub(r"([\\`\[\]|])", r"\\\1", printable(text)).replace("<", "&lt;")
 
 
 def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
@@ -122,7 +128,7 @@ def scale_text(plan: UpcyclePlan) -> str:
 
 
 def table(plan: UpcyclePlan) -> str:
-    return "\n".join(f"{name:<12} {text}" for name, text in rows(plan))
+    return "\n".join(f"{name:<12} {printable(text)}" for name, text in rows(plan))
 
 
 def tensors(plan: UpcyclePlan) -> Iterator[str]:
@@ -130,12 +136,12 @@ def tensors(plan: UpcyclePlan) -> Iterator[str]:
     for output in plan.outputs:
         first = str(output.parts[0])
         more = f", and {len(output.parts) - 1} parts more" if len(output.parts) > 1 else ""
-        yield f"{output.name}  {list(output.shape)}  {output.dtype}  =  {first}{more}"
+        yield printable(f"{output.name}  {list(output.shape)}  {output.dtype}  =  {first}{more}")
 
 
 def text(plan: UpcyclePlan) -> str:
     """The README.md of the output folder."""
-    from_name = public(plan.config.source or plan.config.donors[0])
+    from_name = inert(public(plan.config.source or plan.config.donors[0]))
     load = (
         "AutoModelForCausalLM.from_pretrained(folder)"
         if target(plan.target).ABILITIES.stock
@@ -147,7 +153,7 @@ def text(plan: UpcyclePlan) -> str:
         f"Made by upcycle {__version__} from `{from_name}`.",
         f"Load it with `{load}`.", "",
         "| | |", "|---|---|",
-        *(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows(plan) if name != "training"), "",
+        *(f"| {name} | {inert(value)} |" for name, value in rows(plan) if name != "training"), "",
         "Every tensor and its sources, from this folder: `python -m upcycle plan upcycle.json --tensors`; with "
         "`source=FOLDER` if the model it was made from lies elsewhere now.", "",
     ]  # fmt: skip

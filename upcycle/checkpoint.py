@@ -19,6 +19,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,13 @@ INFINITY = {
 }  # fmt: skip
 
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack"}
-COPIED = (
-    "tokenizer*.json", "*.model", "tokenizer.model.v*", "tekken.json", "*.tiktoken", "vocab.json", "vocab.txt",
-    "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json", "chat_template*.jinja",
-    "chat_template*.json", "preprocessor_config.json", "processor_config.json",
+COPIED = (  # names, or patterns of them: what is published with a model
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "sentencepiece.bpe.model",
+    "spiece.model", "spm.model", "tiktoken.model", "tekken.json", "qwen.tiktoken", "tokenizer.tiktoken", "vocab.json",
+    "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
+MAX_COPIED = 100_000_000  # bytes of one of them; the largest tokenizer.json we know has 35 MB
 DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
@@ -177,9 +180,11 @@ class Checkpoint:
         return {file.name: list(self._stamps[file]) for file in self.files}
 
     def copied_files(self) -> list[Path]:
-        """The files that a converted folder takes over: tokenizer, chat template, generation settings; no code."""
-        found = {file for pattern in COPIED for file in self.folder.glob(pattern)}
-        return sorted(f for f in found if f.is_file() and not f.name.startswith("."))
+        """The files that a converted folder takes over: tokenizer, chat template, generation settings; no code. A
+        ValueError about one that is not the folder's own."""
+        names = sorted(name for name in os.listdir(self.folder) if any(fnmatchcase(name, p) for p in COPIED))
+        files = [self.folder / name for name in names]
+        return [own(file) for file in files if file.is_symlink() or file.is_file()]
 
     def close(self) -> None:
         self._open_files.close()
@@ -379,6 +384,23 @@ def open_regular(file: Path) -> FileIO:
     except OSError as error:
         missing = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error.strerror})"
         raise ValueError(f"{file} {missing}; it must be a file that you may read") from error
+
+
+def own(file: Path) -> Path:
+    """The file, if it may be published with its folder: a regular file of the folder, or of the hub's cache if the
+    folder is a part of that, and of MAX_COPIED bytes at most. A link to elsewhere may lead to any secret."""
+    home, target = Path(os.path.realpath(file.parent)), Path(os.path.realpath(file))
+    places = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(target.is_relative_to(place) for place in places):
+        raise ValueError(
+            f"{file} is a link to {target}, outside of its folder, and would be published with the model; put a copy "
+            "of the file in its place, or remove it"
+        )
+    if not target.is_file():
+        raise ValueError(f"{file} is missing, or no regular file; put the model's own in its place, or remove it")
+    if (size := target.stat().st_size) > MAX_COPIED:
+        raise ValueError(f"{file} has {size} bytes; a {file.name} of more than {MAX_COPIED} is not published")
+    return file
 
 
 def stamp(handle: FileIO) -> tuple[int, int]:

@@ -57,7 +57,9 @@ def command(*, resumes: bool = False) -> Callable[[Callable[[list[str]], int]], 
 
 def start(module: str, *, own_help: bool = False) -> int:
     """Import `module`, run its main and return the exit code. `own_help`: main shows --help itself."""
-    warnings.formatwarning = lambda message, *_, **__: f"{name_of(module)}: {' '.join(str(message).split())}\n"
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"{name_of(module)}: {printable(' '.join(str(message).split()))}\n"
+    )
     os.environ.setdefault("TORCH_LOGS_FORMAT", "[torch] %(message)s")  # by default torch adds a date and a source line
     handles_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # False in a background job
     if handles_ctrl_c:
@@ -100,7 +102,7 @@ def exit_code(module: str, work: Callable[[], int], *, resumes: bool = False) ->
             f'the package {package} is not installed; pip install -e ".[eval,data,plots]" brings what is optional'
         )
     except (ValueError, OSError) as error:
-        sentence = " ".join(str(error).split())
+        sentence = printable(" ".join(str(error).split()))
     except KeyboardInterrupt:
         say_stopped(module, resumes=resumes)
         return STOPPED
@@ -124,6 +126,12 @@ def say_stopped(module: str, *, resumes: bool = False) -> None:
     more = "; the same command goes on from here" if resumes else ""
     if os.environ.get("RANK", "0") == "0":  # rank 0 speaks for all processes
         os.write(2, f"{name_of(module)}: stopped{more}\n".encode())  # os.write: print itself may have been interrupted
+
+
+def printable(text: str) -> str:
+    """The text with control characters, line ends and marks that turn writing around as escapes: a file's text can
+    neither command a terminal nor forge a line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def name_of(module: str) -> str:

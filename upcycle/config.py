@@ -24,6 +24,7 @@ IN_CLONE = Path(__file__).parent.parent / "configs" / "upcycle"
 READY = IN_CLONE if IN_CLONE.is_dir() else Path(__file__).parent / "configs"  # where the wheel has them
 # exceptions that escape OmegaConf: for a list instead of a mapping, for `[=1`, for a list that holds itself
 NONSENSE = (TypeError, IndexError, RecursionError, json.JSONDecodeError)
+OTHER_KEY = re.compile(r"\$\{[\w.\[\]-]+\}")  # ${a.b}: all that a file may ask to be put in
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -90,29 +91,63 @@ def read(
 ) -> T:
     """A `kind` from an optional YAML file (a path, or the name of a ready config), `a.b=value` words and `values`.
 
-    Later ones win. Whatever is wrong is a ValueError of one sentence.
+    Later ones win. Whatever is wrong is a ValueError of one sentence. ${a.b} in a YAML file or a word is the value of
+    another key; what reaches further, as ${oc.env:HOME} does, is for words alone. JSON and `values` are literal.
     """
     try:
-        merged = OmegaConf.create({})
-        if file:
-            path = find(file, ready)
-            loaded = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text())
-            if isinstance(loaded, dict) and {"plan", "promise", "config", "method"} <= loaded.keys():
-                loaded = of_manifest(loaded)
-            if not isinstance(loaded, dict):
-                raise ValueError(f"{file} holds {type(loaded).__name__}, not keys and values")
-            merged = OmegaConf.create(loaded)
+        merged = OmegaConf.create(loaded(file, ready) if file else {})
         for word in words:
             key, equals, value = word.partition("=")
             if not equals or not key:
                 raise ValueError(f"{word!r} is not key=value; write for instance top_k=2")
             OmegaConf.update(merged, key, word_value(kind, key, value), merge=True)
         for key, given in values:
-            OmegaConf.update(merged, key, given, merge=True)
+            OmegaConf.update(merged, key, literal(given), merge=True)
         plain = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, *NONSENSE) as error:
         raise ValueError(f"the config cannot be read: {' '.join(str(error).split())}") from None
     return build(kind, plain)
+
+
+def loaded(file: str, ready: Path) -> dict[str, Any]:
+    """The keys and values of a config file, in which no more than ${a.b} is left to resolve."""
+    path = find(file, ready)
+    by_program = path.suffix == ".json"  # a folder's upcycle.json, a run's config.json
+    found = literal(json.loads(path.read_text())) if by_program else yaml.safe_load(path.read_text())
+    if isinstance(found, dict) and {"plan", "promise", "config", "method"} <= found.keys():
+        found = of_manifest(found)
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds {type(found).__name__}, not keys and values")
+    if not by_program:
+        check_reach(found, file)
+    return found
+
+
+def keys_of(file: str, ready: Path) -> dict[str, Any]:
+    """The keys and values of a config file, resolved."""
+    found: Any = OmegaConf.to_container(OmegaConf.create(loaded(file, ready)), resolve=True)
+    return cast(dict[str, Any], found)
+
+
+def check_reach(value: Any, file: str) -> None:
+    """Raises ValueError about a text that asks for anything but another key, such as a variable of the environment: a
+    file may be a stranger's, and what is put in ends in folders and pages that are given away."""
+    if isinstance(value, str) and "${" in OTHER_KEY.sub("", value):
+        raise ValueError(
+            f"{file} has {value!r}, and in a file only another key can be put in, as in ${{source}}; what reads the "
+            "environment is typed: KEY='${oc.env:NAME}'"
+        )
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        check_reach(inner, file)
+
+
+def literal(value: Any) -> Any:
+    """The value as OmegaConf has to be given it so that ${...} in its texts stays as it is."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
+    if isinstance(value, Mapping):
+        return {key: literal(inner) for key, inner in value.items()}
+    return [literal(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def of_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +177,8 @@ def find(file: str, ready: Path) -> Path:
 
 
 def build(kind: type[T], values: Any, where: str = "") -> T:
-    """A dataclass from plain values: unknown keys refused with the nearest right one, types checked by OmegaConf."""
+    """A dataclass from plain values: unknown keys refused with the nearest right one, types checked by OmegaConf. Texts
+    are literal: ${...} in them is resolved by `read` or not at all."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{where or 'the config'} is {values!r}; it must be keys and values")
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -162,7 +198,7 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
                 values = {**values, key: dataclasses.asdict(inner)}
             elif isinstance(value, str) and isinstance(fields[key].default, tuple):
                 values = {**values, key: [value]}  # one text, one donor: no brackets needed
-        return OmegaConf.to_object(OmegaConf.merge(schema, values))  # type: ignore[return-value]
+        return OmegaConf.to_object(OmegaConf.merge(schema, literal(values)))  # type: ignore[return-value]
     except (OmegaConfBaseException, *NONSENSE) as error:
         first = str(error).splitlines()[0]
         full = re.search(r"full_key: (\S+)", str(error))

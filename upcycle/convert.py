@@ -62,6 +62,7 @@ def convert(
     if not output.name:
         raise ValueError(f"output is {plan.config.output!r}; write the name of a folder to make")
     partial = output.with_name(output.name + ".partial")
+    checkpoints[0].copied_files()  # refuses what must not be published before a byte is written
     identity: dict[str, Any] = {"plan": plan.hash, "source": [c.fingerprint() for c in checkpoints]}
     if plan.needs_text:  # the text is part of the identity: changed text is another job
         identity["texts"] = [disk.sha256(Path(path)) for path in request.measured_texts(plan.config)]

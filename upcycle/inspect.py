@@ -17,6 +17,7 @@ from tqdm import tqdm
 from upcycle import methods, plugin
 from upcycle.card import human
 from upcycle.checkpoint import Checkpoint
+from upcycle.cli import printable
 from upcycle.convert import MANIFEST, changed, digest
 from upcycle.spec import MoESpec
 
@@ -52,9 +53,11 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
                 raise ValueError(
                     f"config.json of {folder} is not the one that was converted to ({error!r}); convert again"
                 ) from None
-        text = "\n".join(f"{name:<20} {value}" for name, value in lines.items())
+        text = "\n".join(f"{name:<20} {printable(value)}" for name, value in lines.items())
         if tensors:
-            text += "\n\n" + "\n".join(f"{e.name}  {list(e.shape)}  {e.dtype}  {e.file.name}" for e in entries.values())
+            text += "\n\n" + "\n".join(
+                f"{e.name}  {list(e.shape)}  {e.dtype}  {printable(e.file.name)}" for e in entries.values()
+            )
         return text
 
 
@@ -184,7 +187,7 @@ def check(folder: Path) -> bool:
     if manifest and source_here(manifest):
         faults += changed_source(manifest)
     for line in faults:
-        print(f"upcycle: {line}", file=sys.stderr)
+        print(f"upcycle: {printable(line)}", file=sys.stderr)
     verdict = (
         f"sizes, sha256 and values are right{source}"
         if manifest

@@ -210,7 +210,9 @@ def built(checkpoint: Checkpoint, dtype: torch.dtype, experts: str) -> Any:
     """The model without its weights."""
     import transformers
 
-    path, more = str(checkpoint.folder), {"experts_implementation": experts} if experts else {}
+    path = str(checkpoint.folder)
+    # never what config.json says: transformers fetches and runs kernels that it names
+    more: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": experts or None}
     if checkpoint.config.get("model_type") != "upcycled":
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         kind: Any = transformers.AutoModelForCausalLM
@@ -224,7 +226,7 @@ def built(checkpoint: Checkpoint, dtype: torch.dtype, experts: str) -> Any:
     from upcycle.remote import modeling_upcycled as ours
 
     own: Any = ours.UpcycledForCausalLM
-    return own._from_config(ours.UpcycledConfig.from_pretrained(path), dtype=dtype).eval()
+    return own._from_config(ours.UpcycledConfig.from_pretrained(path), dtype=dtype, **more).eval()
 
 
 @contextmanager

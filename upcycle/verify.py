@@ -20,11 +20,14 @@ from torch import Tensor, nn
 
 from upcycle import rebuild, rng, text
 from upcycle.checkpoint import Checkpoint
+from upcycle.cli import printable
 from upcycle.inspect import read_whole_manifest
 from upcycle.plan import UpcyclePlan
 from upcycle.promise import Estimate, compare
 from upcycle.streamed import Streamed
 
+# of the largest logit, by which those of an exact plan may differ: the judge's own bound, whatever a manifest says
+EXACT = 1e-5
 HALF = 0.1  # logits in half precision: the models round differently, and router ties split some virtual groups
 CHUNK = 16 << 20  # bytes of logits of one model at a time
 TAPPED = 64 << 20  # bytes of FFN inputs kept of all layers together
@@ -70,7 +73,7 @@ class Report:
             ("fault", f"and {len(self.faults) - 8} more" if len(self.faults) > 8 else ""),
             ("verdict", "held" if self.held else "nothing to hold; logits are finite" if self.nothing else "BROKEN"),
         ]
-        return "\n".join(f"{name:<12} {value}" for name, value in lines if value)
+        return "\n".join(f"{name:<12} {printable(value)}" for name, value in lines if value)
 
 
 # ---- tokens
@@ -164,7 +167,7 @@ def compared(
     blocks = ""
     if plan is not None:
         if exact:
-            tolerance = plan.promise.tolerance if dtype in ("float32", "float64") else HALF
+            tolerance = EXACT if dtype in ("float32", "float64") else HALF
         assert taps is not None
         blocks, off = judged(taps, plan)
         faults += off

@@ -296,11 +296,18 @@ def plan_rows(folder: Path) -> Rows:
     try:
         with ExitStack() as stack:
             sources = [config.source or config.donors[0], *config.donors]
-            upcycle_plan = plan.build(config, [stack.enter_context(Checkpoint.open(name)) for name in sources])
+            upcycle_plan = plan.build(config, [stack.enter_context(at_hand(name)) for name in sources])
             return [*card.rows(upcycle_plan), *old]
     except (ValueError, OSError) as error:
         stated = [(name, str(value)) for name, value in asdict(config).items() if name != "output"]
         return [*stated, *old, ("note", f"sizes are left out: {' '.join(str(error).split())}")]
+
+
+def at_hand(name: str) -> Checkpoint:
+    """The folder of a dense model, never the hub's: a manifest may name any repository, and a report fetches none."""
+    if not name or not Path(name).is_dir():
+        raise ValueError(f"{name!r} is no folder here, and a report fetches no model")
+    return Checkpoint(Path(name))
 
 
 def settings(folder: Path) -> Rows:

@@ -27,7 +27,7 @@ from training.observe.flops import model_flops
 from training.observe.metrics import FILE as METRICS
 from training.schedule import schedule
 from upcycle.config import READY as UPCYCLE_READY
-from upcycle.config import build, find, read
+from upcycle.config import build, keys_of, literal, read
 from upcycle.disk import write_atomic
 from upcycle.plugin import nearest
 
@@ -195,12 +195,13 @@ def arm_of(config: StudyConfig, name: str, own: Any) -> Arm:
             f"follow from another arm's: write match: {' or '.join(MATCHES)} and of: ARM, and no steps"
         )
     ready = own.get("config", config.base.get("config", ""))
-    start = yaml.safe_load(find(ready, training_config.READY).read_text()) if ready else {}
-    values: Any = OmegaConf.to_container(OmegaConf.merge(start, *(plain(keys) for keys in (config.base, own))))
+    start = keys_of(ready, training_config.READY) if ready else {}
+    parts = [literal(keys) for keys in (start, plain(config.base), plain(own))]
+    values: Any = OmegaConf.to_container(OmegaConf.merge(*parts), resolve=True)
     values = {"model": {}, "data": {}, **{key: value for key, value in values.items() if key not in SET}}
     upcycle = values["model"].get("upcycle")
     if isinstance(upcycle, str) and upcycle:  # a ready config: its keys instead of its name, because a seed joins them
-        values["model"]["upcycle"] = yaml.safe_load(find(upcycle, UPCYCLE_READY).read_text())
+        values["model"]["upcycle"] = keys_of(upcycle, UPCYCLE_READY)
     model = values["model"]
     begins = model.get("upcycle") or model
     if not (begins.get("source") or begins.get("donors")):

@@ -32,11 +32,12 @@ from training.model.decoder import Decoder
 from training.parallel.collectives import broadcast, broadcast_tensors
 from training.parallel.processes import rank
 from upcycle import card, measure
-from upcycle.checkpoint import Checkpoint
+from upcycle.checkpoint import COPIED, Checkpoint, own
 from upcycle.config import UpcycleConfig, build
 from upcycle.disk import sync_folder, write_atomic
 from upcycle.job import read_json
 from upcycle.plan import UpcyclePlan
+from upcycle.targets.upcycled import MODELING
 
 FOLDER, CONFIG, OBSERVED, RECORD = "origin", "config.json", "observed.safetensors", "origin.json"
 
@@ -70,9 +71,16 @@ def kept(folder: Path) -> Origin:
             f"{folder} has no {FOLDER}/{RECORD}, so it does not say what model it trains; run the command that made it "
             "once more, which writes it"
         )
-    files = [home / Path(name).name for name in record["files"]]
+    files = [published(home / Path(name).name) for name in record["files"]]
     config = json.loads((home / CONFIG).read_text())
     return layout.described(folder, config, no_weights, files, record.get("settings"))
+
+
+def published(file: Path) -> Path:
+    """The file, if an export may take it over: by its name and as it lies there."""
+    if not any(file.match(pattern) for pattern in (*COPIED, MODELING.name)):
+        raise ValueError(f"{file.parent / RECORD} names {file.name!r}, which is no file that an export takes over")
+    return own(file)
 
 
 def no_weights(name: str, rows: tuple[int, int] | None = None) -> Tensor:

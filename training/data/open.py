@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from training.data.batch import Samples
 from training.data.mixture import DataConfig, Mixture, Validation, same_tokenizer
-from training.data.shards import TokenShards
+from training.data.shards import TokenShards, check_file, remember, unchecked
 from training.data.stream import Stream
+from training.parallel.collectives import gather
+from training.parallel.processes import rank
+
+
+def check_tokens(config: DataConfig) -> None:
+    """Reads the token files that nobody has read since they changed, each rank its share, and compares them with their
+    sums: damaged ones would be learned without a word. All ranks call this together, and all raise the first fault."""
+    folders = list(dict.fromkeys(Path(source.path) for source in (*config.train, *config.valid)))
+    files = [(path, sha) for folder in folders for path, sha in unchecked(folder).items()]
+    fault, ranks = "", len(gather(rank()))
+    for path, sha in tqdm(files[rank() :: ranks], "checking tokens", delay=2, disable=rank() > 0):
+        try:
+            check_file(path, sha)
+        except (ValueError, OSError) as error:
+            fault = fault or str(error)
+    if faults := [found for found in gather(fault) if found]:  # which waits until all have read theirs
+        raise ValueError(faults[0])
+    if files and rank() == 0:
+        for folder in folders:
+            remember(folder)
 
 
 def open_training(config: DataConfig, vocab: int, state: Mapping[str, Any] | None = None) -> Samples:

@@ -16,6 +16,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -24,7 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from upcycle.disk import write_atomic
+from upcycle.job import read_json
+
 META = "meta.json"
+CHECKED = ".checked.json"  # beside it, by training: the stamp of each file that was read whole and found right
 KIND = "token shards"
 VERSION = 1
 Ids = NDArray[Any]  # uint16 or uint32
@@ -111,14 +116,11 @@ class TokenShards:
 
     def verify(self) -> None:
         """Read everything: the sha256 of every file, and that each id is one of the vocabulary."""
+        for path, sha in sums(self.folder).items():
+            check_file(path, sha)
         for row, shard in zip(read_meta(self.folder)["shards"], self.shards, strict=True):
-            for kind in ("tokens", "documents"):
-                path = self.folder / row[kind]["file"]
-                with open(path, "rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-                if found != row[kind]["sha256"]:
-                    raise ValueError(f"{path} is not what was written: its sha256 is {found}; prepare it again")
             if int(shard.tokens.max()) >= self.vocab:
+                path = self.folder / Path(row["tokens"]["file"]).name
                 raise ValueError(f"{path} holds ids beyond the {self.vocab} of its tokenizer; prepare it again")
 
 
@@ -144,6 +146,47 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
     if meta.get("dtype") not in ("uint16", "uint32"):
         raise ValueError(f"{path} says dtype {meta.get('dtype')!r}; it must be uint16 or uint32: prepare it again")
     return meta
+
+
+# ---- are the bytes those that were written
+
+
+def sums(folder: Path) -> dict[Path, str]:
+    """The sha256 of each file of tokens and documents, as it was written."""
+    try:
+        return {
+            folder / Path(row[kind]["file"]).name: str(row[kind]["sha256"])
+            for row in read_meta(folder)["shards"]
+            for kind in SHARD_FILES
+        }
+    except (TypeError, KeyError):
+        raise ValueError(f"{folder / META} lacks the sha256 of its files; prepare the folder again") from None
+
+
+def check_file(path: Path, sha: str) -> None:
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != sha:
+        raise ValueError(f"{path} is not what was written: its sha256 is {found}; prepare it again")
+
+
+def unchecked(folder: Path) -> dict[Path, str]:
+    """The files, with their sums, that nobody has read whole since they have this size and time of change."""
+    known = read_json(folder / CHECKED)
+    known = known if isinstance(known, dict) else {}
+    return {path: sha for path, sha in sums(folder).items() if known.get(path.name) != stamp(path, sha)}
+
+
+def remember(folder: Path) -> None:
+    """Writes down that all files were found right. A folder that cannot be written to is read again the next time."""
+    with suppress(OSError):
+        found = {path.name: stamp(path, sha) for path, sha in sums(folder).items()}
+        write_atomic(folder / CHECKED, json.dumps(found).encode() + b"\n")
+
+
+def stamp(path: Path, sha: str) -> list[Any]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino, sha]  # a copy has another inode
 
 
 def partial_of(folder: Path) -> Path:

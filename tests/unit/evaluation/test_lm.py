@@ -303,7 +303,7 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     assert results.load(tmp_path) == run
     assert list(results.items(tmp_path)) == [item]
     (tmp_path / "run.json").write_text(json.dumps({"format": 0}))
-    with pytest.raises(ValueError, match="format 2"):
+    with pytest.raises(ValueError, match="format 3"):
         results.load(tmp_path)
     with pytest.raises(ValueError, match="finished"):
         results.load(tmp_path / "none")

@@ -134,7 +134,7 @@ def test_the_tiny_suite_tells_a_wrecked_model_from_a_good_one(tmp_path: Path) ->
         items = [text("tiny_text", i, -bits * noise[i] * s * math.log(2), s) for i, s in enumerate(sizes)]
         for name in loaded.keys() - {"tiny_text"}:
             items += [chosen(name, i, 0, i % 2) for i in range(len(loaded[name].eval_docs))]
-        made = [task(name, 1) for name in loaded.keys() - {"tiny_text"}]
+        made = [task(name, len(loaded[name].eval_docs)) for name in loaded.keys() - {"tiny_text"}]
         folders.append(
             write(tmp_path / side, [task("tiny_text", len(texts), "bits_per_byte", higher=False), *made], items)
         )
