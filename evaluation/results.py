@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from upcycle.disk import write_atomic
+from upcycle.disk import make_folder, write_atomic
 
 FORMAT = 2
 Raw = Any  # what lm-eval's task makes of an item: a number, a tuple of them or of texts, ...
@@ -109,7 +109,7 @@ def save(folder: str | Path, run: Evaluation, items: Iterable[Item]) -> Path:
 def save_items(folder: str | Path, items: Iterable[Item]) -> None:
     """Writes items.jsonl and removes run.json, which would be of other items."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     (folder / "run.json").unlink(missing_ok=True)
     lines = (json.dumps(asdict(item), ensure_ascii=False, separators=(",", ":")) for item in items)
     write_atomic(folder / "items.jsonl", "".join(line + "\n" for line in lines).encode())
