@@ -461,13 +461,14 @@ def main() -> int:
     parser.add_argument("commands", nargs="*")
     parser.add_argument("--each", type=int, default=0, help="crashes of a command; 0: every call in every way")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0, help="no crash begins after so many; 0: all of them")
     parser.add_argument("--kinds", nargs="*", default=KINDS)
     options = parser.parse_args()
     import torch
 
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
-    chance, failed, done = random.Random(options.seed), 0, Counter[str]()
+    chance, failed, done, began = random.Random(options.seed), 0, Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name).resolve()
         place, here = root / "place", root / "here"
@@ -482,34 +483,39 @@ def main() -> int:
         for module in (root / "modules").read_text().split():  # or every fork would import them again
             with contextlib.suppress(Exception):
                 importlib.import_module(module)
+        wholes, cases = {}, []
         for command in commands(place).values():
             if options.commands and command.name not in options.commands:
                 continue
-            began = time.monotonic()
             here.mkdir()
             whole = ended(started(command, here, root), root)
             assert whole.code == 0, whole.said
-            want, outcomes = command.result(here), Counter[str]()
+            wholes[command.name] = command, whole.calls, command.result(here)
+            shutil.rmtree(here)
             if whole.unsynced:
                 failed += 1
                 print(f"FAULT {command.name}: published and not on the disk: {whole.unsynced}", flush=True)
-            cases = list(itertools.product(range(1, whole.calls + 1), options.kinds))
-            if options.each:
-                cases = chance.sample(cases, min(options.each, len(cases)))
-            for at, kind in cases:
-                try:
-                    outcomes[f"{kind}: {crashed(command, here, root, kind, at, want)}"] += 1
-                    done[kind] += 1
-                except Faults as fault:
-                    failed += 1
-                    print(f"FAULT {command.name}, {kind} at call {at} of {whole.calls}: {fault}", flush=True)
-            shutil.rmtree(here)
-            said = ", ".join(f"{count} {what}" for what, count in sorted(outcomes.items()))
-            print(
-                f"{command.name}: {whole.calls} calls, {len(cases)} crashes in {time.monotonic() - began:.0f} s: {said}",
-                flush=True,
-            )
-    print(f"{sum(done.values())} crashes and reruns as they should be ({dict(done)}), {failed} faults")
+            own = [(command.name, at, kind) for at, kind in itertools.product(range(1, whole.calls + 1), options.kinds)]
+            cases += chance.sample(own, min(options.each or len(own), len(own)))
+        outcomes = {name: Counter[str]() for name in wholes}
+        chance.shuffle(cases)
+        for name, at, kind in cases:
+            if options.seconds and time.monotonic() - began > options.seconds:
+                break
+            command, calls, want = wholes[name]
+            try:
+                what = crashed(command, here, root, kind, at, want)
+            except Faults as fault:
+                failed += 1
+                print(f"FAULT {name}, {kind} at call {at} of {calls}: {fault}", flush=True)
+                continue
+            if what != "was over" and (kind not in ("kill", "lost", "half") or what == "killed"):
+                done[kind] += 1
+                outcomes[name][f"{kind}: {what}"] += 1
+    for name, found in outcomes.items():
+        said = ", ".join(f"{count} {what}" for what, count in sorted(found.items()))
+        print(f"{name}: {sum(found.values())} crashes at {wholes[name][1]} calls: {said}")
+    print(f"{sum(done.values())} crashes and reruns as they should be ({dict(sorted(done.items()))}), {failed} faults")
     return int(failed > 0)
 
 

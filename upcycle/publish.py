@@ -82,7 +82,13 @@ def beats(lock: IO[str]) -> bool:
     if found is None:
         return False
     if found[1] == socket.gethostname():
-        return found[0] != os.getpid() and Path(f"/proc/{found[0]}").exists()
+        try:
+            os.kill(found[0], 0)  # only asks whether there is one
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # somebody else's
+            return True
+        return found[0] != os.getpid()
     before = os.fstat(lock.fileno()).st_mtime_ns
     time.sleep(1.5 * BEAT)
     return os.fstat(lock.fileno()).st_mtime_ns != before
