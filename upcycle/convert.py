@@ -19,7 +19,6 @@ source alone: not on order, threads, processes or the number of restarts.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import threading
@@ -276,7 +275,12 @@ def write_shard(
 ) -> None:
     """Write one shard: make the next part while this one is copied and hashed and the previous one is written."""
     part_file, parts = partial / f"{name}.{suffix}", [part for output in outputs for part in output.parts]
-    with ThreadPoolExecutor(1, "make") as pool, disk.Stream(part_file) as stream:
+    record_file(partial, name).unlink(missing_ok=True)  # of a shard that is made again
+    with (
+        disk.renamed(part_file, partial / name),
+        ThreadPoolExecutor(1, "make") as pool,
+        disk.Stream(part_file) as stream,
+    ):
         ahead: Future[Tensor] | None = pool.submit(maker.part, parts[0])
         stream.write(disk.header(outputs))
         for following in [*parts[1:], None]:
@@ -285,8 +289,6 @@ def write_shard(
             ahead = pool.submit(maker.part, following) if following is not None else None
             stream.write(tensor)
             advance(tensor.nbytes)
-    record_file(partial, name).unlink(missing_ok=True)  # of a shard that is made again
-    os.rename(part_file, partial / name)
     assert maker.sums is not None
     pieces = {piece(source) for part in parts for source in part.sources}
     line = {

@@ -217,8 +217,8 @@ def copy(source: Path, target: Path) -> None:
 
 def write_blocks(path: Path, blocks: Iterable[bytes]) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.upcycle.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
+    with renamed(temporary, path):
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             for block in blocks:
                 with naming(path):
@@ -227,11 +227,18 @@ def write_blocks(path: Path, blocks: Iterable[bytes]) -> None:
                 os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def renamed(scratch: Path, path: Path) -> Iterator[None]:
+    """Context that makes `scratch`, which becomes `path` at its end, and is removed if that fails."""
+    try:
+        yield
+        os.rename(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def sweep(folder: Path, names: Collection[str] | None = None) -> None:

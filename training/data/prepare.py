@@ -11,7 +11,6 @@ import glob
 import hashlib
 import io
 import json
-import os
 import shutil
 import time
 from array import array
@@ -370,7 +369,7 @@ def write_part(
     name = stem("tokens", index, part) + ".bin"
     scratch = partial / f"{name}.rank-{worker.rank}.part"
     starts, sizes, tokens, size, read = array("Q", [0]), array("Q", [0]), 0, 0, 0
-    with disk.Stream(scratch) as stream:
+    with disk.renamed(scratch, partial / name), disk.Stream(scratch) as stream:
         for piece in pieces:
             stream.write(piece.ids.tobytes())
             tokens += len(piece.ids)
@@ -381,7 +380,6 @@ def write_part(
                 read = piece.read
                 if tokens >= limit:
                     break
-    os.rename(scratch, partial / name)
     table = io.BytesIO()
     np.save(table, np.array([starts, sizes], "<u8"))
     disk.write_atomic(partial / (stem("documents", index, part) + ".npy"), table.getvalue())
