@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from upcycle.disk import sha256, write_atomic
+from upcycle.disk import make_folder, sha256, write_atomic
 
 FORMAT = 3
 Raw = Any  # what lm-eval's task makes of an item: a number, a tuple of them or of texts, ...
@@ -112,7 +112,7 @@ def save(folder: str | Path, run: Evaluation, items: Iterable[Item]) -> Path:
 def save_items(folder: str | Path, items: Iterable[Item]) -> str:
     """Writes items.jsonl, removes run.json, which would be of other items, and returns the sum of the new ones."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     (folder / "run.json").unlink(missing_ok=True)
     lines = []
     for item in items:

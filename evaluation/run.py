@@ -20,6 +20,7 @@ import platform
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -46,7 +47,7 @@ from training.checkpoint.resume import flat
 from training.evaluate import Ask, EvalConfig, Poll
 from training.model.decoder import Decoder
 from training.parallel.mesh import MeshConfig, ParallelMesh
-from training.parallel.processes import processes
+from training.parallel.processes import alone, processes
 from upcycle import __version__, cli
 from upcycle.config import read
 
@@ -125,7 +126,7 @@ def is_config(name: str) -> bool:
 def run(config: RunConfig, command: str) -> Path:
     """Asks the model and returns the folder with the results (results.py)."""
     started, clock = datetime.now(UTC), time.monotonic()
-    with processes(config.device, settings=flat(asdict(config) | {"device": ""})) as device:
+    with processes(config.device, settings=flat(asdict(config) | {"device": ""})) as device, ExitStack() as stack:
         # before the model: what is missing is found in seconds
         found = tasks.load(config.suite, config.data, config.texts, config.fewshot)
         check_ranks(config.mesh, dist.get_world_size() if dist.is_initialized() else 1)
@@ -135,6 +136,7 @@ def run(config: RunConfig, command: str) -> Path:
         )
         about = replace(model.about, name=config.name or model.about.name)
         folder = Path(config.output or f"runs/eval/{Path(config.suite).stem}-{about.name}-{about.identity[:8]}")
+        stack.enter_context(alone(folder))
         engine = Engine(model.model, config.tokens, ranks_of(mesh), mesh.group("tp"), progress=mesh.rank == 0)
         remembered = Remembered(folder / "cache", about.identity, mesh.rank)
         engine.ranks.any(False)  # all ranks have read the cache before one writes to it

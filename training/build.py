@@ -175,7 +175,7 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
 def record(run: Run) -> None:
     """Writes the run's config.json and what it keeps of its model, on rank 0, once a resume is accepted."""
     if run.leads:
-        run.folder.mkdir(parents=True, exist_ok=True)
+        disk.make_folder(run.folder)
         if not (found(run.folder / CHECKPOINTS) and standalone.keeps(run.folder, run.config.model)):
             standalone.keep(run.folder, run.origin, run.config.model)
         settings = json.dumps(asdict(run.config), indent=2, default=str).encode() + b"\n"

@@ -34,7 +34,7 @@ def export(source: Path, output: Path) -> int:
     run, folder = standalone.training_run(source)
     if run is None:
         raise ValueError(f"{source} is no training run or checkpoint of one; give the folder that checkpoints/ is in")
-    if output.exists():
+    if layout.exported(output):
         raise ValueError(f"{output} exists already; remove it or choose another folder to export to")
     origin = standalone.kept(run)
     with processes("cpu"):

@@ -15,8 +15,10 @@ from training.checkpoint.layout import Origin
 from training.checkpoint.state import found, step_of
 from training.config import TrainConfig
 from training.data.open import open_training, open_validation
+from training.data.shards import partial_of
 from training.evaluate import Suite
 from training.schedule import schedule
+from upcycle.job import check_ours
 
 
 def preflight(config: TrainConfig, suite: Suite | None) -> None:
@@ -52,6 +54,8 @@ def check_export(config: TrainConfig, step: int) -> None:
     """Refuses an export that is there; but of a run that is at its end, whose own it may be."""
     if config.export and step < config.steps and Path(config.export).exists():
         raise ValueError(f"export={config.export} exists already; remove it or choose another folder")
+    if config.export:
+        check_ours(partial_of(Path(config.export)))
 
 
 def check_writable(name: str, folder: Path) -> None:

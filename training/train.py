@@ -24,7 +24,7 @@ from training.observe.metrics import Metrics
 from training.observe.metrics import read as read_metrics
 from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
 from training.parallel.collectives import broadcast
-from training.parallel.processes import processes
+from training.parallel.processes import alone, processes
 from training.parallel.watch import guarded
 from training.preflight import check_export, preflight
 from training.schedule import schedule
@@ -44,6 +44,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
     with (
         processes(config.device, patience, settings(config)) as device,
         guarded(patience) as watch,
+        alone(Path(config.output)),
         start(config, device) as run,
     ):
         optimizer = run.optimizer
@@ -61,7 +62,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                 checkpoints.check_room(state, -(-(config.steps - first) // (config.checkpoint.every or config.steps)))
             if not first:
                 begin(run)
-            exported = bool(config.export) and Path(config.export).exists()
+            exported = bool(config.export) and layout.exported(Path(config.export))
             check_export(config, first)  # once more: a damaged checkpoint may have been passed over
             samples = run.place.samples = open_training(config.data, run.origin.dense.vocab, run.place.saved)
             valid = open_validation(config.data, run.origin.dense.vocab)
@@ -101,12 +102,14 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     # before what takes minutes: a run that is stopped in a validation has no time left to save
                     if worth_saving(run) or stopped or again:
                         watch.enter("checkpoint")
+                        metrics.sync()
                         checkpoints.save(state.step, state)
                         saved = state.step
                     if not stopped:
                         stopped = not measured(metrics, state.step, at(measures, state.step, config.steps))
                 if saved < state.step:
                     watch.enter("checkpoint")
+                    metrics.sync()
                     checkpoints.save(state.step, state)
                 checkpoints.settle(state)
         if run.leads:

@@ -18,9 +18,7 @@ source alone: not on order, threads, processes or the number of restarts.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import platform
 import shutil
 import threading
@@ -38,17 +36,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from upcycle import card, disk, make, request
+from upcycle import card, disk, make, publish, request
 from upcycle.checkpoint import Checkpoint, read_header
 from upcycle.config import byte_size
-from upcycle.disk import sync_folder, write_atomic
-from upcycle.job import JOB, OBSERVED, POLL, Watch, Worker, explained, job, read_json
+from upcycle.disk import write_atomic
+from upcycle.job import JOB, OBSERVED, PARTS, POLL, Watch, Worker, check_first, explained, job, read_json
 from upcycle.make import Maker, Piece, piece
 from upcycle.plan import Output, UpcyclePlan, target
 from upcycle.spec import BYTES
 from upcycle.version import __version__
 
 MANIFEST = "upcycle.json"
+CARD = "README.md"  # no file of the model: its owner may edit it
 MEASURED = "upcycle.measured"  # what the plan measured on text, safetensors; no loader of weights knows the suffix
 LANES = 4  # shards written at once by one process
 
@@ -72,14 +71,15 @@ def convert(
         return output
     try:
         with explained(partial), job(partial, identity, worker, lambda: check_space(plan, partial)) as watch:
+            if worker.rank == 0:
+                check_first(partial, output)
             plan = replace(plan, observed=observations(plan, checkpoints, partial, watch, quiet=quiet))
-            stale = stale_records(plan, checkpoints, partial, worker)
+            stale = stale_shards(plan, checkpoints, partial, worker)
             write_own_shards(plan, checkpoints, partial, worker, stale, quiet=quiet)
             if worker.rank == 0:
                 wait_for_others(plan, partial, watch, stale)
                 finish(plan, checkpoints, partial, identity)
-                os.rename(partial, output)
-                sync_folder(output.parent)
+                publish.rename(partial, output)
                 shutil.rmtree(output / JOB, ignore_errors=True)
     except (OSError, ValueError):
         # if the last run left every shard, rank 0 may rename the folder before a late rank opens it: no failure
@@ -95,6 +95,7 @@ def complete(output: Path, identity: Mapping[str, Any]) -> bool:
     """True if this plan already made the output, False if it is yet to be made. Anything else there is a ValueError."""
     if made(output, identity):
         shutil.rmtree(output / JOB, ignore_errors=True)  # left if a kill came right after the rename
+        check_whole(output)
         return True
     if not output.exists() and not output.is_symlink():
         return False
@@ -113,6 +114,16 @@ def complete(output: Path, identity: Mapping[str, Any]) -> bool:
 def made(output: Path, identity: Mapping[str, Any]) -> bool:
     found = read_json(output / MANIFEST)
     return isinstance(found, dict) and {k: found.get(k) for k in identity} == dict(identity)
+
+
+def check_whole(output: Path) -> None:
+    """Raise a ValueError if the files of the output are not those that its manifest lists."""
+    try:
+        said = publish.damage(output / MANIFEST, read_json(output / MANIFEST)["files"])
+    except (KeyError, TypeError, AttributeError):
+        said = f"{output / MANIFEST} does not say what its files are"
+    if said:
+        raise ValueError(f"{said}, so {output} is not what was made; remove it and convert again")
 
 
 def check_current(output: Path, checkpoints: Sequence[Checkpoint]) -> None:
@@ -153,23 +164,30 @@ def resummed(checkpoints: Sequence[Checkpoint], key: Piece) -> str:
     return make.sha256(checkpoints[key[0]].read(key[1], key[2], check=False))
 
 
-def stale_records(
+def stale_shards(
     plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, worker: Worker
-) -> dict[str, dict[str, Any]]:
-    """{shard: record} of finished shards that were made of other bytes than the source has now. Each rank looks at its
-    own, which it makes again; rank 0 looks at all, to know for which it waits."""
-    now, known, stale = [c.stamps() for c in checkpoints], dict[Piece, str](), {}
-    for i, (name, _) in enumerate(plan.shards):
-        if worker.rank in (0, i % worker.count):
-            line = record(partial, name)
-            if line is not None and line["sources"] != now and changed(line["read"], checkpoints, known):
-                stale[name] = line
+) -> dict[str, publish.Stamp]:
+    """{name: stamp} of finished shards that are not as they were written, or were made of other bytes than the source
+    has now. Each rank looks at its own, which it makes again; rank 0 looks at all, to know for which it waits."""
+    now, known, stale = [c.stamps() for c in checkpoints], dict[Piece, str](), dict[str, publish.Stamp]()
+    mine = [name for i, (name, _) in enumerate(plan.shards) if worker.rank in (0, i % worker.count)]
+    found = [
+        (name, line, publish.stamp(partial / name)) for name in mine if (line := record(partial, name)) is not None
+    ]
+    with ThreadPoolExecutor(LANES, "check") as pool:
+        sums = list(pool.map(disk.sha256, [partial / name for name, _, _ in found]))
+    for (name, line, seen), sha in zip(found, sums, strict=True):
+        if sha != line["sha256"] or (line["sources"] != now and changed(line["read"], checkpoints, known)):
+            stale[name] = seen
     return stale
 
 
-def wait_for_others(plan: UpcyclePlan, partial: Path, watch: Watch, stale: Mapping[str, Any]) -> None:
+def wait_for_others(plan: UpcyclePlan, partial: Path, watch: Watch, stale: Mapping[str, publish.Stamp]) -> None:
+    def is_missing(name: str) -> bool:  # the one who makes a shard again removes its record before
+        return record(partial, name) is None or publish.stamp(partial / name) == stale.get(name)
+
     missing = {name: i % watch.worker.count for i, (name, _) in enumerate(plan.shards)}
-    while missing := {name: rank for name, rank in missing.items() if record(partial, name) in (None, stale.get(name))}:
+    while missing := {name: rank for name, rank in missing.items() if is_missing(name)}:
         watch.check(set(missing.values()))
         time.sleep(POLL)
 
@@ -192,7 +210,7 @@ def write_own_shards(
     checkpoints: Sequence[Checkpoint],
     partial: Path,
     worker: Worker,
-    stale: Mapping[str, Any],
+    stale: Mapping[str, publish.Stamp],
     *,
     quiet: bool,
 ) -> None:
@@ -258,7 +276,12 @@ def write_shard(
 ) -> None:
     """Write one shard: make the next part while this one is copied and hashed and the previous one is written."""
     part_file, parts = partial / f"{name}.{suffix}", [part for output in outputs for part in output.parts]
-    with ThreadPoolExecutor(1, "make") as pool, disk.Stream(part_file) as stream:
+    record_file(partial, name).unlink(missing_ok=True)  # of a shard that is made again
+    with (
+        disk.renamed(part_file, partial / name),
+        ThreadPoolExecutor(1, "make") as pool,
+        disk.Stream(part_file) as stream,
+    ):
         ahead: Future[Tensor] | None = pool.submit(maker.part, parts[0])
         stream.write(disk.header(outputs))
         for following in [*parts[1:], None]:
@@ -267,7 +290,6 @@ def write_shard(
             ahead = pool.submit(maker.part, following) if following is not None else None
             stream.write(tensor)
             advance(tensor.nbytes)
-    os.rename(part_file, partial / name)
     assert maker.sums is not None
     pieces = {piece(source) for part in parts for source in part.sources}
     line = {
@@ -287,9 +309,9 @@ def record(partial: Path, name: str) -> dict[str, Any] | None:
     """Size and sha256 of a complete shard, and of what it was made; None if it has to be made."""
     try:
         line: dict[str, Any] = json.loads(record_file(partial, name).read_text())
-        _ = line["sources"], line["read"]
+        _ = line["sources"], line["read"], line["sha256"]
         return line if (partial / name).stat().st_size == line["bytes"] else None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -303,13 +325,15 @@ def observations(
     if not plan.needs_text:
         return {}
     path = partial / JOB / OBSERVED
-    if watch.worker.rank == 0 and not path.is_file():
+    if watch.worker.rank == 0 and not is_whole(path):
         from safetensors.torch import save
 
         from upcycle import measure
 
+        path.with_suffix(".sha256").unlink(missing_ok=True)
         write_atomic(path, save(measure.measure(plan, checkpoints, quiet=quiet)))
-    while not path.is_file():
+        write_atomic(path.with_suffix(".sha256"), disk.sha256(path).encode())
+    while not is_whole(path):
         watch.check([0])
         time.sleep(POLL)
     from safetensors.torch import load_file
@@ -318,25 +342,33 @@ def observations(
     return load_file(path)
 
 
+def is_whole(path: Path) -> bool:
+    """Whether a file has the sha256 that was written beside it."""
+    try:
+        return path.with_suffix(".sha256").read_text() == disk.sha256(path)
+    except OSError:
+        return False
+
+
 def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, identity: Mapping[str, Any]) -> None:
     """Write everything but the weights: index, config, tokenizer, model card, manifest. Remove temporary files."""
     records = {name: record(partial, name) for name, _ in plan.shards}
     read = {json.dumps(line[:3]): line for found in records.values() if found for line in found["read"]}
+    beside = [partial / "config.json"]
+    write_atomic(beside[0], json.dumps(plan.hf_config, indent=2).encode() + b"\n")
     if len(plan.shards) > 1:
         weight_map = {out.name: name for name, group in plan.shards for out in group}
         index = {"metadata": {"total_size": plan.bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        write_atomic(partial / "model.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")
-    for path in checkpoints[0].copied_files():
-        shutil.copyfile(path, partial / path.name)
+        beside.append(partial / "model.safetensors.index.json")
+        write_atomic(beside[-1], json.dumps(index, indent=2).encode() + b"\n")
     modeling = getattr(target(plan.target), "MODELING", None)
-    if modeling is not None:
-        shutil.copyfile(modeling, partial / modeling.name)
-    write_atomic(partial / "config.json", json.dumps(plan.hf_config, indent=2).encode() + b"\n")
+    copied = {path.name: path for path in (*checkpoints[0].copied_files(), *([modeling] if modeling else []))}
     if plan.observed:
-        shutil.copyfile(partial / JOB / OBSERVED, partial / MEASURED)
-    temporary = (".part", ".tmp")
-    beside = [p for p in partial.iterdir() if p.is_file() and p.name not in records and p.suffix not in temporary]
-    write_atomic(partial / "README.md", card.text(plan).encode())  # no file of the model: its owner may edit it
+        copied[MEASURED] = partial / JOB / OBSERVED
+    for name, path in copied.items():
+        beside.append(partial / name)
+        disk.copy(path, beside[-1])
+    write_atomic(partial / CARD, card.text(plan).encode())
     manifest = {
         **identity,
         "format": 1,
@@ -351,22 +383,17 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "omegaconf")}
         | {"python": platform.python_version(), "upcycle": __version__},
         "files": {name: {k: found[k] for k in ("bytes", "sha256")} for name, found in records.items() if found}
-        | {p.name: {"bytes": p.stat().st_size, "sha256": disk.sha256(p)} for p in sorted(beside)},
+        | publish.listed(beside),
         "sources": [c.stamps() for c in checkpoints],
         "read": [read[key] for key in sorted(read)],
     }
-    write_atomic(partial / MANIFEST, json.dumps(manifest | {"sum": digest(manifest)}, indent=2).encode() + b"\n")
-    for leftover in [*partial.glob("*.part"), *partial.glob("*.tmp")]:
-        leftover.unlink()
-    sync_folder(partial)
+    write_atomic(partial / MANIFEST, publish.signed(manifest))
+    for path in partial.iterdir():  # of processes that were killed
+        if PARTS.fullmatch(path.name):
+            path.unlink()
+    disk.sweep(partial)
 
 
 def jsonable(value: Any) -> Any:
     """The value as it is read again from JSON."""
     return json.loads(json.dumps(value))
-
-
-def digest(manifest: Mapping[str, Any]) -> str:
-    """The sha256 of a manifest without its `sum`."""
-    body = {key: value for key, value in manifest.items() if key != "sum"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

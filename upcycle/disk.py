@@ -1,5 +1,5 @@
 """Writing files: `Stream` writes a large file front to back and hashes it; `write_atomic` writes a small one whole or
-not at all.
+not at all. What they return from is on the disk; what they fail at is not there.
 
 A shard goes around the page cache where the system allows it (O_DIRECT): its bytes are not read again here, so caching
 them would cost a copy by the kernel and push the source out of memory. The processor is left with the sha256, and with
@@ -14,8 +14,11 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterable
+import re
+import uuid
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -28,6 +31,7 @@ from torch import Tensor
 BUFFER = 8 << 20  # bytes; two of them: one is filled while the other is written
 PIECE = 1 << 20  # copied, then hashed while it is still in the processor's cache
 ALIGN = 4096  # of every direct write: its address, its length and its place in the file
+TEMPORARY = re.compile(r"(.+)\.\d+-[0-9a-f]{8}\.upcycle\.tmp", re.DOTALL)  # the names of write_blocks, nobody else's
 SAFETENSORS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -80,9 +84,11 @@ def header(tensors: Iterable[Stored]) -> bytes:
 
 
 class Stream:
-    """A new file, written front to back. After close() it is on the disk, and `bytes` and `sha256` are known."""
+    """A new file, written front to back. After close() it is on the disk, and `bytes` and `sha256` are known. As a
+    context it leaves no file if it fails; the OSError of a write names it."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
             self.fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
@@ -133,9 +139,10 @@ class Stream:
         self.filled = 0
 
     def wait(self) -> None:
-        if self.pending is not None:
-            self.pending.result()
-            self.pending = None
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            with naming(self.path):
+                pending.result()
 
     def close(self) -> None:
         """Write the rest and wait for the disk."""
@@ -143,9 +150,10 @@ class Stream:
         tail = self.views[0][whole : whole + rest].tobytes()
         self.flush(whole)
         self.wait()
-        undirect(self.fd)  # the end of a file need not be aligned
-        write_all(self.fd, memoryview(tail))
-        os.fsync(self.fd)
+        with naming(self.path):
+            undirect(self.fd)  # the end of a file need not be aligned
+            write_all(self.fd, memoryview(tail))
+            os.fsync(self.fd)
 
     @property
     def sha256(self) -> str:
@@ -157,12 +165,16 @@ class Stream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        done = False
         try:
             if error is None:
                 self.close()
+                done = True
         finally:
             self.writer.shutdown(wait=True, cancel_futures=True)
             os.close(self.fd)
+            if not done:  # on a full disk its room is what is needed most
+                self.path.unlink(missing_ok=True)
 
 
 def write_all(fd: int, data: memoryview) -> None:
@@ -181,13 +193,70 @@ def undirect(fd: int) -> bool:
     return bool(flags & direct)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context in which an OSError names the file; that of a write, such as a full disk, does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_atomic(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
+    """Write a small file whole or not at all. When this returns, it is on the disk under its name."""
+    write_blocks(path, [data])
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a file as write_atomic writes one."""
+    with open(source, "rb") as file:
+        write_blocks(target, iter(lambda: file.read(BUFFER), b""))
+
+
+def write_blocks(path: Path, blocks: Iterable[bytes]) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.upcycle.tmp")
+    with renamed(temporary, path):
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            for block in blocks:
+                with naming(path):
+                    write_all(fd, memoryview(block))
+            with naming(path):
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def renamed(scratch: Path, path: Path) -> Iterator[None]:
+    """Context that makes `scratch`, which becomes `path` at its end, and is removed if that fails."""
+    try:
+        yield
+        os.rename(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def sweep(folder: Path, names: Collection[str] | None = None) -> None:
+    """Remove what processes left that were killed in write_blocks: of files of these names, or of all. Only where no
+    other process writes them."""
+    for path in folder.iterdir():
+        left = TEMPORARY.fullmatch(path.name)
+        if left and (names is None or left[1] in names):
+            path.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder with its parents, each known to its own parent on the disk."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in reversed(new):
+        with suppress(PermissionError):  # of a folder that may be written and not read
+            sync_folder(each.parent)
 
 
 def sha256(path: Path) -> str:
@@ -201,6 +270,7 @@ def sha256(path: Path) -> str:
 def sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with naming(folder):
+            os.fsync(fd)
     finally:
         os.close(fd)

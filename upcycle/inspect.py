@@ -14,11 +14,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from upcycle import methods, plugin
+from upcycle import methods, plugin, publish
 from upcycle.card import human
 from upcycle.checkpoint import Checkpoint
 from upcycle.cli import printable
-from upcycle.convert import MANIFEST, changed, digest
+from upcycle.convert import MANIFEST, changed
+from upcycle.job import JOB
 from upcycle.spec import MoESpec
 
 BLOCK = 16 << 20
@@ -158,13 +159,27 @@ def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
         ) from None
 
 
+def read_files(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder that was exported, None if it has none: it lists the files, and says no more."""
+    path = folder / publish.FILES
+    if not path.is_file():
+        return None
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+        _ = [(int(line["bytes"]), str(line["sha256"])) for line in manifest["files"].values()], str(manifest["sum"])
+        return manifest
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(f"{path} is not a manifest that an export wrote; export again") from None
+
+
 def check(folder: Path) -> bool:
-    """Compare sizes and sha256 with the manifest, and the source with what was read of it, if it is here; check that
-    every weight is finite. Prints each fault to stderr; returns True if there is none."""
+    """Compare sizes and sha256 of all files with the manifest, and the source with what was read of it, if it is here;
+    check that every weight is finite. Prints each fault to stderr; returns True if there is none."""
     faults = []
-    manifest = read_whole_manifest(folder)
-    if manifest and manifest["sum"] != digest(manifest):
-        faults.append(f"{MANIFEST} is not as it was written: its sum differs")
+    converted = read_whole_manifest(folder)
+    manifest = converted or read_files(folder)
+    if manifest and manifest["sum"] != publish.digest(manifest):
+        faults.append(f"{MANIFEST if converted else publish.FILES} is not as it was written: its sum differs")
     for name, line in (manifest or {"files": {}})["files"].items():
         sha, path = hashlib.sha256(), folder / Path(name).name
         size = path.stat().st_size if path.is_file() else 0
@@ -183,18 +198,27 @@ def check(folder: Path) -> bool:
                 checkpoint.read(name)
             except ValueError as error:
                 faults.append(str(error))
-    source = "" if not manifest else ", and so is the source" if source_here(manifest) else "; the source is not here"
-    if manifest and source_here(manifest):
-        faults += changed_source(manifest)
+    source = ""
+    if converted:
+        source = ", and so is the source" if source_here(converted) else "; the source is not here"
+        faults += changed_source(converted) if source_here(converted) else []
     for line in faults:
         print(f"upcycle: {printable(line)}", file=sys.stderr)
     verdict = (
         f"sizes, sha256 and values are right{source}"
         if manifest
-        else "values are finite; there is no manifest to compare with"
+        else "values are finite; there is no manifest to compare sizes, sha256 and the other files with"
     )
     print(f"{'checked':<20} {verdict if not faults else f'{len(faults)} wrong'}")
+    if manifest and (others := unchecked(folder, manifest["files"])):
+        print(f"{'not checked':<20} {', '.join(others)}: not in the manifest")
     return not faults
+
+
+def unchecked(folder: Path, files: Mapping[str, Any]) -> list[str]:
+    """What lies in a folder and its manifest does not list: the model card, and what was put there later."""
+    known = {MANIFEST, publish.FILES, JOB, *files}
+    return sorted(repr(path.name)[1:-1] for path in folder.iterdir() if path.name not in known)
 
 
 def source_names(manifest: Mapping[str, Any]) -> list[str]:

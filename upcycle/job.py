@@ -15,21 +15,21 @@ import fcntl
 import json
 import os
 import re
-import threading
+import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from upcycle.disk import write_atomic
+from upcycle.disk import make_folder, write_atomic
+from upcycle.publish import hold, opened
 
 JOB = ".upcycle"
 OBSERVED = "observed.safetensors"
 POLL = 0.2  # seconds between looks at the other processes' work
 PATIENCE = 60.0  # seconds that a process may start later than the others
-BEAT = 5.0  # seconds between signs of life where there are no locks
 
 
 @dataclass(frozen=True)
@@ -100,35 +100,17 @@ class Watch:
             return before not in (None, now)
 
 
-def acquire(lock: IO[str], partial: Path, rank: int) -> bool:
-    """Takes the lock; False on a filesystem without locks. A ValueError if another process has it."""
-    for _ in range(5):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(POLL / 2)  # perhaps another process only tests the lock, see Watch.alive
-        except OSError:
-            return False
-    raise ValueError(f"another process is writing {partial} as rank {rank}; wait for it, or stop it")
+PARTS = re.compile(  # shards being written, of `convert` and of `prepare`: by their names ours
+    r"(?:model(?:-\d{5,}-of-\d{5,})?\.safetensors|tokens-\d{5,}-\d{5,}\.bin)\.rank-(\d+)\.part", re.ASCII
+)
 
 
-@contextmanager
-def hold(lock: IO[str], partial: Path, rank: int) -> Iterator[None]:
-    """Holds the lock; on a filesystem without locks touches the file every BEAT seconds instead. See Watch.alive."""
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(BEAT):
-            with suppress(OSError):
-                os.utime(lock.fileno())
-
-    if not acquire(lock, partial, rank):
-        threading.Thread(target=beat, daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
+def check_ours(partial: Path) -> None:
+    """Raise a ValueError if there is a folder of somebody else's where unfinished work is to lie."""
+    if partial.is_dir() and not (partial / JOB).is_dir() and any(partial.iterdir()):
+        raise ValueError(
+            f"{partial} is there and is no unfinished work of this program; move it, or choose another output"
+        )
 
 
 @contextmanager
@@ -136,9 +118,10 @@ def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) 
     """Take this process's place in the job, one process per rank, all with the same plan. `check` runs before the first
     write, and may refuse."""
     if worker.rank == 0:
+        check_ours(partial)
         if not partial.exists():
             check()
-        (partial / JOB).mkdir(parents=True, exist_ok=True)
+        make_folder(partial / JOB)
     begun = time.time()
     while not (partial / JOB).is_dir():  # the other ranks wait for rank 0 to make the folder
         if time.time() - begun > PATIENCE:
@@ -148,14 +131,16 @@ def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) 
             )
         time.sleep(POLL)
     with (
-        open(partial / JOB / f"rank-{worker.rank}.lock", "w") as lock,
-        hold(lock, partial, worker.rank),
+        opened(partial / JOB / f"rank-{worker.rank}.lock") as lock,
+        hold(lock, f"{partial} as rank {worker.rank}"),
     ):
+        if not os.fstat(lock.fileno()).st_nlink:  # renamed and removed after it was opened here
+            raise ValueError(f"another process has just finished {partial}; run the same command again")
         failed = partial / JOB / f"rank-{worker.rank}.failed"
         failed.unlink(missing_ok=True)
-        for old in partial.glob("*.part"):  # left by this rank, or by a rank that this run does not have
-            rank = re.search(r"\.rank-(\d+)\.part$", old.name)
-            if rank and int(rank[1]) % worker.count == worker.rank:
+        for old in partial.iterdir():  # left by this rank, or by a rank that this run does not have
+            part = PARTS.fullmatch(old.name)
+            if part and int(part[1]) % worker.count == worker.rank:
                 old.unlink(missing_ok=True)
         try:
             if worker.rank == 0:
@@ -166,6 +151,15 @@ def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) 
             if worker.count > 1 and (partial / JOB).is_dir():  # so that the others do not wait for this rank's shards
                 write_atomic(failed, (str(error) or type(error).__name__).encode())
             raise
+
+
+def check_first(partial: Path, output: Path) -> None:
+    """Raise a ValueError if another process has made the output since this one looked for it."""
+    if output.is_dir() and any(output.iterdir()):
+        shutil.rmtree(partial / JOB, ignore_errors=True)
+        with suppress(OSError):  # it holds something
+            partial.rmdir()
+        raise ValueError(f"another process has just made {output}; run the same command again, which looks at it")
 
 
 def start_job(partial: Path, identity: Mapping[str, Any], check: Any) -> None:
@@ -199,8 +193,8 @@ def explained(partial: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ValueError(
-                f"no room left while writing {partial} ({error.strerror}); free some and run the same command "
-                "again: finished shards are kept"
+                f"no room left while writing {error.filename or partial} ({error.strerror}); free some and run the "
+                "same command again: what is finished is kept"
             ) from None
         if error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EPERM, errno.EIO):
             raise ValueError(

@@ -21,11 +21,12 @@ from tqdm import tqdm
 from upcycle import card, config, rng
 from upcycle.checkpoint import Checkpoint, read_header
 from upcycle.config import UpcycleConfig
-from upcycle.convert import MANIFEST, MEASURED, changed, digest, in_flight, jsonable
+from upcycle.convert import MANIFEST, MEASURED, changed, in_flight, jsonable
 from upcycle.ffn import FFN, NEURON_DIM, scale
 from upcycle.make import Maker, Piece
 from upcycle.plan import Output, Recipe, UpcyclePlan, build
 from upcycle.promise import moe_output
+from upcycle.publish import digest
 
 BUDGET = 2 << 30  # bytes of weights made again
 SLICE = 64 << 20  # bytes of one tensor that are compared

@@ -19,6 +19,7 @@ keys, with defaults and meaning: docs/config.md
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,9 +30,9 @@ from evaluation import compare, routing
 from evaluation.compare import is_share, number
 from evaluation.report.facts import Facts, gather, opening, verdicts
 from evaluation.report.page import of_suite, page, sources
-from upcycle import cli
+from upcycle import cli, publish
 from upcycle.config import read
-from upcycle.disk import write_atomic
+from upcycle.disk import sweep, write_atomic
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,18 @@ def as_json(facts: Facts) -> dict[str, Any]:
     return found
 
 
+def write(output: Path, facts: Facts) -> None:
+    """Writes the page, its .md and last its .json, which says what the other two are."""
+    texts = {output: page(facts).encode(), output.with_suffix(".md"): markdown(facts).encode()}
+    sums = {path.name: {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()} for path, text in texts.items()}
+    with publish.alone(output.with_name(f".{output.name}.lock"), output):
+        sweep(output.parent, {*sums, output.with_suffix(".json").name})
+        for path, text in texts.items():
+            write_atomic(path, text)
+        found = as_json(facts) | {"files": sums}
+        write_atomic(output.with_suffix(".json"), (json.dumps(found, allow_nan=False) + "\n").encode())
+
+
 def main(words: Sequence[str]) -> int:
     paths, keys = cli.names_and_words(words)
     config = read(ReportConfig, "", keys)
@@ -85,9 +98,6 @@ def main(words: Sequence[str]) -> int:
     if output.suffix != ".html":
         raise ValueError(f"output={config.output} must end in .html; its .md and .json come beside it")
     facts = gather(compare.group_words(paths), config.title)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output.with_suffix(".json"), (json.dumps(as_json(facts), allow_nan=False) + "\n").encode())
-    write_atomic(output.with_suffix(".md"), markdown(facts).encode())
-    write_atomic(output, page(facts).encode())
+    write(output, facts)
     print("\n".join([opening(facts), *verdicts(facts), str(output)]))
     return 0

@@ -22,7 +22,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from upcycle.job import acquire
+from upcycle.publish import acquire, opened, sign
 
 ROOT = Path(__file__).parents[2]
 POLL = 0.5  # seconds between looks at the processes
@@ -90,9 +90,9 @@ class Workers:
             self.failures[job.name] = f"{job.name} did not come to its end: {last_line(job.log)} ({job.log})"
             return
         job.folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(job.folder.with_suffix(".lock"), "w")  # noqa: SIM115 - the child's, closed by `ended`
+        lock = opened(job.folder.with_suffix(".lock"))  # the child's, closed by `ended`
         try:
-            acquire(lock, job.folder, 0)
+            acquire(lock, str(job.folder))
         except ValueError as error:
             lock.close()
             self.failures[job.name] = f"{job.name} was not started: {error}"
@@ -103,6 +103,7 @@ class Workers:
                 [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=self.environment(worker), start_new_session=True, pass_fds=[lock.fileno()],
             )  # fmt: skip
+        sign(lock, process.pid)
         self.children[worker] = Child(job, command, process, lock)
 
     def environment(self, worker: int) -> dict[str, str]:
@@ -164,8 +165,8 @@ def stopping() -> Iterator[None]:
 def alone(folder: Path) -> Iterator[None]:
     """Holds the lock of a folder, so that one study writes in it at a time."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "study.lock", "w") as lock:
-        acquire(lock, folder, 0)
+    with opened(folder / "study.lock") as lock:
+        acquire(lock, str(folder))
         yield
 
 

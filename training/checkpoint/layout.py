@@ -28,11 +28,12 @@ from training.model.moe import MoE
 from training.model.names import plain_name
 from training.parallel.collectives import gather, local
 from training.parallel.mesh import ParallelMesh
-from upcycle import card, disk, measure, plugin
-from upcycle.checkpoint import Checkpoint
+from upcycle import card, disk, measure, plugin, publish
+from upcycle.checkpoint import INDEX, Checkpoint
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
-from upcycle.inspect import in_slices, read_manifest
+from upcycle.inspect import in_slices, read_files, read_manifest
+from upcycle.job import JOB, Worker, check_first, explained, job, read_json
 from upcycle.make import Maker
 from upcycle.plan import UpcyclePlan, build
 from upcycle.spec import BYTES, DenseSpec, MoESpec
@@ -350,17 +351,24 @@ def export(
     folder = Path(folder)
     partial = folder.with_name(folder.name + ".partial")
     writes = mesh is None or mesh.rank == 0
-    if writes:
-        if folder.exists():
-            raise ValueError(f"{folder} exists already; remove it or choose another folder to export to")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    if writes and folder.exists():
+        raise ValueError(f"{folder} exists already; remove it or choose another folder to export to")
     dtype = dtype or origin.dense.dtype
     # a float32 tensor of a bf16 model (the router's correction bias) stays float32
     tensors = [replace(t, dtype=dtype if t.dtype == origin.spec.dtype else t.dtype) for t in origin.tensors]
     source, shards = Whole(model, mesh), disk.shards(tensors, byte_size(max_shard))
     total = sum(t.bytes for t in tensors)
-    with tqdm(total=total, desc="export", unit="B", unit_scale=True, delay=2, disable=not writes) as bar:
+    config = {k: v for k, v in origin.config.items() if k != "torch_dtype"} | {"dtype": dtype}
+    texts = {"config.json": json.dumps(config, indent=2).encode() + b"\n"}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {t.name: n for n, group in shards for t in group}}
+        texts[INDEX] = json.dumps(index, indent=2).encode()
+    copied = {path.name: path for path in origin.files}
+    files: dict[str, Any] = dict.fromkeys([*(name for name, _ in shards), *texts, *copied])
+    with (
+        unfinished(partial, folder, sorted(files)) if writes else nullcontext(),
+        tqdm(total=total, desc="export", unit="B", unit_scale=True, delay=2, disable=not writes) as bar,
+    ):
         for name, group in shards:
             with disk.Stream(partial / name) if writes else nullcontext() as stream:
                 if stream is not None:
@@ -370,19 +378,42 @@ def export(
                     if stream is not None:
                         stream.write(tensor)
                     bar.update(stored.bytes)
-    if writes:
-        if len(shards) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": {t.name: n for n, group in shards for t in group}}
-            disk.write_atomic(partial / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
-        for path in origin.files:
-            shutil.copyfile(path, partial / path.name)
-        config = {k: v for k, v in origin.config.items() if k != "torch_dtype"} | {"dtype": dtype}
-        disk.write_atomic(partial / "config.json", json.dumps(config, indent=2).encode() + b"\n")
-        disk.sync_folder(partial)
-        partial.rename(folder)
+            if stream is not None:
+                files[name] = {"bytes": stream.bytes, "sha256": stream.sha256}
+        if writes:
+            for name, text in texts.items():
+                disk.write_atomic(partial / name, text)
+            for name, path in copied.items():
+                disk.copy(path, partial / name)
+            files |= publish.listed(partial / name for name in (*texts, *copied))
+            disk.write_atomic(partial / publish.FILES, publish.signed({"format": 1, "files": files}))
+            publish.rename(partial, folder)
+            shutil.rmtree(folder / JOB, ignore_errors=True)
     if mesh is not None and mesh.world > 1:
         dist.barrier()
     return folder
+
+
+@contextmanager
+def unfinished(partial: Path, folder: Path, names: list[str]) -> Iterator[None]:
+    """Within, this process alone makes `partial`, of files of these names; those of an export that was killed go."""
+    before = read_json(partial / JOB / "job.json")
+    with explained(partial), job(partial, {"export": names}, Worker(), lambda: None):
+        check_first(partial, folder)
+        if isinstance(before, dict):
+            for name in {*before.get("export", ())} - {*names}:
+                (partial / Path(name).name).unlink(missing_ok=True)
+        disk.sweep(partial)
+        yield
+
+
+def exported(folder: Path) -> bool:
+    """Whether there is a folder to which a run was exported; a ValueError if it is not as it was written."""
+    shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
+    manifest = read_files(folder)
+    if manifest and (said := publish.damage(folder / publish.FILES, manifest["files"])):
+        raise ValueError(f"{said}, so {folder} is not what was exported; remove it, or choose another folder")
+    return folder.exists()
 
 
 class Whole:

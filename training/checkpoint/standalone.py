@@ -34,7 +34,7 @@ from training.parallel.processes import rank
 from upcycle import card, measure
 from upcycle.checkpoint import COPIED, Checkpoint, own
 from upcycle.config import UpcycleConfig, build
-from upcycle.disk import sync_folder, write_atomic
+from upcycle.disk import make_folder, sweep, write_atomic
 from upcycle.job import read_json
 from upcycle.plan import UpcyclePlan
 from upcycle.targets.upcycled import MODELING
@@ -45,7 +45,8 @@ FOLDER, CONFIG, OBSERVED, RECORD = "origin", "config.json", "observed.safetensor
 def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
     """Writes RUN/origin; `origin` is that of the model that `config` names."""
     home, plan = folder / FOLDER, origin.plan
-    home.mkdir(parents=True, exist_ok=True)
+    make_folder(home)
+    sweep(home)
     for name in (RECORD, OBSERVED):  # without the record the rest counts for nothing
         (home / name).unlink(missing_ok=True)
     for path in origin.files:
@@ -60,7 +61,6 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
         "plan": [] if plan is None else list(card.rows(plan)),
     }
     write_atomic(home / RECORD, json.dumps(record, indent=2).encode() + b"\n")
-    sync_folder(home)
 
 
 def kept(folder: Path) -> Origin:

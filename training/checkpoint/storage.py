@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from upcycle import disk
 from upcycle.checkpoint import DTYPES
 from upcycle.disk import Stream, sync_folder, write_atomic
 
@@ -169,7 +169,7 @@ class Reader(StorageReader):
 
 def make_folder(partial: Path, size: int) -> None:
     shutil.rmtree(partial, ignore_errors=True)  # of a run that died while it saved
-    partial.parent.mkdir(parents=True, exist_ok=True)
+    disk.make_folder(partial.parent)
     check_free(partial.parent, size)
     partial.mkdir()
 
@@ -202,7 +202,7 @@ def write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteR
         at = stop
     head = json.dumps(table, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    with naming(path), Stream(path) as stream:
+    with Stream(path) as stream:
         stream.write(len(head).to_bytes(8, "little") + head)
         for item in items:
             data = planner.resolve_data(item)
@@ -218,17 +218,6 @@ def write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteR
         WriteResult(item.index, item_bytes(item), Piece(path.name, first + at, chunk_shape(item), size, sha256))
         for item, at in zip(items, spans, strict=True)
     ]
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Context in which an OSError names the file; that of a write, such as a full disk, does not by itself."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
 
 
 def tensor_data(item: WriteItem) -> TensorWriteData:

@@ -11,11 +11,10 @@ import glob
 import hashlib
 import io
 import json
-import os
 import shutil
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,9 +25,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from training.data.shards import KIND, META, VERSION, Ids, partial_of
-from upcycle import disk, text
-from upcycle.job import JOB, POLL, Watch, Worker, explained, job, read_json
+from training.data.shards import KIND, META, SHARD_FILES, VERSION, Ids, partial_of, read_meta
+from upcycle import disk, publish, text
+from upcycle.job import JOB, PARTS, POLL, Watch, Worker, check_first, explained, job, read_json
 
 SUFFIXES = (*text.SUFFIXES, ".parquet")
 HUB = "hf:"
@@ -290,12 +289,14 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
         )
     try:
         with explained(partial), job(partial, identity, worker, lambda: None) as watch:
-            write_own_sources(encoder, sources, partial, config.shard_tokens, worker, quiet=quiet)
             if worker.rank == 0:
-                wait_for_others(len(sources), partial, watch)
+                check_first(partial, output)
+            broken = broken_parts(len(sources), partial, worker)
+            write_own_sources(encoder, sources, partial, config.shard_tokens, worker, broken, quiet=quiet)
+            if worker.rank == 0:
+                wait_for_others(len(sources), partial, watch, broken)
                 finish(len(sources), partial, identity)
-                os.rename(partial, output)
-                disk.sync_folder(output.parent)
+                publish.rename(partial, output)
                 shutil.rmtree(output / JOB, ignore_errors=True)
     except (OSError, ValueError):
         if worker.rank == 0 or not made(output, identity):  # rank 0 may be done before a late process looked in
@@ -313,6 +314,9 @@ def complete(output: Path, identity: dict[str, Any]) -> bool:
     as it is."""
     if made(output, identity):
         shutil.rmtree(output / JOB, ignore_errors=True)  # if the last process was killed just before this
+        files = {row[kind]["file"]: row[kind] for row in read_meta(output)["shards"] for kind in SHARD_FILES}
+        if said := publish.damage(output / META, files):
+            raise ValueError(f"{said}, so {output} is not what was made; remove it and prepare it again")
         return True
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"{output} exists and was not made of this; remove it or choose another output")
@@ -320,7 +324,14 @@ def complete(output: Path, identity: dict[str, Any]) -> bool:
 
 
 def write_own_sources(
-    encoder: Encoder, sources: Sequence[Source], partial: Path, limit: int, worker: Worker, *, quiet: bool
+    encoder: Encoder,
+    sources: Sequence[Source],
+    partial: Path,
+    limit: int,
+    worker: Worker,
+    broken: Mapping[int, Broken],
+    *,
+    quiet: bool,
 ) -> None:
     mine = [(i, source) for i, source in enumerate(sources) if i % worker.count == worker.rank]
     total = sum(source.size for _, source in mine) if all(source.size for _, source in mine) else None
@@ -338,6 +349,8 @@ def write_own_sources(
                 yield piece
 
         for index, source in mine:
+            if index in broken:  # all records from there on go first, so that nobody takes the source for finished
+                forget(partial, index, broken[index].part)
             done = records(partial, index)
             if done and done[-1]["last"]:
                 bar.update(source.size)
@@ -356,7 +369,7 @@ def write_part(
     name = stem("tokens", index, part) + ".bin"
     scratch = partial / f"{name}.rank-{worker.rank}.part"
     starts, sizes, tokens, size, read = array("Q", [0]), array("Q", [0]), 0, 0, 0
-    with disk.Stream(scratch) as stream:
+    with disk.renamed(scratch, partial / name), disk.Stream(scratch) as stream:
         for piece in pieces:
             stream.write(piece.ids.tobytes())
             tokens += len(piece.ids)
@@ -367,7 +380,6 @@ def write_part(
                 read = piece.read
                 if tokens >= limit:
                     break
-    os.rename(scratch, partial / name)
     table = io.BytesIO()
     np.save(table, np.array([starts, sizes], "<u8"))
     disk.write_atomic(partial / (stem("documents", index, part) + ".npy"), table.getvalue())
@@ -383,7 +395,7 @@ def write_part(
         "read": read,
         "last": ahead is None,
     }
-    disk.write_atomic(partial / JOB / (stem("part", index, part) + ".json"), json.dumps(record).encode())
+    disk.write_atomic(record_file(partial, index, part), json.dumps(record).encode())
     return chain([] if ahead is None else [ahead], pieces), ahead is None
 
 
@@ -391,10 +403,14 @@ def stem(kind: str, index: int, part: int) -> str:
     return f"{kind}-{index:05d}-{part:05d}"
 
 
+def record_file(partial: Path, index: int, part: int) -> Path:
+    return partial / JOB / (stem("part", index, part) + ".json")
+
+
 def records(partial: Path, index: int) -> list[dict[str, Any]]:
     """What is recorded of the complete parts of a source, in order, up to the first that is not."""
     found: list[dict[str, Any]] = []
-    while isinstance(record := read_json(partial / JOB / (stem("part", index, len(found)) + ".json")), dict):
+    while isinstance(record := read_json(record_file(partial, index, len(found))), dict):
         for kind in ("tokens", "documents"):
             path = partial / record[kind]["file"]
             if not path.is_file() or path.stat().st_size != record[kind]["bytes"]:
@@ -405,10 +421,46 @@ def records(partial: Path, index: int) -> list[dict[str, Any]]:
     return found
 
 
-def wait_for_others(sources: int, partial: Path, watch: Watch) -> None:
+@dataclass(frozen=True)
+class Broken:
+    """The first part of a source with a file that is not as it was written."""
+
+    part: int
+    file: Path
+    stamp: publish.Stamp  # when it differs, the file was made again
+
+
+def broken_parts(sources: int, partial: Path, worker: Worker) -> dict[int, Broken]:
+    """By source. Each process looks at its own sources; rank 0 looks at all, to know for which it waits."""
+    mine = [index for index in range(sources) if worker.rank in (0, index % worker.count)]
+    return {index: broken for index in mine if (broken := first_broken(partial, index))}
+
+
+def first_broken(partial: Path, index: int) -> Broken | None:
+    part = 0
+    while isinstance(record := read_json(record_file(partial, index, part)), dict):
+        for kind in SHARD_FILES:
+            path = partial / record[kind]["file"]
+            seen = publish.stamp(path)
+            if not path.is_file() or disk.sha256(path) != record[kind]["sha256"]:
+                return Broken(part, path, seen)
+        part += 1
+    return None
+
+
+def forget(partial: Path, index: int, part: int) -> None:
+    """Remove the records of a source's parts from this one on, the last first, so that there is never a gap."""
+    last = part
+    while record_file(partial, index, last).exists():
+        last += 1
+    for each in range(last - 1, part - 1, -1):
+        record_file(partial, index, each).unlink()
+
+
+def wait_for_others(sources: int, partial: Path, watch: Watch, broken: Mapping[int, Broken]) -> None:
     def unfinished(index: int) -> bool:
-        done = records(partial, index)
-        return not done or not done[-1]["last"]
+        done, bad = records(partial, index), broken.get(index)
+        return not done or not done[-1]["last"] or (bad is not None and publish.stamp(bad.file) == bad.stamp)
 
     missing = set(range(sources))
     while missing := {index for index in missing if unfinished(index)}:
@@ -429,7 +481,8 @@ def finish(sources: int, partial: Path, identity: dict[str, Any]) -> None:
                     (partial / record[kind]["file"]).unlink(missing_ok=True)
     if not shards:
         raise ValueError(f"there is no text in {', '.join(s['name'] for s in identity['sources'])}")
-    for leftover in [*partial.glob("*.part"), *partial.glob("*.tmp")]:
-        leftover.unlink()
+    for path in partial.iterdir():  # of processes that were killed
+        if PARTS.fullmatch(path.name):
+            path.unlink()
+    disk.sweep(partial)
     disk.write_atomic(partial / META, json.dumps({**identity, **totals, "shards": shards}, indent=1).encode() + b"\n")
-    disk.sync_folder(partial)

@@ -109,6 +109,11 @@ class Metrics:
             self.line.keep(text)
         self.restart()
 
+    def sync(self) -> None:
+        """Wait until the lines are on the disk: a checkpoint that outlives them would leave a hole in the file."""
+        if not self.quiet:
+            os.fsync(self.file.fileno())
+
     def speed(self, step: int) -> dict[str, Any]:
         seconds = max(time.perf_counter() - self.started, 1e-9)
         rate = (self.tokens - self.interval_start) / seconds
@@ -135,6 +140,7 @@ class Metrics:
         if self.quiet:
             return
         self.line.end()
+        self.sync()
         self.file.close()
         for outlet in self.outlets:
             outlet.close()

@@ -8,15 +8,17 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from training.parallel.collectives import gather
+from training.parallel.collectives import broadcast, gather
+from upcycle import disk, publish
 
 # a rank that waits longer for another one waits for a dead one; loading and checkpoints take minutes
 PATIENCE = timedelta(minutes=30)
@@ -46,6 +48,23 @@ def processes(
     check_alike(settings or {})
     yield own
     dist.destroy_process_group()  # not after an error: the others still wait for this rank, until torchrun ends them
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Within, these processes alone write `folder`: rank 0 holds its lock, and if it cannot, every rank is refused.
+    All ranks call this together."""
+    with ExitStack() as stack:
+        refused = ""
+        if rank() == 0:
+            try:
+                stack.enter_context(publish.alone(folder / publish.LOCK, folder))
+                disk.sweep(folder)
+            except (OSError, ValueError) as error:
+                refused = str(error)
+        if refused := broadcast(refused):
+            raise ValueError(refused)
+        yield
 
 
 def meeting_place(patience: timedelta) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, subjects, task, text, write
 from training.checkpoint.storage import FORMAT, signed
 from training.config import TrainConfig, read_config
+from upcycle import publish
 from upcycle.__main__ import main as upcycle
 from upcycle.config import build
 
@@ -508,3 +509,22 @@ def test_a_heat_map_has_a_cell_a_number_in_its_colour() -> None:
     rows = re.findall(r'<tr><th scope="row">(\d)</th>(.*?)</tr>', drawn)
     values = {row: re.findall(r">([\d.]*)</td>", cells) for row, cells in rows}
     assert values == {"0": ["1", "1", "4"], "1": ["", "0", "1"]}
+
+
+def test_one_process_writes_a_page_and_its_json_says_what_it_wrote(tmp_path: Path) -> None:
+    folder, output = log(tmp_path / "run", 1.0, {0: 5.0, 1: 4.0}), tmp_path / "report.html"
+    words = [str(folder), f"output={output}"]
+    with (
+        publish.alone(tmp_path / ".report.html.lock", output),
+        pytest.raises(ValueError, match=r"another process is writing .*report\.html \(process \d+ on "),
+    ):
+        report.main(words)
+    assert not output.exists()
+    (tmp_path / "report.md.7-0123abcd.upcycle.tmp").touch()  # of one that was killed
+    (tmp_path / "report.b.md.7-0123abcd.upcycle.tmp").touch()  # of another page, which somebody may be writing
+    assert report.main(words) == 0
+    for name, line in json.loads((tmp_path / "report.json").read_text())["files"].items():
+        assert line == publish.listed([tmp_path / name])[name]
+    assert {p.name for p in tmp_path.iterdir() if "report" in p.name} == {
+        *("report.html", "report.md", "report.json", "report.b.md.7-0123abcd.upcycle.tmp")
+    }

@@ -308,6 +308,58 @@ def test_a_broken_part_is_made_again(tokenizer: Path, tmp_path: Path, monkeypatc
     assert digests(run(tmp_path / "out", tokenizer, *paths, shard_tokens=300).folder) == wanted
 
 
+def stopped_before_the_end(output: Path, tokenizer: Path, paths: Sequence[Path]) -> Path:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("training.data.prepare.finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(output, tokenizer, *paths, shard_tokens=300)
+    return output.with_name(output.name + ".partial")
+
+
+@pytest.mark.parametrize("name", ["tokens-00001-00000.bin", "documents-00001-00001.npy"])
+def test_a_part_with_a_zeroed_tail_is_made_again_and_foreign_files_stay(
+    name: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    paths = sources_for_killing(tmp_path)
+    wanted = digests(run(tmp_path / "wanted", tokenizer, *paths, shard_tokens=300).folder)
+    partial = stopped_before_the_end(tmp_path / "out", tokenizer, paths)
+    whole = (partial / name).read_bytes()
+    (partial / name).write_bytes(whole[:-100] + bytes(100))
+    (partial / "tokens-00002-00001.bin").write_bytes(b"cut")
+    foreign = {"notes.tmp": "mine", "mine.part": "mine too"}
+    for file, said in foreign.items():
+        (partial / file).write_text(said)
+    found = digests(run(tmp_path / "out", tokenizer, *paths, shard_tokens=300).folder)
+    assert {file: found.pop(file) for file in foreign} and found == wanted
+
+
+def test_rank_0_waits_for_a_part_that_another_process_makes_again(tokenizer: Path, tmp_path: Path) -> None:
+    paths = sources_for_killing(tmp_path)
+    wanted = digests(run(tmp_path / "wanted", tokenizer, *paths, shard_tokens=300).folder)
+    partial = stopped_before_the_end(tmp_path / "out", tokenizer, paths)
+    victim = partial / "tokens-00001-00000.bin"  # a source of rank 1
+    victim.write_bytes(victim.read_bytes()[:-10] + bytes(10))
+    first = start(tmp_path / "out", tokenizer, paths, Worker(0, 2))
+    time.sleep(0.5)
+    assert not (tmp_path / "out").exists()
+    second = start(tmp_path / "out", tokenizer, paths, Worker(1, 2))
+    for process in (first, second):
+        process.join()
+        assert process.exitcode == 0
+    assert digests(tmp_path / "out") == wanted
+
+
+def test_what_is_there_is_looked_at(tokenizer: Path, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", texts(5))
+    shard = run(tmp_path / "out", tokenizer, path).folder / "tokens-00000-00000.bin"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + b"?")
+    with pytest.raises(ValueError, match=r"tokens-00000-00000\.bin is not the file that was written"):
+        run(tmp_path / "out", tokenizer, path)
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"tokens-00000-00000\.bin is missing, so .*out is not what was made; remove"):
+        run(tmp_path / "out", tokenizer, path)
+
+
 def test_two_processes_make_the_same_bytes(tokenizer: Path, tmp_path: Path) -> None:
     paths = sources_for_killing(tmp_path)
     wanted = digests(run(tmp_path / "wanted", tokenizer, *paths, shard_tokens=300).folder)

@@ -4,8 +4,10 @@ before."""
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import socket
 import time
 import warnings
 from pathlib import Path
@@ -26,7 +28,8 @@ from training.config import read_config
 from training.export import export
 from training.export import main as export_main
 from training.train import train
-from upcycle import disk
+from upcycle import disk, publish
+from upcycle.__main__ import main as upcycle
 
 __all__ = ["place"]  # a fixture
 
@@ -81,7 +84,7 @@ def test_a_save_that_failed_is_said_at_the_next_step_and_tried_again(
     real, failing, begun = disk.write_all, [1], [0]
 
     def write(fd: int, data: memoryview) -> None:
-        if failing[0]:
+        if failing[0] and "/checkpoints/" in os.readlink(f"/proc/self/fd/{fd}"):
             failing[0] -= 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(fd, data)
@@ -131,3 +134,71 @@ def test_room_is_for_as_many_as_lie_there_at_once(tmp_path: Path, monkeypatch: p
     on_disk = (tmp_path / "two" / "step-00000001" / "shard-00000.safetensors").stat().st_size
     rng = 5000 + 4 * 5056  # bytes of the generators at most, which each rank has for itself, and of the file's header
     assert on_disk - rng < asked[0][0] < on_disk
+
+
+def stamps(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_second_training_of_one_output_is_refused_and_writes_nothing(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(words(place, run, "steps=2")) == 0
+    before = stamps(run)
+    with publish.alone(run / publish.LOCK, run):
+        assert main(words(place, run, "steps=4")) == 2
+        said = capsys.readouterr().err
+        assert f"another process is writing {run} (process {os.getpid()} on {socket.gethostname()}" in said
+    assert stamps(run) == before
+    (run / publish.LOCK).write_text("99999999 elsewhere 2020-01-01T00:00:00Z\n")  # of a run that was killed
+    assert main(words(place, run, "steps=4")) == 0
+    assert not (run / publish.LOCK).exists()
+
+
+def test_an_export_leaves_alone_what_it_did_not_make(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, partial = tmp_path / "run", tmp_path / "out.partial"
+    partial.mkdir()
+    (partial / "thesis.tex").write_text("mine")
+    assert main(words(place, run, f"export={tmp_path / 'out'}", "steps=2")) == 2
+    assert "out.partial is there and is no unfinished work of this program" in capsys.readouterr().err
+    assert not run.exists() and (partial / "thesis.tex").read_text() == "mine"
+    shutil.rmtree(partial)
+
+    assert main(words(place, run, "steps=2")) == 0
+    (partial / ".upcycle").mkdir(parents=True)  # of an export that was killed, of a model in two shards
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    (partial / ".upcycle" / "job.json").write_text(json.dumps({"export": shards}))
+    for name in (*shards, "notes.tmp", "mine.part"):
+        (partial / name).write_text("?")
+    assert export(run, tmp_path / "out") == 2
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"notes.tmp", "mine.part"} < names and not {*shards, ".upcycle"} & names
+
+
+def test_all_files_of_an_export_are_checked(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    given = words(place, tmp_path / "run", f"export={out}", "steps=2")
+    assert main(given) == 0
+    assert json.loads((out / publish.FILES).read_text())["files"].keys() == {p.name for p in out.iterdir()} - {
+        publish.FILES
+    }
+    assert upcycle(["inspect", str(out), "--check"]) == 0 and main(given) == 0
+    assert "sizes, sha256 and values are right" in capsys.readouterr().out
+    for name in sorted(path.name for path in out.iterdir() if path.name != "config.json"):
+        whole = (out / name).read_bytes()
+        (out / name).write_bytes(whole.replace(b"0", b"1", 1) if name == publish.FILES else whole[:-1] + b"?")
+        assert upcycle(["inspect", str(out), "--check"]) == 1
+        assert name in capsys.readouterr().err
+        if name != publish.FILES:
+            assert main(given) == 2
+            assert f"{name} is not the file that was written" in capsys.readouterr().err
+        (out / name).write_bytes(whole)
+    (out / "config.json").write_bytes((out / "config.json").read_bytes() + b"\n")
+    assert upcycle(["inspect", str(out), "--check"]) == 1
+    assert "config.json has" in capsys.readouterr().err
+    (out / publish.FILES).unlink()  # as older versions exported
+    assert upcycle(["inspect", str(out), "--check"]) == 0 and main(given) == 0
+    assert "there is no manifest to compare sizes, sha256 and the other files with" in capsys.readouterr().out

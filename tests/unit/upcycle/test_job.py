@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.upcycle.plans import load, readable
 from upcycle import convert as converting
-from upcycle import job
+from upcycle import job, publish
 from upcycle.checkpoint import Checkpoint
 from upcycle.convert import convert
 from upcycle.job import Worker
@@ -40,12 +40,12 @@ def test_without_locks_a_killed_process_is_not_waited_for_and_a_live_one_is(
 
     monkeypatch.setattr(job.fcntl, "flock", no_locks)
     monkeypatch.setattr(job, "PATIENCE", 0.6)
-    monkeypatch.setattr(job, "BEAT", 0.1)
+    monkeypatch.setattr(publish, "BEAT", 0.1)
     folder = tmp_path / "moe.partial" / ".upcycle"
     folder.mkdir(parents=True)
     watch = job.Watch(tmp_path / "moe.partial", Worker(0, 3))
     (folder / "rank-2.lock").write_text("")  # of a process that was killed
-    with open(folder / "rank-1.lock", "w") as lock, job.hold(lock, tmp_path / "moe.partial", 1):
+    with publish.opened(folder / "rank-1.lock") as lock, publish.hold(lock, "moe.partial"):
         for _ in range(6):
             watch.check([1])
             time.sleep(0.2)

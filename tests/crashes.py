@@ -1,0 +1,523 @@
+"""Every command that publishes, crashed at its n-th system call that writes, and started again.
+
+    python -m tests.crashes                        every call of every command, in every way: minutes
+    python -m tests.crashes --each 5 convert       five of them, drawn by --seed
+
+A command runs in a fork of this process in which open (to write), write, fsync, rename, unlink, mkdir and rmdir below one
+folder are counted. At the n-th of them comes one of
+
+    kill   SIGKILL before it                lost   SIGKILL, and what was not synced is gone, as when the power fails
+    half   SIGKILL after half of it         full   it and all later ones find the disk full
+    eio    it fails once                    int    Ctrl-C
+    stop   SIGSTOP, and the same command runs beside it; then it goes on
+
+Then the command runs undisturbed, and must end with the bytes that it makes undisturbed from the start. Files that are
+not its own lie where it works, and must be there afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import contextlib
+import errno
+import hashlib
+import importlib
+import io
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KINDS = ("kill", "lost", "half", "full", "eio", "int", "stop")
+FOREIGN = {"notes.tmp": b"mine", "model.safetensors.part": b"mine too", "config.json.123.tmp": b"and this"}
+ENDED = 300  # seconds
+
+
+class Calls:
+    """Counts the calls below `root`, and does something at one of them."""
+
+    def __init__(self, root: Path, kind: str, at: int) -> None:
+        self.root, self.kind, self.at, self.count = str(root), kind, at, 0
+        self.lock = threading.RLock()
+        self.files: dict[tuple[int, int], list[Any]] = {}  # (device, inode) -> [descriptor, (size, time) as synced]
+        self.folders: dict[tuple[int, int], bool] = {}  # whether its entries are on the disk
+        self.unsynced: list[str] = []
+        self.real: dict[str, Callable[..., Any]] = {}
+
+    def install(self) -> None:
+        for name in ("open", "write", "fsync", "rename", "replace", "unlink", "remove", "mkdir", "rmdir"):
+            self.real[name] = getattr(os, name)
+            setattr(os, name, self.patched(name))
+        self.real["io.open"] = io.open
+        io.open = builtins.open = self.opened  # type: ignore[assignment]
+
+    def patched(self, name: str) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            where = self.place(name, given, named)
+            if where is None:
+                return self.real[name](*given, **named)
+            with self.lock:
+                self.before(name, given, where)
+                if name in ("rename", "replace"):
+                    self.check_renamed(Path(given[0]))
+                made = self.real[name](*given, **named)
+                self.after(name, given, where, made)
+                return made
+
+        return call
+
+    def opened(self, file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
+        if not isinstance(file, str | os.PathLike) or not set(mode) & set("wax+") or not self.below(os.fspath(file)):
+            return self.real["io.open"](file, mode, *given, **named)
+        with self.lock:
+            if not named.get("opener"):  # which comes to os.open
+                self.before("open", (file,), str(file))
+            made = self.real["io.open"](file, mode, *given, **named)
+            self.after("open", (file,), str(file), made.fileno())
+            return made
+
+    def below(self, path: Any) -> bool:
+        return os.path.abspath(os.fsdecode(path)).startswith(self.root + os.sep)
+
+    def place(self, name: str, given: Any, named: Any) -> str | None:
+        """The path that a call is about, if it counts."""
+        if name in ("write", "fsync"):
+            path = os.readlink(f"/proc/self/fd/{given[0]}")
+        elif named.get("dir_fd") is not None:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{named['dir_fd']}"), os.fsdecode(given[0]))
+        elif isinstance(given[0], int):
+            return None
+        else:
+            path = os.path.abspath(os.fsdecode(given[0]))
+        if name == "open" and not given[1] & (os.O_WRONLY | os.O_RDWR):
+            return None
+        return path if self.below(path) else None
+
+    def before(self, name: str, given: Any, where: str) -> None:
+        self.count += 1
+        if self.kind == "full" and self.count >= self.at and name in ("open", "write", "mkdir", "fsync"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *([where] if name in ("open", "mkdir") else []))
+        if self.count != self.at:
+            return
+        if self.kind == "half" and name == "write":
+            self.real["write"](given[0], given[1][: len(given[1]) // 2])
+        if self.kind in ("kill", "half"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "lost":
+            for descriptor, synced in self.files.values():
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, synced[0] if synced else 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "eio":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), *([where] if name not in ("write", "fsync") else []))
+        if self.kind == "int":
+            os.kill(os.getpid(), signal.SIGINT)
+        if self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def after(self, name: str, given: Any, where: str, made: Any) -> None:
+        if name == "open":
+            status = os.fstat(made)
+            if (status.st_dev, status.st_ino) not in self.files:
+                writable = self.real["open"](f"/proc/self/fd/{made}", os.O_RDWR)
+                self.files[status.st_dev, status.st_ino] = [writable, None]
+        elif name == "fsync":
+            status = os.fstat(given[0])
+            key = status.st_dev, status.st_ino
+            if key in self.files:
+                self.files[key][1] = (status.st_size, status.st_mtime_ns)
+            else:
+                self.folders[key] = True
+        if name in ("open", "mkdir", "rename", "replace"):  # a name that comes back after a crash does no harm
+            for path in (where, *(map(os.fsdecode, given[1:2]) if name in ("rename", "replace") else ())):
+                with contextlib.suppress(OSError):
+                    parent = os.stat(os.path.dirname(path))
+                    self.folders[parent.st_dev, parent.st_ino] = False
+
+    def check_renamed(self, source: Path) -> None:
+        """Notes what was renamed and was not on the disk."""
+        inside = [source, *source.rglob("*")] if source.is_dir() else [source]
+        for path in inside:
+            if ".upcycle" in path.parts[-2:]:
+                continue
+            status = path.lstat()
+            key = status.st_dev, status.st_ino
+            if path.is_dir():
+                if self.folders.get(key) is False:
+                    self.unsynced.append(f"folder {path}")
+            elif key in self.files and self.files[key][1] != (status.st_size, status.st_mtime_ns):
+                self.unsynced.append(str(path))
+
+    def check_left(self, folders: list[Path]) -> None:
+        """Notes what lies there at the end and is not on the disk."""
+        for folder in folders:
+            self.check_renamed(folder)
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    said: str
+    calls: int = 0
+    unsynced: tuple[str, ...] = ()
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class Command:
+    name: str
+    run: Callable[[Path], int]  # the folder that it makes things in
+    result: Callable[[Path], Any]  # what must be the same
+    outputs: Callable[[Path], list[Path]]  # must be on the disk
+    partials: Callable[[Path], list[Path]]  # where files of others may lie
+    codes: frozenset[int] = frozenset({0, 2, 130})
+
+
+def started(command: Command, here: Path, root: Path, kind: str = "", at: int = 0) -> int:
+    """Forks; the child runs the command."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 99
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        said = os.open(root / f"said.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        calls = Calls(here, kind, at)
+        calls.install()
+        code = command.run(here)
+        calls.check_left(command.outputs(here) if code == 0 else [])
+        facts = json.dumps({"calls": calls.count, "unsynced": calls.unsynced}).encode()
+        (file := calls.real["open"](root / f"facts.{os.getpid()}", os.O_WRONLY | os.O_CREAT, 0o666))
+        calls.real["write"](file, facts)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def ended(pid: int, root: Path) -> Ran:
+    deadline = time.monotonic() + ENDED
+    while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    said, facts = (root / f"said.{pid}"), (root / f"facts.{pid}")
+    text = said.read_text(errors="replace") if said.exists() else ""
+    more = json.loads(facts.read_text()) if facts.exists() else {}
+    for path in (said, facts):
+        path.unlink(missing_ok=True)
+    return Ran(os.waitstatus_to_exitcode(found[1]), text, more.get("calls", 0), tuple(more.get("unsynced", ())), pid)
+
+
+class Faults(Exception):
+    pass
+
+
+def wanted(true: bool, *said: object) -> None:
+    if not true:
+        raise Faults(" ".join(map(str, said)))
+
+
+def crashed(command: Command, here: Path, root: Path, kind: str, at: int, want: Any) -> str:
+    """One crash and what comes after it. Returns what the crash did."""
+    shutil.rmtree(here, ignore_errors=True)
+    here.mkdir()
+    pid = started(command, here, root, kind, at)
+    if kind == "stop":
+        return beside(command, here, root, pid, want)
+    first = ended(pid, root)
+    crash = first.code == -signal.SIGKILL
+    wanted(crash or first.code in command.codes, "exit code", first.code, first.said[-1500:])
+    wanted("Traceback" not in first.said, "a traceback:", first.said[-3000:])
+    if kind == "full" and first.code == 2:
+        last = [line for line in first.said.splitlines() if line.strip()][-1]
+        wanted(str(here) in last, "names no file:", last)
+    if not crash:
+        litter = [*here.rglob("*.upcycle.tmp"), *here.rglob("*.part")]
+        wanted(not litter, "a failed write left", litter)
+    places = [f for f in command.partials(here) if f.is_dir() and (f.suffix != ".partial" or (f / ".upcycle").is_dir())]
+    placed = [(folder, name) for folder in places for name in FOREIGN]
+    for folder, name in placed:
+        (folder / name).write_bytes(FOREIGN[name])
+    finished(command, here, root, want)
+    for folder, name in placed:
+        now = [
+            f / name for f in (folder, folder.with_name(folder.name.removesuffix(".partial"))) if (f / name).is_file()
+        ]
+        wanted(bool(now) and now[0].read_bytes() == FOREIGN[name], "a file of somebody else is gone:", folder / name)
+    return "killed" if crash else f"exit code {first.code}"
+
+
+def finished(command: Command, here: Path, root: Path, want: Any) -> None:
+    again = ended(started(command, here, root), root)
+    was_done = again.code == 2 and "exists already" in again.said  # training.export says so
+    wanted(again.code == 0 or was_done, "the rerun ends with", again.code, again.said[-3000:])
+    found = command.result(here)
+    wanted(found == want, "other bytes:", differing(found, want))
+    wanted(not again.unsynced, "not on the disk:", again.unsynced)
+    litter = [
+        p for p in here.rglob("*") if p.name in (".upcycle", ".lock") or p.name.endswith((".upcycle.tmp", ".html.lock"))
+    ]
+    wanted(not litter, "left behind:", litter)
+
+
+def beside(command: Command, here: Path, root: Path, pid: int, want: Any) -> str:
+    """The first process stands still; a second one of the same command comes."""
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    if not os.WIFSTOPPED(status):
+        for name in ("said", "facts"):
+            (root / f"{name}.{pid}").unlink(missing_ok=True)
+        return "was over"
+    try:
+        second = ended(started(command, here, root), root)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    first = ended(pid, root)
+    for ran in (first, second):
+        wanted(ran.code in (0, 2) and "Traceback" not in ran.said, "exit code", ran.code, ran.said[-3000:])
+    refused = "another process is writing" in second.said
+    if refused:
+        who = f"process {pid} on {socket.gethostname()}"
+        wanted(second.code == 2 and who in second.said, "does not name", who, second.said[-1000:])
+        wanted(first.code == 0, "the first one ends with", first.code, first.said[-3000:])
+    wanted(0 in (first.code, second.code), "neither came to its end:", first.said[-1000:], second.said[-1000:])
+    finished(command, here, root, want)
+    return "the second one was refused" if refused else f"the second one ended with {second.code}"
+
+
+def differing(found: Any, want: Any) -> Any:
+    if isinstance(found, dict) and isinstance(want, dict):
+        return sorted(str(k) for k in found.keys() | want.keys() if found.get(k) != want.get(k))
+    return found
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in FOREIGN
+    }
+
+
+# ---- the commands
+
+
+def commands(place: Path) -> dict[str, Command]:
+    """`place`: what they read."""
+    from evaluation import results
+    from evaluation.report import report
+    from training import export, prepare
+    from training.__main__ import main as train
+    from training.observe.metrics import read
+    from training.parallel.processes import alone
+    from upcycle import cli
+    from upcycle.__main__ import main as upcycle
+
+    def run_folder(here: Path) -> Any:
+        clock = {"seconds_per_step", "tokens_per_s", "tflops", "mfu", "eta_s", "memory_gb"}
+        rows = [
+            {n: v for n, v in row.items() if n not in clock and not n.startswith("time/")} for row in read(here / "run")
+        ]
+        last = max((here / "run" / "checkpoints").glob("step-*"))
+        return {"rows": rows, "step": last.name, **digests(last), **digests(here / "export")}
+
+    @cli.command()
+    def save_results(words: list[str]) -> int:
+        """What `evaluation run` does with its answers."""
+        folder = Path(words[0])
+        run = results.Evaluation(
+            results.Model("m", "m", "f", "llama", 1, 1, "float32"), "tiny", "", {}, {}, "", 0.0, {}, {}
+        )
+        items = [results.Item("t", i, f"{i}", "p", "x", {"acc": 1.0}, (-1.5,)) for i in range(50)]
+        with alone(folder):
+            results.save(folder, run, items)
+        return 0
+
+    def report_sums(here: Path) -> Any:
+        found = json.loads((here / "report.json").read_text())["files"]
+        return {name: hashlib.sha256((here / name).read_bytes()).hexdigest() == found[name]["sha256"] for name in found}
+
+    training = [
+        "data.sequence=24",
+        "batch=2",
+        "micro_batch=2",
+        "log_every=1",
+        "schedule.warmup=0",
+        "schedule.peak=1e-3",
+    ]
+    training += [
+        "model.compute=float32",
+        "steps=2",
+        "checkpoint.every=1",
+        "device=cpu",
+        f"data.train=[{place / 'tokens'}]",
+    ]
+    all_of = [
+        Command(
+            "convert",
+            lambda here: upcycle(
+                ["convert", f"source={place / 'dense'}", f"output={here / 'moe'}", "experts=2", "max_shard=60KB"]
+            ),
+            lambda here: digests(here / "moe"),
+            lambda here: [here / "moe"],
+            lambda here: [here / "moe.partial"],
+        ),
+        Command(
+            "prepare",
+            lambda here: prepare.main(
+                [
+                    str(here / "out"),
+                    f"tokenizer={place / 'dense'}",
+                    f"sources=[{place / 'a.jsonl'},{place / 'b.jsonl'}]",
+                    "shard_tokens=300",
+                ]
+            ),
+            lambda here: digests(here / "out"),
+            lambda here: [here / "out"],
+            lambda here: [here / "out.partial"],
+        ),
+        Command(
+            "train",
+            lambda here: train(
+                [f"model.source={place / 'dense'}", f"output={here / 'run'}", f"export={here / 'export'}", *training]
+            ),
+            run_folder,
+            lambda here: [*(p for p in (here / "run").iterdir() if p.name != "plots.png"), here / "export"],
+            lambda here: [here / "run", here / "export.partial"],
+            frozenset({0, 2, 75, 130}),
+        ),
+        Command(
+            "export",
+            lambda here: export.main([str(place / "run"), str(here / "out")]),
+            lambda here: digests(here / "out"),
+            lambda here: [here / "out"],
+            lambda here: [here / "out.partial"],
+        ),
+        Command(
+            "results",
+            lambda here: save_results([str(here / "eval")]),
+            lambda here: digests(here / "eval"),
+            lambda here: [here / "eval"],
+            lambda here: [here / "eval"],
+        ),
+        Command(
+            "report",
+            lambda here: report_main([str(place / "run"), f"output={here / 'report.html'}"]),
+            report_sums,
+            lambda here: [here / "report.html", here / "report.md", here / "report.json"],
+            lambda here: [here],
+        ),
+    ]
+
+    @cli.command()
+    def report_main(words: list[str]) -> int:
+        return report.main(words)
+
+    return {command.name: command for command in all_of}
+
+
+def set_up(place: Path, names: Collection[str]) -> None:
+    """Makes what the commands read."""
+    from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+    from upcycle.sample import make_llama
+
+    shape = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 400, "max_position_embeddings": 64, "dtype": "float32",
+    }  # fmt: skip
+    make_tokenizer(make_llama(place / "dense", shape), bos=False)
+    for name in "ab":
+        jsonl(place / f"{name}.jsonl", texts(40, ord(name)))
+    if {"train", "export", "report"} & {*names}:
+        known = commands(place)
+        assert known["prepare"].run(place) == 0
+        (place / "out").rename(place / "tokens")
+        assert known["train"].run(place) == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commands", nargs="*")
+    parser.add_argument("--each", type=int, default=0, help="crashes of a command; 0: every call in every way")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0, help="no crash begins after so many; 0: all of them")
+    parser.add_argument("--kinds", nargs="*", default=KINDS)
+    options = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.pop("RANK", None)
+    chance, failed, done, began = random.Random(options.seed), 0, Counter[str](), time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name).resolve()
+        place, here = root / "place", root / "here"
+        place.mkdir()
+        if not (pid := os.fork()):  # this process starts no thread, which a fork would not have
+            os.dup2(os.open(root / "set-up", os.O_WRONLY | os.O_CREAT), 1)
+            os.dup2(1, 2)
+            set_up(place, options.commands or commands(place))
+            (root / "modules").write_text("\n".join(sys.modules))
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0, (root / "set-up").read_text()
+        for module in (root / "modules").read_text().split():  # or every fork would import them again
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
+        wholes, cases = {}, []
+        for command in commands(place).values():
+            if options.commands and command.name not in options.commands:
+                continue
+            here.mkdir()
+            whole = ended(started(command, here, root), root)
+            assert whole.code == 0, whole.said
+            wholes[command.name] = command, whole.calls, command.result(here)
+            shutil.rmtree(here)
+            if whole.unsynced:
+                failed += 1
+                print(f"FAULT {command.name}: published and not on the disk: {whole.unsynced}", flush=True)
+            own = [(command.name, at, kind) for at, kind in itertools.product(range(1, whole.calls + 1), options.kinds)]
+            cases += chance.sample(own, min(options.each or len(own), len(own)))
+        outcomes = {name: Counter[str]() for name in wholes}
+        chance.shuffle(cases)
+        for name, at, kind in cases:
+            if options.seconds and time.monotonic() - began > options.seconds:
+                break
+            command, calls, want = wholes[name]
+            try:
+                what = crashed(command, here, root, kind, at, want)
+            except Faults as fault:
+                failed += 1
+                print(f"FAULT {name}, {kind} at call {at} of {calls}: {fault}", flush=True)
+                continue
+            if what != "was over" and (kind not in ("kill", "lost", "half") or what == "killed"):
+                done[kind] += 1
+                outcomes[name][f"{kind}: {what}"] += 1
+    for name, found in outcomes.items():
+        said = ", ".join(f"{count} {what}" for what, count in sorted(found.items()))
+        print(f"{name}: {sum(found.values())} crashes at {wholes[name][1]} calls: {said}")
+    print(f"{sum(done.values())} crashes and reruns as they should be ({dict(sorted(done.items()))}), {failed} faults")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
