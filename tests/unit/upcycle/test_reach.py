@@ -16,7 +16,7 @@ from upcycle import card
 from upcycle.__main__ import main
 from upcycle.checkpoint import MAX_COPIED, Checkpoint
 from upcycle.config import UpcycleConfig, build, read
-from upcycle.convert import digest
+from upcycle.publish import digest
 from upcycle.streamed import built
 
 SECRET = "hf_a-secret-of-the-environment"
