@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from upcycle.disk import make_folder, sha256, write_atomic
+from upcycle.publish import digest
 
 FORMAT = 3
 Raw = Any  # what lm-eval's task makes of an item: a number, a tuple of them or of texts, ...
@@ -128,12 +129,6 @@ def save_run(folder: str | Path, run: Evaluation, items: str) -> Path:
     value = json.loads(json.dumps({"format": FORMAT} | asdict(run) | {"items_sha256": items}))
     write_atomic(Path(folder) / "run.json", json.dumps(value | {"sum": digest(value)}, indent=1).encode() + b"\n")
     return Path(folder)
-
-
-def digest(value: Mapping[str, Any]) -> str:
-    """The sha256 of a run.json without its `sum`."""
-    body = {key: inner for key, inner in value.items() if key != "sum"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def load(folder: str | Path) -> Evaluation:
