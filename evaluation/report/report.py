@@ -26,6 +26,7 @@ from evaluation.compare import is_share, number
 from evaluation.report.facts import Facts, gather, verdicts
 from evaluation.report.page import page, sources
 from upcycle import cli
+from upcycle.card import inert
 from upcycle.config import read
 from upcycle.disk import write_atomic
 
@@ -40,24 +41,25 @@ class ReportConfig:
 
 
 def markdown(facts: Facts) -> str:
-    lines = [f"# {facts.title}", "", facts.made, "", *(f"- {said}" for said in verdicts(facts)), ""]
+    lines = [f"# {inert(facts.title)}", "", facts.made, "", *(f"- {inert(said)}" for said in verdicts(facts)), ""]
     for name, mine in facts.scores.items():
-        lines += [f"## Scores of {name}", "", "| | metric | items | score | 95 % interval |", "|---|---|---|---|---|"]
+        lines += [f"## Scores of {inert(name)}", ""]
+        lines += ["| | metric | items | score | 95 % interval |", "|---|---|---|---|---|"]
         lines += [
-            f"| {s.title} | {s.metric}{' %' * is_share(s.metric)} | {s.items:,} | {number(s.value, s.metric)} | "
-            f"{number(s.low, s.metric)} to {number(s.high, s.metric)} |"
+            f"| {inert(s.title)} | {inert(s.metric)}{' %' * is_share(s.metric)} | {s.items:,} | "
+            f"{number(s.value, s.metric)} | {number(s.low, s.metric)} to {number(s.high, s.metric)} |"
             for s in mine
         ] + [""]
     for found in facts.comparisons:
-        lines += [f"## {found.b.name} beside {found.a.name}", "", compare.table(found), ""]
+        lines += [f"## {inert(found.b.name)} beside {inert(found.a.name)}", "", compare.table(found), ""]
     if facts.losses:
         lines += ["## Loss", "", compare.loss_table(facts.losses), ""]
     for name, measured in facts.routing.items():
-        lines += [f"## Experts of {name}", "", "```", routing.table(measured), "```", ""]
+        lines += [f"## Experts of {inert(name)}", "", "```", routing.table(measured), "```", ""]
     sections = {f"Plan of {name}": rows for name, rows in facts.plans.items()}
     for title, rows in (sections | sources(facts)).items():
-        cells = (f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows)
-        lines += [f"## {title}", "", "| | |", "|---|---|", *cells, ""]
+        cells = (f"| {inert(name)} | {inert(value)} |" for name, value in rows)
+        lines += [f"## {inert(title)}", "", "| | |", "|---|---|", *cells, ""]
     return "\n".join(lines)
 
 
@@ -80,5 +82,5 @@ def main(words: Sequence[str]) -> int:
     write_atomic(output.with_suffix(".json"), (json.dumps(as_json(facts), allow_nan=False) + "\n").encode())
     write_atomic(output.with_suffix(".md"), markdown(facts).encode())
     write_atomic(output, page(facts).encode())
-    print("\n".join([*verdicts(facts), str(output)]))
+    print("\n".join([*map(cli.printable, verdicts(facts)), str(output)]))
     return 0
