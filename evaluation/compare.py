@@ -44,6 +44,7 @@ from evaluation.seeds import LEAST, Paired, paired
 from training.observe import plots
 from training.observe.metrics import FILE as METRICS
 from upcycle import cli
+from upcycle.card import inert
 from upcycle.config import read
 from upcycle.disk import write_atomic
 
@@ -526,7 +527,7 @@ def table(found: Comparison) -> str:
     seeds = max((d.seeds for d in found.differences), default=1)
     runs = "one run each: no verdict" if seeds == 1 else f"{seeds} runs each, paired in this order"
     lines = [
-        f"A = {found.a.name}, B = {found.b.name}; suite {found.suite}; {runs}; "
+        f"A = {inert(found.a.name)}, B = {inert(found.b.name)}; suite {inert(found.suite)}; {runs}; "
         f"{families[0]} headline and {families[1]} part comparisons, p over seeds corrected by Holm in each family",
         "",
         "| | metric | A | B | B - A | 95 % over seeds | Holm | B is | items | clusters | over items, these models "
@@ -536,7 +537,7 @@ def table(found: Comparison) -> str:
     for d in found.differences:
         low, high = signed(d.low, d.metric), signed(d.high, d.metric)
         lines.append(
-            f"| {d.title} | {d.metric}{' %' * is_share(d.metric)} | {number(d.a, d.metric)} | "
+            f"| {inert(d.title)} | {inert(d.metric)}{' %' * is_share(d.metric)} | {number(d.a, d.metric)} | "
             f"{number(d.b, d.metric)} | {signed(d.difference, d.metric)} | "
             f"{'' if math.isnan(d.low) else f'{low} to {high}'} | {p_text(d.p_holm)} | {d.verdict} | {d.items:,} | "
             f"{d.clusters:,} | {d.over_items} | {'' if d.only_a is None else f'{d.only_a} / {d.only_b}'} |"
@@ -545,9 +546,10 @@ def table(found: Comparison) -> str:
         gained = sum(f.gained for f in found.flips)
         lines += ["", f"{len(found.flips)} items flipped: {gained} gained, {len(found.flips) - gained} lost"]
     for f in found.flips[:10]:
-        target, a, b = apart((f.target, f.a, f.b))
-        lines.append(f"- {'gained' if f.gained else 'lost'}: {f.task} {f.doc}: right is {target!r}; A {a!r}, B {b!r}")
-    return "\n".join([*lines, *(f"\nNote: {note}" for note in found.notes)])
+        target, a, b = (inert(repr(text)) for text in apart((f.target, f.a, f.b)))
+        task = inert(f"{f.task} {f.doc}")
+        lines.append(f"- {'gained' if f.gained else 'lost'}: {task}: right is {target}; A {a}, B {b}")
+    return "\n".join([*lines, *(f"\nNote: {inert(note)}" for note in found.notes)])
 
 
 def signed(value: float, metric: str) -> str:
@@ -571,13 +573,14 @@ def loss_table(found: Losses) -> str:
     ):
         for name, rows in by_run.items():
             lines += [
-                f"Validation loss at {found.equal(what)} ({at}), nats a token; A = {found.runs[0]}, B = {name}", "",
+                f"Validation loss at {found.equal(what)} ({at}), nats a token; A = {inert(found.runs[0])}, "
+                f"B = {inert(name)}", "",
                 "| | A | B | B - A |", "|---|---|---|---|",
-                *(f"| {r.domain} | {r.a:.4f} | {r.b:.4f} | {r.difference:+.4f} |" for r in rows), "",
+                *(f"| {inert(r.domain)} | {r.a:.4f} | {r.b:.4f} | {r.difference:+.4f} |" for r in rows), "",
                 f"Mean of sets: {loss_verdict(rows)}", "",
             ]  # fmt: skip
         if names := found.midway.get(what):
-            lines += [midway_text(names), ""]
+            lines += [inert(midway_text(names)), ""]
     if found.flops is None:
         lines.append("No comparison at equal FLOPs: a log has no FLOPs (written by an older version).")
     return "\n".join(lines).rstrip()

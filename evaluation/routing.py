@@ -339,7 +339,7 @@ def table(found: dict[str, Any]) -> str:
     lines = ["layer  " + "  ".join(shown)]
     for row in found["layers"]:
         cells = (f"{get(row):.4g}".rjust(len(name)) for name, get in shown.items())
-        lines.append(f"{row['layer']:>5}  " + "  ".join(cells))
+        lines.append(f"{int(row['layer']):>5}  " + "  ".join(cells))
     return "\n".join(lines)
 
 

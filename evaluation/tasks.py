@@ -7,6 +7,9 @@ folders:  those of lm-eval's own collection that have these names; without it al
 fewshot:  examples in a prompt, where a task does not fix them
 texts:    true if the suite takes texts=[...] and has a task for each file, instead of `tasks`
 notes:    {task: what a reader must know of it when it is read from files}
+
+A suite may be a stranger's: its templates run in a sandbox, and a metric that lm-eval would fetch as code is refused.
+What lm-eval's own tasks bring as Python runs as it is.
 """
 
 from __future__ import annotations
@@ -15,20 +18,26 @@ import io
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import datasets
+import lm_eval.api.metrics
+import lm_eval.api.registry
 import lm_eval.api.task
 import lm_eval.tasks
 import lm_eval.utils
 import numpy as np
 import tqdm
 import yaml
+from jinja2 import Environment
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from evaluation import offline
 from upcycle.config import build
@@ -84,6 +93,7 @@ def load(name: str, data: str = "", texts: Sequence[str] = (), fewshot: int | No
         raise ValueError(f"suite {name} takes no texts; use suite=perplexity")
     text_tasks: list[Any] = [text_task(text) for text in found_texts(data, texts)] if suite.texts else []
     names = list(text_tasks or suite.tasks)
+    check_metrics(name, names)
     borrowed = any(isinstance(task, str) for task in names)
     folders = [LM_EVAL / folder for folder in suite.folders] or [LM_EVAL] * borrowed
     for folder in folders:
@@ -124,6 +134,21 @@ def check_unique(suite: str, names: Sequence[Any]) -> None:
             what = [str(one.get("dataset_name", name)) if isinstance(one, dict) else name for one in (seen[name], each)]
             raise ValueError(f"suite {suite} has two tasks called {name} ({' and '.join(what)}); rename one of them")
         seen[name] = each
+
+
+def check_metrics(suite: str, own: Any) -> None:
+    """Raises ValueError about a metric of a task written out that lm-eval does not have itself: it fetches code of that
+    name from the hub, or from a folder, and runs it."""
+    if isinstance(own, Mapping) and "metric" in own:
+        metric = own["metric"]
+        known = isinstance(metric, str) and metric in lm_eval.api.registry.metric_registry
+        if own.get("hf_evaluate") or not known:
+            raise ValueError(
+                f"suite {suite} has the metric {metric!r}{' of hf_evaluate' * bool(own.get('hf_evaluate'))}, which is "
+                "code that lm-eval would fetch and run; write one that it has, such as acc or exact_match"
+            )
+    for inner in own.values() if isinstance(own, Mapping) else own if isinstance(own, list | tuple) else ():
+        check_metrics(suite, inner)
 
 
 def check_greedy(settings: Mapping[str, Any], who: str) -> None:
@@ -236,6 +261,24 @@ def reading(folder: Path | None, beside: Path) -> Iterator[None]:
         yield
 
 
+class Sandbox(ImmutableSandboxedEnvironment):
+    """lm-eval's templates without a way to Python: by default they can run any command."""
+
+    @staticmethod
+    def like(real: Environment) -> Sandbox:
+        made = Sandbox(
+            loader=real.loader, undefined=real.undefined, keep_trailing_newline=real.keep_trailing_newline
+        )
+        made.filters.update(real.filters)
+        return made
+
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        error = sys.exc_info()[1]
+        if isinstance(error, SecurityError | OverflowError):
+            raise ValueError(f"a template of the suite asks for more than text ({error}); it is not run") from None
+        super().handle_exception(source)
+
+
 @contextmanager
 def alone() -> Iterator[None]:
     """Within, lm-eval has its own seeds and leaves ours alone, prints nothing, shows no bars and forks no processes.
@@ -245,13 +288,14 @@ def alone() -> Iterator[None]:
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     logger, bars = logging.getLogger("lm_eval"), datasets.utils.are_progress_bars_disabled()
-    level, environment = logger.level, lm_eval.utils.env
+    level, environment = logger.level, Sandbox.like(lm_eval.utils.env)
     random.seed(0)
     np.random.seed(SEED)  # noqa: NPY002
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
         with (
+            replaced(lm_eval.utils, "env", environment),
             replaced(environment, "from_string", lru_cache(1024)(environment.from_string)),
             replaced(lm_eval.api.task, "tqdm", no_bar),
             replaced(tqdm, "tqdm", no_bar),
@@ -286,7 +330,7 @@ def patched_environment(**values: str) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     own = name in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, value)

@@ -355,7 +355,8 @@ def routing_section(facts: Facts, color: Palette) -> str:
 
 def expert_maps(name: str, found: dict[str, Any]) -> str:
     layers, parts = [str(row["layer"]) for row in found["layers"]], found["granularity"]
-    body = f"<h3>{escape(name)}: {found['experts']} experts, top-{found['top_k']}</h3>"
+    title = f"{name}: {found['experts']} experts, top-{found['top_k']}"
+    body = f"<h3>{escape(title)}</h3>"
     body += draw.scale("h", RATIOS, "load of an expert / mean load") + '<div class="charts">'
     for domain, table in found["load"].items():
         unit = f"{found['tokens'][domain]:,} tokens; rows are layers"

@@ -31,6 +31,7 @@ from evaluation.compare import is_share, number
 from evaluation.report.facts import Facts, gather, opening, verdicts
 from evaluation.report.page import of_suite, page, sources
 from upcycle import cli, publish
+from upcycle.card import inert
 from upcycle.config import read
 from upcycle.disk import sweep, write_atomic
 
@@ -45,29 +46,33 @@ class ReportConfig:
 
 
 def markdown(facts: Facts) -> str:
-    lines = [f"# {facts.title}", "", facts.made, "", opening(facts), "", *(f"- {said}" for said in verdicts(facts)), ""]
+    said = (f"- {inert(sentence)}" for sentence in verdicts(facts))
+    lines = [f"# {inert(facts.title)}", "", facts.made, "", inert(opening(facts)), "", *said, ""]
     for name, mine in facts.scores.items():
-        lines += [f"## Scores of {name}", "", "| | metric | items | score | 95 % interval |", "|---|---|---|---|---|"]
+        lines += [f"## Scores of {inert(name)}", ""]
+        lines += ["| | metric | items | score | 95 % interval |", "|---|---|---|---|---|"]
         for s in mine:
-            what = f"{s.title}{of_suite(facts, s.suite)} | {s.metric}{' %' * is_share(s.metric)} | {s.items:,}"
+            title, metric = inert(f"{s.title}{of_suite(facts, s.suite)}"), inert(s.metric)
+            what = f"{title} | {metric}{' %' * is_share(s.metric)} | {s.items:,}"
             value, low, high = (number(v, s.metric) for v in (s.value, s.low, s.high))
             of_seeds = f", lowest and highest of {s.seeds} seeds" if s.seeds > 1 else ""
             lines.append(f"| {what} | {value} | {low} to {high}{of_seeds} |")
         lines.append("")
     for found in facts.comparisons:
-        lines += [f"## {found.b.name} beside {found.a.name}: {found.suite}", "", compare.table(found), ""]
+        title = inert(f"{found.b.name} beside {found.a.name}: {found.suite}")
+        lines += [f"## {title}", "", compare.table(found), ""]
     if facts.losses:
         lines += ["## Loss", "", compare.loss_table(facts.losses), ""]
     if facts.keys:
-        head = f"| key | {' | '.join(facts.arms)} |"
+        head = f"| key | {' | '.join(map(inert, facts.arms))} |"
         lines += ["## How they were trained", "", head, "|---" * (1 + len(facts.arms)) + "|"]
-        lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in facts.keys] + [""]
+        lines += [f"| {' | '.join(map(inert, row))} |" for row in facts.keys] + [""]
     for name, measured in facts.routing.items():
-        lines += [f"## Experts of {name}", "", "```", routing.table(measured), "```", ""]
+        lines += [f"## Experts of {inert(name)}", "", "```", routing.table(measured), "```", ""]
     sections = {f"Plan of {name}": rows for name, rows in facts.plans.items()}
     for title, rows in (sections | sources(facts)).items():
-        cells = (f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows)
-        lines += [f"## {title}", "", "| | |", "|---|---|", *cells, ""]
+        cells = (f"| {inert(name)} | {inert(value)} |" for name, value in rows)
+        lines += [f"## {inert(title)}", "", "| | |", "|---|---|", *cells, ""]
     return "\n".join(lines)
 
 
@@ -99,5 +104,5 @@ def main(words: Sequence[str]) -> int:
         raise ValueError(f"output={config.output} must end in .html; its .md and .json come beside it")
     facts = gather(compare.group_words(paths), config.title)
     write(output, facts)
-    print("\n".join([opening(facts), *verdicts(facts), str(output)]))
+    print("\n".join([*map(cli.printable, [opening(facts), *verdicts(facts)]), str(output)]))
     return 0
