@@ -61,7 +61,12 @@ COPIED = (
     "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json", "chat_template*.jinja",
     "chat_template*.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+# terms that a model's makers give it under go where its weights go
+TERMS = (
+    "LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "LICENCE.txt", "LICENCE.md", "COPYING", "NOTICE", "NOTICE.txt",
+    "NOTICE.md", "Notice", "Notice.txt", "USE_POLICY", "USE_POLICY.md", "USE_POLICY.txt", "USAGE_POLICY.md",
+)  # fmt: skip
+DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken", "README.md", *TERMS]
 
 
 @dataclass(frozen=True)
@@ -177,8 +182,8 @@ class Checkpoint:
         return {file.name: list(self._stamps[file]) for file in self.files}
 
     def copied_files(self) -> list[Path]:
-        """The files that a converted folder takes over: tokenizer, chat template, generation settings; no code."""
-        found = {file for pattern in COPIED for file in self.folder.glob(pattern)}
+        """The files that a converted folder takes over: tokenizer, template, generation settings, terms; no code."""
+        found = {file for pattern in (*COPIED, *TERMS) for file in self.folder.glob(pattern)}
         return sorted(f for f in found if f.is_file() and not f.name.startswith("."))
 
     def close(self) -> None:

@@ -335,7 +335,8 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         shutil.copyfile(partial / JOB / OBSERVED, partial / MEASURED)
     temporary = (".part", ".tmp")
     beside = [p for p in partial.iterdir() if p.is_file() and p.name not in records and p.suffix not in temporary]
-    write_atomic(partial / "README.md", card.text(plan).encode())  # no file of the model: its owner may edit it
+    about = card.text(plan, checkpoints[0].folder)
+    write_atomic(partial / "README.md", about.encode())  # no file of the model: its owner may edit it
     manifest = {
         **identity,
         "format": 1,
