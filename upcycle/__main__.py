@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     push = add(
         "push",
         "Put a model's folder on the Hub, in one commit: weights, configs, tokenizer, terms, card; nothing else.",
-        "  upcycle push ./moe org/name --dry-run    # what would be sent\n  upcycle push ./moe org/name --private",
+        "  upcycle push ./moe org/name --dry-run    # what would be sent; without the flag it is",
     )
     push.add_argument("folder")
     push.add_argument("name", help="org/name; made if it is not there")
