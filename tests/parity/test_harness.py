@@ -13,7 +13,7 @@ import lm_eval.tasks
 import pytest
 import yaml
 
-from evaluation import compare, logged, measures, results
+from evaluation import compare, load, logged, measures, results, tasks
 from evaluation.__main__ import main
 from evaluation.harness import UpcycleLM
 from evaluation.results import Item
@@ -96,9 +96,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def harness(place: Path, model: str, output: str, *more: str, which: str = "a") -> Path:
-    tasks = ["--include_path", str(place / "tasks"), "--tasks", "alike,aliases,words"]
+    asked_for = ["--include_path", str(place / "tasks"), "--tasks", "alike,aliases,words"]
     args = f"pretrained={place / which}" + (",dtype=float32" if model == "hf" else "")
-    words = ["--model", model, "--model_args", args, *tasks, "--batch_size", "4", "--device", "cpu"]
+    words = ["--model", model, "--model_args", args, *asked_for, "--batch_size", "4", "--device", "cpu"]
     assert main(["lm-eval", "run", *words, "--output_path", str(place / output), "--log_samples", *more]) == 0
     return place / output
 
@@ -122,6 +122,16 @@ def three(place: Path, runs: dict[str, Path], quick: None) -> dict[str, Path]:
         runs["ours"] = ours(place, "ours", "log_samples=true")
         runs["hf"] = harness(place, "hf", "hf")
     return runs
+
+
+class Opened:
+    """Counts the models that are loaded."""
+
+    times, real = 0, staticmethod(load.opened)
+
+    def __call__(self, *arguments: Any, **keys: Any) -> Any:
+        self.times += 1
+        return self.real(*arguments, **keys)
 
 
 def told(folder: Path) -> Told:
@@ -217,6 +227,7 @@ def test_conversations_are_lm_evals(place: Path, quick: None) -> None:
     first, *others = [told(folder) for folder in folders]
     assert len(first) == 4 + 3 + 2 + 2
     for other in others:
+        assert other.keys() == first.keys()
         for key, item in first.items():
             assert (other[key].prompt_hash, other[key].text, other[key].scores) == (
                 item.prompt_hash,
@@ -233,16 +244,16 @@ def test_conversations_are_lm_evals(place: Path, quick: None) -> None:
 
 
 def test_options_of_lm_eval_reach_the_run(
-    place: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, three: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("evaluation.tasks.LM_EVAL", place / "tasks")  # all of lm-eval's take 11 seconds to read
     more = [
         "samples={two: [3, 1], three: [0], aliases: [4], words: [2]}",
         "gen_kwargs={max_gen_toks: 3}",
-        "max_length=40",
+        "max_length=20",
     ]
-    folder = ours(place, "options", *more, "seeds=[7]", "fewshot=1")
-    items = told(folder)
+    folder = ours(place, "options", *more, "seeds=[7]")
+    items, whole = told(folder), told(three["ours"])
     assert sorted((task, doc) for task, _, doc in items) == [
         ("aliases", 4),
         ("three", 0),
@@ -250,12 +261,15 @@ def test_options_of_lm_eval_reach_the_run(
         ("two", 3),
         ("words", 2),
     ]
-    assert results.load(folder).tasks["two"].fewshot == 1
-    whole = (
-        {key: item for key, item in told(place / "ours").items() if key in items} if (place / "ours").is_dir() else {}
-    )
-    assert all(len(items[key].text) <= len(item.text) for key, item in whole.items())
+    assert any("model's context of 20 tokens" in note for note in results.load(folder).notes)
+    written = [(item.text, whole[key].text) for key, item in items.items() if item.text]
+    assert written and all(len(short) < len(long) for short, long in written)
+    two = [(item.prompt_hash, whole[key].prompt_hash) for key, item in items.items() if item.task == "two"]
+    assert any(a != b for a, b in two)  # another seed draws other examples
+    known = {"names": ["two"], "include_path": [str(place / "tasks")]}
+    assert tasks.load("", fewshot=1, **known).loaded["tasks"]["two"].get_config("num_fewshot") == 1  # type: ignore[arg-type]
     capsys.readouterr()
+    monkeypatch.setattr("evaluation.load.opened", loaded := Opened())
     for words, said in (
         (["limit=1", "samples={two: [1]}"], "limit and samples are both set"),
         (["seeds=[1,2]"], "seeds are 2 numbers"),
@@ -269,6 +283,8 @@ def test_options_of_lm_eval_reach_the_run(
         given = [f"include_path={place / 'tasks'}", "tasks=[alike,words]", "device=cpu", *words]
         assert main(["run", str(place / "a"), *given]) == 2
         assert said in capsys.readouterr().err, said
+        assert loaded.times == (1 if "max_length" in said else 0), "said before a model is loaded"
+        loaded.times = 0
 
 
 def test_a_model_of_lm_evals_own_is_asked_by_our_command(place: Path, three: dict[str, Path]) -> None:
