@@ -3,6 +3,7 @@
 usage: python -m evaluation COMMAND ... [key=value ...]
 
   run SUITE CHECKPOINT       a model's answers to the items of a suite (mmlu, core, perplexity, gsm8k, tiny)
+  lm-eval run ...            lm-eval's own command line, with our engine as its model `upcycle`
   compare A1,A2 -- B1,B2     is B better than A? over seeds: answers to suites, or losses of trainings
   routing CHECKPOINT TEXT    how experts are used on each text, and how far they came from their start
   study STUDY                arms x seeds, trained and judged over seeds; ready ones are tiny and smollm2
@@ -26,6 +27,7 @@ from upcycle import cli
 
 COMMANDS = {  # each a module with a main(words), whose docstring is its help
     "run": "evaluation.run",
+    "lm-eval": "evaluation.harness",
     "compare": "evaluation.compare",
     "routing": "evaluation.routing",
     "study": "evaluation.study.study",

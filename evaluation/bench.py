@@ -35,9 +35,11 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 from evaluation import load, tasks
+from evaluation.answers import numbers
 from evaluation.engine import Engine
+from evaluation.harness import DTYPES
 from evaluation.lm import DecoderLM
-from evaluation.run import DTYPES, ask, numbers, versions
+from evaluation.run import ask, versions
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
 from upcycle.config import read

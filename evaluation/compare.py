@@ -5,6 +5,7 @@ usage: python -m evaluation compare A1,A2,A3 -- B1,B2,B3 [-- C1,C2,C3 ...] [outp
   python -m evaluation compare runs/eval/dense runs/eval/moe output=compared.json    # folders of `evaluation run`
   python -m evaluation compare runs/dense runs/moe                                   # folders of `training`
 
+What lm-eval itself wrote (--output_path FOLDER --log_samples), of any model, is taken as a folder of `evaluation run`.
 The first group is what the others are compared with; without `--` each name is a group of its own. The first of A goes
 with the first of B and so on: trainings of one seed, which read the same samples. A metric has
 
@@ -37,7 +38,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation import intervals, measures, results
+from evaluation import intervals, logged, measures, results
 from evaluation.measures import Measure
 from evaluation.results import Evaluation, Item
 from evaluation.seeds import LEAST, Paired, paired
@@ -180,7 +181,7 @@ Items = Mapping[tuple[str, str, int], Item]
 def compare(groups: Sequence[Name | Sequence[Name]], cluster: str = "") -> list[Comparison]:
     """Compares every other group of runs with the first; a folder is a group of one."""
     folders = as_groups(groups)
-    runs = [[results.load(folder) for folder in group] for group in folders]
+    runs = [[logged.load(folder) for folder in group] for group in folders]
     items = [[keyed(folder) for folder in group] for group in folders]
     first, mine = folders[0][0], items[0][0]
     known = sorted({name for item in mine.values() for name in item.clusters})
@@ -229,7 +230,7 @@ def check_other(fingerprints: Mapping[Name, str]) -> None:
 
 
 def keyed(folder: Name) -> Items:
-    return {item.key: item for item in results.items(folder)}
+    return {item.key: item for item in logged.items(folder)}
 
 
 def check_same(
@@ -634,7 +635,7 @@ def main(words: Sequence[str]) -> int:
         )
     folders = [folder for group in groups for folder in group]
     output: dict[str, Any] = {}
-    if all((Path(folder) / "run.json").is_file() for folder in folders):
+    if all(logged.is_run(folder) for folder in folders):
         found = compare(groups, config.cluster)
         output["comparisons"] = [asdict(each) for each in found]
         print("\n\n".join(table(each) for each in found))
@@ -644,8 +645,8 @@ def main(words: Sequence[str]) -> int:
         print(loss_table(losses))
     if not output:
         raise ValueError(
-            f"{', '.join(folders)} are not all of one kind; give folders of `python -m evaluation run`, or folders of "
-            "training runs"
+            f"{', '.join(folders)} are not all of one kind; give folders of `python -m evaluation run`, of "
+            "lm-eval, or of training runs"
         )
     if config.output:
         write_atomic(Path(config.output), (json.dumps(plain(output), indent=1, allow_nan=False) + "\n").encode())

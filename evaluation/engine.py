@@ -51,14 +51,19 @@ class Engine:
     work: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0, "forwards": 0.0})
 
     def __post_init__(self) -> None:
+        self.is_open = False
         self.memory = Memory()
         self.head_VD = torch.empty(0)
         self.device = next(self.model.parameters()).device
 
     @contextmanager
     def open(self) -> Iterator[Engine]:
-        """Within, attention is over packed rows and routers count nothing; afterwards the model is what it was."""
-        dense = self.model.dense
+        """Within, attention is over packed rows and routers count nothing; afterwards the model is what it was. Opened
+        again inside, it stays open."""
+        if self.is_open:
+            yield self
+            return
+        dense, was_training = self.model.dense, self.model.training
         layers = {name: layer for name, layer in self.model.layers.items() if isinstance(layer, Layer)}
         attends = [(layer.attention, layer.attention.attend) for layer in layers.values()]
         balances = [(block, block.balance) for block in moe_blocks(self.model)]
@@ -72,12 +77,16 @@ class Engine:
         if isinstance(self.model, FSDPModule):
             register_fsdp_forward_method(self.model, "hidden")
         try:
+            self.is_open = True
+            self.model.eval()
             # packed lengths differ from forward to forward: a compiled layer would be compiled anew for each
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 head = self.model.head_weight.detach().to(self.model.compute)
                 self.head_VD = head.full_tensor() if isinstance(head, DTensor) else head
                 yield self
         finally:
+            self.is_open = False
+            self.model.train(was_training)
             for attention, attend in attends:
                 attention.attend = attend
             for block, balance in balances:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -33,18 +34,24 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         remembered: Remembered | None = None,
         stops: Iterable[int] = (),
         generate: int = 0,
+        max_length: int = 0,
     ) -> None:
         """`stops`: tokens that end a text besides the tokenizer's own, as generation_config.json says. `generate`:
-        tokens of a text at most, whatever the task says."""
+        tokens of a text at most, whatever the task says. `max_length`: tokens that are read at most, if fewer than the
+        model's context."""
         super().__init__()
         self.generate = generate
         self.engine, self.tokenizer, self.remembered = engine, tokenizer, remembered
-        self.max_length = engine.model.dense.context
+        context = engine.model.dense.context
+        if not 0 <= max_length <= context:
+            raise ValueError(f"max_length is {max_length} and the model's context {context}; write 1 to {context}")
+        self.max_length = max_length or context
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-text token, which separates texts; set its eos_token")
         self.stops = {tokenizer.eos_token_id, *stops}
         self.cut = 0  # requests that were longer than the model's context and lost their beginning
         self.asked = self.recalled = 0
+        self.chat: str | None = None  # the template of conversations that chat_template() chose
 
     @property
     def eot_token_id(self) -> int:
@@ -59,6 +66,36 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
     @property
     def tokenizer_name(self) -> str:
         return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as text, by the tokenizer's template: for one without a system's role, without it."""
+        options: dict[str, Any] = {
+            "tokenize": False,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        if self.chat is not None:
+            options["chat_template"] = self.chat
+        try:
+            return str(self.tokenizer.apply_chat_template(chat_history, **options))
+        except TemplateError:
+            spoken = [message for message in chat_history if message["role"] != "system"]
+            return str(self.tokenizer.apply_chat_template(spoken, **options))
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The text of the tokenizer's template, the one of that name if it has several. ValueError if it has none."""
+        if not chat_template:
+            return ""
+        given = self.tokenizer.chat_template
+        named = given if isinstance(given, dict) else {"default": given} if given else {}
+        name = "default" if chat_template is True else chat_template
+        if name not in named:
+            raise ValueError(
+                f"the tokenizer has no chat template {name!r} (it has {', '.join(named) or 'none'}); leave "
+                "apply_chat_template out, or give tokenizer=FOLDER with one"
+            )
+        self.chat = str(named[name])
+        return self.chat
 
     # ---- text to tokens
 
@@ -212,7 +249,8 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
             if self.remembered:
                 self.remembered.put(new)
 
-        compute(done)
+        with self.engine.open():
+            compute(done)
         found = {name: answer for part in self.engine.ranks.gather(mine) for name, answer in part.items()}
         if self.remembered:
             self.remembered.answers.update(found)

@@ -26,8 +26,10 @@ RATIOS: dict[str, Callable[[Any], Any]] = {
     "perplexity": lambda mean: np.exp(-mean),
     "weighted_perplexity": lambda mean: np.exp(-mean),
     "bits_per_byte": lambda mean: -mean / math.log(2),
+    "mean_of_all": lambda mean: mean,
 }
 WITH_UNITS = ("weighted_perplexity", "bits_per_byte")
+OF_ALL = "mean_of_all"  # not lm-eval's: items have several parts, all of which weigh the same (IFEval's instructions)
 OWN = ""  # of a function that only the task has
 DRAWS = 1000
 FEW_DRAWS = 100  # as lm-eval takes of those that read every text again
@@ -62,7 +64,7 @@ class Measure:
         """[N, 2]: what an item adds above and below the line."""
         tasks, count = np.unique([task for task, _ in scored], return_counts=True)
         weight = {task: 1.0 if self.by_size else 1 / n for task, n in zip(tasks.tolist(), count.tolist(), strict=True)}
-        pairs = [score if self.aggregations[task] in WITH_UNITS else (score, 1.0) for task, score in scored]
+        pairs = [parts(self.aggregations[task], score) for task, score in scored]
         weight_N = np.array([weight[task] for task, _ in scored])
         sums_N2: NDArray[np.float64] = np.array(pairs, np.float64).reshape(-1, 2) * weight_N[:, None]
         return sums_N2
@@ -99,8 +101,17 @@ def of(part: Task | Group, metric: str, tasks: Mapping[str, Task]) -> Measure | 
     return None if OWN in found.values() else Measure(found, by_size)
 
 
+def parts(aggregation: str, score: Raw) -> tuple[float, float]:
+    """What an item adds above and below the line."""
+    if aggregation == OF_ALL:
+        return float(sum(score)), float(len(score))
+    return score if aggregation in WITH_UNITS else (score, 1.0)
+
+
 def aggregate(name: str, scores: Sequence[Raw]) -> float:
     """lm-eval's aggregation `name` of the scores of a task's items."""
+    if name == OF_ALL:
+        return float(sum(map(sum, scores)) / sum(map(len, scores)))
     if name == "mean":  # lm-eval's, without reading all of lm-eval
         return sum(scores) / len(scores)
     if name in OF_COUNTS and (found := OF_COUNTS[name](scores)) is not None:
@@ -153,12 +164,14 @@ def name_of(function: Callable[..., Any], scores: Sequence[Raw], value: float) -
     """The name of lm-eval's function; OWN if it has none, or if what is kept of the items does not give `value`."""
     from lm_eval.api.registry import AGGREGATION_REGISTRY
 
-    name = next((name for name, known in AGGREGATION_REGISTRY.items() if known is function), OWN)
+    lists = bool(scores) and all(isinstance(score, tuple) and {*map(type, score)} <= {bool} for score in scores)
+    own = OF_ALL if lists else OWN  # what a task's own function makes of right and wrong parts: seen from its number
+    name = next((name for name, known in AGGREGATION_REGISTRY.items() if known is function), own)
     if name == OWN:
         return OWN
     try:
         again = aggregate(name, scores)
-    except (TypeError, ValueError, KeyError, IndexError):
+    except (TypeError, ValueError, KeyError, IndexError, ZeroDivisionError):
         return OWN
     return name if math.isclose(again, value, rel_tol=1e-9) or (math.isnan(again) and math.isnan(value)) else OWN
 

@@ -41,7 +41,7 @@ class Item:
     greedy: tuple[bool, ...] = ()  # whether each choice is what greedy decoding would write
     text: str = ""  # what was generated
     choices: tuple[str, ...] = ()  # what each log-probability is of; empty for texts
-    # digests by name of those of the document's keys that say where it is from (file, passage, ...; see run.FROM)
+    # digests by name of those of the document's keys that say where it is from (file, passage, ...; see answers.FROM)
     clusters: Mapping[str, str] = field(default_factory=dict)
 
     @property

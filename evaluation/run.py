@@ -6,6 +6,7 @@ usage: python -m evaluation run SUITE CHECKPOINT [key=value ...]
   python -m evaluation run perplexity runs/moe texts=[book.txt]            # a training run: its newest checkpoint
   python -m evaluation run tiny ./moe limit=10 dtype=bfloat16
   torchrun --nproc-per-node 8 -m evaluation run tiny ./moe mesh.ep=8
+  python -m evaluation run ./moe tasks=[mmlu_astronomy,arc_easy] limit=0.1    # any tasks of lm-eval's
 
 Suites are the files of evaluation/suites, or a file of your own; SUITE may also be a ready config (configs/eval).
 Killed and started again, it goes on where it was.
@@ -15,7 +16,6 @@ keys, with defaults and meaning: docs/config.md
 
 from __future__ import annotations
 
-import math
 import platform
 import shlex
 import time
@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from hashlib import blake2b
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,27 @@ from typing import Any
 import lm_eval.api.metrics
 import lm_eval.evaluator
 import lm_eval.evaluator_utils
-import numpy as np
 import torch.distributed as dist
 import yaml
+from lm_eval.api.model import LM
+from lm_eval.api.registry import get_model, model_registry
+from lm_eval.loggers import EvaluationTracker
 
 from evaluation import load, measures, results, tasks
+from evaluation.answers import (
+    Samples,
+    answers_digest,
+    answers_of,
+    clusters,
+    metric_name,
+    numbers,
+    own_functions,
+    score,
+)
 from evaluation.engine import Engine
+from evaluation.harness import DTYPES, NAME, UpcycleLM, ranks_of
 from evaluation.lm import DecoderLM
-from evaluation.ranks import Ranks
-from evaluation.remember import Remembered
-from evaluation.results import Evaluation, Group, Item, Raw, Task
+from evaluation.results import Evaluation, Group, Item, Model, Raw, Task
 from training.checkpoint.layout import Origin
 from training.checkpoint.resume import flat
 from training.evaluate import Ask, EvalConfig, Poll
@@ -50,11 +61,9 @@ from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import alone, processes
 from upcycle import __version__, cli
 from upcycle.config import read
+from upcycle.plugin import nearest
 
 READY = Path(__file__).parent.parent / "configs" / "eval"
-DTYPES = ("float32", "bfloat16", "float64")
-# keys of documents that say what several share, the widest first: items of one are no independent evidence (compare)
-FROM = ("file", "path", "url", "document", "article", "story", "passage", "context")
 BOOTSTRAP = 1000  # draws for the standard errors that have no formula (perplexity)
 
 
@@ -62,22 +71,34 @@ BOOTSTRAP = 1000  # draws for the standard errors that have no formula (perplexi
 class RunConfig:
     suite: str = ""  # a file of evaluation/suites, or one of your own
     checkpoint: str = ""  # a Hugging Face folder, a hub id, or a training run's folder
+    tasks: tuple[str, ...] = ()  # instead of a suite: names that lm-eval knows, or YAML files
+    include_path: tuple[str, ...] = ()  # folders with more tasks, as lm-eval's --include_path
     data: str = ""  # a folder with the suite's files; "": from the hub
     texts: tuple[str, ...] = ()  # perplexity: .txt, .jsonl or .jsonl.zst, each a domain
     fewshot: int | None = None  # examples in a prompt, where the task leaves it open
-    limit: int = 0  # items of each task; 0: all
+    limit: float = 0  # items of each task; below 1: that share of them; 0: all
+    samples: dict[str, list[int]] = field(default_factory=dict)  # {task: numbers of its items}; {}: all
     output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-IDENTITY
+    log_samples: bool = False  # also write lm-eval's samples_TASK_*.jsonl, which hold whole prompts
     name: str = ""  # of the model in tables; "": the checkpoint's
+    model: str = NAME  # upcycle (ours) | hf | vllm | another model of lm-eval's, for what our decoder is not made for
+    model_args: dict[str, Any] = field(default_factory=dict)  # more for a model of lm-eval's: {batch_size: 8}
     dtype: str = "float32"  # float32 | bfloat16 | float64
     tokens: int = 8192  # tokens of one forward, at most
+    max_length: int = 0  # tokens that are read at most; 0: the model's context
     generate: int = 0  # tokens of a written answer at most; 0: as the task says, or 256
+    gen_kwargs: dict[str, Any] = field(default_factory=dict)  # over those of tasks: {max_gen_toks: 64, until: [Q]}
+    apply_chat_template: Any = False  # true: prompts are conversations, by the tokenizer's template; or the name of one
+    system_instruction: str = ""  # before every prompt
+    fewshot_as_multiturn: bool | None = None  # examples are turns of the conversation; null: with a chat template
+    seeds: tuple[int, ...] = ()  # of python, numpy, torch and examples, or one of all; []: lm-eval's 0 and 1234
     experts: str = "grouped"  # a backend, a file of training/experts
     tokenizer: str = ""  # a folder with one; "": the checkpoint's
     device: str = ""  # cuda | cpu; "": cuda if there is one
     mesh: MeshConfig = field(default_factory=MeshConfig)  # how several processes divide the model
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("limit", 0), ("generate", 0)):
+        for name, least in (("tokens", 1), ("limit", 0), ("generate", 0), ("max_length", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.fewshot is not None and self.fewshot < 0:
@@ -86,6 +107,32 @@ class RunConfig:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.mesh.pp > 1:
             raise ValueError(f"mesh.pp={self.mesh.pp}: evaluation has no pipeline; divide the model by mesh.ep or tp")
+        if self.suite and self.tasks:
+            raise ValueError(f"suite={self.suite} and tasks={','.join(self.tasks)} are both set; write one of them")
+        if self.limit and self.samples:
+            raise ValueError("limit and samples are both set; write one of them")
+        if len(self.seeds) not in (0, 1, 4):
+            raise ValueError(f"seeds are {len(self.seeds)} numbers; write four (python, numpy, torch, examples) or one")
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise ValueError("fewshot_as_multiturn is set without a conversation; write apply_chat_template=true too")
+        if self.model not in model_registry:
+            raise ValueError(f"there is no model {self.model!r}{nearest(self.model, list(model_registry))}")
+        if self.model == NAME and self.model_args:
+            raise ValueError(f"model_args are of lm-eval's models, and model is {NAME}; write them as keys")
+        if self.model != NAME and self.model_args.get("trust_remote_code"):
+            raise ValueError(
+                "trust_remote_code runs a stranger's program, which this command does not do; leave it out"
+            )
+
+    @property
+    def four_seeds(self) -> tuple[int, ...]:
+        """Of python, numpy, torch and examples; none where lm-eval's own are wanted."""
+        return self.seeds * 4 if len(self.seeds) == 1 else self.seeds
+
+    @property
+    def label(self) -> str:
+        """The name of what is asked, in tables and folders."""
+        return self.suite or ",".join(Path(name).stem for name in self.tasks)
 
 
 def main(words: Sequence[str]) -> int:
@@ -97,6 +144,8 @@ def main(words: Sequence[str]) -> int:
 
 def read_config(words: Sequence[str]) -> RunConfig:
     names, more = cli.names_and_words(words)
+    if len(names) == 1 and any(word.startswith("tasks=") for word in more):
+        names = ["", *names]  # there is no suite to name
     if len(names) > 2:
         raise ValueError(f"{names[2]!r} is one name too many; write run SUITE CHECKPOINT key=value ...")
     if len(names) == 2:
@@ -105,8 +154,8 @@ def read_config(words: Sequence[str]) -> RunConfig:
     if file and not is_config(file):
         file, more = "", [*more, f"suite={file}"]
     config = read(RunConfig, file, more, READY)
-    if not config.suite or not config.checkpoint:
-        lacks = "checkpoint" if config.suite else "suite"
+    if not config.label or not config.checkpoint:
+        lacks = "checkpoint" if config.label else "suite"
         raise ValueError(f"{lacks} is not set; write for instance run tiny ./model")
     return config
 
@@ -126,61 +175,99 @@ def is_config(name: str) -> bool:
 def run(config: RunConfig, command: str) -> Path:
     """Asks the model and returns the folder with the results (results.py)."""
     started, clock = datetime.now(UTC), time.monotonic()
-    with processes(config.device, settings=flat(asdict(config) | {"device": ""})) as device, ExitStack() as stack:
+    with processes(config.device, settings=flat(asdict(config) | {"device": ""})), ExitStack() as stack:
         # before the model: what is missing is found in seconds
-        found = tasks.load(config.suite, config.data, config.texts, config.fewshot)
-        check_ranks(config.mesh, dist.get_world_size() if dist.is_initialized() else 1)
-        mesh = ParallelMesh(config.mesh, device_type=device.type)
-        model = load.opened(
-            config.checkpoint, config.dtype, mesh, device, experts=config.experts, tokenizer=config.tokenizer
-        )
-        about = replace(model.about, name=config.name or model.about.name)
-        folder = Path(config.output or f"runs/eval/{Path(config.suite).stem}-{about.name}-{about.identity[:8]}")
+        found = tasks_to_ask(config)
+        lm = model_to_ask(config)
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        about = about_of(lm, config)
+        name = Path(config.label).stem if config.suite else config.label[:60]
+        folder = Path(config.output or f"runs/eval/{name}-{about.name}-{about.identity[:8]}")
         stack.enter_context(alone(folder))
-        engine = Engine(model.model, config.tokens, ranks_of(mesh), mesh.group("tp"), progress=mesh.rank == 0)
-        remembered = Remembered(folder / "cache", about.identity, mesh.rank)
-        engine.ranks.any(False)  # all ranks have read the cache before one writes to it
-        lm = DecoderLM(engine, model.tokenizer, remembered=remembered, stops=model.stops, generate=config.generate)
+        if isinstance(lm, UpcycleLM):
+            lm.remember(folder / "cache")
         prepared = time.monotonic()
 
         sums: list[str] = []
 
         def keep(samples: Samples) -> None:
-            remembered.close()
-            if mesh.rank == 0:
+            if isinstance(lm, UpcycleLM) and lm.remembered:
+                lm.remembered.close()
+            if first:
                 sums.append(results.save_items(folder, items_of(samples, found)))
 
-        answered = ask(lm, found, config.limit, BOOTSTRAP, keep)
+        answered = ask(
+            lm, found, config.limit, BOOTSTRAP, keep, seeds=config.four_seeds, samples=config.samples or None,
+            system_instruction=config.system_instruction or None, apply_chat_template=config.apply_chat_template,
+            fewshot_as_multiturn=multiturn(config),
+        )  # fmt: skip
         clock_end, scored = time.monotonic(), tasks_of(answered, found)
+        if not about.fingerprint:
+            about = replace(about, fingerprint=answers_digest(answered["samples"]))
         evaluation = Evaluation(
             model=about,
-            suite=config.suite,
+            suite=config.label,
             command=command,
             options=asdict(config),
             versions=versions(),
             started=started.isoformat(timespec="seconds"),
             seconds=clock_end - clock,
-            work=work_of(lm) | {"loading_seconds": prepared - clock, "asking_seconds": clock_end - prepared},
+            work=work_of(lm, answered) | {"loading_seconds": prepared - clock, "asking_seconds": clock_end - prepared},
             tasks=scored,
             groups=groups_of(answered, found),
             notes=(*found.notes, *notes_of(config, lm), *own_functions(scored)),
         )
-        if mesh.rank == 0:
+        if first:
             results.save_run(folder, evaluation, sums[0])
+            written = save_as_lm_eval(folder, config, lm, about, answered)
             print(table(evaluation))
-            print(f"\n{folder}: run.json, items.jsonl")
+            print(f"\n{folder}: run.json, items.jsonl, {', '.join(written)}")
     return folder
 
 
-def check_ranks(mesh: MeshConfig, ranks: int) -> None:
-    for axes in (("tp", "cp", "pp", "dp_replicate"), ("ep", "etp", "pp")):
-        size = math.prod(getattr(mesh, axis) for axis in axes)
-        if ranks % size:
-            words = " ".join(f"mesh.{axis}={getattr(mesh, axis)}" for axis in axes if getattr(mesh, axis) > 1)
-            raise ValueError(
-                f"{words} needs a multiple of {size} processes, and there {'is' if ranks == 1 else 'are'} {ranks}; "
-                f"start it with torchrun --nproc-per-node {size} -m evaluation run ..."
-            )
+def tasks_to_ask(config: RunConfig) -> tasks.Tasks:
+    # our model takes `generate` itself, whatever a task calls the number
+    limit = {"max_gen_toks": config.generate} if config.generate and config.model != NAME else {}
+    return tasks.load(
+        config.suite, config.data, config.texts, config.fewshot, names=config.tasks, include_path=config.include_path,
+        gen_kwargs=config.gen_kwargs | limit, greedy=config.model == NAME, seeds=config.four_seeds,
+    )  # fmt: skip
+
+
+def model_to_ask(config: RunConfig) -> LM:
+    """Our model, or one of lm-eval's own."""
+    shared = {name: value for name in ("dtype", "tokenizer", "max_length") if (value := getattr(config, name))}
+    if config.model == NAME:
+        return UpcycleLM(
+            config.checkpoint, **shared, tokens=config.tokens, max_gen_toks=config.generate, experts=config.experts,
+            device=config.device, mesh=asdict(config.mesh),
+        )  # fmt: skip
+    if dist.is_initialized():
+        raise ValueError(f"model={config.model} is lm-eval's, which divides its work itself; start it without torchrun")
+    given = {"pretrained": config.checkpoint, **shared, **config.model_args}
+    lm: LM = get_model(config.model).create_from_arg_obj(given, {"device": config.device or None})
+    return lm
+
+
+def about_of(lm: LM, config: RunConfig) -> Model:
+    """What is known of the model; of lm-eval's own no fingerprint, because their weights are not seen here."""
+    if isinstance(lm, UpcycleLM):
+        return replace(lm.about, name=config.name or lm.about.name)
+    info: Mapping[str, Any] = lm.get_model_info() if hasattr(lm, "get_model_info") else {}
+    parameters = int(info.get("model_num_parameters", 0))
+    name = Path(config.checkpoint).resolve().name if Path(config.checkpoint).exists() else config.checkpoint
+    asked = repr(
+        (config.checkpoint, config.model, config.model_args, config.dtype, config.tokenizer, config.max_length)
+    )
+    return Model(
+        config.name or name.replace("/", "_"), config.checkpoint, "", config.model, parameters, parameters,
+        config.dtype, identity=sha256(asked.encode()).hexdigest(),
+    )  # fmt: skip
+
+
+def multiturn(config: RunConfig) -> bool:
+    wanted = config.fewshot_as_multiturn
+    return bool(config.apply_chat_template) if wanted is None else wanted
 
 
 def ready(config: EvalConfig, origin: Origin) -> None:
@@ -225,20 +312,21 @@ def evaluate_live(
     return out
 
 
-def ranks_of(mesh: ParallelMesh) -> Ranks:
-    """Tensor parallel ranks, which are neighbours, ask the same; all others ask something else."""
-    return Ranks(mesh.rank // mesh.size("tp"), mesh.world // mesh.size("tp"))
-
-
 def ask(
-    lm: DecoderLM, found: tasks.Tasks, limit: int, bootstrap: int, keep: Callable[[Samples], None] | None = None
+    lm: LM,
+    found: tasks.Tasks,
+    limit: float,
+    bootstrap: int,
+    keep: Callable[[Samples], None] | None = None,
+    *,
+    seeds: Sequence[int] = (),
+    **options: Any,
 ) -> Any:
     """lm-eval's results, with its own prompts, metrics and standard errors. Processes divide only the forwards.
 
     `keep` gets the items of all tasks before a metric is computed of them: what was asked for hours is not lost to a
-    metric that cannot be computed.
+    metric that cannot be computed. `options` are those of lm_eval.evaluator.evaluate.
     """
-    was_training = lm.engine.model.training
     real = lm_eval.evaluator._process_results
 
     def processed(collected: Any, *rest: Any) -> Any:
@@ -248,18 +336,15 @@ def ask(
         return real(collected, *rest)
 
     with (
-        tasks.alone(),
-        lm.engine.open(),
+        tasks.alone(*seeds[:3]),
         tasks.replaced(lm_eval.evaluator, "_process_results", processed),
         tasks.replaced(lm_eval.evaluator_utils, "stderr_for_metric", error_where_there_is_one),
     ):
-        try:
-            lm.engine.model.eval()
-            return lm_eval.evaluator.evaluate(
-                lm=lm, task_dict=found.loaded, limit=limit or None, bootstrap_iters=bootstrap, log_samples=True
-            )
-        finally:
-            lm.engine.model.train(was_training)
+        if options.get("apply_chat_template"):
+            lm.chat_template(options["apply_chat_template"])  # chooses it, or says that there is none
+        return lm_eval.evaluator.evaluate(
+            lm=lm, task_dict=found.loaded, limit=limit or None, bootstrap_iters=bootstrap, log_samples=True, **options
+        )
 
 
 def error_where_there_is_one(metric: Any, bootstrap_iters: int) -> Callable[..., Any] | None:
@@ -290,33 +375,11 @@ def computable(collected: Any) -> None:
 
 # ---- lm-eval's results as ours
 
-Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # of each task, as lm-eval logs them
-
 
 def aggregation(task: Any, metric: str) -> Callable[..., Any]:
     """The function that makes the metric of its items' scores; lm-eval takes the mean where a task names none."""
     found: Callable[..., Any] = task.aggregation().get(metric, lm_eval.api.metrics.mean)
     return found
-
-
-def metric_name(metric: str, chosen: str) -> str:
-    """lm-eval's `acc,none` becomes acc; exact_match,strict-match keeps the filter that found the answer."""
-    return metric if chosen == "none" else f"{metric},{chosen}"
-
-
-def numbers(row: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """(metrics, standard errors) of a row of lm-eval's results."""
-    values: dict[str, float] = {}
-    errors: dict[str, float] = {}
-    for name, value in row.items():
-        metric, comma, chosen = name.partition(",")
-        if not comma or not isinstance(value, float | int | np.number):  # "N/A"; lists and tables of a task's own
-            continue
-        if metric.endswith("_stderr"):
-            errors[metric_name(metric.removesuffix("_stderr"), chosen)] = float(value)
-        else:
-            values[metric_name(metric, chosen)] = float(value)
-    return values, errors
 
 
 def tasks_of(answered: Any, found: tasks.Tasks) -> dict[str, Task]:
@@ -357,13 +420,6 @@ def aggregation_of(task: Any, samples: Sequence[Mapping[str, Any]], metric: str,
     return measures.name_of(aggregation(task, base), scores, value)
 
 
-def own_functions(scored: Mapping[str, Task]) -> Iterator[str]:
-    """A sentence about each task with metrics that nobody but the task can compute again."""
-    for task in scored.values():
-        if own := [metric for metric, function in task.aggregation.items() if function == measures.OWN]:
-            yield f"{task.name}: {', '.join(own)} is made by a function of the task's own: no interval, not compared"
-
-
 def groups_of(answered: Any, found: tasks.Tasks) -> dict[str, Group]:
     out = {}
     for name, inside in tasks.all_groups(found.loaded).items():
@@ -396,40 +452,54 @@ def items_of(samples: Samples, found: tasks.Tasks) -> Iterator[Item]:
 
 
 def item(name: str, task: Any, sample: Mapping[str, Any], scores: Mapping[str, Raw]) -> Item:
-    answers = [response[0] for response in sample["resps"]]
-    text, logprobs, greedy = "", [], []
-    choices: Sequence[Any] = ()
-    if task.OUTPUT_TYPE == "generate_until":
-        text = str(answers[0])
-    elif task.OUTPUT_TYPE == "loglikelihood_rolling":
-        logprobs = [float(answers[0])]
-    else:
-        logprobs, greedy = [float(a) for a, _ in answers], [bool(b) for _, b in answers]
-        if task.OUTPUT_TYPE == "multiple_choice":
-            choices = task.doc_to_choice(sample["doc"])
+    rolling, many = (kind == task.OUTPUT_TYPE for kind in ("loglikelihood_rolling", "multiple_choice"))
+    choices: Sequence[Any] = task.doc_to_choice(sample["doc"]) if many else ()
+    text, logprobs, greedy = answers_of([response[0] for response in sample["resps"]], len(choices))
     return Item(
         task=name,
         doc=int(sample["doc_id"]),
         doc_hash=sample["doc_hash"],
         prompt_hash=sample["prompt_hash"],
-        target="" if task.OUTPUT_TYPE == "loglikelihood_rolling" else str(sample["target"]),
+        target="" if rolling else str(sample["target"]),
         scores=scores,
-        logprobs=tuple(logprobs),
-        greedy=tuple(greedy),
+        logprobs=logprobs,
+        greedy=greedy,
         text=text,
         choices=tuple(map(str, choices)),
         clusters=clusters(sample["doc"]),
     )
 
 
-def clusters(doc: Any) -> dict[str, str]:
-    found = {name: doc[name] for name in FROM if isinstance(doc, Mapping) and isinstance(doc.get(name), str)}
-    return {name: blake2b(value.encode(), digest_size=8).hexdigest() for name, value in found.items() if value}
+# ---- as lm-eval writes it
 
 
-def score(value: Any) -> Raw:
-    found = measures.plain(value)
-    return float(found) if isinstance(found, bool | int) else found
+def save_as_lm_eval(folder: Path, config: RunConfig, lm: LM, about: Model, answered: Any) -> list[str]:
+    """Writes results_TIME.json, and samples_TASK_TIME.jsonl if asked for, by lm-eval's own writer, over older ones."""
+    for old in [*folder.glob("results_*.json"), *folder.glob("samples_*.jsonl")]:
+        old.unlink()
+    samples = answered["samples"]
+    settings = {name: getattr(config, name) for name in ("device", "limit", "gen_kwargs")}
+    row: dict[str, Any] = {name: value for name, value in answered.items() if name != "samples"}
+    row["config"] = {
+        "model": config.model,
+        "model_args": {"pretrained": config.checkpoint, "dtype": config.dtype} | config.model_args,
+        **(lm.get_model_info() if hasattr(lm, "get_model_info") else {}),
+        **settings,
+        "bootstrap_iters": BOOTSTRAP,
+    }
+    row |= {f"{name}_version": text for name, text in versions().items()}
+    tracker = EvaluationTracker(output_path=str(folder / "results.json"))
+    chat = config.apply_chat_template
+    tracker.general_config_tracker.log_experiment_args(
+        model_source=config.model, model_args={"pretrained": about.source},
+        system_instruction=config.system_instruction or None,
+        chat_template=lm.chat_template(chat) if chat else None, fewshot_as_multiturn=multiturn(config),
+    )  # fmt: skip
+    with tasks.alone():
+        tracker.save_results_aggregated(row, samples)
+        for name in samples if config.log_samples else ():
+            tracker.save_results_samples(name, samples[name])
+    return sorted(path.name for path in [*folder.glob("results_*.json"), *folder.glob("samples_*.jsonl")])
 
 
 # ---- about a run: versions, work, notes, table
@@ -440,16 +510,19 @@ def versions() -> dict[str, str]:
     return found | {name: version(name) for name in ("torch", "transformers", "tokenizers", "datasets", "lm_eval")}
 
 
-def work_of(lm: DecoderLM) -> dict[str, float]:
+def work_of(lm: LM, answered: Any) -> dict[str, float]:
+    if not isinstance(lm, DecoderLM):  # does not count
+        asked = sum(len(sample["resps"]) for samples in answered["samples"].values() for sample in samples)
+        return {"tokens": 0, "forwards": 0, "requests": asked, "recalled": 0}
     each = lm.engine.ranks.gather(lm.engine.work)
     tokens, forwards = (sum(work[name] for work in each) for name in ("tokens", "forwards"))
     return {"tokens": tokens, "forwards": forwards, "requests": lm.asked, "recalled": lm.recalled}
 
 
-def notes_of(config: RunConfig, lm: DecoderLM) -> Iterator[str]:
-    if config.limit:
-        yield f"limit={config.limit}: not all items of each task"
-    if lm.cut:
+def notes_of(config: RunConfig, lm: LM) -> Iterator[str]:
+    if config.limit or config.samples:
+        yield f"{f'limit={config.limit:g}' if config.limit else 'samples'}: not all items of each task"
+    if isinstance(lm, DecoderLM) and lm.cut:
         yield (
             f"{lm.cut:,} of {lm.asked:,} requests were longer than the model's context of {lm.max_length} tokens and "
             f"lost their beginning, as in lm-eval"

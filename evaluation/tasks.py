@@ -33,6 +33,7 @@ import lm_eval.api.task
 import lm_eval.tasks
 import lm_eval.utils
 import numpy as np
+import torch
 import tqdm
 import yaml
 from jinja2 import Environment
@@ -87,42 +88,91 @@ def read_suite(name: str) -> tuple[Suite, Path]:
         raise ValueError(f"{path} is not YAML: {error}") from None
 
 
-def load(name: str, data: str = "", texts: Sequence[str] = (), fewshot: int | None = None) -> Tasks:
-    suite, beside = read_suite(name)
+def load(
+    name: str,
+    data: str = "",
+    texts: Sequence[str] = (),
+    fewshot: int | None = None,
+    *,
+    names: Sequence[str] = (),
+    include_path: Sequence[str] = (),
+    gen_kwargs: Mapping[str, Any] | None = None,
+    greedy: bool = True,
+    seeds: Sequence[int] = (),
+) -> Tasks:
+    """The tasks of a suite; or those called `names`, in the folders of include_path and in lm-eval's own collection.
+
+    `gen_kwargs` go over what tasks say of their texts. `greedy`: refuse tasks that ask for other than the likeliest.
+    """
+    suite, beside = read_suite(name) if name else (Suite(tuple(names)), Path(next(iter(include_path), ".")))
+    name = name or "tasks=" + ",".join(names)
     if texts and not suite.texts:
         raise ValueError(f"suite {name} takes no texts; use suite=perplexity")
     text_tasks: list[Any] = [text_task(text) for text in found_texts(data, texts)] if suite.texts else []
-    names = list(text_tasks or suite.tasks)
-    check_metrics(name, names)
-    borrowed = any(isinstance(task, str) for task in names)
-    folders = [LM_EVAL / folder for folder in suite.folders] or [LM_EVAL] * borrowed
-    for folder in folders:
-        if not folder.is_dir():
-            raise ValueError(f"lm-eval has no folder {folder.name}, which suite {name} needs; install lm-eval>=0.4.13")
-    known = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
+    asked = list(text_tasks or suite.tasks)
+    check_metrics(name, asked)
+    known = collection(name, suite.folders, include_path, asked)
+    asked = expanded(known, asked)
     notes = []
-    with alone(), reading(Path(data) if data else None, beside):
+    with alone(*seeds[:2]), reading(Path(data) if data else None, beside):
         if data:
-            names, left_out = with_files(known, names, beside)
+            asked, left_out = with_files(known, asked, beside)
             notes += [f"{task} is left out: it cannot be read from files" for task in left_out]
-            if left_out and not names:
+            if left_out and not asked:
                 raise ValueError(f"no task of suite {name} can be read from files; leave data away to use the hub")
-        unknown = [task for task in names if isinstance(task, str) and task not in known.task_index]
+        unknown = [task for task in asked if isinstance(task, str) and task not in known.task_index]
         if unknown:
             near = nearest(unknown[0], list(known.task_index))
             raise ValueError(f"lm-eval has no task {unknown[0]!r} in the folders of suite {name}{near}")
         try:
-            loaded = known.load(names)
+            loaded = known.load(asked)
         except ImportError as error:  # a task's own code may need what lm-eval itself does not
             raise ValueError(f"suite {name} needs {error.name}, which is not installed: pip install it") from None
-    check_unique(name, names)
+    check_unique(name, asked)
     if data:
         notes += [note for task, note in suite.notes.items() if task in loaded["tasks"]]
     for task in loaded["tasks"].values():
-        examples(task, suite.fewshot if fewshot is None else fewshot)
+        examples(task, suite.fewshot if fewshot is None else fewshot, seeds[-1] if seeds else SEED)
         if task.OUTPUT_TYPE == "generate_until":
-            check_greedy(task.config.generation_kwargs or {}, task.task_name)
+            if gen_kwargs:
+                task.set_config("generation_kwargs", dict(gen_kwargs), update=True)
+            if greedy:
+                check_greedy(task.config.generation_kwargs or {}, task.task_name)
     return Tasks(loaded, tuple(notes))
+
+
+def collection(suite: str, names: Sequence[str], include_path: Sequence[str], asked: Sequence[Any]) -> Any:
+    """lm-eval's TaskManager of these folders; of all of lm-eval's, if none are named and include_path lacks a task."""
+    folders = [LM_EVAL / folder for folder in names]
+    more = [Path(folder) for folder in include_path]
+    for folder in (*folders, *more):
+        if not folder.is_dir() and folder in more:
+            raise ValueError(f"include_path={folder} is no folder; give one that has YAML files of tasks")
+        if not folder.is_dir():
+            raise ValueError(f"lm-eval has no folder {folder.name}, which suite {suite} needs; install lm-eval>=0.4.13")
+    known = lm_eval.tasks.TaskManager(include_path=[*folders, *more], include_defaults=False)
+    if folders or all(not isinstance(task, str) or is_file(task) or known.match_tasks([task]) for task in asked):
+        return known
+    return lm_eval.tasks.TaskManager(include_path=[LM_EVAL, *more], include_defaults=False)
+
+
+def is_file(task: str) -> bool:
+    return task.endswith((".yaml", ".yml"))
+
+
+def expanded(known: Any, asked: Sequence[Any]) -> list[Any]:
+    """`asked` with what a file holds for its name, and with all names that a pattern (mmlu_*) stands for."""
+    out: list[Any] = []
+    for task in asked:
+        if isinstance(task, str) and is_file(task):
+            if not Path(task).is_file():
+                raise ValueError(f"there is no file {task}; give the YAML of a task, or a name")
+            out.append(lm_eval.tasks._yaml_loader.load_yaml(os.path.abspath(task), resolve_func=True))
+        elif isinstance(task, str) and "*" in task:
+            out += known.match_tasks([task]) or [task]
+        else:
+            out.append(task)
+    return out
 
 
 def check_unique(suite: str, names: Sequence[Any]) -> None:
@@ -162,12 +212,12 @@ def check_greedy(settings: Mapping[str, Any], who: str) -> None:
             )
 
 
-def examples(task: Any, wanted: int | None) -> None:
+def examples(task: Any, wanted: int | None, seed: int = SEED) -> None:
     """Sets a task's number of examples as lm-eval's own command does: a task that fixes it to 0 keeps 0."""
     fixed = task.get_config("num_fewshot")
     if fixed is None or (wanted is not None and fixed != 0):
         task.set_config(key="num_fewshot", value=wanted or 0)
-    task.set_fewshot_seed(seed=SEED)
+    task.set_fewshot_seed(seed=seed)
     count, sampler = task.get_config("num_fewshot"), getattr(task, "sampler", None)
     if count and sampler is not None and len(sampler.df) < count:
         raise ValueError(
@@ -280,7 +330,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def alone(python_seed: int = 0, numpy_seed: int = SEED, torch_seed: int | None = None) -> Iterator[None]:
     """Within, lm-eval has its own seeds and leaves ours alone, prints nothing, shows no bars and forks no processes.
 
     Compiled templates are kept, so prompts are made 40 times faster: lm-eval compiles one anew for every document and
@@ -289,12 +339,13 @@ def alone() -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     logger, bars = logging.getLogger("lm_eval"), datasets.utils.are_progress_bars_disabled()
     level, environment = logger.level, Sandbox.like(lm_eval.utils.env)
-    random.seed(0)
-    np.random.seed(SEED)  # noqa: NPY002
+    random.seed(python_seed)
+    np.random.seed(numpy_seed)  # noqa: NPY002
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
         with (
+            torch.random.fork_rng(enabled=torch_seed is not None),
             replaced(lm_eval.utils, "env", environment),
             replaced(environment, "from_string", lru_cache(1024)(environment.from_string)),
             replaced(lm_eval.api.task, "tqdm", no_bar),
@@ -302,6 +353,8 @@ def alone() -> Iterator[None]:
             patched_environment(DISABLE_MULTIPROC="1"),
             redirect_stdout(io.StringIO()),
         ):
+            if torch_seed is not None:  # for models of lm-eval's that draw texts; ours draws nothing
+                torch.manual_seed(torch_seed)
             yield
     finally:
         random.setstate(python)

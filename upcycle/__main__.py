@@ -1,4 +1,4 @@
-"""The command line: plan, convert, verify, inspect. Every failure a user can cause is one sentence and exit code 2."""
+"""The command line: plan, convert, verify, inspect, push. What a user can cause is one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ EXAMPLES = f"""examples:
   torchrun --nproc-per-node 8 -m upcycle convert llama3-8b-e8t2 source=./llama output=./moe
   upcycle verify ./llama ./moe
   upcycle inspect ./moe
+  upcycle push ./moe org/name --dry-run
 
 {KEYS}
 """
@@ -98,13 +99,23 @@ def parser() -> argparse.ArgumentParser:
         help="compare sizes and sha256 with the manifest, and all of the source, if it is here, with what was read; "
         "look for NaN",
     )
+
+    push = add(
+        "push",
+        "Put a model's folder on the Hub, in one commit: weights, configs, tokenizer, terms, card; nothing else.",
+        "  upcycle push ./moe org/name --dry-run    # what would be sent; without the flag it is",
+    )
+    push.add_argument("folder")
+    push.add_argument("name", help="org/name; made if it is not there")
+    push.add_argument("--private", action="store_true", help="a new repository that only its owners see")
+    push.add_argument("--dry-run", action="store_true", help="only list the files")
     return main
 
 
 @cli.command(resumes=True)
 def main(words: list[str]) -> int:
     options = parser().parse_args(words)
-    run = {"plan": run_plan, "convert": run_convert, "verify": run_verify, "inspect": run_inspect}
+    run = {"plan": run_plan, "convert": run_convert, "verify": run_verify, "inspect": run_inspect, "push": run_push}
     return run[options.command](options)
 
 
@@ -202,6 +213,22 @@ def run_inspect(options: argparse.Namespace) -> int:
         folder = checkpoint.folder
     print(describe(folder, tensors=options.tensors))
     return 0 if not options.check or check(folder) else PROMISE_BROKEN
+
+
+def run_push(options: argparse.Namespace) -> int:
+    from upcycle import card, hub
+
+    hub.check_id(options.name)
+    what = hub.upload(options.folder)
+    for name, content in what.files:
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        print(f"{card.human(size, 'B'):>10}  {name}")
+    for name in what.left:
+        print(f"      stays  {name}")
+    print(f"{card.human(what.bytes, 'B'):>10}  in {len(what.files)} files to {options.name}", flush=True)
+    if not options.dry_run:
+        print(hub.push(options.folder, options.name, private=options.private))
+    return 0
 
 
 def script() -> NoReturn:

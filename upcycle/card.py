@@ -6,13 +6,19 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+from yaml import YAMLError
 
 from upcycle import size
 from upcycle.cli import printable
 from upcycle.plan import UpcyclePlan, sizes, target
 from upcycle.promise import Promise
 from upcycle.version import __version__
+
+MAX_CARD = 1 << 20  # bytes of a card that are read for its license
+TERMS = ("license", "license_name", "license_link")
 
 
 def settings(plan: UpcyclePlan) -> dict[str, Any]:
@@ -139,8 +145,8 @@ def tensors(plan: UpcyclePlan) -> Iterator[str]:
         yield printable(f"{output.name}  {list(output.shape)}  {output.dtype}  =  {first}{more}")
 
 
-def text(plan: UpcyclePlan) -> str:
-    """The README.md of the output folder."""
+def text(plan: UpcyclePlan, dense: Path) -> str:
+    """The README.md of the output folder; `dense`: the folder of the model that it is made of."""
     from_name = inert(public(plan.config.source or plan.config.donors[0]))
     load = (
         "AutoModelForCausalLM.from_pretrained(folder)"
@@ -148,7 +154,6 @@ def text(plan: UpcyclePlan) -> str:
         else "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"
     )
     lines = [
-        "---", "library_name: transformers", "tags:", "- moe", "- upcycled", "---",
         f"# {from_name}, upcycled to a mixture of experts", "",
         f"Made by upcycle {__version__} from `{from_name}`.",
         f"Load it with `{load}`.", "",
@@ -157,4 +162,44 @@ def text(plan: UpcyclePlan) -> str:
         "Every tensor and its sources, from this folder: `python -m upcycle plan upcycle.json --tensors`; with "
         "`source=FOLDER` if the model it was made from lies elsewhere now.", "",
     ]  # fmt: skip
-    return "\n".join(lines)
+    return f"---\n{metadata(plan, dense)}\n---\n" + "\n".join(lines)
+
+
+def metadata(plan: UpcyclePlan, dense: Path) -> str:
+    """The card's head as the Hub reads it. The base is named by its hub id alone; the license is the base's own."""
+    from huggingface_hub import ModelCardData
+
+    bases = [name for name in (hub_id(source) for source in (plan.config.source, *plan.config.donors)) if name]
+    base: Any = list(dict.fromkeys(bases))
+    data = ModelCardData(
+        base_model=base[0] if len(base) == 1 else base or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["moe", "upcycled", plan.hf_config["model_type"]],
+        **terms(dense),
+    )
+    return data.to_yaml()
+
+
+def hub_id(source: str) -> str:
+    """The hub id that a source is, or that its folder in the Hub's cache is of; "" for any other folder."""
+    name = public(source).partition("@")[0]
+    if source and "/" in name:
+        return name
+    cached = re.search(r"(?:^|/)models--([\w.-]+?)--([\w.-]+)/snapshots/", source)
+    return "/".join(cached.groups()) if cached else ""
+
+
+def terms(dense: Path) -> dict[str, Any]:
+    """license, license_name and license_link, as the head of the base's own card says them."""
+    from huggingface_hub import ModelCard
+
+    file = dense / "README.md"
+    if not file.is_file() or file.stat().st_size > MAX_CARD:
+        return {}
+    try:
+        data: Any = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
+        found = data.to_dict()
+    except (ValueError, UnicodeDecodeError, YAMLError):
+        return {}
+    return {key: found[key] for key in TERMS if isinstance(found.get(key), str)}

@@ -64,7 +64,12 @@ COPIED = (  # names, or patterns of them: what is published with a model
     "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 MAX_COPIED = 100_000_000  # bytes of one of them; the largest tokenizer.json we know has 35 MB
-DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+# terms that a model's makers give it under go where its weights go
+TERMS = (
+    "LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "LICENCE.txt", "LICENCE.md", "COPYING", "NOTICE", "NOTICE.txt",
+    "NOTICE.md", "Notice", "Notice.txt", "USE_POLICY", "USE_POLICY.md", "USE_POLICY.txt", "USAGE_POLICY.md",
+)  # fmt: skip
+DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken", "README.md", *TERMS]
 
 
 @dataclass(frozen=True)
@@ -180,9 +185,10 @@ class Checkpoint:
         return {file.name: list(self._stamps[file]) for file in self.files}
 
     def copied_files(self) -> list[Path]:
-        """The files that a converted folder takes over: tokenizer, chat template, generation settings; no code. A
+        """The files that a converted folder takes over: tokenizer, template, generation settings, terms; no code. A
         ValueError about one that is not the folder's own."""
-        names = sorted(name for name in os.listdir(self.folder) if any(fnmatchcase(name, p) for p in COPIED))
+        patterns = (*COPIED, *TERMS)
+        names = sorted(name for name in os.listdir(self.folder) if any(fnmatchcase(name, p) for p in patterns))
         files = [self.folder / name for name in names]
         return [own(file) for file in files if file.is_symlink() or file.is_file()]
 

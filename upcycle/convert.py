@@ -368,7 +368,7 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
     for name, path in copied.items():
         beside.append(partial / name)
         disk.copy(path, beside[-1])
-    write_atomic(partial / CARD, card.text(plan).encode())
+    write_atomic(partial / CARD, card.text(plan, checkpoints[0].folder).encode())
     manifest = {
         **identity,
         "format": 1,

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -20,6 +20,7 @@ from upcycle import card, verify
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, read
 from upcycle.convert import convert
+from upcycle.hub import headers
 from upcycle.job import Worker
 from upcycle.plan import UpcyclePlan, build
 
@@ -48,15 +49,15 @@ class Upcycling:
         self.dense = self.config.source or self.config.donors[0]
 
     @contextmanager
-    def opened(self) -> Iterator[list[Checkpoint]]:
+    def opened(self, open: Callable[[str], Checkpoint] = Checkpoint.open) -> Iterator[list[Checkpoint]]:
         """Open the base, then the donors, for the duration of a `with`."""
         with ExitStack() as stack:
-            yield [stack.enter_context(Checkpoint.open(name)) for name in (self.dense, *self.config.donors)]
+            yield [stack.enter_context(open(name)) for name in (self.dense, *self.config.donors)]
 
     @cached_property
     def plan(self) -> PrintedPlan:
-        """The plan of this config. Reads headers, writes nothing."""
-        with self.opened() as checkpoints:
+        """The plan of this config. Reads headers, of a hub id from there; writes nothing."""
+        with self.opened(headers) as checkpoints:
             plan = build(self.config, checkpoints)
         return PrintedPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)})
 

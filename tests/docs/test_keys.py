@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from evaluation import bench as evaluation_bench
-from evaluation import compare, demo, routing, run
+from evaluation import compare, demo, harness, routing, run
 from evaluation.report import report
 from evaluation.study.plan import StudyConfig
 from training import bench
@@ -37,6 +37,7 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("training.prepare", "", PrepareConfig),
     ("training.bench", "", bench.BenchConfig),
     ("evaluation run", "", type(run.read_config(["tiny", "model"]))),
+    ("evaluation lm-eval", "Of `--model upcycle --model_args key=value,key=value`.", harness.ModelConfig),
     ("evaluation compare", "", compare.CompareConfig),
     ("evaluation routing", "", routing.RoutingConfig),
     ("evaluation report", "", report.ReportConfig),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evaluation.engine import Engine
-from evaluation.run import ranks_of
+from evaluation.harness import ranks_of
 from tests.parallel import models
 from tests.parallel.ranks import run
 from training.parallel.mesh import MeshConfig, ParallelMesh

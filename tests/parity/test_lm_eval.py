@@ -132,8 +132,8 @@ def ours(folder: Path, name: str, output: Path, monkeypatch: pytest.MonkeyPatch,
     options, only = options_of(folder, name)
     real = tasks.load
 
-    def some(*arguments: Any) -> tasks.Tasks:
-        found = real(*arguments)
+    def some(*arguments: Any, **keys: Any) -> tasks.Tasks:
+        found = real(*arguments, **keys)
         return tasks.Tasks(chosen(found.loaded, only), found.notes)
 
     monkeypatch.setattr(tasks, "load", some)

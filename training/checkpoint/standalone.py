@@ -32,7 +32,7 @@ from training.model.decoder import Decoder
 from training.parallel.collectives import broadcast, broadcast_tensors
 from training.parallel.processes import rank
 from upcycle import card, measure
-from upcycle.checkpoint import COPIED, Checkpoint, own
+from upcycle.checkpoint import COPIED, TERMS, Checkpoint, own
 from upcycle.config import UpcycleConfig, build
 from upcycle.disk import make_folder, sweep, write_atomic
 from upcycle.job import read_json
@@ -78,7 +78,7 @@ def kept(folder: Path) -> Origin:
 
 def published(file: Path) -> Path:
     """The file, if an export may take it over: by its name and as it lies there."""
-    if not any(file.match(pattern) for pattern in (*COPIED, MODELING.name)):
+    if not any(file.match(pattern) for pattern in (*COPIED, *TERMS, MODELING.name)):
         raise ValueError(f"{file.parent / RECORD} names {file.name!r}, which is no file that an export takes over")
     return own(file)
 

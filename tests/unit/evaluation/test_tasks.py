@@ -14,9 +14,10 @@ import yaml
 
 from evaluation import compare, offline, tasks
 from evaluation.engine import Engine
+from evaluation.harness import check_ranks
 from evaluation.lm import DecoderLM
 from evaluation.report import facts
-from evaluation.run import RunConfig, check_ranks, run
+from evaluation.run import RunConfig, run
 from tests.parallel import models
 from tests.unit.evaluation.test_compare import chosen, task, text, write
 from training.parallel.mesh import MeshConfig

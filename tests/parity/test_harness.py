@@ -1,0 +1,306 @@
+"""lm-eval's own command with our engine as its model, our command, and lm-eval's HFLM say the same of tasks that this
+project has no reader for; what lm-eval wrote of any model is compared as what we write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lm_eval.tasks
+import pytest
+import yaml
+
+from evaluation import compare, load, logged, measures, results, tasks
+from evaluation.__main__ import main
+from evaluation.harness import UpcycleLM
+from evaluation.results import Item
+from tests.parity import asked
+
+NAMES = ("two", "three", "aliases", "words")
+CHAT = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}[a] {% endif %}"
+SPOKEN = {
+    "harness": ["--apply_chat_template", "--system_instruction", "Be brief.", "--fewshot_as_multiturn", "true"],
+    "ours": ["apply_chat_template=true", "system_instruction=Be brief."],
+}
+Told = dict[tuple[str, str, int], Item]
+
+
+def task(name: str, folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.jsonl")}},
+        "output_type": "multiple_choice", "test_split": "test", "metadata": {"version": 2}, **more,
+    }  # fmt: skip
+
+
+def metrics(*names: str) -> dict[str, Any]:
+    return {"metric_list": [{"metric": name} for name in names]}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("harness")
+    for seed, name in enumerate(("a", "b")):
+        asked.make(place / name, seed=seed, max_position_embeddings=512)
+        settings = place / name / "tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": CHAT}))
+    folder = place / "tasks"
+    folder.mkdir()
+    words = ["cat", "dog", "sun", "rain", "tree", "house", "ball", "fish", "bird", "road", "milk", "hand"]
+    rows = {
+        "two": [{"q": f"Is a {w} large?", "answer": i % 2} for i, w in enumerate(words)],
+        "three": [{"q": f"What is like a {w}?", "c": [w, f"the {words[i - 1]}", words[i - 2]], "answer": i % 3} for i, w in enumerate(words[:7])],
+        "aliases": [{"q": f"Say {w}", "names": [w, w.title(), "[a]"]} for w in words[:5]],
+        "words": [{"q": w, "text": f"{w} and {words[i - 1]}"} for i, w in enumerate(words[:5])],
+    }  # fmt: skip
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ask = {"doc_to_text": "{{q}}", "doc_to_target": "answer"}
+    writes = {
+        "output_type": "generate_until",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 12},
+        "doc_to_text": "{{q}}:",
+    }
+    found = [
+        task("two", folder, **ask, doc_to_choice=["no", "yes"], num_fewshot=2, fewshot_split="test", **metrics("acc", "f1", "mcc")),
+        task("three", folder, **ask, doc_to_choice="{{c}}", **metrics("acc", "acc_norm", "acc_mutual_info")),
+        task("aliases", folder, **writes, doc_to_target="{{names}}", **metrics("exact_match"),
+             filter_list=[{"name": "first", "filter": [{"function": "regex", "regex_pattern": "(\\w+)"}, {"function": "take_first"}]},
+                          {"name": "whole", "filter": [{"function": "take_first"}]}]),
+        task("words", folder, **writes, doc_to_target="{{text}}", **metrics("bleu", "chrf")),
+        {"group": "by_size", "task": ["two", "three"], "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}]},
+        {"group": "alike", "task": ["by_size"], "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}]},
+    ]  # fmt: skip
+    for one in found:
+        (folder / f"{one.get('task') if 'metadata' in one else one['group']}.yaml").write_text(yaml.safe_dump(one))
+    return place
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what takes lm-eval's command half a minute: its own 14,000 tasks, `pip list`, 100,000 draws."""
+    real = lm_eval.tasks.TaskManager.__init__
+
+    def none_of_its_own(self: Any, *arguments: Any, **keys: Any) -> None:
+        real(self, *arguments, **{**keys, "include_defaults": False})
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(lm_eval.tasks.TaskManager, "__init__", none_of_its_own)
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
+    monkeypatch.setattr("lm_eval.evaluator_utils.stderr_for_metric", lambda *_, **__: None)
+    monkeypatch.setattr("evaluation.run.BOOTSTRAP", 2)
+    monkeypatch.setattr(measures, "DRAWS", 20)
+    monkeypatch.setattr(measures, "FEW_DRAWS", 20)
+
+
+def harness(place: Path, model: str, output: str, *more: str, which: str = "a") -> Path:
+    asked_for = ["--include_path", str(place / "tasks"), "--tasks", "alike,aliases,words"]
+    args = f"pretrained={place / which}" + (",dtype=float32" if model == "hf" else "")
+    words = ["--model", model, "--model_args", args, *asked_for, "--batch_size", "4", "--device", "cpu"]
+    assert main(["lm-eval", "run", *words, "--output_path", str(place / output), "--log_samples", *more]) == 0
+    return place / output
+
+
+def ours(place: Path, output: str, *more: str, which: str = "a") -> Path:
+    words = [f"include_path={place / 'tasks'}", "tasks=[alike,aliases,words]", "device=cpu"]
+    assert main(["run", str(place / which), *words, f"output={place / output}", *more]) == 0
+    return place / output
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, Path]]:
+    yield {}
+
+
+@pytest.fixture
+def three(place: Path, runs: dict[str, Path], quick: None) -> dict[str, Path]:
+    """The same model asked three ways: lm-eval's command with our engine, our command, lm-eval's command with HFLM."""
+    if not runs:
+        runs["upcycle"] = harness(place, "upcycle", "upcycle")
+        runs["ours"] = ours(place, "ours", "log_samples=true")
+        runs["hf"] = harness(place, "hf", "hf")
+    return runs
+
+
+class Opened:
+    """Counts the models that are loaded."""
+
+    times, real = 0, staticmethod(load.opened)
+
+    def __call__(self, *arguments: Any, **keys: Any) -> Any:
+        self.times += 1
+        return self.real(*arguments, **keys)
+
+
+def told(folder: Path) -> Told:
+    return {item.key: item for item in logged.items(folder)}
+
+
+def test_lm_evals_command_ours_and_hflm_agree_item_by_item(three: dict[str, Path]) -> None:
+    every = {name: told(folder) for name, folder in three.items()}
+    assert {task for task, _, _ in every["ours"]} == set(NAMES) and len(every["ours"]) == 12 + 7 + 5 + 5
+    for name in ("upcycle", "hf"):
+        assert every[name].keys() == every["ours"].keys()
+        for key, item in every[name].items():
+            mine = every["ours"][key]
+            for field in ("prompt_hash", "target", "greedy", "text", "choices", "clusters"):
+                assert getattr(item, field) == getattr(mine, field), (name, key, field)
+            assert item.logprobs == pytest.approx(mine.logprobs, abs=0 if name == "upcycle" else 2e-5)
+            assert item.scores.keys() == mine.scores.keys()
+            assert all(item.scores[metric] == mine.scores[metric] for metric in mine.scores), (name, key)
+    assert {len(item.choices) for item in every["ours"].values()} == {0, 2, 3}
+    assert any(item.text for item in every["ours"].values())
+
+
+def test_scores_of_every_kind_and_groups_survive_being_written_and_read(three: dict[str, Path]) -> None:
+    mine = results.load(three["ours"])
+    kinds = {
+        "acc",
+        "f1",
+        "mcc",
+        "acc_norm",
+        "acc_mutual_info",
+        "bleu",
+        "chrf",
+        "exact_match,first",
+        "exact_match,whole",
+    }
+    assert {metric for each in mine.tasks.values() for metric in each.metrics} == kinds
+    for name in ("upcycle", "hf"):
+        theirs = logged.load(three[name])
+        for part, other in zip(
+            (*mine.tasks.values(), *mine.groups.values()),
+            (*(theirs.tasks[name] for name in mine.tasks), *(theirs.groups[name] for name in mine.groups)),
+            strict=True,
+        ):
+            assert other.metrics == pytest.approx(part.metrics), part.name
+        assert {n: t.aggregation for n, t in theirs.tasks.items()} == {n: t.aggregation for n, t in mine.tasks.items()}
+        assert {n: (g.tasks, g.alike) for n, g in theirs.groups.items()} == {n: (g.tasks, g.alike) for n, g in mine.groups.items()}  # fmt: skip
+        assert {n: (t.fewshot, t.output, t.items, t.groups) for n, t in theirs.tasks.items()} == {
+            n: (t.fewshot, t.output, t.items, t.groups) for n, t in mine.tasks.items()
+        }
+    assert mine.groups["alike"].alike == ("acc",) and not mine.groups["by_size"].alike
+    assert mine.model.fingerprint == logged.load(three["upcycle"]).model.fingerprint
+    assert mine.model.fingerprint != logged.load(three["hf"]).model.fingerprint
+
+
+def test_our_run_also_writes_lm_evals_files_and_reads_them_as_its_own(three: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(three["ours"], tmp_path / "copy")
+    (copy / "run.json").unlink()
+    (copy / "items.jsonl").unlink()
+    own, read = results.load(three["ours"]), logged.load(copy)
+    assert told(copy) == told(three["ours"])
+    assert read.tasks == own.tasks and read.groups == own.groups and read.model.fingerprint == own.model.fingerprint
+
+
+def test_compare_takes_any_two_runs_of_lm_eval(
+    place: Path, three: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = harness(place, "hf", "hf-b", which="b")
+    ours_b = ours(place, "ours-b", which="b")
+    [logged_ones], [own] = compare.compare([three["hf"], other]), compare.compare([three["ours"], ours_b])
+    assert {d.name: d.metric for d in own.differences}["words"] == "bleu"
+    both = (sorted(found.differences, key=lambda d: d.name) for found in (logged_ones, own))
+    for a, b in zip(*both, strict=True):
+        assert (a.name, a.metric, a.items, a.headline, a.only_a, a.only_b) == (b.name, b.metric, b.items, b.headline, b.only_a, b.only_b)  # fmt: skip
+        assert a.difference == pytest.approx(b.difference)
+    capsys.readouterr()
+    assert main(["compare", str(three["hf"]), str(ours_b), f"output={tmp_path / 'c.json'}"]) == 0
+    assert "no verdict" in capsys.readouterr().out
+    [file] = three["upcycle"].glob("*/results_*.json")
+    assert main(["compare", str(file), str(three["hf"])]) == 0
+    assert "0 items flipped" in capsys.readouterr().out
+    shutil.copytree(three["hf"], tmp_path / "cut")
+    [cut] = (tmp_path / "cut").glob("*/samples_two_*.jsonl")
+    cut.unlink()
+    assert main(["compare", str(tmp_path / "cut"), str(three["hf"])]) == 2
+    assert "run lm-eval with --log_samples" in capsys.readouterr().err
+
+
+def test_conversations_are_lm_evals(place: Path, quick: None) -> None:
+    """A chat template, a system instruction and examples as turns, of both commands and of HFLM."""
+    limit = ["--limit", "0.3"]
+    folders = [harness(place, model, f"chat-{model}", *SPOKEN["harness"], *limit) for model in ("upcycle", "hf")]
+    folders.append(ours(place, "chat-ours", *SPOKEN["ours"], "limit=0.3", "log_samples=true"))
+    first, *others = [told(folder) for folder in folders]
+    assert len(first) == 4 + 3 + 2 + 2
+    for other in others:
+        assert other.keys() == first.keys()
+        for key, item in first.items():
+            assert (other[key].prompt_hash, other[key].text, other[key].scores) == (
+                item.prompt_hash,
+                item.text,
+                item.scores,
+            )
+            assert other[key].logprobs == pytest.approx(item.logprobs, abs=2e-5)
+    [samples] = folders[2].glob("samples_two_*.jsonl")
+    prompt = json.loads(samples.read_text().splitlines()[0])["arguments"]["gen_args_0"]["arg_0"]
+    assert prompt.startswith("[system] Be brief.") and prompt.count("[user]") == 3 and prompt.count("[assistant]") == 2
+    lm = UpcycleLM(str(place / "a"), device="cpu", progress=False)
+    with pytest.raises(ValueError, match="no chat template 'long'"):
+        lm.chat_template("long")
+
+
+def test_options_of_lm_eval_reach_the_run(
+    place: Path, three: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("evaluation.tasks.LM_EVAL", place / "tasks")  # all of lm-eval's take 11 seconds to read
+    more = [
+        "samples={two: [3, 1], three: [0], aliases: [4], words: [2]}",
+        "gen_kwargs={max_gen_toks: 3}",
+        "max_length=20",
+    ]
+    folder = ours(place, "options", *more, "seeds=[7]")
+    items, whole = told(folder), told(three["ours"])
+    assert sorted((task, doc) for task, _, doc in items) == [
+        ("aliases", 4),
+        ("three", 0),
+        ("two", 1),
+        ("two", 3),
+        ("words", 2),
+    ]
+    assert any("model's context of 20 tokens" in note for note in results.load(folder).notes)
+    written = [(item.text, whole[key].text) for key, item in items.items() if item.text]
+    assert written and all(len(short) < len(long) for short, long in written)
+    two = [(item.prompt_hash, whole[key].prompt_hash) for key, item in items.items() if item.task == "two"]
+    assert any(a != b for a, b in two)  # another seed draws other examples
+    known = {"names": ["two"], "include_path": [str(place / "tasks")]}
+    assert tasks.load("", fewshot=1, **known).loaded["tasks"]["two"].get_config("num_fewshot") == 1  # type: ignore[arg-type]
+    capsys.readouterr()
+    monkeypatch.setattr("evaluation.load.opened", loaded := Opened())
+    for words, said in (
+        (["limit=1", "samples={two: [1]}"], "limit and samples are both set"),
+        (["seeds=[1,2]"], "seeds are 2 numbers"),
+        (["model=hg"], "there is no model 'hg'"),
+        (["max_length=4096"], "max_length is 4096 and the model's context 512"),
+        (["model=hf", "model_args={trust_remote_code: true}"], "a stranger's program"),
+        (["include_path=nowhere"], "include_path=nowhere is no folder"),
+        (["tasks=[by_siz]"], "no task 'by_siz'"),
+        (["gen_kwargs={do_sample: true}"], "asks for texts with do_sample=True"),
+    ):
+        given = [f"include_path={place / 'tasks'}", "tasks=[alike,words]", "device=cpu", *words]
+        assert main(["run", str(place / "a"), *given]) == 2
+        assert said in capsys.readouterr().err, said
+        assert loaded.times == (1 if "max_length" in said else 0), "said before a model is loaded"
+        loaded.times = 0
+
+
+def test_a_model_of_lm_evals_own_is_asked_by_our_command(place: Path, three: dict[str, Path]) -> None:
+    folder = ours(place, "own-hf", "model=hf", "model_args={batch_size: 4}")
+    mine, theirs = told(folder), told(three["hf"])
+    assert mine.keys() == theirs.keys()
+    assert all(mine[key].scores == item.scores and mine[key].logprobs == item.logprobs for key, item in theirs.items())
+    assert results.load(folder).model.kind == "hf" and results.load(folder).work["forwards"] == 0
+
+
+def test_wrong_model_args_are_a_sentence(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for args, said in (
+        (f"pretrained={place / 'a'},dtpye=float32", "did you mean 'dtype'"),
+        (f"pretrained={place / 'a'},mesh.ep=2", "mesh.ep=2 needs a multiple of 2 processes"),
+        (f"pretrained={place / 'nothing'}", "nothing"),
+    ):
+        words = ["--model", "upcycle", "--model_args", args, "--include_path", str(place / "tasks"), "--tasks", "two"]
+        assert main(["lm-eval", "run", *words]) == 2
+        assert said in capsys.readouterr().err, said
