@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from upcycle import strict
 from upcycle.disk import write_atomic
 
 FORMAT = 2
 Raw = Any  # what lm-eval's task makes of an item: a number, a tuple of them or of texts, ...
-T = TypeVar("T", "Item", "Task", "Group", "Model")
+T = TypeVar("T", "Item", "Evaluation")
 
 
 @dataclass(frozen=True)
@@ -125,19 +126,14 @@ def load(folder: str | Path) -> Evaluation:
     path = Path(folder) / "run.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no run.json; give a folder that `python -m evaluation run` has finished")
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); run the evaluation again") from None
+    value = strict.read_json(path, constants=True)
     if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not of format {FORMAT}, which this version reads; run the evaluation again")
-    value["model"] = made(Model, value.get("model"), path)
-    value["tasks"] = {name: made(Task, task, path) for name, task in value.get("tasks", {}).items()}
-    value["groups"] = {name: made(Group, group, path) for name, group in value.get("groups", {}).items()}
-    value["notes"] = tuple(value.get("notes", ()))
-    if set(value) != {f.name for f in fields(Evaluation)}:
-        raise ValueError(f"{path} lacks or has other keys than a run's; run the evaluation again")
-    return Evaluation(**value)
+    run = made(Evaluation, value, path)
+    for name, group in run.groups.items():
+        if not group.tasks or set(group.tasks) - run.tasks.keys():
+            raise ValueError(f"{path} has no tasks of the group {name:.60}; run the evaluation again")
+    return run
 
 
 def items(folder: str | Path) -> Iterator[Item]:
@@ -145,14 +141,11 @@ def items(folder: str | Path) -> Iterator[Item]:
     path = Path(folder) / "items.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} has no items.jsonl; give a folder that `python -m evaluation run` has finished")
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                value = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number} is not JSON ({error}); run the evaluation again") from None
-            item = made(Item, value, path)
-            yield replace(item, scores={name: tuples(score) for name, score in item.scores.items()})
+    for where, line in strict.read_lines(path):
+        item = made(Item, strict.parse(line, where, constants=True), where)
+        if len(item.logprobs) < len(item.choices):
+            raise ValueError(f"{where} has more choices than log-probabilities; run the evaluation again")
+        yield replace(item, scores={name: tuples(score) for name, score in item.scores.items()})
 
 
 def tuples(value: Any) -> Raw:
@@ -160,10 +153,10 @@ def tuples(value: Any) -> Raw:
     return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
-def made(kind: type[T], value: Any, path: Path) -> T:
-    """A `kind` of a JSON object, whose lists become tuples. ValueError if its keys are not the fields of `kind`."""
-    names = {f.name for f in fields(kind)}
-    if not isinstance(value, dict) or set(value) != names:
-        raise ValueError(f"{path} holds {kind.__name__.lower()}s with other keys than this version reads; run it again")
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
-    return kind(**values)
+def made(kind: type[T], value: Any, where: Path | str) -> T:
+    """A `kind` of a JSON object, whose lists become tuples. ValueError if it is not as this version writes it."""
+    try:
+        found: T = strict.held(value, kind, str(where))
+        return found
+    except ValueError as error:
+        raise ValueError(f"{error}: not as this version writes it; run the evaluation again") from None

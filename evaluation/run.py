@@ -33,7 +33,6 @@ import lm_eval.evaluator
 import lm_eval.evaluator_utils
 import numpy as np
 import torch.distributed as dist
-import yaml
 
 from evaluation import load, measures, results, tasks
 from evaluation.engine import Engine
@@ -47,7 +46,7 @@ from training.evaluate import Ask, EvalConfig, Poll
 from training.model.decoder import Decoder
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
-from upcycle import __version__, cli
+from upcycle import __version__, cli, strict
 from upcycle.config import read
 
 READY = Path(__file__).parent.parent / "configs" / "eval"
@@ -116,8 +115,8 @@ def is_config(name: str) -> bool:
     if path is None:
         return False
     try:
-        found = yaml.safe_load(path.read_text())
-    except yaml.YAMLError:
+        found = strict.read_yaml(path)
+    except ValueError:
         return True  # read() says what is wrong with it
     return isinstance(found, dict) and "suite" in found
 

@@ -28,9 +28,9 @@ import lm_eval.tasks
 import lm_eval.utils
 import numpy as np
 import tqdm
-import yaml
 
 from evaluation import offline
+from upcycle import strict
 from upcycle.config import build
 from upcycle.plugin import nearest
 from upcycle.text import SUFFIXES
@@ -72,10 +72,7 @@ def read_suite(name: str) -> tuple[Suite, Path]:
     if path is None:
         known = sorted(p.stem for p in SUITES.glob("*.yaml"))
         raise ValueError(f"there is no suite {name!r}; give a file or one of {', '.join(known)}{nearest(name, known)}")
-    try:
-        return build(Suite, yaml.safe_load(path.read_text()), f"{path.name}: "), path.parent
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from None
+    return build(Suite, strict.read_yaml(path), f"{path.name}: "), path.parent
 
 
 def load(name: str, data: str = "", texts: Sequence[str] = (), fewshot: int | None = None) -> Tasks:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from upcycle import strict
 from upcycle.plugin import nearest
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def read(
         merged = OmegaConf.create({})
         if file:
             path = find(file, ready)
-            loaded = (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text())
+            loaded = strict.read_json(path) if path.suffix == ".json" else strict.read_yaml(path)
             if isinstance(loaded, dict) and {"plan", "promise", "config", "method"} <= loaded.keys():
                 loaded = of_manifest(loaded)
             if not isinstance(loaded, dict):
@@ -110,7 +110,7 @@ def read(
         for key, given in values:
             OmegaConf.update(merged, key, given, merge=True)
         plain = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, *NONSENSE) as error:
+    except (OmegaConfBaseException, UnicodeError, *NONSENSE) as error:
         raise ValueError(f"the config cannot be read: {' '.join(str(error).split())}") from None
     return build(kind, plain)
 
@@ -125,7 +125,7 @@ def word_value(kind: type[Any], key: str, text: str) -> Any:
     *path, last = key.split(".")
     for name in path:
         kind = get_type_hints(kind).get(name, object) if dataclasses.is_dataclass(kind) else object
-    value = yaml.safe_load(text) if text else ""
+    value = strict.parse_yaml(text, key) if text else ""
     is_name = dataclasses.is_dataclass(kind) and get_type_hints(kind).get(last) is str
     return text if is_name and not isinstance(value, str) else value
 

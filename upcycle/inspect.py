@@ -3,24 +3,63 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from tqdm import tqdm
 
-from upcycle import methods, plugin
+from upcycle import methods, plugin, strict
 from upcycle.card import human
 from upcycle.checkpoint import Checkpoint
-from upcycle.convert import MANIFEST, changed, digest
+from upcycle.convert import MANIFEST, Read, changed, digest
 from upcycle.spec import MoESpec
+from upcycle.strict import Count
 
 BLOCK = 16 << 20
+
+
+class Method(TypedDict):
+    name: str
+
+
+class Settings(TypedDict):
+    """What is read of a config without making the config of it."""
+
+    method: Method
+    granularity: Count
+
+
+class Promised(TypedDict):
+    exact: bool
+    tolerance: float
+    reasons: list[str]
+
+
+class Written(TypedDict):
+    bytes: Count
+    sha256: str
+
+
+Manifest = TypedDict(
+    "Manifest",
+    {"from": str, "plan": str, "config": Settings, "promise": Promised, "files": Mapping[str, Written]},
+)
+
+
+class WholeManifest(Manifest):
+    """A manifest that also says what was read, as those of older versions do not."""
+
+    read: Read
+    source: list[str]
+    sources: list[Mapping[str, list[int]]]
+    donors: list[str]
+    method: Any
+    sum: str
 
 
 def describe(folder: Path, *, tensors: bool = False) -> str:
@@ -127,15 +166,10 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-        promise = manifest["promise"]  # everything that readers of a manifest rely on is checked here, once
-        config = manifest["config"]
-        _ = manifest["from"], manifest["plan"], config["method"]["name"], int(config["granularity"])
-        _ = bool(promise["exact"]), float(promise["tolerance"]), "; ".join(promise["reasons"])
-        _ = [(int(line["bytes"]), str(line["sha256"])) for line in manifest["files"].values()]
+        manifest: dict[str, Any] = strict.held(strict.read_object(path), Manifest, str(path))
         return manifest
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{path} is not a manifest that upcycle wrote; convert again") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not a manifest that upcycle wrote ({error}); convert again") from None
 
 
 def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
@@ -144,14 +178,11 @@ def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
     if manifest is None:
         return None
     try:
-        _ = [(int(donor), str(name), rows and tuple(rows), str(sha)) for donor, name, rows, sha in manifest["read"]]
-        _ = list(manifest["source"]), [dict(stamps) for stamps in manifest["sources"]]
-        _ = [Path(name) for name in (manifest["from"], *manifest["donors"])]
-        _ = {**manifest["config"], "method": manifest["method"]}, str(manifest["sum"])
-        return manifest
-    except (ValueError, TypeError, KeyError, AttributeError):
+        whole: dict[str, Any] = strict.held(manifest, WholeManifest, str(folder / MANIFEST))
+        return whole
+    except ValueError as error:
         raise ValueError(
-            f"{folder / MANIFEST} does not say what was read, as this version writes it; convert again"
+            f"{folder / MANIFEST} does not say what was read, as this version writes it ({error}); convert again"
         ) from None
 
 

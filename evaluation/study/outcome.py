@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from evaluation.study.plan import tokens_of_step
 from training.config import TrainConfig
 from training.observe import metrics
+from upcycle import strict
 from upcycle.config import build
 
 LAYER = re.compile(r"balance/(\d+)/(\w+)")
@@ -73,7 +73,7 @@ def outcome(arm: str, seed: int, folder: Path) -> Outcome | None:
     file = folder.with_suffix(".yaml")
     if not (folder / metrics.FILE).is_file() or not file.is_file():
         return None
-    config, rows = build(TrainConfig, yaml.safe_load(file.read_text())), metrics.read(folder)
+    config, rows = build(TrainConfig, strict.read_yaml(file)), metrics.read(folder)
     if not rows:
         return None
     spent = spending(rows)
@@ -114,7 +114,7 @@ def spending(rows: Sequence[Row]) -> Callable[[int], Spent]:
     at, tokens, flops, seconds = [0.0], [0.0], [0.0], [0.0]
     for row in rows:
         if row.get("tokens"):
-            seconds.append(seconds[-1] + row["seconds_per_step"] * (row["step"] - at[-1]))
+            seconds.append(seconds[-1] + (row.get("seconds_per_step") or 0.0) * (row["step"] - at[-1]))
             at.append(float(row["step"]))
             tokens.append(float(row["tokens"]))
             flops.append(float(row.get("flops") or 0.0))

@@ -26,6 +26,7 @@ from training.data.shards import META
 from training.observe.flops import model_flops
 from training.observe.metrics import FILE as METRICS
 from training.schedule import schedule
+from upcycle import strict
 from upcycle.config import READY as UPCYCLE_READY
 from upcycle.config import build, find, read
 from upcycle.disk import write_atomic
@@ -115,7 +116,7 @@ class Trial:
     def write(self) -> None:
         """Writes the config beside the run's folder. ValueError if the run has begun with another one."""
         if (self.folder / METRICS).exists() and self.file.exists():
-            before = asdict(build(TrainConfig, yaml.safe_load(self.file.read_text())))
+            before = asdict(build(TrainConfig, strict.read_yaml(self.file)))
             if key := changed(before, asdict(self.config)):
                 raise ValueError(
                     f"{self.folder} was trained with {key}={found(before, key)} and the study now says "
@@ -195,12 +196,12 @@ def arm_of(config: StudyConfig, name: str, own: Any) -> Arm:
             f"follow from another arm's: write match: {' or '.join(MATCHES)} and of: ARM, and no steps"
         )
     ready = own.get("config", config.base.get("config", ""))
-    start = yaml.safe_load(find(ready, training_config.READY).read_text()) if ready else {}
+    start = strict.read_yaml(find(ready, training_config.READY)) if ready else {}
     values: Any = OmegaConf.to_container(OmegaConf.merge(start, *(plain(keys) for keys in (config.base, own))))
     values = {"model": {}, "data": {}, **{key: value for key, value in values.items() if key not in SET}}
     upcycle = values["model"].get("upcycle")
     if isinstance(upcycle, str) and upcycle:  # a ready config: its keys instead of its name, because a seed joins them
-        values["model"]["upcycle"] = yaml.safe_load(find(upcycle, UPCYCLE_READY).read_text())
+        values["model"]["upcycle"] = strict.read_yaml(find(upcycle, UPCYCLE_READY))
     model = values["model"]
     begins = model.get("upcycle") or model
     if not (begins.get("source") or begins.get("donors")):
