@@ -127,6 +127,8 @@ def load_tokenizer(source: str, origin: Origin, given: str) -> Any:
     from transformers import AutoTokenizer
 
     folder = tokenizer_folder(source, origin, given)
+    if (folder / "tokenizer.json").is_file():
+        text.load_tokenizer(folder)  # what transformers would not survive is refused here
     with text.explained(folder):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 

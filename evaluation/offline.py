@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from pyarrow import ArrowException
+from pyarrow import ArrowException  # type: ignore[import-untyped]
 
 from upcycle import text
 from upcycle.strict import MAX_LINE, parse_row, read_text, short

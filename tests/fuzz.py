@@ -659,7 +659,7 @@ def texts(folder: Path) -> None:
     (folder / "text" / "a.txt").write_text("\n".join(documents))
     jsonl(folder / "text" / "b.jsonl", documents)
     jsonl(folder / "text" / "c.jsonl.zst", documents)
-    bomb = zstandard.compress(b" " * (3 << 20) + b"\n" + json.dumps({"text": "x" * (3 << 20)}).encode())
+    bomb = zstandard.compress(b" " * (1 << 17) + b"\n" + json.dumps({"text": "x" * (1 << 17)}).encode())
     (folder / "text" / "d.jsonl.zst").write_bytes(bomb)
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), folder / "text" / "e.parquet")
     make_tokenizer(folder, bos=False)
@@ -696,7 +696,7 @@ def read_shards(folder: Path, path: Path) -> None:
 
     opened = TokenShards.open(folder / "out", 400)
     opened.document(0), opened.document(opened.documents - 1), opened.head(20)
-    Mixture([("x", opened, 1.0)], 16, 0)[0]
+    Mixture([("x", opened, 1.0)], 16, 0).batch(0, 2)
     opened.verify()
     meta = read_meta(folder / "out")
     f"{meta['documents']:,} {meta['bytes'] / meta['tokens']:.2f}"

@@ -150,7 +150,7 @@ class Record(TypedDict):
 def changed(read: Read, checkpoints: Sequence[Checkpoint], known: dict[Piece, str]) -> str:
     """The first tensor that is not as it was read; '' if all are. `known`: the sums computed so far."""
     for donor, name, rows, sha in read:
-        key = (donor, name, tuple(rows) if rows else None)
+        key = (donor, name, (rows[0], rows[1]) if rows else None)
         entry = checkpoints[donor].entries.get(name) if donor < len(checkpoints) else None
         try:
             if entry is None or known.setdefault(key, known.get(key) or resummed(checkpoints, key)) != sha:

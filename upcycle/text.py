@@ -21,6 +21,8 @@ from torch import Tensor
 from upcycle import strict
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.zst")
+MAX_TOKENIZER = 200_000_000  # bytes; the largest that are published have a sixth of it
+MAX_ID = 1 << 24  # of a token; the tokenizers package makes room for every number up to the largest
 PIECE = 1 << 20  # characters of a .txt read at a time, so that memory does not grow with the file
 
 
@@ -151,8 +153,13 @@ def load_tokenizer(folder: Path) -> Any:
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no tokenizer.json, which turns text into tokens; add the model's")
+    if (size := path.stat().st_size) > MAX_TOKENIZER:
+        raise ValueError(f"{path} has {size} bytes; a tokenizer of more than {MAX_TOKENIZER} is not read")
     with explained(path):
         tokenizer = Tokenizer.from_file(str(path))
+        most = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if most > MAX_ID:
+        raise ValueError(f"{path} gives a token the number {most}; of more than {MAX_ID} a model has no embeddings")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

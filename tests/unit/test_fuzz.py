@@ -17,7 +17,7 @@ from tests import fuzz
 from tests.fuzz import READERS, Reader
 
 # of each reader; those whose one call is slow have less
-SLICE = {"texts": 8, "dense": 20, "moe": 20, "manifest": 10, "weights": 10, "conversion": 10, "run": 20}
+SLICE = {"texts": 8, "dense": 12, "moe": 12, "manifest": 6, "weights": 8, "conversion": 8, "run": 10}
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -33,7 +33,7 @@ def hang(text: str) -> None:
 
 
 def hog(text: str) -> int:
-    return 0 if "1" in text else sum(memoryview(bytearray(b"x" * 300_000_000))[::4096])
+    return 0 if "1" in text else len(b"x" * 200_000_000)
 
 
 def show(text: str) -> str:
@@ -59,7 +59,7 @@ def test_the_harness_sees_what_it_looks_for(
 
     planted = Reader(make, lambda folder, path: read(path.read_text() if path.is_file() else "1"), ("a.json",))
     monkeypatch.setitem(READERS, "planted", planted)
-    monkeypatch.setattr(fuzz, "SECONDS", 0.2)
+    monkeypatch.setattr(fuzz, "SECONDS", 0.2 if kind == "hang" else 30.0)
     monkeypatch.setattr(fuzz, "MEMORY", 100_000_000)
     report = fuzz.fuzz("planted", 8 if kind in ("hang", "memory") else 60, tmp_path)
     assert any(what.startswith(kind) for what in report.faults), report.faults

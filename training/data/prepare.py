@@ -127,9 +127,10 @@ def load_encoder(folder: Path, eos: str) -> Encoder:
     if not eos:
         settings = read_json(folder / "tokenizer_config.json")
         token = settings.get("eos_token") if isinstance(settings, dict) else None
-        eos = token.get("content", "") if isinstance(token, dict) else token
-        if not isinstance(eos, str) or not eos:
+        named = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(named, str) or not named:
             raise ValueError(f"{folder}/tokenizer_config.json names no eos_token; write eos=TOKEN")
+        eos = named
     if eos not in known:
         raise ValueError(f"the tokenizer of {folder} has no token {eos!r}; write eos=TOKEN with one that it has")
     with text.explained(folder / "tokenizer.json"):

@@ -9,9 +9,9 @@ from math import isclose, prod
 from typing import Any, Literal, NamedTuple
 
 from upcycle import typed
-from upcycle.checkpoint import short
 from upcycle.families.common import Config, windows_by_layer
 from upcycle.spec import BYTES, MAX_EXPERTS, MAX_EXPERTS_IN_ALL, DenseSpec, MoESpec
+from upcycle.strict import short
 
 NO, YES, EITHER = frozenset({False}), frozenset({True}), frozenset({False, True})
 
