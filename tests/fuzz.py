@@ -289,7 +289,7 @@ def fuzz(name: str, count: int, place: Path, first: int = 0, said: Callable[[str
         draw = random.Random(f"{name} {number}")
         path = draw.choice(files)
         how = f"{path.name}: {mutate(path, draw)}"
-        if reader.sign is not None and draw.random() < 0.9:
+        if reader.sign is not None and path.is_file() and draw.random() < 0.9:
             with suppress(Exception):  # nothing that can be signed
                 reader.sign(place)
         one(reader, place, path, number, how, report)
