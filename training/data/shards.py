@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from tokenize import TokenError
 from typing import Annotated, Any, TypedDict
 
 import numpy as np
@@ -208,7 +209,7 @@ def open_shard(folder: Path, row: Any, dtype: np.dtype[Any]) -> Shard:
         path = files["documents"][0]
         table = np.load(path, mmap_mode="r", allow_pickle=False)
     # numpy's own reading of a header, which is Python's syntax, has no one error
-    except (ValueError, OSError, EOFError, SyntaxError, TypeError, MemoryError, OverflowError) as error:
+    except (ValueError, OSError, EOFError, SyntaxError, TokenError, TypeError, MemoryError, OverflowError) as error:
         said = " ".join(str(error).split())
         raise ValueError(f"{path} cannot be read ({said:.300}); prepare the folder again") from None
     if table.ndim != 2 or table.shape[0] != 2 or table.shape[1] < 2 or table.dtype != np.uint64:
