@@ -44,7 +44,7 @@ from evaluation.results import Evaluation, Item
 from evaluation.seeds import LEAST, Paired, paired
 from training.observe import plots
 from training.observe.metrics import FILE as METRICS
-from upcycle import cli
+from upcycle import cli, strict
 from upcycle.card import inert
 from upcycle.config import read
 from upcycle.disk import write_atomic
@@ -237,6 +237,8 @@ def check_same(
     a: Path | str, b: Path | str, run_a: Evaluation, run_b: Evaluation, items_a: Mapping[Any, Item], items_b: Any
 ) -> None:
     """Raises ValueError about the first task, item or prompt that the two runs do not share."""
+    if strangers := {item.task for item in items_b.values()} - run_b.tasks.keys():
+        raise ValueError(f"{b} has items of {min(strangers):.60}, which is no task of its run.json; run it again")
     for task in sorted(run_a.tasks.keys() ^ run_b.tasks.keys()):
         has, lacks = (a, b) if task in run_a.tasks else (b, a)
         raise ValueError(f"{has} has the task {task} and {lacks} has not; run the same suite with the same options")
@@ -364,7 +366,7 @@ def flip(a: Item, b: Item, metric: str) -> Flip | None:
 def right(item: Item) -> str:
     """The right answer's text. A target is a choice or its number."""
     if item.choices and item.target not in item.choices and item.target.isdecimal():
-        return item.choices[int(item.target)]
+        return dict(enumerate(item.choices)).get(int(item.target), item.target)
     return item.target
 
 
@@ -464,7 +466,10 @@ def compare_losses(groups: Sequence[Name | Sequence[Name]]) -> Losses:
 def is_whole(folder: Path, run: plots.Curves) -> bool:
     """Whether the run's last line is the end of its schedule; without a config nobody knows."""
     config = folder / "config.json"
-    return config.is_file() and run.rows[-1]["step"] >= json.loads(config.read_text())["steps"]
+    if not config.is_file():
+        return False
+    steps: int = strict.held(strict.read_object(config).get("steps"), strict.Count, f"{config}.steps")
+    return bool(run.rows[-1]["step"] >= steps)
 
 
 def group_name(runs: Sequence[plots.Curves]) -> str:

@@ -50,7 +50,7 @@ def spending(rows: Sequence[Row]) -> Callable[[float], Spent]:
     at, tokens, flops, seconds = [0.0], [0.0], [0.0], [0.0]
     for row in rows:
         if row.get("tokens"):
-            seconds.append(seconds[-1] + row.get("seconds_per_step", 0.0) * (row["step"] - at[-1]))
+            seconds.append(seconds[-1] + (row.get("seconds_per_step") or 0.0) * (row["step"] - at[-1]))
             at.append(float(row["step"]))
             tokens.append(float(row["tokens"]))
             flops.append(float(row.get("flops") or 0.0))

@@ -40,10 +40,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import yaml
 
+from upcycle import strict
 from upcycle.config import read
 from upcycle.disk import write_atomic
 from upcycle.sample import make_llama
@@ -122,13 +123,22 @@ def dense_model(stage: Stages, config: DemoConfig) -> None:
 # ---- stages
 
 
+class Done(TypedDict):
+    """What done.json holds."""
+
+    settings: Mapping[str, Any]
+    stages: Mapping[str, Mapping[str, float]]
+
+
 class Stages:
     """Runs stages in order, and writes down which are done, so that none is done again."""
 
     def __init__(self, folder: Path, config: DemoConfig) -> None:
         self.file, self.number = folder / "done.json", 0
         settings = {key: value for key, value in asdict(config).items() if key != "output"}
-        known = json.loads(self.file.read_text()) if self.file.is_file() else {"settings": settings, "stages": {}}
+        known = {"settings": settings, "stages": {}}
+        if self.file.is_file():
+            known = strict.held(strict.read_json(self.file), Done, str(self.file))
         if known["settings"] != settings:
             raise ValueError(f"{folder} was made with other settings; remove it, or write output=ANOTHER-FOLDER")
         self.known: dict[str, Any] = known

@@ -26,7 +26,7 @@ from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.parallel.mesh import ParallelMesh, check
 from training.parallel.shard import dense_ffns, layers, parallelize
-from upcycle import __version__
+from upcycle import __version__, strict, text
 from upcycle.checkpoint import COPIED
 from upcycle.size import dense_parameters
 from upcycle.spec import MoESpec
@@ -127,23 +127,24 @@ def load_tokenizer(source: str, origin: Origin, given: str) -> Any:
     from transformers import AutoTokenizer
 
     folder = tokenizer_folder(source, origin, given)
-    try:
+    if (folder / "tokenizer.json").is_file():
+        text.load_tokenizer(folder)  # what transformers would not survive is refused here
+    with text.explained(folder):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises plain Exception
-        raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from None
 
 
 def end_tokens(origin: Origin) -> tuple[int, ...]:
     """End tokens, as in transformers' generate: of generation_config.json if there is one, else of config.json."""
     settings = generation(origin)
     ends = (origin.config if settings is None else settings).get("eos_token_id")
-    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    found: tuple[int, ...] = strict.held(ends, tuple[int, ...], "eos_token_id of the model's generation settings")
+    return found
 
 
 def generation(origin: Origin) -> dict[str, Any] | None:
     file = next((f for f in origin.files if f.name == "generation_config.json"), None)
-    settings: dict[str, Any] | None = json.loads(file.read_text()) if file else None
-    return settings
+    return strict.read_object(file) if file else None
 
 
 def parameters(origin: Origin) -> tuple[int, int]:

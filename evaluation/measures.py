@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from evaluation.intervals import LEAST
 from evaluation.results import Group, Raw, Task
+from upcycle.strict import short
 
 # lm-eval's aggregations that are a function of sum / sum; a score is a number, or a number and its units
 RATIOS: dict[str, Callable[[Any], Any]] = {
@@ -66,7 +67,10 @@ class Measure:
         weight = {task: 1.0 if self.by_size else 1 / n for task, n in zip(tasks.tolist(), count.tolist(), strict=True)}
         pairs = [parts(self.aggregations[task], score) for task, score in scored]
         weight_N = np.array([weight[task] for task, _ in scored])
-        sums_N2: NDArray[np.float64] = np.array(pairs, np.float64).reshape(-1, 2) * weight_N[:, None]
+        try:
+            sums_N2: NDArray[np.float64] = np.array(pairs, np.float64).reshape(-1, 2) * weight_N[:, None]
+        except TypeError:
+            raise ValueError(f"scores like {short(scored[0][1])} of {scored[0][0]:.60} are no numbers") from None
         return sums_N2
 
     def draws(self) -> int:
@@ -110,17 +114,20 @@ def parts(aggregation: str, score: Raw) -> tuple[float, float]:
 
 def aggregate(name: str, scores: Sequence[Raw]) -> float:
     """lm-eval's aggregation `name` of the scores of a task's items."""
-    if name == OF_ALL:
-        return float(sum(map(sum, scores)) / sum(map(len, scores)))
-    if name == "mean":  # lm-eval's, without reading all of lm-eval
-        return sum(scores) / len(scores)
     if name in OF_COUNTS and (found := OF_COUNTS[name](scores)) is not None:
         return found
-    from lm_eval.api.registry import get_aggregation
+    try:
+        if name == OF_ALL:
+            return float(sum(map(sum, scores)) / sum(map(len, scores)))
+        if name == "mean":  # lm-eval's, without reading all of lm-eval
+            return float(sum(scores) / len(scores))
+        from lm_eval.api.registry import get_aggregation
 
-    with warnings.catch_warnings():  # a draw may have a class or a label too few
-        warnings.simplefilter("ignore")
-        return float(get_aggregation(name)(list(scores)))
+        with warnings.catch_warnings():  # a draw may have a class or a label too few
+            warnings.simplefilter("ignore")
+            return float(get_aggregation(name)(list(scores)))
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"scores like {short(scores[0])} have no {name:.60} ({short(str(error))})") from None
 
 
 def counted(scores: Sequence[Raw]) -> dict[tuple[int, int], int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bz2
 import csv
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
@@ -17,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from pyarrow import ArrowException  # type: ignore[import-untyped]
 
 from upcycle import text
+from upcycle.strict import MAX_LINE, parse_row, read_text, short
 
 Row = dict[str, Any]
 
@@ -43,7 +44,13 @@ def splits(folder: Path, dataset: str, name: str | None) -> Splits:
     for split, rows in READERS[dataset](folder, name or ""):
         if not rows:
             raise ValueError(f"{folder} has no documents for {dataset} ({split}); is the file empty?")
-        found[split] = Dataset.from_list(list(rows))
+        try:
+            found[split] = Dataset.from_list(list(rows))
+        except (ArrowException, OverflowError, TypeError) as error:  # a key that has a number here and a list there
+            said = " ".join(str(error).split())
+            raise ValueError(
+                f"{folder} has documents for {dataset} ({split}) that make no table: {said:.200}"
+            ) from None
     return found
 
 
@@ -59,8 +66,8 @@ def opened(folder: Path, file: str) -> Path:
 
 def need(row: Any, keys: Sequence[str], where: str) -> Row:
     lacks = [key for key in keys if not isinstance(row, Mapping) or row.get(key) is None]
-    if lacks:
-        has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+    if lacks or not isinstance(row, Mapping):
+        has = short(", ".join(map(str, row))) if isinstance(row, Mapping) else type(row).__name__
         raise ValueError(f"{where} has no {', '.join(lacks)} (it has {has}); is this the right file?")
     return dict(row)
 
@@ -68,21 +75,33 @@ def need(row: Any, keys: Sequence[str], where: str) -> Row:
 def json_rows(folder: Path, file: str, *keys: str) -> Iterator[Row]:
     path = opened(folder, file)
     with text.opened(path) as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number} is not JSON: {error}") from None
-            yield need(row, keys, f"{path}:{number}")
+        for number, line in text.rows(path, lines):
+            where = f"{path}:{number}"
+            row = need(parse_row(line, where), keys, where)
+            for key in keys:
+                if not fits(row, key):
+                    raise ValueError(f"{where} has {key}={short(row[key])}, not as published; is this the right file?")
+            yield row
+
+
+def fits(row: Row, key: str) -> bool:
+    """Whether the value of a key that is read is of its kind: two or more texts, one of them, or a text."""
+    value, options = row[key], row.get("choices", row.get("context_options", ["no", "yes"]))
+    if key in ("choices", "context_options"):
+        return isinstance(value, list) and len(value) > 1 and all(isinstance(each, str) for each in value)
+    if key == "gold":
+        return isinstance(value, int) and isinstance(options, list) and 0 <= value < len(options)
+    return isinstance(value, str)
 
 
 def csv_rows(folder: Path, file: str, *keys: str) -> Iterator[Row]:
     path = opened(folder, file)
     with path.open(newline="", encoding="utf-8-sig") as lines:
-        for number, row in enumerate(csv.DictReader(lines), 2):
-            yield need(row, keys, f"{path}:{number}")
+        try:
+            for number, row in enumerate(csv.DictReader(lines), 2):
+                yield need(row, keys, f"{path}:{number}")
+        except csv.Error as error:
+            raise ValueError(f"{path} is not usable CSV: {error}; is this the right file?") from None
 
 
 def after(row: Row, key: str, start: str, where: str) -> str:
@@ -186,8 +205,14 @@ def hellaswag(folder: Path, name: str) -> Iterator[Split]:
     """Six lines an item: text, number of the right ending, four endings. The hub has the text in three parts; the last
     one is the unfinished sentence, which the task writes with a capital."""
     path = opened(folder, "hellaswag/hellaswag_val_full.txt.bz2")
-    with bz2.open(path, "rt", encoding="utf-8") as file:
-        lines = file.read().split("\n")
+    try:
+        with bz2.open(path, "rt", encoding="utf-8") as file:
+            content = file.read(MAX_LINE + 1)
+    except EOFError:
+        raise ValueError(f"{path} is cut short; copy or download it again") from None
+    if len(content) > MAX_LINE:
+        raise ValueError(f"{path} unpacks to more than {MAX_LINE} characters; is this the right file?")
+    lines = content.split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines
     if len(lines) % 6:
         raise ValueError(f"{path} has {len(lines)} lines, which is not six an item; is it whole?")
@@ -226,7 +251,7 @@ def wikitext(folder: Path, name: str) -> Iterator[Split]:
     """Articles of the raw test file; headings stand between blank lines there."""
     path = opened(folder, "wikitext2/wiki.test.raw.crlf.txt")
     pages: list[str] = []
-    for line in filter(None, (line.strip() for line in path.read_text(encoding="utf-8").splitlines())):
+    for line in filter(None, (line.strip() for line in read_text(path).splitlines())):
         heading = re.fullmatch(r"(= )+[^=].*?( =)+", line)
         if (heading and not line.startswith("= =")) or not pages:
             pages.append("")

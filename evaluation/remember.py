@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from upcycle import strict
+
 VERSION = 3  # of how answers are computed; a change that alters answers raises it, so that old ones are not used
 
 
@@ -41,10 +43,12 @@ class Remembered:
         self.answers: dict[str, Any] = {}
         broken = 0
         for path in sorted(self.folder.glob("*.jsonl")):
-            for line in filter(None, path.read_bytes().split(b"\n")):
+            for where, line in strict.read_lines(path):
+                if not line:
+                    continue
                 try:
-                    name, answer, _ = json.loads(line)
-                    whole = is_answer(answer) and line == written(name, answer, identity)
+                    name, answer, _ = strict.parse(line, where, constants=True)
+                    whole = isinstance(name, str) and is_answer(answer) and line == written(name, answer, identity)
                 except (ValueError, TypeError):  # no JSON, or no three things
                     whole = False
                 if whole:

@@ -15,16 +15,17 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from upcycle import strict
 from upcycle.disk import make_folder, sha256, write_atomic
 from upcycle.publish import digest
 
 FORMAT = 3
 Raw = Any  # what lm-eval's task makes of an item: a number, a tuple of them or of texts, ...
-T = TypeVar("T", "Item", "Task", "Group", "Model")
+T = TypeVar("T", "Item", "Evaluation")
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,11 @@ def load(folder: str | Path) -> Evaluation:
     path = Path(folder) / "run.json"
     value = verified(path)
     del value["items_sha256"]
-    value["model"] = made(Model, value.get("model"), path)
-    value["tasks"] = {name: made(Task, task, path) for name, task in value.get("tasks", {}).items()}
-    value["groups"] = {name: made(Group, group, path) for name, group in value.get("groups", {}).items()}
-    value["notes"] = tuple(value.get("notes", ()))
-    if set(value) != {f.name for f in fields(Evaluation)}:
-        raise ValueError(f"{path} lacks or has other keys than a run's; run the evaluation again")
-    return Evaluation(**value)
+    run = made(Evaluation, value, path)
+    for name, group in run.groups.items():
+        if not group.tasks or set(group.tasks) - run.tasks.keys():
+            raise ValueError(f"{path} has no tasks of the group {name:.60}; run the evaluation again")
+    return run
 
 
 def verified(path: Path) -> dict[str, Any]:
@@ -170,19 +169,16 @@ def items(folder: str | Path) -> Iterator[Item]:
     if tasks is not None and sha256(path) != verified(whole)["items_sha256"]:
         raise ValueError(f"{path} is not what was written: its sha256 is not run.json's; run the evaluation again")
     count, seen = dict.fromkeys(tasks or (), 0), set[tuple[str, str, int]]()
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                value = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number} is not JSON ({error}); run the evaluation again") from None
-            item = made(Item, value, path)
-            if item.key in seen:
-                raise ValueError(f"{path}:{number} is {item.task} {item.doc} once more; run the evaluation again")
-            check_finite(item, f"{path} is damaged; run the evaluation again")
-            seen.add(item.key)
-            count[item.task] = count.get(item.task, 0) + 1
-            yield replace(item, scores={name: tuples(score) for name, score in item.scores.items()})
+    for where, line in strict.read_lines(path):
+        item = made(Item, strict.parse(line, where, constants=True), where)
+        if len(item.logprobs) < len(item.choices):
+            raise ValueError(f"{where} has more choices than log-probabilities; run the evaluation again")
+        if item.key in seen:
+            raise ValueError(f"{where} is {item.task} {item.doc} once more; run the evaluation again")
+        check_finite(item, f"{path} is damaged; run the evaluation again")
+        seen.add(item.key)
+        count[item.task] = count.get(item.task, 0) + 1
+        yield replace(item, scores={name: tuples(score) for name, score in item.scores.items()})
     for name, task in (tasks or {}).items():
         if count[name] != task.items:
             raise ValueError(f"{path} has {count[name]} items of {name} and run.json {task.items}; run it again")
@@ -207,10 +203,10 @@ def tuples(value: Any) -> Raw:
     return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
-def made(kind: type[T], value: Any, path: Path) -> T:
-    """A `kind` of a JSON object, whose lists become tuples. ValueError if its keys are not the fields of `kind`."""
-    names = {f.name for f in fields(kind)}
-    if not isinstance(value, dict) or set(value) != names:
-        raise ValueError(f"{path} holds {kind.__name__.lower()}s with other keys than this version reads; run it again")
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
-    return kind(**values)
+def made(kind: type[T], value: Any, where: Path | str) -> T:
+    """A `kind` of a JSON object, whose lists become tuples. ValueError if it is not as this version writes it."""
+    try:
+        found: T = strict.held(value, kind, str(where))
+        return found
+    except ValueError as error:
+        raise ValueError(f"{error}: not as this version writes it; run the evaluation again") from None

@@ -33,7 +33,6 @@ import lm_eval.api.metrics
 import lm_eval.evaluator
 import lm_eval.evaluator_utils
 import torch.distributed as dist
-import yaml
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model, model_registry
 from lm_eval.loggers import EvaluationTracker
@@ -59,7 +58,7 @@ from training.evaluate import Ask, EvalConfig, Poll
 from training.model.decoder import Decoder
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import alone, processes
-from upcycle import __version__, cli
+from upcycle import __version__, cli, strict
 from upcycle.config import read
 from upcycle.plugin import nearest
 
@@ -166,8 +165,8 @@ def is_config(name: str) -> bool:
     if path is None:
         return False
     try:
-        found = yaml.safe_load(path.read_text())
-    except yaml.YAMLError:
+        found = strict.read_yaml(path)
+    except ValueError:
         return True  # read() says what is wrong with it
     return isinstance(found, dict) and "suite" in found
 

@@ -35,12 +35,12 @@ import lm_eval.utils
 import numpy as np
 import torch
 import tqdm
-import yaml
 from jinja2 import Environment
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from evaluation import offline
+from upcycle import strict
 from upcycle.config import build
 from upcycle.plugin import nearest
 from upcycle.text import SUFFIXES
@@ -82,10 +82,7 @@ def read_suite(name: str) -> tuple[Suite, Path]:
     if path is None:
         known = sorted(p.stem for p in SUITES.glob("*.yaml"))
         raise ValueError(f"there is no suite {name!r}; give a file or one of {', '.join(known)}{nearest(name, known)}")
-    try:
-        return build(Suite, yaml.safe_load(path.read_text()), f"{path.name}: "), path.parent
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from None
+    return build(Suite, strict.read_yaml(path), f"{path.name}: "), path.parent
 
 
 def load(

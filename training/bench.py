@@ -55,7 +55,7 @@ from training.parallel.collectives import all_reduce, local
 from training.parallel.mesh import MeshConfig, ParallelMesh, check
 from training.parallel.processes import processes, rank
 from training.step import gradients, train_step
-from upcycle import plugin, rng
+from upcycle import plugin, rng, strict
 from upcycle.config import read
 from upcycle.spec import DenseSpec, MoESpec
 
@@ -104,7 +104,7 @@ class BenchConfig:
 
 def spec_of(config: BenchConfig) -> DenseSpec | MoESpec:
     source = config.architecture
-    keys = json.loads(Path(source).read_text()) if isinstance(source, str) else source
+    keys = strict.read_object(Path(source)) if isinstance(source, str) else source
     if not isinstance(keys, Mapping) or "model_type" not in keys:
         raise ValueError("architecture must be a config.json: its path, or keys and values with model_type among them")
     keys = {**keys, **({"num_hidden_layers": config.layers} if config.layers else {})}

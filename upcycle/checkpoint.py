@@ -10,12 +10,9 @@ Every refusal is a ValueError of one sentence that names the file.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
-import reprlib
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,11 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from upcycle.strict import fill, open_regular, parse_object, read_exactly, read_small, short
+
 INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100_000_000  # the limit of the safetensors package itself
+MAX_HEADER = 50_000_000  # half of what the safetensors package takes, and ten times the longest that is published
 MAX_CONFIG = 16_000_000
-MAX_TENSORS = 250_000  # in one file
-MAX_COMMAS = 4_000_000  # every JSON value but the first of its container costs a comma, so this bounds json's memory
+MAX_TENSORS = 100_000  # in one file
 MAX_NAME = 512
 MAX_DIMS = 64
 BLOCK = 1 << 20  # bytes read at a time, and checked while they are still in the processor's cache
@@ -239,7 +237,7 @@ def parse_header(handle: FileIO, file: Path) -> dict[str, Entry]:
             f"{file} states a header of {length} bytes but is cut short: {length + 8 - size} of them are missing; "
             f"copy or download it again"
         )
-    header = parse_object(read_exactly(handle, file, 8, length), file)
+    header = parse_object(read_exactly(handle, file, 8, length), file, digits=20)
     check_metadata(file, header.pop("__metadata__", {}))
     if len(header) > MAX_TENSORS:
         raise ValueError(f"{file} lists {len(header)} tensors; at most {MAX_TENSORS} a file are read")
@@ -380,18 +378,6 @@ def check_index(folder: Path, weight_map: Mapping[str, str], headers: Mapping[st
 # ---- bytes
 
 
-def open_regular(file: Path) -> FileIO:
-    """Open a regular file or a link to one. Anything else is refused: a pipe may never answer, a device may react."""
-    try:
-        if not stat.S_ISREG(os.stat(file).st_mode):
-            raise ValueError(f"{file} is not a regular file; a pipe, device or folder cannot be read here")
-        # NONBLOCK: should a pipe take the file's place just now, opening it still returns.
-        return FileIO(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
-    except OSError as error:
-        missing = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error.strerror})"
-        raise ValueError(f"{file} {missing}; it must be a file that you may read") from error
-
-
 def own(file: Path) -> Path:
     """The file, if it may be published with its folder: a regular file of the folder, or of the hub's cache if the
     folder is a part of that, and of MAX_COPIED bytes at most. A link to elsewhere may lead to any secret."""
@@ -420,82 +406,6 @@ def on_a_page(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
     room = torch.empty(size + PAGE, dtype=torch.uint8)
     return room[-room.data_ptr() % PAGE :][:size]
-
-
-def fill(handle: FileIO, file: Path, view: memoryview, at: int) -> None:
-    """Fill `view` from byte `at` of the file, with as many reads as that takes."""
-    done = 0
-    while done < len(view):
-        got = os.preadv(handle.fileno(), [view[done:]], at + done)
-        if not got:
-            raise ValueError(f"{file} shrank while it was open here: it ends at byte {at + done}; copy it again")
-        done += got
-
-
-def read_exactly(handle: FileIO, file: Path, at: int, count: int) -> bytearray:
-    out = bytearray(count)
-    fill(handle, file, memoryview(out), at)
-    return out
-
-
-def read_small(file: Path, limit: int) -> bytearray:
-    with open_regular(file) as handle:
-        size = os.fstat(handle.fileno()).st_size
-        if size > limit:
-            raise ValueError(f"{file} has {size} bytes; a {file.name} of more than {limit} is not read")
-        return read_exactly(handle, file, 0, size)
-
-
-def parse_object(raw: bytearray, file: Path) -> dict[str, Any]:
-    """Parse a JSON object strictly: no duplicate keys, finite numbers, bounded nesting, digits and number of values."""
-    try:
-        if raw.count(b",") > MAX_COMMAS:
-            raise ValueError(f"more than {MAX_COMMAS} commas")
-        value = json.loads(
-            raw.decode(), object_pairs_hook=unique, parse_int=integer, parse_float=finite, parse_constant=no_constant
-        )
-    except RecursionError:
-        raise ValueError(f"{file} is not usable JSON: it is nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not usable JSON: it is not UTF-8 at byte {error.start} of the JSON") from error
-    except ValueError as error:
-        raise ValueError(f"{file} is not usable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} has JSON of type {type(value).__name__}; it must be an object")
-    return value
-
-
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {short(twice)} is there twice")
-    return out
-
-
-def integer(digits: str) -> int | float:
-    if len(digits) > 20:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return -0.0 if digits == "-0" else int(digits)  # -0 is no whole number to the safetensors package either
-
-
-def finite(digits: str) -> float:
-    number = float(digits)
-    if math.isinf(number):  # 1e400, which Python would read as infinity
-        raise ValueError(f"{digits:.40} is beyond float64")
-    return number
-
-
-def no_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-def short(value: Any) -> str:
-    """repr() of an untrusted value, of bounded length and depth."""
-    brief = reprlib.Repr()
-    brief.maxstring = 160
-    return brief.repr(value)
 
 
 # ---- tensors

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from upcycle import strict
 from upcycle.plugin import nearest
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ def read(
         for key, given in values:
             OmegaConf.update(merged, key, literal(given), merge=True)
         plain = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, *NONSENSE) as error:
+    except (OmegaConfBaseException, UnicodeError, *NONSENSE) as error:
         raise ValueError(f"the config cannot be read: {' '.join(str(error).split())}") from None
     return build(kind, plain)
 
@@ -113,7 +113,7 @@ def loaded(file: str, ready: Path) -> dict[str, Any]:
     """The keys and values of a config file, in which no more than ${a.b} is left to resolve."""
     path = find(file, ready)
     by_program = path.suffix == ".json"  # a folder's upcycle.json, a run's config.json
-    found = literal(json.loads(path.read_text())) if by_program else yaml.safe_load(path.read_text())
+    found = literal(strict.read_json(path)) if by_program else strict.read_yaml(path)
     if isinstance(found, dict) and {"plan", "promise", "config", "method"} <= found.keys():
         found = of_manifest(found)
     if not isinstance(found, dict):
@@ -160,7 +160,7 @@ def word_value(kind: type[Any], key: str, text: str) -> Any:
     *path, last = key.split(".")
     for name in path:
         kind = get_type_hints(kind).get(name, object) if dataclasses.is_dataclass(kind) else object
-    value = yaml.safe_load(text) if text else ""
+    value = strict.parse_yaml(text, key) if text else ""
     is_name = dataclasses.is_dataclass(kind) and get_type_hints(kind).get(last) is str
     return text if is_name and not isinstance(value, str) else value
 

@@ -30,20 +30,21 @@ from dataclasses import replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from upcycle import card, disk, make, publish, request
-from upcycle.checkpoint import Checkpoint, read_header
+from upcycle import card, disk, make, publish, request, strict
+from upcycle.checkpoint import Checkpoint
 from upcycle.config import byte_size
 from upcycle.disk import write_atomic
 from upcycle.job import JOB, OBSERVED, PARTS, POLL, Watch, Worker, check_first, explained, job, read_json
 from upcycle.make import Maker, Piece, piece
 from upcycle.plan import Output, UpcyclePlan, target
 from upcycle.spec import BYTES
+from upcycle.strict import Count
 from upcycle.version import __version__
 
 MANIFEST = "upcycle.json"
@@ -131,6 +132,7 @@ def check_current(output: Path, checkpoints: Sequence[Checkpoint]) -> None:
     time of a file changed."""
     manifest = read_json(output / MANIFEST)
     try:
+        strict.held(manifest["read"], Read, "read")
         sums = {name: line["sha256"] for name, line in manifest["files"].items()}
         said = next((str(p) for p in checkpoints[0].copied_files() if sums.get(p.name) != disk.sha256(p)), "")
         if not said and manifest["sources"] != [c.stamps() for c in checkpoints]:
@@ -144,13 +146,23 @@ def check_current(output: Path, checkpoints: Sequence[Checkpoint]) -> None:
         raise ValueError(f"{said} has changed since {output} was made of it; remove {output} and convert again")
 
 
-Read = list[list[Any]]  # [donor, tensor, its rows or None, sha256] of all that was read: Maker's sums, as JSON
+# [donor, tensor, its rows or None, sha256] of all that was read: Maker's sums, as JSON
+Read = list[tuple[Count, str, tuple[Count, Count] | None, str]]
+
+
+class Record(TypedDict):
+    """What is known of a finished shard."""
+
+    bytes: Count
+    sha256: str
+    sources: list[Mapping[str, list[int]]]  # stamps of each checkpoint that was read
+    read: Read
 
 
 def changed(read: Read, checkpoints: Sequence[Checkpoint], known: dict[Piece, str]) -> str:
     """The first tensor that is not as it was read; '' if all are. `known`: the sums computed so far."""
     for donor, name, rows, sha in read:
-        key = (donor, name, tuple(rows) if rows else None)
+        key = (donor, name, (rows[0], rows[1]) if rows else None)
         entry = checkpoints[donor].entries.get(name) if donor < len(checkpoints) else None
         try:
             if entry is None or known.setdefault(key, known.get(key) or resummed(checkpoints, key)) != sha:
@@ -308,10 +320,10 @@ def record_file(partial: Path, name: str) -> Path:
 def record(partial: Path, name: str) -> dict[str, Any] | None:
     """Size and sha256 of a complete shard, and of what it was made; None if it has to be made."""
     try:
-        line: dict[str, Any] = json.loads(record_file(partial, name).read_text())
-        _ = line["sources"], line["read"], line["sha256"]
+        file = record_file(partial, name)
+        line: dict[str, Any] = strict.held(strict.read_json(file), Record, str(file))
         return line if (partial / name).stat().st_size == line["bytes"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
 
 
@@ -324,11 +336,11 @@ def observations(
     """The measurements that the plan needs: rank 0 makes them unless a previous run did, the others wait for them."""
     if not plan.needs_text:
         return {}
+    from upcycle import measure
+
     path = partial / JOB / OBSERVED
     if watch.worker.rank == 0 and not is_whole(path):
         from safetensors.torch import save
-
-        from upcycle import measure
 
         path.with_suffix(".sha256").unlink(missing_ok=True)
         write_atomic(path, save(measure.measure(plan, checkpoints, quiet=quiet)))
@@ -336,10 +348,7 @@ def observations(
     while not is_whole(path):
         watch.check([0])
         time.sleep(POLL)
-    from safetensors.torch import load_file
-
-    read_header(path)
-    return load_file(path)
+    return measure.read(path, plan)
 
 
 def is_whole(path: Path) -> bool:

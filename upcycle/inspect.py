@@ -3,26 +3,72 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from tqdm import tqdm
 
-from upcycle import methods, plugin, publish
+from upcycle import methods, plugin, publish, strict
 from upcycle.card import human
 from upcycle.checkpoint import Checkpoint
 from upcycle.cli import printable
-from upcycle.convert import MANIFEST, changed
+from upcycle.convert import MANIFEST, Read, changed
 from upcycle.job import JOB
 from upcycle.spec import MoESpec
+from upcycle.strict import Count
 
 BLOCK = 16 << 20
+
+
+class Method(TypedDict):
+    name: str
+
+
+class Settings(TypedDict):
+    """What is read of a config without making the config of it."""
+
+    method: Method
+    granularity: Count
+
+
+class Promised(TypedDict):
+    exact: bool
+    tolerance: float
+    reasons: list[str]
+
+
+class Written(TypedDict):
+    bytes: Count
+    sha256: str
+
+
+class Listed(TypedDict):
+    """The manifest of a folder that was exported."""
+
+    files: Mapping[str, Written]
+    sum: str
+
+
+Manifest = TypedDict(
+    "Manifest",
+    {"from": str, "plan": str, "config": Settings, "promise": Promised, "files": Mapping[str, Written]},
+)
+
+
+class WholeManifest(Manifest):
+    """A manifest that also says what was read, as those of older versions do not."""
+
+    read: Read
+    source: list[str]
+    sources: list[Mapping[str, list[int]]]
+    donors: list[str]
+    method: Any
+    sum: str
 
 
 def describe(folder: Path, *, tensors: bool = False) -> str:
@@ -131,15 +177,10 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-        promise = manifest["promise"]  # everything that readers of a manifest rely on is checked here, once
-        config = manifest["config"]
-        _ = manifest["from"], manifest["plan"], config["method"]["name"], int(config["granularity"])
-        _ = bool(promise["exact"]), float(promise["tolerance"]), "; ".join(promise["reasons"])
-        _ = [(int(line["bytes"]), str(line["sha256"])) for line in manifest["files"].values()]
+        manifest: dict[str, Any] = strict.held(strict.read_object(path), Manifest, str(path))
         return manifest
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{path} is not a manifest that upcycle wrote; convert again") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not a manifest that upcycle wrote ({error}); convert again") from None
 
 
 def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
@@ -148,14 +189,11 @@ def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
     if manifest is None:
         return None
     try:
-        _ = [(int(donor), str(name), rows and tuple(rows), str(sha)) for donor, name, rows, sha in manifest["read"]]
-        _ = list(manifest["source"]), [dict(stamps) for stamps in manifest["sources"]]
-        _ = [Path(name) for name in (manifest["from"], *manifest["donors"])]
-        _ = {**manifest["config"], "method": manifest["method"]}, str(manifest["sum"])
-        return manifest
-    except (ValueError, TypeError, KeyError, AttributeError):
+        whole: dict[str, Any] = strict.held(manifest, WholeManifest, str(folder / MANIFEST))
+        return whole
+    except ValueError as error:
         raise ValueError(
-            f"{folder / MANIFEST} does not say what was read, as this version writes it; convert again"
+            f"{folder / MANIFEST} does not say what was read, as this version writes it ({error}); convert again"
         ) from None
 
 
@@ -165,11 +203,10 @@ def read_files(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-        _ = [(int(line["bytes"]), str(line["sha256"])) for line in manifest["files"].values()], str(manifest["sum"])
+        manifest: dict[str, Any] = strict.held(strict.read_json(path), Listed, str(path))
         return manifest
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{path} is not a manifest that an export wrote; export again") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not a manifest that an export wrote ({error}); export again") from None
 
 
 def check(folder: Path) -> bool:

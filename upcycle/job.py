@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from upcycle import strict
 from upcycle.disk import make_folder, write_atomic
 from upcycle.publish import hold, opened
 
@@ -55,7 +56,7 @@ class Worker:
 def read_json(path: Path) -> Any:
     """The parsed file; None if it is missing or not JSON."""
     try:
-        return json.loads(path.read_text())
+        return strict.read_json(path)
     except (OSError, ValueError):
         return None
 

@@ -7,13 +7,15 @@ layers.L.mass    the mean, over tokens, of the sum of the chosen weights
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from upcycle import observe, plugin, request, routers, text
-from upcycle.checkpoint import Checkpoint
+from upcycle.checkpoint import Checkpoint, read_header
 from upcycle.make import Maker, router_rows
 from upcycle.plan import UpcyclePlan
 
@@ -44,6 +46,27 @@ def measure(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], *, quiet: bool
             mass = observe.router_mass(x_TD, routers.repeated(distinct, moe.experts), moe)
             measured[f"{prefix}.mass"] = torch.tensor(mass, dtype=torch.float64)
     return measured
+
+
+def read(path: Path, plan: UpcyclePlan) -> dict[str, Tensor]:
+    """What was measured for a plan, from the file that keeps it; a ValueError if it is not what the plan asks for."""
+    from safetensors.torch import load_file
+
+    read_header(path)
+    found, moe = load_file(path), plan.moe
+    fits: dict[str, Callable[[Tensor], bool]] = {}
+    if plan.method.needs.order:
+        every = torch.arange(plan.dense.ffn)
+        fits["order"] = lambda order: order.shape == every.shape and torch.equal(order.sort().values, every)
+    if plan.config.router.init.name in routers.MEASURED:
+        sizes = [(rows, plan.dense.hidden) for rows in (moe.copies, moe.experts)]
+        fits["rows"] = lambda rows: tuple(rows.shape) in sizes and bool(rows.isfinite().all())
+    if plan.scale == "calibrated":
+        fits["mass"] = lambda mass: not mass.shape and 0 < float(mass) < math.inf
+    for name in (f"layers.{layer}.{kind}" for layer in moe.layers for kind in fits):
+        if name not in found or not fits[name.rpartition(".")[2]](found[name]):
+            raise ValueError(f"{path} has no {name} as it is measured for this plan; remove it and start again")
+    return found
 
 
 def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> tuple[Tensor, Tensor]:

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from upcycle import disk, plugin, request, routers, scale, size
-from upcycle.checkpoint import Checkpoint, short
+from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
 from upcycle.methods import Method
 from upcycle.promise import Promise, make_promise
 from upcycle.spec import BYTES, DenseSpec, MoESpec
+from upcycle.strict import short
 from upcycle.targets.common import Slot, refusals, relu2_as_gated
 
 FORMAT = 2  # part of the plan's hash; raised when the converter starts to make other bytes from the same plan
@@ -143,9 +144,7 @@ class UpcyclePlan:
     @cached_property
     def hash(self) -> str:
         """A digest: equal hashes on equal sources give equal bytes. Paths (source, donors, output) are not hashed."""
-        settings = {
-            k: v for k, v in asdict(self.config).items() if k not in ("source", "output", "donors", "sequence")
-        }
+        settings = {k: v for k, v in asdict(self.config).items() if k not in ("source", "output", "donors", "sequence")}
         del settings["router"]["choice"]  # in hf_config already; plans made before there was a choice keep their hashes
         digest = hashlib.sha256(
             json.dumps([FORMAT, settings, self.target, self.hf_config], sort_keys=True, default=str).encode()

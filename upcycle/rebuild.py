@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from upcycle import card, config, rng
-from upcycle.checkpoint import Checkpoint, read_header
+from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig
 from upcycle.convert import MANIFEST, MEASURED, changed, in_flight, jsonable
 from upcycle.ffn import FFN, NEURON_DIM, scale
@@ -52,16 +52,14 @@ def sources(dense: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[list[Che
 def plan_of(folder: Path, manifest: Mapping[str, Any], checkpoints: Sequence[Checkpoint]) -> UpcyclePlan:
     settings = config.build(UpcycleConfig, config.of_manifest(manifest))
     settings = replace(settings, source=str(checkpoints[0].folder) if settings.source else "", output=str(folder))
-    observed = {}
-    if (folder / MEASURED).is_file():
-        from safetensors.torch import load_file
-
-        read_header(folder / MEASURED)
-        observed = load_file(folder / MEASURED)
-    plan = build(settings, checkpoints, observed)
-    if plan.needs_text and not observed:
+    plan = build(settings, checkpoints, {})
+    if not plan.needs_text:
+        return plan
+    if not (folder / MEASURED).is_file():
         raise ValueError(f"{folder} lacks {MEASURED}, which holds what was measured on text; convert again")
-    return plan
+    from upcycle import measure
+
+    return replace(plan, observed=measure.read(folder / MEASURED, plan))
 
 
 def faults(

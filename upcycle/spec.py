@@ -40,6 +40,7 @@ Choice = Literal["any", "each-slice"]
 SCORES: tuple[Score, ...] = get_args(Score)
 ORDERS: tuple[Order, ...] = get_args(Order)
 MAX_EXPERTS = 16384  # in a layer; more is a typing error, and its plan would fill the memory
+MAX_EXPERTS_IN_ALL = 1 << 18  # of all layers
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -7,8 +7,9 @@ files give the same ids.
 from __future__ import annotations
 
 import io
-import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +18,11 @@ import torch
 import zstandard
 from torch import Tensor
 
+from upcycle import strict
+
 SUFFIXES = (".txt", ".jsonl", ".jsonl.zst")
+MAX_TOKENIZER = 200_000_000  # bytes; the largest that are published have a sixth of it
+MAX_ID = 1 << 24  # of a token; the tokenizers package makes room for every number up to the largest
 PIECE = 1 << 20  # characters of a .txt read at a time, so that memory does not grow with the file
 
 
@@ -46,7 +51,8 @@ class Watched(io.FileIO):
     """A file that reports each read to `watch`, so that progress is known for a compressed file too."""
 
     def __init__(self, path: Path, watch: Callable[[int], object] | None) -> None:
-        super().__init__(path, "rb")
+        with strict.open_regular(path) as file:
+            super().__init__(os.dup(file.fileno()), "rb")
         self.watch = watch or (lambda size: None)
 
     def read(self, size: int | None = -1) -> bytes:
@@ -69,18 +75,26 @@ def opened(path: Path, watch: Callable[[int], object] | None = None) -> IO[str]:
 
 
 def lines(path: Path, file: IO[str], key: str = "text") -> Iterator[str]:
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
+    for number, line in rows(path, file):
         try:
-            row = json.loads(line)
-        except ValueError:
-            raise ValueError(
-                f"line {number} of {path} is not JSON; each line must be like {{'{key}': '...'}}"
-            ) from None
+            row = strict.parse_row(line, f"line {number} of {path}")
+        except ValueError as error:
+            raise ValueError(f"{error}; each line must be like {{'{key}': '...'}}") from None
         if not isinstance(row, dict) or not isinstance(row.get(key), str):
             raise ValueError(f"line {number} of {path} has no string under the key '{key}'")
         yield row[key]
+
+
+def rows(path: Path, file: IO[str]) -> Iterator[tuple[int, str]]:
+    """(number, line) of each line with something in it. A line is bounded, as a compressed file may have one of any
+    length for nothing."""
+    number = 0
+    while line := file.readline(strict.MAX_LINE + 1):
+        number += 1
+        if len(line) > strict.MAX_LINE:
+            raise ValueError(f"line {number} of {path} has more than {strict.MAX_LINE} characters; is it one document?")
+        if not line.isspace():
+            yield number, line
 
 
 def token_batches(folder: Path, paths: Sequence[str | Path], tokens: int, length: int, vocab: int) -> Tensor:
@@ -112,8 +126,25 @@ def token_batches(folder: Path, paths: Sequence[str | Path], tokens: int, length
 
 def encoder(folder: Path) -> Any:
     """A function text -> ids, which adds special tokens as the donor's tokenizer does."""
-    tokenizer = load_tokenizer(folder)
-    return lambda text: tokenizer.encode(text).ids
+    tokenizer, path = load_tokenizer(folder), Path(folder) / "tokenizer.json"
+
+    def encode(text: str) -> Any:
+        with explained(path):
+            return tokenizer.encode(text).ids
+
+    return encode
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Context in which whatever the tokenizer raises is a ValueError: it raises plain Exception, and Rust's panics."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be read as a tokenizer: {said:.500}") from None
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -122,10 +153,13 @@ def load_tokenizer(folder: Path) -> Any:
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no tokenizer.json, which turns text into tokens; add the model's")
-    try:
+    if (size := path.stat().st_size) > MAX_TOKENIZER:
+        raise ValueError(f"{path} has {size} bytes; a tokenizer of more than {MAX_TOKENIZER} is not read")
+    with explained(path):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise ValueError(f"{path} cannot be read as a tokenizer: {' '.join(str(error).split())}") from None
+        most = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if most > MAX_ID:
+        raise ValueError(f"{path} gives a token the number {most}; of more than {MAX_ID} a model has no embeddings")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-from upcycle.checkpoint import short
+from upcycle.strict import short
 
 T = TypeVar("T")
 W = TypeVar("W", bound=str)

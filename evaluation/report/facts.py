@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -25,21 +24,51 @@ from training.checkpoint import standalone
 from training.observe import plots
 from training.observe.metrics import FILE as METRICS
 from training.observe.metrics import duration
-from upcycle import card, plan
+from upcycle import card, plan, strict
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, build
 from upcycle.convert import MANIFEST
 from upcycle.inspect import read_manifest
+from upcycle.spec import MAX_EXPERTS
+from upcycle.strict import Count, Range
 
-ROUTED = {
-    "experts", "top_k", "granularity", "chance_of_whole_groups", "layers", "load", "together", "checkpoint", "start",
-    "tokens",
-}  # fmt: skip
 HEADLINES = 3  # up to so many have a sentence each; more share one that counts their verdicts
 SAYS = {"better": "is better than", "worse": "is worse than", "no difference shown": "is not shown to differ from"}
 SEED = re.compile(r"(seed|run)?[\W_]*\d+")  # a folder that is called after its seed alone
 GONE = "mesh"  # a key of older manifests, about memory in training, which training.plan is for now
 Rows = list[tuple[str, str]]
+Table = list[list[float | None]]
+
+
+class RoutedLayer(TypedDict):
+    layer: Count
+    max_over_mean: float
+    entropy: float
+    unused: Count
+    specialisation: float | None
+    spread: list[float]
+    pairs: list[tuple[Count, Count, float]]
+    whole_groups: NotRequired[float | None]
+    whole: NotRequired[float | None]
+    missing: NotRequired[float | None]
+    doubled: NotRequired[float | None]
+    moved: NotRequired[list[float]]
+    router_moved: NotRequired[float]
+
+
+class Routed(TypedDict):
+    """A file of `evaluation routing`."""
+
+    experts: Annotated[int, Range(1, MAX_EXPERTS)]
+    top_k: Annotated[int, Range(1, MAX_EXPERTS)]
+    granularity: Annotated[int, Range(1, MAX_EXPERTS)]
+    chance_of_whole_groups: float
+    layers: list[RoutedLayer]
+    load: Mapping[str, Table]
+    together: list[Table | None]
+    tokens: Mapping[str, Count]
+    checkpoint: str
+    start: str
 
 
 @dataclass(frozen=True)
@@ -231,16 +260,35 @@ def named(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for file in files:
         try:
-            value = json.loads(file.read_text())
+            value = strict.read_json(file)
         except ValueError as error:
             raise ValueError(f"{file} is not whole JSON ({error}); make it again with `evaluation routing`") from None
         if not isinstance(value, dict) or value.get("kind") != "routing":
             raise ValueError(f"{file} is not a file of `python -m evaluation routing`; make it with that")
-        if lacks := ROUTED - value.keys():
-            raise ValueError(f"{file} has no {', '.join(sorted(lacks))}; make it again with `evaluation routing`")
+        try:
+            value = strict.held(value, Routed, str(file))
+            check_sizes(value, str(file))
+        except ValueError as error:
+            raise ValueError(f"{error}; make it again with `evaluation routing`") from None
         name = Path(value["checkpoint"]).name
         found[name if name not in found else f"{name} ({file.stem})"] = value
     return found
+
+
+def check_sizes(found: Mapping[str, Any], where: str) -> None:
+    """Raise a ValueError unless the tables have a row a layer and a cell an expert."""
+    experts, layers = found["experts"], found["layers"]
+    if not layers or not found["load"] or found["load"].keys() != found["tokens"].keys():
+        raise ValueError(f"{where} has {len(layers)} layers and other domains in load than in tokens")
+    of_layers = [*found["load"].values(), found["together"]]
+    rows = [row for table in found["load"].values() for row in table]
+    square = [table for table in found["together"] if table is not None]
+    rows += [row for table in square for row in table] + [row["spread"] for row in layers]
+    rows += [row["moved"] for row in layers if "moved" in row]
+    if any(len(table) != len(layers) for table in of_layers) or any(len(table) != experts for table in square):
+        raise ValueError(f"{where} has tables of other sizes than its {len(layers)} layers and {experts} experts")
+    if any(len(row) != experts for row in rows):
+        raise ValueError(f"{where} has rows that are not of its {experts} experts")
 
 
 def scores(folder: Path) -> list[Score]:
@@ -308,6 +356,31 @@ def at_hand(name: str) -> Checkpoint:
     if not name or not Path(name).is_dir():
         raise ValueError(f"{name!r} is no folder here, and a report fetches no model")
     return Checkpoint(Path(name))
+class TrainedModel(TypedDict):
+    source: str
+    compute: str
+    experts: str
+
+
+class TrainedData(TypedDict):
+    sequence: Count
+
+
+class TrainedSchedule(TypedDict):
+    peak: float
+    final: float
+    warmup: Count
+
+
+class Trained(TypedDict):
+    """What is shown of a training run's config.json."""
+
+    model: TrainedModel
+    data: TrainedData
+    schedule: TrainedSchedule
+    steps: Count
+    batch: Count
+    seed: int
 
 
 def settings(folder: Path) -> Rows:
@@ -315,7 +388,7 @@ def settings(folder: Path) -> Rows:
     path = folder / "config.json"
     if not path.is_file():
         return []
-    config = json.loads(path.read_text())
+    config = strict.held(strict.read_json(path), Trained, str(path))
     model, data, schedule = config["model"], config["data"], config["schedule"]
     upcycled = standalone.upcycled(folder)
     return [

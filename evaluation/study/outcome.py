@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from evaluation.curves import Curve, Row, Spent, mean_curve, points, spending
 from evaluation.study.plan import tokens_of_step
 from training.config import TrainConfig
 from training.observe import metrics
+from upcycle import strict
 from upcycle.config import build
 
 LAYER = re.compile(r"balance/(\d+)/(\w+)")
@@ -55,7 +54,7 @@ def outcome(arm: str, seed: int, folder: Path) -> Outcome | None:
     file = folder.with_suffix(".yaml")
     if not (folder / metrics.FILE).is_file() or not file.is_file():
         return None
-    config, rows = build(TrainConfig, yaml.safe_load(file.read_text())), metrics.read(folder)
+    config, rows = build(TrainConfig, strict.read_yaml(file)), metrics.read(folder)
     if not rows:
         return None
     spent = spending(rows)

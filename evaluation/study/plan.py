@@ -26,6 +26,7 @@ from training.data.shards import META
 from training.observe.flops import model_flops
 from training.observe.metrics import FILE as METRICS
 from training.schedule import schedule
+from upcycle import strict
 from upcycle.config import READY as UPCYCLE_READY
 from upcycle.config import build, keys_of, literal, read
 from upcycle.disk import write_atomic
@@ -115,7 +116,7 @@ class Trial:
     def write(self) -> None:
         """Writes the config beside the run's folder. ValueError if the run has begun with another one."""
         if (self.folder / METRICS).exists() and self.file.exists():
-            before = asdict(build(TrainConfig, yaml.safe_load(self.file.read_text())))
+            before = asdict(build(TrainConfig, strict.read_yaml(self.file)))
             if key := changed(before, asdict(self.config)):
                 raise ValueError(
                     f"{self.folder} was trained with {key}={found(before, key)} and the study now says "

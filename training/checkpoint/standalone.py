@@ -15,10 +15,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch.distributed as dist
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -31,10 +31,11 @@ from training.config import ModelConfig, upcycle_config
 from training.model.decoder import Decoder
 from training.parallel.collectives import broadcast, broadcast_tensors
 from training.parallel.processes import rank
-from upcycle import card, measure
+from upcycle import card, measure, strict
 from upcycle.checkpoint import COPIED, TERMS, Checkpoint, own
 from upcycle.config import UpcycleConfig, build
 from upcycle.disk import make_folder, sweep, write_atomic
+from upcycle.inspect import Settings
 from upcycle.job import read_json
 from upcycle.plan import UpcyclePlan
 from upcycle.targets.upcycled import MODELING
@@ -72,7 +73,7 @@ def kept(folder: Path) -> Origin:
             "once more, which writes it"
         )
     files = [published(home / Path(name).name) for name in record["files"]]
-    config = json.loads((home / CONFIG).read_text())
+    config = strict.read_object(home / CONFIG)
     return layout.described(folder, config, no_weights, files, record.get("settings"))
 
 
@@ -101,8 +102,22 @@ def named(config: ModelConfig) -> Any:
 
 
 def recorded(folder: Path) -> Mapping[str, Any] | None:
-    record = read_json(folder / FOLDER / RECORD)
-    return record if isinstance(record, dict) and "model" in record else None
+    record, path = read_json(folder / FOLDER / RECORD), folder / FOLDER / RECORD
+    if not isinstance(record, dict) or "model" not in record:
+        return None
+    found: Mapping[str, Any] = strict.held(record, Record, str(path))
+    return found
+
+
+class Named(TypedDict):
+    upcycle: Mapping[str, Any] | None
+
+
+class Record(TypedDict):
+    model: Named
+    files: list[str]
+    settings: NotRequired[Settings | None]
+    plan: list[tuple[str, str]]
 
 
 def upcycled(folder: Path) -> UpcycleConfig | None:
@@ -174,6 +189,6 @@ def measured_before(folder: Path) -> layout.Observe:
     path = folder / FOLDER / OBSERVED
 
     def read(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str, Tensor]:
-        return load_file(path) if path.is_file() else measure.measure(plan, checkpoints)
+        return measure.read(path, plan) if path.is_file() else measure.measure(plan, checkpoints)
 
     return read

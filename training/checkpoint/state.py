@@ -47,6 +47,7 @@ from training.checkpoint.resume import judge
 from training.checkpoint.storage import Planner, Reader, Writer, check_free, damage, read_manifest
 from training.model.names import plain_name
 from training.parallel.collectives import gather, local
+from upcycle import strict
 from upcycle.disk import sync_folder
 
 JSON = ".json"  # ends the name of a value that is kept as text
@@ -190,7 +191,7 @@ def put(out: MutableMapping[str, Tensor], name: str, value: Any) -> None:
 
 
 def get(loaded: Mapping[str, Tensor], name: str) -> Any:
-    return unpack(json.loads(loaded[name + JSON].numpy().tobytes()), loaded)
+    return unpack(strict.parse(loaded[name + JSON].numpy().tobytes(), name, constants=True), loaded)
 
 
 def pack(value: Any, name: str, out: MutableMapping[str, Tensor]) -> Any:
@@ -370,7 +371,13 @@ class Checkpoints:
                 process_group=self.group,
                 no_dist=self.group is None,
             )
-        state.adopt(places, self.rank, folder)
+        try:
+            state.adopt(places, self.rank, folder)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"{folder} holds a state that no save wrote ({said:.200}); where is this checkpoint from?"
+            ) from error
         return state.step
 
     def latest(self) -> Path | None:

@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -48,15 +48,43 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from upcycle import disk
+from upcycle import disk, strict
 from upcycle.checkpoint import DTYPES
 from upcycle.disk import Stream, sync_folder, write_atomic
+from upcycle.strict import Count
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 SHARD = re.compile(r"shard-\d{5,}\.safetensors", re.ASCII)
 SPARE = 64 << 20  # bytes left free beside a checkpoint: logs and metrics go on being written
 SAFETENSORS = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
+
+
+class Part(TypedDict):
+    """A piece as the manifest has it."""
+
+    file: str
+    start: Count
+    offset: list[Count]
+    shape: list[Count]
+
+
+class Entry(TypedDict):
+    dtype: str
+    shape: list[Count]
+    pieces: list[Part]
+
+
+class File(TypedDict):
+    bytes: Count
+    sha256: str
+
+
+class Manifest(TypedDict):
+    step: Count
+    files: Mapping[str, File]
+    tensors: Mapping[str, Entry]
+    settings: NotRequired[Mapping[str, Any]]  # older checkpoints hold a digest of them only
 
 
 @dataclass(frozen=True)
@@ -269,21 +297,48 @@ def encode(value: Mapping[str, Any]) -> bytes:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest, if its bytes are exactly those that were written; else a ValueError."""
     path = folder / MANIFEST
+    if not os.path.lexists(path):
+        raise ValueError(f"{path} is missing")
+    shards = 1 + sum(SHARD.fullmatch(name) is not None for name in os.listdir(folder))  # it grows with the ranks
     try:
-        text = path.read_bytes()
-        body = json.loads(text)
+        text = strict.read_small(path, shards * strict.MAX_FILE)
+        body: dict[str, Any] = strict.parse(text, MANIFEST, values=shards * strict.MAX_VALUES)
         if not isinstance(body, dict) or body.pop("sha256", None) is None or signed(body) != text:
             raise ValueError("its sha256 is not the one it states")
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if body.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {body.get('format')!r}; this version reads format {FORMAT}")
+        raise ValueError(f"{path} has format {strict.short(body.get('format'))}; this version reads format {FORMAT}")
+    strict.held(body, Manifest, str(path))
+    for name in body["files"]:
+        if not SHARD.fullmatch(name):
+            raise ValueError(f"{path} names a file {strict.short(name)}, which no save makes")
     for name, entry in body["tensors"].items():  # the sha256 shows damage, not malice
-        if entry["dtype"] not in SAFETENSORS or any(piece["file"] not in body["files"] for piece in entry["pieces"]):
-            raise ValueError(f"{path} says of {name!r} what no save says; where is this checkpoint from?")
+        if said := impossible(entry, body["files"]):
+            raise ValueError(
+                f"{path} says of {strict.short(name)} what no save says, {said}; where is this checkpoint from?"
+            )
     return body
+
+
+def impossible(entry: Entry, files: Mapping[str, File]) -> str:
+    """What is wrong with what a manifest says of a tensor: its pieces are inside it and fill it, and their bytes are
+    inside files; "" if nothing is. So no tensor is larger than the files."""
+    shape, dtype, filled = entry["shape"], getattr(torch, entry["dtype"], None), 0
+    if entry["dtype"] not in SAFETENSORS or not isinstance(dtype, torch.dtype):
+        return f"dtype {strict.short(entry['dtype'])}"
+    if math.prod(size for size in shape if size) * dtype.itemsize > strict.LARGEST:
+        return f"shape {strict.short(shape)}"
+    for piece in entry["pieces"]:
+        inside, size = piece["shape"], math.prod(piece["shape"])
+        if len(inside) != len(shape) or len(piece["offset"]) != len(shape):
+            return "a piece of other dimensions"
+        if any(at + n > whole for at, n, whole in zip(piece["offset"], inside, shape, strict=True)):
+            return "a piece beyond its shape"
+        if piece["file"] not in files or piece["start"] + size * dtype.itemsize > files[piece["file"]]["bytes"]:
+            return "a piece that is in no file"
+        filled += size
+    return "" if filled == math.prod(shape) else "pieces that do not fill it"
 
 
 def damage(folder: Path, share: slice = slice(None)) -> str | None:
@@ -291,8 +346,6 @@ def damage(folder: Path, share: slice = slice(None)) -> str | None:
     try:
         for name, stated in list(read_manifest(folder)["files"].items())[share]:
             path = folder / name
-            if not SHARD.fullmatch(name):
-                return f"{folder / MANIFEST} names a file {name!r}, which no save makes"
             if not path.is_file():
                 return f"{path} is missing"
             if (size := path.stat().st_size) != stated["bytes"]:

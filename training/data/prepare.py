@@ -20,19 +20,24 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from tqdm import tqdm
 
-from training.data.shards import KIND, META, SHARD_FILES, VERSION, Ids, partial_of, read_meta
-from upcycle import disk, publish, text
+from training.data.shards import KIND, META, SHARD_FILES, VERSION, Ids, Row, partial_of, read_meta
+from upcycle import disk, publish, strict, text
 from upcycle.job import JOB, PARTS, POLL, Watch, Worker, check_first, explained, job, read_json
 
 SUFFIXES = (*text.SUFFIXES, ".parquet")
 HUB = "hf:"
 SAMPLE = 1 << 20  # bytes of a file's begin and end that stand for it
 BATCH = 1 << 21  # characters tokenised at once: some 100 MB of the tokenizer's own
+LONG = 1 << 22  # characters of a document that are tokenised at once
+UNPACKED, RATIO = (
+    1 << 28,
+    200,
+)  # bytes of a parquet file's column at once; of larger ones, how many times their size on disk
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,8 @@ class Encoder:
 
     def encode(self, batch: list[tuple[bytes, bool, int]], tokens: int) -> Iterator[Piece]:
         """`tokens`: how many tokens the open document has so far. A document without any is left out."""
-        found = self.tokenizer.encode_batch_fast([data.decode() for data, _, _ in batch], add_special_tokens=False)
+        with text.explained(Path("tokenizer.json")):
+            found = self.tokenizer.encode_batch_fast([data.decode() for data, _, _ in batch], add_special_tokens=False)
         for (data, closes, number), encoding in zip(batch, found, strict=True):
             ids = encoding.ids
             tokens += len(ids)
@@ -115,15 +121,19 @@ class Encoder:
 def load_encoder(folder: Path, eos: str) -> Encoder:
     tokenizer = text.load_tokenizer(folder)
     known = tokenizer.get_vocab(with_added_tokens=True)
+    if not known:
+        raise ValueError(f"the tokenizer of {folder} has no tokens; give the model's own")
     if not eos:
         settings = read_json(folder / "tokenizer_config.json")
         token = settings.get("eos_token") if isinstance(settings, dict) else None
-        eos = token.get("content", "") if isinstance(token, dict) else token or ""
-        if not eos:
+        named = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(named, str) or not named:
             raise ValueError(f"{folder}/tokenizer_config.json names no eos_token; write eos=TOKEN")
+        eos = named
     if eos not in known:
         raise ValueError(f"the tokenizer of {folder} has no token {eos!r}; write eos=TOKEN with one that it has")
-    before = [id for id in tokenizer.encode("").ids if id != known[eos]]
+    with text.explained(folder / "tokenizer.json"):
+        before = [id for id in tokenizer.encode("").ids if id != known[eos]]
     if len(before) > 1:
         raise ValueError(f"the tokenizer of {folder} puts {len(before)} tokens before a text; at most one is possible")
     tokenizer.encode_special_tokens = True  # a text that speaks of <eos> does not end there
@@ -155,7 +165,7 @@ def files(word: str) -> Iterator[Source]:
     for name in names:
         if not name.endswith(SUFFIXES):
             raise ValueError(f"source {name} cannot be read; its name must end in {', '.join(SUFFIXES)}")
-        with open(name, "rb") as file:
+        with strict.open_regular(Path(name)) as file:
             size = file.seek(0, io.SEEK_END)
             digest = hashlib.sha256(str(size).encode())
             for at in (0, max(0, size - SAMPLE)):
@@ -185,11 +195,22 @@ def texts(source: Source, watch: Callable[[int], object]) -> Iterator[tuple[str,
     if source.hub is not None:
         yield from ((found, True) for found in hub_texts(source))
     elif source.place.endswith(".parquet"):
-        yield from ((found, True) for found in parquet_texts(source, watch))
+        for found in parquet_texts(source, watch):
+            yield from pieces_of(found)
     elif source.place.endswith(".txt"):
         yield from whole(text.documents([source.place], watch=watch))
     else:
-        yield from ((found, True) for found in text.documents([source.place], source.column, watch))
+        for found in text.documents([source.place], source.column, watch):
+            yield from pieces_of(found)
+
+
+def pieces_of(document: str) -> Iterator[tuple[str, bool]]:
+    """A document as it is; one that is longer than LONG in pieces, as a .txt, because a tokenizer takes 50 bytes a
+    character."""
+    if len(document) <= LONG:
+        yield document, True
+    else:
+        yield from whole(document[at : at + text.PIECE] for at in range(0, len(document), text.PIECE))
 
 
 def whole(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
@@ -219,11 +240,27 @@ def parquet_texts(source: Source, watch: Callable[[int], object]) -> Iterator[st
                     f"{source.place} has no column {source.column!r} but {', '.join(file.schema_arrow.names)}; "
                     "write FILE#COLUMN"
                 )
-            for batch in file.iter_batches(1024, columns=[source.column]):
-                yield from strings(source, batch.column(0).to_pylist())
+            for batch in file.iter_batches(rows_at_once(source, file), columns=[source.column]):
+                yield from strings(source, (value.as_py() for value in batch.column(0)))
                 watch(source.size * len(batch) // rows)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{source.place} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def rows_at_once(source: Source, file: Any) -> int:
+    """Rows of a parquet file whose texts take no more than UNPACKED bytes, by what the file says of itself: a text that
+    it holds once may stand in every row. A ValueError if it is a bomb."""
+    index, most = file.schema_arrow.names.index(source.column), 1
+    for group in range(file.metadata.num_row_groups):
+        column = file.metadata.row_group(group).column(index)
+        size = column.total_uncompressed_size
+        if size > UNPACKED and size > RATIO * max(1, column.total_compressed_size):
+            raise ValueError(
+                f"{source.place} packs {size} bytes into {column.total_compressed_size}, which no text does; look at "
+                "it, or leave it out"
+            )
+        most = max(most, size)
+    return max(1, min(1024, UNPACKED // most))
 
 
 def hub_texts(source: Source) -> Iterator[str]:
@@ -257,6 +294,10 @@ def strings(source: Source, values: Iterable[Any]) -> Iterator[str]:
     for value in values:
         if not isinstance(value, str):
             raise ValueError(f"{source.place} has {type(value).__name__}, not text, in column {source.column!r}")
+        if len(value) > strict.MAX_LINE:
+            raise ValueError(
+                f"{source.place} has a text of {len(value)} characters; at most {strict.MAX_LINE} are read"
+            )
         yield value
 
 
@@ -410,7 +451,7 @@ def record_file(partial: Path, index: int, part: int) -> Path:
 def records(partial: Path, index: int) -> list[dict[str, Any]]:
     """What is recorded of the complete parts of a source, in order, up to the first that is not."""
     found: list[dict[str, Any]] = []
-    while isinstance(record := read_json(record_file(partial, index, len(found))), dict):
+    while (record := read_record(partial, index, len(found))) is not None:
         for kind in ("tokens", "documents"):
             path = partial / record[kind]["file"]
             if not path.is_file() or path.stat().st_size != record[kind]["bytes"]:
@@ -419,6 +460,31 @@ def records(partial: Path, index: int) -> list[dict[str, Any]]:
         if record["last"]:
             break
     return found
+
+
+class Counts(TypedDict):
+    tokens: strict.Count
+    documents: strict.Count
+    bytes: strict.Count
+
+
+class Record(Row):
+    """What is known of a finished part of a source."""
+
+    counts: Counts
+    read: strict.Count
+    last: bool
+
+
+def read_record(partial: Path, index: int, part: int) -> dict[str, Any] | None:
+    """The record of a part; None if there is none, or it is not one that a process wrote for this part."""
+    try:
+        found: dict[str, Any] = strict.held(read_json(record_file(partial, index, part)), Record, "part")
+    except ValueError:
+        return None
+    names = [found[kind]["file"] for kind in ("tokens", "documents")]
+    own = [stem("tokens", index, part) + ".bin", stem("documents", index, part) + ".npy"]
+    return found if names == own else None
 
 
 @dataclass(frozen=True)
@@ -438,7 +504,7 @@ def broken_parts(sources: int, partial: Path, worker: Worker) -> dict[int, Broke
 
 def first_broken(partial: Path, index: int) -> Broken | None:
     part = 0
-    while isinstance(record := read_json(record_file(partial, index, part)), dict):
+    while (record := read_record(partial, index, part)) is not None:
         for kind in SHARD_FILES:
             path = partial / record[kind]["file"]
             seen = publish.stamp(path)

@@ -14,24 +14,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from tokenize import TokenError
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from upcycle import strict
 from upcycle.disk import write_atomic
 from upcycle.job import read_json
+from upcycle.strict import Count, Range
 
 META = "meta.json"
 CHECKED = ".checked.json"  # beside it, by training: the stamp of each file that was read whole and found right
 KIND = "token shards"
 VERSION = 1
+PIECE = 1 << 20  # entries of a table that are looked at together
 Ids = NDArray[Any]  # uint16 or uint32
 Offsets = NDArray[np.uint64]
 
@@ -111,7 +116,7 @@ class TokenShards:
                 shards.append(shard.head(fit))
             if fit < shard.documents:
                 break
-            tokens -= len(shard.tokens)
+            tokens = max(0, tokens - len(shard.tokens))
         return replace(self, shards=tuple(shards))
 
     def verify(self) -> None:
@@ -119,9 +124,18 @@ class TokenShards:
         for path, sha in sums(self.folder).items():
             check_file(path, sha)
         for row, shard in zip(read_meta(self.folder)["shards"], self.shards, strict=True):
+            if not all(rises(table) for table in (shard.starts, shard.bytes)):
+                path = self.folder / Path(row["documents"]["file"]).name
+                raise ValueError(f"{path} has documents that end before they begin; prepare it again")
             if int(shard.tokens.max()) >= self.vocab:
                 path = self.folder / Path(row["tokens"]["file"]).name
                 raise ValueError(f"{path} holds ids beyond the {self.vocab} of its tokenizer; prepare it again")
+
+
+def rises(table: Offsets) -> bool:
+    """Whether no entry is below the one before it, read a piece at a time."""
+    pieces = (table[at : at + PIECE] for at in range(0, len(table), PIECE - 1))
+    return all(bool((piece[1:] >= piece[:-1]).all()) for piece in pieces)
 
 
 def read_meta(folder: Path) -> Mapping[str, Any]:
@@ -130,22 +144,55 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
     if not folder.is_dir():
         hint = f"; {folder}.partial is unfinished, run the same command again" if partial_of(folder).is_dir() else ""
         raise ValueError(f"there is no folder {folder} of token shards{hint or '; ' + how}")
+    if not os.path.lexists(path):
+        raise ValueError(f"{folder} has no {META}, so it is no folder of token shards; {how}")
     try:
-        meta = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{folder} has no {META}, so it is no folder of token shards; {how}") from None
+        meta = strict.read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); {how}") from None
     if not isinstance(meta, dict) or meta.get("kind") != KIND:
         raise ValueError(f"{path} does not describe token shards; {how}")
     if meta.get("version") != VERSION:
-        raise ValueError(f"{path} is of version {meta.get('version')} and this program reads {VERSION}; {how}")
-    numbers = all(isinstance(meta.get(key), int) for key in ("vocab", "eos", "start", "tokens", "documents", "bytes"))
-    if not (numbers and isinstance(meta.get("shards"), list) and isinstance(meta.get("tokenizer"), str)):
-        raise ValueError(f"{path} lacks some of what describes token shards; prepare the folder again")
+        raise ValueError(
+            f"{path} is of version {strict.short(meta.get('version'))} and this program reads {VERSION}; {how}"
+        )
     if meta.get("dtype") not in ("uint16", "uint32"):
-        raise ValueError(f"{path} says dtype {meta.get('dtype')!r}; it must be uint16 or uint32: prepare it again")
-    return meta
+        raise ValueError(
+            f"{path} says dtype {strict.short(meta.get('dtype'))}; it must be uint16 or uint32: prepare it again"
+        )
+    try:
+        found: Mapping[str, Any] = strict.held(meta, Meta, str(path))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} lacks some of what describes token shards ({error}); prepare the folder again"
+        ) from None
+    if max(meta["eos"], meta["start"]) >= meta["vocab"]:
+        raise ValueError(f"{path} has special tokens beyond its {meta['vocab']} ids; prepare the folder again")
+    return found
+
+
+class Stored(TypedDict):
+    """A file of a part of a source."""
+
+    file: str
+    bytes: Count
+    sha256: str
+
+
+class Row(TypedDict):
+    tokens: Stored
+    documents: Stored
+
+
+class Meta(TypedDict):
+    vocab: Annotated[int, Range(1, 2**32)]
+    eos: Count
+    start: Count
+    tokens: Count
+    documents: Count
+    bytes: Count
+    tokenizer: str
+    shards: list[Row]
 
 
 # ---- are the bytes those that were written
@@ -153,14 +200,11 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
 
 def sums(folder: Path) -> dict[Path, str]:
     """The sha256 of each file of tokens and documents, as it was written."""
-    try:
-        return {
-            folder / Path(row[kind]["file"]).name: str(row[kind]["sha256"])
-            for row in read_meta(folder)["shards"]
-            for kind in SHARD_FILES
-        }
-    except (TypeError, KeyError):
-        raise ValueError(f"{folder / META} lacks the sha256 of its files; prepare the folder again") from None
+    return {
+        folder / Path(row[kind]["file"]).name: row[kind]["sha256"]
+        for row in read_meta(folder)["shards"]
+        for kind in SHARD_FILES
+    }
 
 
 def check_file(path: Path, sha: str) -> None:
@@ -194,21 +238,21 @@ def partial_of(folder: Path) -> Path:
 
 
 def open_shard(folder: Path, row: Any, dtype: np.dtype[Any]) -> Shard:
-    try:
-        files = {kind: (folder / Path(row[kind]["file"]).name, int(row[kind]["bytes"])) for kind in SHARD_FILES}
-    except (TypeError, KeyError, ValueError):
-        raise ValueError(f"{folder / META} describes a shard as {row!r}; prepare the folder again") from None
+    files = {kind: (folder / Path(row[kind]["file"]).name, row[kind]["bytes"]) for kind in SHARD_FILES}
     for path, size in files.values():
         if not path.is_file():
             raise ValueError(f"{path} is missing; prepare the folder again, or copy all of it")
         if path.stat().st_size != size:
             raise ValueError(f"{path} has {path.stat().st_size} bytes and should have {size}; prepare or copy it again")
-    tokens: Ids = np.memmap(files["tokens"][0], dtype, "r")
-    path = files["documents"][0]
     try:
+        path = files["tokens"][0]
+        tokens: Ids = np.memmap(path, dtype, "r")
+        path = files["documents"][0]
         table = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); prepare the folder again") from None
+    # numpy's own reading of a header, which is Python's syntax, has no one error
+    except (ValueError, OSError, EOFError, SyntaxError, TokenError, TypeError, MemoryError, OverflowError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be read ({said:.300}); prepare the folder again") from None
     if table.ndim != 2 or table.shape[0] != 2 or table.shape[1] < 2 or table.dtype != np.uint64:
         raise ValueError(
             f"{path} is {table.dtype} {list(table.shape)}, not uint64 [2, n + 1]; prepare the folder again"

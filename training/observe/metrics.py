@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.observe.flops import throughput
+from upcycle import strict
 from upcycle.disk import write_atomic
 
 FILE = "metrics.jsonl"
@@ -211,14 +212,16 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def parse(path: Path) -> list[dict[str, Any]]:
     """The file's rows, up to the first line that is torn: the last one, if the machine went down while writing it."""
-    rows = []
-    for line in path.read_bytes().splitlines():
+    rows: list[dict[str, Any]] = []
+    for where, line in strict.read_lines(path):
         try:
-            row = json.loads(line)
+            row = strict.parse(line, where)
+            strict.held(row.get("step") if isinstance(row, dict) else None, strict.Count, where)
         except ValueError:
             break
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            break
+        for key, value in row.items():
+            if value is not None and not strict.is_number(value):
+                raise ValueError(f"{where} has {key:.60}={strict.short(value)}; it must be a number, or null")
         rows.append(row)
     return rows
 

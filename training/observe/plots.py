@@ -56,7 +56,7 @@ class Curves:
 
     def keys(self, pattern: re.Pattern[str]) -> dict[str, str]:
         """What the pattern found in a key -> the key."""
-        matches = (pattern.fullmatch(key) for row in self.rows for key in row)
+        matches = (pattern.fullmatch(key) for row in self.rows for key in row if row[key] is not None)
         return {found[1]: found[0] for found in matches if found}
 
 

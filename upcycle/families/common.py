@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from upcycle import typed
-from upcycle.checkpoint import short
 from upcycle.spec import Activation, DenseSpec
+from upcycle.strict import short
 
 Config = typed.Config
 MAX_LAYERS, MAX_HEADS = 10_000, 65_536  # more are typing errors, and listing them would take seconds

@@ -9,9 +9,9 @@ from math import isclose, prod
 from typing import Any, Literal, NamedTuple
 
 from upcycle import typed
-from upcycle.checkpoint import short
 from upcycle.families.common import Config, windows_by_layer
-from upcycle.spec import BYTES, MAX_EXPERTS, DenseSpec, MoESpec
+from upcycle.spec import BYTES, MAX_EXPERTS, MAX_EXPERTS_IN_ALL, DenseSpec, MoESpec
+from upcycle.strict import short
 
 NO, YES, EITHER = frozenset({False}), frozenset({True}), frozenset({False, True})
 
@@ -210,6 +210,8 @@ def checked(moe: MoESpec, can: Abilities) -> MoESpec:
         reasons.append("no MoE layer")
     if moe.experts % moe.slices or moe.top_k % moe.slices:
         reasons.append(f"{moe.slices} slices, which {moe.experts} experts and top-{moe.top_k} are no multiple of")
+    if len(moe.layers) * moe.experts > MAX_EXPERTS_IN_ALL:
+        reasons.append(f"{len(moe.layers)} layers of {moe.experts} experts, more than {MAX_EXPERTS_IN_ALL} in all")
     if moe.top_k > moe.experts:
         reasons.append(f"{moe.top_k} experts for each token, of {moe.experts}")
     if reasons:
@@ -240,7 +242,7 @@ def some_windows(config: Config) -> dict[str, Any]:
 def stepped_layers(config: Config, layers: int) -> tuple[int, ...]:
     """Qwen's MoE layers: every decoder_sparse_step-th, except those in mlp_only_layers."""
     step = typed.whole(config, "decoder_sparse_step", 1)
-    dense = typed.wholes(config, "mlp_only_layers", [], low=0, high=typed.LARGEST)
+    dense = set(typed.wholes(config, "mlp_only_layers", [], low=0, high=typed.LARGEST))
     return tuple(layer for layer in range(step - 1, layers, step) if layer not in dense)
 
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import random
 import signal
 import sys
@@ -28,6 +29,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from training.data import mixture as data
+from training.data import prepare as prepare_module
 from training.data.batch import IGNORE, Batch, stack
 from training.data.mixture import (
     DataConfig,
@@ -150,6 +152,54 @@ def test_a_long_txt_is_one_document(tokenizer: Path, tmp_path: Path, monkeypatch
     assert shards.documents == 1 and decoded(shards, tokenizer) == [content]
     assert shards.bytes == whole.bytes == len(content.encode())
     assert abs(shards.tokens - whole.tokens) < 20  # pieces end where tokens do, but for the run of x
+
+
+def test_a_long_document_of_a_line_is_one_document(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = texts(6, 4)
+    monkeypatch.setattr("training.data.prepare.LONG", 100)
+    monkeypatch.setattr(text, "PIECE", 64)
+    monkeypatch.setattr("training.data.prepare.BATCH", 100)
+    assert max(map(len, documents)) > 150
+    shards = run(tmp_path / "out", tokenizer, jsonl(tmp_path / "a.jsonl", documents))
+    assert decoded(shards, tokenizer) == documents
+
+
+def test_a_pipe_among_the_sources_is_a_sentence(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    os.mkfifo(tmp_path / "text" / "a.jsonl")
+    with pytest.raises(ValueError, match=r"a\.jsonl is not a regular file"):
+        run(tmp_path / "out", tokenizer, tmp_path / "text")
+
+
+def test_parquet_that_unpacks_without_end(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("training.data.prepare.UNPACKED", 1 << 16)
+    parquet.write_table(pyarrow.table({"text": ["x" * (1 << 22)]}), tmp_path / "a.parquet", compression="zstd")
+    with pytest.raises(ValueError, match=r"a\.parquet packs \d+ bytes into \d+, which no text does"):
+        run(tmp_path / "out", tokenizer, tmp_path / "a.parquet")
+    long = SENTENCE * 600  # once in the file, and as large as what is unpacked at once: so the rows come one by one
+    parquet.write_table(pyarrow.table({"text": [long] * 3}), tmp_path / "b.parquet", compression="none")
+    source = prepare_module.find([str(tmp_path / "b.parquet")])[0]
+    with parquet.ParquetFile(tmp_path / "b.parquet") as file:
+        assert prepare_module.rows_at_once(source, file) == 1
+    monkeypatch.setattr("training.data.prepare.UNPACKED", 1 << 28)
+    assert decoded(run(tmp_path / "three", tokenizer, tmp_path / "b.parquet"), tokenizer) == [long] * 3
+
+
+@pytest.mark.parametrize("table", [0, 1])
+def test_a_table_of_documents_that_goes_down_is_noticed(table: int, folder: Path) -> None:
+    path = folder / "documents-00000-00000.npy"
+    rows = np.load(path)
+    rows[table, 2] = rows[table, 3] + 1
+    np.save(path, rows)
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["shards"][0]["documents"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="documents that end before they begin"):
+        TokenShards.open(folder).verify()
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the shared corpus is not here")
@@ -439,7 +489,7 @@ def test_damaged_folders_are_a_sentence(folder: Path, tmp_path: Path) -> None:
         ({"dtype": "float32"}, "says dtype 'float32'"),
         ({"vocab": "400"}, "lacks some of what describes token shards"),
         ({"documents": 7}, r"has 20 documents but its meta\.json says 7"),
-        ({"shards": [{}]}, "describes a shard as {}"),
+        ({"shards": [{}]}, "lacks some of what describes token shards"),
         ({"dtype": "uint32"}, "they do not belong together"),
     ):
         damage_meta(folder, **changes)

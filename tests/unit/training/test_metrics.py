@@ -195,6 +195,16 @@ def test_reading_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
 # ---- the live line
 
 
+def test_a_line_that_holds_no_numbers_is_one_sentence_and_a_torn_one_ends_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.5, "lr": null}\n{"step": 2, "lo')
+    assert [row["loss"] for row in read(path)] == [2.5]
+    for odd in ('"x"', "[1]", "true", "{}"):
+        path.write_text(f'{{"step": 1, "loss": {odd}}}\n')
+        with pytest.raises(ValueError, match=r"metrics.jsonl:1 has loss=.*must be a number"):
+            read(path)
+
+
 def test_a_log_file_gets_a_line_an_interval(tmp_path: Path) -> None:
     lines = run(tmp_path, 0, 10, flops=1e6).splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 0", "step 5/100", "step 10/100", "step 10"]

@@ -427,6 +427,7 @@ REFUSED: list[tuple[str, Config, str]] = [
     ("mixtral", {"num_local_experts": None}, "num_experts"),
     ("mixtral", {"num_experts_per_tok": 5}, "5 experts for each token, of 4"),
     ("mixtral", {"hidden_act": "relu2"}, "activation 'relu2'"),
+    ("mixtral", {"num_hidden_layers": 10_000, "num_local_experts": 1000}, "10000 layers of 1000 experts, more than"),
     ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ("granitemoe", {"rope_scaling": {"type": "mystery"}}, "mystery"),
     ("upcycled", {"block": "sideways"}, "block='sideways'"),

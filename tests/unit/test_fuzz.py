@@ -1,0 +1,81 @@
+"""A slice of the fuzz over every reader (tests/fuzz.py), and that the harness sees what it looks for.
+
+The long run is `python -m tests.fuzz --count 2000`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import fuzz
+from tests.fuzz import READERS, Reader
+
+# of each reader; those whose one call is slow have less
+SLICE = {"texts": 8, "dense": 12, "moe": 12, "manifest": 6, "weights": 8, "conversion": 8, "run": 10}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_whatever_a_file_holds_it_is_read_or_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+    report = fuzz.fuzz(name, SLICE.get(name, 40), tmp_path)
+    assert not report.faults, "\n".join(f"{what}: number {numbers}" for what, numbers in report.faults.items())
+    assert report.read + report.refused == report.mutants
+
+
+def hang(text: str) -> None:
+    while "1" not in text:
+        time.sleep(0.01)
+
+
+def hog(text: str) -> int:
+    return 0 if "1" in text else len(b"x" * 200_000_000)
+
+
+def show(text: str) -> str:
+    return "" if "1" in text else os.environ[fuzz.SECRET]
+
+
+@pytest.mark.parametrize(
+    ("read", "kind"),
+    [
+        (lambda text: json.loads(text)["a"].get("b"), "traceback: "),
+        (lambda text: json.loads(text)["a"]["b"] + 1, "traceback: TypeError"),
+        (hang, "hang"),
+        (hog, "memory"),
+        (show, "leak"),
+        (lambda text: "1" in text or [][0], "traceback: IndexError"),
+    ],
+)
+def test_the_harness_sees_what_it_looks_for(
+    read: Callable[[str], object], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(folder: Path) -> None:
+        (folder / "a.json").write_text('{"a": {"b": 1}}')
+
+    planted = Reader(make, lambda folder, path: read(path.read_text() if path.is_file() else "1"), ("a.json",))
+    monkeypatch.setitem(READERS, "planted", planted)
+    monkeypatch.setattr(fuzz, "SECONDS", 0.2 if kind == "hang" else 30.0)
+    monkeypatch.setattr(fuzz, "MEMORY", 100_000_000)
+    report = fuzz.fuzz("planted", 8 if kind in ("hang", "memory") else 60, tmp_path)
+    assert any(what.startswith(kind) for what in report.faults), report.faults
+
+
+def test_an_abort_is_a_fault_and_the_rest_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = iter([-6, 0])
+    starts: list[int] = []
+
+    def run(words: list[str], **_: object) -> object:
+        first = int(words[words.index("--first") + 1])
+        starts.append(first)
+        Path(words[words.index("--child") + 1], "at").write_text(str(first + 3))
+        rest = vars(fuzz.Report("answers", 6, 6))
+        return fuzz.subprocess.CompletedProcess(words, next(codes), json.dumps(rest).encode())
+
+    monkeypatch.setattr(fuzz.subprocess, "run", run)
+    report = fuzz.in_child("answers", 0, 10)
+    assert starts == [0, 4] and report.mutants == 10 and list(report.faults.values()) == [[3]]

@@ -1,0 +1,401 @@
+"""The one reader of every JSON, JSONL and YAML file that the product reads, and of the bytes of every other one.
+
+A file comes from a stranger, or from ourselves before a disk, an editor or a kill had its way with it. So only a
+regular file (or a link to one) is opened, of a size that is bounded; JSON is strict (no key twice, finite numbers,
+bounded depth, digits and number of values); YAML is that too, and its aliases cannot multiply; and what was read is
+held to the types that its reader states (`held`), before anything is made of it. Every refusal is a ValueError of one
+sentence that names the file, and the key in it.
+
+`held` takes the types as Python has them: dataclasses and TypedDicts for objects, list[...], tuple[...],
+Mapping[str, ...], Literal, unions, and Annotated[int, Range(low, high)] for what is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import reprlib
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache, partial
+from io import FileIO
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)  # fmt: skip
+
+import yaml
+
+MAX_FILE = 64_000_000  # bytes of a small file that is read at once
+MAX_YAML = 64_000  # bytes; a config is a page, and YAML is read at some 40 KB a second
+MAX_VALUES = 1_000_000  # of one JSON text: each costs a comma or opens a bracket, so this bounds json's memory and time
+MAX_DEPTH = 50  # of values in values
+MAX_NODES = 100_000  # of one YAML text, aliases counted as often as they stand
+MAX_DIGITS = 300  # of a whole number: any that float64 holds
+MAX_LINE = 32_000_000  # characters of a line
+LARGEST = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Range:
+    """Of a number, both ends included."""
+
+    low: float
+    high: float = LARGEST
+
+    def __str__(self) -> str:
+        return f"of at least {self.low}" if self.high == LARGEST else f"from {self.low} to {self.high}"
+
+
+Count = Annotated[int, Range(0)]
+
+
+# ---- bytes
+
+
+def open_regular(file: Path) -> FileIO:
+    """Open a regular file or a link to one. Anything else is refused: a pipe may never answer, a device may react."""
+    try:
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise ValueError(f"{file} is not a regular file; a pipe, device or folder cannot be read here")
+        # NONBLOCK: should a pipe take the file's place just now, opening it still returns.
+        return FileIO(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+    except OSError as error:
+        missing = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error.strerror})"
+        raise ValueError(f"{file} {missing}; it must be a file that you may read") from error
+
+
+def fill(handle: FileIO, file: Path, view: memoryview, at: int) -> None:
+    """Fill `view` from byte `at` of the file, with as many reads as that takes."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(handle.fileno(), [view[done:]], at + done)
+        if not got:
+            raise ValueError(f"{file} shrank while it was open here: it ends at byte {at + done}; copy it again")
+        done += got
+
+
+def read_exactly(handle: FileIO, file: Path, at: int, count: int) -> bytearray:
+    out = bytearray(count)
+    fill(handle, file, memoryview(out), at)
+    return out
+
+
+def read_small(file: Path, limit: int = MAX_FILE) -> bytearray:
+    with open_regular(file) as handle:
+        size = os.fstat(handle.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"{file} has {size} bytes; a {file.name} of more than {limit} is not read")
+        return read_exactly(handle, file, 0, size)
+
+
+def read_text(file: Path, limit: int = MAX_FILE) -> str:
+    try:
+        return read_small(file, limit).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+# ---- JSON
+
+
+def read_json(file: Path, limit: int = MAX_FILE, *, constants: bool = False) -> Any:
+    """The value of a JSON file. `constants`: NaN and Infinity are numbers there, as Python writes them."""
+    return parse(read_small(file, limit), file, constants=constants)
+
+
+def read_object(file: Path, limit: int = MAX_FILE, *, constants: bool = False) -> dict[str, Any]:
+    return parse_object(read_small(file, limit), file, constants=constants)
+
+
+def read_lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """(where, line) of each line of a file, without its end; a line is bounded, the file is not."""
+    with open_regular(file) as raw, os.fdopen(os.dup(raw.fileno()), "rb") as handle:
+        number = 0
+        while line := handle.readline(MAX_LINE + 1):
+            number += 1
+            if len(line) > MAX_LINE:
+                raise ValueError(f"line {number} of {file} has more than {MAX_LINE} bytes; is it what it should be?")
+            yield f"{file}:{number}", line.removesuffix(b"\n")
+
+
+def parse_object(
+    raw: bytes | bytearray | str, where: Path | str, *, constants: bool = False, digits: int = MAX_DIGITS
+) -> dict[str, Any]:
+    value = parse(raw, where, constants=constants, digits=digits)
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} has JSON of type {type(value).__name__}; it must be an object")
+    return value
+
+
+def parse(
+    raw: bytes | bytearray | str,
+    where: Path | str,
+    *,
+    constants: bool = False,
+    values: int | None = None,
+    digits: int = MAX_DIGITS,
+) -> Any:
+    """Parse JSON strictly: no duplicate keys, finite numbers, bounded nesting, digits and number of values."""
+    marks: Any = ",[{" if isinstance(raw, str) else (b",", b"[", b"{")
+    most = values or MAX_VALUES
+    try:
+        if sum(raw.count(mark) for mark in marks) > most:
+            raise ValueError(f"more than {most} values")
+        value = json.loads(
+            raw if isinstance(raw, str) else raw.decode(),
+            object_pairs_hook=unique,
+            parse_int=partial(integer, most=digits),
+            parse_float=finite,
+            parse_constant=float if constants else no_constant,
+        )
+        check_depth(value)
+        return value
+    except RecursionError:
+        raise ValueError(f"{where} is not usable JSON: it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not usable JSON: it is not UTF-8 at byte {error.start} of the JSON") from error
+    except ValueError as error:
+        raise ValueError(f"{where} is not usable JSON: {error}") from error
+
+
+def parse_row(line: str, where: str) -> Any:
+    """Parse a line of somebody's data, of which a key or two are read: bounded as by `parse`, but what else is in it is
+    not ours to judge."""
+    try:
+        if line.count(",") + line.count("[") + line.count("{") > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values")
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError(f"{where} is not JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+
+
+def check_depth(value: Any) -> None:
+    """Raise a ValueError if values are nested deeper than MAX_DEPTH: what is made of them recurses."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {short(twice)} is there twice")
+    return out
+
+
+def integer(digits: str, most: int) -> int | float:
+    if len(digits) > most:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return -0.0 if digits == "-0" else int(digits)  # -0 is no whole number to the safetensors package either
+
+
+def finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):  # 1e400, which Python would read as infinity
+        raise ValueError(f"{digits:.40} is beyond float64")
+    return number
+
+
+def no_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+# ---- YAML
+
+
+class Loader(yaml.SafeLoader):
+    """SafeLoader without dates, whose words are words here."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as in the class above
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
+
+
+def read_yaml(file: Path) -> Any:
+    return parse_yaml(read_text(file, MAX_YAML), str(file))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML of plain values, bounded in depth and in size with its aliases written out."""
+    try:
+        loader = Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            size_of(node, {})
+            value = loader.construct_document(node)
+            check_depth(value)
+            return value
+        finally:
+            loader.dispose()
+    except RecursionError:
+        raise ValueError(f"{where} is not usable YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, OverflowError) as error:  # int('') and the like
+        raise ValueError(f"{where} is not usable YAML: {' '.join(str(error).split())}") from None
+
+
+def size_of(node: yaml.Node, known: dict[int, int]) -> int:
+    """The number of values in a node, aliases written out; a ValueError if there are too many, or no end of them."""
+    if id(node) in known:
+        if not known[id(node)]:
+            raise ValueError("a value is inside itself")
+        return known[id(node)]
+    known[id(node)] = 0
+    if node.tag not in PLAIN:
+        raise ValueError(f"a value is of type {short(node.tag)}; plain numbers, words, lists and keys are read")
+    inner: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        inner = [each for pair in node.value for each in pair]
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(keys) < len(node.value):
+            raise ValueError("a key is a list or has keys of its own; it must be a word")
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"the key {short(next(key for key in keys if keys.count(key) > 1))} is there twice")
+    elif isinstance(node, yaml.SequenceNode):
+        inner = node.value
+    known[id(node)] = found = 1 + sum(size_of(each, known) for each in inner)
+    if found > MAX_NODES:
+        raise ValueError(f"more than {MAX_NODES} values")
+    return found
+
+
+# ---- types
+
+
+def held(value: Any, kind: Any, where: str) -> Any:
+    """The value, if it is of the type `kind`; a ValueError that names the place otherwise.
+
+    An object becomes a dataclass if `kind` is one, a list a tuple; keys that a TypedDict does not have are left as they
+    are. A whole number is a float too.
+    """
+    check = CHECKS.get(kind)
+    if check is not None:
+        if not check[0](value):
+            raise wrong(where, value, check[1])
+        return float(value) if kind is float and abs(value) > LARGEST else value  # numpy has no such whole numbers
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        held(value, inner[0], where)
+        if not inner[1].low <= value <= inner[1].high:
+            raise wrong(where, value, f"a number {inner[1]}")
+        return value
+    if origin is NotRequired:
+        return held(value, inner[0], where)
+    if origin in (Union, UnionType):
+        return held_to_one(value, inner, where)
+    if origin is Literal:
+        if not any(type(value) is type(each) and value == each for each in inner):
+            raise wrong(where, value, f"one of {', '.join(map(str, inner))}")
+        return value
+    if origin in (list, tuple):
+        return held_list(value, origin, inner, where)
+    if is_dataclass(kind) or is_typeddict(kind):
+        return held_object(value, kind, where)
+    assert origin in (dict, Mapping) or getattr(origin, "__name__", "") == "Mapping", kind
+    if not isinstance(value, dict):
+        raise wrong(where, value, "keys and values")
+    return {key: held(each, inner[1], f"{where}.{key:.60}") for key, each in value.items()}
+
+
+def held_to_one(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
+    problems = []
+    for kind in kinds:
+        try:
+            return held(value, kind, where)
+        except ValueError as error:
+            problems.append(error)
+    # that of the type which it is nearest to: an object that lacks a key is no wrong number
+    raise problems[-1 if isinstance(value, dict | list) and kinds[-1] is not NoneType else 0]
+
+
+def held_list(value: Any, origin: Any, inner: tuple[Any, ...], where: str) -> Any:
+    if not isinstance(value, list):
+        raise wrong(where, value, "a list")
+    if origin is tuple and inner[-1] is not Ellipsis:
+        if len(value) != len(inner):
+            raise wrong(where, value, f"a list of {len(inner)}")
+        return tuple(held(each, kind, f"{where}[{i}]") for i, (each, kind) in enumerate(zip(value, inner, strict=True)))
+    return origin(held(each, inner[0], f"{where}[{i}]") for i, each in enumerate(value))
+
+
+def held_object(value: Any, kind: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise wrong(where, value, "keys and values")
+    hints, needed = keys_of(kind)
+    if lacks := needed - value.keys():
+        raise ValueError(f"{where} has no {min(lacks)}, which it must have")
+    inside = {key: held(value[key], hints[key], f"{where}.{key}") for key in hints if key in value}
+    if is_typeddict(kind):
+        return {**value, **inside}
+    if strange := value.keys() - hints.keys():
+        raise ValueError(f"{where} has a key {short(min(strange))}, which this version does not know")
+    return kind(**inside)
+
+
+@cache
+def keys_of(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """(the type of each key, the keys that must be there) of a dataclass or a TypedDict."""
+    hints = get_type_hints(kind, include_extras=True)
+    if is_typeddict(kind):
+        return hints, frozenset(key for key, hint in hints.items() if get_origin(hint) is not NotRequired)
+    must = (f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
+    return hints, frozenset(must)
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+CHECKS: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
+    Any: (lambda value: True, ""),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    int: (is_whole, "a whole number"),
+    float: (is_number, "a number"),
+    str: (lambda value: isinstance(value, str), "text"),
+    NoneType: (lambda value: value is None, "null"),
+    dict: (lambda value: isinstance(value, dict), "keys and values"),
+}
+
+
+def wrong(where: str, value: Any, want: str) -> ValueError:
+    return ValueError(f"{where} is {short(value)}; it must be {want}")
+
+
+def short(value: Any) -> str:
+    """repr() of an untrusted value, of bounded length and depth."""
+    brief = reprlib.Repr()
+    brief.maxstring = 160
+    return brief.repr(value)
