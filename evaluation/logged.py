@@ -9,19 +9,19 @@ the items; a metric for which none does is shown, with a note, and not compared.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from evaluation import measures, results
 from evaluation.answers import Samples, answers_digest, answers_of, clusters, metric_name, numbers, own_functions, score
 from evaluation.results import Evaluation, Group, Item, Model, Task, tuples
+from upcycle import strict
 
 OPTIONS = ("model", "model_args", "limit", "gen_kwargs", "batch_size")
 
@@ -109,30 +109,33 @@ def read(path: Path, changed: float) -> tuple[Evaluation, tuple[Item, ...]]:
     return run, tuple(item for name in rows for item in items_of(name, whole["configs"][name], rows[name]))
 
 
+class Sample(TypedDict):
+    """What is read of a line of samples."""
+
+    doc_id: strict.Count
+    doc: Any
+    target: Any
+    arguments: Any
+    resps: list[Any]
+    doc_hash: str
+    prompt_hash: str
+
+
 def opened(path: Path) -> dict[str, Any]:
-    try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); run the evaluation again") from None
-    if not isinstance(whole, dict):
-        raise ValueError(f"{path} holds {type(whole).__name__}; is it a results file of lm-eval?")
-    return whole
+    return strict.read_object(path, constants=True)
 
 
 def samples(results_file: Path, name: str) -> list[dict[str, Any]]:
     path = results_file.with_name(f"samples_{name}_{time_of(results_file)}.jsonl")
     if not path.is_file():
         raise ValueError(f"{path} is missing, and runs are compared item by item; run lm-eval with --log_samples")
-    rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                _ = row["doc_id"], row["doc_hash"], row["prompt_hash"], row["resps"], row["arguments"], row["target"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}:{number} is no sample of lm-eval ({error!r}); run lm-eval again") from None
-            rows.append(row)
-    return rows
+    try:
+        return [
+            strict.held(strict.parse(line, where, constants=True), Sample, where)
+            for where, line in strict.read_lines(path)
+        ]
+    except ValueError as error:
+        raise ValueError(f"{path} is not what lm-eval writes ({error}); run lm-eval again") from None
 
 
 def limited(config: Mapping[str, Any]) -> Iterator[str]:

@@ -148,10 +148,7 @@ def verified(path: Path) -> dict[str, Any]:
     """What a run.json holds, if it is as it was written."""
     if not path.is_file():
         raise ValueError(f"{path.parent} has no run.json; give a folder that `python -m evaluation run` has finished")
-    try:
-        value: Any = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); run the evaluation again") from None
+    value = strict.read_json(path, constants=True)
     if not isinstance(value, dict) or value.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not of format {FORMAT}, which this version reads; run the evaluation again")
     if value.pop("sum", None) != digest({"format": FORMAT} | value) or "items_sha256" not in value:

@@ -107,9 +107,9 @@ def load(
         raise ValueError(f"suite {name} takes no texts; use suite=perplexity")
     text_tasks: list[Any] = [text_task(text) for text in found_texts(data, texts)] if suite.texts else []
     asked = list(text_tasks or suite.tasks)
-    check_metrics(name, asked)
     known = collection(name, suite.folders, include_path, asked)
     asked = expanded(known, asked)
+    check_metrics(name, asked)
     notes = []
     with alone(*seeds[:2]), reading(Path(data) if data else None, beside):
         if data:

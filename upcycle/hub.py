@@ -6,7 +6,6 @@ hub.push("./moe", "org/moe")
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from contextlib import ExitStack
@@ -17,19 +16,10 @@ from typing import Any
 import torch
 
 from upcycle import card
-from upcycle.checkpoint import (
-    COPIED,
-    INDEX,
-    MAX_CONFIG,
-    MAX_TENSORS,
-    TERMS,
-    Checkpoint,
-    check_entry,
-    parse_object,
-    read_small,
-    short,
-)
-from upcycle.convert import MANIFEST, MEASURED, digest
+from upcycle.checkpoint import COPIED, INDEX, MAX_CONFIG, MAX_TENSORS, TERMS, Checkpoint, check_entry
+from upcycle.convert import MANIFEST, MEASURED
+from upcycle.publish import FILES, signed
+from upcycle.strict import parse_object, read_object, read_small, short
 
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 
@@ -98,7 +88,8 @@ def upload(folder: str | Path) -> Upload:
     code that config.json names. ValueError if something is missing or no plain file."""
     folder = Path(folder)
     with Checkpoint.open(folder) as checkpoint:  # every header is read, and held to its file
-        names = {file.name for file in checkpoint.files} | {"config.json", INDEX, "README.md", MANIFEST, MEASURED}
+        names = {file.name for file in checkpoint.files}
+        names |= {"config.json", INDEX, "README.md", MANIFEST, MEASURED, FILES}
         code = checkpoint.config.get("auto_map") or {}
         modules = [module for module in (code.values() if isinstance(code, dict) else ()) if isinstance(module, str)]
         names |= {f"{module.partition('.')[0]}.py" for module in modules}
@@ -114,7 +105,7 @@ def upload(folder: str | Path) -> Upload:
 
 def public_manifest(path: Path) -> bytes:
     """The manifest without where things lay on this machine: of folders and files the names alone."""
-    manifest = json.loads(path.read_text())
+    manifest = read_object(path)
 
     def public(value: Any) -> Any:
         if isinstance(value, dict):
@@ -124,7 +115,7 @@ def public_manifest(path: Path) -> bytes:
         return card.public(value) if isinstance(value, str) and os.sep in value else value
 
     body = {key: public(value) if key in ("from", "donors", "config") else value for key, value in manifest.items()}
-    return json.dumps(body | {"sum": digest(body)}, indent=2).encode() + b"\n"
+    return signed(body)
 
 
 def push(folder: str | Path, hub_id: str, *, private: bool = False) -> str:

@@ -157,7 +157,7 @@ def labelled(sides: Sequence[tuple[str, Sequence[Path]]]) -> list[Asked]:
     for given, folders in sides:
         by_suite: dict[str, list[tuple[Path, Evaluation]]] = {}
         for folder in folders:
-            run = results.load(folder)
+            run = logged.load(folder)
             by_suite.setdefault(run.suite, []).append((folder, run))
         for suite, pairs in by_suite.items():
             name = given or shared([place_of(run) for _, run in pairs])
@@ -226,14 +226,16 @@ def sorted_out(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[Path]
     routed: list[Path] = []
     for path in map(Path, paths):
         if path.is_file() and path.suffix == ".json":
-            routed.append(path)
+            (evaluated if logged.is_run(path) else routed).append(path)
             continue
         kinds = {"run.json": evaluated, METRICS: trained, MANIFEST: made}
         there = [name for name in kinds if (path / name).is_file()]
-        if not there:
+        if not there and logged.is_run(path):
+            evaluated.append(path)
+        elif not there:
             raise ValueError(
-                f"{path} is nothing that a report shows; give folders with {', '.join(kinds)}, or the file of "
-                "`python -m evaluation routing`"
+                f"{path} is nothing that a report shows; give folders with {', '.join(kinds)}, lm-eval's results with "
+                "their samples, or the file of `python -m evaluation routing`"
             )
         for name in there:
             kinds[name].append(path)
@@ -292,8 +294,8 @@ def check_sizes(found: Mapping[str, Any], where: str) -> None:
 
 
 def scores(folder: Path) -> list[Score]:
-    run, by_task = results.load(folder), dict[str, list[Item]]()
-    for item in results.items(folder):
+    run, by_task = logged.load(folder), dict[str, list[Item]]()
+    for item in logged.items(folder):
         by_task.setdefault(item.task, []).append(item)
     found = []
     parts: list[tuple[results.Group | results.Task, tuple[str, ...], bool]] = [

@@ -21,6 +21,7 @@ from training.checkpoint.resume import flat, shown
 from training.checkpoint.storage import read_manifest
 from training.config import ModelConfig, TrainConfig
 from training.observe import plots
+from upcycle import strict
 
 MEAN = "mean of sets"  # of validation
 Bands = dict[str, tuple[Band, ...]]  # by MEAN or a set
@@ -123,13 +124,7 @@ def validation(run: plots.Curves, sets: Sequence[str]) -> curves.Curve:
 def config_of(folder: Path) -> dict[str, Any]:
     """The settings of a run; none where it has no config.json."""
     path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not whole JSON ({error}); start the run again, which writes it") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {type(found).__name__}, not the settings of a run; start the run again")
-    return found
+    return strict.read_object(path) if path.is_file() else {}
 
 
 def differing(arms: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, ...]]:
