@@ -56,6 +56,7 @@ def public(source: str) -> str:
 def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     moe, d, s, config = plan.moe, plan.dense, sizes(plan), plan.config
     widths = str(moe.widths[0]) if moe.uniform else f"{min(moe.widths)} to {max(moe.widths)}"
+    zeros = f", {moe.padding} of them zeros" if moe.padding else ""
     yield (
         "source",
         f"{public(config.source) if config.source else '(first donor)'}: {d.family}, {d.layers} layers, hidden "
@@ -67,7 +68,8 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     yield (
         "experts",
         (
-            f"{moe.experts} routed of {widths} neurons ({moe.copies} copies x {moe.granularity}), top-{moe.top_k}"
+            f"{moe.experts} routed of {widths} neurons{zeros} ({moe.copies} copies x {moe.granularity}), "
+            f"top-{moe.top_k}"
             + (f", and a shared one of {moe.shared}" if moe.shared else "")
             + f", in {len(moe.layers)} of {d.layers} layers"
         ),
@@ -94,7 +96,8 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
         f"{human(plan.bytes, 'B')} in {len(plan.shards)} file{'s' * (len(plan.shards) > 1)}, {moe.dtype}, "
         f"{len(plan.outputs)} tensors",
     )
-    yield "training", "memory on each GPU, by a training config: python -m training.plan CONFIG gpus=8"
+    if d.carried is None:
+        yield "training", "memory on each GPU, by a training config: python -m training.plan CONFIG gpus=8"
     for name, why in plan.dropped[:8]:
         yield "dropped", f"{name}: {why}"
     if len(plan.dropped) > 8:

@@ -59,7 +59,7 @@ PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack"}
 COPIED = (
     "tokenizer*.json", "*.model", "tokenizer.model.v*", "tekken.json", "*.tiktoken", "vocab.json", "vocab.txt",
     "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json", "chat_template*.jinja",
-    "chat_template*.json", "preprocessor_config.json", "processor_config.json",
+    "chat_template*.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 

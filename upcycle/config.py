@@ -39,7 +39,9 @@ class RouterInit:
 
 @dataclass(frozen=True)
 class Router:
-    score: str = "softmax"  # what makes weights of logits: softmax | sigmoid
+    # what makes weights of logits: softmax | sigmoid | auto: softmax, or sigmoid where that alone keeps the model stock
+    # and exact
+    score: str = "softmax"
     order: str = "softmax-then-topk"  # softmax-then-topk | topk-then-softmax: over all experts, or over the chosen
     normalize: bool = True  # divide the chosen weights by their sum
     # any: the best top_k of all experts | each-slice: of each slice of the FFN the best top_k / granularity copies, so
