@@ -77,19 +77,20 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     yield "method", ", ".join(f"{k}={v}" if k != "name" else v for k, v in settings(plan)["method"].items())
     norm = "normalised over the chosen" if moe.weights_sum_to_one else "not normalised"
     each = f", {moe.top_k // moe.slices} of each of {moe.slices} slices" if moe.slices > 1 else ""
-    rows = f"rows {config.router.init.name}, std {config.router.init.std:g}"
+    rows = "rows of the source" if plan.grown else f"rows {config.router.init.name}, std {config.router.init.std:g}"
     yield "router", f"{moe.score}, {moe.order}, {norm}{each}; {rows}"
     yield "scale", scale_text(plan)
     yield "function", promise_text(plan.promise)
     yield (
         "parameters",
         f"{human(s.total)} total, {human(s.active)} active ({s.total / s.dense:.2f}x and "
-        f"{s.active / s.dense:.2f}x the dense {human(s.dense)})",
+        f"{s.active / s.dense:.2f}x the {'source' if plan.grown else 'dense'} {human(s.dense)})",
     )
     flops, dense_flops = size.moe_flops(moe, config.sequence, gated=plan.gated), size.dense_flops(d, config.sequence)
+    beside = "" if plan.grown else f" (dense {human(dense_flops, 'FLOP')})"
     yield (
         "FLOPs/token",
-        f"{human(flops, 'FLOP')} forward and backward at {config.sequence} tokens (dense {human(dense_flops, 'FLOP')})",
+        f"{human(flops, 'FLOP')} forward and backward at {config.sequence} tokens{beside}",
     )
     yield (
         "on disk",

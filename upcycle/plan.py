@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from upcycle import disk, plugin, request, routers, scale, siblings, size
+from upcycle import disk, grow, methods, plugin, request, routers, scale, siblings, size
 from upcycle.checkpoint import Checkpoint, short
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
@@ -116,6 +116,11 @@ class UpcyclePlan:
         return measured or bool(self.method.needs.order)
 
     @property
+    def grown(self) -> bool:
+        """True if the source is an MoE already, whose experts are made more (grow.py)."""
+        return self.dense.family in plugin.names("upcycle.targets")
+
+    @property
     def gated(self) -> bool:
         """True if the target's experts have a gate, be it the donor's or one that equals `up`."""
         return self.dense.gated or relu2_as_gated(self.moe, target(self.target).ABILITIES)
@@ -190,6 +195,8 @@ def build(
     A ValueError says in one sentence what cannot be done and what can.
     """
     base = checkpoints[0]
+    if base.config.get("model_type") in plugin.names("upcycle.targets"):
+        return grown(config, base)
     source_family = family(base.config.get("model_type"))
     dense = read_dense(source_family, base)
     stored = check_sources(dense, source_family, checkpoints)
@@ -233,6 +240,46 @@ def build(
     if plan.needs_text and observed is None:
         request.check_text(config, kind, method, base.folder)
     return plan
+
+
+def grown(config: UpcycleConfig, base: Checkpoint) -> UpcyclePlan:
+    """The plan of an MoE with more experts, from one with fewer (grow.py)."""
+    name = str(base.config["model_type"])
+    chosen, dtype = target(name), config.dtype or stored_dtype(base)
+    if dtype not in BYTES:
+        raise refused_dtype(base, dtype)
+    view: MoESpec = chosen.read(base.config)
+    grow.check(config, view, name)
+    hf_config = grow.grown_config(base.config, view, config.experts, dtype)
+    moe: MoESpec = replace(chosen.read(hf_config), dtype=dtype)
+    source = {role: slot for slot in chosen.slots(view) for role in slot.roles}
+    grow.check_source(source, base)
+    outputs = []
+    for slot in chosen.slots(moe):
+        kept = slot.dtype or dtype
+        found = grow.parts(slot, source, config.experts)
+        recipes = tuple(Recipe("keep", shape, kept, (one,), expert=expert) for one, shape, expert in found)
+        outputs.append(Output(slot.name, slot.shape, kept, recipes))
+    check_outputs(outputs)
+    stored = sorted({entry.dtype for entry in base.entries.values()})
+    rounded = next((d for d in stored if BYTES[d] > BYTES[dtype] or {d, dtype} == {"bfloat16", "float16"}), "")
+    reasons = (f"exact but for the rounding of {rounded} weights to {dtype}",) if rounded else ()
+    return UpcyclePlan(
+        config,
+        replace(view.dense, dtype=stored_dtype(base)),
+        replace(moe, copies=config.experts, output_scale=1.0),
+        name,
+        f"what the source is; each of its {view.experts} experts {config.experts} times, top-{view.top_k} made "
+        f"top-{moe.top_k}",
+        methods.load("copy"),
+        "exact",
+        tuple(outputs),
+        (),
+        hf_config,
+        Promise(True, reasons, None, 1e-5),
+        tuple(chosen.notes(moe)),
+        (),
+    )
 
 
 def warnings(moe: MoESpec, method: Method) -> Iterator[str]:
@@ -522,4 +569,9 @@ def dropped(source_family: ModuleType, dense: DenseSpec, base: Checkpoint) -> tu
 
 
 def sizes(plan: UpcyclePlan) -> size.Sizes:
-    return size.measure(plan.moe, [(part.kind, prod(part.shape)) for output in plan.outputs for part in output.parts])
+    parts = [part for output in plan.outputs for part in output.parts]
+    found = size.measure(plan.moe, [("expert" if part.expert >= 0 else part.kind, prod(part.shape)) for part in parts])
+    if not plan.grown:
+        return found
+    multiplied = sum(prod(part.shape) for part in parts if part.expert >= 0 or part.sources[0].rows)
+    return replace(found, dense=found.total - multiplied + multiplied // plan.config.experts)

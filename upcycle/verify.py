@@ -282,12 +282,17 @@ class Taps:
         if layer not in self.layers or layer in self.kept:
             return
 
-        def keep(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-            x_TD, y_TD = given[0].flatten(0, -2), out.flatten(0, -2)
+        ffn = ffn_of(module)
+        if len(ffn) > 1:  # of a grown MoE, whose shared expert lies beside the block
+            return
+
+        def keep(_: nn.Module, given: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
+            y_TD = out if isinstance(out, Tensor) else out[0]  # blocks of experts may return their logits too
+            x_TD, y_TD = given[0].flatten(0, -2), y_TD.flatten(0, -2)
             self.kept[layer] = (x_TD[: self.count].clone(), y_TD[: self.count].clone())
             hook.remove()
 
-        hook = ffn_of(module)[0].register_forward_hook(keep)
+        hook = ffn[0].register_forward_hook(keep)
 
     def measure(self, layer: int, module: nn.Module) -> None:
         if layer in self.kept and layer not in self.found:
