@@ -110,7 +110,8 @@ def test_what_cannot_be_grown_is_refused(tmp_path: Path) -> None:
     ):
         load(f"source={source}", "experts=2", "top_k=4")
     save_file(
-        tensors | {"model.layers.1.mlp.experts.3.up_proj.weight": gone, "more": gone.clone()}, source / "model.safetensors"
+        tensors | {"model.layers.1.mlp.experts.3.up_proj.weight": gone, "more": gone.clone()},
+        source / "model.safetensors",
     )
     with pytest.raises(ValueError, match=r"tensor 'more' that its config.json does not promise"):
         load(f"source={source}", "experts=2", "top_k=4")
