@@ -68,6 +68,7 @@ def inert(text: str) -> str:
 def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     moe, d, s, config = plan.moe, plan.dense, sizes(plan), plan.config
     widths = str(moe.widths[0]) if moe.uniform else f"{min(moe.widths)} to {max(moe.widths)}"
+    zeros = f", {moe.padding} of them zeros" if moe.padding else ""
     yield (
         "source",
         f"{public(config.source) if config.source else '(first donor)'}: {d.family}, {d.layers} layers, hidden "
@@ -79,7 +80,8 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     yield (
         "experts",
         (
-            f"{moe.experts} routed of {widths} neurons ({moe.copies} copies x {moe.granularity}), top-{moe.top_k}"
+            f"{moe.experts} routed of {widths} neurons{zeros} ({moe.copies} copies x {moe.granularity}), "
+            f"top-{moe.top_k}"
             + (f", and a shared one of {moe.shared}" if moe.shared else "")
             + f", in {len(moe.layers)} of {d.layers} layers"
         ),
@@ -87,26 +89,28 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     yield "method", ", ".join(f"{k}={v}" if k != "name" else v for k, v in settings(plan)["method"].items())
     norm = "normalised over the chosen" if moe.weights_sum_to_one else "not normalised"
     each = f", {moe.top_k // moe.slices} of each of {moe.slices} slices" if moe.slices > 1 else ""
-    rows = f"rows {config.router.init.name}, std {config.router.init.std:g}"
+    rows = "rows of the source" if plan.grown else f"rows {config.router.init.name}, std {config.router.init.std:g}"
     yield "router", f"{moe.score}, {moe.order}, {norm}{each}; {rows}"
     yield "scale", scale_text(plan)
     yield "function", promise_text(plan.promise)
     yield (
         "parameters",
         f"{human(s.total)} total, {human(s.active)} active ({s.total / s.dense:.2f}x and "
-        f"{s.active / s.dense:.2f}x the dense {human(s.dense)})",
+        f"{s.active / s.dense:.2f}x the {'source' if plan.grown else 'dense'} {human(s.dense)})",
     )
     flops, dense_flops = size.moe_flops(moe, config.sequence, gated=plan.gated), size.dense_flops(d, config.sequence)
+    beside = "" if plan.grown else f" (dense {human(dense_flops, 'FLOP')})"
     yield (
         "FLOPs/token",
-        f"{human(flops, 'FLOP')} forward and backward at {config.sequence} tokens (dense {human(dense_flops, 'FLOP')})",
+        f"{human(flops, 'FLOP')} forward and backward at {config.sequence} tokens{beside}",
     )
     yield (
         "on disk",
         f"{human(plan.bytes, 'B')} in {len(plan.shards)} file{'s' * (len(plan.shards) > 1)}, {moe.dtype}, "
         f"{len(plan.outputs)} tensors",
     )
-    yield "training", "memory on each GPU, by a training config: python -m training.plan CONFIG gpus=8"
+    if d.carried is None:
+        yield "training", "memory on each GPU, by a training config: python -m training.plan CONFIG gpus=8"
     for name, why in plan.dropped[:8]:
         yield "dropped", f"{name}: {why}"
     if len(plan.dropped) > 8:

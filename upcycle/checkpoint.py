@@ -60,6 +60,7 @@ COPIED = (  # names, or patterns of them: what is published with a model
     "spiece.model", "spm.model", "tiktoken.model", "tekken.json", "qwen.tiktoken", "tokenizer.tiktoken", "vocab.json",
     "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
 )  # fmt: skip
 MAX_COPIED = 100_000_000  # bytes of one of them; the largest tokenizer.json we know has 35 MB
 # terms that a model's makers give it under go where its weights go

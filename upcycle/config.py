@@ -40,7 +40,9 @@ class RouterInit:
 
 @dataclass(frozen=True)
 class Router:
-    score: str = "softmax"  # what makes weights of logits: softmax | sigmoid
+    # what makes weights of logits: softmax | sigmoid | auto: softmax, or sigmoid where that alone keeps the model stock
+    # and exact
+    score: str = "softmax"
     order: str = "softmax-then-topk"  # softmax-then-topk | topk-then-softmax: over all experts, or over the chosen
     normalize: bool = True  # divide the chosen weights by their sum
     # any: the best top_k of all experts | each-slice: of each slice of the FFN the best top_k / granularity copies, so
@@ -65,7 +67,8 @@ class UpcycleConfig:
     output: str = ""  # the folder to make
     target: str = "auto"  # an MoE architecture (upcycle/targets), or auto
     donors: tuple[str, ...] = ()  # branch_train_mix: one dense model per copy; `source` gives the rest
-    experts: int = 8  # E, a count: copies of every dense FFN (in training, model.experts is a backend)
+    # E, a count: copies of every dense FFN, or of each expert of an MoE (in training, model.experts is a backend)
+    experts: int = 8
     granularity: int = 1  # G: parts a copy is cut into; routed experts = experts * granularity
     top_k: int = 2  # routed experts that a token takes
     # 0 | n: n shared experts of the routed width | a fraction below 1: that share of the dense FFN's neurons

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from tqdm import tqdm
 
-from upcycle import methods, plugin, publish, strict
+from upcycle import methods, plugin, publish, siblings, strict
 from upcycle.card import human
 from upcycle.checkpoint import Checkpoint
 from upcycle.cli import printable
@@ -130,25 +130,38 @@ def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator
     """
     if manifest["config"]["granularity"] == 1:
         return
-    target = plugin.load("upcycle.targets", str(checkpoint.config["model_type"]))
-    moe, equal = in_slices(target.read(checkpoint.config), manifest["config"]), 0
-    if not moe.copies_of_slices:
-        return
-    if moe.slices > 1:
-        yield "router", f"chooses in each of {moe.slices} slices, so a choice is whole FFNs whatever its rows are"
-        return
-    names = {role: slot.name for slot in target.slots(moe) for role in slot.roles if role.endswith(".router.weight")}
-    for layer in moe.layers:
-        rows_ND = checkpoint.read(names[f"layers.{layer}.router.weight"]).double()
-        rows_EGD = rows_ND.view(moe.copies, moe.granularity, -1)
+    kind, granularity, equal = str(checkpoint.config["model_type"]), int(manifest["config"]["granularity"]), 0
+    if kind in siblings.MOE:  # of which no MoESpec can be read
+        if makes_no_copies(manifest["config"]):
+            return
+        names = siblings.MoE(siblings.MOE[kind]).routers(checkpoint.entries)
+    else:
+        target = plugin.load("upcycle.targets", kind)
+        moe = in_slices(target.read(checkpoint.config), manifest["config"])
+        if not moe.copies_of_slices:
+            return
+        if moe.slices > 1:
+            yield "router", f"chooses in each of {moe.slices} slices, so a choice is whole FFNs whatever its rows are"
+            return
+        found = {role: slot.name for slot in target.slots(moe) for role in slot.roles if role.endswith("router.weight")}
+        names = {layer: found[f"layers.{layer}.router.weight"] for layer in moe.layers}
+    for layer, name in names.items():
+        rows_ND = checkpoint.read(name).double()
+        rows_EGD = rows_ND.view(-1, granularity, rows_ND.shape[1])
         mean_E1D = rows_EGD.mean(1, keepdim=True)
         most = float((rows_EGD.amax(1) - rows_EGD.amin(1)).max())
-        spread = float((rows_EGD - mean_E1D).norm() / (mean_E1D.norm() * moe.granularity**0.5))
+        spread = float((rows_EGD - mean_E1D).norm() / (mean_E1D.norm() * granularity**0.5))
         equal += most == 0
         if most > 0:
             yield f"router of layer {layer}", f"rows of a group differ by up to {most:.3g}, {spread:.2%} of their size"
     if equal:
-        yield "router rows", f"equal within groups of {moe.granularity} in {equal} of {len(moe.layers)} MoE layers"
+        yield "router rows", f"equal within groups of {granularity} in {equal} of {len(names)} MoE layers"
+
+
+def makes_no_copies(config: Mapping[str, Any]) -> bool:
+    """True of the config of a plan whose method cuts one FFN up."""
+    name, keys = config["method"]["name"], {key: value for key, value in config["method"].items() if key != "name"}
+    return methods.load(name, keys).needs.disjoint
 
 
 def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
@@ -156,8 +169,7 @@ def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
 
     Experts of a method that makes no copies are left as one copy each. A ValueError if the two files disagree.
     """
-    name, keys = config["method"]["name"], {key: value for key, value in config["method"].items() if key != "name"}
-    granularity = 1 if methods.load(name, keys).needs.disjoint else int(config["granularity"])
+    granularity = 1 if makes_no_copies(config) else int(config["granularity"])
     if granularity < 1 or moe.experts % granularity:
         raise ValueError(
             f"{MANIFEST} says granularity={granularity}, which does not divide the {moe.experts} experts of "

@@ -16,6 +16,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from upcycle import routers
 from upcycle.checkpoint import Checkpoint
@@ -136,7 +137,7 @@ class Maker:
             raw = self.mean([self.read(source) for source in recipe.sources])
         elif recipe.kind == "shared":
             ffn = self.held(self.carved(self.ffn(recipe, recipe.sources), recipe.layer, shared=True))
-            raw = scale(ffn[recipe.matrix], recipe.factor)
+            raw = filled(scale(ffn[recipe.matrix], recipe.factor), recipe.shape)
         elif recipe.kind == "router":
             raw = routers.repeated(self.router_rows(recipe.layer), recipe.shape[0])
         else:
@@ -163,12 +164,13 @@ class Maker:
 
     def expert(self, recipe: Recipe) -> Tensor:
         plan, moe = self.plan, self.plan.moe
-        place = Place(recipe.layer, recipe.expert, moe.copies, moe.granularity, moe.widths, plan.config.seed)
+        place = Place(recipe.layer, recipe.expert, moe.copies, moe.granularity, moe.cut_widths, plan.config.seed)
 
         def make() -> Tensor:
             donors = [self.carved(self.ffn(recipe, [source]), recipe.layer, shared=False) for source in recipe.sources]
             ffn = plan.method.expert(donors, place)
-            return self.finish(recipe, self.held(ffn).scaled(plan.factors(recipe.layer))[recipe.matrix])
+            w = self.held(ffn).scaled(plan.factors(recipe.layer))[recipe.matrix]
+            return self.finish(recipe, filled(w, recipe.shape))
 
         if plan.method.same is None:
             return make()
@@ -192,7 +194,7 @@ class Maker:
 
     def carved(self, ffn: FFN, layer: int, *, shared: bool) -> FFN:
         """The neurons of the shared expert (the first, or the most active if measured), or all the others."""
-        cut = self.plan.moe.shared
+        cut = self.plan.moe.cut_shared
         order = self.plan.observed.get(f"layers.{layer}.order")
         if order is None:
             assert not self.plan.method.needs.order, "measure() comes before the first tensor"
@@ -227,6 +229,12 @@ class Maker:
         if self.sums is not None and what not in self.sums:
             self.sums[what] = sha256(tensor)
         return tensor
+
+
+def filled(w: Tensor, shape: Sequence[int]) -> Tensor:
+    """`w` with the zero neurons that make it as wide as an expert is stored (MoESpec.padding)."""
+    more = [want - have for want, have in zip(shape, w.shape, strict=True)]
+    return functional.pad(w, [count for missing in reversed(more) for count in (0, missing)]) if any(more) else w
 
 
 def piece(source: Source) -> Piece:

@@ -33,7 +33,7 @@ def measure(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], *, quiet: bool
         rows = None
         if plan.method.needs.order:
             marks_TF = observe.neuron_activity(view.ffn, x_TD, plan.dense.activation, TOP)
-            order, representatives = observe.cluster_neurons(marks_TF, moe.shared, moe.widths, plan.config.seed)
+            order, representatives = observe.cluster_neurons(marks_TF, moe.cut_shared, moe.cut_widths, plan.config.seed)
             measured[f"{prefix}.order"] = order
             if init.name == "neurons":
                 rows = view.ffn["gate" if plan.dense.gated else "up"][representatives].float()

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
 from types import ModuleType
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from upcycle import disk, plugin, request, routers, scale, size
+from upcycle import disk, grow, methods, plugin, request, routers, scale, siblings, size
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
@@ -117,6 +117,11 @@ class UpcyclePlan:
         return measured or bool(self.method.needs.order)
 
     @property
+    def grown(self) -> bool:
+        """True if the source is an MoE already, whose experts are made more (grow.py)."""
+        return self.dense.family in plugin.names("upcycle.targets")
+
+    @property
     def gated(self) -> bool:
         """True if the target's experts have a gate, be it the donor's or one that equals `up`."""
         return self.dense.gated or relu2_as_gated(self.moe, target(self.target).ABILITIES)
@@ -154,9 +159,12 @@ class UpcyclePlan:
         return digest.hexdigest()
 
 
-def family(model_type: Any) -> ModuleType:
-    known = plugin.names("upcycle.families")
-    if model_type in plugin.names("upcycle.targets"):
+def family(model_type: Any) -> Any:
+    """The file of a dense architecture, or a siblings.Dense, which has the same names."""
+    if isinstance(model_type, str) and model_type in siblings.DENSE:
+        return siblings.Dense(siblings.DENSE[model_type])
+    known = sorted([*plugin.names("upcycle.families"), *siblings.DENSE])
+    if model_type in [*plugin.names("upcycle.targets"), *siblings.MOE]:
         raise ValueError(
             f"config.json has model_type {model_type!r}, which is a mixture of experts already; give a dense model, of "
             f"one of the families {', '.join(known)}"
@@ -166,8 +174,17 @@ def family(model_type: Any) -> ModuleType:
     return plugin.load("upcycle.families", model_type)
 
 
-def target(name: str) -> ModuleType:
-    return plugin.load("upcycle.targets", name)
+def target(name: str) -> Any:
+    """The file of an MoE architecture, or a siblings.MoE, which has the same names."""
+    return siblings.MoE(siblings.MOE[name]) if name in siblings.MOE else plugin.load("upcycle.targets", name)
+
+
+def read_dense(source_family: Any, checkpoint: Checkpoint) -> DenseSpec:
+    spec: DenseSpec = source_family.read(checkpoint.config)
+    if spec.carried is None:
+        return spec
+    carried: DenseSpec = source_family.carry(spec, checkpoint.entries)
+    return carried
 
 
 def build(
@@ -179,15 +196,18 @@ def build(
     A ValueError says in one sentence what cannot be done and what can.
     """
     base = checkpoints[0]
+    if base.config.get("model_type") in plugin.names("upcycle.targets"):
+        return grown(config, base)
     source_family = family(base.config.get("model_type"))
-    dense: DenseSpec = source_family.read(base.config)
+    dense = read_dense(source_family, base)
     stored = check_sources(dense, source_family, checkpoints)
     dense = replace(dense, dtype=stored_dtype(base))
     method = request.read_method(config, len(checkpoints) - 1)
-    moe = request.moe_spec(config, dense, method)
+    moe, why_score = scored(config, request.moe_spec(config, dense, method))
     kind = scale.parse(config.scale)
     request.check_router(config, moe, kind)
     name, why = choose_target(config, moe)
+    why += why_score
     chosen = target(name)
     moe = place_scale(config, moe, kind, chosen)
     sources = [
@@ -209,13 +229,58 @@ def build(
         dropped(source_family, dense, base),
         chosen.config(moe),
         promise,
-        (*chosen.notes(moe), *stays_whole(moe)),
+        (*chosen.notes(moe), *stays_whole(moe), *padded(moe)),
         tuple(warnings(moe, method)),
         observed or {},
     )
+    if plan.needs_text and dense.carried is not None:
+        raise ValueError(
+            f"this config measures text, which our own decoder runs, and that has no {dense.family}; write "
+            "scale=exact, router.init.name=normal and a method that measures nothing"
+        )
     if plan.needs_text and observed is None:
         request.check_text(config, kind, method, base.folder)
     return plan
+
+
+def grown(config: UpcycleConfig, base: Checkpoint) -> UpcyclePlan:
+    """The plan of an MoE with more experts, from one with fewer (grow.py)."""
+    name = str(base.config["model_type"])
+    chosen, dtype = target(name), config.dtype or stored_dtype(base)
+    if dtype not in BYTES:
+        raise refused_dtype(base, dtype)
+    view: MoESpec = chosen.read(base.config)
+    grow.check(config, view, name)
+    hf_config = grow.grown_config(base.config, view, config.experts, dtype)
+    moe: MoESpec = replace(chosen.read(hf_config), dtype=dtype)
+    source = {role: slot for slot in chosen.slots(view) for role in slot.roles}
+    grow.check_source(source, base)
+    outputs = []
+    for slot in chosen.slots(moe):
+        kept = slot.dtype or dtype
+        found = grow.parts(slot, source, config.experts)
+        recipes = tuple(Recipe("keep", shape, kept, (one,), expert=expert) for one, shape, expert in found)
+        outputs.append(Output(slot.name, slot.shape, kept, recipes))
+    check_outputs(outputs)
+    stored = sorted({entry.dtype for entry in base.entries.values()})
+    rounded = next((d for d in stored if BYTES[d] > BYTES[dtype] or {d, dtype} == {"bfloat16", "float16"}), "")
+    reasons = (f"exact but for the rounding of {rounded} weights to {dtype}",) if rounded else ()
+    return UpcyclePlan(
+        config,
+        replace(view.dense, dtype=stored_dtype(base)),
+        replace(moe, copies=config.experts, output_scale=1.0),
+        name,
+        f"what the source is; each of its {view.experts} experts {config.experts} times, top-{view.top_k} made "
+        f"top-{moe.top_k}",
+        methods.load("copy"),
+        "exact",
+        tuple(outputs),
+        (),
+        hf_config,
+        Promise(True, reasons, None, 1e-5),
+        tuple(chosen.notes(moe)),
+        (),
+    )
 
 
 def warnings(moe: MoESpec, method: Method) -> Iterator[str]:
@@ -224,9 +289,12 @@ def warnings(moe: MoESpec, method: Method) -> Iterator[str]:
     if whole and moe.slices == 1 and moe.top_k < moe.experts:
         yield (
             "a router that learns takes virtual groups apart; measured on a real checkpoint (SmolLM2-135M): choices "
-            "stop being whole FFNs, 0.26 nats behind the dense control after 26 M tokens; use router.choice=each-slice "
-            "(target upcycled; no stock target holds it), or stay stock with a frozen router: optim.router_lr=0 in "
-            "training"
+            "stop being whole FFNs, 0.26 nats behind the dense control after 26 M tokens; "
+        ) + (
+            "use router.choice=each-slice (target upcycled; no stock target holds it), or stay stock with a frozen "
+            "router: optim.router_lr=0 in training"
+            if moe.dense.carried is None
+            else "freeze the router where you train it"
         )
     if method.evidence:
         yield method.evidence
@@ -237,6 +305,15 @@ def stays_whole(moe: MoESpec) -> Iterator[str]:
         yield (
             "no stock target, mixtral and qwen3_moe among them, holds router.choice=each-slice; what stays stock and "
             "whole is router.choice=any with a frozen router: optim.router_lr=0 in training"
+        )
+
+
+def padded(moe: MoESpec) -> Iterator[str]:
+    if moe.padding:
+        yield (
+            f"grouped kernels, transformers' among them, want rows of whole 16 bytes, which {moe.cut_widths[0]} "
+            f"neurons in {moe.dtype} are not: each expert is filled up with {moe.padding} zero neurons, which change "
+            "nothing and do not learn"
         )
 
 
@@ -262,8 +339,33 @@ def rank(name: str) -> tuple[int, str]:
     return (PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE), name)
 
 
+def stock_targets(config: UpcycleConfig, moe: MoESpec) -> dict[str, list[str]]:
+    """Why each stock target that the config leaves to choose from cannot hold `moe`; an empty list if it can."""
+    if moe.dense.carried is not None:
+        pair = siblings.DENSE[moe.dense.family]
+        return {pair.moe: refusals(pair.can, moe)}
+    names = plugin.names("upcycle.targets") if config.target == "auto" else [config.target]
+    return {name: refusals(target(name).ABILITIES, moe) for name in names if target(name).ABILITIES.stock}
+
+
+def scored(config: UpcycleConfig, moe: MoESpec) -> tuple[MoESpec, str]:
+    """`moe` with sigmoid scores if router.score=auto and they alone keep it stock and exact; words that say so."""
+    if config.router.score != "auto":
+        return moe, ""
+    sigmoid, soft = replace(moe, score="sigmoid"), stock_targets(config, moe)
+    if [] in soft.values() or [] not in stock_targets(config, sigmoid).values() or not sigmoid.weights_sum_to_one:
+        return moe, "; router.score=auto is softmax"
+    nearest = min(soft, key=lambda name: (len(soft[name]), rank(name)))
+    return sigmoid, (
+        f"; router.score=auto is sigmoid, which alone keeps it stock and exact (with softmax, {nearest} has no "
+        f"{' and no '.join(soft[nearest])})"
+    )
+
+
 def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
     """(target, why this one). A ValueError if the config names a target that cannot hold the model."""
+    if moe.dense.carried is not None:
+        return siblings.target_of(moe, config.target)
     reasons = {name: refusals(target(name).ABILITIES, moe) for name in plugin.names("upcycle.targets")}
     holding = sorted((n for n in reasons if not reasons[n]), key=rank)
     if config.target != "auto":
@@ -358,6 +460,15 @@ class Recipes:
 FREE = ("dtype", "tokens", "init_std", "context")  # the fields of DenseSpec in which donors may differ
 
 
+def same(name: str, spec: DenseSpec, other: DenseSpec) -> bool:
+    if spec.carried is None or name != "carried":
+        return bool(getattr(spec, name) == getattr(other, name))
+    assert other.carried is not None
+    one, two = (c.config.keys() for c in (spec.carried, other.carried))
+    differing = {key for key in one | two if spec.carried.config.get(key) != other.carried.config.get(key)}
+    return spec.carried.tensors == other.carried.tensors and not differing - siblings.FREE
+
+
 def stored_dtype(checkpoint: Checkpoint) -> str:
     """The dtype of most weights, by the headers: config.json may say something else."""
     count: dict[str, int] = {}
@@ -387,8 +498,8 @@ def check_sources(dense: DenseSpec, source_family: ModuleType, checkpoints: Sequ
             raise ValueError(
                 f"{checkpoint.folder} is not a {dense.family} model; all donors must have one architecture"
             )
-        spec: DenseSpec = source_family.read(checkpoint.config)
-        differing = [k for k, v in asdict(spec).items() if k not in FREE and v != asdict(dense)[k]]
+        spec = read_dense(source_family, checkpoint)
+        differing = [f.name for f in fields(spec) if f.name not in FREE and not same(f.name, spec, dense)]
         if differing:
             raise ValueError(
                 f"{checkpoint.folder} and {checkpoints[0].folder} differ in {', '.join(differing)}; all donors "
@@ -399,7 +510,7 @@ def check_sources(dense: DenseSpec, source_family: ModuleType, checkpoints: Sequ
                 f"config.json of {checkpoint.folder} promises {spec.layers} layers, and there are only "
                 f"{len(checkpoint.entries)} tensors; is the download complete?"
             )
-        sources = source_family.sources(spec)
+        sources, main = source_family.sources(spec), stored_dtype(checkpoint)
         for role, shape in spec.roles():
             source = sources[role]
             entry = checkpoint.entries.get(source.name)
@@ -423,7 +534,8 @@ def check_sources(dense: DenseSpec, source_family: ModuleType, checkpoints: Sequ
                 )
             if entry.dtype not in BYTES:
                 raise refused_dtype(checkpoint, entry.dtype)
-            stored.add(entry.dtype)
+            if not role.startswith("carried.") or entry.dtype == main:  # what is carried keeps another dtype
+                stored.add(entry.dtype)
     return stored
 
 
@@ -440,7 +552,8 @@ def dropped(source_family: ModuleType, dense: DenseSpec, base: Checkpoint) -> tu
     """(name, reason) of every unused tensor of the base. One without a reason is a ValueError: it would be lost."""
     sources = source_family.sources(dense)
     used = {source.name for source in sources.values()}
-    head = source_family.sources(replace(dense, tied=False))["head.weight"].name
+    untied = source_family.sources(replace(dense, tied=False))
+    head = untied["head.weight"].name if dense.carried is None else ""
     out = []
     for name in base.entries:
         if name in used:
@@ -457,4 +570,9 @@ def dropped(source_family: ModuleType, dense: DenseSpec, base: Checkpoint) -> tu
 
 
 def sizes(plan: UpcyclePlan) -> size.Sizes:
-    return size.measure(plan.moe, [(part.kind, prod(part.shape)) for output in plan.outputs for part in output.parts])
+    parts = [part for output in plan.outputs for part in output.parts]
+    found = size.measure(plan.moe, [("expert" if part.expert >= 0 else part.kind, prod(part.shape)) for part in parts])
+    if not plan.grown:
+        return found
+    multiplied = sum(prod(part.shape) for part in parts if part.expert >= 0 or part.sources[0].rows)
+    return replace(found, dense=found.total - multiplied + multiplied // plan.config.experts)

@@ -75,12 +75,14 @@ def estimate(
     """The Estimate of a plan. `make(ffn, moe, index)`: the method's expert on the small FFN."""
     parts = moe.experts if moe.disjoint else moe.granularity
     part = PART if parts < 64 else 4
-    shared = math.ceil(part * parts * moe.shared / max(moe.dense.ffn - moe.shared, 1)) if moe.shared else 0
+    shared = math.ceil(part * parts * moe.cut_shared / max(moe.dense.ffn - moe.cut_shared, 1)) if moe.shared else 0
     small = replace(
         moe,
         dense=replace(moe.dense, hidden=HIDDEN, ffn=part * parts + shared, ffn_bias=False),
         widths=(part,) * moe.experts,
         shared=shared,
+        padding=0,
+        shared_padding=0,
     )
 
     def draw(name: str, *shape: int) -> Tensor:

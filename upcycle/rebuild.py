@@ -221,7 +221,7 @@ class Rounded:
         return out
 
     def rounded(self, recipe: Recipe, w: Tensor, so_far: Tensor) -> Tensor:
-        dtype, factor, cut = getattr(torch, recipe.dtype), self.factor(recipe), self.plan.moe.shared
+        dtype, factor, cut = getattr(torch, recipe.dtype), self.factor(recipe), self.plan.moe.cut_shared
         if recipe.add:
             return (w.to(torch.float32) + recipe.add).to(dtype).to(so_far.dtype) - recipe.add
         held = scale(w, factor).to(dtype).to(so_far.dtype) / factor

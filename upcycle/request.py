@@ -13,9 +13,10 @@ from typing import Any, cast
 from upcycle import methods, plugin, routers
 from upcycle.config import UpcycleConfig
 from upcycle.methods import Method, Sizes
-from upcycle.spec import BYTES, MAX_EXPERTS, DenseSpec, MoESpec, Order, Score
+from upcycle.spec import BYTES, MAX_EXPERTS, DenseSpec, MoESpec, Order
 
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+ALIGN = 16  # neurons: rows of a multiple are whole 16 bytes in any dtype, also one it is loaded in later
 SATURATED = 20.0  # of the logits' standard deviation: at 4 of these a sigmoid is still above 0 in float32
 
 
@@ -71,7 +72,8 @@ def layer_list(value: Any, layers: int) -> tuple[int, ...]:
 
 
 def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec:
-    """The MoESpec of a config. Impossible sizes are a ValueError that names the nearest possible ones."""
+    """The MoESpec of a config. Impossible sizes are a ValueError that names the nearest possible ones. Of
+    router.score=auto it is the one with softmax scores."""
     for key in ("experts", "granularity", "top_k", "sequence"):
         if getattr(config, key) < 1:
             raise ValueError(f"{key} is {getattr(config, key)}; it must be at least 1")
@@ -82,6 +84,10 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
         raise ValueError(
             f"top_k={config.top_k} of experts * granularity = {total} experts; top_k must be at most {total}"
         )
+    dtype = config.dtype or dense.dtype
+    if dtype not in BYTES:
+        meant = f"; did you mean {SHORT[dtype]!r}?" if dtype in SHORT else plugin.nearest(dtype, list(BYTES))
+        raise ValueError(f"dtype is {dtype!r}; write {', '.join(BYTES)}{meant}")
     disjoint = method.needs.disjoint
     parts = total if disjoint else g
     if not 0 <= config.shared < math.inf or (config.shared >= 1 and config.shared != int(config.shared)):
@@ -104,6 +110,9 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
         shared = round(config.shared * dense.ffn)
         if config.shared and not disjoint:
             shared -= (shared - dense.ffn) % g  # the remaining neurons must divide into g equal parts
+            width = (dense.ffn - shared) // g
+            if not whole_rows(width, dtype) and 0 < g * (fine := round(width / ALIGN) * ALIGN) < dense.ffn:
+                shared = dense.ffn - g * fine  # the nearest share whose parts need no zeros
         if config.shared and not 0 < shared < dense.ffn:
             raise ValueError(
                 f"shared={config.shared:g} of {dense.ffn} neurons leaves nothing shared or nothing routed; "
@@ -122,8 +131,10 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
                 f"granularity={', '.join(map(str, sorted(near)))}"
             )
         widths = (routed // g,) * total
-    if config.router.score not in ("softmax", "sigmoid"):
-        raise ValueError(f"router.score is {config.router.score!r}; write softmax or sigmoid")
+    padding = 0 if len(set(widths)) > 1 or whole_rows(widths[0], dtype) else -widths[0] % ALIGN
+    shared_padding = padding * int(config.shared)  # a number of shared experts is as wide as the routed ones
+    if config.router.score not in ("softmax", "sigmoid", "auto"):
+        raise ValueError(f"router.score is {config.router.score!r}; write softmax, sigmoid or auto")
     if config.router.order not in ("softmax-then-topk", "topk-then-softmax"):
         raise ValueError(f"router.order is {config.router.order!r}; write softmax-then-topk or topk-then-softmax")
     if config.router.choice not in ("any", "each-slice", "parts"):
@@ -145,25 +156,28 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
                 f"router.choice=each-slice needs a top_k that is a multiple of granularity={g}, got "
                 f"top_k={config.top_k}; try top_k={max(config.top_k // g, 1) * g}"
             )
-    dtype = config.dtype or dense.dtype
-    if dtype not in BYTES:
-        meant = f"; did you mean {SHORT[dtype]!r}?" if dtype in SHORT else plugin.nearest(dtype, list(BYTES))
-        raise ValueError(f"dtype is {dtype!r}; write {', '.join(BYTES)}{meant}")
     return MoESpec(
         dense=dense,
         layers=layer_list(config.layers, dense.layers),
-        widths=widths,
+        widths=tuple(width + padding for width in widths),
         top_k=config.top_k,
         copies=config.experts,
         granularity=g,
-        shared=shared,
-        score=cast(Score, config.router.score),  # both words were checked above
+        shared=shared + shared_padding,
+        score="sigmoid" if config.router.score == "sigmoid" else "softmax",
         order=cast(Order, config.router.order),
         normalize=config.router.normalize,
         choice="each-slice" if config.router.choice == "each-slice" and g > 1 else "any",  # G = 1: all are the same
         dtype=dtype,
         disjoint=disjoint,
+        padding=padding,
+        shared_padding=shared_padding,
     )
+
+
+def whole_rows(width: int, dtype: str) -> bool:
+    """True if rows of `width` numbers are whole 16 bytes, as grouped kernels want them."""
+    return width * BYTES[dtype] % 16 == 0
 
 
 def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None:

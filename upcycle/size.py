@@ -21,6 +21,8 @@ def dense_parameters(d: DenseSpec) -> int:
     def count(shapes: dict[str, tuple[int, ...]]) -> int:
         return sum(s[0] * (s[1] if len(s) > 1 else 1) for s in shapes.values())
 
+    if d.carried is not None:
+        return d.carried.parameters + d.layers * count(d.ffn_shapes())
     return count(d.global_shapes()) + d.layers * (count(d.attention_shapes()) + count(d.ffn_shapes()))
 
 
@@ -43,7 +45,9 @@ def mean_context(sequence: int, window: int | None) -> float:
 def flops_per_token(d: DenseSpec, matrix_weights: float, sequence: int) -> float:
     """FLOPs forward and backward: 6 a weight, and causal attention. Router, norms and recomputation do not count."""
     window_layers = len(d.window_layers) if d.window else 0
-    contexts = window_layers * mean_context(sequence, d.window) + (d.layers - window_layers) * mean_context(
+    # of a model that is carried over neither windows nor the state of linear attention are known, which cost less
+    layers = d.layers if d.carried is None else d.carried.attention_layers
+    contexts = window_layers * mean_context(sequence, d.window) + (layers - window_layers) * mean_context(
         sequence, None
     )
     return 6 * matrix_weights + 6 * 2 * d.heads * d.head_dim * contexts
@@ -52,8 +56,10 @@ def flops_per_token(d: DenseSpec, matrix_weights: float, sequence: int) -> float
 def matrix_weights(d: DenseSpec, ffn_neurons_per_layer: Sequence[float], *, gated: bool) -> float:
     """The number of weights that a token is multiplied with: projections, FFN, head. `gated`: the FFNs as the target
     holds them (see relu2_as_gated)."""
-    attention = d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads)
-    return d.layers * attention + sum(ffn_neurons_per_layer) * d.hidden * (3 if gated else 2) + d.vocab * d.hidden
+    attention = d.layers * d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads)
+    if d.carried is not None:
+        attention = d.carried.matrix_weights
+    return attention + sum(ffn_neurons_per_layer) * d.hidden * (3 if gated else 2) + d.vocab * d.hidden
 
 
 def dense_flops(d: DenseSpec, sequence: int) -> float:

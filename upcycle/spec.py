@@ -13,12 +13,14 @@ Tensors have neutral names too, called roles:
     layers.L.router.{weight,bias}                      bias: selection only (sigmoid routers); zeros
     layers.L.experts.I.{gate,up,down}.{weight,bias}
     layers.L.shared.{gate,up,down}.{weight,bias}  layers.L.shared_gate.weight
+    carried.NAME                                       a tensor that keeps the NAME it has on disk (siblings.py)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal, get_args
 
 # gated: down(act(gate(x)) * up(x)); not gated: down(act(up(x))).  gelu is exact (erf); relu2 is relu squared.
@@ -42,6 +44,31 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 MAX_EXPERTS = 16384  # in a layer; more is a typing error, and its plan would fill the memory
 MAX_EXPERTS_IN_ALL = 1 << 18  # of all layers
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Carried:
+    """All of a model but its FFNs, which passes through by name (siblings.py)."""
+
+    config: Mapping[str, Any]  # the whole config.json
+    tensors: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)  # name -> shape, dtype
+    prefix: str = "model."  # of the decoder's tensors
+
+    @property
+    def parameters(self) -> int:
+        return sum(prod(shape) for shape, _ in self.tensors.values())
+
+    @property
+    def matrix_weights(self) -> int:
+        """The weights of matrices in the decoder's layers."""
+        layers = f"{self.prefix}layers."
+        return sum(prod(s) for name, (s, _) in self.tensors.items() if len(s) == 2 and name.startswith(layers))
+
+    @property
+    def attention_layers(self) -> int:
+        layers = f"{self.prefix}layers."
+        found = {name.removeprefix(layers).split(".")[0] for name in self.tensors if ".self_attn." in name}
+        return sum(number.isdecimal() for number in found)
 
 
 @dataclass(frozen=True)
@@ -91,6 +118,8 @@ class DenseSpec:
     dtype: str = "bfloat16"  # read from config.json; plan.build replaces it by that of the files
     tokens: Mapping[str, Any] = field(default_factory=dict)  # bos_, eos_ and pad_token_id; None: no such token
     init_std: float = 0.02
+    # Not None: the spec knows the FFNs alone (and the sizes above, to count with); the rest is carried over by name.
+    carried: Carried | None = None
 
     def __post_init__(self) -> None:
         if not self.attention_scale:
@@ -160,9 +189,13 @@ class DenseSpec:
 
     def roles(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every dense tensor: (role, shape)."""
-        yield from self.global_shapes().items()
+        rest = self.global_shapes() if self.carried is None else {}
+        if self.carried is not None:
+            rest = {f"carried.{name}": shape for name, (shape, _) in self.carried.tensors.items()}
+        yield from rest.items()
         for layer in range(self.layers):
-            for role, shape in (self.attention_shapes() | self.ffn_shapes()).items():
+            attention = self.attention_shapes() if self.carried is None else {}
+            for role, shape in (attention | self.ffn_shapes()).items():
                 yield f"layers.{layer}.{role}", shape
 
 
@@ -186,6 +219,19 @@ class MoESpec:
     output_scale: float = 1.0  # multiplies the routed sum inside the model (routed_scaling_factor)
     dtype: str = "bfloat16"
     disjoint: bool = False  # no neuron is in two experts: they are one FFN cut up, not copies of it
+    # Zero neurons, which change nothing, at the end of each routed expert and of the shared one; widths and shared
+    # count them. They make rows of whole 16 bytes, without which grouped kernels run no expert.
+    padding: int = 0
+    shared_padding: int = 0
+
+    @property
+    def cut_widths(self) -> tuple[int, ...]:
+        """Of each routed expert the neurons that are cut out of the dense FFN."""
+        return tuple(width - self.padding for width in self.widths)
+
+    @property
+    def cut_shared(self) -> int:
+        return self.shared - self.shared_padding
 
     @property
     def experts(self) -> int:

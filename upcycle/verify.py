@@ -24,6 +24,7 @@ from upcycle.cli import printable
 from upcycle.inspect import read_whole_manifest
 from upcycle.plan import UpcyclePlan
 from upcycle.promise import Estimate, compare
+from upcycle.siblings import text_of
 from upcycle.streamed import Streamed
 
 # of the largest logit, by which those of an exact plan may differ: the judge's own bound, whatever a manifest says
@@ -34,7 +35,8 @@ TAPPED = 64 << 20  # bytes of FFN inputs kept of all layers together
 # how far an FFN may be from what the plan's own does, of the cosine and as a factor of its norm: --dtype may round, and
 # a router that takes a part of a copy takes any, for the rows of a copy tie
 NEAR, TIED = (0.05, 1.15), (0.2, 1.5)
-FFNS = ("mlp", "block_sparse_moe", "shared_mlp")  # what stock decoder layers call their FFN; its parts are added
+# what stock decoder layers call their FFN; its parts are added
+FFNS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Report:
 def tokens(dense: Checkpoint, texts: Sequence[str], count: int, length: int) -> list[Tensor]:
     """Sequences of up to `length` ids, `count` together: of the texts as many as are whole, else random."""
     vocab = vocabulary(dense)
-    context = dense.config.get("max_position_embeddings")
+    context = text_of(dense.config).get("max_position_embeddings")
     length = min(length, context) if isinstance(context, int) else length
     if count < 2 or length < 2:
         raise ValueError(f"--tokens {count} and --length {length} leave nothing to compare; give at least 2 of each")
@@ -92,7 +94,7 @@ def tokens(dense: Checkpoint, texts: Sequence[str], count: int, length: int) -> 
 
 
 def vocabulary(checkpoint: Checkpoint) -> int:
-    size = checkpoint.config.get("vocab_size")
+    size = text_of(checkpoint.config).get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"config.json of {checkpoint.folder} has vocab_size={size!r}; it must be at least 1")
     return size
@@ -283,12 +285,17 @@ class Taps:
         if layer not in self.layers or layer in self.kept:
             return
 
-        def keep(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-            x_TD, y_TD = given[0].flatten(0, -2), out.flatten(0, -2)
+        ffn = ffn_of(module)
+        if len(ffn) > 1:  # of a grown MoE, whose shared expert lies beside the block
+            return
+
+        def keep(_: nn.Module, given: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
+            y_TD = out if isinstance(out, Tensor) else out[0]  # blocks of experts may return their logits too
+            x_TD, y_TD = given[0].flatten(0, -2), y_TD.flatten(0, -2)
             self.kept[layer] = (x_TD[: self.count].clone(), y_TD[: self.count].clone())
             hook.remove()
 
-        hook = ffn_of(module)[0].register_forward_hook(keep)
+        hook = ffn[0].register_forward_hook(keep)
 
     def measure(self, layer: int, module: nn.Module) -> None:
         if layer in self.kept and layer not in self.found:

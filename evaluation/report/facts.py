@@ -13,7 +13,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 
-from evaluation import compare, intervals, results
+from evaluation import compare, intervals, logged, results
 from evaluation.compare import Comparison, Difference, Losses, is_share, number, signed
 from evaluation.curves import mean
 from evaluation.measures import Measure

@@ -1,6 +1,6 @@
 """The README's tables of families, targets and backends are what the code says.
 
-python -m tests.docs.test_tables        writes the first two anew
+python -m tests.docs.test_tables        writes all but the last anew
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests.parity import tiny
-from upcycle import plugin
+from upcycle import plugin, siblings
 from upcycle.spec import DenseSpec, MoESpec
 from upcycle.targets.common import Abilities, refusals
 
@@ -22,7 +22,8 @@ README = ROOT / "README.md"
 TARGETS = plugin.names("upcycle.targets")
 CALLED = {
     "llama": "llama (1 to 3.x)", "qwen2": "qwen2, 2.5", "nemotron": "nemotron (4, Minitron)", "gpt_neox": "gpt_neox (Pythia)",
-    "gemma3_text": "gemma3_text (270M, 1B)",
+    "gemma3_text": "gemma3_text (270M, 1B)", "granitemoehybrid": "granitemoehybrid (Granite 4, dense)",
+    "qwen3_5": "qwen3_5 (with its image encoder)",
 }  # fmt: skip
 
 
@@ -87,7 +88,19 @@ def targets() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"families": families, "targets": targets}
+SHARED = {"none": "no", "any": "any width", "multiple": "a multiple of the routed width", "same": "of the routed width"}
+
+
+def pairs() -> str:
+    lines = ["| dense family | becomes | scores | a shared expert | layers left dense |", "|---|---|---|---|---|"]
+    for pair in siblings.PAIRS:
+        can, called = pair.can, CALLED.get(pair.dense, pair.dense)
+        scores = " or ".join(sorted(can.scores))
+        lines.append(f"| {called} | `{pair.moe}` | {scores} | {SHARED[can.shared]} | {MIXED[can.mixed]} |")
+    return "\n".join(lines)
+
+
+TABLES = {"families": families, "targets": targets, "siblings": pairs}
 
 
 def between(name: str) -> re.Pattern[str]:

@@ -25,12 +25,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from upcycle import plugin
+from upcycle.card import table
 from upcycle.checkpoint import Checkpoint
-from upcycle.config import Router, RouterInit, UpcycleConfig
+from upcycle.config import Router, RouterInit, UpcycleConfig, read
 from upcycle.convert import convert
+from upcycle.make import Maker
 from upcycle.plan import build
 from upcycle.spec import DenseSpec, MoESpec
 from upcycle.targets.common import refusals
+from upcycle.verify import verify
 
 logging.disable_progress_bar()
 TARGETS = [name for name in plugin.names("upcycle.targets") if plugin.load("upcycle.targets", name).ABILITIES.stock]
@@ -422,17 +425,52 @@ def test_only_float32_routers_keep_groups_whole(target: str) -> None:
         assert 2e-3 < share < 0.05, share
 
 
-def test_widths_that_grouped_kernels_refuse_are_announced(dense: Callable[[str], Path], tmp_path: Path) -> None:
-    """transformers' default kernel wants rows of 16 bytes; elsewhere the model has to be loaded with the eager one."""
-    source, spec = dense("llama"), spec_of_variant("llama")
-    assert spec is not None
-    moe = moe_of(spec, "qwen2_moe", shared=10)  # leaves experts of 43 neurons
-    notes = target_of("qwen2_moe").notes
-    assert "eager" in " ".join(notes(moe)) and "eager" not in " ".join(notes(moe_of(spec, "qwen2_moe", shared=16)))
-    folder = upcycled(source, moe, "qwen2_moe", tmp_path)
-    with pytest.raises(RuntimeError, match="16 bytes"):
-        tiny.logits(folder, tiny.tokens())
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", attn_implementation="eager", experts_implementation="eager"
-    )
-    assert difference(model, dense_logits(source)) < TOLERANCE
+WIDTHS = [  # words, the width of an expert and of the shared one as stored: of 172 neurons
+    (("experts=4", "granularity=4", "top_k=4"), 48, 0),
+    (("experts=4", "granularity=2", "top_k=4", "dtype=bfloat16"), 96, 0),
+    (("experts=2", "granularity=3", "top_k=3", "shared=1"), 48, 48),  # the shared one too, which is a routed width
+    (("experts=2", "granularity=3", "top_k=3", "shared=1", "router.score=sigmoid"), 48, 48),
+    (("experts=4", "granularity=4", "top_k=4", "shared=0.24"), 32, 44),  # the share is rounded, and no zeros needed
+]
+
+
+@pytest.mark.parametrize(("words", "width", "shared"), WIDTHS)
+def test_experts_are_as_wide_as_grouped_kernels_want_them(
+    words: tuple[str, ...], width: int, shared: int, tmp_path: Path
+) -> None:
+    """stories260k has 172 neurons, of which 4 parts are 43: transformers' default kernel runs no such rows."""
+    source = tiny.make("llama", tmp_path / "dense", intermediate_size=172)
+    config = read(UpcycleConfig, "", [f"source={source}", "method.name=virtual_group", "router.init.std=0.1", *words])
+    config = replace(config, output=str(tmp_path / "moe"))
+    checkpoints = [Checkpoint.open(source)]
+    plan = build(config, checkpoints)
+    assert (plan.moe.width, plan.moe.shared) == (width, shared)
+    real = (172 - shared) // config.granularity if shared == 44 else 172 // (config.granularity + int(config.shared))
+    assert plan.moe.padding == width - real
+    said = f"{plan.moe.padding} of them zeros" in table(plan) and "grouped kernels" in " ".join(plan.notes)
+    assert said == (plan.moe.padding > 0)
+    folder = convert(plan, checkpoints, quiet=True)
+    wanted = tiny.logits(source, tiny.tokens())
+    limit = TOLERANCE if plan.moe.dtype == "float32" else 0.1
+    assert difference(tiny_default(folder), wanted) < limit  # by the default kernels
+    report = verify(source, folder, count=48, length=24)
+    assert report.held and not report.kernels, str(report)
+    stored = load_file(folder / "model.safetensors")
+    down = next(name for name in stored if name.endswith(("experts.1.w2.weight", "experts.1.down_proj.weight")))
+    assert not stored[down][:, real:].any() and stored[down][:, :real].all()
+    maker = Maker(plan, checkpoints)  # online: any slice of it alone
+    part = (slice(5, 9), slice(real - 3, None))
+    assert torch.equal(maker.slice(down, part), stored[down][part])
+
+
+def tiny_default(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def test_widths_that_were_fine_are_left_as_they_were(dense: Callable[[str], Path]) -> None:
+    """The plan's hash as it was before there was padding."""
+    words = ["method.name=virtual_group", "granularity=2", "top_k=4", "experts=4", "shared=0.25"]
+    checkpoints = [Checkpoint.open(dense("llama"))]
+    plan = build(read(UpcycleConfig, "", [f"source={dense('llama')}", *words]), checkpoints)
+    assert (plan.moe.width, plan.moe.shared, plan.moe.padding) == (36, 24, 0)
+    assert plan.hash == "46c66630f17b16a37d53d629aab98dfc3e4320dbd5faa57fc624a2e955c75278"

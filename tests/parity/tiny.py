@@ -33,6 +33,7 @@ OWN: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.5, "logits_scaling": 3.0,
     },
     "gpt_neox": {"num_key_value_heads": None},
+    "seed_oss": {"head_dim": 24},
     # two layers that differ in all that layers of the family may differ in
     "smollm3": {"no_rope_layers": [1, 0], "tie_word_embeddings": False},
     "olmo3": {

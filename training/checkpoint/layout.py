@@ -28,7 +28,7 @@ from training.model.moe import MoE
 from training.model.names import plain_name
 from training.parallel.collectives import gather, local
 from training.parallel.mesh import ParallelMesh
-from upcycle import card, disk, measure, plugin, publish
+from upcycle import card, disk, measure, plugin, publish, siblings
 from upcycle.checkpoint import INDEX, Checkpoint
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
@@ -137,6 +137,11 @@ def described(
         code = getattr(target, "MODELING", None)
         files += (code,) if code is not None and code.name not in {file.name for file in files} else ()
         return Origin(moe, moe_tensors(moe, model_type), read, config, files, settings=settings)
+    if model_type in siblings.DENSE or model_type in siblings.MOE:
+        raise ValueError(
+            f"{source} has model_type {model_type!r}, which `upcycle` can plan, convert and verify, but our own "
+            "decoder does not have; train and evaluate it with other tools, or start from another family"
+        )
     raise ValueError(
         f"{source} has model_type {model_type!r}; training knows the dense families {', '.join(families)} "
         f"and the MoE architectures {', '.join(targets)}"

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from upcycle import typed
 from upcycle.families.common import Config, windows_by_layer
-from upcycle.spec import BYTES, MAX_EXPERTS, MAX_EXPERTS_IN_ALL, DenseSpec, MoESpec
+from upcycle.spec import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, DenseSpec, MoESpec
 from upcycle.strict import short
 
 NO, YES, EITHER = frozenset({False}), frozenset({True}), frozenset({False, True})
@@ -47,7 +47,8 @@ class Abilities:
     scores: frozenset[str] = frozenset({"softmax"})
     normalize: frozenset[bool] = YES
     choices: frozenset[str] = frozenset({"any"})
-    shared: Literal["none", "any", "multiple"] = "none"  # widths of a shared expert; multiple: of the routed width
+    # widths of a shared expert; multiple: of the routed width; same: the routed width
+    shared: Literal["none", "any", "multiple", "same"] = "none"
     mixed: Literal["none", "first-dense", "any"] = "none"  # which sets of layers may stay dense
     output_scale: bool = False  # has routed_scaling_factor
     uneven: bool = False  # experts of different widths
@@ -84,8 +85,11 @@ def refusals(can: Abilities, moe: MoESpec) -> list[str]:
         "a choice in each slice": moe.choice in can.choices,
         "a shared expert": not moe.shared or can.shared != "none",
         f"a shared expert of {moe.shared} neurons (a multiple of the routed width it must be)": not moe.shared
-        or can.shared != "multiple"
+        or can.shared not in ("multiple", "same")
         or (moe.uniform and moe.shared % moe.width == 0),
+        f"a shared expert of {moe.shared} neurons (as wide as a routed one it must be)": not moe.shared
+        or can.shared != "same"
+        or (moe.uniform and moe.shared == moe.width),
         f"MoE in only {len(moe.layers)} of {d.layers} layers"
         + (" other than the last ones" if can.mixed == "first-dense" else ""): moe.all_layers
         or can.mixed == "any"
@@ -279,8 +283,6 @@ def notes(moe: MoESpec, can: Abilities, more: Mapping[str, bool] | None = None) 
     sentences = {
         "squared ReLU is held as relu(gate) * up with gate = up: exact, at +50 % FFN parameters": relu2,
         "vLLM runs this architecture with silu only; use transformers": d.activation != "silu",
-        f"transformers' grouped kernels refuse experts of {min(moe.widths)} {moe.dtype} neurons (not whole 16 bytes): "
-        "load it with experts_implementation='eager'": any(width * BYTES[moe.dtype] % 16 for width in moe.widths),
         "vLLM drops the attention output's bias in this architecture; use transformers": d.out_bias,
     } | dict(more or {})
     return [sentence for sentence, applies in sentences.items() if applies]

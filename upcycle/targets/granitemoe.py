@@ -74,22 +74,29 @@ def granite_view(config: Config, model_type: str, can: Abilities, shared: int = 
     )
 
 
-def granite_slots(moe: MoESpec) -> Iterator[Slot]:
-    def moe_layer(layer: int) -> Iterator[Slot]:
-        prefix, role, d, width = f"model.layers.{layer}", f"layers.{layer}", moe.dense.hidden, moe.width
-        experts = [f"{role}.experts.{i}" for i in range(moe.experts)]
-        inputs = [f"{expert}.{part}.weight" for expert in experts for part in ("gate", "up")]
-        yield common.one(moe, f"{prefix}.block_sparse_moe.router.layer.weight", f"{role}.router.weight")
-        outputs = [f"{expert}.down.weight" for expert in experts]
-        yield common.stack(moe, f"{prefix}.block_sparse_moe.input_linear.weight", inputs, (moe.experts, 2 * width, d))
-        yield common.stack(moe, f"{prefix}.block_sparse_moe.output_linear.weight", outputs, (moe.experts, d, width))
-        if moe.shared:
-            shared = [f"{role}.shared.gate.weight", f"{role}.shared.up.weight"]
-            yield common.stack(moe, f"{prefix}.shared_mlp.input_linear.weight", shared, (2 * moe.shared, d))
-            yield common.one(moe, f"{prefix}.shared_mlp.output_linear.weight", f"{role}.shared.down.weight")
+def granite_block(moe: MoESpec, layer: int, prefix: str) -> Iterator[Slot]:
+    """Slots of one MoE block; `prefix` is that of its layer."""
+    role, d, width = f"layers.{layer}", moe.dense.hidden, moe.width
+    experts = [f"{role}.experts.{i}" for i in range(moe.experts)]
+    inputs = [f"{expert}.{part}.weight" for expert in experts for part in ("gate", "up")]
+    yield common.one(moe, f"{prefix}.block_sparse_moe.router.layer.weight", f"{role}.router.weight")
+    outputs = [f"{expert}.down.weight" for expert in experts]
+    yield common.stack(moe, f"{prefix}.block_sparse_moe.input_linear.weight", inputs, (moe.experts, 2 * width, d))
+    yield common.stack(moe, f"{prefix}.block_sparse_moe.output_linear.weight", outputs, (moe.experts, d, width))
+    if moe.shared:
+        shared = [f"{role}.shared.gate.weight", f"{role}.shared.up.weight"]
+        yield common.stack(moe, f"{prefix}.shared_mlp.input_linear.weight", shared, (2 * moe.shared, d))
+        yield common.one(moe, f"{prefix}.shared_mlp.output_linear.weight", f"{role}.shared.down.weight")
 
+
+def granite_slots(moe: MoESpec) -> Iterator[Slot]:
     bias = moe.dense.qkv_bias or moe.dense.out_bias  # one switch for all four
-    return common.llama_slots(moe, moe_layer, zero_qkv_bias=bias, zero_out_bias=bias)
+    return common.llama_slots(
+        moe,
+        lambda layer: granite_block(moe, layer, f"model.layers.{layer}"),
+        zero_qkv_bias=bias,
+        zero_out_bias=bias,
+    )
 
 
 def granite_notes(moe: MoESpec, can: Abilities) -> list[str]:

@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.parity import tiny
+from tests.unit.upcycle.plans import load
 from upcycle.__main__ import main
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, byte_size, read
+from upcycle.convert import convert
 from upcycle.plan import UpcyclePlan, build
+from upcycle.verify import verify
 
 
 def plan(*words: str) -> UpcyclePlan:
@@ -65,7 +68,7 @@ def plan(*words: str) -> UpcyclePlan:
         (["layers=[0,0]"], "a layer twice"),
         (["layers=every:3"], "leaves no layer"),
         (["layers=first-dense:2"], "leaves no layer"),
-        (["router.score=relu"], "softmax or sigmoid"),
+        (["router.score=relu"], "write softmax, sigmoid or auto"),
         (["router.order=topk"], "softmax-then-topk or topk-then-softmax"),
         (["router.choice=best"], "write any, each-slice or parts"),
         (
@@ -115,7 +118,7 @@ def test_shared_counts_experts_or_is_a_share_of_the_neurons(llama: Path) -> None
     assert sizes("shared=1", "granularity=2") == (32, 32)
     assert sizes("shared=2", "granularity=2") == (48, 24)
     assert sizes("shared=0.25", "granularity=2") == (24, 36)
-    assert sizes("shared=0.3", "granularity=2") == (28, 34)  # 28.8 neurons, lowered so that the rest is even
+    assert sizes("shared=0.3", "granularity=2") == (32, 32)  # 28.8 neurons, so that the rest is rows of whole 16 bytes
 
 
 def test_sizes_of_files_are_read_and_nonsense_refused() -> None:
@@ -226,10 +229,10 @@ def test_no_other_architecture_is_proposed_for_one_that_is_not_known(llama: Path
     folder = shutil.copytree(llama, tmp_path / "other")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
-    with pytest.raises(ValueError, match=f"model_type '{kind}'") as caught:
+    with pytest.raises(ValueError, match=kind) as caught:
         plan(f"source={folder}")
     assert "did you mean" not in str(caught.value)
-    assert ("mixture of experts already" in str(caught.value)) == (kind in ("mixtral", "qwen3_moe"))
+    assert ("dense families known" in str(caught.value)) == (kind in ("gemma3", "nothing"))
 
 
 def test_gemma_in_half_precision_is_not_called_exact(tmp_path: Path) -> None:
@@ -310,3 +313,38 @@ def test_a_tensor_of_another_kind_among_floats_is_refused(llama: Path, tmp_path:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match="stores its weights as int8"):
         plan(f"source={folder}")
+
+
+@pytest.mark.parametrize(
+    ("variant", "words", "target", "score"),
+    [
+        ("phi3_partial", (), "glm4_moe", "sigmoid"),  # as Phi-4-mini
+        ("qwen3", ("shared=0.5",), "glm4_moe", "sigmoid"),
+        ("qwen3", (), "qwen3_moe", "softmax"),
+        ("llama", ("target=solar_open",), "solar_open", "sigmoid"),
+        ("phi3_partial", ("target=upcycled",), "upcycled", "softmax"),
+        ("qwen3", ("shared=0.5", "router.normalize=false", "scale=none"), "upcycled", "softmax"),  # exact with neither
+        ("gpt_neox", (), "upcycled", "softmax"),
+    ],
+)
+def test_score_auto_is_sigmoid_where_that_alone_is_stock_and_exact(
+    variant: str, words: tuple[str, ...], target: str, score: str, tmp_path: Path
+) -> None:
+    source = f"source={tiny.make_variant(variant, tmp_path / 'dense')}"
+    plan, _ = load(source, "experts=4", "router.score=auto", *words)
+    assert (plan.target, plan.moe.score) == (target, score), plan.why
+    assert f"router.score=auto is {score}" in plan.why
+    plain, _ = load(source, "experts=4", f"router.score={score}", *words)
+    assert (plan.outputs, plan.hf_config, plan.promise) == (plain.outputs, plain.hf_config, plain.promise)
+    softmax, _ = load(source, "experts=4", *words) if "target=solar_open" not in words else (None, None)
+    if softmax is not None and score == "sigmoid":  # which the default stays
+        assert softmax.target == "upcycled" and softmax.moe.score == "softmax" and "auto" not in softmax.why
+
+
+def test_score_auto_is_made_again_by_verify(tmp_path: Path) -> None:
+    source = tiny.make("qwen3", tmp_path / "dense")
+    plan, checkpoints = load(
+        f"source={source}", f"output={tmp_path / 'moe'}", "experts=2", "shared=0.5", "router.score=auto"
+    )
+    report = verify(source, convert(plan, checkpoints, quiet=True), count=48, length=24)
+    assert report.held, str(report)
