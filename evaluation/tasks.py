@@ -313,9 +313,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def like(real: Environment) -> Sandbox:
-        made = Sandbox(
-            loader=real.loader, undefined=real.undefined, keep_trailing_newline=real.keep_trailing_newline
-        )
+        made = Sandbox(loader=real.loader, undefined=real.undefined, keep_trailing_newline=real.keep_trailing_newline)
         made.filters.update(real.filters)
         return made
 
