@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from upcycle import size
+from upcycle import engines, size
 from upcycle.plan import UpcyclePlan, sizes, target
 from upcycle.promise import Promise
 from upcycle.version import __version__
@@ -94,6 +94,7 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
         f"{human(plan.bytes, 'B')} in {len(plan.shards)} file{'s' * (len(plan.shards) > 1)}, {moe.dtype}, "
         f"{len(plan.outputs)} tensors",
     )
+    yield "runs on", engines.sentence(plan.target, plan.hf_config)
     yield "training", "memory on each GPU, by a training config: python -m training.plan CONFIG gpus=8"
     for name, why in plan.dropped[:8]:
         yield "dropped", f"{name}: {why}"
