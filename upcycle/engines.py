@@ -25,9 +25,6 @@ BECAUSE: Mapping[tuple[str, str, str], str] = {
     ("vLLM", "qwen2_moe", "head_dim other than hidden/heads"): "it takes hidden/heads for the head_dim",
     ("vLLM", "granitemoe", "head_dim other than hidden/heads"): "it takes hidden/heads for the head_dim",
     ("vLLM", "granitemoe", "biases on q, k, v"): "it drops the biases of attention",
-    ("llama.cpp", "qwen2_moe", "normalised weights"): "it never normalises the weights of this architecture",
-    ("llama.cpp", "qwen3_moe", "weights not normalised"): "it always normalises the weights of this architecture",
-    ("MLX", "qwen2_moe", "normalised weights"): "it never normalises the weights of this architecture",
 }
 
 

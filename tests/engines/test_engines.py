@@ -80,6 +80,8 @@ def test_an_engine_reads_as_the_table_says(engine: str, place: Path) -> None:
     if light and engine != "llama.cpp":
         pytest.skip("asked by `make engines` alone, which takes minutes")
     engines.need(engine)
+    if engine not in known.table()["engines"]:
+        pytest.skip(f"no column in the table yet; python -m tests.engines.test_engines {engine} asks and writes it")
     table, rows = in_table(), LIGHT if light else ROWS
     found = read(engine, place, [row for row in rows if engine in table[row]])
     assert {describe(*row): said for row, said in found.items()} == {
