@@ -4,13 +4,14 @@
 PYTHON ?= python3
 VENV := .venv
 ORACLES := .venv-oracles
+ENGINES := vllm llamacpp mlx mistralrs
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 # every file that is downloaded is held to its hash, but torch's, whose build (CPU, CUDA, ROCm) is the machine's to choose
 PINS := requirements/constraints.txt
 LOCKS := requirements/lock.txt requirements/oracles.lock.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint oracles locks clean
+.PHONY: help demo test lint oracles engines locks clean
 
 help:  ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,12 +29,15 @@ lint: $(VENV)/installed  ## ruff and mypy --strict
 
 oracles: $(ORACLES)/installed  ## megatron-core and mergekit, which tests/oracles compare with
 
+engines: $(VENV)/installed $(ENGINES:%=.venv-%/installed)  ## vLLM, llama.cpp, MLX, mistral.rs on this CPU: do they read what we write? minutes
+	ENGINES=all OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -rs tests/engines
+
 locks:  ## renew the lock files from the pins (needs uv)
 	uv pip compile $(LOCKED) --extra test pyproject.toml --output-file requirements/lock.txt
 	uv pip compile $(LOCKED) requirements/oracles.txt --output-file requirements/oracles.lock.txt
 
 clean:  ## remove what make made: environments and caches
-	rm -rf $(VENV) $(ORACLES) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(ORACLES) $(ENGINES:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/installed: pyproject.toml requirements/lock.txt $(PINS)
@@ -43,6 +47,13 @@ $(VENV)/installed: pyproject.toml requirements/lock.txt $(PINS)
 
 $(ORACLES)/installed: requirements/oracles.lock.txt $(PINS)
 	$(call new_venv,$(ORACLES),requirements/oracles.lock.txt)
+	@touch $@
+
+# an engine's environment is held to versions; of llama.cpp `make test` asks a little too, where it is there
+.venv-%/installed: requirements/engines-%.txt $(PINS)
+	$(PYTHON) -m venv $(@D)
+	$(if $(filter vllm,$*),$(@D)/bin/python $(PIP_INSTALL) -c $(PINS) torch)
+	$(@D)/bin/python $(PIP_INSTALL) --no-deps -r $<
 	@touch $@
 
 define new_venv

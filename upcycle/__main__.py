@@ -127,7 +127,7 @@ def load(words: Sequence[str]) -> Upcycling:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    from upcycle import card, size
+    from upcycle import card, engines, size
     from upcycle.plan import sizes
 
     plan = load(options.words).plan
@@ -147,6 +147,7 @@ def run_plan(options: argparse.Namespace) -> int:
             "files": len(plan.shards),
             "config": card.settings(plan),
             "config.json": plan.hf_config,
+            "runs_on": engines.sentence(plan.target, plan.hf_config),
             "notes": plan.notes,
             "warnings": plan.warnings,
             "dropped": dict(plan.dropped),

@@ -11,7 +11,7 @@ from typing import Any
 
 from yaml import YAMLError
 
-from upcycle import size
+from upcycle import engines, size
 from upcycle.cli import printable
 from upcycle.plan import UpcyclePlan, sizes, target
 from upcycle.promise import Promise
@@ -110,7 +110,10 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
         f"{len(plan.outputs)} tensors",
     )
     if d.carried is None:
+        yield "runs on", engines.sentence(plan.target, plan.hf_config)
         yield "training", "memory on each GPU, by a training config: python -m training.plan CONFIG gpus=8"
+    else:
+        yield "runs on", "transformers; no other engine was tried"
     for name, why in plan.dropped[:8]:
         yield "dropped", f"{name}: {why}"
     if len(plan.dropped) > 8:

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoConfig
 
 from tests.parity import tiny
-from upcycle import plugin, siblings
+from upcycle import engines, plugin, siblings
 from upcycle.spec import DenseSpec, MoESpec
 from upcycle.targets.common import Abilities, refusals
 
@@ -100,7 +100,25 @@ def pairs() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"families": families, "targets": targets, "siblings": pairs}
+def read_by(engine: str, target: str) -> str:
+    """yes; no; or what it does not read right."""
+    rows = [row for row in engines.table()["rows"] if row["target"] == target]
+    right = [row for row in rows if row["read"][engine] == engines.RIGHT and not row["trained"]]
+    known = {ask for row in right for ask in row["asks"]}
+    wrong = [row["asks"] for row in rows if row["read"][engine] != engines.RIGHT]
+    blamed = dict.fromkeys(ask for asks in wrong for ask in asks if ask not in known)
+    return ("no" if not known else f"not with {', '.join(blamed)}") if wrong else "yes"
+
+
+def read() -> str:
+    found = engines.table()["engines"]
+    lines = [f"| target | {' | '.join(f'{name} ({version})' for name, version in found.items())} |", "|---" * (len(found) + 1) + "|"]
+    for target in (target for target in TARGETS if abilities(target).stock):
+        lines.append(f"| `{target}` | {' | '.join(read_by(engine, target) for engine in found)} |")
+    return "\n".join(lines)
+
+
+TABLES = {"families": families, "targets": targets, "siblings": pairs, "engines": read}
 
 
 def between(name: str) -> re.Pattern[str]:

@@ -70,15 +70,11 @@ def slots(moe: MoESpec) -> Iterator[Slot]:
 
 def notes(moe: MoESpec) -> list[str]:
     d = moe.dense
-    scales_shared = "vLLM applies routed_scaling_factor to the shared expert as well; use transformers"
     windows = "vLLM gives all layers of this architecture the same attention window; use transformers"
     return common.notes(
         moe,
         ABILITIES,
-        {
-            scales_shared: bool(moe.shared) and moe.output_scale != 1.0,
-            windows: bool(d.window_layers) and common.window_of_all(moe) is None,
-        }
+        {windows: bool(d.window_layers) and common.window_of_all(moe) is None}
         | common.untied_note(moe)
         | common.empty_shared_note(moe, moe.width),
     )

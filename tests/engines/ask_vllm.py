@@ -1,0 +1,34 @@
+"""Asks vLLM's CPU build, in float32. See asking.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # fmt: skip
+
+import asking
+from vllm import LLM, SamplingParams
+
+
+def answer(question: dict[str, Any]) -> asking.Answer:
+    folder, prompt, text = question["folder"], question["prompt"], question["text"]
+    model = LLM(
+        model=folder, dtype="float32", enforce_eager=True, max_model_len=256, skip_tokenizer_init=True, seed=0,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    greedy = SamplingParams(temperature=0, max_tokens=question["new"], ignore_eos=True, detokenize=False)
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    inputs = [{"prompt_token_ids": tokens} for tokens in (prompt, text)]
+    first, second = model.generate(inputs, [greedy, scored], use_tqdm=False)
+    rows = second.prompt_logprobs[1:]
+    return {
+        "greedy": list(first.outputs[0].token_ids),
+        "logprobs": [row[token].logprob for row, token in zip(rows, text[1:], strict=True)],
+    }
+
+
+asking.main(answer)

@@ -1,0 +1,123 @@
+"""Small models for engines: random weights, of shapes that engines take (heads of 32, widths that 32 divides).
+
+A case is a target, a donor and what is asked of the converter. It is made as converted, or `trained`: after some steps
+that move what conversion leaves neutral, such as shared gates and selection biases.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.parity import tiny
+from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+from training.config import read_config
+from training.prepare import main as prepare
+from training.train import train
+from upcycle import Upcycling
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+STEPS = [
+    "data.sequence=32", "batch=4", "micro_batch=4", "steps=4", "log_every=1", "valid_every=0", "schedule.warmup=0",
+    "schedule.peak=1e-2", "model.compute=float32", "checkpoint.every=0",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    target: str
+    donor: str
+    overrides: dict[str, Any] = field(default_factory=dict)  # of the donor's config.json
+    asked: dict[str, Any] = field(default_factory=dict)  # of the converter
+
+
+SIGMOID = {"score": "sigmoid", "init": {"std": 0.1}}
+SCALED = {"granularity": 2, "top_k": 2, "method": "virtual_group"}  # c = 2, which sigmoid targets hold as a key
+SHARED = {"shared": 1}  # as wide as a routed expert
+UNEVEN = {"router": {"normalize": False, "init": {"std": 0.1}}, "scale": "none"}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def sigmoid(*more: dict[str, Any]) -> dict[str, Any]:
+    asked: dict[str, Any] = {"router": SIGMOID}
+    for keys in more:
+        asked |= keys
+    return asked
+
+
+def unnormalised() -> dict[str, Any]:
+    return {"router": {**SIGMOID, "normalize": False}, "scale": "none"}
+
+
+# of each target first the plain one, which `make test` asks too; then what it may be asked more
+CASES: dict[str, Case] = {
+    "mixtral": Case("mixtral", "llama"),
+    "mixtral tied, llama3 rope": Case("mixtral", "llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "mixtral head_dim": Case("mixtral", "llama", {"head_dim": 64}),
+    "mixtral window": Case("mixtral", "mistral", {"sliding_window": 16}),
+    "mixtral gelu": Case("mixtral", "llama", {"hidden_act": "gelu"}),
+    "qwen2_moe": Case("qwen2_moe", "qwen2"),
+    "qwen2_moe shared": Case("qwen2_moe", "qwen2", asked=SHARED),
+    "qwen2_moe shared, not normalised": Case("qwen2_moe", "qwen2", asked=SHARED | UNEVEN),
+    "qwen2_moe dense layers": Case("qwen2_moe", "qwen2", asked=SHARED | UNEVEN | {"layers": "every:2"}),
+    "qwen2_moe head_dim": Case("qwen2_moe", "llama", {"head_dim": 64}, asked=SHARED | UNEVEN),
+    "qwen3_moe": Case("qwen3_moe", "qwen3"),
+    "qwen3_moe not normalised": Case("qwen3_moe", "qwen3", asked=UNEVEN),
+    "qwen3_moe dense layers": Case("qwen3_moe", "qwen3", asked={"layers": "every:2"}),
+    "qwen3_moe head_dim": Case("qwen3_moe", "qwen3", {"head_dim": 64}),
+    "glm4_moe": Case("glm4_moe", "llama", asked=sigmoid()),
+    "glm4_moe q/k norm": Case("glm4_moe", "qwen3", asked=sigmoid()),
+    "glm4_moe biases": Case("glm4_moe", "qwen2", asked=sigmoid()),
+    "glm4_moe shared, scale": Case("glm4_moe", "llama", asked=sigmoid(SHARED, SCALED)),
+    "glm4_moe not normalised": Case("glm4_moe", "llama", asked=unnormalised()),
+    "glm4_moe dense layers": Case("glm4_moe", "llama", asked=sigmoid({"layers": "first-dense:1"})),
+    "granitemoe": Case("granitemoe", "granite"),
+    "granitemoe of a llama": Case("granitemoe", "llama"),
+    "granitemoe biases": Case("granitemoe", "qwen2"),
+    "granitemoe head_dim": Case("granitemoe", "llama", {"head_dim": 64}),
+    "granitemoeshared": Case("granitemoeshared", "granite", asked=SHARED),
+    "dots1": Case("dots1", "qwen3", asked=sigmoid()),
+    "dots1 all heads": Case("dots1", "qwen3", {"num_key_value_heads": 4}, asked=sigmoid()),
+    "dots1 scale": Case("dots1", "qwen3", {"num_key_value_heads": 4}, asked=sigmoid(SCALED)),
+    "dots1 shared": Case("dots1", "qwen3", {"num_key_value_heads": 4}, asked=sigmoid(SHARED, SCALED, {"scale_in": "weights"})),
+    "dots1 shared, scale": Case("dots1", "qwen3", {"num_key_value_heads": 4}, asked=sigmoid(SHARED, SCALED)),
+    "dots1 not normalised": Case("dots1", "qwen3", {"num_key_value_heads": 4}, asked=unnormalised()),
+    "dots1 dense layers": Case("dots1", "qwen3", {"num_key_value_heads": 4}, asked=sigmoid({"layers": "first-dense:1"})),
+    "flex_olmo": Case("flex_olmo", "olmo2"),
+    "solar_open": Case("solar_open", "llama", asked=sigmoid()),
+    "solar_open biases": Case("solar_open", "qwen2", asked=sigmoid()),
+    "solar_open shared, scale": Case("solar_open", "llama", asked=sigmoid(SHARED, SCALED)),
+    "solar_open not normalised": Case("solar_open", "llama", asked=unnormalised()),
+}  # fmt: skip
+# trained as well: the plain ones, and what training moves or an engine could take for neutral
+TRAINED = [name for name in CASES if " " not in name] + [
+    "qwen2_moe shared", "qwen2_moe shared, not normalised", "qwen3_moe not normalised", "glm4_moe shared, scale",
+    "dots1 scale", "dots1 shared, scale", "solar_open shared, scale",
+]  # fmt: skip
+
+
+def make(case: Case, folder: Path, *, trained: bool = False) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {"head_dim": 32} if case.donor == "qwen3" else {}
+    dense = tiny.make(case.donor, folder / "dense", **SHAPE | own | case.overrides)
+    make_tokenizer(dense, bos=False)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (dense / "tokenizer_config.json").write_text(json.dumps(settings))
+    keys = {"source": str(dense), "target": case.target, "experts": 4, "top_k": 2, "router": {"init": {"std": 0.1}}}
+    keys |= case.asked
+    if not trained:
+        return Upcycling(keys).convert(folder / "moe", quiet=True)
+    source = jsonl(folder / "text.jsonl", texts(30, 0))
+    assert prepare([str(folder / "data"), f"tokenizer={dense}", f"sources=[{source}]"]) == 0
+    bias = ["balance.bias_rate=0.05"] if keys["router"].get("score") == "sigmoid" else []
+    words = [f"output={folder / 'run'}", f"export={folder / 'moe'}", f"data.train=[{folder / 'data'}]"]
+    train(read_config("", [*words, f"model.upcycle={json.dumps(keys)}", *STEPS, *bias]))
+    return folder / "moe"

@@ -1,0 +1,146 @@
+"""What engines make of what we write: greedy text and log-probabilities beside transformers' on the same folder.
+
+`make engines` builds the environments and asks all; `make test` asks llama.cpp, which is light, for some plain models,
+and only where its environment is there. Both hold an engine to upcycle/engines.json, which plan, README and model
+card read, so a new version that reads better or worse is seen.
+
+python -m tests.engines.test_engines [ENGINE ...]   asks these, or all that are there, and writes their columns anew
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.engines import engines
+from tests.engines.engines import ENGINES, Answer
+from tests.engines.models import CASES, TRAINED, make
+from tests.unit.training.test_data import texts
+from upcycle import Upcycling
+from upcycle import engines as known
+from upcycle.plan import target
+
+ALL = os.environ.get("ENGINES") == "all"
+SMOLLM2 = engines.ROOT / "runs" / "smollm2"
+ROWS = [(name, trained) for name in CASES for trained in (False, True) if not trained or name in TRAINED]
+LIGHT = [(name, False) for name in ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe")]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@cache
+def question(place: Path, name: str, trained: bool) -> dict[str, Any]:
+    folder = make(CASES[name], place / re.sub(r"\W+", "_", f"{name} {trained}"), trained=trained)
+    words = " ".join(texts(20, 5)).split()
+    return engines.question(folder, " ".join(words[:6]), " ".join(words[6:]))
+
+
+@cache
+def wanted(place: Path, name: str, trained: bool) -> Answer:
+    return engines.transformers(question(place, name, trained))
+
+
+def read(engine: str, place: Path, rows: Sequence[tuple[str, bool]]) -> dict[tuple[str, bool], str]:
+    """row -> verdict. An architecture that the engine does not claim is not asked."""
+    found = engines.ask(ENGINES[engine], [question(place, *row) for row in rows], place)
+    for row, got in zip(rows, found, strict=True):
+        if "refused" not in got:
+            equal, difference = engines.same(got, wanted(place, *row))
+            print(f"{engine}, {describe(*row)}: {equal} of 64 tokens, log-probabilities within {difference:.1e}")
+    return {row: engines.verdict(got, wanted(place, *row)) for row, got in zip(rows, found, strict=True)}
+
+
+def describe(name: str, trained: bool) -> str:
+    return f"{name}, {'trained' if trained else 'converted'}"
+
+
+def in_table() -> dict[tuple[str, bool], dict[str, str]]:
+    return {(row["case"], row["trained"]): row["read"] for row in known.table()["rows"]}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_reads_as_the_table_says(engine: str, place: Path) -> None:
+    light = not ALL
+    if light and engine != "llama.cpp":
+        pytest.skip("asked by `make engines` alone, which takes minutes")
+    engines.need(engine)
+    if engine not in known.table()["engines"]:
+        pytest.skip(f"no column in the table yet; python -m tests.engines.test_engines {engine} asks and writes it")
+    table, rows = in_table(), LIGHT if light else ROWS
+    found = read(engine, place, [row for row in rows if engine in table[row]])
+    assert {describe(*row): said for row, said in found.items()} == {
+        describe(*row): table[row][engine] for row in found
+    }
+
+
+def test_a_wrong_expert_is_not_read_right(place: Path) -> None:
+    """The twin: one matrix of one expert of the folder is another than transformers was asked about."""
+    engines.need("llama.cpp")
+    asked = question(place, "mixtral", False)
+    wrong = Path(shutil.copytree(asked["folder"], place / "wrong"))
+    tensors = load_file(wrong / "model.safetensors")
+    tensors["model.layers.0.block_sparse_moe.experts.1.w2.weight"] *= 1.1
+    save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
+    (got,) = engines.ask(ENGINES["llama.cpp"], [asked | {"folder": str(wrong)}], place)
+    assert engines.verdict(got, wanted(place, "mixtral", False)).startswith("wrong: ")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_smollm2_in_an_engine(engine: str, place: Path) -> None:
+    if not (SMOLLM2 / "config.json").is_file():
+        pytest.skip("runs/smollm2 is not there; shared/tools/smollm2.py makes it")
+    if not ALL:
+        pytest.skip("asked by `make engines` alone, which takes minutes")
+    engines.need(engine)
+    moe = place / "smollm2"
+    if not moe.exists():
+        Upcycling(source=SMOLLM2, target="mixtral", experts=4, top_k=2).convert(moe, quiet=True)
+    asked = engines.question(moe, "The capital of France is", (engines.ROOT / "README.md").read_text())
+    want, (got,) = engines.transformers(asked | {"folder": str(SMOLLM2)}), engines.ask(ENGINES[engine], [asked], place)
+    assert "refused" not in got, got
+    equal, difference = engines.same(got, want)
+    print(f"{engine}, SmolLM2: {equal} of 64 tokens of the dense model, log-probabilities within {difference:.1e}")
+    assert engines.verdict(got, want) == known.RIGHT
+
+
+def write(names: Sequence[str]) -> None:
+    """Ask engines about every row; keep what the table says of the others."""
+    there = [engine for engine in names or ENGINES if ENGINES[engine].python.is_file()]
+    with tempfile.TemporaryDirectory() as folder:
+        place, rows = Path(folder), []
+        with redirect_stdout(sys.stderr):
+            found = {}
+            for engine in there:
+                start = time.monotonic()
+                found[engine] = read(engine, place, ROWS)
+                print(f"{engine}: {len(ROWS)} models in {time.monotonic() - start:.0f} s")
+        known.table.cache_clear()  # another such run may have written its columns meanwhile
+        old, versions = in_table(), dict(known.table()["engines"])
+        for name, trained in ROWS:
+            config = json.loads((Path(question(place, name, trained)["folder"]) / "config.json").read_text())
+            said = old.get((name, trained), {}) | {engine: found[engine][name, trained] for engine in there}
+            asked = known.asks(target(CASES[name].target).read(config))
+            rows.append({"case": name, "trained": trained, "target": CASES[name].target, "asks": asked, "read": said})
+    versions |= {engine: ENGINES[engine].version for engine in there}
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    known.FILE.write_text(f'{{"engines": {json.dumps(versions)}, "rows": [\n{lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    write(sys.argv[1:])
