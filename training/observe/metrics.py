@@ -31,7 +31,7 @@ from torch import Tensor
 
 from training.observe.flops import throughput
 from upcycle import strict
-from upcycle.disk import write_atomic
+from upcycle.disk import naming, write_atomic
 
 FILE = "metrics.jsonl"
 BEFORE = "metrics.before.jsonl"  # of a run that left no checkpoint to resume from
@@ -74,7 +74,8 @@ class Metrics:
             self.outlets.append(TensorBoard(folder, resume_step))
         if wandb:
             self.outlets.append(Wandb(folder, wandb, config or {}))
-        self.file = open(folder / FILE, "a")  # noqa: SIM115 - close() closes it
+        self.path = folder / FILE
+        self.file = open(self.path, "a")  # noqa: SIM115 - close() closes it
         self.restart()
 
     def step(self, step: int, *, tokens: int, **values: Value) -> None:
@@ -100,8 +101,9 @@ class Metrics:
         if self.taken:
             row |= self.speed(step)  # after fetch, which waited for the device
         row |= numbers
-        self.file.write(json.dumps({n: v if math.isfinite(v) else None for n, v in row.items()}) + "\n")
-        self.file.flush()
+        with naming(self.path):
+            self.file.write(json.dumps({n: v if math.isfinite(v) else None for n, v in row.items()}) + "\n")
+            self.file.flush()
         for outlet in self.outlets:
             outlet.log(step, row)
         if self.taken:
@@ -113,7 +115,8 @@ class Metrics:
     def sync(self) -> None:
         """Wait until the lines are on the disk: a checkpoint that outlives them would leave a hole in the file."""
         if not self.quiet:
-            os.fsync(self.file.fileno())
+            with naming(self.path):
+                os.fsync(self.file.fileno())
 
     def speed(self, step: int) -> dict[str, Any]:
         seconds = max(time.perf_counter() - self.started, 1e-9)
