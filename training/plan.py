@@ -125,6 +125,11 @@ class Share(NamedTuple):
 
 def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Model | None = None) -> Memory:
     """The fullest rank's Memory for `config` on `world` GPUs. `model`: of the same spec and optimiser."""
+    return max(by_place(spec, config, world, model), key=lambda memory: memory.total)
+
+
+def by_place(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Model | None = None) -> list[Memory]:
+    """A rank's Memory at each place in the pipeline."""
     model, mesh = model or Model(spec, config), config.mesh
     ranks = [[0]] if mesh.pp == 1 else stages(mesh.pp, mesh.schedule)
     ranges = model.ranges(mesh.pp, mesh.schedule)
@@ -143,7 +148,7 @@ def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Mo
         units = sum((model.of(part) for part in parts), Counter())
         layers = sum(kept.get(layer, dense_layer) for part in parts for layer in part)
         found.append(of_rank(model, config, count, place, parts, [(shares[u], n) for u, n in units.items()], layers))
-    return max(found, key=lambda memory: memory.total)
+    return found
 
 
 def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str, int], count: int) -> Share:

@@ -202,7 +202,7 @@ def held_in_a_step(rank: int, world: int) -> tuple[Held, plan.Memory]:
     assert validate(run, [valid], lambda: None)["valid/of/loss"] > 0  # type: ignore[list-item]
     assert documents == [None] * 6, "without mask_documents no stage sees documents, in training or in validation"
     most = Held(*(max(getattr(held, name) for held in seen) for name in ("gradients", "gathered", "unit")))
-    return most, plan.of_rank(spec, config, world, layers, mesh.index("pp"), {})
+    return most, plan.by_place(spec, config, world)[mesh.index("pp")]
 
 
 def test_the_plan_counts_what_a_sharded_stage_holds_in_a_step() -> None:
