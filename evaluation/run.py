@@ -124,6 +124,11 @@ class RunConfig:
             )
 
     @property
+    def picked(self) -> dict[str, list[int]]:
+        """`samples` in order: lm-eval pairs the numbers as given with the items as they come."""
+        return {task: sorted(set(numbers)) for task, numbers in self.samples.items()}
+
+    @property
     def four_seeds(self) -> tuple[int, ...]:
         """Of python, numpy, torch and examples; none where lm-eval's own are wanted."""
         return self.seeds * 4 if len(self.seeds) == 1 else self.seeds
@@ -196,7 +201,7 @@ def run(config: RunConfig, command: str) -> Path:
                 sums.append(results.save_items(folder, items_of(samples, found)))
 
         answered = ask(
-            lm, found, config.limit, BOOTSTRAP, keep, seeds=config.four_seeds, samples=config.samples or None,
+            lm, found, config.limit, BOOTSTRAP, keep, seeds=config.four_seeds, samples=config.picked or None,
             system_instruction=config.system_instruction or None, apply_chat_template=config.apply_chat_template,
             fewshot_as_multiturn=multiturn(config),
         )  # fmt: skip
