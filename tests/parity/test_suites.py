@@ -150,4 +150,4 @@ def test_ifeval_is_compared_and_on_the_page(
     )
     capsys.readouterr()
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), f"output={tmp_path / 'report.html'}"]) == 0
-    assert "prompt_level_strict_acc" in (tmp_path / "report.html").read_text()
+    assert "prompt level strict acc" in (tmp_path / "report.html").read_text()
