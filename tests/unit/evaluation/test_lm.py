@@ -322,7 +322,7 @@ def test_files_of_another_form_are_refused_in_one_sentence(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"gsm8k/test.jsonl is missing; give data=FOLDER"):
         tasks.load("gsm8k", str(tmp_path))
     write_eval(tmp_path, "gsm8k/test.jsonl", {"question": "1 + 1?", "answer": "#### 2"}, {"query": "x"})
-    with pytest.raises(ValueError, match=r"test.jsonl:2 has no question, answer \(it has query\)"):
+    with pytest.raises(ValueError, match=r"test.jsonl:2 has no question, answer \(it has 'query'\)"):
         tasks.load("gsm8k", str(tmp_path))
     (tmp_path / "gsm8k/test.jsonl").write_text("{]\n")
     with pytest.raises(ValueError, match=r"test.jsonl:1 is not JSON"):

@@ -62,7 +62,6 @@ def test_no_file_of_a_report_has_markup_of_others(tmp_path: Path, capsys: pytest
     file = routed(tmp_path)
     value = json.loads(file.read_text())
     value |= {
-        "top_k": EVIL,
         "checkpoint": EVIL,
         "start": EVIL,
         "tokens": {EVIL: 1},

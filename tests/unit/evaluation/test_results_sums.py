@@ -59,7 +59,7 @@ DAMAGE = {
     "missing": (lambda lines: lines[:-1], "has 9 items of x and run.json 10"),
     "none": (lambda lines: [], "has 0 items of x and run.json 10"),
     "nan": (lambda lines: [lines[0].replace("-1.0", "NaN", 1), *lines[1:]], "item 0 of x has a number that is not finite"),
-    "infinite": (lambda lines: [lines[0].replace("-2.0", "-1e999", 1), *lines[1:]], "that is not finite"),
+    "infinite": (lambda lines: [lines[0].replace("-2.0", "-1e999", 1), *lines[1:]], "-1e999 is beyond float64"),
     "a score": (lambda lines: [lines[0].replace('"acc":1.0', '"acc":NaN'), *lines[1:]], "that is not finite"),
 }  # fmt: skip
 
