@@ -338,7 +338,8 @@ def table(found: dict[str, Any]) -> str:
     shown = {name: get for name, get in columns.items() if get(found["layers"][0]) is not None}
     lines = ["layer  " + "  ".join(shown)]
     for row in found["layers"]:
-        cells = (f"{get(row):.4g}".rjust(len(name)) for name, get in shown.items())
+        values = {name: get(row) for name, get in shown.items()}
+        cells = (("" if value is None else f"{value:.4g}").rjust(len(name)) for name, value in values.items())
         lines.append(f"{int(row['layer']):>5}  " + "  ".join(cells))
     return "\n".join(lines)
 

@@ -445,7 +445,7 @@ def read_dense(folder: Path, path: Path) -> str:
     shown = inspect.describe(path.parent)
     with Checkpoint.open(path.parent) as checkpoint:
         made = plan.build(UpcycleConfig(source=str(path.parent), experts=4), [checkpoint])
-        shown += str(list(card.rows(made))) + card.text(made)
+        shown += str(list(card.rows(made))) + card.text(made, path.parent)
     with layout.opened(path.parent) as origin:
         return shown + str(origin.spec)
 
