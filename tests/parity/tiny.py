@@ -185,7 +185,7 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
 
     ours = json.loads((folder / "config.json").read_text())["model_type"] == "upcycled"
     model, info = (UpcycledForCausalLM if ours else AutoModelForCausalLM).from_pretrained(
-        folder, dtype=dtype, output_loading_info=True, experts_implementation="eager"
+        folder, dtype=dtype, output_loading_info=True, attn_implementation="eager", experts_implementation="eager"
     )
     assert not any(info.values()), info
     return model.eval()
