@@ -188,7 +188,7 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
     for key in values:
         if key not in fields:
             raise ValueError(
-                f"unknown key '{where}{key}'{elsewhere(kind, str(key)) or nearest(str(key), list(fields))}; "
+                f"unknown key '{where}{key!s:.160}'{elsewhere(kind, str(key)) or nearest(str(key), list(fields))}; "
                 f"known keys: {', '.join(fields)}"
             )
     schema: DictConfig = OmegaConf.structured(kind)

@@ -80,7 +80,7 @@ def kept(folder: Path) -> Origin:
 def published(file: Path) -> Path:
     """The file, if an export may take it over: by its name and as it lies there."""
     if not any(file.match(pattern) for pattern in (*COPIED, *TERMS, MODELING.name)):
-        raise ValueError(f"{file.parent / RECORD} names {file.name!r}, which is no file that an export takes over")
+        raise ValueError(f"{file.parent / RECORD} names {file.name[:160]!r}, which is no file that an export takes over")
     return own(file)
 
 
