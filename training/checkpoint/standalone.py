@@ -38,6 +38,7 @@ from upcycle.disk import make_folder, sweep, write_atomic
 from upcycle.inspect import Settings
 from upcycle.job import read_json
 from upcycle.plan import UpcyclePlan
+from upcycle.strict import short
 from upcycle.targets.upcycled import MODELING
 
 FOLDER, CONFIG, OBSERVED, RECORD = "origin", "config.json", "observed.safetensors", "origin.json"
@@ -80,7 +81,7 @@ def kept(folder: Path) -> Origin:
 def published(file: Path) -> Path:
     """The file, if an export may take it over: by its name and as it lies there."""
     if not any(file.match(pattern) for pattern in (*COPIED, *TERMS, MODELING.name)):
-        raise ValueError(f"{file.parent / RECORD} names {file.name[:160]!r}, which is no file that an export takes over")
+        raise ValueError(f"{file.parent / RECORD} names {short(file.name)}, which is no file that an export takes over")
     return own(file)
 
 
