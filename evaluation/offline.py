@@ -19,9 +19,10 @@ from datasets import Dataset
 from pyarrow import ArrowException  # type: ignore[import-untyped]
 
 from upcycle import text
-from upcycle.strict import MAX_LINE, parse_row, read_text, short
+from upcycle.strict import MAX_LINE, check_depth, parse_row, read_text, short
 
 Row = dict[str, Any]
+MAX_NESTED = 12  # values in values of all rows; the time that datasets takes to look at them doubles with each
 
 
 class Splits(dict[str, Dataset]):
@@ -44,9 +45,11 @@ def splits(folder: Path, dataset: str, name: str | None) -> Splits:
     for split, rows in READERS[dataset](folder, name or ""):
         if not rows:
             raise ValueError(f"{folder} has no documents for {dataset} ({split}); is the file empty?")
+        documents = list(rows)
         try:
-            found[split] = Dataset.from_list(list(rows))
-        except (ArrowException, OverflowError, TypeError) as error:  # a key that has a number here and a list there
+            check_depth(documents, MAX_NESTED)
+            found[split] = Dataset.from_list(documents)
+        except (ArrowException, OverflowError, TypeError, ValueError) as error:  # a number here, a list there
             said = " ".join(str(error).split())
             raise ValueError(
                 f"{folder} has documents for {dataset} ({split}) that make no table: {said:.200}"

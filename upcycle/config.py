@@ -183,7 +183,7 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
     """A dataclass from plain values: unknown keys refused with the nearest right one, types checked by OmegaConf. Texts
     are literal: ${...} in them is resolved by `read` or not at all."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where or 'the config'} is {values!r}; it must be keys and values")
+        raise ValueError(f"{where or 'the config'} is {strict.short(values)}; it must be keys and values")
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:

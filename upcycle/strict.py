@@ -183,10 +183,10 @@ def parse_row(line: str, where: str) -> Any:
         raise ValueError(f"{where} is not JSON: {error}") from None
 
 
-def check_depth(value: Any) -> None:
-    """Raise a ValueError if values are nested deeper than MAX_DEPTH: what is made of them recurses."""
+def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
+    """Raise a ValueError if values are nested deeper than `most`: what is made of them recurses."""
     level = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(most):
         level = [
             inner
             for each in level
