@@ -259,7 +259,7 @@ def parse_yaml(text: str, where: str) -> Any:
             loader.dispose()
     except RecursionError:
         raise ValueError(f"{where} is not usable YAML: it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, TypeError, KeyError, OverflowError) as error:  # int('') and the like
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, OverflowError) as error:  # int('') and the like
         raise ValueError(f"{where} is not usable YAML: {' '.join(str(error).split())}") from None
 
 

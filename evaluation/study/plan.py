@@ -200,6 +200,9 @@ def arm_of(config: StudyConfig, name: str, own: Any) -> Arm:
     parts = [literal(keys) for keys in (start, plain(config.base), plain(own))]
     values: Any = OmegaConf.to_container(OmegaConf.merge(*parts), resolve=True)
     values = {"model": {}, "data": {}, **{key: value for key, value in values.items() if key not in SET}}
+    for key in ("model", "data"):
+        if not isinstance(values[key], dict):
+            raise ValueError(f"{key} of arm {name} is {strict.short(values[key])}; it must be keys and values")
     upcycle = values["model"].get("upcycle")
     if isinstance(upcycle, str) and upcycle:  # a ready config: its keys instead of its name, because a seed joins them
         values["model"]["upcycle"] = keys_of(upcycle, UPCYCLE_READY)

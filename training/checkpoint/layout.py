@@ -37,6 +37,7 @@ from upcycle.job import JOB, Worker, check_first, explained, job, read_json
 from upcycle.make import Maker
 from upcycle.plan import UpcyclePlan, build
 from upcycle.spec import BYTES, DenseSpec, MoESpec
+from upcycle.strict import short
 
 
 @dataclass(frozen=True)
@@ -139,11 +140,11 @@ def described(
         return Origin(moe, moe_tensors(moe, model_type), read, config, files, settings=settings)
     if model_type in siblings.DENSE or model_type in siblings.MOE:
         raise ValueError(
-            f"{source} has model_type {model_type!r}, which `upcycle` can plan, convert and verify, but our own "
+            f"{source} has model_type {short(model_type)}, which `upcycle` can plan, convert and verify, but our own "
             "decoder does not have; train and evaluate it with other tools, or start from another family"
         )
     raise ValueError(
-        f"{source} has model_type {model_type!r}; training knows the dense families {', '.join(families)} "
+        f"{source} has model_type {short(model_type)}; training knows the dense families {', '.join(families)} "
         f"and the MoE architectures {', '.join(targets)}"
     )
 

@@ -131,7 +131,7 @@ def load_encoder(folder: Path, eos: str) -> Encoder:
             raise ValueError(f"{folder}/tokenizer_config.json names no eos_token; write eos=TOKEN")
         eos = named
     if eos not in known:
-        raise ValueError(f"the tokenizer of {folder} has no token {eos!r}; write eos=TOKEN with one that it has")
+        raise ValueError(f"the tokenizer of {folder} has no token {strict.short(eos)}; write eos=TOKEN, one of its own")
     with text.explained(folder / "tokenizer.json"):
         before = [id for id in tokenizer.encode("").ids if id != known[eos]]
     if len(before) > 1:
