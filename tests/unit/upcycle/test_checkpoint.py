@@ -17,9 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from shapes import llama_shapes, make_shaped
 from torch import Tensor
 
+from tests.unit.shapes import llama_shapes, make_shaped
 from upcycle import checkpoint
 from upcycle.__main__ import main
 from upcycle.checkpoint import DTYPES, INDEX, Checkpoint, count_non_finite, read_header
