@@ -95,9 +95,7 @@ def read(path: Path, changed: float) -> tuple[Evaluation, tuple[Item, ...]]:
         model=model(config, whole, rows),
         suite=",".join(top),
         command=f"lm-eval run --model {config.get('model')} --tasks {','.join(top)}",
-        options={
-            k: config.get(k) for k in ("model", "model_args", "limit", "gen_kwargs", "batch_size") if config.get(k)
-        },
+        options={key: config[key] for key in OPTIONS if config.get(key)},
         versions={"lm_eval": str(whole.get("lm_eval_version")), "transformers": str(whole.get("transformers_version"))},
         started=time_of(path),
         seconds=float(whole.get("total_evaluation_time_seconds") or 0),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from upcycle import strict
+from upcycle.convert import jsonable
 from upcycle.disk import make_folder, sha256, write_atomic
 from upcycle.publish import digest
 
@@ -127,7 +128,7 @@ def save_items(folder: str | Path, items: Iterable[Item]) -> str:
 
 def save_run(folder: str | Path, run: Evaluation, items: str) -> Path:
     """Writes run.json; `items`: the sum of the run's items, as save_items returns it."""
-    value = json.loads(json.dumps({"format": FORMAT} | asdict(run) | {"items_sha256": items}))
+    value = jsonable({"format": FORMAT} | asdict(run) | {"items_sha256": items})
     write_atomic(Path(folder) / "run.json", json.dumps(value | {"sum": digest(value)}, indent=1).encode() + b"\n")
     return Path(folder)
 

@@ -82,7 +82,8 @@ class OptimConfig:
     # decides, and the three keys above decide of what is in none. A rate of 0 freezes
     groups: tuple[Any, ...] = ()
     # share of the steps, the last ones: a run ends with the mean of their weights, which is what is validated, saved
-    # and exported then; 0: with the last step's. It averages out the noise of steps, as a falling rate does
+    # and exported then, and what more steps go on from; 0: with the last step's. It averages out the noise of steps, as
+    # a falling rate does
     average: float = 0.0
     spike_sigma: float = 0.0  # skip a step whose loss or gradient norm is so many deviations above the mean; 0: none
     spike_window: int = 128  # steps that this mean is over

@@ -18,7 +18,7 @@ from upcycle.promise import Promise
 from upcycle.version import __version__
 
 MAX_CARD = 1 << 20  # bytes of a card that are read for its license
-TERMS = ("license", "license_name", "license_link")
+LICENSE = ("license", "license_name", "license_link")  # keys of a card's head
 
 
 def settings(plan: UpcyclePlan) -> dict[str, Any]:
@@ -109,11 +109,9 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
         f"{human(plan.bytes, 'B')} in {len(plan.shards)} file{'s' * (len(plan.shards) > 1)}, {moe.dtype}, "
         f"{len(plan.outputs)} tensors",
     )
+    yield "runs on", engines.sentence(plan.target, plan.hf_config)
     if d.carried is None:
-        yield "runs on", engines.sentence(plan.target, plan.hf_config)
         yield "training", "memory on each GPU, by a training config: python -m training.plan CONFIG gpus=8"
-    else:
-        yield "runs on", "transformers; no other engine was tried"
     for name, why in plan.dropped[:8]:
         yield "dropped", f"{name}: {why}"
     if len(plan.dropped) > 8:
@@ -209,4 +207,4 @@ def terms(dense: Path) -> dict[str, Any]:
         found = data.to_dict()
     except (ValueError, UnicodeDecodeError, YAMLError):
         return {}
-    return {key: found[key] for key in TERMS if isinstance(found.get(key), str)}
+    return {key: found[key] for key in LICENSE if isinstance(found.get(key), str)}

@@ -13,7 +13,7 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from upcycle import plugin, strict
+from upcycle import plugin, siblings, strict
 from upcycle.spec import MoESpec
 
 FILE = Path(__file__).with_name("engines.json")
@@ -88,6 +88,8 @@ def blamed(
 
 def sentence(target: str, config: Mapping[str, Any]) -> str:
     """transformers, vLLM; not MLX: ...; not tried: ... Of a config.json, because that is what an engine sees."""
+    if target in siblings.MOE:
+        return "transformers; no other engine was tried"
     chosen = plugin.load("upcycle.targets", target)
     if not chosen.ABILITIES.stock:
         return "transformers with trust_remote_code=True; no other engine knows this architecture"

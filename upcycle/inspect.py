@@ -185,14 +185,23 @@ def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a converted folder, None if it has none. A ValueError if it is not as upcycle writes it."""
-    path = folder / MANIFEST
+    return held(folder / MANIFEST, Manifest, "upcycle wrote", "convert")
+
+
+def read_files(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder that was exported, None if it has none: it lists the files, and says no more."""
+    return held(folder / publish.FILES, Listed, "an export wrote", "export")
+
+
+def held(path: Path, kind: Any, who: str, how: str) -> dict[str, Any] | None:
+    """What a manifest of this kind holds, None without the file; `who` writes it, and by doing `how`."""
     if not path.is_file():
         return None
     try:
-        manifest: dict[str, Any] = strict.held(strict.read_object(path), Manifest, str(path))
+        manifest: dict[str, Any] = strict.held(strict.read_object(path), kind, str(path))
         return manifest
     except ValueError as error:
-        raise ValueError(f"{path} is not a manifest that upcycle wrote ({error}); convert again") from None
+        raise ValueError(f"{path} is not a manifest that {who} ({error}); {how} again") from None
 
 
 def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
@@ -207,18 +216,6 @@ def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
         raise ValueError(
             f"{folder / MANIFEST} does not say what was read, as this version writes it ({error}); convert again"
         ) from None
-
-
-def read_files(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder that was exported, None if it has none: it lists the files, and says no more."""
-    path = folder / publish.FILES
-    if not path.is_file():
-        return None
-    try:
-        manifest: dict[str, Any] = strict.held(strict.read_json(path), Listed, str(path))
-        return manifest
-    except ValueError as error:
-        raise ValueError(f"{path} is not a manifest that an export wrote ({error}); export again") from None
 
 
 def check(folder: Path) -> bool:

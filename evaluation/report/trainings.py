@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from evaluation import compare, curves
 from evaluation.compare import Losses
@@ -171,8 +170,8 @@ def leaves(values: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, An
 def word(key: str, value: Any) -> str:
     """key=value as a command reads it, as YAML: there 1e-08 and true would be a text and a truth."""
     if isinstance(value, str):
-        with suppress(yaml.YAMLError):
-            if not value or yaml.safe_load(value) == value:
+        with suppress(ValueError):
+            if not value or strict.parse_yaml(value, key) == value:
                 return f"{key}={value}"
     text = json.dumps(value)
     return f"{key}={text.replace('e', '.0e', 1) if isinstance(value, float) and '.' not in text else text}"

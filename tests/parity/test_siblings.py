@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
+from tests.parity import tiny
 from tests.unit.upcycle.mutations import keys_read, unreadable, written
 from training.checkpoint import layout
 from upcycle import siblings
+from upcycle.__main__ import main
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, read
 from upcycle.convert import convert
@@ -323,6 +324,14 @@ def test_donors_are_of_one_architecture(dense_folder: Callable[[str], Path], tmp
 def test_score_auto(dense_folder: Callable[[str], Path]) -> None:
     for dense, score in {"lfm2": "sigmoid", "cohere2": "softmax", "ernie4_5": "softmax"}.items():
         assert planned(dense_folder(dense), "router.score=auto")[0].moe.score == score
+
+
+def test_a_plan_says_what_runs_it_as_a_table_and_as_json(
+    dense_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([], ["--json"]):
+        assert main(["plan", f"source={dense_folder('cohere2')}", *words]) == 0
+        assert "transformers; no other engine was tried" in capsys.readouterr().out
 
 
 def test_refusals(dense_folder: Callable[[str], Path], tmp_path: Path) -> None:

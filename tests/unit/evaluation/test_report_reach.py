@@ -67,6 +67,9 @@ def test_no_file_of_a_report_has_markup_of_others(tmp_path: Path, capsys: pytest
         "tokens": {EVIL: 1},
         "load": {EVIL: value["load"]["law"]},
     }
+    file.write_text(json.dumps(value | {"top_k": EVIL}))  # a number, which goes onto the page as it is
+    with pytest.raises(ValueError, match=r"top_k is .*it must be a whole number"):
+        made(tmp_path, [str(file)])
     file.write_text(json.dumps(value))
     runs = [log(tmp_path / name, 10.0, {0: 5.0, 10: 4.0, 20: 3.0}) for name in ("one", "<b>two")]
     for run_folder in runs:

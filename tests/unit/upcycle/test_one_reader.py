@@ -16,7 +16,6 @@ ALLOWED = {
     "upcycle/strict.py": 2, "upcycle/convert.py": 1, "upcycle/bench.py": 1, "training/build.py": 1, "training/checkpoint/standalone.py": 1,
     "training/parallel/collectives.py": 2, "training/parallel/processes.py": 1, "training/parallel/watch.py": 1,
     "training/data/shards.py": 1,  # numpy's own files, without pickles; sizes and types are checked after it
-    "evaluation/results.py": 1, "evaluation/report/trainings.py": 1,  # a value made anew; a word, as a command reads it
     "evaluation/demo.py": 2,  # texts and a suite that it has written itself a moment before
 }  # fmt: skip
 
