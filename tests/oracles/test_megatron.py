@@ -115,10 +115,15 @@ def megatron(folder: Path, shape: Shape, activation: str, dtype: str) -> dict[st
 
 
 def ours(folder: Path, out: Path, shape: Shape, activation: str, dtype: str, *words: str) -> dict[str, Tensor]:
-    """What our converter writes, its tensors put together and named as Megatron's are."""
+    """What our converter writes, its tensors put together and named as Megatron's are.
+
+    Experts of 12 neurons in bfloat16 are filled up to whole 16 bytes, which Megatron's are not: the rest is all zeros.
+    """
     source = folder / f"{activation}-{dtype}"
     common = [f"source={source}", f"output={out}", "target=upcycled", "scale_in=weights"]
     assert main(["convert", *common, *shape.words, *words]) == 0
+    with Checkpoint.open(source) as dense:
+        width = dense.config["intermediate_size"] // shape.granularity
     with Checkpoint.open(out) as moe:
         made = {}
         for layer in range(moe.config["num_hidden_layers"]):
@@ -127,6 +132,8 @@ def ours(folder: Path, out: Path, shape: Shape, activation: str, dtype: str, *wo
             for i in range(shape.experts * shape.granularity):
                 names = [f"{there}.experts.{i}.{m}_proj.weight" for m in ("gate", "up", "down")]
                 *fc1, fc2 = [moe.read(name) for name in names if name in moe.entries]
+                assert not any(w[width:].any() for w in [*fc1, fc2.T])
+                *fc1, fc2 = [*(w[:width] for w in fc1), fc2[:, :width]]
                 made |= {f"{here}.experts.{i}.fc1.weight": torch.cat(fc1), f"{here}.experts.{i}.fc2.weight": fc2}
     return made
 

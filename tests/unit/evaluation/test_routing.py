@@ -175,6 +175,14 @@ def test_the_command_writes_and_prints_a_table(
 # ---- refusals
 
 
+def test_a_layer_without_a_figure_has_a_gap_in_the_table(moe: Path, texts: list[str]) -> None:
+    found = routing.analyse(config(moe, texts))
+    found["layers"][1]["specialisation"] = None
+    head, *rows = routing.table(found).splitlines()
+    at = head.index("specialisation")
+    assert rows[0][at : at + 14].strip() and not rows[1][at : at + 14].strip()
+
+
 def test_refusals_are_one_sentence(moe: Path, texts: list[str]) -> None:
     cases = {
         "no text to route": config(moe, []),

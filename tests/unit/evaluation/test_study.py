@@ -125,6 +125,7 @@ def test_an_upcycle_config_by_name_has_its_keys_and_a_seed(tmp_path: Path) -> No
         ("arms.long.of=mow", "arms.long.of is 'mow', which is no arm"),
         ("arms.moe.match=seconds", "arms.moe has match='seconds', of=''"),
         ("arms.dense={model: {source: s}, match: flops, of: long}", "arms.dense.of is long, whose own steps follow"),
+        ("arms.moe.model=3", "model of arm moe is 3; it must be keys and values"),
         ("arms={a b: {model: {source: s}}, c: {}}", "'a b' is no name for an arm"),
         ("means.in=[x,yy]", "means.in names the validation set 'yy', and data.valid has x, y, z; did you mean 'y'?"),
         ("means.in=[]", "means.in names the validation set ''"),

@@ -110,6 +110,15 @@ def test_a_task_of_local_json_files_is_kept_beside_data(tmp_path: Path) -> None:
     assert len(found.loaded["tasks"]["beside"].eval_docs) == 1
 
 
+def test_documents_that_are_nested_deeply_are_refused_at_once(tmp_path: Path) -> None:
+    """The time that a table of lists takes doubles with each list in a list: for thirty it never came back."""
+    (tmp_path / "own.jsonl").write_text(json.dumps({"question": [["q"]]}) + "\n")
+    assert len(offline.splits(tmp_path, "jsonl", "own.jsonl")["test"]) == 1
+    (tmp_path / "own.jsonl").write_text(f'{{"question": ["q", {"[" * 30}"q"{"]" * 30}, "q"]}}\n')
+    with pytest.raises(ValueError, match="that make no table: it is nested too deeply"):
+        offline.splits(tmp_path, "jsonl", "own.jsonl")
+
+
 @pytest.mark.parametrize(
     ("dataset", "part"), [("aps/super_glue", "copa"), ("aps/super_glue", None), ("EleutherAI/lambada_openai", "de")]
 )

@@ -13,6 +13,8 @@ from tests.unit.training.test_plan import ALL, CONFIG, M
 from tests.unit.training.test_train import Stopped, config, losses, stops_before
 from tests.unit.training.test_train import place as place
 from training import train as train_module
+from training.build import checkpoints_of, start
+from training.checkpoint.state import moments
 from training.export import export
 from training.optim import OptimConfig
 from training.plan import memory
@@ -71,6 +73,24 @@ def test_a_resume_may_begin_to_average_and_keeps_its_moments(place: Path, tmp_pa
     five, six, last = (load_file(tmp_path / name / "model.safetensors") for name in ("step-5", "step-6", "last"))
     name = "model.embed_tokens.weight"
     torch.testing.assert_close(last[name], (five[name] + six[name]) / 2, rtol=1e-6, atol=1e-8)
+
+
+def test_more_steps_have_a_mean_of_their_own(place: Path, tmp_path: Path) -> None:
+    """After four steps, the last two of them in a mean, go four more: their mean begins anew, with step 5."""
+    for steps in (4, 8):
+        words = config(place, tmp_path / "run", *EVERY, "optim.average=0.5", steps=steps)
+        train(words)
+    with start(words, torch.device("cpu")) as run:
+        checkpoints_of(run).load(run.state)
+        assert run.optimizer is not None and run.optimizer.param_groups[0]["averaged"] == 4
+
+
+def test_moments_of_another_dtype_go_on_with_a_mean_beside_them() -> None:
+    own = {"exp_avg": torch.zeros(2), "mean": torch.zeros(2)}
+    found = moments(own, {"exp_avg": torch.ones(2, dtype=torch.bfloat16)})
+    assert found["exp_avg"].dtype == torch.float32 and found["exp_avg"].tolist() == [1, 1] and "mean" in found
+    assert moments({"exp_avg": own["exp_avg"]}, {**found}).keys() == {"exp_avg"}
+    assert moments({"momentum": torch.zeros(2)}, {**found})["momentum"].tolist() == [0, 0]  # another rule's start anew
 
 
 def test_the_plan_counts_the_mean() -> None:

@@ -18,7 +18,7 @@ from training.build import begin, loader_of, start
 from training.config import TrainConfig
 from training.data.mixture import DataConfig
 from training.data.open import open_training
-from training.optim import OptimConfig, ParameterGroup, check_groups, multiplier
+from training.optim import OptimConfig, Optimizer, ParameterGroup, check_groups, multiplier
 from training.parallel.mesh import MeshConfig
 from training.plan import memory
 from training.step import gradients
@@ -60,6 +60,13 @@ def test_the_last_group_decides_and_keys_decide_of_what_is_in_none() -> None:
     optim = OptimConfig(router_lr=3.0, embed_lr=4.0, groups=groups)
     assert [multiplier(optim, name) for name in NAMES] == [4.0, 1.0, 1.0, 0.5, 2.0, 0.0, 0.5, 4.0]
     assert multiplier(OptimConfig(router_lr=3.0, expert_lr=5.0), NAMES[4]) == 5.0
+
+
+def test_the_last_group_that_says_a_decay_decides_of_it() -> None:
+    groups = ({"match": "weight", "decay": 0.5}, {"match": "embed", "lr": 2}, {"match": "*norm", "decay": 0})
+    parameters = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in NAMES}
+    slots = {slot.name: slot.decay for slot in Optimizer(OptimConfig(groups=groups), parameters.items()).slots}
+    assert slots == dict(zip(NAMES, [0.5, 0, 0, 0.5, 0.1, 0.1, 0.5, 0.5], strict=True))
 
 
 @pytest.mark.parametrize(

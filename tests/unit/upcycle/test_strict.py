@@ -64,7 +64,7 @@ def test_yaml_is_plain_values_and_aliases_do_not_multiply() -> None:
     )
     for raw, word in {
         bomb: "values", "a: &a [*a]": "inside itself", "a: 1\na: 2": "'a' is there twice", "? [1]\n: 2": "a key is",
-        "a: !!python/object/apply:os.getcwd []": "of type", "a: !!binary x": "of type", "a: [": "usable YAML", "a: !!int x": "usable YAML",
+        "a: !!python/object/apply:os.getcwd []": "of type", "a: !!binary x": "of type", "a: [": "usable YAML", "a: !!int x": "usable YAML", "a: !!int _": "usable YAML",
         "[" * 5000: "too deeply", "a: &x " + "[" * 60 + "]" * 60: "too deeply", "--- 1\n--- 2": "usable YAML",
     }.items():  # fmt: skip
         refused(lambda: parse_yaml(raw, "some.yaml"), "some.yaml", word)  # noqa: B023
