@@ -27,6 +27,7 @@ from training.model.moe import MoE, Routing
 
 SCOPES = ("micro_batch", "sequence", "global")
 POLICIES = ("probability", "position")
+TOGETHER = 2**25  # logits whose figures are made at once: 128 MiB
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold different tokens
 
 
@@ -76,73 +77,46 @@ def probabilities(logits_TE: Tensor, score: str) -> Tensor:
     return logits_TE.softmax(-1)
 
 
-def balance_loss(probability_TE: Tensor, count_E: Tensor) -> Tensor:
-    """Switch Transformer's E * sum(f_i * P_i): 1 in balance, up to E. Leading dimensions (sequences) are averaged.
+def shares(count_E: Tensor, dtype: torch.dtype) -> Tensor:
+    """The share of the choices that went to each expert."""
+    share_E = count_E.to(dtype)
+    return share_E / share_E.sum(-1, keepdim=True).clamp(min=1)
+
+
+def balance_loss(probability_TE: Tensor, share_E: Tensor) -> Tensor:
+    """Switch Transformer's E * sum(f_i * P_i): 1 in balance, up to E. Leading dimensions stay.
 
     f is the share of the choices that went to an expert and has no gradient; P is the mean probability. The loss is
-    linear in P, so with the counts of the whole step as `count_E` the mean over micro-batches and ranks *is* the loss
+    linear in P, so with the counts of the whole step in `share_E` the mean over micro-batches and ranks *is* the loss
     of the whole step. "global" comes near to that: it counts the micro-batches so far, of all ranks, since the backward
     of one does not wait for the forward of the next. A step of one micro-batch has exactly that loss. Dropped choices
     count too.
     """
-    share_E = count_E.to(probability_TE.dtype)
-    share_E = share_E / share_E.sum(-1, keepdim=True).clamp(min=1)
-    return count_E.shape[-1] * (share_E * probability_TE.mean(-2)).sum(-1).mean()
+    return share_E.shape[-1] * (share_E * probability_TE.mean(-2)).sum(-1)
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
-    """ST-MoE's mean squared logsumexp."""
-    return logits_TE.logsumexp(-1).square().mean()
-
-
-class RouterLoss(NamedTuple):
-    total: Tensor  # weighted
-    aux: Tensor | None  # the balance loss as it is; None without a weight
-    z: Tensor
-
-
-def router_loss(
-    config: BalanceConfig,
-    logits_TE: Tensor,
-    probability_TE: Tensor,
-    expert_TK: Tensor,
-    count_E: Tensor,
-    sequences: int = 1,
-    reduce: Reduce | None = None,
-) -> RouterLoss:
-    """Balance and z-loss of one layer's micro-batch, tokens in order of `sequences` sequences of one length.
-
-    `count_E`: for scope micro_batch, of the micro-batch over all ranks; for global, of the step so far. `reduce`: for
-    scope sequence, sums counts over the ranks that a sequence is spread over.
-    """
-    total, aux = torch.zeros((), dtype=logits_TE.dtype, device=logits_TE.device), None
-    if config.aux_weight:
-        if config.aux_scope == "sequence":
-            experts = logits_TE.shape[-1]
-            probability_TE = probability_TE.view(sequences, -1, experts)
-            count_E = expert_counts(expert_TK.view(sequences, -1, expert_TK.shape[-1]), experts)
-            count_E = count_E if reduce is None else reduce(count_E)
-        aux = balance_loss(probability_TE, count_E)
-        total = total + config.aux_weight * aux
-    z = z_loss(logits_TE if config.z_weight else logits_TE.detach())
-    return RouterLoss(total + config.z_weight * z if config.z_weight else total, aux, z)
+    """ST-MoE's mean squared logsumexp. Leading dimensions stay."""
+    return logits_TE.logsumexp(-1).square().mean(-1)
 
 
 class AuxLoss(torch.autograd.Function):
-    """`x = AuxLoss.apply(x, loss)`: x unchanged, and in backward `loss` gets the gradient 1.
+    """`x = AuxLoss.apply(x, y, slope)`: x unchanged, and in backward y gets the gradient `slope`, which broadcasts to
+    it: as if the sum of slope * y were a part of the loss.
 
-    The model need not return its router losses, and a pipeline stage need not send them. The gradient is 1 whatever the
-    main loss was multiplied with, so scale `loss` by the same factor (1 / micro-batches) yourself.
+    The model need not return its router losses, and a pipeline stage need not send them. The gradient is the same
+    whatever the main loss was multiplied with, so scale `slope` by the same factor (1 / micro-batches) yourself.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.dtype, ctx.device = loss.dtype, loss.device
+    def forward(ctx: Any, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        ctx.shape = y.shape
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.ones((), dtype=ctx.dtype, device=ctx.device)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.saved_tensors[0].expand(ctx.shape), None
 
 
 @torch.no_grad()
@@ -188,13 +162,14 @@ def capacity_mask(
 
 
 def token_entropy(probability_TE: Tensor) -> Tensor:
-    """Mean over tokens of the router's entropy, divided by log E: 1 is undecided, 0 is certain."""
+    """Mean over tokens of the router's entropy, divided by log E: 1 is undecided, 0 is certain. Leading dimensions
+    stay."""
     entropy_T: Tensor = torch.special.entr(probability_TE).sum(-1)
-    return entropy_T.mean() / math.log(max(probability_TE.shape[-1], 2))
+    return entropy_T.mean(-1) / math.log(max(probability_TE.shape[-1], 2))
 
 
 def coherence(expert_TK: Tensor, granularity: int) -> Tensor:
-    """(whole, missing, doubled), means over tokens: do a token's choices make up whole FFNs?
+    """(whole, missing, doubled), means over tokens: do a token's choices make up whole FFNs? Leading dimensions stay.
 
     Expert e * G + g is slice g of copy e, and a dense FFN is one of each slice, of whatever copies. K choices should be
     n = K / G whole FFNs, so that every slice is there n times. whole: the share of tokens where it is so. missing,
@@ -202,8 +177,8 @@ def coherence(expert_TK: Tensor, granularity: int) -> Tensor:
     is rounded up: no choice is whole then, and the last FFN's missing slices count. A choice that a full expert drops
     counts as made.
     """
-    slices, times = granularity, -(-expert_TK.shape[1] // granularity)
-    held_TG = expert_counts((expert_TK % slices)[:, None], slices)
+    slices, times = granularity, -(-expert_TK.shape[-1] // granularity)
+    held_TG = expert_counts((expert_TK % slices)[..., None, :], slices)
     missing_T, doubled_T = (held_TG < times).sum(-1), (held_TG > times).sum(-1)
     return torch.stack([missing_T + doubled_T == 0, missing_T, doubled_T]).double().mean(-1)
 
@@ -242,18 +217,22 @@ class RouterLoad:
         self.nothing = torch.full((), math.nan, dtype=torch.float64, device=device)
 
     @torch.no_grad()
-    def count(self, layer: int, count_E: Tensor) -> Tensor:
-        """Adds a micro-batch; returns the counts of the step so far (a copy: backward may still need it)."""
-        self.step_NE[layer] += count_E
-        return self.step_NE[layer].clone()
+    def count(self, layer: int, expert_TK: Tensor) -> Tensor:
+        """Adds a micro-batch's choices; returns the counts of the step so far, which the next ones change."""
+        flat = expert_TK.flatten().long()
+        return self.step_NE[layer].scatter_add_(0, flat, torch.ones_like(flat))
 
     @torch.no_grad()
-    def average(self, layer: int, tokens: int, **means: Tensor | None) -> None:
-        """Adds a micro-batch's FIGURES; one that is left out, or not finite, counts for no token."""
-        found = (means.get(name) for name in FIGURES)
-        mean_F = torch.stack([self.nothing if mean is None else mean.double() for mean in found])
-        known_F = mean_F.isfinite()
-        self.sums_N2F[layer] += tokens * torch.stack([mean_F.where(known_F, 0), known_F.double()])
+    def average(self, first: int, tokens: int, **means: Tensor | None) -> None:
+        """Adds a micro-batch's FIGURES, of the layers from the first one on; one that is left out, or not finite,
+        counts for no token."""
+        found = [means.get(name) for name in FIGURES]
+        layers = max(mean.numel() for mean in found if mean is not None)
+        each = [(self.nothing if mean is None else mean.double()).expand(layers) for mean in found]
+        mean_NF = torch.stack(each, 1)
+        known_NF = mean_NF.isfinite()
+        known = torch.stack([mean_NF.where(known_NF, 0), known_NF.double()], 1)
+        self.sums_N2F[first : first + layers] += tokens * known
 
     def state_dict(self) -> dict[str, Tensor]:
         """The interval's sums at a step's end, so that a resumed run logs the same numbers too."""
@@ -296,6 +275,16 @@ def layer_load(histogram: list[int], sums: list[float], tokens: list[float]) -> 
     )
 
 
+class Routed(NamedTuple):
+    """A layer's routing of a micro-batch, as far as the log's figures need it."""
+
+    layer: int
+    logits_TE: Tensor
+    expert_TK: Tensor
+    share_SE: Tensor | None  # of the balance loss
+    dropped: Tensor | None  # share of the choices
+
+
 class Balance:
     """Watches and balances the routers of one model. Forward passes without gradients (validation) run as if it were
     not there: they drop nothing and count nothing.
@@ -328,53 +317,85 @@ class Balance:
         experts = self.blocks[0].spec.experts if self.blocks else 0
         device = self.blocks[0].router.weight.device if self.blocks else "cpu"
         self.load = RouterLoad(len(self.blocks), experts, device)
+        self.routed: list[Routed] = []  # neighbouring layers of one micro-batch, whose figures are still to be made
         for number, block in enumerate(self.blocks):
             block.balance = partial(self.route, number)
 
     def route(self, number: int, routing: Routing) -> Routing:
         if not torch.is_grad_enabled():
             return routing
-        config, score = self.config, self.blocks[number].spec.score
-        tokens, experts = routing.logits_TN.shape
-        weight_TK, dropped, room = routing.weight_TK, torch.zeros_like(self.load.nothing), None
+        config, logits_TE, weight_TK = self.config, routing.logits_TN, routing.weight_TK
+        tokens, experts = logits_TE.shape
+        share_SE = dropped = room = None
         if config.capacity_factor:
             factor, k = config.capacity_factor, routing.expert_TK.shape[1]
             keep_TK, dropped = capacity_mask(routing.expert_TK, weight_TK, experts, factor, config.drop_policy)
             weight_TK = weight_TK.where(keep_TK, 0)
             room = capacity(tokens, k, experts, factor) if config.pad_to_capacity else None
-        # of softmax routers the scores are the probabilities
-        probability_TE = routing.scores_TN if score == "softmax" else probabilities(routing.logits_TN, score)
-        count_E = expert_counts(routing.expert_TK, experts)
-        seen_E = self.load.count(number, count_E)
-        if config.aux_weight and config.aux_scope != "sequence":
-            count_E = seen_E if config.aux_scope == "global" else count_E
-            count_E = count_E if self.reduce is None else self.reduce(count_E)
-        loss = router_loss(
-            config, routing.logits_TN, probability_TE, routing.expert_TK, count_E, self.sequences, self.reduce_sequence
-        )
-        if config.aux_weight or config.z_weight:
-            weight_TK = AuxLoss.apply(weight_TK, loss.total * self.scale)  # type: ignore[no-untyped-call]
-        self.load.average(
-            number,
-            tokens,
-            dropped=dropped,
-            router_entropy=token_entropy(probability_TE.detach()),
-            aux=loss.aux,
-            z=loss.z,
-            **self.slices(routing.expert_TK),
-        )
+        seen_E = self.load.count(number, routing.expert_TK)
+        if config.aux_weight:
+            # of softmax routers the scores are the probabilities
+            soft = self.blocks[number].spec.score == "softmax"
+            probability_TE = routing.scores_TN if soft else probabilities(logits_TE, "sigmoid")
+            share_SE = shares(self.counts(seen_E, routing.expert_TK), probability_TE.dtype)
+            # the loss is linear in the probabilities: its gradient is known, and what it comes to is only for the log
+            slope_SE = share_SE * (config.aux_weight * self.scale * experts / tokens)
+            by_sequence = probability_TE.view(len(slope_SE), -1, experts)
+            weight_TK = AuxLoss.apply(weight_TK, by_sequence, slope_SE[:, None])  # type: ignore[no-untyped-call]
+        if config.z_weight:
+            z = z_loss(logits_TE)
+            slope = torch.full_like(z, config.z_weight) * self.scale
+            weight_TK = AuxLoss.apply(weight_TK, z, slope)  # type: ignore[no-untyped-call]
+        self.measure(Routed(number, logits_TE.detach(), routing.expert_TK, share_SE, dropped))
         return replace(routing, weight_TK=weight_TK, room=room)
 
-    def slices(self, expert_TK: Tensor) -> dict[str, Tensor]:
-        """The figures of coherence, where it is known that experts are copies of slices."""
+    def counts(self, seen_E: Tensor, expert_TK: Tensor) -> Tensor:
+        """(S, E): what the balance loss calls the load, of all ranks, of each sequence or of everything."""
+        if self.config.aux_scope == "sequence":
+            parts_SLK = expert_TK.view(self.sequences, -1, expert_TK.shape[-1])
+            count_SE = expert_counts(parts_SLK, len(seen_E))
+            return count_SE if self.reduce_sequence is None else self.reduce_sequence(count_SE)
+        count_E = seen_E if self.config.aux_scope == "global" else expert_counts(expert_TK, len(seen_E))
+        return (count_E if self.reduce is None else self.reduce(count_E))[None]
+
+    def measure(self, routed: Routed) -> None:
+        """Remembers a layer's routing for the log's figures, which are made of neighbouring layers at once: they take
+        dozens of small kernels, and a layer is too short for its own."""
+        if self.routed and not (
+            routed.layer == self.routed[-1].layer + 1
+            and routed.logits_TE.shape == self.routed[-1].logits_TE.shape
+            and sum(r.logits_TE.numel() for r in self.routed) + routed.logits_TE.numel() <= TOGETHER
+        ):
+            self.settle()
+        self.routed.append(routed)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Adds what is remembered to the figures."""
+        routed, self.routed = self.routed, []
+        if not routed:
+            return
+        logits_NTE = torch.stack([r.logits_TE for r in routed])
         spec = self.blocks[0].spec
-        if not spec.copies_of_slices:
-            return {}
-        return dict(zip(("whole", "missing", "doubled"), coherence(expert_TK, spec.granularity), strict=True))
+        probability_NTE = probabilities(logits_NTE, spec.score)
+        aux = dropped = None
+        if all(r.share_SE is not None for r in routed):
+            share_NSE = torch.stack([r.share_SE for r in routed if r.share_SE is not None])
+            parts_NSLE = probability_NTE.unflatten(1, (share_NSE.shape[1], -1))  # type: ignore[no-untyped-call]
+            aux = balance_loss(parts_NSLE, share_NSE).mean(-1)
+        figures = {"aux": aux, "z": z_loss(logits_NTE), "router_entropy": token_entropy(probability_NTE)}
+        if self.config.capacity_factor:
+            dropped = torch.stack([r.dropped for r in routed if r.dropped is not None])
+        figures["dropped"] = torch.zeros_like(self.load.nothing) if dropped is None else dropped
+        if spec.copies_of_slices:
+            found = coherence(torch.stack([r.expert_TK for r in routed]), spec.granularity)
+            figures |= dict(zip(("whole", "missing", "doubled"), found, strict=True))
+        self.load.average(routed[0].layer, logits_NTE.shape[1], **figures)
 
     @torch.no_grad()
     def end_step(self, skip: Tensor | None = None) -> None:
         """Moves the selection biases; call it after the optimiser's step, with the same `skip`."""
+        self.settle()
         count_NE = self.load.end_step(self.reduce if self.config.bias_rate else None)
         if self.config.bias_rate:
             for block, count_E in zip(self.blocks, count_NE, strict=True):

@@ -30,7 +30,7 @@ from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.observe.profiling import Phases
-from training.optim import Optimizer, SpikeGuard, check_groups, freeze
+from training.optim import Optimizer, SpikeGuard, check_groups, freeze, together
 from training.parallel.collectives import all_reduce, broadcast
 from training.parallel.mesh import ParallelMesh, check
 from training.parallel.pipeline import Pipeline, cut, stages
@@ -202,7 +202,7 @@ def learner(
         parts=parts,
         model=model,
         pipeline=pipeline_of(config, parts, mesh),
-        optimizer=Optimizer(config.optim, model.named_parameters()) if learns else None,
+        optimizer=Optimizer(config.optim, model.named_parameters(), model.moe) if learns else None,
         guard=SpikeGuard(config.optim, device),
         balance=balance_of(config, model, mesh),
         phases=Phases(device),
@@ -227,7 +227,8 @@ def pipeline_of(config: TrainConfig, parts: Sequence[Decoder], mesh: ParallelMes
 
 
 def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
-    """Refuses groups of parameters that this model has none of."""
+    """Refuses groups of parameters that this model has none of, and what is meant for copies where there are none."""
+    together(config.optim, spec if isinstance(spec, MoESpec) else None)
     with torch.device("meta"):
         whole = Decoder(spec, experts="reference")
     check_groups(config.optim, [name for name, _ in whole.named_parameters()])

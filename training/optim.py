@@ -33,11 +33,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.adamw import adamw
 
+from training.copies import pull_
 from training.kernels import updates
 from training.model.names import plain_name
 from training.parallel.collectives import local
 from upcycle.config import build
 from upcycle.plugin import nearest
+from upcycle.spec import MoESpec
 
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over ranks that hold different parameters (pipeline stages)
 RULES = ("adamw", "muon")
@@ -85,6 +87,11 @@ class OptimConfig:
     # and exported then, and what more steps go on from; 0: with the last step's. It averages out the noise of steps, as
     # a falling rate does
     average: float = 0.0
+    # Where experts are copies of a dense FFN's slices (training/copies.py): how much of each one's gradient is the mean
+    # of its copies' (1: all learn alike, which is dense training), and how much of what tells each from the mean of its
+    # copies it gives up at the end of a run. None given: 0.5 and 0.2 where the router chooses in each slice, else 0
+    share: float | None = None
+    shrink: float | None = None
     spike_sigma: float = 0.0  # skip a step whose loss or gradient norm is so many deviations above the mean; 0: none
     spike_window: int = 128  # steps that this mean is over
     skips: int = 10  # steps skipped in a row (not finite, or a spike) that end a run; 0: no limit
@@ -109,6 +116,10 @@ class OptimConfig:
             )
         if not 0 <= self.average <= 1:
             raise ValueError(f"optim.average is {self.average}; it must be a share of the steps, from 0 to 1")
+        for name in ("share", "shrink"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"optim.{name} is {value}; it must be a number from 0 to 1")
         if self.skips < 0:
             raise ValueError(f"optim.skips is {self.skips}; it must be a number of steps, 0 for no limit")
         if self.spike_window < 2:
@@ -155,8 +166,11 @@ class Slot:
 class Optimizer(torch.optim.Optimizer):
     """A torch optimiser to whoever saves it (`state`, `param_groups`); `step` and `state_dict` have our signatures."""
 
-    def __init__(self, config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """`parameters`: by role (upcycle/spec.py), loaded and sharded."""
+    def __init__(
+        self, config: OptimConfig, parameters: Iterable[tuple[str, nn.Parameter]], moe: MoESpec | None = None
+    ) -> None:
+        """`parameters`: by role (upcycle/spec.py), loaded and sharded. `moe`: of the model, which says what is a copy
+        of what."""
         named = [(plain_name(name), p) for name, p in parameters if p.requires_grad]
         if not named:
             raise ValueError(
@@ -170,6 +184,9 @@ class Optimizer(torch.optim.Optimizer):
         for slot in self.slots:
             self.state[slot.parameter] = fresh_state(config, slot)
         self.buckets = make_buckets([slot for slot in self.slots if slot.rule == "adamw"])
+        self.share, self.shrink = together(config, moe)
+        self.slices = 1 if moe is None else moe.granularity
+        self.copies = [slot for slot in self.slots if "experts" in slot.name.split(".") and self.share + self.shrink]
         device = local(named[0][1]).device
         self.never = torch.zeros((), dtype=torch.bool, device=device)
         self.excess: Tensor | None = None  # what the next step divides gradients by
@@ -206,6 +223,9 @@ class Optimizer(torch.optim.Optimizer):
         count of skipped steps: not a weight, not a moment, not the step number of the bias correction."""
         skip, excess = self.never if skip is None else skip, self.excess
         self.excess = None
+        if self.share:
+            for slot in self.copies:
+                pull_(slot.gradient, self.slices, self.share)
         for bucket in self.buckets:
             adamw_(bucket, self.config, lr, skip, excess)
         for slot in self.slots:
@@ -216,11 +236,19 @@ class Optimizer(torch.optim.Optimizer):
         torch.maximum(self.longest, self.in_a_row, out=self.longest)
 
     @torch.no_grad()
+    def finish(self, step: int, steps: int) -> None:
+        """After a step: what a run's end needs of it, and after the last one what ends the run."""
+        if self.config.average:
+            self.average(step, steps)
+        if step == steps and self.shrink:
+            for slot in self.copies:
+                pull_(slot.master, self.slices, self.shrink)
+                copy_where_apart([local(slot.parameter)], [local(slot.master)])
+
     def average(self, step: int, steps: int) -> None:
-        """After a step: adds its weights to the mean of the last ones, and after the run's last step puts the mean in
-        their place."""
+        """Adds a step's weights to the mean of the last ones; after the run's last step the mean takes their place."""
         first, group = steps - round(self.config.average * steps) + 1, self.param_groups[0]
-        if step < first or not self.config.average:
+        if step < first:
             return
         group["averaged"] = 1 if step == first else group["averaged"] + 1  # of a resume that asks for it late: the rest
         pairs = [(local(slot.state["mean"]), local(slot.master)) for slot in self.slots]
@@ -248,6 +276,21 @@ def fill(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str) -> N
         )
     for name, tensor in own.items():
         tensor.copy_(state[name])
+
+
+def together(config: OptimConfig, moe: MoESpec | None) -> tuple[float, float]:
+    """(share, shrink) of a model. Raises a ValueError if they are asked for where nothing is a copy."""
+    apart = moe is None or moe.disjoint or moe.copies == 1
+    for name in ("share", "shrink"):
+        if apart and getattr(config, name):
+            raise ValueError(
+                f"optim.{name} is {getattr(config, name)}, but no expert of this model is a copy of another one; leave "
+                "it out"
+            )
+    by_default = (0.5, 0.2) if moe is not None and moe.choice == "each-slice" else (0.0, 0.0)
+    given = (config.share, config.shrink)
+    share, shrink = (d if value is None else value for value, d in zip(given, by_default, strict=True))
+    return share, shrink
 
 
 def make_slot(

@@ -92,7 +92,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                         batches = [next(loader) for _ in range(run.micro_batches)]
                     learned = train_step(run, [batch for batch, _ in batches], rate(state.step))
                     state.step, run.place.cursor = state.step + 1, batches[-1][1]
-                    optimizer.average(state.step, config.steps)
+                    optimizer.finish(state.step, config.steps)
                     tokens = config.batch * config.data.sequence
                     metrics.step(state.step, tokens=tokens, lr=rate(state.step - 1), **learned)
                     stopped, again = anywhere([stop.signal is not None, checkpoints.failed], run.control)

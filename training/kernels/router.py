@@ -51,15 +51,16 @@ class SplitLinear(torch.autograd.Function):
 def split(x: Tensor, parts: int) -> tuple[Tensor, ...]:
     """bf16 tensors of 8 bits each whose sum is x, or as near to it as `parts` come; a bf16 tensor is its own.
 
-    Bits are cut off as bits: a compiler that sees x - x.to(bfloat16) computes it in float32, where it is 0.
+    A float32's upper half is the bf16 that it is when cut off: a view, for which no kernel runs. (And a compiler that
+    sees x - x.to(bfloat16) computes it in float32, where it is 0.)
     """
     if x.dtype == torch.bfloat16:
         return (x,)
-    out = []
+    out: list[Tensor] = []
     for _ in range(parts):
-        high = (x.view(torch.int32) & -65536).view(torch.float32)
-        out.append(high.to(torch.bfloat16))
-        x = x - high
+        x = x - out[-1] if out else x.contiguous()
+        upper = x.view(torch.bfloat16).unflatten(-1, (-1, 2))[..., 1]  # type: ignore[no-untyped-call]
+        out.append(upper)  # the second half in memory is the upper one
     return tuple(out)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.balance import (
     AuxLoss,
@@ -25,14 +26,14 @@ from training.balance import (
     coherence,
     expert_counts,
     probabilities,
-    router_loss,
+    shares,
     token_entropy,
     update_bias_,
     z_loss,
 )
 from training.dispatch import Dispatched, Dispatcher
 from training.model.decoder import Decoder
-from training.model.moe import MoE
+from training.model.moe import MoE, Routing
 from upcycle.config import build
 from upcycle.spec import DenseSpec, MoESpec
 
@@ -45,6 +46,26 @@ def logits(seed: int = 0, tokens: int = T) -> Tensor:
 
 def chosen(logits_TE: Tensor) -> Tensor:
     return logits_TE.topk(K, dim=-1).indices
+
+
+class Losses(NamedTuple):
+    total: Tensor
+    aux: Tensor
+    z: Tensor
+
+
+def router_loss(
+    config: BalanceConfig, logits_TE: Tensor, expert_TK: Tensor, count_E: Tensor, score: str = "softmax", sequences: int = 1
+) -> Losses:
+    """What a layer's router adds to the loss, as one number that autograd differentiates: the product has only its
+    gradient."""
+    probability_TE = probabilities(logits_TE, score)
+    if config.aux_scope == "sequence":
+        probability_TE = probability_TE.view(sequences, -1, E)
+        count_E = expert_counts(expert_TK.view(sequences, -1, expert_TK.shape[-1]), E)
+    aux = balance_loss(probability_TE, shares(count_E, logits_TE.dtype)).mean()
+    z = z_loss(logits_TE)
+    return Losses(config.aux_weight * aux + config.z_weight * z, aux, z)
 
 
 def loss_by_loops(logits_TE: Tensor, expert_TK: Tensor, score: str) -> float:
@@ -63,19 +84,19 @@ def loss_by_loops(logits_TE: Tensor, expert_TK: Tensor, score: str) -> float:
 def test_the_balance_loss_is_the_sum_of_shares_and_probabilities(score: str) -> None:
     x = logits()
     expert = chosen(x)
-    got = float(balance_loss(probabilities(x, score), expert_counts(expert, E)))
+    got = float(balance_loss(probabilities(x, score), shares(expert_counts(expert, E), x.dtype)))
     assert abs(got - loss_by_loops(x, expert, score)) < 1e-10
     other = "sigmoid" if score == "softmax" else "softmax"
     assert abs(got - loss_by_loops(x, expert, other)) > 1e-3
     config = BalanceConfig(aux_weight=0.5, aux_scope="micro_batch", z_weight=0.25)
     z = float(x.exp().sum(-1).log().square().mean())
-    total = float(router_loss(config, x, probabilities(x, score), expert, expert_counts(expert, E)).total)
+    total = float(router_loss(config, x, expert, expert_counts(expert, E), score).total)
     assert abs(total - 0.5 * got - 0.25 * z) < 1e-10
     halves = [loss_by_loops(x[s], expert[s], score) for s in (slice(6), slice(6, 12))]
     config = BalanceConfig(aux_weight=1, aux_scope="sequence")
     assert (
         abs(
-            float(router_loss(config, x, probabilities(x, score), expert, expert_counts(expert, E), 2).total)
+            float(router_loss(config, x, expert, expert_counts(expert, E), score, 2).total)
             - sum(halves) / 2
         )
         < 1e-10
@@ -85,10 +106,10 @@ def test_the_balance_loss_is_the_sum_of_shares_and_probabilities(score: str) -> 
 
 def test_balance_is_one_and_collapse_is_as_many_as_experts() -> None:
     even = torch.zeros(E, E, dtype=torch.float64)
-    assert abs(float(balance_loss(probabilities(even, "softmax"), torch.full((E,), 3))) - 1) < 1e-10
+    assert abs(float(balance_loss(probabilities(even, "softmax"), shares(torch.full((E,), 3), even.dtype))) - 1) < 1e-10
     one = torch.tensor([[60.0, 0, 0, 0, 0]], dtype=torch.float64)
-    assert abs(float(balance_loss(probabilities(one, "softmax"), torch.tensor([9, 0, 0, 0, 0]))) - E) < 1e-10
-    assert float(balance_loss(probabilities(one, "softmax"), torch.zeros(E, dtype=torch.int64))) == 0
+    assert abs(float(balance_loss(probabilities(one, "softmax"), shares(torch.tensor([9, 0, 0, 0, 0]), one.dtype))) - E) < 1e-10
+    assert float(balance_loss(probabilities(one, "softmax"), shares(torch.zeros(E, dtype=torch.int64), one.dtype))) == 0
     assert probabilities(torch.full((1, E), -1e4), "sigmoid").isfinite().all()  # each sigmoid is 0
 
 
@@ -101,7 +122,7 @@ def test_gradients_of_the_router_losses(score: str, scope: str) -> None:
     config = BalanceConfig(aux_weight=0.3, aux_scope=scope, z_weight=0.2)
 
     def loss(logits_TE: Tensor) -> Tensor:
-        return router_loss(config, logits_TE, probabilities(logits_TE, score), expert, counts, 3).total
+        return router_loss(config, logits_TE, expert, counts, score, 3).total
 
     assert gradcheck(loss, (x,), atol=1e-8, rtol=1e-7)
     assert gradcheck(z_loss, (x,), atol=1e-8, rtol=1e-7)
@@ -119,7 +140,7 @@ def test_global_scope_over_micro_batches_is_the_whole_batch() -> None:
         config = BalanceConfig(aux_weight=1)
         for rows in torch.arange(T).chunk(parts):
             seen = counts if scope == "global" else expert_counts(expert[rows], E)
-            loss = router_loss(config, leaf[rows], probabilities(leaf[rows], "softmax"), expert[rows], seen)
+            loss = router_loss(config, leaf[rows], expert[rows], seen)
             (loss.total / parts).backward()  # type: ignore[no-untyped-call]
         assert leaf.grad is not None
         return leaf.grad
@@ -134,9 +155,9 @@ def test_aux_loss_adds_its_gradient_and_nothing_else() -> None:
     config = BalanceConfig(aux_weight=0.3, aux_scope="micro_batch", z_weight=0.1)
 
     def forward(x: Tensor, how: str) -> Tensor:
-        loss = router_loss(config, x, probabilities(x, "softmax"), expert, expert_counts(expert, E)).total
+        loss = router_loss(config, x, expert, expert_counts(expert, E)).total
         y = x.softmax(-1).gather(1, expert)
-        seen: Tensor = AuxLoss.apply(y, loss) if how == "hook" else y  # type: ignore[no-untyped-call]
+        seen: Tensor = AuxLoss.apply(y, 2 * loss, torch.tensor(0.5).double()) if how == "hook" else y  # type: ignore[no-untyped-call]
         assert torch.equal(seen, y)
         main = (seen * torch.arange(1.0, 3.0, dtype=torch.float64)).sum()
         return main + loss if how == "threaded" else main
@@ -228,14 +249,14 @@ POLICIES = ("probability", "position")
 
 def test_statistics_over_steps_layers_and_ranks() -> None:
     load = RouterLoad(2, E)
-    assert load.count(0, torch.tensor([4, 0, 0, 0, 0])).tolist() == [4, 0, 0, 0, 0]
+    assert load.count(0, torch.tensor([[0, 0], [0, 0]])).tolist() == [4, 0, 0, 0, 0]
     load.average(0, 2, dropped=torch.tensor(0.0), aux=None)
-    seen = load.count(0, torch.tensor([0, 4, 0, 0, 0]))
+    seen = load.count(0, torch.tensor([[1, 1], [1, 1]])).clone()
     load.average(0, 2, dropped=torch.tensor(0.5), router_entropy=torch.tensor(0.25), z=torch.tensor(math.nan))
     assert seen.tolist() == [4, 4, 0, 0, 0]  # the step so far
-    load.count(1, torch.tensor([2, 2, 2, 2, 2]))
+    load.count(1, torch.tensor([[0, 1], [2, 3], [4, 0], [1, 2], [3, 4]]))
     assert load.end_step(reduce=lambda t: 2 * t).tolist() == [[8, 8, 0, 0, 0], [4, 4, 4, 4, 4]]
-    assert load.count(0, torch.tensor([0, 0, 2, 0, 0])).tolist() == [0, 0, 2, 0, 0]  # the next step
+    assert load.count(0, torch.tensor([[2, 2]])).tolist() == [0, 0, 2, 0, 0]  # the next step
     load.average(0, 1, dropped=torch.tensor(0.0), z=torch.tensor(3.0))
     assert seen.tolist() == [4, 4, 0, 0, 0]
     load.end_step()
@@ -252,7 +273,7 @@ def test_statistics_over_steps_layers_and_ranks() -> None:
     assert second.histogram == (2,) * 5 and second.max_over_mean == 1 and abs(second.entropy - 1) < 1e-12
     assert math.isnan(second.dropped) and math.isnan(second.router_entropy)
     assert load.fetch()[0].histogram == (0,) * 5
-    load.count(1, torch.tensor([1, 0, 0, 0, 0]))
+    load.count(1, torch.tensor([[0]]))
     load.average(1, 4, aux=torch.tensor(1.5))
     load.end_step()
     again = load.fetch(reduce=lambda t: 3 * t)[1]
@@ -290,7 +311,7 @@ def test_coherence_of_choices_by_hand(
 def test_the_figures_ask_the_device_for_nothing() -> None:
     """A tensor without memory has no number to wait for."""
     load, expert_TK = RouterLoad(1, 8, "meta"), torch.zeros(6, 4, dtype=torch.int64, device="meta")
-    load.count(0, expert_counts(expert_TK, 8))
+    load.count(0, expert_TK)
     load.average(0, 6, whole=coherence(expert_TK, 2)[0], z=z_loss(torch.zeros(6, 8, device="meta")))
     load.end_step()
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -351,8 +372,7 @@ def test_a_model_gets_the_gradient_of_its_router_losses(scope: str, score: str) 
     total = without
     for r in routings:
         counts = expert_counts(r.expert_TK, E)
-        probability = probabilities(r.logits_TN, score)
-        total = total + 0.5 * router_loss(config, r.logits_TN, probability, r.expert_TK, counts, 2).total
+        total = total + 0.5 * router_loss(config, r.logits_TN, r.expert_TK, counts, score, 2).total
     total.backward()  # type: ignore[no-untyped-call]
     for got, want, missing in zip(router_gradients(hooked), router_gradients(plain), main_only, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
@@ -360,8 +380,7 @@ def test_a_model_gets_the_gradient_of_its_router_losses(scope: str, score: str) 
     balance.end_step()
     for layer, r in zip(balance.load.fetch(), routings, strict=True):
         assert sum(layer.histogram) == tokens[:, 1:].numel() * K
-        losses = router_loss(config, r.logits_TN, probabilities(r.logits_TN, score), r.expert_TK, expert_counts(r.expert_TK, E), 2)
-        assert losses.aux is not None and abs(losses.total - 0.7 * losses.aux - 0.1 * losses.z) < 1e-12
+        losses = router_loss(config, r.logits_TN, r.expert_TK, expert_counts(r.expert_TK, E), score, 2)
         assert abs(layer.aux - losses.aux) < 1e-12 and abs(layer.z - losses.z) < 1e-12
         assert abs(layer.router_entropy - token_entropy(probabilities(r.logits_TN, score))) < 1e-12
         assert math.isnan(layer.whole)  # each expert is a copy of its own
@@ -510,7 +529,8 @@ def test_the_gradient_of_scope_global_is_of_the_counts_so_far() -> None:
                 seen = routings if whole else routings[: number + 1]
                 counts = sum(expert_counts(of[layer].expert_TK, E) for of in seen)
                 probability = probabilities(routing.logits_TN, blocks[layer].spec.score)
-                total = total + 0.7 / parts * balance_loss(probability, counts)  # type: ignore[arg-type]
+                share = shares(counts, probability.dtype)  # type: ignore[arg-type]
+                total = total + 0.7 / parts * balance_loss(probability, share)
         total.backward()  # type: ignore[no-untyped-call]
         return router_gradients(net)
 
@@ -540,3 +560,53 @@ def test_ranks_tell_each_other_counts_only_for_what_needs_them(scope: str) -> No
 
     assert asked(aux_weight=0.1) == asked(aux_weight=0.1, z_weight=0.1) > 0
     assert asked() == asked(z_weight=0.1) == 0
+
+
+class Launches(TorchDispatchMode):
+    """Counts what runs on the device: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.split("::")[1].split("_")[0] not in ("view", "detach", "select", "expand", "unsqueeze"):
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_launches_little_for_its_balance_and_its_figures_are_made_together() -> None:
+    """A small model waits for its host, which a dozen launches a layer more than double."""
+    net = decoder()
+    balance = Balance(BalanceConfig(), net)
+    scores = logits().requires_grad_()
+    routing = Routing(scores.softmax(-1)[:, :K], chosen(scores), scores, scores.softmax(-1))
+    with Launches() as first:
+        balance.route(0, routing)
+    assert len(first.names) <= 8, first.names  # count, share, slope
+    with Launches() as second:
+        balance.route(1, routing)
+    assert second.names == first.names and len(balance.routed) == 2
+    with Launches() as third:
+        balance.route(0, routing)  # of the next micro-batch
+    assert len(third.names) > len(first.names) and len(balance.routed) == 1
+
+
+@pytest.mark.parametrize("order", [[0, 1, 0, 1], [0, 0, 1, 1], [1, 0, 1, 0]])
+def test_figures_are_those_of_each_micro_batch_in_whatever_order(order: list[int], monkeypatch: Any) -> None:
+    """Stages of a pipeline interleave; a few layers may be more than are remembered."""
+    found = []
+    for together in (0, T * E * 2):
+        monkeypatch.setattr("training.balance.TOGETHER", together)
+        balance = Balance(BalanceConfig(capacity_factor=0.5), decoder())
+        for number, layer in enumerate(order):
+            scores = logits(number, T + number // 2).requires_grad_()
+            expert = chosen(scores.detach())
+            balance.route(layer, Routing(scores.softmax(-1).gather(1, expert), expert, scores, scores.softmax(-1)))
+        balance.end_step()
+        found.append(balance.load.fetch())
+        for layer, load in enumerate(found[-1]):
+            mine = [logits(n, T + n // 2) for n, at in enumerate(order) if at == layer]
+            z = sum(float(z_loss(x)) * len(x) for x in mine) / sum(map(len, mine))
+            assert abs(load.z - z) < 1e-12 and load.dropped > 0
+    assert found[0] == found[1] or str(found[0]) == str(found[1])

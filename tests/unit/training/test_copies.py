@@ -1,0 +1,118 @@
+"""Copies of an expert learn from each other and give up, at the end, a part of what tells them apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.parallel import models
+from tests.parallel.ranks import run
+from training.copies import pull_
+from training.optim import OptimConfig, Optimizer, together
+from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.parallel.shard import parallelize
+
+SLICES = models.SPECS["slices"]
+ROLE = "layers.0.ffn.experts.down"
+
+
+def pulled(experts: Tensor, slices: int, share: float) -> Tensor:
+    """By a loop."""
+    rows = []
+    for number, row in enumerate(experts):
+        copies = [other for at, other in enumerate(experts) if at % slices == number % slices]
+        rows.append(row + share * (sum(copies) / len(copies) - row))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_every_expert_moves_towards_the_mean_of_its_copies(slices: int, share: float) -> None:
+    experts = torch.randn(8, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    want = pulled(experts, slices, share)
+    pull_(experts, slices, share)
+    torch.testing.assert_close(experts, want, rtol=1e-12, atol=1e-12)
+
+
+def test_bfloat16_is_summed_in_float32() -> None:
+    experts = torch.full((256, 2), 1.0, dtype=torch.bfloat16)
+    experts[0] = 3.0
+    pull_(experts, 1, 1.0)
+    assert (experts == torch.tensor(258 / 256).bfloat16()).all()
+
+
+def over_ranks(rank: int, world: int) -> float:
+    """The largest difference to one process, of every way to divide experts."""
+    worst = 0.0
+    for mesh in (MeshConfig(ep=4), MeshConfig(ep=2), MeshConfig(), MeshConfig(ep=2, etp=2, tp=2), MeshConfig(ep=2, dp_replicate=2)):
+        model = models.make("slices")
+        whole = {name: p.detach().clone() for name, p in model.named_parameters() if "experts" in name.split(".")}
+        parallelize(model, ParallelMesh(mesh, device_type="cpu"))
+        for name, parameter in model.named_parameters():
+            for slices in (2, 4) if name in whole else ():
+                moved = parameter.detach().clone()
+                pull_(moved, slices, 0.5)
+                want = pulled(whole[name], slices, 0.5)
+                assert not torch.equal(want, whole[name]) and moved.shape == want.shape
+                worst = max(worst, float((models.whole(moved) - want).abs().max()))
+    return worst
+
+
+def test_copies_on_several_ranks_are_copies() -> None:
+    assert max(run(4, over_ranks)) < 1e-12
+
+
+def test_what_copies_share_is_asked_for_or_follows_from_the_router() -> None:
+    assert together(OptimConfig(), SLICES) == (0.5, 0.2)
+    assert together(OptimConfig(share=0.0, shrink=0.7), SLICES) == (0.0, 0.7)
+    free = replace(SLICES, choice="any")
+    assert together(OptimConfig(), free) == together(OptimConfig(), None) == (0.0, 0.0)
+    assert together(OptimConfig(share=0.25), free) == (0.25, 0.0)
+    for spec in (None, replace(free, disjoint=True), replace(free, copies=1)):
+        with pytest.raises(ValueError, match=r"optim.shrink is 0.1, but no expert .* leave it out"):
+            together(OptimConfig(shrink=0.1), spec)
+    with pytest.raises(ValueError, match=r"optim.share is 1.5; it must be a number from 0 to 1"):
+        OptimConfig(share=1.5)
+
+
+def experts_after_a_step(config: OptimConfig, dtype: torch.dtype = torch.float64) -> tuple[Optimizer, Tensor, Tensor]:
+    """An optimiser after one step of random gradients, with eight equal experts, and the gradients."""
+    weight = nn.Parameter(torch.ones(8, 3, 4, dtype=dtype))
+    weight.grad = torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    gradient = weight.grad.clone()
+    optimizer = Optimizer(config, [(ROLE, weight)], SLICES)
+    optimizer.step(0.1)
+    return optimizer, weight, gradient
+
+
+def test_with_all_shared_copies_stay_copies_and_learn_as_the_dense_model_does() -> None:
+    _, weight, gradient = experts_after_a_step(OptimConfig(share=1.0, shrink=0.0, clip=0, eps=0))
+    dense = nn.Parameter(torch.ones(2, 3, 4, dtype=torch.float64))
+    dense.grad = gradient.unflatten(0, (4, 2)).sum(0)
+    Optimizer(OptimConfig(clip=0, eps=0), [(ROLE, dense)]).step(0.1)
+    torch.testing.assert_close(weight, dense.repeat(4, 1, 1), rtol=1e-12, atol=0)
+    _, alone, _ = experts_after_a_step(OptimConfig(share=0.0, shrink=0.0, clip=0, eps=0))
+    assert (alone - alone[[2, 3, 4, 5, 6, 7, 0, 1]]).abs().max() > 0.1
+
+
+def test_a_part_is_shared_by_default_where_the_router_chooses_in_each_slice() -> None:
+    _, weight, gradient = experts_after_a_step(OptimConfig(name="muon"))
+    half = nn.Parameter(torch.ones(8, 3, 4, dtype=torch.float64))
+    half.grad = pulled(gradient, 2, 0.5)
+    Optimizer(OptimConfig(name="muon"), [(ROLE, half)]).step(0.1)
+    torch.testing.assert_close(weight, half, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_last_step_gives_up_a_part_of_what_tells_copies_apart(dtype: torch.dtype) -> None:
+    optimizer, weight, _ = experts_after_a_step(OptimConfig(share=0.0, shrink=0.25), dtype)
+    before = optimizer.slots[0].master.detach().clone()
+    optimizer.finish(3, 4)
+    assert torch.equal(optimizer.slots[0].master, before)
+    optimizer.finish(4, 4)
+    want = pulled(before, 2, 0.25)
+    torch.testing.assert_close(optimizer.slots[0].master, want, rtol=1e-6, atol=0)
+    assert torch.equal(weight, want.to(dtype)) and not torch.equal(want, before)
