@@ -326,9 +326,9 @@ def test_token_entropy() -> None:
 # ---- in a model
 
 
-def decoder(score: str = "softmax") -> Decoder:
-    dense = DenseSpec("llama", 2, 16, 12, 2, 2, 8, 23, 64)
-    spec = MoESpec(dense, (0, 1), (6,) * E, top_k=K, copies=E, score=score)  # type: ignore[arg-type]
+def decoder(score: str = "softmax", layers: int = 2) -> Decoder:
+    dense = DenseSpec("llama", layers, 16, 12, 2, 2, 8, 23, 64)
+    spec = MoESpec(dense, tuple(range(layers)), (6,) * E, top_k=K, copies=E, score=score)  # type: ignore[arg-type]
     net = Decoder(spec, experts="reference", compute=torch.float64).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -592,21 +592,21 @@ def test_a_layer_launches_little_for_its_balance_and_its_figures_are_made_togeth
     assert len(third.names) > len(first.names) and len(balance.routed) == 1
 
 
-@pytest.mark.parametrize("order", [[0, 1, 0, 1], [0, 0, 1, 1], [1, 0, 1, 0]])
+@pytest.mark.parametrize("order", [[0, 1, 2, 0, 1, 2], [0, 0, 1, 1, 2, 2], [0, 2, 1, 0, 2, 1]])
 def test_figures_are_those_of_each_micro_batch_in_whatever_order(order: list[int], monkeypatch: Any) -> None:
     """Stages of a pipeline interleave; a few layers may be more than are remembered."""
     found = []
-    for together in (0, T * E * 2):
+    for together in (0, 3 * T * E):
         monkeypatch.setattr("training.balance.TOGETHER", together)
-        balance = Balance(BalanceConfig(capacity_factor=0.5), decoder())
+        balance = Balance(BalanceConfig(capacity_factor=0.5), decoder(layers=3))
         for number, layer in enumerate(order):
-            scores = logits(number, T + number // 2).requires_grad_()
+            scores = logits(number, T + number // 3).requires_grad_()
             expert = chosen(scores.detach())
             balance.route(layer, Routing(scores.softmax(-1).gather(1, expert), expert, scores, scores.softmax(-1)))
         balance.end_step()
         found.append(balance.load.fetch())
         for layer, load in enumerate(found[-1]):
-            mine = [logits(n, T + n // 2) for n, at in enumerate(order) if at == layer]
+            mine = [logits(n, T + n // 3) for n, at in enumerate(order) if at == layer]
             z = sum(float(z_loss(x)) * len(x) for x in mine) / sum(map(len, mine))
             assert abs(load.z - z) < 1e-12 and load.dropped > 0
     assert found[0] == found[1] or str(found[0]) == str(found[1])

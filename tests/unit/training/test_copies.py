@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,14 @@ from torch import Tensor, nn
 
 from tests.parallel import models
 from tests.parallel.ranks import run
+from tests.unit.training.test_train import config
+from tests.unit.training.test_train import place as place
+from training.build import start
 from training.copies import pull_
 from training.optim import OptimConfig, Optimizer, together
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import parallelize
+from training.preflight import preflight
 
 SLICES = models.SPECS["slices"]
 ROLE = "layers.0.ffn.experts.down"
@@ -116,3 +121,13 @@ def test_the_last_step_gives_up_a_part_of_what_tells_copies_apart(dtype: torch.d
     want = pulled(before, 2, 0.25)
     torch.testing.assert_close(optimizer.slots[0].master, want, rtol=1e-6, atol=0)
     assert torch.equal(weight, want.to(dtype)) and not torch.equal(want, before)
+
+
+def test_a_run_knows_its_copies_and_refuses_to_have_none(place: Path, tmp_path: Path) -> None:
+    words = ["model.upcycle.target=upcycled", "model.upcycle.router.choice=each-slice"]
+    with start(config(place, tmp_path / "run", *words), torch.device("cpu")) as begun:
+        optimizer = begun.optimizer
+        assert optimizer and (optimizer.share, optimizer.shrink, optimizer.slices, len(optimizer.copies)) == (0.5, 0.2, 2, 4)
+    dense = ["model.upcycle=null", f"model.source={place / 'dense'}", "optim.share=0.5"]
+    with pytest.raises(ValueError, match=r"optim.share is 0.5, but no expert"):
+        preflight(config(place, tmp_path / "dense", *dense), None)
