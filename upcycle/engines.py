@@ -18,12 +18,43 @@ from upcycle.spec import MoESpec
 
 FILE = Path(__file__).with_name("engines.json")
 RIGHT = "right"
+HEAD_DIM, LLAMA3, WINDOW = "head_dim other than hidden/heads", "rope llama3", "sliding windows"
+SILU, OF_HIDDEN = "it computes SiLU whatever the activation", "it takes hidden/heads for the head_dim"
+UNSCALED, WINDOWLESS = "it ignores the scaling of the rope", "it ignores the window"
+NEVER, ALWAYS = "it never normalises the weights of the chosen", "it always normalises the weights of the chosen"
+NO_DENSE, TOKENS = "it takes no dense layers", "its converter wants the special tokens of"
 # The reasons behind some of the rows, by the engine's source: (engine, target, one of the asks that are to blame)
 BECAUSE: Mapping[tuple[str, str, str], str] = {
-    ("vLLM", "mixtral", "activation gelu"): "it computes SiLU whatever the activation",
-    ("vLLM", "qwen2_moe", "head_dim other than hidden/heads"): "it takes hidden/heads for the head_dim",
-    ("vLLM", "granitemoe", "head_dim other than hidden/heads"): "it takes hidden/heads for the head_dim",
+    ("vLLM", "mixtral", "activation gelu"): SILU,
+    ("vLLM", "qwen2_moe", HEAD_DIM): OF_HIDDEN,
+    ("vLLM", "granitemoe", HEAD_DIM): OF_HIDDEN,
     ("vLLM", "granitemoe", "biases on q, k, v"): "it drops the biases of attention",
+    ("llama.cpp", "mixtral", "activation gelu"): SILU,
+    ("llama.cpp", "mixtral", WINDOW): WINDOWLESS,
+    ("llama.cpp", "qwen2_moe", "normalised weights"): NEVER,
+    ("llama.cpp", "qwen2_moe", "dense layers"): NO_DENSE,
+    ("llama.cpp", "qwen2_moe", HEAD_DIM): OF_HIDDEN,
+    ("llama.cpp", "qwen2_moe", LLAMA3): UNSCALED,
+    ("llama.cpp", "qwen3_moe", "weights not normalised"): ALWAYS,
+    ("llama.cpp", "qwen3_moe", "dense layers"): NO_DENSE,
+    ("llama.cpp", "granitemoe", HEAD_DIM): OF_HIDDEN,
+    ("llama.cpp", "dots1", "grouped-query attention"): "it takes as many key heads as heads",
+    # the rest of these two it reads right, once the tokenizer has these tokens
+    ("llama.cpp", "glm4_moe", "a shared expert"): f"{TOKENS} GLM's tokenizer, such as [gMASK]",
+    ("llama.cpp", "solar_open", "a shared expert"): f"{TOKENS} Solar's tokenizer, such as <|startoftext|>",
+    ("MLX", "mixtral", "activation gelu"): SILU,
+    ("MLX", "mixtral", WINDOW): WINDOWLESS,
+    ("MLX", "mixtral", HEAD_DIM): OF_HIDDEN,
+    ("MLX", "mixtral", LLAMA3): UNSCALED,
+    ("MLX", "qwen2_moe", "normalised weights"): NEVER,
+    ("MLX", "qwen2_moe", "dense layers"): NO_DENSE,
+    ("MLX", "qwen2_moe", HEAD_DIM): OF_HIDDEN,
+    ("MLX", "qwen2_moe", LLAMA3): "it knows no scaling of the rope but a linear one",
+    ("MLX", "glm4_moe", LLAMA3): UNSCALED,
+    ("MLX", "granitemoe", HEAD_DIM): OF_HIDDEN,
+    ("mistral.rs", "mixtral", HEAD_DIM): OF_HIDDEN,
+    ("mistral.rs", "mixtral", LLAMA3): UNSCALED,
+    ("mistral.rs", "glm4_moe", LLAMA3): UNSCALED,
 }
 
 

@@ -396,6 +396,11 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
 # ---- which tensors
 
 
+# What a shared gate is filled with. Its sigmoid is exactly 1/2, as of zeros, but llama.cpp computes it as silu(x) / x,
+# which is NaN for x = 0. (In float16 it is zero.)
+TINY = 1e-20
+
+
 class Recipes:
     """Turns a target's slots into outputs with recipes. `dense` says what fills a role that the donor lacks."""
 
@@ -442,7 +447,7 @@ class Recipes:
                 key = role.replace(".gate.", f".{self.donor_matrix('gate')}.")
             else:  # a tensor that the target requires and the donor lacks is made of zeros, which change nothing
                 assert role.endswith(".bias") or part in ("shared", "shared_gate"), role
-                return Recipe("fill", shape, dtype, layer=layer)
+                return Recipe("fill", shape, dtype, layer=layer, add=TINY if part == "shared_gate" else 0.0)
         add = 1.0 if self.one_p and "norm" in part else 0.0
         sources = self.rest(key)
         return Recipe("average" if len(sources) > 1 else "keep", shape, dtype, sources, layer, add=add)

@@ -40,6 +40,7 @@ def answer(question: dict[str, Any]) -> asking.Answer:
     params = library.LlamaContextParams()
     params.n_ctx, params.n_batch, params.n_ubatch, params.n_threads, params.n_threads_batch = 256, 256, 256, 1, 1
     params.type_k = params.type_v = 0  # float32; the default is float16
+    params.flash_attn_type = 0  # it computes in float16 and is on by default
 
     def started() -> Any:
         return library.LlamaContext(model, params)

@@ -1,4 +1,4 @@
-"""Asks MLX on its CPU backend, in the folder's own float32. See asking.py."""
+"""Asks MLX on its CPU backend, in float32: its CPU multiplies experts in nothing else. See asking.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def answer(question: dict[str, Any]) -> asking.Answer:
 
     mx.set_default_device(mx.cpu)
     model, _ = load_model(Path(question["folder"]))
+    model.set_dtype(mx.float32)
     cache, greedy, tokens = make_prompt_cache(model), [], question["prompt"]
     while len(greedy) < question["new"]:
         tokens = [int(mx.argmax(model(mx.array([tokens]), cache=cache)[0, -1]))]

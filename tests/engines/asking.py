@@ -1,9 +1,9 @@
 """What the scripts ask_ENGINE.py share. They run in the engine's own environment, so nothing of ours is imported here.
 
 ask_ENGINE.py QUESTIONS ANSWERS, both JSON: a list of models, each {"folder", "prompt", "text", "new"} with token ids, is
-answered by {"greedy": the `new` tokens after the prompt, "logprobs": of every token of the text but its first}, or by
-{"refused": the engine's sentence}. Each model has a forked process of its own: an engine that aborts refuses one model, and
-its imports are paid for once.
+answered by {"greedy": the `new` tokens after the prompt, "logprobs": of every token of the text but its first, null where it
+was not told}, or by {"refused": the engine's sentence}. Each model has a forked process of its own: an engine that aborts
+refuses one model, and its imports are paid for once.
 """
 
 from __future__ import annotations

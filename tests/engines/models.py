@@ -60,7 +60,8 @@ def unnormalised() -> dict[str, Any]:
 # of each target first the plain one, which `make test` asks too; then what it may be asked more
 CASES: dict[str, Case] = {
     "mixtral": Case("mixtral", "llama"),
-    "mixtral tied, llama3 rope": Case("mixtral", "llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "mixtral tied": Case("mixtral", "llama", {"tie_word_embeddings": True}),
+    "mixtral llama3 rope": Case("mixtral", "llama", {"rope_parameters": LLAMA3}),
     "mixtral head_dim": Case("mixtral", "llama", {"head_dim": 64}),
     "mixtral window": Case("mixtral", "mistral", {"sliding_window": 16}),
     "mixtral gelu": Case("mixtral", "llama", {"hidden_act": "gelu"}),
@@ -69,6 +70,7 @@ CASES: dict[str, Case] = {
     "qwen2_moe shared, not normalised": Case("qwen2_moe", "qwen2", asked=SHARED | UNEVEN),
     "qwen2_moe dense layers": Case("qwen2_moe", "qwen2", asked=SHARED | UNEVEN | {"layers": "every:2"}),
     "qwen2_moe head_dim": Case("qwen2_moe", "llama", {"head_dim": 64}, asked=SHARED | UNEVEN),
+    "qwen2_moe llama3 rope": Case("qwen2_moe", "llama", {"rope_parameters": LLAMA3}, asked=SHARED | UNEVEN),
     "qwen3_moe": Case("qwen3_moe", "qwen3"),
     "qwen3_moe not normalised": Case("qwen3_moe", "qwen3", asked=UNEVEN),
     "qwen3_moe dense layers": Case("qwen3_moe", "qwen3", asked={"layers": "every:2"}),
@@ -79,6 +81,7 @@ CASES: dict[str, Case] = {
     "glm4_moe shared, scale": Case("glm4_moe", "llama", asked=sigmoid(SHARED, SCALED)),
     "glm4_moe not normalised": Case("glm4_moe", "llama", asked=unnormalised()),
     "glm4_moe dense layers": Case("glm4_moe", "llama", asked=sigmoid({"layers": "first-dense:1"})),
+    "glm4_moe llama3 rope": Case("glm4_moe", "llama", {"rope_parameters": LLAMA3}, asked=sigmoid()),
     "granitemoe": Case("granitemoe", "granite"),
     "granitemoe of a llama": Case("granitemoe", "llama"),
     "granitemoe biases": Case("granitemoe", "qwen2"),

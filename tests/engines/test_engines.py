@@ -1,7 +1,7 @@
 """What engines make of what we write: greedy text and log-probabilities beside transformers' on the same folder.
 
-`make engines` builds the environments and asks all; `make test` asks llama.cpp, which is light, for some plain models,
-and only where its environment is there. Both hold an engine to upcycle/engines.json, which plan, README and model
+`make engines` builds the environments and asks all; `make test` builds llama.cpp's, which is light, and asks it for some plain
+models; elsewhere what is not there is skipped. Both hold an engine to upcycle/engines.json, which plan, README and model
 card read, so a new version that reads better or worse is seen.
 
 python -m tests.engines.test_engines [ENGINE ...]   asks these, or all that are there, and writes their columns anew
@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from tests.engines import engines
 from tests.engines.engines import ENGINES, Answer
@@ -84,21 +85,38 @@ def test_an_engine_reads_as_the_table_says(engine: str, place: Path) -> None:
         pytest.skip(f"no column in the table yet; python -m tests.engines.test_engines {engine} asks and writes it")
     table, rows = in_table(), LIGHT if light else ROWS
     found = read(engine, place, [row for row in rows if engine in table[row]])
-    assert {describe(*row): said for row, said in found.items()} == {
-        describe(*row): table[row][engine] for row in found
-    }
+    # right, wrong or refused: by how much, and in which words, differs between machines
+    assert {describe(*row): said.split(":")[0] for row, said in found.items()} == {
+        describe(*row): table[row][engine].split(":")[0] for row in found
+    }, found
 
 
 def test_a_wrong_expert_is_not_read_right(place: Path) -> None:
     """The twin: one matrix of one expert of the folder is another than transformers was asked about."""
-    engines.need("llama.cpp")
     asked = question(place, "mixtral", False)
     wrong = Path(shutil.copytree(asked["folder"], place / "wrong"))
     tensors = load_file(wrong / "model.safetensors")
     tensors["model.layers.0.block_sparse_moe.experts.1.w2.weight"] *= 1.1
     save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
-    (got,) = engines.ask(ENGINES["llama.cpp"], [asked | {"folder": str(wrong)}], place)
+    got = engines.transformers(asked | {"folder": str(wrong)})  # engines are not to blame
     assert engines.verdict(got, wanted(place, "mixtral", False)).startswith("wrong: ")
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "solar_open"])
+def test_llama_cpp_wants_only_some_tokens_of_them(name: str, place: Path) -> None:
+    """The reason that a plan gives: with these tokens in the tokenizer, the model is read right."""
+    if not ALL:
+        pytest.skip("asked by `make engines` alone, which takes minutes")
+    engines.need("llama.cpp")
+    asked = question(place, name, True)
+    folder = Path(shutil.copytree(asked["folder"], place / f"{name} tokens"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(
+        ["[gMASK]", "<|user|>", "<|observation|>", "<|endoftext|>", "<|startoftext|>", "<unk>"]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (got,) = engines.ask(ENGINES["llama.cpp"], [asked | {"folder": str(folder)}], place)
+    assert engines.verdict(got, wanted(place, name, True)) == known.RIGHT
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -112,6 +130,7 @@ def test_smollm2_in_an_engine(engine: str, place: Path) -> None:
     if not moe.exists():
         Upcycling(source=SMOLLM2, target="mixtral", experts=4, top_k=2).convert(moe, quiet=True)
     asked = engines.question(moe, "The capital of France is", (engines.ROOT / "README.md").read_text())
+    asked["prefixes"] = [p if i % 8 == 7 else None for i, p in enumerate(asked["prefixes"])]  # of a second each
     want, (got,) = engines.transformers(asked | {"folder": str(SMOLLM2)}), engines.ask(ENGINES[engine], [asked], place)
     assert "refused" not in got, got
     equal, difference = engines.same(got, want)
@@ -121,7 +140,7 @@ def test_smollm2_in_an_engine(engine: str, place: Path) -> None:
 
 def write(names: Sequence[str]) -> None:
     """Ask engines about every row; keep what the table says of the others."""
-    there = [engine for engine in names or ENGINES if ENGINES[engine].python.is_file()]
+    there = [engine for engine in names or ENGINES if ENGINES[engine].there]
     with tempfile.TemporaryDirectory() as folder:
         place, rows = Path(folder), []
         with redirect_stdout(sys.stderr):

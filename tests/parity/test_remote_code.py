@@ -4,6 +4,7 @@ placed by accelerate, saved again, and adapted by peft."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,42 @@ def test_accelerate_places_it(folder: Path, tmp_path: Path) -> None:
     assert any(p.is_meta for p in half.parameters()), "nothing lies on the disk"
     assert (logits(half) - want).abs().max() < TOLERANCE
     assert torch.equal(half.generate(tiny.tokens(), **GREEDY), auto.generate(tiny.tokens(), **GREEDY))
+
+
+@torch.no_grad()
+def test_a_cache_says_where_a_text_goes_on(folder: Path) -> None:
+    """Without position_ids, which generate() always gives."""
+    model = loaded(folder)
+    first = model(tiny.tokens()[:, :7], use_cache=True)
+    rest = model(tiny.tokens()[:, 7:], past_key_values=first.past_key_values)
+    assert (torch.cat([first.logits, rest.logits], 1) - logits(model)).abs().max() < TOLERANCE
+
+
+@torch.no_grad()
+def test_each_expert_has_the_weight_of_its_own_choice(folder: Path) -> None:
+    moe = loaded(folder).model.layers[0].mlp.double()
+    generator = torch.Generator().manual_seed(0)
+    moe.gate.weight.normal_(generator=generator)  # no groups of equal rows, whose weights are equal in each choice
+    for i, expert in enumerate(moe.experts):
+        expert.down_proj.weight *= 1 + i
+    x_TD = torch.randn(9, moe.gate.weight.shape[1], generator=generator, dtype=torch.float64)
+    weight_TK, expert_TK = moe.gate(x_TD)
+    assert (weight_TK.amax(1) > 1.1 * weight_TK.amin(1)).all()
+    choices = zip(x_TD, weight_TK, expert_TK.tolist(), strict=True)
+    want = [
+        sum(w * moe.experts[e](x) for w, e in zip(weights, experts, strict=True)) for x, weights, experts in choices
+    ]
+    assert (moe(x_TD) - moe.shared_experts(x_TD) - torch.stack(want)).abs().max() < 1e-10
+
+
+def test_accelerate_keeps_a_layer_whole(folder: Path, tmp_path: Path) -> None:
+    """Two devices in one layer cannot add up its residual stream."""
+    pytest.importorskip("accelerate")
+    parts = {name: sum(p.nbytes for p in part.parameters()) for name, part in loaded(folder).model.named_children()}
+    room = parts["embed_tokens"] + parts["layers"] * 7 // 8  # of the two layers, one and three quarters
+    placed = loaded(folder, device_map="auto", max_memory={"cpu": room}, offload_folder=tmp_path).hf_device_map
+    assert set(placed.values()) == {"cpu", "disk"}
+    assert not any(re.match(r"model\.layers\.\d+\.", name) for name in placed), placed
 
 
 def test_it_is_saved_with_its_code(folder: Path, tmp_path: Path) -> None:

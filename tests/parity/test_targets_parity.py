@@ -171,7 +171,9 @@ def evaluate(moe: MoESpec, slots: list[Any], dense: Tensors, wrong: str = "") ->
         if kind == "shared" and moe.shared:
             tensor = neurons(dense_role(f"layers.{path[1]}.{path[3]}.weight"), path[3], 0, moe.shared)
             return tensor * 2 if path[3] == "down" and gated_shared and wrong != "shared" else tensor
-        if kind in ("shared", "shared_gate") or (path[-1] == "bias" and role not in dense):
+        if kind == "shared_gate":  # a sigmoid of one half, and no zeros: see plan.TINY
+            return torch.full(shape, 1e-20)
+        if kind == "shared" or (path[-1] == "bias" and role not in dense):
             return torch.zeros(shape)
         return dense_role(role)
 

@@ -31,7 +31,8 @@ def config(moe: MoESpec) -> dict[str, Any]:
     d = moe.dense
     base = common.base_config(moe, "glm4_moe", "Glm4MoeForCausalLM", ABILITIES)
     rotary = {"partial_rotary_factor": d.partial_rotary}
-    scaling = {"rope_scaling": base["rope_scaling"] | rotary} if "rope_scaling" in base else {}
+    # MLX refuses a config.json without the key
+    scaling = {"rope_scaling": base["rope_scaling"] | rotary if "rope_scaling" in base else None}
     return base | scaling | rotary | common.sigmoid_config(moe) | {
         "rope_parameters": base["rope_parameters"] | rotary,
         "first_k_dense_replace": moe.first_dense,

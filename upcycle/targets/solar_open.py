@@ -26,6 +26,7 @@ def config(moe: MoESpec) -> dict[str, Any]:
     return common.base_config(moe, "solar_open", "SolarOpenForCausalLM", ABILITIES) | common.sigmoid_config(moe) | {
         "first_k_dense_replace": 0,
         "attention_bias": moe.dense.qkv_bias,
+        "partial_rotary_factor": 1.0,  # MLX refuses a config.json without the key
         "tie_word_embeddings": False,  # vLLM never ties the related architectures
     }  # fmt: skip
 

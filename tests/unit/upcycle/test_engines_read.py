@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from tests.engines.engines import ENGINES
 from tests.parity import tiny
 from upcycle import Upcycling, engines, plugin
 from upcycle.spec import DenseSpec, MoESpec
@@ -60,7 +63,7 @@ def test_a_reason_known_from_the_source_takes_the_place_of_numbers(
 def test_the_table_has_every_stock_target_and_every_engine() -> None:
     stock = {t for t in plugin.names("upcycle.targets") if plugin.load("upcycle.targets", t).ABILITIES.stock}
     found = engines.table()
-    assert {row["target"] for row in found["rows"]} == stock and "vLLM" in found["engines"]
+    assert {row["target"] for row in found["rows"]} == stock and set(found["engines"]) == set(ENGINES)
     for row in found["rows"]:
         assert set(row["read"]) == set(found["engines"]), row["case"]
         assert all(said == "right" or said.startswith(("wrong: ", "refused: ")) for said in row["read"].values())
@@ -70,11 +73,22 @@ def test_the_table_has_every_stock_target_and_every_engine() -> None:
         assert said and "right" not in said, "the reason is out of date"
 
 
+def test_a_new_shared_gate_is_one_half_as_llama_cpp_computes_it_too(tmp_path: Path) -> None:
+    source = tiny.make("qwen2", tmp_path / "dense")
+    folder = Upcycling(source=source, target="qwen2_moe", experts=4, top_k=2, shared=1).convert(tmp_path / "moe", quiet=True)
+    gates = [w for name, w in load_file(folder / "model.safetensors").items() if "shared_expert_gate" in name]
+    for gate in gates:
+        x = torch.randn(50, gate.shape[1], generator=torch.Generator().manual_seed(0)) @ gate.float().T
+        assert (x.sigmoid() == 0.5).all() and (torch.nn.functional.silu(x) / x == 0.5).all()
+    assert gates
+
+
 @pytest.mark.parametrize(
     ("family", "overrides", "words", "said"),
     [
-        ("llama", {}, {"target": "mixtral"}, "transformers, vLLM"),
-        ("llama", {"hidden_act": "gelu"}, {"target": "mixtral"}, "not vLLM: it computes SiLU whatever the activation"),
+        ("llama", {}, {"target": "mixtral"}, "transformers, vLLM, llama.cpp, MLX, mistral.rs"),
+        ("llama", {"hidden_act": "gelu"}, {"target": "mixtral"}, "transformers, mistral.rs; not vLLM: it computes SiLU whatever"),
+        ("qwen2", {}, {"target": "qwen2_moe"}, "transformers, vLLM; not llama.cpp: it never normalises the weights"),
         ("gemma2", {}, {}, "transformers with trust_remote_code=True; no other engine knows this architecture"),
     ],
 )
@@ -83,4 +97,4 @@ def test_a_plan_says_what_reads_it(
 ) -> None:
     plan = Upcycling(words, source=tiny.make(family, tmp_path / "dense", **overrides), experts=4, top_k=2).plan
     (line,) = (line for line in str(plan).splitlines() if line.startswith("runs on"))
-    assert said in line and (", vLLM" in line) == (said == "transformers, vLLM")
+    assert line.removeprefix("runs on").lstrip().startswith(said)

@@ -148,7 +148,7 @@ STATED: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "moe_intermediate_size": 48, "intermediate_size": 96, "n_shared_experts": 1,
         "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
         "first_k_dense_replace": 0, "use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": 0, "rope_scaling": None,  # MLX refuses a config without the last
     },
     "dots1": {
         "n_routed_experts": 8, "moe_intermediate_size": 48, "intermediate_size": 96, "n_shared_experts": 1,
@@ -159,6 +159,7 @@ STATED: dict[str, dict[str, Any]] = {
     "solar_open": {
         "n_routed_experts": 8, "moe_intermediate_size": 48, "n_shared_experts": 1, "norm_topk_prob": True,
         "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "attention_bias": False,
+        "partial_rotary_factor": 1.0,  # MLX refuses a config without
     },
 }  # fmt: skip
 
@@ -169,7 +170,7 @@ def test_the_config_states_what_has_a_wrong_default(target: str) -> None:
     assert json.loads(json.dumps(config)) == config
     assert config["model_type"] == target and len(config["architectures"]) == 1
     assert {key: config.get(key, "not stated") for key in STATED.get(target, {})} == STATED.get(target, {})
-    may_be_null = {"bos_token_id", "eos_token_id", "pad_token_id", "sliding_window"}
+    may_be_null = {"bos_token_id", "eos_token_id", "pad_token_id", "sliding_window", "rope_scaling"}
     assert {key for key, value in config.items() if value is None} <= may_be_null
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
 
