@@ -51,6 +51,12 @@ MODELS = {
         "vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": 4096, "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
     },
+    "marco-nano": {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1000000, "torch_dtype": "bfloat16",
+        "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 # what each config is for: (target, exact, experts, total parameters in billions)
 PROMISES = {
@@ -59,6 +65,7 @@ PROMISES = {
     "nemotron4-15b-e64t8": ("upcycled", False, 64, 83.3),
     "qwen3-8b-e56t7-shared": ("glm4_moe", True, 56, 41.5),
     "mistral-7b-drop": ("mixtral", False, 8, 46.7),
+    "marco-nano": ("qwen3_moe", False, 232, 8.0),  # as published: 8B, of which 0.6B active
 }
 
 TOKENS = {"stories": 200 * 8 * 256, "llama3-8b-e8t2": 27e9, "nemotron4-15b-e64t8": 1e11, "qwen3-8b-e56t7-shared": 1e11}
