@@ -279,9 +279,12 @@ def analyse(config: RoutingConfig) -> dict[str, Any]:
     with load.origin_of(config.checkpoint, run) as origin:
         if origin.spec is origin.dense:
             raise ValueError(f"{config.checkpoint} is a dense model and routes nothing; give one with experts")
-        model = Decoder(origin.spec, compute=getattr(torch, config.compute))
+        with torch.device("meta"):
+            model = Decoder(origin.spec, compute=getattr(torch, config.compute))
+            if run is None:  # a run's float32 masters stay as they are; modules cast for themselves
+                load.narrow(model, getattr(torch, config.compute))
+        model = model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
         load.fill(model, origin, run, step)
-        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     assert isinstance(origin.spec, MoESpec) and model.moe is not None
     stated, distances = origin.spec.granularity, None
     if config.start:

@@ -500,11 +500,18 @@ def read_sibling(folder: Path, path: Path) -> str:
 
 def mixtures(folder: Path) -> None:
     """Models whose experts are copied or pruned, and a file that says how they were used."""
-    from tests.parity.test_grow import trained
-    from tests.parity.test_prune import measured
+    from tests.parity import tiny
+    from upcycle.config import Router
 
+    source = tiny.make("llama", folder / "dense", num_hidden_layers=1)
     for target in ("qwen2_moe", "granitemoe", "glm4_moe"):
-        measured(trained(target, folder / target / "model"))
+        router = Router(score="sigmoid" if target == "glm4_moe" else "softmax")
+        converted(source=str(source), output=str(folder / target / "model"), target=target, router=router)
+        row = {"layer": 0, "chosen": [5, 1, 0, 1], "saliency": [0.5, 0.25, 0.0, 1.5], "pruned": [0.5, 0.5, 0.5]}
+        row |= {"bias": [0.0, 0.25]} if target == "glm4_moe" else {}
+        found = {"kind": "routing", "source": "", "experts": 4, "keep": 3, "layers": [row]}
+        (folder / target / "routing.json").write_text(json.dumps(found))
+    sign_mixtures(folder)
 
 
 def sign_mixtures(folder: Path) -> None:
@@ -945,7 +952,7 @@ READERS: dict[str, Reader] = {
     "dense": Reader(dense, read_dense, ("config.json",)),
     "moe": Reader(moe, read_moe, ("mixtral/config.json", "granitemoe/config.json", "upcycled/config.json")),
     "siblings": Reader(siblings, read_sibling, ("config.json",)),
-    "mixtures": Reader(mixtures, read_mixture, ("config.json", "routing.json"), sign_mixtures),
+    "mixtures": Reader(mixtures, read_mixture, ("model/config.json", "routing.json"), sign_mixtures),
     "manifest": Reader(moe, read_manifest, ("upcycle.json",), sign_manifests),
     "weights": Reader(measured, read_measured, ("moe/*.safetensors", "moe/*.index.json")),
     "conversion": Reader(killed, lambda folder, path: again(folder), (".upcycle/*.json", ".upcycle/*.safetensors")),

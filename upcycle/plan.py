@@ -310,7 +310,7 @@ def waiting(observed: Mapping[str, Tensor]) -> Iterator[str]:
     if waits:
         yield (
             f"all copies of an expert but the first wait: their selection bias is {min(waits):.3g} to {max(waits):.3g} "
-            "lower, so no token takes them until balance.bias_rate has raised it, 1 / rate steps and more"
+            "lower, so no token takes them until balance.bias_rate has raised it, within some 1 / rate steps"
         )
 
 

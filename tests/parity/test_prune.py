@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from evaluation import routing
+from tests.parity import tiny
 from tests.parity.test_grow import logits, trained
 from tests.parity.test_targets_parity import TARGETS
 from tests.unit.upcycle.plans import load, readable
