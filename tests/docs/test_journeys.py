@@ -269,6 +269,7 @@ def test_qwen3_30b_goes_on(walk: Walk) -> None:
     folder = walk.folder / "qwen3-30b-a3b"
     sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 16, "norm_topk_prob": True}
     config = AutoConfig.for_model("qwen3_moe", **{**tiny.SIZES, "vocab_size": 400, "head_dim": 16, **sizes})
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     tokenize(folder)
     small = ["device=cpu", "dtype=float32"]
@@ -281,7 +282,8 @@ def test_qwen3_30b_goes_on(walk: Walk) -> None:
     walk([line.replace("torchrun --nproc-per-node 8", "python") for line in journey("Continue Qwen3-30B-A3B")], more)
     fell(walk.folder / "runs" / "qwen3-30b")
     found = json.loads((walk.folder / "routing.json").read_text())
-    assert all(len(row["saliency"]) == 128 and row["pruned"][0] > 0 for row in found["layers"])
+    # random routers may leave the experts that go unused in a layer, so that nothing is lost there
+    assert all(len(row["saliency"]) == 128 and 0 <= row["pruned"][0] < 1 for row in found["layers"])
     made = json.loads((walk.folder / "qwen3-23b" / "config.json").read_text())
     assert (made["num_local_experts"], made["num_experts_per_tok"]) == (96, 8)  # as transformers 5 calls them
 
