@@ -95,7 +95,7 @@ def test_a_pruned_moe_is_its_source_without_these_experts(target: str, tmp_path:
 
 def test_verify_sees_another_expert_and_another_ffn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = trained("glm4_moe", tmp_path / "source")
-    words = ("method.name=prune", f"method.by={measured(source)}", "experts=2", "top_k=2")
+    words = ("method.name=prune", f"method.by={measured(source)}", "experts=3", "top_k=2")  # so that the bias chooses
     plan, checkpoints = load(f"source={source}", f"output={tmp_path / 'made'}", *words)
     folder = convert.convert(plan, checkpoints, quiet=True)
     assert convert.convert(plan, checkpoints, quiet=True) == folder  # there already
@@ -110,7 +110,7 @@ def test_verify_sees_another_expert_and_another_ffn(tmp_path: Path, monkeypatch:
     report = verify.verify(source, folder, count=48, length=24)
     assert [f for f in report.faults if "layer 1" in f] and not [f for f in report.faults if "layer 0" in f]
     observed = load_file(folder / convert.MEASURED)
-    observed["layers.0.experts"] = torch.tensor([1, 1])
+    observed["layers.0.experts"] = torch.tensor([1, 1, 2])
     save_file(observed, folder / convert.MEASURED)
     with pytest.raises(ValueError, match="does not say which experts layer 0 has"):
         verify.verify(source, folder, count=48, length=24)
@@ -120,7 +120,7 @@ def test_verify_sees_another_expert_and_another_ffn(tmp_path: Path, monkeypatch:
 def test_saliency_and_what_pruning_costs_are_measured_on_text(target: str, tmp_path: Path) -> None:
     source, text = readable(trained(target, tmp_path / "trained"), tmp_path)
     text.write_text("a b c d e f g h i j k l m n o p q r s t u v w x y z " * 4)
-    settings = routing.RoutingConfig(str(source), (str(text),), tokens=96, length=24, keep=2)
+    settings = routing.RoutingConfig(str(source), (str(text),), tokens=96, length=24, keep=3)
     found = routing.analyse(settings)
     file = tmp_path / "found.json"
     file.write_text(json.dumps(found))
@@ -143,7 +143,7 @@ def test_saliency_and_what_pruning_costs_are_measured_on_text(target: str, tmp_p
         assert count == len(token) and saliency == pytest.approx(
             float(norm.mean().nan_to_num().detach()), rel=1e-4, abs=1e-9
         )
-    words = (f"source={source}", f"output={tmp_path / 'made'}", f"method={{name: prune, by: {file}}}", "experts=2")
+    words = (f"source={source}", f"output={tmp_path / 'made'}", f"method={{name: prune, by: {file}}}", "experts=3")
     plan, checkpoints = load(*words, "top_k=2")
     with torch.no_grad():
         folder = convert.convert(plan, checkpoints, quiet=True)
