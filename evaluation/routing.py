@@ -14,8 +14,13 @@ Every text is a domain. What is measured of a layer:
     whole groups    tokens whose experts are complete virtual groups: the dense FFN of one copy or several, whole
     whole           tokens whose experts are whole dense FFNs, of slices of whatever copies
     missing         slices of these FFNs that a token has too seldom; doubled: too often (see training/balance.py)
+    chosen          how many tokens took an expert
+    saliency        the mean over them of weight * |what the expert gave| (REAP, 2510.13999)
+    pruned          with keep=N: error, gain and cosine of the FFN in which the N most salient experts alone are left
     spread          |expert - mean of its copies| / |mean|, mean over experts: 0 as long as copies are copies
     moved           |expert - what it was at `start`| / |what it was|, mean over experts; the router's rows likewise
+
+`upcycle` makes fewer or more experts by the file: method.name=prune or utility, method.by=routing.json.
 
 C domains, L MoE layers, N experts = E copies x G parts, K chosen a token, T tokens.
 
@@ -26,9 +31,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -43,8 +48,9 @@ from training.balance import coherence, expert_counts, token_entropy
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
 from training.model.decoder import Decoder
-from training.model.moe import MoE, Routing
-from upcycle import cli, text
+from training.model.moe import ExpertFunction, MoE, Router, Routing
+from upcycle import cli, grow, text
+from upcycle.checkpoint import Checkpoint
 from upcycle.config import read
 from upcycle.disk import write_atomic
 from upcycle.spec import MoESpec
@@ -62,6 +68,7 @@ class RoutingConfig:
     granularity: int = 0
     tokens: int = 16384  # of each text, at most
     length: int = 512  # tokens a sequence
+    keep: int = 0  # measure also what is lost if each layer keeps so many experts, the most salient; 0: do not
     compute: str = "float32"  # dtype of activations: float32 | bfloat16 | float64
     output: str = "routing.json"  # the file to write
 
@@ -81,6 +88,7 @@ class Watch:
         self.pair_LNN = torch.zeros(size, self.experts, self.experts, dtype=torch.float64, device=device)
         # sums over tokens: 1, whole groups, router entropy, whole, missing, doubled
         self.sums_L6 = torch.zeros(size, 6, dtype=torch.float64, device=device)
+        self.norm_LN = torch.zeros(size, self.experts, dtype=torch.float64, device=device)
 
     def see(self, number: int, routing: Routing) -> Routing:
         """Counts a block's routing and returns it unchanged; `number` is the block's, among MoE layers."""
@@ -95,15 +103,23 @@ class Watch:
         self.sums_L6[number] += len(expert_TK) * torch.stack([*means, *coherence(expert_TK, self.granularity)])
         return routing
 
+    def weigh(self, number: int, compute: ExpertFunction, x_RD: Tensor, *given: Any) -> Tensor:
+        """Adds up the norms of what the experts give, each times its weight, and returns it unchanged."""
+        y_RD, count_E = compute(x_RD, *given), given[1]
+        owner_R = torch.repeat_interleave(torch.arange(self.experts, device=count_E.device), count_E)
+        self.norm_LN[number].index_add_(0, owner_R, y_RD[: len(owner_R)].double().norm(dim=1))
+        return y_RD
+
     def __enter__(self) -> Watch:
-        self.before = [block.balance for _, block in self.blocks]
+        self.before = [(block.balance, block.experts.compute) for _, block in self.blocks]
         for number, (_, block) in enumerate(self.blocks):
             block.balance = partial(self.see, number)
+            block.experts.compute = partial(self.weigh, number, block.experts.compute)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for (_, block), before in zip(self.blocks, self.before, strict=True):
-            block.balance = before
+        for (_, block), (balance, compute) in zip(self.blocks, self.before, strict=True):
+            block.balance, block.experts.compute = balance, compute
 
 
 @torch.no_grad()
@@ -113,6 +129,63 @@ def count(model: Decoder, token_BS: Tensor, granularity: int) -> Watch:
         for row_S in token_BS:
             model.hidden(row_S[None])
     return watch
+
+
+class Fewer:
+    """Compares each block with itself when it has the experts `kept` alone; does not change what the model computes."""
+
+    def __init__(self, model: Decoder, kept: Sequence[Sequence[int]]) -> None:
+        self.blocks = [layer.ffn for layer in model.layers.values() if isinstance(layer.ffn, MoE)]
+        # sums over tokens of y.want, want.want, y.y
+        self.sums_L3 = torch.zeros(len(self.blocks), 3, dtype=torch.float64, device=self.blocks[0].router.weight.device)
+        self.hooks = [
+            block.register_forward_hook(partial(self.compare, number, router_of(block, experts), experts))
+            for number, (block, experts) in enumerate(zip(self.blocks, kept, strict=True))
+        ]
+
+    def compare(
+        self, number: int, router: Router, kept: Sequence[int], block: MoE, given: tuple[Tensor, ...], out: Tensor
+    ) -> None:
+        x_TD, want_TD = given[0].flatten(0, 1), out.flatten(0, 1).double()
+        routing = router(x_TD)
+        expert_TK = torch.tensor(kept, device=x_TD.device)[routing.expert_TK]
+        y_TD = block.routed(x_TD, routing.weight_TK, expert_TK).double()
+        self.sums_L3[number] += torch.stack([(y_TD * want_TD).sum(), want_TD.square().sum(), y_TD.square().sum()])
+
+    def __enter__(self) -> Fewer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def found(self) -> list[tuple[float, float, float]]:
+        """(error, gain, cosine) of each block, as Estimate has them."""
+        out = []
+        for dot, want, y in self.sums_L3.tolist():
+            square = max(want, 1e-300)
+            error = math.sqrt(max(y - 2 * dot + want, 0.0) / square)
+            out.append((error, dot / square, dot / math.sqrt(square * max(y, 1e-300))))
+        return out
+
+
+def router_of(block: MoE, kept: Sequence[int]) -> Router:
+    """The router that the block has when only the experts `kept` are left."""
+    spec = replace(block.spec, widths=tuple(block.spec.widths[i] for i in kept))
+    router = Router(spec).to(block.router.weight.device)
+    router.weight = torch.nn.Parameter(block.router.weight.detach()[list(kept)])
+    router.bias = None if block.router.bias is None else block.router.bias[list(kept)]
+    return router
+
+
+@torch.no_grad()
+def pruned(
+    model: Decoder, domains: Iterable[Tensor], kept: Sequence[Sequence[int]]
+) -> list[tuple[float, float, float]]:
+    with Fewer(model, kept) as fewer:
+        for row_S in (row_S for token_BS in domains for row_S in token_BS):
+            model.hidden(row_S[None])
+    return fewer.found()
 
 
 # ---- what the counts say
@@ -206,9 +279,12 @@ def analyse(config: RoutingConfig) -> dict[str, Any]:
     with load.origin_of(config.checkpoint, run) as origin:
         if origin.spec is origin.dense:
             raise ValueError(f"{config.checkpoint} is a dense model and routes nothing; give one with experts")
-        model = Decoder(origin.spec, compute=getattr(torch, config.compute))
+        with torch.device("meta"):
+            model = Decoder(origin.spec, compute=getattr(torch, config.compute))
+            if run is None:  # a run's float32 masters stay as they are; modules cast for themselves
+                load.narrow(model, getattr(torch, config.compute))
+        model = model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
         load.fill(model, origin, run, step)
-        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     assert isinstance(origin.spec, MoESpec) and model.moe is not None
     stated, distances = origin.spec.granularity, None
     if config.start:
@@ -219,21 +295,38 @@ def analyse(config: RoutingConfig) -> dict[str, Any]:
     parts = config.granularity or stated
     if model.moe.experts % parts:
         raise ValueError(f"granularity={parts} must divide the {model.moe.experts} experts")
+    spec = model.moe
+    if config.keep and not spec.top_k <= config.keep < spec.experts:
+        raise ValueError(
+            f"keep={config.keep} of {spec.experts} experts, of which a token takes {spec.top_k}; write "
+            f"keep={spec.top_k} to {spec.experts - 1}"
+        )
     domains = {}
     for path in config.texts:
         name = Path(path).name.split(".")[0]
         if name in domains:
             raise ValueError(f"two texts are called {name}; a domain is named by its file, so rename one")
         domains[name] = batches(origin, path, config)
-    watches = {
-        name: count(model, token_BS.to(next(model.parameters()).device), parts)
-        for name, token_BS in tqdm(domains.items(), "domains", delay=2)
-    }
-    return describe(model, watches, parts, distances) | {
+    device = next(model.parameters()).device
+    domains = {name: token_BS.to(device) for name, token_BS in domains.items()}
+    watches = {name: count(model, token_BS, parts) for name, token_BS in tqdm(domains.items(), "domains", delay=2)}
+    found = describe(model, watches, parts, distances)
+    if config.keep:
+        kept = [grow.kept(row["saliency"], config.keep) for row in found["layers"]]
+        for row, lost in zip(found["layers"], pruned(model, domains.values(), kept), strict=True):
+            row["pruned"] = lost
+    return found | {
+        "keep": config.keep,
+        "source": "" if run is not None else fingerprint(config.checkpoint),
         "checkpoint": config.checkpoint,
         "start": config.start,
         "tokens": {name: token_BS.numel() for name, token_BS in domains.items()},
     }
+
+
+def fingerprint(source: str) -> str:
+    with Checkpoint.open(source) as checkpoint:
+        return checkpoint.fingerprint()
 
 
 def batches(origin: Origin, path: str, config: RoutingConfig) -> Tensor:
@@ -260,6 +353,7 @@ def describe(
     count_CLN = torch.stack([watch.count_LN.cpu() for watch in watches.values()])
     pair_LNN = torch.stack([watch.pair_LNN.cpu() for watch in watches.values()]).sum(0)
     sums_L6 = torch.stack([watch.sums_L6.cpu() for watch in watches.values()]).sum(0)
+    norm_LN = torch.stack([watch.norm_LN.cpu() for watch in watches.values()]).sum(0)
     rows, tables = [], []
     for number, (layer, block) in enumerate(first.blocks):
         count_N, (tokens, groups, undecided, *slices) = count_CLN[:, number].sum(0), sums_L6[number].tolist()
@@ -273,7 +367,11 @@ def describe(
             "specialisation": specialisation(count_CLN[:, number]),
             "spread": spread(block, granularity),
             "pairs": strongest(lift_NN),
+            "chosen": count_N.tolist(),
+            "saliency": (norm_LN[number] / count_N.clamp_min(1)).tolist(),
         }
+        if block.router.bias is not None:
+            row["bias"] = (float(block.router.bias.min()), float(block.router.bias.max()))
         if 1 < granularity < first.experts:
             whole, missing, doubled = (total / tokens for total in slices)
             row |= {"whole_groups": groups / tokens, "whole": whole, "missing": missing, "doubled": doubled}
@@ -332,6 +430,7 @@ def table(found: dict[str, Any]) -> str:
         "missing": lambda r: r.get("missing"),
         "doubled": lambda r: r.get("doubled"),
         "spread": lambda r: sum(r["spread"]) / len(r["spread"]),
+        "pruned": lambda r: r["pruned"][0] if "pruned" in r else None,
         "moved": lambda r: sum(r["moved"]) / len(r["moved"]) if "moved" in r else None,
         "router moved": lambda r: r.get("router_moved"),
     }

@@ -479,6 +479,67 @@ def read_moe(folder: Path, path: Path) -> str:
         return inspect.describe(path.parent) + str(origin.spec)
 
 
+def siblings(folder: Path) -> None:
+    """Dense models of which all but the FFNs is carried over by name."""
+    from tests.parity.test_siblings import made
+
+    for name in ("ernie4_5", "lfm2", "granitemoehybrid", "qwen3_5"):
+        made(name, folder / name)
+
+
+def read_sibling(folder: Path, path: Path) -> str:
+    from upcycle import card, inspect, plan
+    from upcycle.checkpoint import Checkpoint
+    from upcycle.config import Router, UpcycleConfig
+
+    with Checkpoint.open(path.parent) as checkpoint:
+        config = UpcycleConfig(source=str(path.parent), experts=4, router=Router(score="auto"))
+        made = plan.build(config, [checkpoint])
+        return inspect.describe(path.parent) + str(list(card.rows(made))) + card.text(made, path.parent)
+
+
+def mixtures(folder: Path) -> None:
+    """Models whose experts are copied or pruned, and a file that says how they were used."""
+    from tests.parity import tiny
+    from upcycle.config import Router
+
+    source = tiny.make("llama", folder / "dense", num_hidden_layers=1)
+    for target in ("qwen2_moe", "granitemoe", "glm4_moe"):
+        router = Router(score="sigmoid" if target == "glm4_moe" else "softmax")
+        converted(source=str(source), output=str(folder / target / "model"), target=target, router=router)
+        row = {"layer": 0, "chosen": [5, 1, 0, 1], "saliency": [0.5, 0.25, 0.0, 1.5], "pruned": [0.5, 0.5, 0.5]}
+        row |= {"bias": [0.0, 0.25]} if target == "glm4_moe" else {}
+        found = {"kind": "routing", "source": "", "experts": 4, "keep": 3, "layers": [row]}
+        (folder / target / "routing.json").write_text(json.dumps(found))
+    sign_mixtures(folder)
+
+
+def sign_mixtures(folder: Path) -> None:
+    from upcycle.checkpoint import Checkpoint
+
+    for path in folder.glob("*/routing.json"):
+        with Checkpoint.open(path.parent / "model") as checkpoint:
+            found = json.loads(path.read_text())
+            path.write_text(json.dumps({**found, "source": checkpoint.fingerprint()}))
+
+
+def read_mixture(folder: Path, path: Path) -> str:
+    from upcycle import card, plan
+    from upcycle.checkpoint import Checkpoint
+    from upcycle.config import UpcycleConfig
+
+    home, shown = folder / path.relative_to(folder).parts[0], ""
+    by = {"by": str(home / "routing.json")}
+    grown = {"copy": (2, 4), "prune": (3, 2)} | ({"utility": (6, 2)} if home.name == "glm4_moe" else {})
+    with Checkpoint.open(home / "model") as checkpoint:
+        for name, (experts, top_k) in grown.items():
+            method = {"name": name} | (by if name != "copy" else {})
+            config = UpcycleConfig(source=str(home / "model"), experts=experts, top_k=top_k, method=method)
+            made = plan.build(config, [checkpoint])
+            shown += str(list(card.rows(made))) + card.text(made, home / "model")
+    return shown
+
+
 def read_manifest(folder: Path, path: Path) -> str:
     from evaluation.report import facts
     from training.checkpoint import layout
@@ -890,6 +951,8 @@ def read_published(folder: Path, path: Path) -> None:
 READERS: dict[str, Reader] = {
     "dense": Reader(dense, read_dense, ("config.json",)),
     "moe": Reader(moe, read_moe, ("mixtral/config.json", "granitemoe/config.json", "upcycled/config.json")),
+    "siblings": Reader(siblings, read_sibling, ("config.json",)),
+    "mixtures": Reader(mixtures, read_mixture, ("model/config.json", "routing.json"), sign_mixtures),
     "manifest": Reader(moe, read_manifest, ("upcycle.json",), sign_manifests),
     "weights": Reader(measured, read_measured, ("moe/*.safetensors", "moe/*.index.json")),
     "conversion": Reader(killed, lambda folder, path: again(folder), (".upcycle/*.json", ".upcycle/*.safetensors")),

@@ -69,6 +69,7 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     moe, d, s, config = plan.moe, plan.dense, sizes(plan), plan.config
     widths = str(moe.widths[0]) if moe.uniform else f"{min(moe.widths)} to {max(moe.widths)}"
     zeros = f", {moe.padding} of them zeros" if moe.padding else ""
+    made = f"the source has {plan.source_experts}" if plan.grown else f"{moe.copies} copies x {moe.granularity}"
     yield (
         "source",
         f"{public(config.source) if config.source else '(first donor)'}: {d.family}, {d.layers} layers, hidden "
@@ -80,8 +81,7 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     yield (
         "experts",
         (
-            f"{moe.experts} routed of {widths} neurons{zeros} ({moe.copies} copies x {moe.granularity}), "
-            f"top-{moe.top_k}"
+            f"{moe.experts} routed of {widths} neurons{zeros} ({made}), top-{moe.top_k}"
             + (f", and a shared one of {moe.shared}" if moe.shared else "")
             + f", in {len(moe.layers)} of {d.layers} layers"
         ),

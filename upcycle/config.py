@@ -67,7 +67,8 @@ class UpcycleConfig:
     output: str = ""  # the folder to make
     target: str = "auto"  # an MoE architecture (upcycle/targets), or auto
     donors: tuple[str, ...] = ()  # branch_train_mix: one dense model per copy; `source` gives the rest
-    # E, a count: copies of every dense FFN, or of each expert of an MoE (in training, model.experts is a backend)
+    # E, a count: copies of every dense FFN, or of each expert of an MoE; with method prune or utility how many experts
+    # a layer of an MoE has afterwards (in training, model.experts is a backend)
     experts: int = 8
     granularity: int = 1  # G: parts a copy is cut into; routed experts = experts * granularity
     top_k: int = 2  # routed experts that a token takes

@@ -49,7 +49,8 @@ from upcycle.version import __version__
 
 MANIFEST = "upcycle.json"
 CARD = "README.md"  # no file of the model: its owner may edit it
-MEASURED = "upcycle.measured"  # what the plan measured on text, safetensors; no loader of weights knows the suffix
+# what the plan measured on text, or chose by that; safetensors, and no loader of weights knows the suffix
+MEASURED = "upcycle.measured"
 LANES = 4  # shards written at once by one process
 
 
@@ -334,14 +335,16 @@ def observations(
     plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, watch: Watch, *, quiet: bool
 ) -> dict[str, Tensor]:
     """The measurements that the plan needs: rank 0 makes them unless a previous run did, the others wait for them."""
-    if not plan.needs_text:
-        return {}
-    from upcycle import measure
+    from safetensors.torch import save
 
     path = partial / JOB / OBSERVED
-    if watch.worker.rank == 0 and not is_whole(path):
-        from safetensors.torch import save
+    if not plan.needs_text:
+        if plan.observed and watch.worker.rank == 0:  # chosen by the plan already
+            write_atomic(path, save(dict(plan.observed)))
+        return dict(plan.observed)
+    from upcycle import measure
 
+    if watch.worker.rank == 0 and not is_whole(path):
         path.with_suffix(".sha256").unlink(missing_ok=True)
         write_atomic(path, save(measure.measure(plan, checkpoints, quiet=quiet)))
         write_atomic(path.with_suffix(".sha256"), disk.sha256(path).encode())

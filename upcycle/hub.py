@@ -48,6 +48,12 @@ class Headers(Checkpoint):
     def read(self, name: str, rows: tuple[int, int] | None = None, *, check: bool = True) -> torch.Tensor:
         raise ValueError(f"of {self.folder} only headers were fetched, and tensor {short(name)} is wanted")
 
+    def fingerprint(self) -> str:
+        raise ValueError(
+            f"of {self.folder} only headers were fetched, and what was measured must be of its weights; download it "
+            "and write source=FOLDER"
+        )
+
 
 def headers(source: str | Path) -> Checkpoint:
     """What `source` holds, to plan with: a folder is opened, of a hub id config.json and the headers are fetched. Where

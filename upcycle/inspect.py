@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from tqdm import tqdm
 
-from upcycle import methods, plugin, publish, siblings, strict
+from upcycle import grow, methods, plugin, publish, siblings, strict
 from upcycle.card import human
 from upcycle.checkpoint import Checkpoint
 from upcycle.cli import printable
@@ -161,7 +161,7 @@ def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator
 def makes_no_copies(config: Mapping[str, Any]) -> bool:
     """True of the config of a plan whose method cuts one FFN up."""
     name, keys = config["method"]["name"], {key: value for key, value in config["method"].items() if key != "name"}
-    return methods.load(name, keys).needs.disjoint
+    return name not in grow.METHODS and methods.load(name, keys).needs.disjoint
 
 
 def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:

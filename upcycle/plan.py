@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from upcycle import disk, grow, methods, plugin, request, routers, scale, siblings, size
+from upcycle import disk, grow, plugin, request, routers, scale, siblings, size
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
@@ -109,7 +109,9 @@ class UpcyclePlan:
     notes: tuple[str, ...]
     warnings: tuple[str, ...]  # what evidence says against this plan
     # measured on text before the first expert is made, empty until then: 'layers.L.mass', '.rows', '.order' (measure)
+    # or, of a plan whose source is an MoE, which experts it chose: 'layers.L.experts', ... (grow.choose)
     observed: Mapping[str, Tensor] = field(default_factory=dict)
+    source_experts: int = 0  # of an MoE whose experts are made more or fewer; 0: the source is dense
 
     @property
     def needs_text(self) -> bool:
@@ -118,8 +120,8 @@ class UpcyclePlan:
 
     @property
     def grown(self) -> bool:
-        """True if the source is an MoE already, whose experts are made more (grow.py)."""
-        return self.dense.family in plugin.names("upcycle.targets")
+        """True if the source is an MoE already, whose experts are made more or fewer (grow.py)."""
+        return bool(self.source_experts)
 
     @property
     def gated(self) -> bool:
@@ -197,8 +199,9 @@ def build(
     """
     base = checkpoints[0]
     if base.config.get("model_type") in plugin.names("upcycle.targets"):
-        return grown(config, base)
+        return grown(config, base, observed or {})
     source_family = family(base.config.get("model_type"))
+    grow.check_dense(config, base.folder)
     dense = read_dense(source_family, base)
     stored = check_sources(dense, source_family, checkpoints)
     dense = replace(dense, dtype=stored_dtype(base))
@@ -243,44 +246,72 @@ def build(
     return plan
 
 
-def grown(config: UpcycleConfig, base: Checkpoint) -> UpcyclePlan:
-    """The plan of an MoE with more experts, from one with fewer (grow.py)."""
+def grown(config: UpcycleConfig, base: Checkpoint, known: Mapping[str, Tensor]) -> UpcyclePlan:
+    """The plan of an MoE with more or fewer experts than the source, an MoE too (grow.py)."""
     name = str(base.config["model_type"])
     chosen, dtype = target(name), config.dtype or stored_dtype(base)
     if dtype not in BYTES:
         raise refused_dtype(base, dtype)
     view: MoESpec = chosen.read(base.config)
     grow.check(config, view, name)
-    hf_config = grow.grown_config(base.config, view, config.experts, dtype)
+    method, observed = grow.read_method(config), grow.choose(config, view, base, known)
+    experts = grow.Experts(config, view, observed)
+    hf_config = grow.grown_config(base.config, experts.count, experts.top_k, dtype)
     moe: MoESpec = replace(chosen.read(hf_config), dtype=dtype)
     source = {role: slot for slot in chosen.slots(view) for role in slot.roles}
     grow.check_source(source, base)
     outputs = []
     for slot in chosen.slots(moe):
         kept = slot.dtype or dtype
-        found = grow.parts(slot, source, config.experts)
-        recipes = tuple(Recipe("keep", shape, kept, (one,), expert=expert) for one, shape, expert in found)
+        found = grow.parts(slot, source, experts)
+        recipes = tuple(Recipe("keep", p.shape, kept, (p.source,), expert=p.expert, add=p.add) for p in found)
         outputs.append(Output(slot.name, slot.shape, kept, recipes))
     check_outputs(outputs)
-    stored = sorted({entry.dtype for entry in base.entries.values()})
-    rounded = next((d for d in stored if BYTES[d] > BYTES[dtype] or {d, dtype} == {"bfloat16", "float16"}), "")
-    reasons = (f"exact but for the rounding of {rounded} weights to {dtype}",) if rounded else ()
     return UpcyclePlan(
         config,
         replace(view.dense, dtype=stored_dtype(base)),
         replace(moe, copies=config.experts, output_scale=1.0),
         name,
-        f"what the source is; each of its {view.experts} experts {config.experts} times, top-{view.top_k} made "
-        f"top-{moe.top_k}",
-        methods.load("copy"),
+        "what the source is; " + chosen_experts(method.name, view, moe, config.experts),
+        method,
         "exact",
         tuple(outputs),
         (),
         hf_config,
-        Promise(True, reasons, None, 1e-5),
-        tuple(chosen.notes(moe)),
+        grown_promise(method, view, dtype, base, observed),
+        (*chosen.notes(moe), *waiting(observed)),
         (),
+        observed,
+        view.experts,
     )
+
+
+def chosen_experts(method: str, view: MoESpec, moe: MoESpec, copies: int) -> str:
+    if method == "copy":
+        return f"each of its {view.experts} experts {copies} times, top-{view.top_k} made top-{moe.top_k}"
+    what = "the most salient" if method == "prune" else "in copies by their use, all"
+    return f"{what} of its {view.experts} experts in each layer, {moe.experts} now, top-{moe.top_k} as it was"
+
+
+def grown_promise(
+    method: Method, view: MoESpec, dtype: str, base: Checkpoint, observed: Mapping[str, Tensor]
+) -> Promise:
+    stored = sorted({entry.dtype for entry in base.entries.values()})
+    rounded = next((d for d in stored if BYTES[d] > BYTES[dtype] or {d, dtype} == {"bfloat16", "float16"}), "")
+    if not method.exact:
+        kept = len(next(iter(observed.values())))
+        return Promise(False, (grow.cost(view, kept, observed),), None, 1e-5)
+    reasons = (f"exact but for the rounding of {rounded} weights to {dtype}",) if rounded else ()
+    return Promise(True, reasons, None, 1e-5)
+
+
+def waiting(observed: Mapping[str, Tensor]) -> Iterator[str]:
+    waits = [float(tensor) for name, tensor in observed.items() if name.endswith(".wait")]
+    if waits:
+        yield (
+            f"all copies of an expert but the first wait: their selection bias is {min(waits):.3g} to {max(waits):.3g} "
+            "lower, so no token takes them until balance.bias_rate has raised it, within some 1 / rate steps"
+        )
 
 
 def warnings(moe: MoESpec, method: Method) -> Iterator[str]:
@@ -580,4 +611,4 @@ def sizes(plan: UpcyclePlan) -> size.Sizes:
     if not plan.grown:
         return found
     multiplied = sum(prod(part.shape) for part in parts if part.expert >= 0 or part.sources[0].rows)
-    return replace(found, dense=found.total - multiplied + multiplied // plan.config.experts)
+    return replace(found, dense=found.total - multiplied + multiplied * plan.source_experts // plan.moe.experts)

@@ -52,9 +52,11 @@ def compare(y: Tensor, want: Tensor) -> Estimate:
     )
 
 
-def moe_output(x_TD: Tensor, moe: MoESpec, rows_ND: Tensor, experts: list[FFN], activation: str) -> Tensor:
+def moe_output(
+    x_TD: Tensor, moe: MoESpec, rows_ND: Tensor, experts: list[FFN], activation: str, bias_N: Tensor | None = None
+) -> Tensor:
     """The reference MoE block without shared expert: the sum of weight * expert(x) over the chosen experts."""
-    weight_TK, expert_TK = routers.weights(x_TD, rows_ND, moe)
+    weight_TK, expert_TK = routers.weights(x_TD, rows_ND, moe, bias_N)
     y_TD = torch.zeros_like(x_TD)
     for index, ffn in enumerate(experts):
         token, slot = (expert_TK == index).nonzero(as_tuple=True)

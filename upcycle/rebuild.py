@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from upcycle import card, config, rng
+from upcycle import card, config, grow, plugin, rng
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig
 from upcycle.convert import MANIFEST, MEASURED, changed, in_flight, jsonable
@@ -27,6 +27,8 @@ from upcycle.make import Maker, Piece
 from upcycle.plan import Output, Recipe, UpcyclePlan, build
 from upcycle.promise import moe_output
 from upcycle.publish import digest
+from upcycle.spec import MoESpec
+from upcycle.targets.common import Slot
 
 BUDGET = 2 << 30  # bytes of weights made again
 SLICE = 64 << 20  # bytes of one tensor that are compared
@@ -52,7 +54,7 @@ def sources(dense: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[list[Che
 def plan_of(folder: Path, manifest: Mapping[str, Any], checkpoints: Sequence[Checkpoint]) -> UpcyclePlan:
     settings = config.build(UpcycleConfig, config.of_manifest(manifest))
     settings = replace(settings, source=str(checkpoints[0].folder) if settings.source else "", output=str(folder))
-    plan = build(settings, checkpoints, {})
+    plan = build(settings, checkpoints, grow.stored(folder / MEASURED) if grow.is_measured(settings) else {})
     if not plan.needs_text:
         return plan
     if not (folder / MEASURED).is_file():
@@ -164,7 +166,9 @@ class Reference:
 
     def may_make(self, layer: int) -> bool:
         """True for layers of together BUDGET bytes, and at least one."""
-        size = sum(4 * prod(r.shape) for key, r in self.recipes.items() if key[0] == layer)
+        return self.within(sum(4 * prod(r.shape) for key, r in self.recipes.items() if key[0] == layer))
+
+    def within(self, size: int) -> bool:
         first, self.room = self.room == BUDGET, self.room - size
         return first or self.room >= 0
 
@@ -183,6 +187,48 @@ class Reference:
         own = {key[3]: recipe for key, recipe in self.recipes.items() if key[:3] == (layer, kind, index)}
         width = own["up"].shape[0]
         return FFN(width, self.plan.dense.hidden, tuple(own), lambda matrix: self.maker.part(own[matrix]).float())
+
+
+class FewerExperts(Reference):
+    """The same of an MoE whose source is one, too: its tensors are found by the roles that the target gives them."""
+
+    def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
+        super().__init__(plan, checkpoints)
+        architecture = plugin.load("upcycle.targets", plan.target)
+        self.moe: MoESpec = architecture.read(plan.hf_config)
+        self.slots = {role: (slot, i) for slot in architecture.slots(self.moe) for i, role in enumerate(slot.roles)}
+        self.held: dict[str, Tensor] = {}  # fused tensors of one layer, of which each expert has a part
+
+    def may_make(self, layer: int) -> bool:
+        return self.within(sum(4 * prod(slot.shape) for slot in self.slots_of(layer).values()))
+
+    def slots_of(self, layer: int) -> dict[str, Slot]:
+        start = f"layers.{layer}."
+        return {slot.name: slot for role, (slot, _) in self.slots.items() if role.startswith(start)}
+
+    def __call__(self, layer: int, x_TD: Tensor) -> Tensor:
+        moe, x_TD, start = self.moe, x_TD.float(), f"layers.{layer}"
+        self.held = {
+            slot.name: self.maker.tensor(slot.name) for slot in self.slots_of(layer).values() if len(slot.roles) > 1
+        }
+        bias = self.role(f"{start}.router.bias") if f"{start}.router.bias" in self.slots else None
+        experts = [self.block(f"{start}.experts.{i}", width) for i, width in enumerate(moe.widths)]
+        activation = moe.dense.activation
+        y_TD = moe_output(x_TD, moe, self.role(f"{start}.router.weight"), experts, activation, bias)
+        if moe.shared:
+            shared_TD = self.block(f"{start}.shared", moe.shared)(x_TD, activation)
+            gate = self.role(f"{start}.shared_gate.weight") if moe.shared_gate else None
+            y_TD = y_TD + (shared_TD if gate is None else shared_TD * (x_TD @ gate.T).sigmoid())
+        return y_TD
+
+    def block(self, prefix: str, width: int) -> FFN:
+        names = self.moe.dense.ffn_matrices
+        return FFN(width, self.moe.dense.hidden, names, lambda matrix: self.role(f"{prefix}.{matrix}.weight"))
+
+    def role(self, role: str) -> Tensor:
+        slot, i = self.slots[role]
+        whole = self.held[slot.name] if len(slot.roles) > 1 else self.maker.tensor(slot.name)
+        return whole.reshape(len(slot.roles), *self.moe.shape(role))[i].float()
 
 
 # ---- rounding

@@ -53,8 +53,9 @@ def chosen(score_TN: Tensor, top_k: int, slices: int) -> Tensor:
     return (copy_TSK * slices + torch.arange(slices, device=score_TN.device)[:, None]).flatten(1)
 
 
-def weights(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor]:
-    """The reference router: (weight_TK, expert_TK). Ties go to the lower index, which keeps a group whole."""
+def weights(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec, bias_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The reference router: (weight_TK, expert_TK). Ties go to the lower index, which keeps a group whole. `bias_N`: of
+    the choice alone."""
     logits_TN = x_TD @ rows_ND.to(x_TD.dtype).T
     if moe.score == "sigmoid":
         score_TN = logits_TN.sigmoid()
@@ -62,7 +63,7 @@ def weights(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor
         score_TN = logits_TN
     else:
         score_TN = logits_TN.softmax(-1)
-    expert_TK = chosen(score_TN, moe.top_k, moe.slices)
+    expert_TK = chosen(score_TN if bias_N is None else score_TN + bias_N, moe.top_k, moe.slices)
     weight_TK = score_TN.gather(1, expert_TK)
     if moe.score == "softmax" and moe.order == "topk-then-softmax":
         return weight_TK.softmax(-1), expert_TK

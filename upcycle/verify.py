@@ -285,7 +285,7 @@ class Taps:
 
     def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
         self.plan, self.layers = plan, frozenset(plan.moe.layers)
-        self.reference = rebuild.Reference(plan, checkpoints)
+        self.reference = (rebuild.FewerExperts if plan.grown else rebuild.Reference)(plan, checkpoints)
         self.count = max(16, TAPPED // (4 * plan.dense.hidden * len(self.layers)))  # tokens of a layer
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.found: dict[int, Estimate] = {}

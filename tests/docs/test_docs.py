@@ -16,7 +16,7 @@ from upcycle import cli, families, plugin
 from upcycle.__main__ import main
 from upcycle.checkpoint import Checkpoint
 from upcycle.config import UpcycleConfig, read
-from upcycle.plan import build, family
+from upcycle.plan import build, family, target
 from upcycle.sample import make_llama
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +51,19 @@ MODELS = {
         "vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": 4096, "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
     },
+    "marco-nano": {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1000000, "torch_dtype": "bfloat16",
+        "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "vocab_size": 151936, "max_position_embeddings": 32768, "rope_theta": 1000000, "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 # what each config is for: (target, exact, experts, total parameters in billions)
 PROMISES = {
@@ -59,13 +72,24 @@ PROMISES = {
     "nemotron4-15b-e64t8": ("upcycled", False, 64, 83.3),
     "qwen3-8b-e56t7-shared": ("glm4_moe", True, 56, 41.5),
     "mistral-7b-drop": ("mixtral", False, 8, 46.7),
+    "marco-nano": ("qwen3_moe", False, 232, 8.0),  # as published: 8B, of which 0.6B active
 }
 
-TOKENS = {"stories": 200 * 8 * 256, "llama3-8b-e8t2": 27e9, "nemotron4-15b-e64t8": 1e11, "qwen3-8b-e56t7-shared": 1e11}
+TOKENS = {
+    "stories": 200 * 8 * 256,
+    "llama3-8b-e8t2": 27e9,
+    "nemotron4-15b-e64t8": 1e11,
+    "qwen3-8b-e56t7-shared": 1e11,
+    "qwen3-30b-a3b": 1e10,
+}
 
 
 def shaped(folder: Path, config: dict[str, object]) -> Path:
     """A checkpoint of a real model's shape: real headers, no data."""
+    if config["model_type"] in plugin.names("upcycle.targets"):  # an MoE already
+        module = target(str(config["model_type"]))
+        make_shaped(folder, config, {s.name: s.shape for s in module.slots(module.read(config))}, "bfloat16", 4)
+        return folder
     module = family(config["model_type"])
     spec = module.read(config)
     sources = module.sources(spec)

@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.docs.test_docs import MODELS, ROOT, shaped
 from tests.parity import tiny
@@ -198,6 +199,10 @@ def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Walk:
 def make_model(folder: Path, model: str) -> None:
     family, sizes = SMALL[model]
     tiny.make(family, folder, dtype=torch.bfloat16, vocab_size=400, bos_token_id=0, eos_token_id=1, **sizes)
+    tokenize(folder)
+
+
+def tokenize(folder: Path) -> None:
     make_tokenizer(folder, bos=True)
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
@@ -256,6 +261,33 @@ def test_qwen3_8b_on_two_nodes(walk: Walk) -> None:
     assert (made["n_routed_experts"], made["num_experts_per_tok"], made["n_shared_experts"]) == (56, 7, 1)
 
 
+def test_qwen3_30b_goes_on(walk: Walk) -> None:
+    for seed, name in enumerate(("train", "held-out")):
+        (walk.folder / "text" / name).mkdir(parents=True)
+        for part in ("law", "code"):
+            jsonl(walk.folder / "text" / name / f"{part}.jsonl", texts(40, seed))
+    folder = walk.folder / "qwen3-30b-a3b"
+    sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    config = AutoConfig.for_model("qwen3_moe", **{**tiny.SIZES, "vocab_size": 400, "head_dim": 16, **sizes})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenize(folder)
+    small = ["device=cpu", "dtype=float32"]
+    more = {
+        "-m training qwen3": [*TRAINING, "schedule.peak=1e-3", "mesh.ep=1"],
+        "evaluation run": small,
+        "evaluation routing": ["tokens=500"],
+    }
+    # in one process: the other journeys train in two, which take 20 seconds to begin
+    walk([line.replace("torchrun --nproc-per-node 8", "python") for line in journey("Continue Qwen3-30B-A3B")], more)
+    fell(walk.folder / "runs" / "qwen3-30b")
+    found = json.loads((walk.folder / "routing.json").read_text())
+    # random routers may leave the experts that go unused in a layer, so that nothing is lost there
+    assert all(len(row["saliency"]) == 128 and 0 <= row["pruned"][0] < 1 for row in found["layers"])
+    made = json.loads((walk.folder / "qwen3-23b" / "config.json").read_text())
+    assert (made["num_local_experts"], made["num_experts_per_tok"]) == (96, 8)  # as transformers 5 calls them
+
+
 def test_mmlu_of_dense_and_moe(walk: Walk) -> None:
     place(walk.folder, "llama3-8b", ())
     make_mmlu(walk.folder / "files")
@@ -299,6 +331,7 @@ PLANNED = [
     ),
     ("llama3-8b-e8t2", 8, ["model.upcycle=", "model.source=SOURCE", "mesh.ep=1"], CARD, "dense control, {} GB a GPU"),
     ("nemotron4-15b-e64t8", 32, [], CARD, "{} GB a GPU on 32"),
+    ("qwen3-30b-a3b", 8, ["model.upcycle=", "model.source=SOURCE"], CARD, "goes on, {} GB a GPU by plan"),
     ("qwen3-8b-e56t7-shared", 16, [], CARD, "{} GB a GPU on 16"),
     ("qwen3-8b-e56t7-shared", 8, ["model.upcycle.experts=4", "mesh.ep=4"], CARD, "`model.upcycle.experts=4 mesh.ep=4`, {} GB"),
 ]  # fmt: skip

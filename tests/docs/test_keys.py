@@ -24,7 +24,7 @@ from training import bench
 from training.config import TrainConfig
 from training.data.mixture import TrainSource, ValidSource
 from training.data.prepare import PrepareConfig
-from upcycle import plugin
+from upcycle import grow, plugin
 from upcycle.config import UpcycleConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
@@ -105,7 +105,8 @@ def table(found: list[tuple[str, str, str]]) -> list[str]:
 
 
 def methods() -> dict[str, type[Any]]:
-    return {name: plugin.load("upcycle.methods", name).Options for name in plugin.names("upcycle.methods")}
+    files = {name: plugin.load("upcycle.methods", name).Options for name in plugin.names("upcycle.methods")}
+    return files | grow.METHODS
 
 
 def page() -> str:
@@ -125,7 +126,7 @@ def test_every_key_says_what_it_means(kind: type[Any]) -> None:
     assert not [key for key, _, said in rows(kind, set()) if not said]
 
 
-@pytest.mark.parametrize("name", plugin.names("upcycle.methods"))
+@pytest.mark.parametrize("name", [*plugin.names("upcycle.methods"), *grow.METHODS])
 def test_every_key_of_a_method_says_what_it_means(name: str) -> None:
     assert not [key for key, _, said in rows(methods()[name], set()) if not said]
 
