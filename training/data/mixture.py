@@ -17,6 +17,10 @@ in its document, or `start` (bos, else eos) before the first one; `documents` an
 So when documents are masked a document's loss does not depend on its neighbours, and nothing is left out at borders.
 The last window begins early enough to be full, and labels that the window before has scored are IGNORE in it.
 
+Conversations (chat.py) are not cut: a window is a row of whole ones (packing.py), the same ones in each epoch, since
+neighbours do not see each other, and the windows change places. Their inputs tile the epoch; a label is IGNORE where
+nothing is learned.
+
 Shapes: B samples, S sequence.
 """
 
@@ -39,7 +43,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from training.data.batch import IGNORE, Batch, Row, Samples, Span, lay, stack
+from training.data.batch import IGNORE, Batch, Row, Samples, Span, Whole, lay, lay_whole, stack
+from training.data.packing import packed
 from training.data.shards import TokenShards
 from upcycle import rng
 from upcycle.config import build
@@ -153,23 +158,31 @@ class Windows:
         self.count = -(-self.tokens // sequence)  # of an epoch
 
     def row(self, index: int) -> Row:
+        epoch, window = self.place(index)
+        begin = window * self.sequence
+        return self.cut(max(0, min(begin, self.tokens - self.sequence)), begin, epoch)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(epoch, the window of it)."""
         epoch, window = divmod(index, self.count)
         if self.seed is not None:
             window = permuted(window, self.count, self.seed, "windows", self.name, epoch)
-        begin = window * self.sequence
-        return self.cut(max(0, min(begin, self.tokens - self.sequence)), begin, epoch)
+        return epoch, window
 
     def cut(self, first: int, scored: int, epoch: int) -> Row:
         """Labels first ... first + S of an epoch; those before `scored` are context."""
         row = lay(self.spans(first, self.sequence, epoch), self.sequence, self.shards.start, self.mask_documents)
+        self.check(row)
+        row[1][: scored - first] = IGNORE
+        return row
+
+    def check(self, row: Row) -> None:
         highest = max(int(row[0].max()), int(row[1].max()))
         if highest >= self.shards.vocab:
             raise ValueError(
                 f"{self.shards.folder} holds id {highest} but its tokenizer has {self.shards.vocab}; its files are "
                 "damaged: run python -m training.prepare --check on it"
             )
-        row[1][: scored - first] = IGNORE
-        return row
 
     def spans(self, at: int, length: int, epoch: int) -> Iterator[Span]:
         """Yields the parts of documents that `length` tokens from `at` on are made of."""
@@ -195,6 +208,45 @@ class Windows:
                 inside, at, length = inside + size, at + size, length - size
                 if length == 0:
                     return
+
+
+class Talks(Windows):
+    """The same of conversations: rows of whole ones."""
+
+    def __init__(
+        self, shards: TokenShards, sequence: int, mask_documents: bool = True, name: str = "", seed: int | None = None
+    ) -> None:
+        super().__init__(shards, sequence, mask_documents, name, seed)
+        sizes = np.concatenate([np.diff(shard.starts.astype(np.int64)) for shard in shards.shards])
+        if (longest := int(sizes.max())) > sequence:
+            raise ValueError(
+                f"{shards.folder} has a conversation of {longest} tokens and data.sequence is {sequence}; prepare it "
+                f"with sequence={sequence}, or train with data.sequence={longest}"
+            )
+        self.order, self.rows = packed(sizes, sequence)
+        self.count = len(self.rows) - 1
+        self.documents = [0, *accumulate(shard.documents for shard in shards.shards)]  # before each shard
+
+    def row(self, index: int) -> Row:
+        _, window = self.place(index)
+        chosen = self.order[self.rows[window] : self.rows[window + 1]].tolist()
+        row = lay_whole(map(self.talk, chosen), self.sequence, self.shards.start, self.mask_documents)
+        self.check(row)
+        return row
+
+    def talk(self, document: int) -> Whole:
+        index = bisect_right(self.documents, document) - 1
+        shard, place = self.shards.shards[index], document - self.documents[index]
+        assert shard.scored is not None
+        part = slice(*map(int, shard.starts[place : place + 2]))
+        return shard.tokens[part], shard.scored[part]
+
+
+def windows(
+    shards: TokenShards, sequence: int, mask_documents: bool = True, name: str = "", seed: int | None = None
+) -> Windows:
+    kind = Windows if shards.shards[0].scored is None else Talks
+    return kind(shards, sequence, mask_documents, name, seed)
 
 
 # ---- several sources
@@ -269,7 +321,7 @@ class Mixture:
         if not parts:
             raise ValueError("there is nothing to train on; name folders under data.train")
         same_tokenizer([shards for _, shards, _ in parts])
-        self.sources = [Windows(shards, sequence, mask_documents, name, seed) for name, shards, _ in parts]
+        self.sources = [windows(shards, sequence, mask_documents, name, seed) for name, shards, _ in parts]
         self.schedule = Schedule([weight for _, _, weight in parts], seed)
 
     def batch(self, sample: int, size: int) -> Batch:
@@ -316,7 +368,7 @@ class Validation:
     """A named set in order, each of its tokens scored once."""
 
     def __init__(self, name: str, shards: TokenShards, sequence: int, *, mask_documents: bool = True) -> None:
-        self.name, self.windows = name, Windows(shards, sequence, mask_documents)
+        self.name, self.windows = name, windows(shards, sequence, mask_documents)
         self.tokens, self.bytes = shards.tokens, shards.bytes
 
     def batches(self, size: int, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:

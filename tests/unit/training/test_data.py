@@ -184,7 +184,7 @@ def test_parquet_that_unpacks_without_end(tokenizer: Path, tmp_path: Path, monke
     parquet.write_table(pyarrow.table({"text": [long] * 3}), tmp_path / "b.parquet", compression="none")
     source = prepare_module.find([str(tmp_path / "b.parquet")])[0]
     with parquet.ParquetFile(tmp_path / "b.parquet") as file:
-        assert prepare_module.rows_at_once(source, file) == 1
+        assert prepare_module.rows_at_once(source, file, ["text"]) == 1
     monkeypatch.setattr("training.data.prepare.UNPACKED", 1 << 28)
     assert decoded(run(tmp_path / "three", tokenizer, tmp_path / "b.parquet"), tokenizer) == [long] * 3
 
