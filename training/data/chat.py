@@ -129,7 +129,6 @@ class Renderer:
         found = self.tokenizer.backend_tokenizer
         found.no_truncation()
         found.no_padding()
-        found.post_processor = None  # it adds nothing here, and would leave spaces out of what a token covers
         return found
 
     @cached_property

@@ -23,7 +23,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers import Tokenizer, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.parity import tiny
@@ -63,7 +63,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chat_tokenizer(folder: Path, *, trims: bool = False) -> Path:
     make_tokenizer(folder, bos=False)
     made = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    made.add_special_tokens(SPECIAL)
+    # with tokens of several ends of lines, which lie across the border between a prompt and its answer
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator([*texts(50), "a\n\nb\n\n\nc \n" * 200], trainer)
+    made.add_special_tokens(["<eos>", *SPECIAL])
     made.add_tokens(["<think>", "</think>"])
     if trims:
         made.post_processor = processors.ByteLevel(trim_offsets=True)
