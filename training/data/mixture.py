@@ -3,6 +3,9 @@
 So the cursor of a run is one integer, the samples consumed, and no mesh is in it: with r ranks of batch B, rank i takes
 samples cursor + i*B ... cursor + (i+1)*B, and the cursor moves by r*B. Any other split reads the same samples.
 
+(Where weights changed on the way it is one of the state too, which a checkpoint holds: from the sample on at which they
+did, a new schedule counts on from what each source had given, so that nothing of a source is read again or left out.)
+
 Which source sample n is of, and which one of it, follows from a periodic schedule in which every source's count stays
 within one sample of its share at every n (Tijdeman's solution of the chairman assignment problem).
 
@@ -31,13 +34,13 @@ import math
 import queue
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -46,7 +49,7 @@ from numpy.typing import NDArray
 from training.data.batch import IGNORE, Batch, Row, Samples, Span, Whole, lay, lay_whole, stack
 from training.data.packing import packed
 from training.data.shards import TokenShards
-from upcycle import rng
+from upcycle import rng, strict
 from upcycle.config import build
 
 CHUNK = 1024  # neighbouring documents that change places
@@ -279,6 +282,13 @@ class Schedule:
         share = self.shares[source]
         return source, cycle * share + (share - 1 - rank if backward else rank)
 
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first samples are of each source."""
+        cycle, place = divmod(samples, self.period)
+        part = self.table[self.period - place :] if self.backward(cycle) else self.table[:place]
+        here = np.bincount(part, minlength=len(self.shares)).tolist()
+        return [cycle * share + count for share, count in zip(self.shares, here, strict=True)]
+
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
     """Whole numbers in proportion to the weights: exact if their sum can stay within CYCLE, else to 1/CYCLE."""
@@ -312,25 +322,53 @@ def chairmen(shares: Sequence[int]) -> NDArray[np.int64]:
     return table
 
 
+class MixtureState(TypedDict):
+    """Of a checkpoint: what each source has given."""
+
+    weights: list[tuple[str, float]]
+    since: strict.Count  # the sample from which on these weights hold
+    before: Mapping[str, strict.Count]  # samples of each source up to it
+    cursor: strict.Count
+    given: Mapping[str, strict.Count]  # and up to this one
+
+
 class Mixture:
     """The training samples of a run."""
 
     def __init__(
-        self, parts: Sequence[tuple[str, TokenShards, float]], sequence: int, seed: int, *, mask_documents: bool = True
+        self,
+        parts: Sequence[tuple[str, TokenShards, float]],
+        sequence: int,
+        seed: int,
+        *,
+        mask_documents: bool = True,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
+        """`state`: of the checkpoint that a run goes on from."""
         if not parts:
             raise ValueError("there is nothing to train on; name folders under data.train")
         same_tokenizer([shards for _, shards, _ in parts])
         self.sources = [windows(shards, sequence, mask_documents, name, seed) for name, shards, _ in parts]
-        self.schedule = Schedule([weight for _, _, weight in parts], seed)
+        self.weights = [(name, float(weight)) for name, _, weight in parts]
+        self.schedule = Schedule([weight for _, weight in self.weights], seed)
+        self.since, before = 0, {}
+        if state:
+            saved = strict.held(dict(state), MixtureState, "the checkpoint's place in the data")
+            same = saved["weights"] == self.weights
+            self.since, before = (saved["since"], saved["before"]) if same else (saved["cursor"], saved["given"])
+        self.before = [before.get(name, 0) for name, _ in self.weights]
 
     def batch(self, sample: int, size: int) -> Batch:
-        return stack(
-            [self.sources[source].row(n) for source, n in map(self.schedule.__getitem__, range(sample, sample + size))]
-        )
+        assert sample >= self.since, "what was before other weights is known to nobody"
+        places = map(self.schedule.__getitem__, range(sample - self.since, sample - self.since + size))
+        return stack([self.sources[source].row(self.before[source] + n) for source, n in places])
 
     def state(self, cursor: int) -> dict[str, Any]:
-        return {}
+        names = [name for name, _ in self.weights]
+        now = [a + b for a, b in zip(self.before, self.schedule.counts(cursor - self.since), strict=True)]
+        before, given = (dict(zip(names, each, strict=True)) for each in (self.before, now))
+        weights = [list(each) for each in self.weights]
+        return {"weights": weights, "since": self.since, "before": before, "cursor": cursor, "given": given}
 
 
 def same_tokenizer(found: Sequence[TokenShards]) -> None:
