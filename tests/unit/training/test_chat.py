@@ -289,8 +289,9 @@ def test_formats_of_rows(plain: Path, tmp_path: Path) -> None:
     assert stored(got) == [cut(by_hand(raw, part)) for part in only]
     unmarked = with_template(plain, tmp_path / "bare", template("chatml", marked=False))
     assert stored(run(tmp_path / "asked2", unmarked, tmp_path / "asked.jsonl")) == stored(got)
-    every = stored(run(tmp_path / "every", folder, tmp_path / "asked.jsonl", loss="all"))
-    assert all(scored == [0] + [1] * (len(ids) - 1) for ids, scored in every)
+    whole = run(tmp_path / "every", folder, tmp_path / "asked.jsonl", loss="all")
+    assert all(scored == [0] + [1] * (len(ids) - 1) for ids, scored in stored(whole))
+    assert whole.bytes == sum(len(raw.decode(ids[1:], skip_special_tokens=False).encode()) for ids, _ in stored(whole))
 
 
 def test_parquet_and_the_hub(plain: Path, tmp_path: Path) -> None:
@@ -363,6 +364,13 @@ def test_code_of_a_tokenizer_is_not_run_and_templates_are_in_a_sandbox(plain: Pa
         pytest.raises(ValueError, match="there is no conversation to learn from"),
     ):
         run(tmp_path / "reach", reaching, good)
+    evil, seen = with_template(plain, tmp_path / "evil", template("chatml")), tmp_path / "seen"
+    (evil / "evil.py").write_text(f"open({str(seen)!r}, 'w').close()\nclass Evil:\n    pass\n")
+    words = json.loads((evil / "tokenizer_config.json").read_text())
+    (evil / "tokenizer_config.json").write_text(
+        json.dumps({**words, "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}})
+    )
+    assert run(tmp_path / "fine", evil, good).documents == 1 and not seen.exists()
 
 
 # ---- rules and counts
@@ -417,6 +425,7 @@ def test_killed_between_parts_it_ends_with_the_same_bytes(plain: Path, tmp_path:
     for _ in range(30):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "write_part", dies)
+            patch.setattr(module, "TALKS", 7)  # that are tokenised together, which changes nothing
             try:
                 parts = run(tmp_path / "parts", folder, source, shard_tokens=700).folder
                 break
@@ -471,7 +480,6 @@ def test_packed_rows_are_whole_and_few(sizes: list[int], room: int) -> None:
     assert sorted(order.tolist()) == list(range(len(sizes))) and begins[0] == 0 and begins[-1] == len(sizes)
     filled = [sum(sizes[i] for i in order[a:b]) for a, b in pairwise(begins)]
     assert all(0 < each <= room for each in filled)
-    assert len(filled) <= sum(sizes) * 11 / 9 / room + 2  # what best fit, decreasing, is known to keep to... and a bit
     assert sum(1 for each in filled if 2 * each <= room) <= 1  # or the two would have been one
 
 
