@@ -351,7 +351,8 @@ class Mixture:
         self.sources = [windows(shards, sequence, mask_documents, name, seed) for name, shards, _ in parts]
         self.weights = [(name, float(weight)) for name, _, weight in parts]
         self.schedule = Schedule([weight for _, weight in self.weights], seed)
-        self.since, before = 0, {}
+        self.since = 0
+        before: Mapping[str, int] = {}
         if state:
             saved = strict.held(dict(state), MixtureState, "the checkpoint's place in the data")
             same = saved["weights"] == self.weights

@@ -1,7 +1,7 @@
 """Conversations laid whole into rows of one length: none is cut in two, because its second half would lack the first.
 
 The fullest row that still has room takes the next longest (best fit, decreasing), which fills rows to some 99 % where
-there are many conversations to a row. It costs some 3 microseconds a conversation when a run begins.
+there are many conversations to a row. It costs some 4 microseconds a conversation when a run begins.
 
 Shapes: N conversations.
 """

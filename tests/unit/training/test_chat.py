@@ -483,6 +483,12 @@ def test_packed_rows_are_whole_and_few(sizes: list[int], room: int) -> None:
     assert sum(1 for each in filled if 2 * each <= room) <= 1  # or the two would have been one
 
 
+def test_many_conversations_fill_their_rows() -> None:
+    sizes = np.random.default_rng(0).integers(10, 200, 2000)
+    _, begins = packed(sizes, 512)
+    assert len(begins) - 1 <= 1.01 * sizes.sum() / 512
+
+
 def test_rows_hold_what_was_stored_and_masks_keep_it_apart(plain: Path, tmp_path: Path) -> None:
     folder = with_template(plain, tmp_path / "tokenizer", template("llama3"))
     source = rows(tmp_path / "a.jsonl", [{"messages": talk} for talk in conversations(50)])
