@@ -457,6 +457,8 @@ def test_damaged_folders_are_a_sentence(plain: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.data.shards.check_file", lambda path, sha: None)
         refused("scored-00000-00000.bin scores what has nothing before it", whole=True)
+        scored.write_bytes(kept[:-1] + b"\2")
+        refused("scored-00000-00000.bin scores what has nothing before it, or is not of 0 and 1", whole=True)
     scored.write_bytes(kept[:-1])
     refused("scored-00000-00000.bin has .* bytes and should have")
     scored.write_bytes(kept[:-1])
@@ -516,8 +518,10 @@ def test_rows_hold_what_was_stored_and_masks_keep_it_apart(plain: Path, tmp_path
     assert (together[3] == np.arange(300))[: int((together[1] >= 0).nonzero()[0].max())].all()
     with pytest.raises(ValueError, match=r"a conversation of 90 tokens and data.sequence is 89; prepare it with seq"):
         Talks(shards, 89)
-    text = shards.head(200)
-    assert text.documents < shards.documents and Talks(text, 90).count <= 4
+    head = shards.head(200)
+    (batch,) = Validation("head", head, 90 * head.documents).batches(1)
+    assert head.documents < shards.documents
+    assert int(batch.scored.sum()) == sum(sum(scored) for _, scored in stored(shards)[: head.documents])
 
 
 # ---- training

@@ -912,7 +912,9 @@ def test_configs(folder: Path, tmp_path: Path) -> None:
     assert config.valid == (ValidSource("shards", str(folder), 90),)
     mixed = open_training(config, 400)
     assert isinstance(mixed, Mixture) and mixed.state(5)["given"] == {"web": 4, "shards": 1}
-    again = open_training(replace(config, train=[replace(config.train[0], weight=1), config.train[1]]), 400, mixed.state(5))
+    again = open_training(
+        replace(config, train=[replace(config.train[0], weight=1), config.train[1]]), 400, mixed.state(5)
+    )
     assert isinstance(again, Mixture) and (again.since, again.before) == (5, [4, 1])
     assert mixed.schedule.shares == [3, 1] and mixed.batch(0, 4).tokens.shape == (4, 32)
     (valid,) = open_validation(config, 400)
