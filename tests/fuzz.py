@@ -751,13 +751,44 @@ def shards(folder: Path) -> None:
     shutil.rmtree(folder / "text")
 
 
+def talks(folder: Path) -> None:
+    """Conversations in each format, and a tokenizer with a template."""
+    import pyarrow
+    import pyarrow.parquet
+
+    tokenizer(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    (folder / "text").mkdir()
+    said = [("user", "how are the boats"), ("assistant", "grey"), ("user", "and the harbour"), ("assistant", "old")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    shared = [{"from": "human" if role == "user" else "gpt", "value": content} for role, content in said]
+    rows = [{"messages": messages}, {"conversations": shared}, {"prompt": "how", "completion": "so"}]
+    (folder / "text" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [messages] * 4}), folder / "text" / "b.parquet")
+
+
+def read_talks(folder: Path, path: Path) -> None:
+    from training.data.prepare import PrepareConfig, prepare
+
+    more: dict[str, Any] = {"kind": "chat", "sequence": 60, "shard_tokens": 200}
+    prepare(PrepareConfig(str(folder / "out"), str(folder), (str(folder / "text"),), **more), quiet=True)
+
+
+def talk_shards(folder: Path) -> None:
+    talks(folder)
+    read_talks(folder, folder)
+    shutil.rmtree(folder / "text")
+
+
 def read_shards(folder: Path, path: Path) -> None:
     from training.data.mixture import Mixture
     from training.data.shards import TokenShards, read_meta
 
     opened = TokenShards.open(folder / "out", 400)
     opened.document(0), opened.document(opened.documents - 1), opened.head(20)
-    Mixture([("x", opened, 1.0)], 16, 0).batch(0, 2)
+    Mixture([("x", opened, 1.0)], 64, 0).batch(0, 2)
     opened.verify()
     meta = read_meta(folder / "out")
     f"{meta['documents']:,} {meta['bytes'] / meta['tokens']:.2f}"
@@ -769,7 +800,7 @@ def sign_shards(folder: Path) -> None:
     path = folder / "out" / "meta.json"
     meta = json.loads(path.read_text())
     for row in meta["shards"]:
-        for kind in ("tokens", "documents"):
+        for kind in (kind for kind in ("tokens", "documents", "scored") if kind in row):
             data = (path.parent / row[kind]["file"]).read_bytes()
             row[kind] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     path.write_text(json.dumps(meta))
@@ -963,6 +994,8 @@ READERS: dict[str, Reader] = {
     "texts": Reader(texts, read_texts, ("text/*",)),
     "preparation": Reader(begun, read_texts, (".upcycle/*.json",)),
     "shards": Reader(shards, read_shards, ("out/*",), sign_shards),
+    "talks": Reader(talks, read_talks, ("text/*",)),
+    "talk shards": Reader(talk_shards, read_shards, ("out/*",), sign_shards),
     "tokenizer": Reader(tokenizer, read_tokenizer, ("*.json",)),
     "configs": Reader(configs, read_configs, ("*.yaml",)),
     "results": Reader(evaluated, read_evaluated, ("run.json", "items.jsonl")),

@@ -4,8 +4,12 @@ A source is a .txt file (one document), .jsonl or .jsonl.zst (a document a line)
 or a pattern of such, or a dataset of the hub, `hf:org/name[@revision][:config][:split]`. `#column` says where the text
 is; without it, `text`.
 
+kind=chat reads conversations in place of texts: rows with `messages` ({role, content}), `conversations` ({from,
+value}), or `prompt` and `completion`, rendered by the tokenizer's chat template; what the assistant says is learned.
+
   python -m training.prepare runs/data tokenizer=./llama sources=[book.txt]
   python -m training.prepare runs/data tokenizer=./llama 'sources=[text/*.jsonl,hf:org/name:config:train#text]'
+  python -m training.prepare runs/chat tokenizer=./llama-chat sources=[talks.jsonl] kind=chat sequence=4096
   torchrun --nproc-per-node 8 -m training.prepare runs/data prepare.yaml
   python -m training.prepare --check runs/stories-data
 
@@ -42,10 +46,19 @@ def main(words: list[str]) -> int:
         if worker.rank:
             return 0
     meta = read_meta(Path(options.output))
-    print(
-        f"{options.output}: {meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes "
-        f"of text ({meta['bytes'] / meta['tokens']:.2f} per token)"
-    )
+    if "chat" in meta:
+        dropped, most = meta["silent"] + meta["refused"], meta["chat"]["sequence"]
+        print(
+            f"{options.output}: {meta['documents']:,} conversations, {meta['tokens']:,} tokens, of which "
+            f"{meta['scored']:,} are learned ({meta['scored'] / meta['tokens']:.0%}); {meta['truncated']:,} truncated "
+            f"after {most:,} tokens; {dropped:,} dropped ({meta['silent']:,} with nothing to learn, "
+            f"{meta['refused']:,} that the template refuses)"
+        )
+    else:
+        print(
+            f"{options.output}: {meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes "
+            f"of text ({meta['bytes'] / meta['tokens']:.2f} per token)"
+        )
     return 0
 
 

@@ -34,17 +34,31 @@ def documents(
     A file that cannot be read is a ValueError that names it.
     """
     for path in map(Path, paths):
-        if not path.name.endswith(SUFFIXES):
-            raise ValueError(f"{path} is not a text file that can be read; its name must end in {', '.join(SUFFIXES)}")
-        if not path.is_file():
-            raise ValueError(f"text file {path} does not exist")
-        try:
-            with opened(path, watch) as file:
-                yield from iter(lambda: file.read(PIECE), "") if path.suffix == ".txt" else lines(path, file, key)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
-        except (OSError, zstandard.ZstdError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
+        with reading(path, watch) as file:
+            yield from iter(lambda: file.read(PIECE), "") if path.suffix == ".txt" else lines(path, file, key)
+
+
+def objects(path: Path, watch: Callable[[int], object] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield (where, value) of each line of a .jsonl or .jsonl.zst."""
+    with reading(path, watch) as file:
+        for number, line in rows(path, file):
+            yield f"line {number} of {path}", strict.parse_row(line, f"line {number} of {path}")
+
+
+@contextmanager
+def reading(path: Path, watch: Callable[[int], object] | None = None) -> Iterator[IO[str]]:
+    """Context that yields the opened file, and makes a ValueError that names it of what goes wrong with it there."""
+    if not path.name.endswith(SUFFIXES):
+        raise ValueError(f"{path} is not a text file that can be read; its name must end in {', '.join(SUFFIXES)}")
+    if not path.is_file():
+        raise ValueError(f"text file {path} does not exist")
+    try:
+        with opened(path, watch) as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (OSError, zstandard.ZstdError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 class Watched(io.FileIO):

@@ -81,6 +81,7 @@ TOKENS = {
     "nemotron4-15b-e64t8": 1e11,
     "qwen3-8b-e56t7-shared": 1e11,
     "qwen3-30b-a3b": 1e10,
+    "chat": 500 * 32 * 2048,
 }
 
 

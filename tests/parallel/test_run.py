@@ -4,6 +4,7 @@ another mapping; on the same one a resume is bitwise the run that never stopped.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +122,26 @@ def test_padding_to_the_capacity_changes_no_bit(place: Path, tmp_path: Path) -> 
 FROZEN = "optim.groups=[{match: layers.0.ffn, lr: 0}, {match: experts.down, lr: 0}, {match: '*norm', lr: 0.5, decay: 0.1}]"
 
 
-def test_what_is_frozen_is_frozen_on_any_mesh(place: Path, tmp_path: Path) -> None:
+def chat_of(place: Path) -> list[str]:
+    """Conversations of which now this and now that rank has nearly all that is learned in a step."""
+    folder = place / "chat-tokenizer"
+    shutil.copytree(place / "tokenizer", folder)
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}{{ eos_token }}{% endif %}{% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, seed in (("chat", 2), ("chat-valid", 3)):
+        rows = [{"prompt": t[:40], "completion": "a" if i % 3 else t[:150]} for i, t in enumerate(texts(60, seed))]
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = [f"sources=[{place / name}.jsonl]", "kind=chat", "sequence=32"]
+        assert prepare([str(place / name), f"tokenizer={folder}", *source]) == 0
+    return [f"data.train=[{place / 'chat'}]", f"data.valid=[{place / 'chat-valid'}]"]
+
+
+def test_what_is_frozen_is_frozen_on_any_mesh_and_answers_weigh_by_their_tokens(place: Path, tmp_path: Path) -> None:
     more = ["micro_batch=2", "mesh.ep=2", "mesh.tp=2", "model.recompute=full"]
-    on_rank(0, 1, words(place, tmp_path / "one", f"export={tmp_path / 'one-out'}", FROZEN))
-    run(4, on_rank, words(place, tmp_path / "run", f"export={tmp_path / 'out'}", FROZEN, *more))
+    learned = [FROZEN, *chat_of(place)]
+    on_rank(0, 1, words(place, tmp_path / "one", f"export={tmp_path / 'one-out'}", *learned))
+    run(4, on_rank, words(place, tmp_path / "run", f"export={tmp_path / 'out'}", *learned, *more))
     same_run(tmp_path / "run", tmp_path / "one")
     have, want = exported(tmp_path / "out"), exported(tmp_path / "one-out")
     for name in want:

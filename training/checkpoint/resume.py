@@ -8,6 +8,7 @@ refused    something in the checkpoint then means something else       one sente
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ REFUSED = {  # a key, or what a key is part of: what happens if it is allowed
     "optim.name": "moments of another rule do not fit and start anew",
     "optim.spike_window": "the spike guard starts anew",
 }
+WEIGHT = re.compile(r"data\.train\.\d+\.weight")  # said: every source goes on where it was (data/mixture.py)
 SHOWN = 12  # differences in a sentence
 
 
@@ -67,9 +69,9 @@ def judge(source: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow
     """Raises a ValueError if settings differ that are refused; warns, where `warn`, of what is said or allowed. Both
     settings are as `compared` gives them."""
     found = differences(before, now)
-    refused = [d for d in found if within_any(d.key, REFUSED) and not within_any(d.key, allow)]
+    refused = [d for d in found if refusing(d.key) and not within_any(d.key, allow)]
     if refused:
-        keys = list(dict.fromkeys(within_any(d.key, REFUSED) for d in refused))
+        keys = list(dict.fromkeys(refusing(d.key) for d in refused))
         what = "; ".join(dict.fromkeys(REFUSED[key] for key in keys))
         raise ValueError(
             f"this run does not go on from {source}: {listed(refused)}; set them back, choose another output, or "
@@ -77,6 +79,11 @@ def judge(source: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow
         )
     if found and warn:
         warnings.warn(f"goes on from {source} with other settings: {listed(found)}", stacklevel=2)
+
+
+def refusing(key: str) -> str:
+    """The part of REFUSED that a key is, or is of; "" if none is."""
+    return "" if WEIGHT.fullmatch(key) else within_any(key, REFUSED)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:

@@ -18,6 +18,7 @@ IGNORE = -100  # a label that is not scored; what torch's cross_entropy leaves o
 Longs = NDArray[np.int64]
 Row = tuple[Longs, Longs, Longs, Longs]  # tokens, labels, documents, positions; [S] each
 Span = tuple[NDArray[Any], int, int, bool]  # ids, begin, end, whether `begin` is inside a document
+Whole = tuple[NDArray[Any], NDArray[np.uint8]]  # ids of a conversation, and which of them are learned
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,27 @@ def lay(spans: Iterable[Span], length: int, start: int, mask_documents: bool) ->
     if filled < length:  # all that there is is shorter than one sequence
         documents[filled:] = documents[filled - 1] + 1
         positions[filled:] = np.arange(length - filled)
+    return tokens, labels, documents, positions
+
+
+def lay_whole(talks: Iterable[Whole], length: int, start: int, mask_documents: bool) -> Row:
+    """Lays conversations end to end in a row. Each token is an input, and its label is the next one of its conversation
+    where that is learned. What is left of the row is `start`, a document of its own."""
+    tokens: Longs = np.full(length, start, np.int64)
+    labels: Longs = np.full(length, IGNORE, np.int64)
+    documents: Longs = np.zeros(length, np.int64)
+    positions: Longs = np.arange(length)
+    filled = number = 0
+    for number, (ids, scored) in enumerate(talks, 1):
+        end = filled + len(ids)
+        tokens[filled:end] = ids
+        labels[filled : end - 1] = np.where(scored[1:] > 0, ids[1:].astype(np.int64), IGNORE)
+        if mask_documents:
+            documents[filled:end] = number - 1
+            positions[filled:end] = np.arange(len(ids))
+        filled = end
+    documents[filled:] = number
+    positions[filled:] = np.arange(length - filled)
     return tokens, labels, documents, positions
 
 

@@ -3,6 +3,9 @@
 So the cursor of a run is one integer, the samples consumed, and no mesh is in it: with r ranks of batch B, rank i takes
 samples cursor + i*B ... cursor + (i+1)*B, and the cursor moves by r*B. Any other split reads the same samples.
 
+(Where weights changed on the way it is one of the state too, which a checkpoint holds: from the sample on at which they
+did, a new schedule counts on from what each source had given, so that nothing of a source is read again or left out.)
+
 Which source sample n is of, and which one of it, follows from a periodic schedule in which every source's count stays
 within one sample of its share at every n (Tijdeman's solution of the chairman assignment problem).
 
@@ -17,6 +20,10 @@ in its document, or `start` (bos, else eos) before the first one; `documents` an
 So when documents are masked a document's loss does not depend on its neighbours, and nothing is left out at borders.
 The last window begins early enough to be full, and labels that the window before has scored are IGNORE in it.
 
+Conversations (chat.py) are not cut: a window is a row of whole ones (packing.py), the same ones in each epoch, since
+neighbours do not see each other, and the windows change places. Their inputs tile the epoch; a label is IGNORE where
+nothing is learned.
+
 Shapes: B samples, S sequence.
 """
 
@@ -27,21 +34,22 @@ import math
 import queue
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from training.data.batch import IGNORE, Batch, Row, Samples, Span, lay, stack
+from training.data.batch import IGNORE, Batch, Row, Samples, Span, Whole, lay, lay_whole, stack
+from training.data.packing import packed
 from training.data.shards import TokenShards
-from upcycle import rng
+from upcycle import rng, strict
 from upcycle.config import build
 
 CHUNK = 1024  # neighbouring documents that change places
@@ -153,23 +161,31 @@ class Windows:
         self.count = -(-self.tokens // sequence)  # of an epoch
 
     def row(self, index: int) -> Row:
+        epoch, window = self.place(index)
+        begin = window * self.sequence
+        return self.cut(max(0, min(begin, self.tokens - self.sequence)), begin, epoch)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(epoch, the window of it)."""
         epoch, window = divmod(index, self.count)
         if self.seed is not None:
             window = permuted(window, self.count, self.seed, "windows", self.name, epoch)
-        begin = window * self.sequence
-        return self.cut(max(0, min(begin, self.tokens - self.sequence)), begin, epoch)
+        return epoch, window
 
     def cut(self, first: int, scored: int, epoch: int) -> Row:
         """Labels first ... first + S of an epoch; those before `scored` are context."""
         row = lay(self.spans(first, self.sequence, epoch), self.sequence, self.shards.start, self.mask_documents)
+        self.check(row)
+        row[1][: scored - first] = IGNORE
+        return row
+
+    def check(self, row: Row) -> None:
         highest = max(int(row[0].max()), int(row[1].max()))
         if highest >= self.shards.vocab:
             raise ValueError(
                 f"{self.shards.folder} holds id {highest} but its tokenizer has {self.shards.vocab}; its files are "
                 "damaged: run python -m training.prepare --check on it"
             )
-        row[1][: scored - first] = IGNORE
-        return row
 
     def spans(self, at: int, length: int, epoch: int) -> Iterator[Span]:
         """Yields the parts of documents that `length` tokens from `at` on are made of."""
@@ -195,6 +211,45 @@ class Windows:
                 inside, at, length = inside + size, at + size, length - size
                 if length == 0:
                     return
+
+
+class Talks(Windows):
+    """The same of conversations: rows of whole ones."""
+
+    def __init__(
+        self, shards: TokenShards, sequence: int, mask_documents: bool = True, name: str = "", seed: int | None = None
+    ) -> None:
+        super().__init__(shards, sequence, mask_documents, name, seed)
+        sizes = np.concatenate([np.diff(shard.starts.astype(np.int64)) for shard in shards.shards])
+        if (longest := int(sizes.max())) > sequence:
+            raise ValueError(
+                f"{shards.folder} has a conversation of {longest} tokens and data.sequence is {sequence}; prepare it "
+                f"with sequence={sequence}, or train with data.sequence={longest}"
+            )
+        self.order, self.rows = packed(sizes, sequence)
+        self.count = len(self.rows) - 1
+        self.documents = [0, *accumulate(shard.documents for shard in shards.shards)]  # before each shard
+
+    def row(self, index: int) -> Row:
+        _, window = self.place(index)
+        chosen = self.order[self.rows[window] : self.rows[window + 1]].tolist()
+        row = lay_whole(map(self.talk, chosen), self.sequence, self.shards.start, self.mask_documents)
+        self.check(row)
+        return row
+
+    def talk(self, document: int) -> Whole:
+        index = bisect_right(self.documents, document) - 1
+        shard, place = self.shards.shards[index], document - self.documents[index]
+        assert shard.scored is not None
+        part = slice(*map(int, shard.starts[place : place + 2]))
+        return shard.tokens[part], shard.scored[part]
+
+
+def windows(
+    shards: TokenShards, sequence: int, mask_documents: bool = True, name: str = "", seed: int | None = None
+) -> Windows:
+    kind = Windows if shards.shards[0].scored is None else Talks
+    return kind(shards, sequence, mask_documents, name, seed)
 
 
 # ---- several sources
@@ -226,6 +281,13 @@ class Schedule:
         rank = int(self.rank[place])
         share = self.shares[source]
         return source, cycle * share + (share - 1 - rank if backward else rank)
+
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first samples are of each source."""
+        cycle, place = divmod(samples, self.period)
+        part = self.table[self.period - place :] if self.backward(cycle) else self.table[:place]
+        here = np.bincount(part, minlength=len(self.shares)).tolist()
+        return [cycle * share + count for share, count in zip(self.shares, here, strict=True)]
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
@@ -260,25 +322,54 @@ def chairmen(shares: Sequence[int]) -> NDArray[np.int64]:
     return table
 
 
+class MixtureState(TypedDict):
+    """Of a checkpoint: what each source has given."""
+
+    weights: list[tuple[str, float]]
+    since: strict.Count  # the sample from which on these weights hold
+    before: Mapping[str, strict.Count]  # samples of each source up to it
+    cursor: strict.Count
+    given: Mapping[str, strict.Count]  # and up to this one
+
+
 class Mixture:
     """The training samples of a run."""
 
     def __init__(
-        self, parts: Sequence[tuple[str, TokenShards, float]], sequence: int, seed: int, *, mask_documents: bool = True
+        self,
+        parts: Sequence[tuple[str, TokenShards, float]],
+        sequence: int,
+        seed: int,
+        *,
+        mask_documents: bool = True,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
+        """`state`: of the checkpoint that a run goes on from."""
         if not parts:
             raise ValueError("there is nothing to train on; name folders under data.train")
         same_tokenizer([shards for _, shards, _ in parts])
-        self.sources = [Windows(shards, sequence, mask_documents, name, seed) for name, shards, _ in parts]
-        self.schedule = Schedule([weight for _, _, weight in parts], seed)
+        self.sources = [windows(shards, sequence, mask_documents, name, seed) for name, shards, _ in parts]
+        self.weights = [(name, float(weight)) for name, _, weight in parts]
+        self.schedule = Schedule([weight for _, weight in self.weights], seed)
+        self.since = 0
+        before: Mapping[str, int] = {}
+        if state:
+            saved = strict.held(dict(state), MixtureState, "the checkpoint's place in the data")
+            same = saved["weights"] == self.weights
+            self.since, before = (saved["since"], saved["before"]) if same else (saved["cursor"], saved["given"])
+        self.before = [before.get(name, 0) for name, _ in self.weights]
 
     def batch(self, sample: int, size: int) -> Batch:
-        return stack(
-            [self.sources[source].row(n) for source, n in map(self.schedule.__getitem__, range(sample, sample + size))]
-        )
+        assert sample >= self.since, "what was before other weights is known to nobody"
+        places = map(self.schedule.__getitem__, range(sample - self.since, sample - self.since + size))
+        return stack([self.sources[source].row(self.before[source] + n) for source, n in places])
 
     def state(self, cursor: int) -> dict[str, Any]:
-        return {}
+        names = [name for name, _ in self.weights]
+        now = [a + b for a, b in zip(self.before, self.schedule.counts(cursor - self.since), strict=True)]
+        before, given = (dict(zip(names, each, strict=True)) for each in (self.before, now))
+        weights = [list(each) for each in self.weights]
+        return {"weights": weights, "since": self.since, "before": before, "cursor": cursor, "given": given}
 
 
 def same_tokenizer(found: Sequence[TokenShards]) -> None:
@@ -316,7 +407,7 @@ class Validation:
     """A named set in order, each of its tokens scored once."""
 
     def __init__(self, name: str, shards: TokenShards, sequence: int, *, mask_documents: bool = True) -> None:
-        self.name, self.windows = name, Windows(shards, sequence, mask_documents)
+        self.name, self.windows = name, windows(shards, sequence, mask_documents)
         self.tokens, self.bytes = shards.tokens, shards.bytes
 
     def batches(self, size: int, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:

@@ -39,7 +39,7 @@ def open_training(config: DataConfig, vocab: int, state: Mapping[str, Any] | Non
     if config.stream:
         return Stream(config, vocab, state)
     parts = [(source.name, TokenShards.open(source.path, vocab), source.weight) for source in config.train]
-    return Mixture(parts, config.sequence, config.seed, mask_documents=config.mask_documents)
+    return Mixture(parts, config.sequence, config.seed, mask_documents=config.mask_documents, state=state)
 
 
 def open_validation(config: DataConfig, vocab: int) -> list[Validation]:

@@ -1,4 +1,4 @@
-"""Text -> token shards (shards.py): streamed, restartable, shared by any number of processes.
+"""Text, or conversations, -> token shards (shards.py): streamed, restartable, shared by any number of processes.
 
 The work is done in OUTPUT.partial, which is renamed at the end. A process that dies at any moment leaves complete
 parts, which the next one keeps, reading over their documents without tokenising them. The bytes depend on the
@@ -13,19 +13,35 @@ import io
 import json
 import shutil
 import time
+import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
 from tqdm import tqdm
 
-from training.data.shards import KIND, META, SHARD_FILES, VERSION, Ids, Row, partial_of, read_meta
+from training.data import chat
+from training.data.shards import (
+    CHAT,
+    KIND,
+    META,
+    SHARD_FILES,
+    VERSION,
+    ChatCounts,
+    ChatRow,
+    Flags,
+    Ids,
+    Row,
+    files_of,
+    partial_of,
+    read_meta,
+)
 from upcycle import disk, publish, strict, text
 from upcycle.job import JOB, PARTS, POLL, Watch, Worker, check_first, explained, job, read_json
 
@@ -34,6 +50,9 @@ HUB = "hf:"
 SAMPLE = 1 << 20  # bytes of a file's begin and end that stand for it
 BATCH = 1 << 21  # characters tokenised at once: some 100 MB of the tokenizer's own
 LONG = 1 << 22  # characters of a document that are tokenised at once
+TALKS = 512  # conversations tokenised at once
+KINDS = ("text", "chat")
+FILES = SHARD_FILES[CHAT]  # of a part: text has no scored ones
 UNPACKED, RATIO = (
     1 << 28,
     200,
@@ -43,10 +62,20 @@ UNPACKED, RATIO = (
 @dataclass(frozen=True)
 class PrepareConfig:
     output: str = ""  # the folder to make
-    tokenizer: str = ""  # a folder with tokenizer.json
+    tokenizer: str = ""  # a folder with tokenizer.json; kind=chat: and with its chat template
     sources: tuple[str, ...] = ()  # files, folders, patterns, hf:org/name[...]; see --help
     eos: str = ""  # the token that ends a document; "": what the folder's tokenizer_config.json says
     shard_tokens: int = 1 << 28  # tokens of a shard: it is closed at the first document's end beyond
+    kind: str = "text"  # text | chat: conversations, of which what the assistant says is learned (training.md)
+    loss: str = "assistant"  # kind=chat: what is learned, assistant | all
+    sequence: int = 4096  # kind=chat: tokens after which a conversation is cut; at most training's data.sequence
+
+    def __post_init__(self) -> None:
+        for name, known in (("kind", KINDS), ("loss", chat.LOSSES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {strict.short(getattr(self, name))}; it must be one of {', '.join(known)}")
+        if self.sequence < 2:
+            raise ValueError(f"sequence={self.sequence} must be at least 2: a token, and one to be learned after it")
 
 
 @dataclass(frozen=True)
@@ -70,6 +99,8 @@ class Piece:
     bytes: int
     read: int  # documents of the source up to here, empty ones too
     closes: bool
+    scored: Flags | None = None  # of a conversation
+    counts: Mapping[str, int] | None = None  # of it, and of those that were left out before it
 
 
 @dataclass(frozen=True)
@@ -118,6 +149,57 @@ class Encoder:
                 tokens = 0
 
 
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Conversations in place of texts."""
+
+    of: Encoder
+    renderer: chat.Renderer
+
+    def pieces(self, talks: Iterable[chat.Talk], skip: int) -> Iterator[Piece]:
+        """The first `skip` conversations are skipped. The last piece has no tokens, and counts what was left out."""
+        batch: list[tuple[str, list[chat.Span]] | None] = []
+        size, number, counts, warned = 0, skip, nothing_yet(), False
+        for talk in islice(talks, skip, None):
+            try:
+                batch.append(self.renderer.spans(talk))
+            except chat.Refused as refused:
+                if not warned:  # there may be as many as conversations
+                    warnings.warn(f"{talk.where} is left out: the chat template refuses it, {refused}", stacklevel=2)
+                warned = True
+                batch.append(None)
+            size += len(batch[-1][0]) if batch[-1] else 0
+            if size >= BATCH or len(batch) >= TALKS:
+                counts = yield from self.encode(batch, number, counts)
+                number, size, batch = number + len(batch), 0, []
+        counts = yield from self.encode(batch, number, counts)
+        yield Piece(np.empty(0, self.of.dtype), 0, number + len(batch), False, counts=counts)
+
+    def encode(
+        self, batch: list[tuple[str, list[chat.Span]] | None], number: int, counts: dict[str, int]
+    ) -> Generator[Piece, None, dict[str, int]]:
+        found = iter(self.renderer.tokens([each for each in batch if each]))
+        for read, each in enumerate(batch, number + 1):
+            made = next(found) if each else None
+            if each is None or made is None:
+                counts["silent" if each else "refused"] += 1
+                continue
+            if int(made.ids.max()) >= self.of.vocab:
+                raise ValueError(
+                    f"transformers' tokenizer of {self.renderer.folder} gives id {int(made.ids.max())}, and its "
+                    f"tokenizer.json has {self.of.vocab} ids; all must be in tokenizer.json"
+                )
+            counts["scored"] += int(made.scored.sum())
+            counts["truncated"] += made.cut
+            yield Piece(made.ids.astype(self.of.dtype), made.bytes, read, True, made.scored, counts)
+            counts = nothing_yet()
+        return counts
+
+
+def nothing_yet() -> dict[str, int]:
+    return dict.fromkeys(ChatCounts.__annotations__, 0)
+
+
 def load_encoder(folder: Path, eos: str) -> Encoder:
     tokenizer = text.load_tokenizer(folder)
     known = tokenizer.get_vocab(with_added_tokens=True)
@@ -144,15 +226,17 @@ def load_encoder(folder: Path, eos: str) -> Encoder:
 # ---- sources
 
 
-def find(sources: Sequence[str]) -> list[Source]:
-    """The sources in the order given; those of a folder by name."""
-    found = [source for word in sources for source in ([hub(word)] if word.startswith(HUB) else files(word))]
+def find(sources: Sequence[str], column: str = "text") -> list[Source]:
+    """The sources in the order given; those of a folder by name. `column`: where nothing else is written."""
+    found = [
+        source for word in sources for source in ([hub(word, column)] if word.startswith(HUB) else files(word, column))
+    ]
     if not found:
         raise ValueError("there are no sources; write sources=[FILE,...]")
     return found
 
 
-def files(word: str) -> Iterator[Source]:
+def files(word: str, default: str = "text") -> Iterator[Source]:
     path, _, column = word.rpartition("#") if "#" in word and not Path(word).exists() else (word, "", "")
     if Path(path).is_dir():
         names = sorted(str(p) for p in Path(path).rglob("*") if p.name.endswith(SUFFIXES))
@@ -171,10 +255,10 @@ def files(word: str) -> Iterator[Source]:
             for at in (0, max(0, size - SAMPLE)):
                 file.seek(at)
                 digest.update(file.read(SAMPLE))
-        yield Source(name, column or "text", size, digest.hexdigest())
+        yield Source(name, column or default, size, digest.hexdigest())
 
 
-def hub(word: str) -> Source:
+def hub(word: str, default: str = "text") -> Source:
     place, _, column = word.removeprefix(HUB).partition("#")
     place, config, split, *more = [*place.split(":"), "", ""]
     place, _, revision = place.partition("@")
@@ -187,7 +271,7 @@ def hub(word: str) -> Source:
             revision = str(HfApi().dataset_info(place, revision=revision or None).sha)
         except Exception as error:  # of the network, of the hub, of the name: there is no common class
             raise ValueError(f"dataset {place} cannot be found on the hub: {' '.join(str(error).split())}") from None
-    return Source(place, column or "text", 0, revision, (revision, config, split or "train"))
+    return Source(place, column or default, 0, revision, (revision, config, split or "train"))
 
 
 def texts(source: Source, watch: Callable[[int], object]) -> Iterator[tuple[str, bool]]:
@@ -202,6 +286,22 @@ def texts(source: Source, watch: Callable[[int], object]) -> Iterator[tuple[str,
     else:
         for found in text.documents([source.place], source.column, watch):
             yield from pieces_of(found)
+
+
+def talks(source: Source, watch: Callable[[int], object]) -> Iterator[chat.Talk]:
+    rows: Iterator[tuple[str, Any]]
+    if source.hub is not None:
+        rows = ((f"row {number} of {HUB}{source.place}", row) for number, row in enumerate(hub_each(source), 1))
+    elif source.place.endswith(".parquet"):
+        columns = [source.column, "tools"] if source.column else chat.COLUMNS
+        each = parquet_rows(source, watch, columns)
+        rows = ((f"row {number} of {source.place}", row) for number, row in enumerate(each, 1))
+    elif source.place.endswith(".txt"):
+        raise ValueError(f"{source.place} is plain text; conversations are read from .jsonl, .parquet or {HUB}...")
+    else:
+        rows = text.objects(Path(source.place), watch)
+    for where, row in rows:
+        yield chat.talk(row, source.column, where)
 
 
 def pieces_of(document: str) -> Iterator[tuple[str, bool]]:
@@ -227,6 +327,11 @@ def whole(pieces: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
 
 def parquet_texts(source: Source, watch: Callable[[int], object]) -> Iterator[str]:
+    yield from strings(source, (row[source.column] for row in parquet_rows(source, watch, [source.column])))
+
+
+def parquet_rows(source: Source, watch: Callable[[int], object], columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """Each row, with those of the columns that there are. One that is asked for by name must be there."""
     try:
         pyarrow = import_module("pyarrow")
         parquet = import_module("pyarrow.parquet")
@@ -234,39 +339,45 @@ def parquet_texts(source: Source, watch: Callable[[int], object]) -> Iterator[st
         raise ValueError(f"{source.place} is parquet, which needs pyarrow; pip install pyarrow") from None
     try:
         with parquet.ParquetFile(source.place) as file:
-            rows = max(1, file.metadata.num_rows)
-            if source.column not in file.schema_arrow.names:
+            rows, names = max(1, file.metadata.num_rows), file.schema_arrow.names
+            if source.column and source.column not in names:
                 raise ValueError(
-                    f"{source.place} has no column {source.column!r} but {', '.join(file.schema_arrow.names)}; "
-                    "write FILE#COLUMN"
+                    f"{source.place} has no column {source.column!r} but {', '.join(names)}; write FILE#COLUMN"
                 )
-            for batch in file.iter_batches(rows_at_once(source, file), columns=[source.column]):
-                yield from strings(source, (value.as_py() for value in batch.column(0)))
+            columns = [name for name in columns if name in names]
+            for batch in file.iter_batches(rows_at_once(source, file, columns), columns=columns):
+                yield from (row.as_py() for row in batch.to_struct_array())
                 watch(source.size * len(batch) // rows)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{source.place} cannot be read: {' '.join(str(error).split())}") from None
 
 
-def rows_at_once(source: Source, file: Any) -> int:
+def rows_at_once(source: Source, file: Any, columns: Sequence[str]) -> int:
     """Rows of a parquet file whose texts take no more than UNPACKED bytes, by what the file says of itself: a text that
     it holds once may stand in every row. A ValueError if it is a bomb."""
-    index, most = file.schema_arrow.names.index(source.column), 1
-    for group in range(file.metadata.num_row_groups):
-        column = file.metadata.row_group(group).column(index)
-        size = column.total_uncompressed_size
-        if size > UNPACKED and size > RATIO * max(1, column.total_compressed_size):
-            raise ValueError(
-                f"{source.place} packs {size} bytes into {column.total_compressed_size}, which no text does; look at "
-                "it, or leave it out"
-            )
-        most = max(most, size)
+    most = 1
+    for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):  # of a list of objects each key is one
+            if column.path_in_schema.partition(".")[0] not in columns:
+                continue
+            size = column.total_uncompressed_size
+            if size > UNPACKED and size > RATIO * max(1, column.total_compressed_size):
+                raise ValueError(
+                    f"{source.place} packs {size} bytes into {column.total_compressed_size}, which no text does; look "
+                    "at it, or leave it out"
+                )
+            most = max(most, size)
     return max(1, min(1024, UNPACKED // most))
 
 
 def hub_texts(source: Source) -> Iterator[str]:
+    for row in hub_each(source):
+        yield from strings(source, [row.get(source.column)])
+
+
+def hub_each(source: Source) -> Iterator[Any]:
     with hub_errors(source):
-        for row in hub_rows(source):
-            yield from strings(source, [row.get(source.column)])
+        yield from hub_rows(source)
 
 
 def hub_rows(source: Source) -> Any:
@@ -314,11 +425,22 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
         raise ValueError(f"shard_tokens={config.shard_tokens} must be at least 1")
     if not config.tokenizer:
         raise ValueError("tokenizer is not set; write tokenizer=FOLDER")
-    encoder, sources = load_encoder(Path(config.tokenizer), config.eos), find(config.sources)
+    encoder = load_encoder(Path(config.tokenizer), config.eos)
+    sources, renderer = find(config.sources, "" if config.kind == "chat" else "text"), None
+    if config.kind == "chat":
+        renderer = chat.Renderer(Path(config.tokenizer), config.loss, config.sequence)
+        renderer.check()
     # no paths: the same content elsewhere is the same job
-    identity = {"kind": KIND, "version": VERSION, "vocab": encoder.vocab, "dtype": encoder.dtype.name}
+    identity: dict[str, Any] = {
+        "kind": CHAT if renderer else KIND,
+        "version": VERSION,
+        "vocab": encoder.vocab,
+        "dtype": encoder.dtype.name,
+    }
     identity |= {"eos": encoder.eos, "start": encoder.start, "tokenizer": encoder.fingerprint}
     identity |= {"shard_tokens": config.shard_tokens}
+    if renderer:
+        identity["chat"] = renderer.mark
     identity |= {"sources": [{"name": s.name, "column": s.column, "bytes": s.size, "mark": s.mark} for s in sources]}
     partial = partial_of(output)
     if complete(output, identity):
@@ -333,7 +455,8 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
             if worker.rank == 0:
                 check_first(partial, output)
             broken = broken_parts(len(sources), partial, worker)
-            write_own_sources(encoder, sources, partial, config.shard_tokens, worker, broken, quiet=quiet)
+            encodes = ChatEncoder(encoder, renderer) if renderer else encoder
+            write_own_sources(encodes, sources, partial, config.shard_tokens, worker, broken, quiet=quiet)
             if worker.rank == 0:
                 wait_for_others(len(sources), partial, watch, broken)
                 finish(len(sources), partial, identity)
@@ -355,7 +478,7 @@ def complete(output: Path, identity: dict[str, Any]) -> bool:
     as it is."""
     if made(output, identity):
         shutil.rmtree(output / JOB, ignore_errors=True)  # if the last process was killed just before this
-        files = {row[kind]["file"]: row[kind] for row in read_meta(output)["shards"] for kind in SHARD_FILES}
+        files = {file["file"]: file for file in files_of(read_meta(output))}
         if said := publish.damage(output / META, files):
             raise ValueError(f"{said}, so {output} is not what was made; remove it and prepare it again")
         return True
@@ -365,7 +488,7 @@ def complete(output: Path, identity: dict[str, Any]) -> bool:
 
 
 def write_own_sources(
-    encoder: Encoder,
+    encoder: Encoder | ChatEncoder,
     sources: Sequence[Source],
     partial: Path,
     limit: int,
@@ -396,23 +519,40 @@ def write_own_sources(
             if done and done[-1]["last"]:
                 bar.update(source.size)
                 continue
-            pieces = counted(encoder.pieces(texts(source, bar.update), done[-1]["read"] if done else 0))
+            read = done[-1]["read"] if done else 0
+            if isinstance(encoder, ChatEncoder):
+                pieces = counted(encoder.pieces(talks(source, bar.update), read))
+            else:
+                pieces = counted(encoder.pieces(texts(source, bar.update), read))
             part, last = len(done), False
             while not last:
-                pieces, last = write_part(partial, index, part, pieces, encoder.dtype, limit, worker)
+                pieces, last = write_part(
+                    partial, index, part, pieces, limit, worker, is_chat=isinstance(encoder, ChatEncoder)
+                )
                 part += 1
 
 
 def write_part(
-    partial: Path, index: int, part: int, pieces: Iterator[Piece], dtype: np.dtype[Any], limit: int, worker: Worker
+    partial: Path, index: int, part: int, pieces: Iterator[Piece], limit: int, worker: Worker, *, is_chat: bool
 ) -> tuple[Iterator[Piece], bool]:
     """Writes whole documents until there are `limit` tokens. Returns the pieces that are left, and whether none are."""
-    name = stem("tokens", index, part) + ".bin"
-    scratch = partial / f"{name}.rank-{worker.rank}.part"
     starts, sizes, tokens, size, read = array("Q", [0]), array("Q", [0]), 0, 0, 0
-    with disk.renamed(scratch, partial / name), disk.Stream(scratch) as stream:
+    counts = nothing_yet()
+    with ExitStack() as stack:
+
+        def opened(kind: str) -> disk.Stream:
+            name = stem(kind, index, part) + ".bin"
+            scratch = partial / f"{name}.rank-{worker.rank}.part"
+            stack.enter_context(disk.renamed(scratch, partial / name))
+            return stack.enter_context(disk.Stream(scratch))
+
+        streams = {kind: opened(kind) for kind in (("tokens", "scored") if is_chat else ("tokens",))}
         for piece in pieces:
-            stream.write(piece.ids.tobytes())
+            streams["tokens"].write(piece.ids.tobytes())
+            if piece.scored is not None:
+                streams["scored"].write(piece.scored.tobytes())
+            for name, number in (piece.counts or {}).items():
+                counts[name] += number
             tokens += len(piece.ids)
             size += piece.bytes
             if piece.closes:
@@ -426,13 +566,15 @@ def write_part(
     disk.write_atomic(partial / (stem("documents", index, part) + ".npy"), table.getvalue())
     ahead = next(pieces, None)
     record = {
-        "tokens": {"file": name, "bytes": stream.bytes, "sha256": stream.sha256},
+        kind: {"file": stem(kind, index, part) + ".bin", "bytes": stream.bytes, "sha256": stream.sha256}
+        for kind, stream in streams.items()
+    } | {
         "documents": {
             "file": stem("documents", index, part) + ".npy",
             "bytes": len(table.getvalue()),
             "sha256": hashlib.sha256(table.getvalue()).hexdigest(),
         },
-        "counts": {"tokens": tokens, "documents": len(starts) - 1, "bytes": size},
+        "counts": {"tokens": tokens, "documents": len(starts) - 1, "bytes": size, **(counts if is_chat else {})},
         "read": read,
         "last": ahead is None,
     }
@@ -452,9 +594,9 @@ def records(partial: Path, index: int) -> list[dict[str, Any]]:
     """What is recorded of the complete parts of a source, in order, up to the first that is not."""
     found: list[dict[str, Any]] = []
     while (record := read_record(partial, index, len(found))) is not None:
-        for kind in ("tokens", "documents"):
-            path = partial / record[kind]["file"]
-            if not path.is_file() or path.stat().st_size != record[kind]["bytes"]:
+        for file in files_in(record):
+            path = partial / file["file"]
+            if not path.is_file() or path.stat().st_size != file["bytes"]:
                 return found
         found.append(record)
         if record["last"]:
@@ -476,15 +618,31 @@ class Record(Row):
     last: bool
 
 
+class AllCounts(Counts, ChatCounts):
+    pass
+
+
+class ChatRecord(ChatRow):
+    counts: AllCounts
+    read: strict.Count
+    last: bool
+
+
 def read_record(partial: Path, index: int, part: int) -> dict[str, Any] | None:
     """The record of a part; None if there is none, or it is not one that a process wrote for this part."""
     try:
-        found: dict[str, Any] = strict.held(read_json(record_file(partial, index, part)), Record, "part")
+        value = read_json(record_file(partial, index, part))
+        kind = ChatRecord if isinstance(value, dict) and "scored" in value else Record
+        found: dict[str, Any] = strict.held(value, kind, "part")
     except ValueError:
         return None
-    names = [found[kind]["file"] for kind in ("tokens", "documents")]
-    own = [stem("tokens", index, part) + ".bin", stem("documents", index, part) + ".npy"]
+    names = [file["file"] for file in files_in(found)]
+    own = [stem(kind, index, part) + (".npy" if kind == "documents" else ".bin") for kind in FILES if kind in found]
     return found if names == own else None
+
+
+def files_in(record: Mapping[str, Any]) -> list[Any]:
+    return [record[kind] for kind in FILES if kind in record]
 
 
 @dataclass(frozen=True)
@@ -505,10 +663,10 @@ def broken_parts(sources: int, partial: Path, worker: Worker) -> dict[int, Broke
 def first_broken(partial: Path, index: int) -> Broken | None:
     part = 0
     while (record := read_record(partial, index, part)) is not None:
-        for kind in SHARD_FILES:
-            path = partial / record[kind]["file"]
+        for file in files_in(record):
+            path = partial / file["file"]
             seen = publish.stamp(path)
-            if not path.is_file() or disk.sha256(path) != record[kind]["sha256"]:
+            if not path.is_file() or disk.sha256(path) != file["sha256"]:
                 return Broken(part, path, seen)
         part += 1
     return None
@@ -536,17 +694,23 @@ def wait_for_others(sources: int, partial: Path, watch: Watch, broken: Mapping[i
 
 def finish(sources: int, partial: Path, identity: dict[str, Any]) -> None:
     """Writes meta.json, and removes the files of parts without text."""
-    shards, totals = [], {"tokens": 0, "documents": 0, "bytes": 0}
+    shards, totals = [], dict.fromkeys(("tokens", "documents", "bytes"), 0)
+    if identity["kind"] == CHAT:
+        totals |= nothing_yet()
     for index in range(sources):
         for record in records(partial, index):
+            if ("scored" in record) != (identity["kind"] == CHAT):
+                raise ValueError(f"{partial} holds a part of other data than this job's; remove it and prepare again")
+            totals = {key: totals[key] + record["counts"][key] for key in totals}
             if record["counts"]["documents"]:
-                shards.append({"source": index} | {key: record[key] for key in ("tokens", "documents", "counts")})
-                totals = {key: totals[key] + record["counts"][key] for key in totals}
+                files = {kind: record[kind] for kind in SHARD_FILES[identity["kind"]]}
+                shards.append({"source": index, **files, "counts": record["counts"]})
             else:
-                for kind in ("tokens", "documents"):
-                    (partial / record[kind]["file"]).unlink(missing_ok=True)
+                for file in files_in(record):
+                    (partial / file["file"]).unlink(missing_ok=True)
     if not shards:
-        raise ValueError(f"there is no text in {', '.join(s['name'] for s in identity['sources'])}")
+        what = "text" if identity["kind"] == KIND else "conversation to learn from"
+        raise ValueError(f"there is no {what} in {', '.join(s['name'] for s in identity['sources'])}")
     for path in partial.iterdir():  # of processes that were killed
         if PARTS.fullmatch(path.name):
             path.unlink()

@@ -3,11 +3,15 @@
     FOLDER/meta.json                    counts, dtype, ids, the tokenizer's fingerprint, sha256 of every file
     FOLDER/tokens-00000-00000.bin       ids of whole documents, one after the other, each ended by eos
     FOLDER/documents-00000-00000.npy    uint64 [2, n + 1]: where each document starts in tokens, and in UTF-8 bytes
+    FOLDER/scored-00000-00000.bin       of conversations: a byte a token, 1 where it is learned, 0 where it is only read
 
 The two numbers are the source and the part of it. Documents are known by their place, not by looking for eos: a text
 may contain it. `start` is what the model sees before a document's first token: the tokenizer's bos, else eos. It is
 not stored, since it is the same for all. UTF-8 bytes are kept so that a loss can be told per byte, which compares
-models with different tokenizers.
+models with different tokenizers; of conversations, those that are to be learned.
+
+A document that is a conversation begins with what its template begins with, in place of `start`, and has no eos of its
+own; its first token is never learned.
 """
 
 from __future__ import annotations
@@ -35,10 +39,12 @@ from upcycle.strict import Count, Range
 META = "meta.json"
 CHECKED = ".checked.json"  # beside it, by training: the stamp of each file that was read whole and found right
 KIND = "token shards"
+CHAT = "chat shards"  # another kind, so that no reader learns what it should only read
 VERSION = 1
 PIECE = 1 << 20  # entries of a table that are looked at together
 Ids = NDArray[Any]  # uint16 or uint32
 Offsets = NDArray[np.uint64]
+Flags = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Shard:
     tokens: Ids
     starts: Offsets  # [documents + 1] in tokens
     bytes: Offsets  # [documents + 1] in bytes of UTF-8
+    scored: Flags | None = None  # of conversations: whether a token is to be learned
 
     @property
     def documents(self) -> int:
@@ -53,7 +60,9 @@ class Shard:
 
     def head(self, documents: int) -> Shard:
         starts = self.starts[: documents + 1]
-        return Shard(self.tokens[: int(starts[-1])], starts, self.bytes[: documents + 1])
+        end = int(starts[-1])
+        scored = None if self.scored is None else self.scored[:end]
+        return Shard(self.tokens[:end], starts, self.bytes[: documents + 1], scored)
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class TokenShards:
         """Maps a folder's files. Sizes are checked, contents are not: see `verify`. `vocab`: the model's embeddings."""
         folder = Path(folder)
         meta = read_meta(folder)
-        shards = tuple(open_shard(folder, row, np.dtype(meta["dtype"])) for row in meta["shards"])
+        shards = tuple(open_shard(folder, row, np.dtype(meta["dtype"]), meta["kind"]) for row in meta["shards"])
         found = TokenShards(folder, shards, *(meta[key] for key in ("vocab", "eos", "start", "tokenizer")))
         for name, number in (("tokens", found.tokens), ("documents", found.documents), ("bytes", found.bytes)):
             if number != meta[name]:
@@ -120,7 +129,7 @@ class TokenShards:
         return replace(self, shards=tuple(shards))
 
     def verify(self) -> None:
-        """Read everything: the sha256 of every file, and that each id is one of the vocabulary."""
+        """Read everything: the sha256 of every file, that each id is one of the vocabulary, and what is scored."""
         for path, sha in sums(self.folder).items():
             check_file(path, sha)
         for row, shard in zip(read_meta(self.folder)["shards"], self.shards, strict=True):
@@ -130,6 +139,10 @@ class TokenShards:
             if int(shard.tokens.max()) >= self.vocab:
                 path = self.folder / Path(row["tokens"]["file"]).name
                 raise ValueError(f"{path} holds ids beyond the {self.vocab} of its tokenizer; prepare it again")
+            firsts = shard.starts[:-1][shard.starts[:-1] < shard.starts[1:]]
+            if shard.scored is not None and (int(shard.scored.max()) > 1 or shard.scored[firsts].any()):
+                path = self.folder / Path(row["scored"]["file"]).name
+                raise ValueError(f"{path} scores what has nothing before it, or is not of 0 and 1; prepare it again")
 
 
 def rises(table: Offsets) -> bool:
@@ -150,7 +163,7 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
         meta = strict.read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}); {how}") from None
-    if not isinstance(meta, dict) or meta.get("kind") != KIND:
+    if not isinstance(meta, dict) or meta.get("kind") not in (KIND, CHAT):
         raise ValueError(f"{path} does not describe token shards; {how}")
     if meta.get("version") != VERSION:
         raise ValueError(
@@ -161,7 +174,7 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
             f"{path} says dtype {strict.short(meta.get('dtype'))}; it must be uint16 or uint32: prepare it again"
         )
     try:
-        found: Mapping[str, Any] = strict.held(meta, Meta, str(path))
+        found: Mapping[str, Any] = strict.held(meta, ChatMeta if meta["kind"] == CHAT else Meta, str(path))
     except ValueError as error:
         raise ValueError(
             f"{path} lacks some of what describes token shards ({error}); prepare the folder again"
@@ -184,7 +197,11 @@ class Row(TypedDict):
     documents: Stored
 
 
-class Meta(TypedDict):
+class ChatRow(Row):
+    scored: Stored
+
+
+class Common(TypedDict):
     vocab: Annotated[int, Range(1, 2**32)]
     eos: Count
     start: Count
@@ -192,19 +209,40 @@ class Meta(TypedDict):
     documents: Count
     bytes: Count
     tokenizer: str
+
+
+class Meta(Common):
     shards: list[Row]
+
+
+class Chat(TypedDict):
+    """How conversations became tokens."""
+
+    loss: str
+    sequence: Annotated[int, Range(2)]
+    template: str  # its sha256
+
+
+class ChatCounts(TypedDict):
+    """What became of conversations; `tokens`, `documents` and `bytes` are of those that are there."""
+
+    scored: Count  # tokens that are learned
+    truncated: Count  # conversations whose end is cut off
+    silent: Count  # left out, because there was nothing to learn in them
+    refused: Count  # left out, because the template refuses them
+
+
+class ChatMeta(Common, ChatCounts):
+    chat: Chat
+    shards: list[ChatRow]
 
 
 # ---- are the bytes those that were written
 
 
 def sums(folder: Path) -> dict[Path, str]:
-    """The sha256 of each file of tokens and documents, as it was written."""
-    return {
-        folder / Path(row[kind]["file"]).name: row[kind]["sha256"]
-        for row in read_meta(folder)["shards"]
-        for kind in SHARD_FILES
-    }
+    """The sha256 of each file of a part, as it was written."""
+    return {folder / Path(file["file"]).name: file["sha256"] for file in files_of(read_meta(folder))}
 
 
 def check_file(path: Path, sha: str) -> None:
@@ -237,8 +275,13 @@ def partial_of(folder: Path) -> Path:
     return folder.with_name(folder.name + ".partial")
 
 
-def open_shard(folder: Path, row: Any, dtype: np.dtype[Any]) -> Shard:
-    files = {kind: (folder / Path(row[kind]["file"]).name, row[kind]["bytes"]) for kind in SHARD_FILES}
+def files_of(meta: Mapping[str, Any]) -> list[Any]:
+    """What meta.json says of each file."""
+    return [row[kind] for row in meta["shards"] for kind in SHARD_FILES[meta["kind"]]]
+
+
+def open_shard(folder: Path, row: Any, dtype: np.dtype[Any], kind: str) -> Shard:
+    files = {each: (folder / Path(row[each]["file"]).name, row[each]["bytes"]) for each in SHARD_FILES[kind]}
     for path, size in files.values():
         if not path.is_file():
             raise ValueError(f"{path} is missing; prepare the folder again, or copy all of it")
@@ -249,6 +292,8 @@ def open_shard(folder: Path, row: Any, dtype: np.dtype[Any]) -> Shard:
         tokens: Ids = np.memmap(path, dtype, "r")
         path = files["documents"][0]
         table = np.load(path, mmap_mode="r", allow_pickle=False)
+        path = files["scored"][0] if kind == CHAT else path
+        scored: Flags | None = np.memmap(path, np.uint8, "r") if kind == CHAT else None
     # numpy's own reading of a header, which is Python's syntax, has no one error
     except (ValueError, OSError, EOFError, SyntaxError, TokenError, TypeError, MemoryError, OverflowError) as error:
         said = " ".join(str(error).split())
@@ -262,7 +307,12 @@ def open_shard(folder: Path, row: Any, dtype: np.dtype[Any]) -> Shard:
             f"{path} counts {int(table[0, -1])} tokens and {files['tokens'][0].name} has {len(tokens)}; they do not "
             "belong together, prepare the folder again"
         )
-    return Shard(tokens, table[0], table[1])
+    if scored is not None and len(scored) != len(tokens):
+        raise ValueError(
+            f"{path} is of {len(scored)} tokens and {files['tokens'][0].name} has {len(tokens)}; they do not belong "
+            "together, prepare the folder again"
+        )
+    return Shard(tokens, table[0], table[1], scored)
 
 
-SHARD_FILES: Sequence[str] = ("tokens", "documents")
+SHARD_FILES: Mapping[str, Sequence[str]] = {KIND: ("tokens", "documents"), CHAT: ("tokens", "documents", "scored")}

@@ -184,7 +184,7 @@ def test_parquet_that_unpacks_without_end(tokenizer: Path, tmp_path: Path, monke
     parquet.write_table(pyarrow.table({"text": [long] * 3}), tmp_path / "b.parquet", compression="none")
     source = prepare_module.find([str(tmp_path / "b.parquet")])[0]
     with parquet.ParquetFile(tmp_path / "b.parquet") as file:
-        assert prepare_module.rows_at_once(source, file) == 1
+        assert prepare_module.rows_at_once(source, file, ["text"]) == 1
     monkeypatch.setattr("training.data.prepare.UNPACKED", 1 << 28)
     assert decoded(run(tmp_path / "three", tokenizer, tmp_path / "b.parquet"), tokenizer) == [long] * 3
 
@@ -751,6 +751,53 @@ def test_a_source_keeps_its_order_whatever_is_beside_it() -> None:
     assert same(joined(found), alone.batch(0, len(found)))
 
 
+def test_other_weights_neither_re_read_nor_skip() -> None:
+    """Changed twice on the way, and saved and resumed in between: each source gives its samples in order, none twice."""
+    lengths = [random.Random(n).randint(1, 30) for n in range(50)]
+    shards = {name: made_up(lengths) for name in "abc"}
+
+    def mixed(state: dict[str, Any], **weights: float) -> Mixture:
+        state = json.loads(json.dumps(state))  # as a checkpoint holds it
+        return Mixture([(name, shards[name], weight) for name, weight in weights.items()], 16, 3, state=state)
+
+    class Told(Windows):
+        def row(self, index: int) -> Any:
+            read[self.name].append(index)
+            return super().row(index)
+
+    read: dict[str, list[int]] = {name: [] for name in "abc"}
+    steps: list[tuple[int, dict[str, float]]] = [
+        (137, {"a": 3, "b": 1}), (200, {"a": 3, "b": 1}), (613, {"a": 1, "b": 2.5}), (700, {"a": 1, "b": 2.5}),
+        (901, {"b": 1, "a": 0.1, "c": 1}), (1000, {"b": 1, "a": 0.1, "c": 1}),
+    ]  # fmt: skip
+    state, at = {}, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "Windows", Told)
+        for stop, weights in steps:
+            mixture_ = mixed(state, **weights)
+            counts = {name: len(indices) for name, indices in read.items()}
+            for sample in range(at, stop):
+                mixture_.batch(sample, 1)
+            gave = {name: len(read[name]) - counts[name] for name in weights}
+            for (
+                name,
+                weight,
+            ) in weights.items():  # and the shares are those of the new weights, give or take one each way
+                assert abs(gave[name] - (stop - at) * weight / sum(weights.values())) < 2
+            state, at = mixture_.state(stop), stop
+            assert state["given"] == {name: len(read[name]) for name in weights}
+        assert all(indices == list(range(len(indices))) for indices in read.values()) and len(read["c"]) > 100
+        whole, parts = mixed({}, a=3, b=1), mixed(mixed({}, a=3, b=1).state(137), a=3, b=1)
+        assert same(whole.batch(137, 40), parts.batch(137, 40))
+        # twin: without what was counted, as it was before: the same sample of a source is another number of the run
+        read["a"], read["b"] = [], []
+        mixed({}, a=3, b=1).batch(0, 500)
+        mixed({}, a=1, b=3).batch(500, 500)
+        assert len(read["a"]) - len(set(read["a"])) > 120 and max(read["b"]) - len(read["b"]) > 240
+    with pytest.raises(ValueError, match="the checkpoint's place in the data has no before"):
+        mixed({"since": 1}, a=1)
+
+
 def test_mock_has_the_same_interface() -> None:
     mock = Mock(100, 16, seed=1)
     batch = mock.batch(5, 3)
@@ -864,7 +911,11 @@ def test_configs(folder: Path, tmp_path: Path) -> None:
     assert config.train == (TrainSource("web", str(folder), 3), TrainSource("shards", str(folder), 1))
     assert config.valid == (ValidSource("shards", str(folder), 90),)
     mixed = open_training(config, 400)
-    assert isinstance(mixed, Mixture) and mixed.state(5) == {}
+    assert isinstance(mixed, Mixture) and mixed.state(5)["given"] == {"web": 4, "shards": 1}
+    again = open_training(
+        replace(config, train=[replace(config.train[0], weight=1), config.train[1]]), 400, mixed.state(5)
+    )
+    assert isinstance(again, Mixture) and (again.since, again.before) == (5, [4, 1])
     assert mixed.schedule.shares == [3, 1] and mixed.batch(0, 4).tokens.shape == (4, 32)
     (valid,) = open_validation(config, 400)
     assert valid.tokens <= 90 and valid.bytes < TokenShards.open(folder).bytes

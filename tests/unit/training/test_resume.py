@@ -63,6 +63,9 @@ def test_a_source_of_data_more_is_another_order() -> None:
     with pytest.raises(ValueError, match=r"data.train.1.name was unset and is b"):
         judge(Path("x"), one, two, ["seed"], True)
     judge(Path("x"), two, two, [], True)
+    other = {**two, "data.train.1.weight": 3.0}
+    with pytest.warns(UserWarning, match=r"other settings: data\.train\.1\.weight was 1\.0 and is 3\.0"):
+        judge(Path("x"), two, other, [], True)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +93,18 @@ def test_a_refused_resume_says_the_keys_and_writes_nothing(place: Path, run: Pat
 def test_what_is_allowed_goes_on(place: Path, run: Path, tmp_path: Path) -> None:
     """Another rule starts its moments anew, others are kept in the dtype that is asked for; the rest is said."""
     assert read_manifest(run / CHECKPOINT)["settings"]["schedule.peak"] == 1e-3
-    words = ["valid_every=0", "optim.moments=bfloat16", "schedule.peak=2e-3", "optim.spike_window=64"]
+    weighed = f"data.train=[{{path: {place / 'data'}, weight: 2}}]"
+    words = ["valid_every=0", weighed, "optim.moments=bfloat16", "schedule.peak=2e-3", "optim.spike_window=64"]
     allow = "resume.allow=[optim.name,optim.spike_window]"
     with pytest.warns(UserWarning) as said:
         train(config(place, run, *words, "optim.name=muon", allow, steps=5))
     text = " ".join(str(warning.message) for warning in said)
-    for key in ("optim.name was adamw and is muon", "optim.moments was float32 and is bfloat16", "schedule.peak was"):
+    for key in (
+        "optim.name was adamw and is muon",
+        "optim.moments was float32 and is bfloat16",
+        "schedule.peak was",
+        "data.train.0.weight was 1.0",
+    ):
         assert key in text
     tensors: dict[str, Any] = read_manifest(run / "checkpoints/step-00000005")["tensors"]
     moments = {name.rpartition(".")[2]: t["dtype"] for name, t in tensors.items() if name.startswith("optimizer.state")}
