@@ -22,6 +22,7 @@ from training.observe.profiling import steps_to_trace
 from training.optim import OptimConfig
 from training.parallel.mesh import MeshConfig
 from training.schedule import ScheduleConfig
+from training.teacher import TeacherConfig
 from upcycle.config import UpcycleConfig, build, read
 
 READY = Path(__file__).parent.parent / "configs" / "train"
@@ -73,6 +74,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
@@ -107,6 +109,11 @@ class TrainConfig:
             raise ValueError(
                 f"eval.every={self.eval.every} does not go with mesh.pp={self.mesh.pp}, because a pipeline is not "
                 "evaluated while it trains; write eval.every=0"
+            )
+        if self.teacher.asked and self.mesh.pp > 1:
+            raise ValueError(
+                f"teacher.weight={self.teacher.weight:g} does not go with mesh.pp={self.mesh.pp}, because a teacher is "
+                "not cut into stages; write mesh.pp=1 or teacher.weight=0"
             )
         steps_to_trace(self.profile)
         if self.model.compute not in COMPUTE:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from training.build import CHECKPOINTS, check_optim, source
+from training.build import CHECKPOINTS, check_optim, source, taught_by
 from training.checkpoint import standalone
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import found, step_of
@@ -18,6 +18,7 @@ from training.data.open import open_training, open_validation
 from training.data.shards import partial_of
 from training.evaluate import Suite
 from training.schedule import schedule
+from training.teacher import check_teacher
 from upcycle.job import check_ours
 
 
@@ -37,6 +38,9 @@ def preflight(config: TrainConfig, suite: Suite | None) -> None:
     check_export(config, step_of(saved[0]) if saved else 0)
     with described(config, resumes=bool(saved)) as origin:
         check_optim(config, origin.spec)
+        if config.teacher.asked:
+            with taught_by(config) as teacher:
+                check_teacher(teacher, origin.spec)
         open_training(config.data, origin.dense.vocab)
         open_validation(config.data, origin.dense.vocab)
         if suite is not None and config.eval.every:

@@ -61,7 +61,10 @@ PROMISES = {
     "mistral-7b-drop": ("mixtral", False, 8, 46.7),
 }
 
-TOKENS = {"stories": 200 * 8 * 256, "llama3-8b-e8t2": 27e9, "nemotron4-15b-e64t8": 1e11, "qwen3-8b-e56t7-shared": 1e11}
+TOKENS = {
+    "stories": 200 * 8 * 256, "llama3-8b-e8t2": 27e9, "nemotron4-15b-e64t8": 1e11, "qwen3-8b-e56t7-shared": 1e11,
+    "keep-what-it-knew": 4000 * 64 * 4096,
+}  # fmt: skip
 
 
 def shaped(folder: Path, config: dict[str, object]) -> Path:

@@ -69,7 +69,7 @@ def words(place: Path, output: Path, *more: str) -> list[str]:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    kept = ("step", "loss", "grad_norm", "skipped", "tokens", "lr")
+    kept = ("step", "loss", "loss/teacher", "grad_norm", "skipped", "tokens", "lr")
     return [
         {k: v for k, v in row.items() if k in kept or "valid" in k or "balance" in k} for row in read_metrics(folder)
     ]
@@ -121,11 +121,15 @@ def test_padding_to_the_capacity_changes_no_bit(place: Path, tmp_path: Path) -> 
 FROZEN = "optim.groups=[{match: layers.0.ffn, lr: 0}, {match: experts.down, lr: 0}, {match: '*norm', lr: 0.5, decay: 0.1}]"
 
 
-def test_what_is_frozen_is_frozen_on_any_mesh(place: Path, tmp_path: Path) -> None:
+TAUGHT = ["teacher.weight=2", "teacher.final=1", "teacher.temperature=2"]
+
+
+def test_what_is_frozen_is_frozen_and_a_teacher_says_the_same_on_any_mesh(place: Path, tmp_path: Path) -> None:
     more = ["micro_batch=2", "mesh.ep=2", "mesh.tp=2", "model.recompute=full"]
-    on_rank(0, 1, words(place, tmp_path / "one", f"export={tmp_path / 'one-out'}", FROZEN))
-    run(4, on_rank, words(place, tmp_path / "run", f"export={tmp_path / 'out'}", FROZEN, *more))
+    on_rank(0, 1, words(place, tmp_path / "one", f"export={tmp_path / 'one-out'}", FROZEN, *TAUGHT))
+    run(4, on_rank, words(place, tmp_path / "run", f"export={tmp_path / 'out'}", FROZEN, *TAUGHT, *more))
     same_run(tmp_path / "run", tmp_path / "one")
+    assert [row["loss/teacher"] > 1e-4 for row in rows(tmp_path / "one") if row["step"]] == [False, True, True, True]
     have, want = exported(tmp_path / "out"), exported(tmp_path / "one-out")
     for name in want:
         still = name.startswith("model.layers.0.mlp") or (name.endswith("down_proj.weight") and ".experts." in name)
