@@ -28,6 +28,7 @@ from training.data.mixture import Loader
 from training.data.open import check_tokens
 from training.model import transformer_engine
 from training.model.decoder import Decoder
+from training.model.lora import attach, check_match
 from training.model.moe import MoE
 from training.observe.flops import model_flops
 from training.observe.profiling import Phases
@@ -191,6 +192,7 @@ def begin(run: Run) -> None:
         layout.initialise(run.model, run.config.seed)
     else:
         layout.load(run.model, run.origin)
+    layout.begin_adapters(run.model, run.config.seed)
 
 
 def learner(
@@ -269,6 +271,8 @@ def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
     """Refuses groups of parameters that this model has none of."""
     with torch.device("meta"):
         whole = Decoder(spec, experts="reference")
+        check_match(whole, config.lora)
+        attach(whole, config.lora)
     check_groups(config.optim, [name for name, _ in whole.named_parameters()])
 
 
@@ -295,6 +299,7 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
     model = config.model
     with torch.device("meta"):
         part = Decoder(origin.spec, part=layers, experts=model.experts, compute=getattr(torch, model.compute))
+        attach(part, config.lora)
     freeze(config.optim, part)
     return room(part, model, mesh, device)
 

@@ -36,9 +36,10 @@ from tqdm import tqdm
 from training.build import check_optim, source, taught_by
 from training.config import TrainConfig, read_config
 from training.model.decoder import Decoder
+from training.model.lora import LoraConfig, attach
 from training.model.loss import COPIES, LOGITS, TAUGHT
 from training.model.recompute import MOVES
-from training.optim import multiplier
+from training.optim import learning, multiplier
 from training.parallel.mesh import MeshConfig, changed_to, check, grids, problem
 from training.parallel.pipeline import SINGLE, cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
@@ -83,8 +84,8 @@ class Model:
     """A model's units and the cuts of its layers, each made once: a table asks for the same ones thousands of times."""
 
     def __init__(self, spec: DenseSpec | MoESpec, config: TrainConfig, teacher: DenseSpec | None = None) -> None:
-        self.spec, self.optim = spec, config.optim
-        self.teacher = Model(teacher, config) if teacher is not None else None
+        self.spec, self.optim, self.lora = spec, config.optim, config.lora
+        self.teacher = Model(teacher, replace(config, lora=LoraConfig())) if teacher is not None else None
         self.dense = spec.dense if isinstance(spec, MoESpec) else spec
         self.units: list[tuple[bool, Unit]] = []  # whether of a layer, and its parameters; all are different
         self.parts: dict[range, Counter[int]] = {}  # by range of layers: how often each unit occurs
@@ -101,11 +102,13 @@ class Model:
         if part not in self.parts:
             with torch.device("meta"):
                 model = Decoder(self.spec, part=part, experts="reference")
+                attach(model, self.lora)
+            learned = learning(self.optim, [name for name, _ in model.named_parameters()])
             found: dict[str, Unit] = {}
             for name, parameter in model.named_parameters():
                 layer = name.split(".")[1] if name.startswith("layers.") else ""
-                learns = multiplier(self.optim, name) != 0
-                found[layer] = (*found.get(layer, ()), (rule(name, model.dense), tuple(parameter.shape), learns))
+                placed = rule(name, model.dense), tuple(parameter.shape), name in learned
+                found[layer] = (*found.get(layer, ()), placed)
             self.parts[part] = Counter(self.number((layer != "", unit)) for layer, unit in found.items())
         return self.parts[part]
 
@@ -233,7 +236,8 @@ def of_rank(
             logits = min(LOGITS // 4, tokens * dense.vocab) * (narrow + 3 * MASTER)
         if model.teacher:
             logits = min(TAUGHT, tokens * dense.vocab) * (2 * narrow + COPIES * MASTER)
-        of_head = MASTER + narrow if multiplier(config.optim, "embed.weight" if dense.tied else "head.weight") else 0
+        learns = not config.lora.rank and multiplier(config.optim, "embed.weight" if dense.tied else "head.weight")
+        of_head = MASTER + narrow if learns else 0
         loss = logits + of_head * dense.vocab * dense.hidden
     freed = min(activations, total.late + most_summed)
     return Memory(total.weights * MASTER, total.gradients, moments, buffers, activations, loss, freed)

@@ -12,6 +12,7 @@ import torch
 from training.build import CHECKPOINTS, check_optim, source, taught_by
 from training.checkpoint import standalone
 from training.checkpoint.layout import Origin
+from training.checkpoint.peft import check_peft
 from training.checkpoint.state import found, step_of
 from training.config import TrainConfig
 from training.data.open import open_training, open_validation
@@ -29,7 +30,7 @@ def preflight(config: TrainConfig, suite: Suite | None) -> None:
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device is {config.device} and this machine has none; write device=cpu, or leave it out")
     schedule(config.schedule, config.steps)
-    for name, folder in (("output", config.output), ("export", config.export)):
+    for name, folder in (("output", config.output), ("export", config.export), ("lora.export", config.lora.export)):
         check_writable(name, Path(folder))
     for name, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
         if wanted and importlib.util.find_spec(name) is None:
@@ -38,6 +39,8 @@ def preflight(config: TrainConfig, suite: Suite | None) -> None:
     check_export(config, step_of(saved[0]) if saved else 0)
     with described(config, resumes=bool(saved)) as origin:
         check_optim(config, origin.spec)
+        if not saved or step_of(saved[0]) < config.steps:
+            check_peft(config.lora, origin)
         if config.teacher.asked:
             with taught_by(config) as teacher:
                 check_teacher(teacher, origin.spec)

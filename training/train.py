@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from training.build import CHECKPOINTS, Run, begin, checkpoints_of, flops_a_token, loader_of, record, start
-from training.checkpoint import layout
+from training.checkpoint import layout, peft
 from training.checkpoint.state import Stop, Stopped, anywhere, found, step_of
 from training.config import TrainConfig, settings
 from training.data.open import open_training, open_validation
@@ -120,6 +120,9 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
         if config.export and not stopped and not exported:
             watch.enter("export")
             layout.export(run.model, run.origin, config.export, mesh=run.mesh)
+        if config.lora.export and not stopped and not broadcast(Path(config.lora.export).exists()):
+            watch.enter("export")
+            peft.write(run.model, run.origin, config.lora, config.model.source, run.mesh)
     if stopped:
         raise Stopped(state.step)
     return run.folder

@@ -138,6 +138,20 @@ def test_what_is_frozen_is_frozen_and_a_teacher_says_the_same_on_any_mesh(place:
         assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name
 
 
+def test_adapters_learn_and_are_merged_alike_over_ep_and_fsdp(place: Path, tmp_path: Path) -> None:
+    more = ["lora.rank=2", "steps=3", "schedule.peak=1e-2", "data.valid=[]"]
+    for name, mesh in {"one": [], "run": ["micro_batch=2", "mesh.ep=2"]}.items():
+        alone = [f"export={tmp_path / name / 'out'}", f"lora.export={tmp_path / name / 'peft'}"]
+        arguments = words(place, tmp_path / name, *more, *alone, *mesh)
+        run(2, on_rank, arguments) if mesh else on_rank(0, 1, arguments)
+    same_run(tmp_path / "run", tmp_path / "one")
+    for file in ("out/model.safetensors", "peft/adapter_model.safetensors"):
+        have, want = (load_file(tmp_path / name / file) for name in ("run", "one"))
+        assert have.keys() == want.keys() and len(have) > 20
+        for name in want:
+            assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name
+
+
 ALIKE = ["micro_batch=2", "mesh.tp=2", "mesh.ep=2"]
 RESUMES = {
     "the same mapping": (4, ALIKE, 4, ALIKE),
