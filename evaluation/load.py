@@ -55,7 +55,9 @@ def opened(
         check(mesh.config, mesh.world, origin.spec, sequence=origin.dense.context)
         with torch.device("meta"):
             model = Decoder(origin.spec, experts=experts, compute=getattr(torch, dtype))
-            if run is None:  # a run's float32 masters stay as they are; modules cast for themselves
+            if run is not None:
+                standalone.attach_adapters(model, run)
+            else:  # a run's float32 masters stay as they are; modules cast for themselves
                 narrow(model, getattr(torch, dtype))
         parallelize(model, mesh)
         model = model.to_empty(device=device).eval()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from training.data.mixture import Loader
 from training.data.open import check_tokens
 from training.model import transformer_engine
 from training.model.decoder import Decoder
+from training.model.lora import attach, check_match
 from training.model.moe import MoE
+from training.observe.flops import model_flops
 from training.observe.profiling import Phases
 from training.optim import Optimizer, SpikeGuard, check_groups, freeze, together
 from training.parallel.collectives import all_reduce, broadcast
@@ -36,6 +38,7 @@ from training.parallel.mesh import ParallelMesh, check
 from training.parallel.pipeline import Pipeline, cut, stages
 from training.parallel.pipeline import check as check_schedule
 from training.parallel.shard import parallelize
+from training.teacher import Teacher, check_teacher, made
 from upcycle import disk
 from upcycle.checkpoint import Checkpoint
 from upcycle.plan import UpcyclePlan
@@ -104,6 +107,7 @@ class Learner:
     optimizer: Optimizer | None  # None: gradients are made, but no update (bench.py)
     guard: SpikeGuard
     balance: Balance
+    teacher: Teacher | None
     phases: Phases
     device: torch.device
 
@@ -164,7 +168,7 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
             compiled=config.model.compile,
         )
         parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
-        core, place = learner(config, parts, mesh, device), Reading()
+        core, place = learner(config, parts, mesh, device, teacher=teacher_of(config, origin, mesh, device)), Reading()
         assert core.optimizer is not None
         loads = RouterLoads(core.balance, core.model, origin.spec, mesh)
         state = TrainState(core.model, [core.optimizer], parts={"guard": core.guard, "data": place, "load": loads})
@@ -188,10 +192,17 @@ def begin(run: Run) -> None:
         layout.initialise(run.model, run.config.seed)
     else:
         layout.load(run.model, run.origin)
+    layout.begin_adapters(run.model, run.config.seed)
 
 
 def learner(
-    config: TrainConfig, parts: list[Decoder], mesh: ParallelMesh, device: torch.device, *, learns: bool = True
+    config: TrainConfig,
+    parts: list[Decoder],
+    mesh: ParallelMesh,
+    device: torch.device,
+    *,
+    learns: bool = True,
+    teacher: Teacher | None = None,
 ) -> Learner:
     """Makes a learner of parts that are divided already. Weights narrower than float32 must be filled in before, since
     the optimiser copies them; float32 ones, as a run has, may be filled in later."""
@@ -205,9 +216,39 @@ def learner(
         optimizer=Optimizer(config.optim, model.named_parameters(), model.moe) if learns else None,
         guard=SpikeGuard(config.optim, device),
         balance=balance_of(config, model, mesh),
+        teacher=teacher,
         phases=Phases(device),
         device=device,
     )
+
+
+def teacher_of(config: TrainConfig, origin: Origin, mesh: ParallelMesh, device: torch.device) -> Teacher | None:
+    """The config's teacher with its weights, if it has one."""
+    if not config.teacher.asked:
+        return None
+    with taught_by(config) as of_teacher:
+        dense = check_teacher(of_teacher, origin.spec)
+        check(replace(config.mesh, ep=1, etp=1), mesh.world, dense, config.data.sequence)
+        model = replace(config.model, recompute="none")
+        decoder = room(made(dense, getattr(torch, model.compute)), model, mesh, device)
+        return Teacher(layout.load(decoder, of_teacher), config.teacher.temperature)
+
+
+def taught_by(config: TrainConfig) -> AbstractContextManager[Origin]:
+    """The Origin of the config's teacher: unless it names one, of the dense model that is upcycled."""
+    name = config.teacher.source or (upcycle_config(config.model).source if config.model.upcycle else "")
+    if not name:
+        raise ValueError("no teacher is known, because no dense model is upcycled by this config; write teacher.source")
+    return layout.opened(name)
+
+
+def flops_a_token(config: TrainConfig, spec: DenseSpec | MoESpec) -> float:
+    """Of training: the model's, and the forward of its teacher."""
+    flops = model_flops(spec, config.data.sequence)
+    if config.teacher.asked:
+        with taught_by(config) as teacher:
+            flops += model_flops(teacher.spec, config.data.sequence) / 3
+    return flops
 
 
 def balance_of(config: TrainConfig, model: Decoder, mesh: ParallelMesh) -> Balance:
@@ -231,6 +272,8 @@ def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
     together(config.optim, spec if isinstance(spec, MoESpec) else None)
     with torch.device("meta"):
         whole = Decoder(spec, experts="reference")
+        check_match(whole, config.lora)
+        attach(whole, config.lora)
     check_groups(config.optim, [name for name, _ in whole.named_parameters()])
 
 
@@ -257,6 +300,7 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
     model = config.model
     with torch.device("meta"):
         part = Decoder(origin.spec, part=layers, experts=model.experts, compute=getattr(torch, model.compute))
+        attach(part, config.lora)
     freeze(config.optim, part)
     return room(part, model, mesh, device)
 

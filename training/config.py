@@ -17,14 +17,17 @@ from training.checkpoint.resume import ResumeConfig, flat
 from training.data.mixture import DataConfig
 from training.evaluate import EvalConfig
 from training.model import transformer_engine
+from training.model.lora import LoraConfig
 from training.model.recompute import MODES
 from training.observe.profiling import steps_to_trace
 from training.optim import OptimConfig
 from training.parallel.mesh import MeshConfig
 from training.schedule import ScheduleConfig
+from training.teacher import TeacherConfig
 from upcycle.config import UpcycleConfig, build, read
 
 READY = Path(__file__).parent.parent / "configs" / "train"
+ADAPTED = ("grouped", "reference")  # backends of experts that compute adapters
 COMPUTE = ("bfloat16", "float32", "float64")
 
 
@@ -73,6 +76,8 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
@@ -107,6 +112,22 @@ class TrainConfig:
             raise ValueError(
                 f"eval.every={self.eval.every} does not go with mesh.pp={self.mesh.pp}, because a pipeline is not "
                 "evaluated while it trains; write eval.every=0"
+            )
+        if self.teacher.asked and self.mesh.pp > 1:
+            raise ValueError(
+                f"teacher.weight={self.teacher.weight:g} does not go with mesh.pp={self.mesh.pp}, because a teacher is "
+                "not cut into stages; write mesh.pp=1 or teacher.weight=0"
+            )
+        for axis in ("tp", "pp", "etp") if self.lora.rank else ():
+            if getattr(self.mesh, axis) > 1:
+                raise ValueError(
+                    f"lora.rank={self.lora.rank} does not go with mesh.{axis}={getattr(self.mesh, axis)}, because "
+                    f"adapters are divided by FSDP and by mesh.ep alone; write mesh.{axis}=1"
+                )
+        if self.lora.rank and self.model.experts not in ADAPTED:
+            raise ValueError(
+                f"lora.rank={self.lora.rank} does not go with model.experts={self.model.experts}, which has no "
+                f"adapters; write model.experts={ADAPTED[0]}"
             )
         steps_to_trace(self.profile)
         if self.model.compute not in COMPUTE:

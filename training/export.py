@@ -41,6 +41,7 @@ def export(source: Path, output: Path) -> int:
         mesh = ParallelMesh(MeshConfig())
         with torch.device("meta"):
             model = Decoder(origin.spec, experts="reference", compute=torch.float32)
+            standalone.attach_adapters(model, run)
         parallelize(model, mesh)
         model = model.to_empty(device="cpu")
         step = standalone.load_step(model, run, folder)

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +34,8 @@ from torch.optim.adamw import adamw
 
 from training.copies import pull_
 from training.kernels import updates
-from training.model.names import plain_name
+from training.model.lora import is_adapter
+from training.model.names import holds, plain_name
 from training.parallel.collectives import local
 from upcycle.config import build
 from upcycle.plugin import nearest
@@ -59,9 +59,7 @@ class ParameterGroup:
 
     def holds(self, name: str) -> bool:
         """Whether the pattern's words are neighbours somewhere in a parameter's name."""
-        words, wanted = name.split("."), self.match.split(".")
-        starts = range(len(words) - len(wanted) + 1)
-        return any(all(map(fnmatchcase, words[start:], wanted)) for start in starts)
+        return holds(self.match, name)
 
 
 @dataclass(frozen=True)
@@ -323,8 +321,15 @@ def multiplier(config: OptimConfig, name: str) -> float:
 
 def freeze(config: OptimConfig, model: nn.Module) -> None:
     """Marks the parameters that stay as they are, so that no gradient is made of them."""
+    learned = learning(config, [plain_name(name) for name, _ in model.named_parameters()])
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(multiplier(config, plain_name(name)) != 0)
+        parameter.requires_grad_(plain_name(name) in learned)
+
+
+def learning(config: OptimConfig, names: Sequence[str]) -> set[str]:
+    """Those of a model's parameters that learn: where there are adapters, of these alone."""
+    adapters = [name for name in names if is_adapter(name)]
+    return {name for name in adapters or names if multiplier(config, name)}
 
 
 def check_groups(config: OptimConfig, names: Sequence[str]) -> None:
@@ -336,7 +341,7 @@ def check_groups(config: OptimConfig, names: Sequence[str]) -> None:
                 f"optim.groups.{number}.match is {group.match!r}, which no parameter's name has"
                 f"{nearest(group.match, list(known))}; names are made of {', '.join(known)}, and layers of numbers"
             )
-    if not any(multiplier(config, name) for name in names):
+    if not learning(config, names):
         raise ValueError("optim freezes every parameter of the model; give some a learning rate above 0")
 
 

@@ -9,7 +9,7 @@ Weights, gradients and moments are counted, parameter by parameter. Gathered wei
 what the modules keep in bf16 on a GPU (attention without its square, experts without their product); the allocator's
 own waste, NCCL's buffers and CUDA's context (some 3 GB together) are not in it. `host` is what an asynchronous
 checkpoint copies to host memory. Frozen parameters (optim.groups) have neither gradients nor moments; activations are
-counted as if all learned.
+counted as if all learned. A dense teacher (teacher.weight) has a column of its own.
 
 keys, with defaults and meaning: docs/config.md, those of training
 """
@@ -33,15 +33,17 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from training.build import check_optim, source
+from training.build import check_optim, source, taught_by
 from training.config import TrainConfig, read_config
 from training.model.decoder import Decoder
-from training.model.loss import LOGITS
+from training.model.lora import LoraConfig, attach
+from training.model.loss import COPIES, LOGITS, TAUGHT
 from training.model.recompute import MOVES
-from training.optim import multiplier
+from training.optim import learning, multiplier
 from training.parallel.mesh import MeshConfig, changed_to, check, grids, problem
 from training.parallel.pipeline import SINGLE, cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
+from training.teacher import check_teacher
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 
 MASTER = 4  # bytes of a weight, and of a sum of gradients
@@ -60,10 +62,12 @@ class Memory:
     loss: int  # the head's logits and gradient
     # activations that are gone by the time the last backward has made the gradients, or has made them wide
     freed: int = 0
+    teacher: int = 0  # a dense teacher's weights, its head while it is gathered, and what it says of a micro-batch
 
     @property
     def total(self) -> int:
         held = self.weights + self.gradients + self.moments + self.gathered + self.activations + self.loss
+        held += self.teacher
         return held - self.freed
 
     @property
@@ -79,8 +83,9 @@ Unit = tuple[tuple[Rule, tuple[int, ...], bool], ...]
 class Model:
     """A model's units and the cuts of its layers, each made once: a table asks for the same ones thousands of times."""
 
-    def __init__(self, spec: DenseSpec | MoESpec, config: TrainConfig) -> None:
-        self.spec, self.optim = spec, config.optim
+    def __init__(self, spec: DenseSpec | MoESpec, config: TrainConfig, teacher: DenseSpec | None = None) -> None:
+        self.spec, self.optim, self.lora = spec, config.optim, config.lora
+        self.teacher = Model(teacher, replace(config, lora=LoraConfig())) if teacher is not None else None
         self.dense = spec.dense if isinstance(spec, MoESpec) else spec
         self.units: list[tuple[bool, Unit]] = []  # whether of a layer, and its parameters; all are different
         self.parts: dict[range, Counter[int]] = {}  # by range of layers: how often each unit occurs
@@ -97,11 +102,13 @@ class Model:
         if part not in self.parts:
             with torch.device("meta"):
                 model = Decoder(self.spec, part=part, experts="reference")
+                attach(model, self.lora)
+            learned = learning(self.optim, [name for name, _ in model.named_parameters()])
             found: dict[str, Unit] = {}
             for name, parameter in model.named_parameters():
                 layer = name.split(".")[1] if name.startswith("layers.") else ""
-                learns = multiplier(self.optim, name) != 0
-                found[layer] = (*found.get(layer, ()), (rule(name, model.dense), tuple(parameter.shape), learns))
+                placed = rule(name, model.dense), tuple(parameter.shape), name in learned
+                found[layer] = (*found.get(layer, ()), placed)
             self.parts[part] = Counter(self.number((layer != "", unit)) for layer, unit in found.items())
         return self.parts[part]
 
@@ -124,7 +131,8 @@ class Share(NamedTuple):
 
 
 def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Model | None = None) -> Memory:
-    """The fullest rank's Memory for `config` on `world` GPUs. `model`: of the same spec and optimiser."""
+    """The fullest rank's Memory for `config` on `world` GPUs. `model`: of the same spec and optimiser, with the teacher
+    of the config if it has one."""
     return max(by_place(spec, config, world, model), key=lambda memory: memory.total)
 
 
@@ -147,8 +155,25 @@ def by_place(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: 
         parts = [ranges[stage] for stage in numbers]
         units = sum((model.of(part) for part in parts), Counter())
         layers = sum(kept.get(layer, dense_layer) for part in parts for layer in part)
-        found.append(of_rank(model, config, count, place, parts, [(shares[u], n) for u, n in units.items()], layers))
+        rank = of_rank(model, config, count, place, parts, [(shares[u], n) for u, n in units.items()], layers)
+        found.append(replace(rank, teacher=of_teacher(model.teacher, config, attention) if model.teacher else 0))
     return found
+
+
+def of_teacher(teacher: Model, config: TrainConfig, sizes: Mapping[str, int]) -> int:
+    """Bytes of its weights, in the dtype that they are computed in; of embedding and head while they are gathered; and
+    of its last hidden states of a micro-batch. Its layers pass while the model's own do not."""
+    mesh, narrow = config.mesh, BYTES[config.model.compute]
+    total = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp) * teacher.dense.hidden * narrow
+    for number, often in teacher.of(range(teacher.dense.layers)).items():
+        of_a_layer, unit = teacher.units[number]
+        for placed, shape, _ in unit:
+            left, (ranks, copies) = placed.part(shape, sizes), placed.ranks(sizes)
+            whole, dim = math.prod(left), sharded_dim(left, ranks)
+            shard = whole // left[dim] * -(-left[dim] // ranks)
+            gathered = shard * ranks if ranks * copies > 1 and not of_a_layer else 0
+            total += (shard + gathered) * often * (MASTER if placed.exact else narrow)
+    return total
 
 
 def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str, int], count: int) -> Share:
@@ -209,7 +234,10 @@ def of_rank(
         logits = min(LOGITS, tokens * dense.vocab) * narrow
         if dense.logit_cap:  # torch's lines in place of the kernel: a smaller chunk, and three copies of it in float32
             logits = min(LOGITS // 4, tokens * dense.vocab) * (narrow + 3 * MASTER)
-        of_head = MASTER + narrow if multiplier(config.optim, "embed.weight" if dense.tied else "head.weight") else 0
+        if model.teacher:
+            logits = min(TAUGHT, tokens * dense.vocab) * (2 * narrow + COPIES * MASTER)
+        learns = not config.lora.rank and multiplier(config.optim, "embed.weight" if dense.tied else "head.weight")
+        of_head = MASTER + narrow if learns else 0
         loss = logits + of_head * dense.vocab * dense.hidden
     freed = min(activations, total.late + most_summed)
     return Memory(total.weights * MASTER, total.gradients, moments, buffers, activations, loss, freed)
@@ -271,16 +299,28 @@ def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iter
         if refused(axes, values) or stages_of_all > layers:
             continue
         count, rest = divmod(config.batch, config.micro_batch * world // (mesh.tp * mesh.cp * mesh.pp))
-        if count and not rest and (mesh.pp == 1 or count >= mesh.pp):
+        if count and not rest and (mesh.pp == 1 or count >= mesh.pp) and goes_with(config, mesh):
             yield mesh
 
 
-def table(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, rows: int = 12) -> str:
-    own, model = config.mesh, Model(spec, config)
+def goes_with(config: TrainConfig, mesh: MeshConfig) -> bool:
+    """Whether a config's other keys allow a mapping: a teacher or an evaluation, for instance, allows no pipeline."""
+    try:
+        replace(config, mesh=mesh)
+    except ValueError:
+        return False
+    return True
+
+
+def table(
+    spec: DenseSpec | MoESpec, config: TrainConfig, world: int, rows: int = 12, teacher: DenseSpec | None = None
+) -> str:
+    own, model = config.mesh, Model(spec, config, teacher)
     every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
     found = [(mesh, memory(spec, replace(config, mesh=mesh), world, model)) for mesh in every]
     found = sorted(((mesh, size) for mesh, size in found if mesh != own), key=lambda item: item[1].total)[:rows]
-    names = ["weights", "gradients", "moments", "gathered", "activations", "loss", "total"]
+    names = ["weights", "gradients", "moments", "gathered", "activations", "loss"]
+    names += ["teacher", "total"] if teacher else ["total"]
     names += ["host"] if config.checkpoint.asynchronous else []
     lines = ["  ".join(f"{name:>11}" for name in names) + f"   GB on the fullest of {world} GPUs"]
     for mesh, size in [(own, memory(spec, config, world, model)), *found]:
@@ -300,5 +340,9 @@ def main(words: list[str]) -> int:
     with source(config) as origin:
         check(config.mesh, int(counts[0]), origin.spec, config.data.sequence)
         check_optim(config, origin.spec)
-        print(table(origin.spec, config, int(counts[0])))
+        teacher = None
+        if config.teacher.asked:
+            with taught_by(config) as its_origin:
+                teacher = check_teacher(its_origin, origin.spec)
+        print(table(origin.spec, config, int(counts[0]), teacher=teacher))
     return 0

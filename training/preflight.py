@@ -9,15 +9,17 @@ from pathlib import Path
 
 import torch
 
-from training.build import CHECKPOINTS, check_optim, source
+from training.build import CHECKPOINTS, check_optim, source, taught_by
 from training.checkpoint import standalone
 from training.checkpoint.layout import Origin
+from training.checkpoint.peft import check_peft
 from training.checkpoint.state import found, step_of
 from training.config import TrainConfig
 from training.data.open import open_training, open_validation
 from training.data.shards import partial_of
 from training.evaluate import Suite
 from training.schedule import schedule
+from training.teacher import check_teacher
 from upcycle.job import check_ours
 
 
@@ -28,7 +30,7 @@ def preflight(config: TrainConfig, suite: Suite | None) -> None:
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device is {config.device} and this machine has none; write device=cpu, or leave it out")
     schedule(config.schedule, config.steps)
-    for name, folder in (("output", config.output), ("export", config.export)):
+    for name, folder in (("output", config.output), ("export", config.export), ("lora.export", config.lora.export)):
         check_writable(name, Path(folder))
     for name, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
         if wanted and importlib.util.find_spec(name) is None:
@@ -37,6 +39,11 @@ def preflight(config: TrainConfig, suite: Suite | None) -> None:
     check_export(config, step_of(saved[0]) if saved else 0)
     with described(config, resumes=bool(saved)) as origin:
         check_optim(config, origin.spec)
+        if not saved or step_of(saved[0]) < config.steps:
+            check_peft(config.lora, origin)
+        if config.teacher.asked:
+            with taught_by(config) as teacher:
+                check_teacher(teacher, origin.spec)
         open_training(config.data, origin.dense.vocab)
         open_validation(config.data, origin.dense.vocab)
         if suite is not None and config.eval.every:

@@ -33,27 +33,32 @@ def train_step(run: Learner, batches: Sequence[Batch], lr: float) -> dict[str, T
         run.optimizer.step(lr, skip)
         run.balance.end_step(skip)
         run.optimizer.zero_grad(set_to_none=True)
-    return {"loss": loss, "grad_norm": norm, "skipped": run.optimizer.skipped}
+    told = {} if run.teacher is None else {"loss/teacher": run.teacher.divergence}
+    return {"loss": loss, **told, "grad_norm": norm, "skipped": run.optimizer.skipped}
 
 
 def gradients(run: Learner, batches: Sequence[Batch]) -> Tensor:
     """Makes the gradients of the step's loss a token and returns that loss: all ranks' nats divided by the number of
-    labels that they score."""
+    labels that they score. A teacher adds its divergence to what the gradients are of, and not to what is returned."""
     parts = [own_part(batch.to(run.device), run.mesh) for batch in batches]
     scored = run.reduce(torch.stack([part.scored.sum() for part in parts]).sum())
     if run.pipeline is not None:
         with run.phases("forward and backward"), one_step(run.model, run.pipeline.micro_batches):
             whole = Batch(*(torch.cat(tensors) for tensors in zip(*(vars(p).values() for p in parts), strict=True)))
             return run.reduce(run.pipeline.step(seen(run, whole), scored, run.config.data.sequence))
-    nats = torch.zeros((), dtype=torch.promote_types(run.model.compute, torch.float32), device=run.device)
+    wide = torch.promote_types(run.model.compute, torch.float32)
+    nats, diverged = (torch.zeros((), dtype=wide, device=run.device) for _ in range(2))
     with one_step(run.model, len(parts)):
         for number, part in enumerate(parts, 1):
             synchronize(run.model, run.mesh, number == len(parts))
             with run.phases("forward"):
-                loss = nll(run, part)
+                learned, loss, divergence = taught(run, part)
             with run.phases("backward"):
-                (loss / scored).backward()  # type: ignore[no-untyped-call]
+                (learned / scored).backward()  # type: ignore[no-untyped-call]
             nats += loss.detach()
+            diverged += divergence
+    if run.teacher is not None:
+        run.teacher.divergence = run.reduce(diverged) / scored
     return run.reduce(nats) / scored
 
 
@@ -65,6 +70,20 @@ def seen(run: Learner, part: Batch) -> Batch:
 def nll(run: Learner, part: Batch) -> Tensor:
     part = seen(run, part)
     return run.model.loss(part.tokens, part.labels, part.positions, part.documents, run.config.data.sequence)
+
+
+def taught(run: Learner, part: Batch) -> tuple[Tensor, Tensor, Tensor | float]:
+    """(what is learned, its nats, its divergence from the teacher)"""
+    if run.teacher is None:
+        loss = nll(run, part)
+        return loss, loss, 0.0
+    part, length = seen(run, part), run.config.data.sequence
+    lesson = run.teacher.lesson(part, length)
+    found: tuple[Tensor, Tensor, Tensor] = run.model(
+        part.tokens, part.positions, part.documents, part.labels, length, lesson
+    )
+    run.teacher.rest()
+    return found
 
 
 def elsewhere(run: Learner) -> tuple[str, ...]:

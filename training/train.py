@@ -13,13 +13,12 @@ from pathlib import Path
 
 import torch
 
-from training.build import CHECKPOINTS, Run, begin, checkpoints_of, loader_of, record, start
-from training.checkpoint import layout
+from training.build import CHECKPOINTS, Run, begin, checkpoints_of, flops_a_token, loader_of, record, start
+from training.checkpoint import layout, peft
 from training.checkpoint.state import Stop, Stopped, anywhere, found, step_of
 from training.config import TrainConfig, settings
 from training.data.open import open_training, open_validation
 from training.evaluate import Ask, Suite
-from training.observe.flops import model_flops
 from training.observe.metrics import Metrics
 from training.observe.metrics import read as read_metrics
 from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
@@ -29,6 +28,7 @@ from training.parallel.watch import guarded
 from training.preflight import check_export, preflight
 from training.schedule import schedule
 from training.step import balance_numbers, train_step, validate
+from training.teacher import weights
 
 
 def train(config: TrainConfig, suite: Suite | None = None) -> Path:
@@ -50,6 +50,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
         optimizer = run.optimizer
         assert optimizer is not None
         state, rate, run.phases.tell = run.state, schedule(config.schedule, config.steps), watch.enter
+        teaching = weights(config.teacher, config.steps)
         stop = Stop()
         poll = partial(stop.poll, run.control)
         with (
@@ -72,7 +73,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                 ask = suite.live(config.eval, run.model, run.origin, run.mesh, poll)
                 measures["eval/"] = config.eval.every, partial(evaluated, ask, watch.enter)
             record(run)
-            flops = model_flops(run.origin.spec, config.data.sequence)
+            flops = flops_a_token(config, run.origin.spec)
             metrics = Metrics(
                 run.folder,
                 first,
@@ -90,6 +91,8 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     trace.before(state.step + 1)
                     with run.phases("data"):
                         batches = [next(loader) for _ in range(run.micro_batches)]
+                    if run.teacher is not None:
+                        run.teacher.weight = teaching(state.step)
                     learned = train_step(run, [batch for batch, _ in batches], rate(state.step))
                     state.step, run.place.cursor = state.step + 1, batches[-1][1]
                     optimizer.finish(state.step, config.steps)
@@ -117,6 +120,9 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
         if config.export and not stopped and not exported:
             watch.enter("export")
             layout.export(run.model, run.origin, config.export, mesh=run.mesh)
+        if config.lora.export and not stopped and not broadcast(Path(config.lora.export).exists()):
+            watch.enter("export")
+            peft.write(run.model, run.origin, config.lora, config.model.source, run.mesh)
     if stopped:
         raise Stopped(state.step)
     return run.folder

@@ -19,11 +19,10 @@ from omegaconf import OmegaConf
 
 from evaluation.demo import DemoConfig
 from training import config as training_config
-from training.build import source
+from training.build import flops_a_token, source
 from training.checkpoint.resume import QUIET
 from training.config import TrainConfig
 from training.data.shards import META
-from training.observe.flops import model_flops
 from training.observe.metrics import FILE as METRICS
 from training.schedule import schedule
 from upcycle import strict
@@ -254,7 +253,7 @@ def flops(plan: Plan) -> dict[str, float]:
                     )
         try:
             with source(config) as origin:
-                costs[name] = model_flops(origin.spec, config.data.sequence)
+                costs[name] = flops_a_token(config, origin.spec)
         except (ValueError, OSError) as error:
             raise ValueError(f"arm {name}: {error}") from None
     return costs

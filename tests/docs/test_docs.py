@@ -82,6 +82,7 @@ TOKENS = {
     "qwen3-8b-e56t7-shared": 1e11,
     "qwen3-30b-a3b": 1e10,
     "chat": 500 * 32 * 2048,
+    "keep-what-it-knew": 4000 * 64 * 4096,
 }
 
 

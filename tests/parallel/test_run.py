@@ -70,7 +70,7 @@ def words(place: Path, output: Path, *more: str) -> list[str]:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    kept = ("step", "loss", "grad_norm", "skipped", "tokens", "lr")
+    kept = ("step", "loss", "loss/teacher", "grad_norm", "skipped", "tokens", "lr")
     return [
         {k: v for k, v in row.items() if k in kept or "valid" in k or "balance" in k} for row in read_metrics(folder)
     ]
@@ -137,18 +137,36 @@ def chat_of(place: Path) -> list[str]:
     return [f"data.train=[{place / 'chat'}]", f"data.valid=[{place / 'chat-valid'}]"]
 
 
-def test_what_is_frozen_is_frozen_on_any_mesh_and_answers_weigh_by_their_tokens(place: Path, tmp_path: Path) -> None:
+TAUGHT = ["teacher.weight=2", "teacher.final=1", "teacher.temperature=2"]
+
+
+def test_frozen_parts_answers_and_a_teacher_are_the_same_on_any_mesh(place: Path, tmp_path: Path) -> None:
     more = ["micro_batch=2", "mesh.ep=2", "mesh.tp=2", "model.recompute=full"]
-    learned = [FROZEN, *chat_of(place)]
+    learned = [FROZEN, *chat_of(place), *TAUGHT]
     on_rank(0, 1, words(place, tmp_path / "one", f"export={tmp_path / 'one-out'}", *learned))
     run(4, on_rank, words(place, tmp_path / "run", f"export={tmp_path / 'out'}", *learned, *more))
     same_run(tmp_path / "run", tmp_path / "one")
+    assert [row["loss/teacher"] > 1e-4 for row in rows(tmp_path / "one") if row["step"]] == [False, True, True, True]
     have, want = exported(tmp_path / "out"), exported(tmp_path / "one-out")
     for name in want:
         still = name.startswith("model.layers.0.mlp") or (name.endswith("down_proj.weight") and ".experts." in name)
         if still and not name.endswith("correction_bias"):
             assert torch.equal(have[name], want[name]), name
         assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name
+
+
+def test_adapters_learn_and_are_merged_alike_over_ep_and_fsdp(place: Path, tmp_path: Path) -> None:
+    more = ["lora.rank=2", "steps=3", "schedule.peak=1e-2", "data.valid=[]"]
+    for name, mesh in {"one": [], "run": ["micro_batch=2", "mesh.ep=2"]}.items():
+        alone = [f"export={tmp_path / name / 'out'}", f"lora.export={tmp_path / name / 'peft'}"]
+        arguments = words(place, tmp_path / name, *more, *alone, *mesh)
+        run(2, on_rank, arguments) if mesh else on_rank(0, 1, arguments)
+    same_run(tmp_path / "run", tmp_path / "one")
+    for file in ("out/model.safetensors", "peft/adapter_model.safetensors"):
+        have, want = (load_file(tmp_path / name / file) for name in ("run", "one"))
+        assert have.keys() == want.keys() and len(have) > 20
+        for name in want:
+            assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name
 
 
 ALIKE = ["micro_batch=2", "mesh.tp=2", "mesh.ep=2"]

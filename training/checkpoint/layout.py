@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from training.model.decoder import Decoder
+from training.model.lora import A, delta, is_adapter, pairs
 from training.model.moe import MoE
 from training.model.names import plain_name
 from training.parallel.collectives import gather, local
@@ -197,7 +198,7 @@ def roles(model: Decoder) -> dict[str, tuple[Tensor, Index]]:
     out: dict[str, tuple[Tensor, Index]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         role = plain_name(name).replace(".attention.", ".").replace(".ffn.", ".")
-        if ".experts." not in role:
+        if ".experts." not in role and not is_adapter(role):
             out[role] = tensor, ()
     for index, layer in model.layers.items():
         if isinstance(layer.ffn, MoE):
@@ -343,6 +344,22 @@ def initialise(model: Decoder, seed: int = 0) -> Decoder:
 
 
 @torch.no_grad()
+def begin_adapters(model: Decoder, seed: int) -> None:
+    """Fills the A of adapters, as large as peft's; B is zero, as all that `load` and `initialise` do not know."""
+    from upcycle import rng
+
+    for name, tensor in model.named_parameters():
+        if is_adapter(name) and name.endswith(A) and local(tensor).numel():
+            found = piece(tensor, ())
+            deviation = (3 * tensor.shape[1]) ** -0.5
+            found.part.copy_(deviation * rng.normal(found.shape, seed, plain_name(name))[found.slices])
+    for layer in model.layers.values():
+        if isinstance(layer.ffn, MoE) and layer.ffn.experts.low:
+            for i, width in enumerate(layer.ffn.spec.widths):  # the padding of uneven experts stays zero, and so idle
+                piece(layer.ffn.experts.down_lora_a, (i, slice(width, max(layer.ffn.spec.widths)))).part.zero_()
+
+
+@torch.no_grad()
 def export(
     model: Decoder,
     origin: Origin,
@@ -428,6 +445,7 @@ class Whole:
 
     def __init__(self, model: Decoder, mesh: ParallelMesh | None) -> None:
         self.roles, self.mesh = roles(model), mesh
+        self.adapters = {id(matrix): (a, b, scale) for matrix, a, b, scale in pairs(model)}
         self.stage, self.stages = (0, 1) if mesh is None else (mesh.index("pp"), mesh.size("pp"))
         self.first = mesh is None or mesh.rank % (mesh.world // self.stages) == 0
         self.device = next(model.parameters()).device
@@ -459,14 +477,32 @@ class Whole:
         """A role's whole tensor, rounded to `dtype` before it is gathered: half of the bytes."""
         tensor, index = self.roles[role]
         key = id(tensor), dtype
-        if not isinstance(tensor, DTensor):
+        if not isinstance(tensor, DTensor) and id(tensor) not in self.adapters:
             return tensor.detach()[index]
         if key not in self.gathered:
-            narrow: Any = tensor.detach().to(getattr(torch, dtype))
-            self.gathered[key] = narrow.full_tensor()
+            self.gathered[key] = full(self.merged(tensor).to(getattr(torch, dtype)))
             while len(self.gathered) > 4:  # stacked experts' up, down and biases are asked for in turn
                 self.gathered.popitem(last=False)
         return self.gathered[key][index]
+
+    def merged(self, tensor: Tensor) -> Tensor:
+        """A parameter with its adapters in it, divided as it is."""
+        if id(tensor) not in self.adapters:
+            return tensor.detach()
+        a, b, scale = self.adapters[id(tensor)]
+        added = delta(full(a.detach()), full(b.detach()), scale, tensor.shape, box(tensor))
+        part = local(tensor.detach()) + added
+        if not isinstance(tensor, DTensor):
+            return part
+        mesh, places = tensor.device_mesh, tensor.placements
+        whole = DTensor.from_local(part, mesh, places, run_check=False, shape=tensor.shape, stride=tensor.stride())
+        return whole
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor, of which ranks may have parts."""
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
 
 
 def joined(stored: Stored, source: Mapping[str, Tensor]) -> Tensor:

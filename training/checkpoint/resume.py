@@ -19,7 +19,7 @@ from upcycle.plugin import nearest
 
 QUIET = (
     "output", "export", "checkpoint", "log", "log_every", "valid_every", "eval", "profile", "memory_snapshot",
-    "device", "mesh", "patience", "resume", "data.valid", "optim.skips",
+    "device", "mesh", "patience", "resume", "data.valid", "optim.skips", "lora.export",
 )  # fmt: skip
 OTHER_WEIGHTS = "the weights are the checkpoint's, whatever these say"
 OTHER_ORDER = "samples are counted in another order: some come twice and some never"

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
@@ -29,6 +30,7 @@ from training.checkpoint.state import STEP, Checkpoints, check_same, weights
 from training.checkpoint.storage import Reader, damage, read_manifest
 from training.config import ModelConfig, upcycle_config
 from training.model.decoder import Decoder
+from training.model.lora import LoraConfig, attach
 from training.parallel.collectives import broadcast, broadcast_tensors
 from training.parallel.processes import rank
 from upcycle import card, measure, strict
@@ -142,6 +144,15 @@ def training_run(path: Path) -> tuple[Path | None, Path | None]:
     run = path.parent.parent if step else path
     is_run = (run / "checkpoints").is_dir() and (run / "config.json").is_file()
     return (run, step) if is_run else (None, None)
+
+
+def attach_adapters(model: Decoder, run: Path) -> None:
+    """Gives a model that is on the meta device the adapters that the run trained."""
+    settings = strict.read_object(run / CONFIG)
+    lora = settings.get("lora")  # runs of older versions have none
+    if lora is not None:
+        with torch.device("meta"):
+            attach(model, build(LoraConfig, lora, "lora."))
 
 
 def load_step(model: Decoder, run: Path, folder: Path | None) -> int:

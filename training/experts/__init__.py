@@ -17,6 +17,17 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """Adapters of all local experts (model/lora.py): matrices are as if scale * B A were added to them."""
+
+    up_a_EDr: Tensor
+    up_b_EHr: Tensor  # H: the rows of up, 2F if gated
+    down_a_EFr: Tensor
+    down_b_EDr: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
     """All local experts, stacked. Uneven ones are padded with zero neurons, which compute and learn nothing."""
 
@@ -25,3 +36,4 @@ class ExpertWeights:
     gated: bool
     up_bias_EF: Tensor | None = None  # gated: (E, 2F)
     down_bias_ED: Tensor | None = None
+    low: LowRank | None = None

@@ -60,6 +60,9 @@ def check(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights) -> 
     assert weight_R.shape == x_RD.shape[:1] and count_E.shape == (experts,), "a weight a row, a count an expert"
     assert w.up_bias_EF is None or w.up_bias_EF.shape == (experts, rows), "the bias of up does not fit"
     assert w.down_bias_ED is None or w.down_bias_ED.shape == (experts, hidden), "the bias of down does not fit"
+    if w.low is not None:
+        shapes = [tuple(t.shape[:2]) for t in (w.low.up_a_EDr, w.low.up_b_EHr, w.low.down_a_EFr, w.low.down_b_EDr)]
+        assert shapes == [(experts, size) for size in (hidden, rows, width, hidden)], "the adapters do not fit"
     given = {t.dtype for t in (x_RD, w.up_EFD, w.down_EDF, w.up_bias_EF, w.down_bias_ED) if t is not None}
     assert len(given) == 1, f"rows and weights have several dtypes: {given}"
     # on a GPU, reading the counts would mean waiting for it
@@ -70,5 +73,7 @@ def only_bfloat16(backend: str, x_RD: Tensor, w: ExpertWeights) -> None:
     if not x_RD.is_cuda or x_RD.dtype != torch.bfloat16:
         got = f"{str(x_RD.dtype).removeprefix('torch.')} on {x_RD.device.type}"
         raise ValueError(f"experts={backend} computes in bfloat16 on CUDA, and got {got}; use experts=grouped")
+    if w.low is not None:
+        raise ValueError(f"experts={backend} has no adapters, and lora gives this model's experts some; use grouped")
     if w.up_bias_EF is not None or w.down_bias_ED is not None:
         raise ValueError(f"experts={backend} has no biases, and this model's experts have; use experts=grouped")

@@ -1,7 +1,8 @@
 """torch's grouped_mm: one kernel for all experts, the counts read on the device.
 
 For backward only x, h = [gate | up] and the routing weights are kept; the activation is recomputed there, in the same
-pass that makes its gradient. A forward that is run once more for backward stops at h. In bfloat16 on Hopper and
+pass that makes its gradient. A forward that is run once more for backward stops at h. Adapters are products of their
+own, in and out of their rank, which are recomputed too. In bfloat16 on Hopper and
 Blackwell nothing waits for the GPU; for other dtypes and older GPUs torch itself falls back to a loop that does.
 
 grouped_mm wants rows of a multiple of 16 bytes and no float64. For rows of other sizes on the CPU, and for float64,
@@ -47,7 +48,7 @@ def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, a
     ends_E = count_E.cumsum(0, dtype=torch.int32)
     y_RD: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         x_RD.contiguous(), weight_R.contiguous(), ends_E, w.up_EFD.contiguous(), w.down_EDF.contiguous(),
-        w.up_bias_EF, w.down_bias_ED, activation, w.gated,
+        w.up_bias_EF, w.down_bias_ED, activation, w.gated, *factors(w, step if x_RD.is_cuda else 1),
     )  # fmt: skip
     return y_RD
 
@@ -57,16 +58,22 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any, x_RD: Tensor, weight_R: Tensor, ends_E: Tensor, up_EHD: Tensor, down_EDF: Tensor,
         up_bias_EH: Tensor | None, down_bias_ED: Tensor | None, activation: str, gated: bool,
+        low: float, *adapters: Tensor,
     ) -> Tensor:  # fmt: skip
         h_RH = products(x_RD, up_EHD.transpose(1, 2), ends_E)
+        if low:
+            up_a, up_b, down_a, down_b = adapters
+            h_RH.add_(products(products(x_RD, up_a, ends_E), up_b.transpose(1, 2), ends_E), alpha=low)
         if up_bias_EH is not None:
             h_RH += of_rows(up_bias_EH, ends_E, len(x_RD))
-        ctx.save_for_backward(x_RD, weight_R, ends_E, up_EHD, down_EDF, down_bias_ED, h_RH)
-        ctx.options = activation, gated
+        ctx.save_for_backward(x_RD, weight_R, ends_E, up_EHD, down_EDF, down_bias_ED, h_RH, *adapters)
+        ctx.options, ctx.low = (activation, gated), low
         if recomputed():
             return torch.empty_like(x_RD)
         a_RF = swiglu.forward(h_RH, weight_R, ends_E, activation, gated)
         y_RD = products(a_RF, down_EDF.transpose(1, 2), ends_E)
+        if low:
+            y_RD.add_(products(products(a_RF, down_a, ends_E), down_b.transpose(1, 2), ends_E), alpha=low)
         if down_bias_ED is not None:
             y_RD += weight_R[:, None] * of_rows(down_bias_ED, ends_E, len(x_RD))
         return swiglu.zero_tail(y_RD, ends_E)
@@ -74,21 +81,50 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_RD: Tensor) -> tuple[Tensor | None, ...]:
-        x_RD, weight_R, ends_E, up_EHD, down_EDF, down_bias_ED, h_RH = ctx.saved_tensors
+        x_RD, weight_R, ends_E, up_EHD, down_EDF, down_bias_ED, h_RH, *adapters = ctx.saved_tensors
         needs_x, _, _, needs_up, needs_down, needs_up_bias, needs_down_bias, *_ = ctx.needs_input_grad
+        low, learned = ctx.low, list[Tensor]()
         d_y_RD = d_y_RD.contiguous()
         d_a_RF = products(d_y_RD, down_EDF, ends_E)
+        if low:
+            up_a, up_b, down_a, down_b = adapters
+            d_v_Rr = low * products(d_y_RD, down_b, ends_E)
+            d_a_RF += products(d_v_Rr, down_a.transpose(1, 2), ends_E)
         d_h_RH, d_weight_R, a_RF = swiglu.backward(d_a_RF, h_RH, weight_R, ends_E, *ctx.options)
         d_down_EDF = products(d_y_RD.t(), a_RF, ends_E) if needs_down else None
         d_up_EHD = products(d_h_RH.t(), x_RD, ends_E) if needs_up else None
-        d_x_RD = swiglu.zero_tail(products(d_h_RH, up_EHD, ends_E), ends_E) if needs_x else None
+        if low:
+            d_u_Rr = low * products(d_h_RH, up_b, ends_E)
+            u_Rr, v_Rr = products(x_RD, up_a, ends_E), products(a_RF, down_a, ends_E)
+            for left, right, factor in ((x_RD, d_u_Rr, 1), (d_h_RH, u_Rr, low), (a_RF, d_v_Rr, 1), (d_y_RD, v_Rr, low)):
+                learned.append(products(left.t(), right, ends_E) * factor)
+        d_x_RD = None
+        if needs_x:
+            d_x_RD = products(d_h_RH, up_EHD, ends_E)
+            if low:
+                d_x_RD += products(d_u_Rr, up_a.transpose(1, 2), ends_E)
+            swiglu.zero_tail(d_x_RD, ends_E)
         d_up_bias_EH = row_sums(d_h_RH, torch.ones_like(weight_R), ends_E) if needs_up_bias else None
         d_down_bias_ED = row_sums(d_y_RD, weight_R, ends_E) if needs_down_bias else None
         if down_bias_ED is not None:
             wide = torch.promote_types(d_y_RD.dtype, torch.float32)
             share_R = (d_y_RD.to(wide) * of_rows(down_bias_ED, ends_E, len(x_RD))).sum(1)
             d_weight_R += torch.where(swiglu.live(ends_E, len(x_RD)), share_R, 0)
-        return d_x_RD, d_weight_R, None, d_up_EHD, d_down_EDF, d_up_bias_EH, d_down_bias_ED, None, None
+        return d_x_RD, d_weight_R, None, d_up_EHD, d_down_EDF, d_up_bias_EH, d_down_bias_ED, None, None, None, *learned
+
+
+def factors(w: ExpertWeights, step: int) -> tuple[float, *tuple[Tensor, ...]]:
+    """The scale of the adapters, and them; 0.0 without any. `step`: grouped_mm wants the rank in multiples of it."""
+    if w.low is None:
+        return (0.0,)
+    rank = w.low.up_a_EDr.shape[2]
+    if rank % step:
+        raise ValueError(
+            f"experts=grouped on CUDA needs a rank of adapters that is a multiple of {step}, and got {rank}; write "
+            f"lora.rank={-(-rank // step) * step}"
+        )
+    adapters = w.low.up_a_EDr, w.low.up_b_EHr, w.low.down_a_EFr, w.low.down_b_EDr
+    return w.low.scale, *(each.contiguous() for each in adapters)
 
 
 def products(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:

@@ -22,12 +22,17 @@ def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, a
     for e, x in enumerate(torch.split(x_RD[: sum(counts)], counts)):
         weight = weight_R[sum(counts[:e]) : sum(counts[: e + 1]), None]
         h = functional.linear(x, w.up_EFD[e], None if w.up_bias_EF is None else w.up_bias_EF[e])
+        if w.low is not None:
+            h = h + w.low.scale * (x @ w.low.up_a_EDr[e]) @ w.low.up_b_EHr[e].T
         if w.gated:
             gate, up = h.chunk(2, dim=1)
             a = act(gate) * up
         else:
             a = act(h)
-        y = functional.linear((a * weight).to(x.dtype), w.down_EDF[e])  # the weights may be wider than the rows
+        a = (a * weight).to(x.dtype)  # the weights may be wider than the rows
+        y = functional.linear(a, w.down_EDF[e])
+        if w.low is not None:
+            y = y + w.low.scale * (a @ w.low.down_a_EFr[e]) @ w.low.down_b_EDr[e].T
         if w.down_bias_ED is not None:
             y = y + (weight * w.down_bias_ED[e]).to(x.dtype)
         parts.append(y)

@@ -2,6 +2,7 @@
 
 In torch that is a dozen passes over float32 logits, the largest tensor of a step. The kernel reads the logits in their
 own dtype, twice, and writes once; what it sums it sums in float32. The torch lines are the specification.
+A teacher's divergence has torch's lines alone.
 """
 
 from __future__ import annotations
@@ -38,3 +39,35 @@ def nats_(logits_TV: Tensor, label_T: Tensor, scale: float, gradient: bool, cap:
             grad_TV.mul_(1 - bent_TV.square_())
         logits_TV.copy_(grad_TV.mul_((counts_T * scale)[:, None]))
     return nats_T
+
+
+def divergence_(
+    told_TV: Tensor,
+    logits_TV: Tensor,
+    label_T: Tensor,
+    told_bend: tuple[float, float],
+    bend: tuple[float, float],
+    temperature: float,
+) -> Tensor:
+    """KL(softmax(told / temperature) || softmax(logits / temperature)) * temperature^2 of each token, float32 at least,
+    0 where the label is negative; told_TV holds its gradient by logits_TV afterwards. `bend`, `told_bend`: (scale, cap)
+    as in nats_."""
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    (scale, cap), counts_T = bend, (label_T >= 0).to(wide)
+    p_TV = bent(told_TV.to(wide), *told_bend).div_(temperature).log_softmax(-1)
+    bent_TV = bent(logits_TV.to(wide), scale, cap)
+    slope_TV = 1 - (bent_TV / cap).square_() if cap else None
+    q_TV = bent_TV.div_(temperature).log_softmax(-1)
+    share_TV = p_TV.exp()
+    nats_T = (p_TV.sub_(q_TV).mul_(share_TV)).sum(-1) * counts_T * temperature**2
+    grad_TV = q_TV.exp_().sub_(share_TV)
+    if slope_TV is not None:
+        grad_TV.mul_(slope_TV)
+    told_TV.copy_(grad_TV.mul_((counts_T * (scale * temperature))[:, None]))
+    return nats_T
+
+
+def bent(logits: Tensor, scale: float, cap: float) -> Tensor:
+    """In memory of its own: cap * tanh(scale * logits / cap), or without a cap scale * logits."""
+    scaled = logits * scale
+    return scaled.div_(cap).tanh_().mul_(cap) if cap else scaled

@@ -9,7 +9,7 @@ from torch.nn import functional
 from training.kernels.attention import capped
 from training.model.attention import Sdpa, Seen, look
 from training.model.layers import Attention, FeedForward, Linear, Norm, Region, norm, once
-from training.model.loss import linear_cross_entropy
+from training.model.loss import Lesson, taught_cross_entropy
 from training.model.moe import ExpertFunction, MoE
 from training.model.rope import angles
 from upcycle import plugin
@@ -160,15 +160,18 @@ class Decoder(nn.Module):
         documents_BS: Tensor | None = None,
         labels_BS: Tensor | None = None,
         length: int | None = None,
-    ) -> Tensor:
-        """Hidden states, if this is not the last part; else the loss() of labels, or without labels the logits."""
+        lesson: Lesson | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, if this is not the last part; else the loss() of labels, or without labels the logits. With a
+        lesson: what `taught_cross_entropy` returns."""
         x_BSD = self.hidden(x, positions_BS, documents_BS, length)
         if not self.last:
             return x_BSD
         weight, scale, cap = self.head_weight, self.dense.logit_scale, self.dense.logit_cap
         if labels_BS is None:
             return capped(functional.linear(x_BSD, weight.to(x_BSD.dtype)) * scale, cap)
-        return linear_cross_entropy(x_BSD.flatten(0, 1), weight, labels_BS.flatten(), scale, cap)
+        found = taught_cross_entropy(x_BSD.flatten(0, 1), weight, labels_BS.flatten(), scale, cap, lesson)
+        return found[0] if lesson is None else found
 
     def loss(
         self,

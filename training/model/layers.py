@@ -25,11 +25,14 @@ def once(function: Callable[..., Any], *inputs: Any) -> Any:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b in x's dtype, whatever the parameters' dtype is."""
+    """y = x W^T + b in x's dtype, whatever the parameters' dtype is; with adapters + low * (x A^T) B^T."""
 
     product: Product  # replaced by transformer_engine: its own
     # by shard: this rank's part of a divided one
     matrix: Callable[[Linear, torch.dtype], tuple[Tensor, Tensor | None]]
+    low = 0.0  # by lora, which then gives it lora_a and lora_b: what their product is multiplied with
+    lora_a: Tensor
+    lora_b: Tensor
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -38,7 +41,8 @@ class Linear(nn.Module):
         self.product, self.matrix = functional.linear, whole_matrix
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, *self.matrix(self, x.dtype))
+        y = self.product(x, *self.matrix(self, x.dtype))
+        return y + adapted(self, x) if self.low else y
 
 
 def whole_matrix(linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -46,11 +50,20 @@ def whole_matrix(linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | N
     return linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
 
 
+def adapted(linear: Linear, x: Tensor) -> Tensor:
+    """What the adapters add for x."""
+    return functional.linear(functional.linear(x, linear.lora_a.to(x.dtype)), linear.lora_b.to(x.dtype)) * linear.low
+
+
 def joint(x: Tensor, linears: Sequence[Linear]) -> Tensor:
     """The linears' outputs for x, side by side, by one product: backward then makes one gradient of x instead of a sum
     of several. Copying the weights together costs a hundredth of that."""
     weights, biases = zip(*(linear.matrix(linear, x.dtype) for linear in linears), strict=True)
-    return linears[0].product(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
+    y = linears[0].product(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
+    if not any(linear.low for linear in linears):
+        return y
+    parts = zip(linears, weights, strict=True)
+    return y + torch.cat([adapted(a, x) if a.low else x.new_zeros(*x.shape[:-1], len(w)) for a, w in parts], -1)
 
 
 class Norm(nn.Module):

@@ -7,6 +7,7 @@ Here a chunk's logits live while the chunk is worked on; backward multiplies wha
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,37 +16,65 @@ from torch import Tensor
 from training.kernels import cross_entropy
 
 LOGITS = 1 << 29  # elements of a chunk's logits, at most; a fourth of it where torch copies them to float32
+TAUGHT = LOGITS // 8  # with a teacher: both models' logits are there, and COPIES float32 copies of them
+COPIES = 5
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a teacher makes of the same tokens: its last hidden states, and the head that makes logits of them."""
+
+    x_TD: Tensor
+    weight_VD: Tensor
+    scale: float
+    cap: float
+    temperature: float  # both models' logits are divided by it before they are compared
+    weight: float  # of the divergence, beside the nats of the labels
 
 
 class LinearCrossEntropy(torch.autograd.Function):
+    """(nats + lesson.weight * divergence, nats, divergence), of which the first has a gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float, cap: float) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float, cap: float, lesson: Lesson | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         w_VD = weight_VD.to(x_TD.dtype)
-        total = torch.zeros((), dtype=wide, device=x_TD.device)
+        nats, diverged = (torch.zeros((), dtype=wide, device=x_TD.device) for _ in range(2))
+        told_VD = None if lesson is None else lesson.weight_VD.to(lesson.x_TD.dtype)
         need_x, need_w = ctx.needs_input_grad[:2]
         grad_x = torch.empty_like(x_TD) if need_x else None
         grad_w = torch.zeros(weight_VD.shape, dtype=wide, device=x_TD.device) if need_w else None
         limit = LOGITS if cross_entropy.on_kernel(x_TD, cap) else LOGITS // 4
+        limit = limit if lesson is None else TAUGHT
         chunks = max(1, -(-x_TD.shape[0] * w_VD.shape[0] // limit))  # of about as many tokens each
         starts = [x_TD.shape[0] * number // chunks for number in range(chunks + 1)]
         for start, end in itertools.pairwise(starts):
             x = x_TD[start:end]
-            logits = x @ w_VD.T
-            total += cross_entropy.nats_(logits, label_T[start:end], scale, need_x or need_w, cap).sum()
-            grad = logits  # nats_ has put the gradient in their place
+            logits, label = x @ w_VD.T, label_T[start:end]
+            told = None
+            if lesson is not None and told_VD is not None:  # first, because nats_ overwrites the logits
+                told = lesson.x_TD[start:end] @ told_VD.T
+                bends = (lesson.scale, lesson.cap), (scale, cap)
+                diverged += cross_entropy.divergence_(told, logits, label, *bends, lesson.temperature).sum()
+            nats += cross_entropy.nats_(logits, label, scale, need_x or need_w, cap).sum()
+            grad = logits  # nats_ has put the gradient in their place, and divergence_ that of its own in told's
+            if told is not None and lesson is not None:
+                grad.add_(told, alpha=lesson.weight)
             if grad_x is not None:
                 torch.mm(grad, w_VD, out=grad_x[start:end])
             if grad_w is not None:
                 add_product_(grad_w, grad.T, x)
-            del logits, grad  # or the next chunk's would be made while these are held
+            del logits, grad, told  # or the next chunk's would be made while these are held
         ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(weight_VD.dtype))
-        return total
+        ctx.mark_non_differentiable(nats, diverged)
+        return nats + diverged * (0.0 if lesson is None else lesson.weight), nats, diverged
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_x, grad_w = ctx.saved_tensors
-        return scaled(grad_x, grad), scaled(grad_w, grad), None, None, None
+        return scaled(grad_x, grad), scaled(grad_w, grad), None, None, None, None
 
 
 def scaled(x: Tensor | None, factor: Tensor) -> Tensor | None:
@@ -68,6 +97,15 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum over labels >= 0 of -log softmax(scale * x W^T)[label], in float32 at least. With a `cap` the softmax is of
     cap * tanh(scale * x W^T / cap)."""
+    return taught_cross_entropy(x_TD, weight_VD, label_T, scale, cap, None)[0]
+
+
+def taught_cross_entropy(
+    x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float, cap: float, lesson: Lesson | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(what is learned: nats + lesson.weight * divergence, nats, divergence). Nats are those of linear_cross_entropy;
+    the divergence is KL(teacher || student) of the next token, summed over the same tokens: times temperature squared,
+    so that its gradient keeps its size. The last two have no gradient."""
     if not torch.is_grad_enabled():  # a Function's forward does not see no_grad, and would make gradients all the same
         x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
-    return LinearCrossEntropy.apply(x_TD, weight_VD, label_T, scale, cap)  # type: ignore[no-any-return,no-untyped-call]
+    return LinearCrossEntropy.apply(x_TD, weight_VD, label_T, scale, cap, lesson)  # type: ignore[no-any-return,no-untyped-call]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from training.dispatch import Dispatcher
 from training.dispatch.local import Local
-from training.experts import ExpertWeights
+from training.experts import ExpertWeights, LowRank
 from training.kernels import router
 from training.model.layers import FeedForward, Linear, Region, once
 from upcycle.spec import MoESpec
@@ -32,6 +32,9 @@ class Router(nn.Module):
 
     bias: Tensor | None
     region: Region  # replaced by recompute
+    low = 0.0  # see Linear
+    lora_a: Tensor
+    lora_b: Tensor
 
     def __init__(self, spec: MoESpec) -> None:
         super().__init__()
@@ -48,7 +51,8 @@ class Router(nn.Module):
     def route(self, x_TD: Tensor) -> Routing:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TN = router.logits(x_TD, self.weight)
+            weight_ND = self.weight + self.low * (self.lora_b @ self.lora_a) if self.low else self.weight
+            logits_TN = router.logits(x_TD, weight_ND)
         scores_TN = logits_TN.sigmoid() if self.spec.score == "sigmoid" else logits_TN.softmax(-1)
         choice_TN = scores_TN if self.bias is None else scores_TN + self.bias.to(wide)
         # ties go to the lower index, which keeps a virtual group whole; logits of equal rows are equal
@@ -69,6 +73,11 @@ class Experts(nn.Module):
 
     # replaced by shard: this rank's part, and copies that last for a step
     weights: Callable[[Experts, torch.dtype], ExpertWeights]
+    low = 0.0  # see Linear; the adapters of up are those of both halves
+    up_lora_a: Tensor
+    up_lora_b: Tensor
+    down_lora_a: Tensor
+    down_lora_b: Tensor
 
     def __init__(self, spec: MoESpec, compute: ExpertFunction) -> None:
         super().__init__()
@@ -89,7 +98,18 @@ def whole_weights(experts: Experts, dtype: torch.dtype) -> ExpertWeights:
     up_bias = None if experts.up_bias is None else experts.up_bias.to(dtype).flatten(1, 2)
     down_bias = None if experts.down_bias is None else experts.down_bias.to(dtype)
     up, down = experts.up.to(dtype).flatten(1, 2), experts.down.to(dtype)
-    return ExpertWeights(up, down, experts.gated, up_bias, down_bias)
+    return ExpertWeights(up, down, experts.gated, up_bias, down_bias, low_rank(experts, dtype))
+
+
+def low_rank(
+    experts: Experts, dtype: torch.dtype, part: Callable[[Tensor], Tensor] = lambda whole: whole
+) -> LowRank | None:
+    """The adapters to compute with. `part`: this rank's part of a divided tensor."""
+    if not experts.low:
+        return None
+    adapters = experts.up_lora_a, experts.up_lora_b, experts.down_lora_a, experts.down_lora_b
+    up_a, up_b, down_a, down_b = (part(each).to(dtype) for each in adapters)
+    return LowRank(up_a, up_b, down_a, down_b, experts.low)
 
 
 class MoE(nn.Module):

@@ -42,7 +42,7 @@ from training.experts import ExpertWeights
 from training.kernels import updates
 from training.model.decoder import Decoder, Layer
 from training.model.layers import Attention, FeedForward, Linear, Norm
-from training.model.moe import Experts, MoE
+from training.model.moe import Experts, MoE, low_rank
 from training.model.recompute import MOVES, recompute
 from training.parallel import context
 from training.parallel.collectives import Group, all_gather, all_reduce, local, reduce_scatter
@@ -208,7 +208,8 @@ class LocalExperts:
         own_up, own_down = experts.up_bias, experts.down_bias
         up_bias = None if own_up is None else local(own_up).to(dtype).flatten(1, 2)
         down_bias = None if own_down is None else part_of(local(own_down), self.etp).to(dtype)
-        return ExpertWeights(up.flatten(1, 2), down, experts.gated, up_bias, down_bias)
+        low = low_rank(experts, dtype, local)
+        return ExpertWeights(up.flatten(1, 2), down, experts.gated, up_bias, down_bias, low)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads and writes state outside of any graph
     def copied(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

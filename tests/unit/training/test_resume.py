@@ -34,7 +34,7 @@ def run(place: Path) -> Path:
 QUIET = {
     "output", "export", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_every", "checkpoint.asynchronous",
     "log.tensorboard", "log.wandb", "log_every", "valid_every", "profile", "memory_snapshot", "device", "patience",
-    "data.valid", "resume.allow", "optim.skips",
+    "data.valid", "resume.allow", "optim.skips", "lora.export",
 }  # fmt: skip
 
 

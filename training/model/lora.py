@@ -1,0 +1,119 @@
+"""LoRA: a frozen matrix W learns as W + scale * B A, of which A has `rank` rows and B as many columns.
+
+B begins at zero, so the model begins as it was. What a module computes with its adapters stands beside what it computes
+without (layers.py, moe.py, experts/); here they are made, found and multiplied together.
+
+Of stacked experts A lies as (N, in, rank) and B as (N, out, rank): the large dimension second, which FSDP can divide.
+
+Shapes: N experts, H of 1 or 2 halves (gate, up), F neurons, D hidden, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from training.model.layers import Linear
+from training.model.moe import Experts, Router
+from training.model.names import holds, plain_name
+from upcycle.plugin import nearest
+
+A, B = "lora_a", "lora_b"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: int = 0  # of the adapters, which then are all that learns; 0: none, and everything learns
+    alpha: float = 0.0  # adapters are multiplied with alpha / rank; 0: twice the rank
+    # what has adapters, by words of names as in optim.groups: attention, attention.[qv], experts, router, shared; ffn
+    # is all of an FFN: a dense one's matrices, or experts, router and shared expert
+    match: tuple[str, ...] = ("attention", "ffn")
+    export: str = ""  # a folder for the adapters alone in PEFT's layout, of a finished run (`export` has them merged)
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"lora.rank is {self.rank}; it must be at least 1, or 0 for no adapters")
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise ValueError(f"lora.alpha is {self.alpha}; it must be a number above 0, or 0 for twice the rank")
+        if self.export and not self.rank:
+            raise ValueError(f"lora.export is {self.export} and lora.rank is 0; write a rank, for instance 16")
+
+    @property
+    def scale(self) -> float:
+        return (self.alpha or 2 * self.rank) / self.rank
+
+
+def is_adapter(name: str) -> bool:
+    return A in name or B in name
+
+
+def attach(model: nn.Module, config: LoraConfig) -> None:
+    """Gives the modules that the config matches their adapters, on the device of their weights and not filled in."""
+    if not config.rank:
+        return
+    for name, module in adaptable(model):
+        if any(holds(pattern, name) for pattern in config.match):
+            module.low = config.scale
+            for key, shape in shapes(module, config.rank).items():
+                module.register_parameter(key, nn.Parameter(torch.empty(shape, device=first(module).device)))
+
+
+def check_match(model: nn.Module, config: LoraConfig) -> None:
+    """Raises a ValueError for a pattern of lora.match that nothing in the whole model has."""
+    names = [name for name, _ in adaptable(model)]
+    for pattern in config.match if config.rank else ():
+        if not any(holds(pattern, name) for name in names):
+            known = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdecimal())
+            raise ValueError(
+                f"lora.match names {pattern!r}, which nothing that can have adapters is called"
+                f"{nearest(pattern, list(known))}; names are made of {', '.join(known)}, and layers of numbers"
+            )
+
+
+def adaptable(model: nn.Module) -> Iterator[tuple[str, Linear | Router | Experts]]:
+    """Modules of layers, by plain name. Not what has a single output (a shared expert's gate)."""
+    for name, module in model.named_modules():
+        plain = plain_name(f"{name}.")[:-1]
+        if isinstance(module, Linear | Router | Experts) and plain.startswith("layers.") and len(first(module)) > 1:
+            yield plain, module
+
+
+def first(module: Linear | Router | Experts) -> Tensor:
+    return module.up if isinstance(module, Experts) else module.weight
+
+
+def shapes(module: Linear | Router | Experts, rank: int) -> dict[str, tuple[int, ...]]:
+    if isinstance(module, Experts):
+        n, halves, f, d = module.up.shape
+        sizes = {f"up_{A}": d, f"up_{B}": halves * f, f"down_{A}": f, f"down_{B}": d}
+        return {key: (n, size, rank) for key, size in sizes.items()}
+    out, into = module.weight.shape
+    return {A: (rank, into), B: (out, rank)}
+
+
+def pairs(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
+    """(a matrix, its A, its B, the scale) of every matrix that has adapters."""
+    for _, module in adaptable(model):
+        if not module.low:
+            continue
+        if isinstance(module, Experts):
+            yield module.up, module.up_lora_a, module.up_lora_b, module.low
+            yield module.down, module.down_lora_a, module.down_lora_b, module.low
+        else:
+            yield module.weight, module.lora_a, module.lora_b, module.low
+
+
+def delta(a: Tensor, b: Tensor, scale: float, shape: Sequence[int], box: Sequence[tuple[int, int]]) -> Tensor:
+    """scale * B A, of the whole A and B, within the bounds `box` of the matrix of `shape` that it is added to."""
+    within = [slice(*bounds) for bounds in box]
+    if len(box) == 2:
+        return scale * (b[within[0]] @ a[:, within[1]])
+    if len(box) == 3:
+        return scale * torch.einsum("nor,nir->noi", b[within[0], within[1]], a[within[0], within[2]])
+    halves = b.view(len(b), *shape[1:3], -1)
+    n, h, f, d = within
+    return scale * torch.einsum("nhfr,ndr->nhfd", halves[n, h, f], a[n, d])
