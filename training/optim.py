@@ -184,7 +184,9 @@ class Optimizer(torch.optim.Optimizer):
         self.buckets = make_buckets([slot for slot in self.slots if slot.rule == "adamw"])
         self.share, self.shrink = together(config, moe)
         self.slices = 1 if moe is None else moe.granularity
-        self.copies = [slot for slot in self.slots if "experts" in slot.name.split(".") and self.share + self.shrink]
+        # adapters are no copies: the mean of their products is not the product of their means
+        experts = [s for s in self.slots if "experts" in s.name.split(".") and not is_adapter(s.name)]
+        self.copies = experts if self.share or self.shrink else []
         device = local(named[0][1]).device
         self.never = torch.zeros((), dtype=torch.bool, device=device)
         self.excess: Tensor | None = None  # what the next step divides gradients by
