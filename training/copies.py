@@ -6,7 +6,7 @@ model's, and AdamW's steps, whose size does not depend on noise, take it away fr
 what they should not share. Two remedies, each measured on a real checkpoint (docs/study.md):
 
     pull_(gradient, slices, 0.5)     # learn half from one's own tokens, half from what all copies' tokens say
-    pull_(weight, slices, 0.2)       # at the end, give up a fifth of what tells an expert from its copies
+    pull_(weight, slices, 0.25)      # at the end, give up a quarter of what tells an expert from its copies
 """
 
 from __future__ import annotations

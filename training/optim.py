@@ -87,7 +87,7 @@ class OptimConfig:
     average: float = 0.0
     # Where experts are copies of a dense FFN's slices (training/copies.py): how much of each one's gradient is the mean
     # of its copies' (1: all learn alike, which is dense training), and how much of what tells each from the mean of its
-    # copies it gives up at the end of a run. None given: 0.5 and 0.2 where the router chooses in each slice, else 0
+    # copies it gives up at the end of a run. None given: 0.5 and 0.25 where the router chooses in each slice, else 0
     share: float | None = None
     shrink: float | None = None
     spike_sigma: float = 0.0  # skip a step whose loss or gradient norm is so many deviations above the mean; 0: none
@@ -287,7 +287,7 @@ def together(config: OptimConfig, moe: MoESpec | None) -> tuple[float, float]:
                 f"optim.{name} is {getattr(config, name)}, but no expert of this model is a copy of another one; leave "
                 "it out"
             )
-    by_default = (0.5, 0.2) if moe is not None and moe.choice == "each-slice" else (0.0, 0.0)
+    by_default = (0.5, 0.25) if moe is not None and moe.choice == "each-slice" else (0.0, 0.0)
     given = (config.share, config.shrink)
     share, shrink = (d if value is None else value for value, d in zip(given, by_default, strict=True))
     return share, shrink

@@ -71,7 +71,7 @@ def test_copies_on_several_ranks_are_copies() -> None:
 
 
 def test_what_copies_share_is_asked_for_or_follows_from_the_router() -> None:
-    assert together(OptimConfig(), SLICES) == (0.5, 0.2)
+    assert together(OptimConfig(), SLICES) == (0.5, 0.25)
     assert together(OptimConfig(share=0.0, shrink=0.7), SLICES) == (0.0, 0.7)
     free = replace(SLICES, choice="any")
     assert together(OptimConfig(), free) == together(OptimConfig(), None) == (0.0, 0.0)
@@ -127,7 +127,7 @@ def test_a_run_knows_its_copies_and_refuses_to_have_none(place: Path, tmp_path: 
     words = ["model.upcycle.target=upcycled", "model.upcycle.router.choice=each-slice"]
     with start(config(place, tmp_path / "run", *words), torch.device("cpu")) as begun:
         optimizer = begun.optimizer
-        assert optimizer and (optimizer.share, optimizer.shrink, optimizer.slices, len(optimizer.copies)) == (0.5, 0.2, 2, 4)
+        assert optimizer and (optimizer.share, optimizer.shrink, optimizer.slices, len(optimizer.copies)) == (0.5, 0.25, 2, 4)
     dense = ["model.upcycle=null", f"model.source={place / 'dense'}", "optim.share=0.5"]
     with pytest.raises(ValueError, match=r"optim.share is 0.5, but no expert"):
         preflight(config(place, tmp_path / "dense", *dense), None)
