@@ -85,10 +85,12 @@ class OptimConfig:
     # and exported then, and what more steps go on from; 0: with the last step's. It averages out the noise of steps, as
     # a falling rate does
     average: float = 0.0
-    # Where experts are copies of a dense FFN's slices (training/copies.py): how much of each one's gradient is the mean
-    # of its copies' (1: all learn alike, which is dense training), and how much of what tells each from the mean of its
-    # copies it gives up at the end of a run. None given: 0.5 and 0.25 where the router chooses in each slice, else 0
+    # where experts are copies of a dense FFN's slices (training/copies.py): how much of each one's gradient is the mean
+    # of its copies' (1: all learn alike, which is dense training); none given: 0.5 where the router chooses in each
+    # slice, else 0
     share: float | None = None
+    # of copies too: how much of what tells each from the mean of its copies a run's end takes away; none given: 0.25
+    # where the router chooses in each slice, else 0
     shrink: float | None = None
     spike_sigma: float = 0.0  # skip a step whose loss or gradient norm is so many deviations above the mean; 0: none
     spike_window: int = 128  # steps that this mean is over

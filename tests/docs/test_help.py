@@ -8,6 +8,7 @@ are meshes of 8, which test_journeys.py runs.
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 from contextlib import redirect_stdout
@@ -102,6 +103,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / book).write_text("\n".join(texts(100, seed)))
     (folder / "prepare.yaml").write_text("tokenizer: ./llama\nsources: [book.txt]\n")
     (folder / "my.yaml").write_text(my_yaml())
+    shutil.copytree(folder / "llama", folder / "llama-chat")
+    settings = json.loads((folder / "llama/tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (folder / "llama-chat/tokenizer_config.json").write_text(json.dumps(settings))
+    talks = [json.dumps({"prompt": text[:20], "completion": text[20:40]}) for text in texts(9)]
+    (folder / "talks.jsonl").write_text("\n".join(talks))
     with pytest.MonkeyPatch.context() as patch:
         walk = Walk(folder, patch)
         for name, command in MADE.items():
@@ -115,7 +122,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("command", EXAMPLES)
 def test_an_example_runs(command: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     walk = Walk(tmp_path, monkeypatch)
-    for name in ("llama", "book.txt", "other-book.txt", "prepare.yaml", "my.yaml", *MADE):
+    for name in ("llama", "llama-chat", "talks.jsonl", "book.txt", "other-book.txt", "prepare.yaml", "my.yaml", *MADE):
         if name not in written(command):
             link(tmp_path, name, made / name)
     if any(part in command for part in READ):
