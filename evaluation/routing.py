@@ -173,8 +173,8 @@ def router_of(block: MoE, kept: Sequence[int]) -> Router:
     """The router that the block has when only the experts `kept` are left."""
     spec = replace(block.spec, widths=tuple(block.spec.widths[i] for i in kept))
     router = Router(spec).to(block.router.weight.device)
-    router.weight = torch.nn.Parameter(block.router.weight.detach()[list(kept)])
-    router.bias = None if block.router.bias is None else block.router.bias[list(kept)]
+    router.register_parameter("weight", torch.nn.Parameter(block.router.weight.detach()[list(kept)]))
+    router.register_buffer("bias", None if block.router.bias is None else block.router.bias[list(kept)])
     return router
 
 

@@ -72,10 +72,14 @@ class Teacher:
     divergence: Tensor  # of the last step, a token
 
     def __init__(self, decoder: Decoder, temperature: float) -> None:
-        self.decoder, self.temperature, self.weight = decoder, temperature, 0.0  # the loop sets each step's weight
+        self.decoder, self.temperature, self.weight = decoder, temperature, 0.0
         if isinstance(decoder, FSDPModule):
             decoder.set_reshard_after_forward(True)
             decoder.set_reshard_after_forward(False, recurse=False)  # its head is wanted after its forward
+
+    def begin(self, weight: float) -> None:
+        """Before a step: what the divergence weighs in it."""
+        self.weight = weight
 
     @torch.no_grad()
     def lesson(self, part: Batch, length: int) -> Lesson:

@@ -92,7 +92,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     with run.phases("data"):
                         batches = [next(loader) for _ in range(run.micro_batches)]
                     if run.teacher is not None:
-                        run.teacher.weight = teaching(state.step)
+                        run.teacher.begin(teaching(state.step))
                     learned = train_step(run, [batch for batch, _ in batches], rate(state.step))
                     state.step, run.place.cursor = state.step + 1, batches[-1][1]
                     optimizer.finish(state.step, config.steps)

@@ -15,6 +15,7 @@ and in no others (tests/unit/training/test_seams.py):
 |---|---|---|---|
 | Linear | product | transformer_engine | its products, in FP8 if asked |
 | Linear | matrix | shard | a rank's part of a divided weight |
+| Linear | low | lora | what its adapters are multiplied with |
 | Norm | gain | shard | a gain whose gradient is summed over the ranks that have other heads |
 | Norm | normed | shard | one norm over heads that are on several ranks |
 | Norm | normed | transformer_engine | its kernels |
@@ -27,6 +28,9 @@ and in no others (tests/unit/training/test_seams.py):
 | FeedForward | neurons_region | recompute | activation and product computed once more |
 | Layer | region | recompute | the half that attends computed once more |
 | Router | region | recompute | computed once more |
+| Router | low | lora | as of Linear |
+| Experts | low | lora | as of Linear |
+| Experts | compute | routing | what each expert says, measured; put back afterwards |
 | Experts | weights | shard | a rank's experts, and narrow copies that last for a step |
 | MoE | dispatcher | shard | experts on several ranks |
 | MoE | region | recompute | dispatch, experts and combine once more |
@@ -35,5 +39,6 @@ and in no others (tests/unit/training/test_seams.py):
 | MoE | balance | bench | balanced routing |
 | MoE | balance | routing | counts of choices; put back afterwards |
 | MoE | balance | engine | None, for no balance; put back afterwards |
+| Decoder | last | teacher | hidden states for the lesson instead of logits |
 | Decoder | embed, final_norm, head | build | modules of several pipeline stages, in one decoder |
 """

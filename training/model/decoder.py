@@ -77,7 +77,7 @@ class Decoder(nn.Module):
     embed: nn.Embedding | None
     final_norm: Norm | None
     head: Linear | None  # by bench too, which may time layers alone
-    last: bool  # by bench
+    last: bool  # by bench and teacher
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class Linear(nn.Module):
     product: Product  # replaced by transformer_engine: its own
     # by shard: this rank's part of a divided one
     matrix: Callable[[Linear, torch.dtype], tuple[Tensor, Tensor | None]]
-    low = 0.0  # by lora, which then gives it lora_a and lora_b: what their product is multiplied with
+    low: float = 0.0  # by lora, which then gives it lora_a and lora_b: what their product is multiplied with
     lora_a: Tensor
     lora_b: Tensor
 

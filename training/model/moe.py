@@ -32,7 +32,7 @@ class Router(nn.Module):
 
     bias: Tensor | None
     region: Region  # replaced by recompute
-    low = 0.0  # see Linear
+    low: float = 0.0  # see Linear
     lora_a: Tensor
     lora_b: Tensor
 
@@ -71,9 +71,10 @@ class Experts(nn.Module):
     """The routed experts, stacked; uneven ones padded with zero neurons. `up` is (N, 2, F, D) if gated, the gate first,
     else (N, 1, F, D), so that neurons have a dimension of their own to be divided by."""
 
+    compute: ExpertFunction  # by evaluation's routing while it measures what experts say
     # replaced by shard: this rank's part, and copies that last for a step
     weights: Callable[[Experts, torch.dtype], ExpertWeights]
-    low = 0.0  # see Linear; the adapters of up are those of both halves
+    low: float = 0.0  # see Linear; the adapters of up are those of both halves
     up_lora_a: Tensor
     up_lora_b: Tensor
     down_lora_a: Tensor
