@@ -131,11 +131,13 @@ class MoE(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_TD = x_BSD.flatten(0, 1)
-        routing = self.router(x_TD)
-        if self.balance is not None:
-            routing = self.balance(routing)
+        routing = self.balanced(self.router(x_TD))
         y_TD: Tensor = self.region(self.routed, x_TD, routing.weight_TK, routing.expert_TK, routing.room)
         return y_TD.view_as(x_BSD)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it knows its layer: a compiler would begin anew in each
+    def balanced(self, routing: Routing) -> Routing:
+        return routing if self.balance is None else self.balance(routing)
 
     def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Tensor:
         sent = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK, room)

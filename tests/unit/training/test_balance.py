@@ -610,3 +610,19 @@ def test_figures_are_those_of_each_micro_batch_in_whatever_order(order: list[int
             z = sum(float(z_loss(x)) * len(x) for x in mine) / sum(map(len, mine))
             assert abs(load.z - z) < 1e-12 and load.dropped > 0
     assert found[0] == found[1] or str(found[0]) == str(found[1])
+
+
+def test_a_compiler_meets_the_same_block_in_every_layer() -> None:
+    """Balance knows which layer it watches. If a compiler saw that, it would compile each layer anew and, after eight,
+    none at all."""
+    net = decoder(layers=4)
+    Balance(BalanceConfig(), net)
+    tokens = batch(1)
+    plain = net.loss(tokens[:, :-1], tokens[:, 1:])
+    torch._dynamo.reset()
+    for layer in net.layers.values():
+        layer.ffn.region = torch.compiler.disable(layer.ffn.region)  # the reference's experts are a loop of the host
+        layer.compile(backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        assert torch.equal(net.loss(tokens[:, :-1], tokens[:, 1:]), plain)
+    torch._dynamo.reset()
