@@ -61,7 +61,7 @@ def headers(source: str | Path) -> Checkpoint:
     hub_id = HUB_ID.fullmatch(str(source))
     if isinstance(source, Path) or not hub_id or Path(source).exists():
         return Checkpoint.open(source)
-    import huggingface_hub
+    import huggingface_hub.constants  # which the package alone does not bring
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return Checkpoint.open(source)

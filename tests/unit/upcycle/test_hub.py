@@ -4,6 +4,9 @@ the machine that it was made on. The Hub is a substitute."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,3 +214,11 @@ def test_what_cannot_be_pushed_is_a_sentence(
     assert main(["push", str(copy), "org/x"]) == 2
     assert "cut short" in capsys.readouterr().err
     assert json.loads((copy / "config.json").read_text()) and Checkpoint
+
+
+def test_a_plan_of_a_hub_id_needs_nothing_that_only_a_test_imports() -> None:
+    """In a new process: parts of huggingface_hub that another module imported are there in this one."""
+    command = [sys.executable, "-m", "upcycle", "plan", "llama3-8b-e8t2", "source=nobody/nothing"]
+    done = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("upcycle: nobody/nothing is not a folder here and cannot be had from the hub: ")
