@@ -85,7 +85,7 @@ class DemoConfig:
 def demo(config: DemoConfig) -> int:
     here = Path(config.output)
     stage, dense, suite, unseen = Stages(here, config), here / DENSE, here / "suite.yaml", texts(here, "valid")
-    ways = {COPIES: ["experts=8", "top_k=2"], GROUPS: ["tiny", "target=upcycled", "router.choice=each-slice"]}
+    ways = {COPIES: ["experts=8", "top_k=2"], GROUPS: ["tiny", "target=upcycled"]}
     # tiny is a ready config: 4 copies of 4 parts; with the free choice of a stock Mixtral groups fall apart
     routing = {arm: here / f"routing-{arm}.json" for arm in ways}
     dense_model(stage, config)

@@ -32,7 +32,7 @@ from training.model.lora import attach, check_match
 from training.model.moe import MoE
 from training.observe.flops import model_flops
 from training.observe.profiling import Phases
-from training.optim import Optimizer, SpikeGuard, check_groups, freeze, together
+from training.optim import Optimizer, SpikeGuard, check_groups, freeze, settled
 from training.parallel.collectives import all_reduce, broadcast
 from training.parallel.mesh import ParallelMesh, check
 from training.parallel.pipeline import Pipeline, cut, stages
@@ -269,7 +269,7 @@ def pipeline_of(config: TrainConfig, parts: Sequence[Decoder], mesh: ParallelMes
 
 def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
     """Refuses groups of parameters that this model has none of, and what is meant for copies where there are none."""
-    together(config.optim, spec if isinstance(spec, MoESpec) else None)
+    settled(config.optim, spec if isinstance(spec, MoESpec) else None)
     with torch.device("meta"):
         whole = Decoder(spec, experts="reference")
         check_match(whole, config.lora)
@@ -326,7 +326,7 @@ def under_one_roof(parts: Sequence[Decoder]) -> Decoder:
 
 def loader_of(run: Run, samples: Samples) -> Loader:
     """A loader of micro-batches, in each of which the data-parallel ranks take samples in turn: a step's samples, and
-    which of them are computed together, are the same on every mesh that computes as many at a time."""
+    which of them are computed settled, are the same on every mesh that computes as many at a time."""
     size, ahead = run.config.micro_batch, 2 * run.micro_batches
     return Loader(samples, run.place.cursor, size, data_rank(run.mesh), run.mesh.dp, ahead=ahead, pin=run.cuda)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -75,7 +75,8 @@ class OptimConfig:
     momentum: float = 0.95  # Muon's, after Nesterov
     moments: str = "float32"  # dtype that the moments are kept in: float32 | bfloat16
     clip: float = 1.0  # limit of the gradient's norm over all weights; 0: none
-    router_lr: float = 1.0  # multiplies the learning rate of routers
+    # multiplies the learning rate of routers; none given: 0.3 where the router chooses in each slice, else 1
+    router_lr: float | None = None
     expert_lr: float = 1.0  # multiplies the learning rate of routed experts
     embed_lr: float = 1.0  # multiplies the learning rate of embeddings and LM head
     # parameters by name, each group with its own rate and decay (match, lr, decay): of several that hold one the last
@@ -89,7 +90,7 @@ class OptimConfig:
     # of its copies' (1: all learn alike, which is dense training); none given: 0.5 where the router chooses in each
     # slice, else 0
     share: float | None = None
-    # of copies too: how much of what tells each from the mean of its copies a run's end takes away; none given: 0.25
+    # of copies too: how much of what tells each from the mean of its copies a run's end takes away; none given: 0.3
     # where the router chooses in each slice, else 0
     shrink: float | None = None
     spike_sigma: float = 0.0  # skip a step whose loss or gradient norm is so many deviations above the mean; 0: none
@@ -104,7 +105,7 @@ class OptimConfig:
             raise ValueError(f"optim.moments is {self.moments!r}; it must be one of {', '.join(MOMENTS)}")
         for name in ("weight_decay", "eps", "clip", "router_lr", "expert_lr", "embed_lr", "spike_sigma"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"optim.{name} is {value}; it must be a number of at least 0")
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
@@ -179,12 +180,12 @@ class Optimizer(torch.optim.Optimizer):
             )
         # one group: what differs between parameters follows from their names, so a checkpoint need not hold it
         super().__init__([{"params": [p for _, p in named], "name": "all"}], {"fused": True})
-        self.config = config
+        self.config = config = settled(config, moe)
         self.slots = [make_slot(config, name, p, self.state) for name, p in named]
         for slot in self.slots:
             self.state[slot.parameter] = fresh_state(config, slot)
         self.buckets = make_buckets([slot for slot in self.slots if slot.rule == "adamw"])
-        self.share, self.shrink = together(config, moe)
+        self.share, self.shrink = config.share or 0.0, config.shrink or 0.0
         self.slices = 1 if moe is None else moe.granularity
         # adapters are no copies: the mean of their products is not the product of their means
         experts = [s for s in self.slots if "experts" in s.name.split(".") and not is_adapter(s.name)]
@@ -280,8 +281,8 @@ def fill(own: Mapping[str, Tensor], state: Mapping[str, Tensor], what: str) -> N
         tensor.copy_(state[name])
 
 
-def together(config: OptimConfig, moe: MoESpec | None) -> tuple[float, float]:
-    """(share, shrink) of a model. Raises a ValueError if they are asked for where nothing is a copy."""
+def settled(config: OptimConfig, moe: MoESpec | None) -> OptimConfig:
+    """The config with what follows from the model. Raises a ValueError for what copies do if nothing is a copy."""
     apart = moe is None or moe.disjoint or moe.copies == 1
     for name in ("share", "shrink"):
         if apart and getattr(config, name):
@@ -289,10 +290,9 @@ def together(config: OptimConfig, moe: MoESpec | None) -> tuple[float, float]:
                 f"optim.{name} is {getattr(config, name)}, but no expert of this model is a copy of another one; leave "
                 "it out"
             )
-    by_default = (0.5, 0.25) if moe is not None and moe.choice == "each-slice" else (0.0, 0.0)
-    given = (config.share, config.shrink)
-    share, shrink = (d if value is None else value for value, d in zip(given, by_default, strict=True))
-    return share, shrink
+    in_slices = moe is not None and moe.choice == "each-slice"
+    measured = {"share": 0.5, "shrink": 0.3, "router_lr": 0.3} if in_slices else {"share": 0.0, "shrink": 0.0}
+    return replace(config, **{name: value for name, value in measured.items() if getattr(config, name) is None})
 
 
 def make_slot(
@@ -319,7 +319,7 @@ def multiplier(config: OptimConfig, name: str) -> float:
         return float(rates[-1])
     words = name.split(".")
     if "router" in words:
-        return config.router_lr
+        return 1.0 if config.router_lr is None else config.router_lr
     return config.expert_lr if "experts" in words else config.embed_lr if OUTSIDE & set(words) else 1.0
 
 

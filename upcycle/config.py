@@ -47,8 +47,9 @@ class Router:
     normalize: bool = True  # divide the chosen weights by their sum
     # any: the best top_k of all experts | each-slice: of each slice of the FFN the best top_k / granularity copies, so
     # that a token's choice is whole FFNs whatever the router learns; only target upcycled holds it | parts: as any, but
-    # top_k may be no multiple of granularity: a choice is then parts of FFNs, and the start is not the dense model
-    choice: str = "any"
+    # top_k may be no multiple of granularity: a choice is then parts of FFNs, and the start is not the dense model |
+    # auto: each-slice for copies with target=upcycled, else any
+    choice: str = "auto"
     init: RouterInit = field(default_factory=RouterInit)
 
 

@@ -137,25 +137,22 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
         raise ValueError(f"router.score is {config.router.score!r}; write softmax, sigmoid or auto")
     if config.router.order not in ("softmax-then-topk", "topk-then-softmax"):
         raise ValueError(f"router.order is {config.router.order!r}; write softmax-then-topk or topk-then-softmax")
-    if config.router.choice not in ("any", "each-slice", "parts"):
-        raise ValueError(f"router.choice is {config.router.choice!r}; write any, each-slice or parts")
-    if config.router.choice == "any" and not disjoint and config.top_k % g:
+    choice = config.router.choice
+    if choice not in ("auto", "any", "each-slice", "parts"):
+        raise ValueError(f"router.choice is {choice!r}; write auto, any, each-slice or parts")
+    if choice == "auto":
+        choice = "each-slice" if config.target == "upcycled" and not disjoint else "any"
+    if choice != "parts" and not disjoint and config.top_k % g:
         raise ValueError(
             f"top_k={config.top_k} is not a multiple of granularity={g}, so no choice is whole FFNs and the model "
             f"starts far from the dense one; try top_k={max(config.top_k // g, 1) * g}, or if that is meant write "
             "router.choice=parts"
         )
-    if config.router.choice == "each-slice":
-        if disjoint:
-            raise ValueError(
-                f"router.choice=each-slice is a choice among copies of a slice, and method {method.name} makes no "
-                "copies; write router.choice=any"
-            )
-        if config.top_k % g:
-            raise ValueError(
-                f"router.choice=each-slice needs a top_k that is a multiple of granularity={g}, got "
-                f"top_k={config.top_k}; try top_k={max(config.top_k // g, 1) * g}"
-            )
+    if choice == "each-slice" and disjoint:
+        raise ValueError(
+            f"router.choice=each-slice is a choice among copies of a slice, and method {method.name} makes no "
+            "copies; write router.choice=any"
+        )
     return MoESpec(
         dense=dense,
         layers=layer_list(config.layers, dense.layers),
@@ -167,7 +164,7 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
         score="sigmoid" if config.router.score == "sigmoid" else "softmax",
         order=cast(Order, config.router.order),
         normalize=config.router.normalize,
-        choice="each-slice" if config.router.choice == "each-slice" and g > 1 else "any",  # G = 1: all are the same
+        choice="each-slice" if choice == "each-slice" and g > 1 else "any",  # G = 1: all are the same
         dtype=dtype,
         disjoint=disjoint,
         padding=padding,

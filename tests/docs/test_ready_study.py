@@ -120,8 +120,9 @@ def test_the_smollm2_study_plans_what_it_says(tmp_path: Path) -> None:
     assert costs["groups"] == costs["groups-frozen"] == costs["slices"] == costs["dense"] < costs["copies"]
     frozen = plan.trial("groups-frozen", 0).config
     assert frozen.optim.router_lr == 0 and frozen.model.upcycle["granularity"] == 4
-    assert plan.trial("slices", 0).config.model.upcycle["router"]["choice"] == "each-slice"
-    assert plan.means == {"in": ("encyclopedia", "techdocs", "fiction"), "out": ("law", "code")}
+    slices = plan.trial("slices", 0).config.model.upcycle
+    assert slices["target"] == "upcycled" and "router" not in slices  # which then chooses in each slice
+    assert plan.means == {"in": ("encyclopedia", "techdocs", "fiction"), "law": ("law",), "code": ("code",)}
 
 
 def test_a_ready_study_says_what_it_was_not_given(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def ours(folder: Path, out: Path, shape: Shape, activation: str, dtype: str, *wo
     Experts of 12 neurons in bfloat16 are filled up to whole 16 bytes, which Megatron's are not: the rest is all zeros.
     """
     source = folder / f"{activation}-{dtype}"
-    common = [f"source={source}", f"output={out}", "target=upcycled", "scale_in=weights"]
+    common = [f"source={source}", f"output={out}", "target=upcycled", "router.choice=any", "scale_in=weights"]
     assert main(["convert", *common, *shape.words, *words]) == 0
     with Checkpoint.open(source) as dense:
         width = dense.config["intermediate_size"] // shape.granularity

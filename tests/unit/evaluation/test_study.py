@@ -75,7 +75,7 @@ def test_a_trial_is_a_training_config_of_its_own(tmp_path: Path) -> None:
         assert config.output == str(trial.folder) == str(tmp_path / "study" / "runs" / trial.arm / f"seed-{trial.seed}")
         assert config.steps == LENGTHS[trial.arm]
         assert config.optim.weight_decay == 0.5
-        assert config.optim.router_lr == (0.1 if trial.arm == "moe" else 1.0)
+        assert config.optim.router_lr == (0.1 if trial.arm == "moe" else None)
         if trial.arm == "moe":
             assert config.model.upcycle["seed"] == trial.seed
     assert "data.seed alone" in some[0].file.read_text()

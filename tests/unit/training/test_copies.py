@@ -15,10 +15,11 @@ from tests.unit.training.test_train import config
 from tests.unit.training.test_train import place as place
 from training.build import start
 from training.copies import pull_
-from training.optim import OptimConfig, Optimizer, together
+from training.optim import OptimConfig, Optimizer, multiplier, settled
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import parallelize
 from training.preflight import preflight
+from upcycle.spec import MoESpec
 
 SLICES = models.SPECS["slices"]
 ROLE = "layers.0.ffn.experts.down"
@@ -71,14 +72,22 @@ def test_copies_on_several_ranks_are_copies() -> None:
 
 
 def test_what_copies_share_is_asked_for_or_follows_from_the_router() -> None:
-    assert together(OptimConfig(), SLICES) == (0.5, 0.25)
-    assert together(OptimConfig(share=0.0, shrink=0.7), SLICES) == (0.0, 0.7)
+    def found(config: OptimConfig, spec: MoESpec | None) -> tuple[float | None, float | None, float]:
+        made = settled(config, spec)
+        return made.share, made.shrink, multiplier(made, "layers.0.ffn.router.weight")
+
+    assert found(OptimConfig(), SLICES) == (0.5, 0.3, 0.3)
+    assert found(OptimConfig(share=0.0, shrink=0.7, router_lr=0.0), SLICES) == (0.0, 0.7, 0.0)
     free = replace(SLICES, choice="any")
-    assert together(OptimConfig(), free) == together(OptimConfig(), None) == (0.0, 0.0)
-    assert together(OptimConfig(share=0.25), free) == (0.25, 0.0)
+    assert found(OptimConfig(), free) == found(OptimConfig(), None) == (0.0, 0.0, 1.0)
+    assert found(OptimConfig(share=0.25, router_lr=2.0), free) == (0.25, 0.0, 2.0)
+    by_name = OptimConfig(groups=({"match": "router", "lr": 0.7},))
+    assert found(by_name, SLICES) == (0.5, 0.3, 0.7)
+    slots = Optimizer(OptimConfig(), models.make("slices").named_parameters(), SLICES).slots
+    assert {slot.multiplier for slot in slots if "router" in slot.name} == {0.3}
     for spec in (None, replace(free, disjoint=True), replace(free, copies=1)):
         with pytest.raises(ValueError, match=r"optim.shrink is 0.1, but no expert .* leave it out"):
-            together(OptimConfig(shrink=0.1), spec)
+            settled(OptimConfig(shrink=0.1), spec)
     with pytest.raises(ValueError, match=r"optim.share is 1.5; it must be a number from 0 to 1"):
         OptimConfig(share=1.5)
 
@@ -127,7 +136,7 @@ def test_a_run_knows_its_copies_and_refuses_to_have_none(place: Path, tmp_path: 
     words = ["model.upcycle.target=upcycled", "model.upcycle.router.choice=each-slice"]
     with start(config(place, tmp_path / "run", *words), torch.device("cpu")) as begun:
         optimizer = begun.optimizer
-        assert optimizer and (optimizer.share, optimizer.shrink, optimizer.slices, len(optimizer.copies)) == (0.5, 0.25, 2, 4)
+        assert optimizer and (optimizer.share, optimizer.shrink, optimizer.slices, len(optimizer.copies)) == (0.5, 0.3, 2, 4)
     dense = ["model.upcycle=null", f"model.source={place / 'dense'}", "optim.share=0.5"]
     with pytest.raises(ValueError, match=r"optim.share is 0.5, but no expert"):
         preflight(config(place, tmp_path / "dense", *dense), None)

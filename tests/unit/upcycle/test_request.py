@@ -70,10 +70,10 @@ def plan(*words: str) -> UpcyclePlan:
         (["layers=first-dense:2"], "leaves no layer"),
         (["router.score=relu"], "write softmax, sigmoid or auto"),
         (["router.order=topk"], "softmax-then-topk or topk-then-softmax"),
-        (["router.choice=best"], "write any, each-slice or parts"),
+        (["router.choice=best"], "write auto, any, each-slice or parts"),
         (
             ["router.choice=each-slice", "method.name=virtual_group", "granularity=4", "top_k=6"],
-            "multiple of granularity=4, got top_k=6; try top_k=4",
+            "top_k=6 is not a multiple of granularity=4, so no choice is whole FFNs and the model starts far from the dense one; try top_k=4",
         ),
         (["router.choice=each-slice", "method.name=split", "granularity=2"], "method split makes no copies"),
         (
@@ -199,11 +199,21 @@ def test_parts_of_ffns_are_planned_if_asked_for(llama: Path) -> None:
 GROUPS = ["method.name=virtual_group", "granularity=4", "top_k=4"]
 
 
+def test_copies_of_slices_choose_in_each_slice_where_that_can_be_said(llama: Path) -> None:
+    assert plan(f"source={llama}", *GROUPS, "target=upcycled").moe.choice == "each-slice"
+    assert plan(f"source={llama}", *GROUPS, "target=upcycled", "router.choice=any").moe.choice == "any"
+    assert plan(f"source={llama}", *GROUPS).moe.choice == "any"  # stays stock
+    split = ("method.name=split", "experts=4", "granularity=2", "top_k=4", "target=upcycled")
+    assert plan(f"source={llama}", *split).moe.choice == "any"  # no copies
+    with pytest.raises(ValueError, match="top_k=3 is not a multiple of granularity=4"):
+        plan(f"source={llama}", *GROUPS[:2], "top_k=3", "target=upcycled")
+
+
 @pytest.mark.parametrize(
     ("words", "warned", "noted"),
     [
         (GROUPS, "0.26 nats behind the dense control after 26 M tokens", ""),
-        ([*GROUPS, "method.name=noise"], "use router.choice=each-slice (target upcycled; no stock target holds it)", ""),
+        ([*GROUPS, "method.name=noise"], "use target=upcycled, whose router chooses in each slice (no stock target holds that", ""),
         ([*GROUPS, "router.choice=each-slice"], "", "no stock target, mixtral and qwen3_moe among them"),
         ([*GROUPS, "experts=1"], "", ""),  # every expert is chosen
         (["method.name=split", "granularity=4", "top_k=4"], "", ""),  # no copies
@@ -258,7 +268,7 @@ def test_the_plans_hash_is_of_what_is_made_not_of_where(llama: Path) -> None:
     for word in ("seed=1", "top_k=3", "scale=2", "router.init.std=0.02", "max_shard=1MB", "experts=4"):
         assert plan(f"source={llama}", "output=a", word).hash != base, word
     groups = (f"source={llama}", "target=upcycled", "method.name=virtual_group", "granularity=2")
-    assert plan(*groups, "router.choice=each-slice").hash != plan(*groups).hash
+    assert plan(*groups, "router.choice=any").hash != plan(*groups).hash
 
 
 @pytest.mark.parametrize(
