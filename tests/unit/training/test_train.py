@@ -44,8 +44,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train")
     tiny.make("llama", folder / "dense", vocab_size=400)
     tokenizer = make_tokenizer(folder / "tokenizer", bos=False) if not (folder / "tokenizer").mkdir() else folder
-    for name, seed in (("data", 0), ("valid", 1)):
-        source = jsonl(folder / f"{name}.jsonl", texts(60, seed))
+    for name, seed, count in (("data", 0, 60), ("valid", 1, 20)):
+        source = jsonl(folder / f"{name}.jsonl", texts(count, seed))
         assert prepare([str(folder / name), f"tokenizer={tokenizer}", f"sources=[{source}]"]) == 0
     return folder
 
