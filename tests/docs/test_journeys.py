@@ -142,6 +142,10 @@ class Walk:
         assert nodes in (1, 2)
         words = [word.replace("$FIRST:29400", "localhost:0") for word in words]
         words[words.index("--nproc-per-node") + 1] = str(2 // nodes)
+        if nodes == 1 and "upcycle" in words:  # whose ranks are refused where one comes after the others have ended
+            words.insert(1, "--standalone")
+            self.together([[sys.executable, "-m", "torch.distributed.run", *words[1:], *more]])
+            return
         if nodes == 1:
             assert words[1] == "--nproc-per-node" and words[3] == "-m"
             module = next((m for start, m in PROGRAMS.items() if words[4] == start.removeprefix("python -m ")), words[4])
