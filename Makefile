@@ -20,9 +20,10 @@ help:  ## say what there is to make
 demo: $(VENV)/installed  ## train, upcycle, train on, compare: minutes on this machine's CPU, ends with runs/demo/report.html
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m evaluation.demo
 
+# whole files to each process, those that take longest first (tests/conftest.py); programs are compiled once, not each time
 test: lint oracles  ## lint, then all tests; those of the peers included, and of llama.cpp where it has a wheel
 	@$(MAKE) --no-print-directory .venv-llamacpp/installed || echo "llama.cpp could not be installed: its tests are skipped"
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed  ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .

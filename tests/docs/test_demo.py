@@ -1,4 +1,4 @@
-"""`make demo` in small: every stage runs, a second run does nothing again, one that was stopped goes on."""
+"""Parts of `make demo`; as a whole it is run by test_notebooks.py, which shows what it makes."""
 
 from __future__ import annotations
 
@@ -12,51 +12,6 @@ from pathlib import Path
 import pytest
 
 from evaluation import demo
-
-TINY = [
-    "hidden=32", "layers=2", "first=4", "steps=4", "batch=4", "sequence=64", "characters=30000", "held_out=1500",
-    "vocabulary=512",
-]  # fmt: skip
-
-
-def test_the_demo_stops_goes_on_and_does_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [f"output={tmp_path / 'demo'}", *TINY]
-    real = demo.call
-
-    def killed(program: str, *more: object) -> None:
-        if program == "upcycle":
-            raise KeyboardInterrupt
-        real(program, *more)
-
-    monkeypatch.setattr(demo, "call", killed)
-    assert demo.main(words) == 130
-    first = json.loads((tmp_path / "demo" / "done.json").read_text())["stages"]
-    assert list(first) == ["text", "start", "tokens", "first"]
-
-    monkeypatch.setattr(demo, "call", real)
-    assert demo.main(words) == 0
-    done = json.loads((tmp_path / "demo" / "done.json").read_text())["stages"]
-    assert {name: done[name] for name in first} == first
-    assert len(done) == 16
-    lines = capsys.readouterr().out.splitlines()[-5:]
-    assert [line[:3] for line in lines] == ["1. ", "2. ", "3. ", "4. ", "5. "]
-    page = (tmp_path / "demo" / "report.html").read_text()
-    for shown in ("dense", "copies", "groups", "ppl_prose", "tiny_stories", "specialis"):
-        assert shown in page
-
-    def never(program: str, *more: object) -> None:
-        raise AssertionError(f"{program} {more} again")
-
-    monkeypatch.setattr(demo, "call", never)
-    assert demo.main(words) == 0
-    again = capsys.readouterr().out.splitlines()
-    assert again[-5:] == lines
-    assert sum("done before" in line for line in again) == 16
-
-    assert demo.main([*words, "seed=1"]) == 2
-    assert "other settings" in capsys.readouterr().err
 
 
 def test_side_by_side_each_says_its_name_and_one_that_fails_stops_the_demo(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.docs.test_docs import MODELS, ROOT, shaped
+from tests.parallel.ranks import as_torchrun
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.build import source
@@ -129,8 +130,8 @@ class Walk:
             raise AssertionError(f"nobody knows how to try: {command}")
 
     def torchrun(self, words: list[str], more: list[str]) -> None:
-        """Two processes: on one node, or two nodes with one each, which share this machine. Where a dense model is asked,
-        one does: two have nothing else to do, and take 15 seconds to begin."""
+        """Two processes: on one node, where we stand in for torchrun (which test_kill_rank.py asks for as it is), or two
+        nodes with one each, which share this machine. Where a dense model is asked, one does: two have nothing else to do."""
         if "evaluation" in words and "mesh.ep=8" not in words:
             assert (
                 importlib.import_module("evaluation.__main__").main([*words[words.index("evaluation") + 1 :], *more])
@@ -141,10 +142,18 @@ class Walk:
         assert nodes in (1, 2)
         words = [word.replace("$FIRST:29400", "localhost:0") for word in words]
         words[words.index("--nproc-per-node") + 1] = str(2 // nodes)
-        if nodes == 1:
+        if nodes == 1 and "upcycle" in words:  # whose ranks are refused where one comes after the others have ended
             words.insert(1, "--standalone")
-        else:
-            words[words.index("--rdzv-endpoint") + 1] = f"localhost:{free_port()}"
+            self.together([[sys.executable, "-m", "torch.distributed.run", *words[1:], *more]])
+            return
+        if nodes == 1:
+            assert words[1] == "--nproc-per-node" and words[3] == "-m"
+            module = next((m for start, m in PROGRAMS.items() if words[4] == start.removeprefix("python -m ")), words[4])
+            said = [self.folder / f"said-{rank}.txt" for rank in range(2)]
+            codes = as_torchrun(2, module, [*words[5:], *more], said)
+            assert codes == [0, 0], "\n".join(file.read_text()[:3000] for file in said)
+            return
+        words[words.index("--rdzv-endpoint") + 1] = f"localhost:{free_port()}"
         self.together([[sys.executable, "-m", "torch.distributed.run", *words[1:], *more]] * nodes)
 
     def sbatch(self, words: list[str], more: list[str]) -> None:

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from evaluation.__main__ import main as study
 from evaluation.study.plan import flops, read_study, steps, trials
+from training.__main__ import main as train
 from training.data.shards import META
 from training.observe import metrics
 from upcycle.sample import make_llama
@@ -53,8 +56,8 @@ def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(tmp_path: Path
     home, log = tmp_path / "study", tmp_path / "log"
     words = [f"output={home}", "seeds=[0]", "sample.first=4", "sample.characters=30000"]
     first = start(words, log)
-    stopped = home / "runs" / "copies" / "seed-0"
-    while step(stopped) < 9:  # a checkpoint is every 6
+    stopped, beside = home / "runs" / "copies" / "seed-0", home / "runs" / "dense" / "seed-0"
+    while step(stopped) < 9 or step(beside) < 3:  # a checkpoint is every 6, and where a run is stopped
         assert first.poll() is None, log.read_text()
         time.sleep(0.05)
     first.send_signal(signal.SIGINT)
@@ -65,7 +68,8 @@ def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(tmp_path: Path
         assert list((home / "runs" / arm / "seed-0" / "checkpoints").glob("step-*"))
     assert not list(home.glob("runs/groups/seed-0/*"))
 
-    assert start(words, log).wait() == 0, log.read_text()
+    torch.set_num_threads(1)  # as the runs have, of which one is taken again here
+    assert study(["study", "tiny", *words]) == 0
     figures = json.loads((home / "study.json").read_text())
     ended = {(run["arm"], run["finished"]) for run in figures["outcomes"]}
     assert ended == {(arm, True) for arm in ("dense", "copies", "groups", "dense-flops")}
@@ -76,10 +80,8 @@ def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(tmp_path: Path
         line for line in figures["commands"]["Each run by itself"].splitlines() if line.endswith("copies/seed-0.yaml")
     ]
     whole = tmp_path / "whole"
-    done = subprocess.run(
-        [sys.executable, *shlex.split(command)[1:], f"output={whole}"], env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    python, _, module, *more = shlex.split(command)
+    assert (python, module) == ("python", "training") and train([*more, f"output={whole}"]) == 0
     for a, b in zip(metrics.read(whole), metrics.read(stopped), strict=False):
         keys = {key for key in a.keys() & b.keys() if key.startswith("valid/")}
         assert {key: a[key] for key in keys} == {key: b[key] for key in keys}
@@ -92,7 +94,7 @@ def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(tmp_path: Path
     assert ("flops", "prose", "groups", "dense") in by  # a token costs what the control's costs
 
     runs = {path: path.stat().st_mtime_ns for path in home.rglob("metrics.jsonl")}
-    assert start(words, log).wait() == 0
+    assert study(["study", "tiny", *words]) == 0
     assert {path: path.stat().st_mtime_ns for path in home.rglob("metrics.jsonl")} == runs
     assert without_time(json.loads((home / "study.json").read_text())) == without_time(figures)
 

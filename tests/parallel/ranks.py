@@ -6,18 +6,20 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import socket
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "training.train"]
 
 
 def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -26,8 +28,7 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 1
     The first rank that fails ends all, and its traceback is in the error. Ranks that hang are ended after `timeout`
     seconds, after each has written where it stands to stderr.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)  # torch is imported once, not once a rank
+    context = forked()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
@@ -46,6 +47,48 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 1
                 process.join()
             for pipe in pipes:
                 pipe.close()
+
+
+def forked() -> Any:
+    """What processes are made with: forks of one that has imported torch and us. There is one such in a process of
+    pytest, and whoever asks first says what it imports: so all ask here."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parallel.warm"])
+    return context
+
+
+def as_torchrun(world: int, module: str, words: list[str], said: list[Path]) -> list[int | None]:
+    """Exit codes of `torchrun --nproc-per-node WORLD -m MODULE WORDS`, in this folder and without torchrun: three times
+    the imports, which take longer than what a test asks of them. A rank's output is in its file of `said`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = (os.getcwd(), port, module, words)
+    processes = [forked().Process(target=_command, args=(rank, world, str(said[rank]), *where)) for rank in range(world)]
+    deadline = time.monotonic() + 240
+    try:
+        for process in processes:
+            process.start()
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            wait([process.sentinel for process in processes if process.is_alive()], timeout=1)
+            if any(process.exitcode for process in processes):  # as torchrun: who fails ends all
+                break
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _command(rank: int, world: int, said: str, folder: str, port: int, module: str, words: list[str]) -> None:
+    for output in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), output)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ |= {name: str(number) for name, number in place.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    sys.exit(import_module(module).main(words))
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:

@@ -12,19 +12,24 @@ import sys
 import time
 from pathlib import Path
 
+from tests.parallel.ranks import run as run_ranks
+from tests.parallel.runs import on_rank
 from tests.parallel.test_run import folder_of, rows, words
 from training.observe.metrics import FILE
 
 ROOT = Path(__file__).parents[2]
-STEPS = 60
+
+
+def asked(place: Path, name: str) -> list[str]:
+    more = ["steps=24", "mesh.ep=2", "checkpoint.every=3", f"export={place / name / 'export'}", "micro_batch=2"]
+    return words(place, place / name, *more)
 
 
 def started(place: Path, name: str) -> subprocess.Popen[bytes]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    more = ["steps=60", "mesh.ep=2", "checkpoint.every=5", f"export={place / name / 'export'}", "micro_batch=2"]
     with open(place / f"{name}.said", "wb") as said:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        return subprocess.Popen([*torchrun, "-m", "training", *words(place, place / name, *more)], cwd=ROOT, env=environment, stdout=said, stderr=said)
+        return subprocess.Popen([*torchrun, "-m", "training", *asked(place, name)], cwd=ROOT, env=environment, stdout=said, stderr=said)
 
 
 def pid_of(rank: int, torchrun: int) -> int:
@@ -46,10 +51,9 @@ def last_step(folder: Path) -> int:
 
 def test_a_killed_rank_is_named_and_the_restarted_run_is_the_same(tmp_path: Path) -> None:
     place = folder_of(tmp_path, num_hidden_layers=2)
-    whole = started(place, "whole")
-    assert whole.wait(240) == 0, (place / "whole.said").read_text()[-3000:]
+    run_ranks(2, on_rank, asked(place, "whole"))
     run = started(place, "killed")
-    while run.poll() is None and last_step(place / "killed") < 12:
+    while run.poll() is None and last_step(place / "killed") < 7:
         time.sleep(0.02)
     os.kill(pid_of(1, run.pid), signal.SIGKILL)
     killed = time.monotonic()

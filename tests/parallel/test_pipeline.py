@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +47,9 @@ TWO_STAGES = [name for name in SCHEDULES if name not in SINGLE]
 Found = tuple[Tensor, Tensor, dict[str, Tensor]]  # loss, of evaluation, gradients
 
 
-def of_one(spec: DenseSpec | MoESpec) -> Found:
+@cache
+def of_one(name: str) -> Found:
+    spec = SPECS[name]
     model, batch = tiny.model(spec), tiny.batch(SEQUENCES, LENGTH, documents=True)
     Balance(BALANCE, model, scale=1 / MICRO_BATCHES)
     scored, total = batch.scored.sum(), torch.zeros((), dtype=torch.float64)
@@ -92,7 +94,7 @@ def of_ranks(
 
 def worst(config: MeshConfig, name: str, **special: Any) -> float:
     loss, evaluated, gradients = of_ranks(config, SPECS[name], **special)
-    expected_loss, _, expected = of_one(SPECS[name])
+    expected_loss, _, expected = of_one(name)
     errors = [abs(float(loss - expected_loss)), abs(float(evaluated - expected_loss))]
     return max(*errors, tiny.worst(gradients, expected))
 

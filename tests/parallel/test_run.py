@@ -42,8 +42,8 @@ def folder_of(folder: Path, **changed: Any) -> Path:
     tiny.make("qwen3", folder / "dense", vocab_size=400, num_key_value_heads=4, **changed)
     (folder / "tokenizer").mkdir()
     tokenizer = make_tokenizer(folder / "tokenizer", bos=False)
-    for name, seed in (("data", 0), ("valid", 1)):
-        source = jsonl(folder / f"{name}.jsonl", texts(60, seed))
+    for name, seed, count in (("data", 0, 60), ("valid", 1, 20)):
+        source = jsonl(folder / f"{name}.jsonl", texts(count, seed))
         assert prepare([str(folder / name), f"tokenizer={tokenizer}", f"sources=[{source}]"]) == 0
     return folder
 

@@ -253,7 +253,7 @@ CASES = [
 
 
 # cases a process has: each makes groups with threads of their own, and with thousands of them no rank gets on
-AT_ONCE = 6
+AT_ONCE = 3
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import queue
 import re
@@ -20,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import PRELOAD
+from ranks import forked
 
 from training.dispatch.alltoall import exchange
 from training.observe.profiling import Phases
@@ -61,8 +60,7 @@ def start(victim: int, how: str, folder: Path) -> list[BaseProcess]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forked()
     ranks = [context.Process(target=loop, args=(rank, port, victim, how, str(folder))) for rank in range(3)]
     for rank in ranks:
         rank.start()

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import signal
@@ -28,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from tests.parallel.ranks import forked
 from training.data import mixture as data
 from training.data import prepare as prepare_module
 from training.data.batch import IGNORE, Batch, stack
@@ -307,9 +307,7 @@ def sources_for_killing(folder: Path) -> list[Path]:
 
 def start(output: Path, tokenizer: Path, paths: Sequence[Path], worker: Worker) -> BaseProcess:
     config = PrepareConfig(str(output), str(tokenizer), tuple(map(str, paths)), shard_tokens=300)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training.data.prepare"])  # what takes long is done once
-    process = context.Process(target=prepare, args=(config, worker), kwargs={"quiet": True})
+    process = forked().Process(target=prepare, args=(config, worker), kwargs={"quiet": True})
     process.start()
     return process
 

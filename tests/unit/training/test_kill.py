@@ -8,18 +8,21 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections import Counter
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tests.parallel.ranks import forked
 from tests.unit.training.test_train import WORDS, moe, place
+from training.__main__ import main
 from training.observe.metrics import FILE
 
 __all__ = ["place"]  # a fixture
-ROOT = Path(__file__).parents[3]
 KILLS = int(os.environ.get("KILLS", 5))
 STEPS = max(30, 3 * KILLS)
 CLOCK = {"seconds_per_step", "tokens_per_s", "tflops", "mfu", "eta_s", "memory_gb"}
@@ -27,16 +30,28 @@ CLOCK = {"seconds_per_step", "tokens_per_s", "tflops", "mfu", "eta_s", "memory_g
 
 def command(place: Path, folder: Path) -> list[str]:
     return [
-        sys.executable, "-m", "training", f"output={folder}", f"export={folder / 'export'}", f"steps={STEPS}",
+        f"output={folder}", f"export={folder / 'export'}", f"steps={STEPS}",
         f"model.upcycle={json.dumps(moe(place))}", f"data.train=[{place / 'data'}]", f"data.valid=[{place / 'valid'}]",
         *WORDS, "checkpoint.every=2",
     ]  # fmt: skip
 
 
-def started(place: Path, folder: Path) -> subprocess.Popen[bytes]:
-    with open(folder / "said", "ab") as said:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command(place, folder), cwd=ROOT, env=environment, stdout=said, stderr=said)
+def trained(words: list[str], said: str) -> None:
+    for output in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), output)
+    torch.set_num_threads(1)
+    sys.exit(main(words))
+
+
+def started(place: Path, folder: Path) -> BaseProcess:
+    process = forked().Process(target=trained, args=(command(place, folder), str(folder / "said")))
+    process.start()
+    return process
+
+
+def code(process: BaseProcess, seconds: float) -> int | None:
+    process.join(seconds)
+    return process.exitcode
 
 
 def step(folder: Path) -> int:
@@ -60,10 +75,10 @@ def test_a_run_that_is_killed_again_and_again(place: Path, tmp_path: Path) -> No
     whole.mkdir()
     began = time.perf_counter()
     process = started(place, whole)
-    while process.poll() is None and step(whole) == 0:
+    while process.is_alive() and step(whole) == 0:
         time.sleep(0.01)
     to_first = time.perf_counter() - began
-    assert process.wait(300) == 0, (whole / "said").read_text()
+    assert code(process, 300) == 0, (whole / "said").read_text()
     pace = (time.perf_counter() - began - to_first) / STEPS
 
     killed.mkdir()
@@ -72,13 +87,13 @@ def test_a_run_that_is_killed_again_and_again(place: Path, tmp_path: Path) -> No
         aim = round((kill + 1) * STEPS / KILLS)  # the last ones come while the run ends
         process = started(place, killed)
         if chance.random() < 0.25:
-            time.sleep(chance.uniform(0, to_first))  # while it imports, reads and takes up the checkpoint
+            time.sleep(chance.uniform(0, to_first))  # while it reads and takes up the checkpoint
         else:
-            while process.poll() is None and step(killed) < aim:
+            while process.is_alive() and step(killed) < aim:
                 time.sleep(0.005)
             time.sleep(chance.uniform(0, 4 * pace))
         process.kill()
-        ended = process.wait(60)
+        ended = code(process, 60)
         assert ended in (-9, 0), (killed / "said").read_text()
         saved = [path.name.removeprefix("step-") for path in (killed / "checkpoints").glob("*")]
         kept = max((int(name) for name in saved if name.isdigit()), default=0)
@@ -88,7 +103,7 @@ def test_a_run_that_is_killed_again_and_again(place: Path, tmp_path: Path) -> No
         else:
             moments["beside half a checkpoint" if any(not name.isdigit() for name in saved) else "elsewhere"] += 1
     process = started(place, killed)
-    assert process.wait(300) == 0, (killed / "said").read_text()
+    assert code(process, 300) == 0, (killed / "said").read_text()
     print(f"\n{KILLS} kills, {STEPS} steps: {dict(moments)}; {again} steps taken again")
 
     assert log(killed) == log(whole)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 from collections.abc import Callable
 from itertools import pairwise
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.parallel.ranks import forked
 from training.observe.flops import model_flops, peak_tflops, throughput
 from training.optim import OptimConfig, Optimizer, Slot, SpikeGuard, global_norm, muon_update, orthogonalize
 from training.schedule import SHAPES, ScheduleConfig, schedule
@@ -424,8 +424,7 @@ def sharded(rank: int, world: int, store: str) -> None:
 
 def test_sharded_parameters_take_the_same_steps(tmp_path: Path) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    multiprocessing.set_forkserver_preload(["torch.distributed.tensor", "training.optim"])  # both ranks import it once
-    context = multiprocessing.get_context("forkserver")
+    context = forked()
     ranks = [context.Process(target=sharded, args=(rank, 2, str(tmp_path / "store"))) for rank in range(2)]
     for process in ranks:
         process.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.parallel.ranks import forked
 from training.checkpoint import state as state_module
 from training.checkpoint import storage
 from training.checkpoint.state import Checkpoints, Stop, TrainState, get, put
@@ -35,9 +35,7 @@ from training.optim import OptimConfig, SpikeGuard
 from training.optim import Optimizer as OurOptimizer
 from upcycle import disk
 
-SERVER = multiprocessing.get_context("forkserver")
-# what a child needs, imported once; torch._dynamo is what the first optimizer imports
-SERVER.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "pytest"])
+SERVER = forked()
 
 
 class Box:

@@ -30,7 +30,7 @@ from training.observe.metrics import read as read_metrics
 from training.parallel.watch import Watch
 from training.prepare import main as prepare
 from training.step import train_step
-from training.train import train
+from training.train import draw, train
 from upcycle.__main__ import main as upcycle
 
 WORDS = [
@@ -44,8 +44,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train")
     tiny.make("llama", folder / "dense", vocab_size=400)
     tokenizer = make_tokenizer(folder / "tokenizer", bos=False) if not (folder / "tokenizer").mkdir() else folder
-    for name, seed in (("data", 0), ("valid", 1)):
-        source = jsonl(folder / f"{name}.jsonl", texts(60, seed))
+    for name, seed, count in (("data", 0, 60), ("valid", 1, 20)):
+        source = jsonl(folder / f"{name}.jsonl", texts(count, seed))
         assert prepare([str(folder / name), f"tokenizer={tokenizer}", f"sources=[{source}]"]) == 0
     return folder
 
@@ -197,7 +197,9 @@ def test_the_export_is_what_was_trained(place: Path, tmp_path: Path) -> None:
 def test_what_a_person_asked_to_see_is_there(
     place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(train_module, "draw", draw)  # the real one; tests/conftest.py takes it from all other runs
     folder = train(config(place, tmp_path / "run", "profile=2-3", "log_every=2", steps=4))
+    assert (folder / "plots.png").read_bytes()[:4] == b"\x89PNG"
     assert {"trace-2-3.json.gz", "config.json", "metrics.jsonl", "checkpoints"} <= {p.name for p in folder.iterdir()}
     rows = [row for row in read_metrics(folder) if "loss" in row]
     for row in rows:

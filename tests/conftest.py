@@ -1,0 +1,27 @@
+"""What all tests share: which files come first, and that their runs draw no pictures of themselves."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+# `make test` gives each of two processes whole files, so that what a file makes is made once. Those that take longest
+# come first: else one process would end with a long file when the other has none left.
+LONGEST = (
+    "test_shard", "test_journeys", "test_dispatch", "test_run", "test_pipeline", "test_notebooks", "test_ready_study",
+    "test_stories", "test_help", "test_lm_eval", "test_targets_parity", "test_docs", "test_contributing", "test_kill_rank",
+    "test_two_agents", "test_state", "test_upcycled", "test_decoder", "test_study", "test_recompute", "test_average",
+    "test_standalone", "test_kill", "test_lm", "test_copies", "test_siblings", "test_grow", "test_fuzz",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """A picture takes longer than such a run; one test asks for it, of the function that was there before."""
+    if train := sys.modules.get("training.train"):
+        train.draw = lambda folder: None  # type: ignore[attr-defined]
