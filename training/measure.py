@@ -101,7 +101,7 @@ def measured(device: torch.device, base: Hardware, node: int = 0) -> Hardware:
     if dist.is_initialized() and dist.get_world_size() > 1:
         link, sent = linked(device), travelled(device, found.bandwidth)
         scale = sent / base.rows["alltoall"][0]
-        others = {name: (round(scale * rate, 1), more) for name, (rate, more) in base.rows.items()}
+        others = {name: (digits(scale * rate), more) for name, (rate, more) in base.rows.items()}
         return replace(found, link=link, rows=others)
     return replace(found, sheet=(*found.sheet, "link", "rows"))
 
@@ -210,7 +210,7 @@ def linked(device: torch.device) -> Link:
 
     short, long = (gathered(size) for size in sizes)
     rate = (sizes[1] - sizes[0]) * (world - 1) / max(long - short, 1e-9) / 1e9
-    return Link(latency=round(short / (world - 1) * 1e6, 1), rate=round(rate, 1))
+    return Link(latency=digits(short / (world - 1) * 1e6), rate=digits(rate))
 
 
 def travelled(device: torch.device, bandwidth: float) -> float:
@@ -227,7 +227,12 @@ def travelled(device: torch.device, bandwidth: float) -> float:
 
     size = x.element_size() * hidden * tokens
     local = 2 * size * (1 + k + 2 * k) / (bandwidth * 1e9)  # out and home: leaving and arriving rows are sorted
-    return round(2 * size * k * (1 - 1 / world) / max(seconds(both, device) - local, 1e-9) / 1e9, 1)
+    return digits(2 * size * k * (1 - 1 / world) / max(seconds(both, device) - local, 1e-9) / 1e9)
+
+
+def digits(number: float) -> float:
+    """Four of them: slow wires are no zero."""
+    return float(f"{number:.4g}")
 
 
 def written(found: Hardware) -> str:

@@ -23,10 +23,8 @@ def test_wires_between_two_ranks() -> None:
     first, second = run(2, of_two)
     like = hardware.read("h200")
     assert asdict(first)["link"] == asdict(second)["link"] and first.rows == second.rows
-    assert first.link.latency > 0 and 1e-3 < first.link.rate < 1e3 and first.rows["alltoall"][0] > 0
+    assert first.link.latency > 0 and 1e-6 < first.link.rate < 1e3 and first.rows["alltoall"][0] > 0
     ratio = like.rows["hybridep"][0] / like.rows["alltoall"][0]
-    assert first.rows["hybridep"] == (
-        pytest.approx(ratio * first.rows["alltoall"][0], abs=0.06),
-        like.rows["hybridep"][1],
-    )
+    rate, more = first.rows["hybridep"]
+    assert rate == pytest.approx(ratio * first.rows["alltoall"][0], rel=1e-3) and more == like.rows["hybridep"][1]
     assert not {"link", "rows"} & set(first.sheet) and "network" in first.sheet
