@@ -1,9 +1,11 @@
-"""Will it fit? Bytes on the fullest rank of any mapping, without a GPU and without a byte of weights.
+"""Will it fit, how long will it take, does it pay? For any mapping, without a GPU and without a byte of weights.
 
-usage: python -m training.plan [CONFIG] gpus=N [key=value ...]
+usage: python -m training.plan [CONFIG] gpus=N [hardware=NAME] [budget=AMOUNT] [price=P] [seen=AMOUNT] [key=value ...]
 
   python -m training.plan my.yaml gpus=8                  # the config's own mapping, and the others by their size
   python -m training.plan llama3-8b-e8t2 model.upcycle.source=./llama gpus=16 mesh.ep=4 model.recompute=full
+  python -m training.plan my.yaml gpus=8 hardware=h100 budget="100B tokens" price=2.5 seen=15T   # the fastest that fit
+  python -m training.plan measure output=mine.yaml               # this machine's own hardware file, in a minute
 
 Weights, gradients and moments are counted, parameter by parameter. Gathered weights and activations are estimated from
 what the modules keep in bf16 on a GPU (attention without its square, experts without their product); the allocator's
@@ -11,7 +13,10 @@ own waste, NCCL's buffers and CUDA's context (some 3 GB together) are not in it.
 checkpoint copies to host memory. Frozen parameters (optim.groups) have neither gradients nor moments; activations are
 counted as if all learned. A dense teacher (teacher.weight) has a column of its own.
 
-keys, with defaults and meaning: docs/config.md, those of training
+With `hardware` those that fit are ranked by predicted tokens/s (training/seconds.py); `budget`, `price` and `seen` make
+hours, money and what the law of upcycling expects of that. docs/planning.md says how good these predictions are.
+
+keys, with defaults and meaning: docs/config.md, its own and those of training
 """
 
 from __future__ import annotations
@@ -25,25 +30,32 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
+from training import hardware
 from training.build import check_optim, source, taught_by
-from training.config import TrainConfig, read_config
+from training.config import TrainConfig, read_config, upcycle_config
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach
 from training.model.loss import COPIES, LOGITS, TAUGHT
 from training.model.recompute import MOVES
+from training.observe.flops import model_flops
 from training.optim import learning, multiplier
 from training.parallel.mesh import MeshConfig, changed_to, check, grids, problem
 from training.parallel.pipeline import SINGLE, cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
+from training.seconds import Seconds, step
 from training.teacher import check_teacher
+from upcycle import law
+from upcycle.config import read
+from upcycle.size import dense_flops, dense_parameters
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 
 MASTER = 4  # bytes of a weight, and of a sum of gradients
@@ -330,19 +342,216 @@ def table(
     return "\n".join(lines)
 
 
-@cli.command()
-def main(words: list[str]) -> int:
-    file, words = cli.file_and_words(words)
+# ---- the same with a clock
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    gpus: int = 0  # how many to plan for
+    hardware: str = ""  # h100 | h200 | b200, or a file of `training.plan measure`: predicts seconds
+    # "100B tokens", "1e22 FLOPs" or "5000 GPU-hours" of training: says hours, GPU-hours and money
+    budget: str = ""
+    price: float = 0.0  # of a GPU-hour, in any currency
+    seen: str = ""  # tokens that the dense model was trained on, such as 15T: what the law of upcycling expects
+
+
+SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take, and no plan counts
+AMOUNT = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?([KMBT]?) ?(tokens|FLOPs|GPU-hours|)", re.IGNORECASE)
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+# which keys of a hardware file a part of a step depends on
+DEPENDS = {
+    "products": ("products",), "experts": ("products",), "attention": ("attention",), "memory": ("bandwidth",),
+    "rows": ("rows", "network"), "tensor": ("link", "network"), "gathers": ("link", "network"),
+    "bubble": ("products", "network"), "optimizer": ("bandwidth",), "host": ("host",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Timed:
+    mesh: MeshConfig
+    memory: Memory
+    seconds: Seconds
+
+
+def ranked(
+    spec: DenseSpec | MoESpec,
+    config: TrainConfig,
+    world: int,
+    card: hardware.Hardware,
+    teacher: DenseSpec | None = None,
+) -> tuple[list[Timed], Timed]:
+    """(the mappings that fit, the fastest first; the config's own, which may not)"""
+    model = Model(spec, config, teacher)
+
+    def timed(mesh: MeshConfig) -> Timed:
+        changed = replace(config, mesh=mesh)
+        size = memory(spec, changed, world, model)
+        if size.total + SPARE > card.memory * 1e9 and mesh != config.mesh:
+            return Timed(mesh, size, Seconds())
+        return Timed(mesh, size, step(spec, changed, world, card, ranges=model.ranges(mesh.pp, mesh.schedule)))
+
+    own = timed(config.mesh)
+    every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
+    found = [own, *(timed(mesh) for mesh in every if mesh != config.mesh)]
+    fit = [each for each in found if fits(each, card)]
+    return sorted(fit, key=lambda each: each.seconds.total), own
+
+
+def fits(each: Timed, card: hardware.Hardware) -> bool:
+    return each.memory.total + SPARE <= card.memory * 1e9
+
+
+def clocked(
+    spec: DenseSpec | MoESpec,
+    config: TrainConfig,
+    asked: PlanConfig,
+    card: hardware.Hardware,
+    rows: int = 12,
+    teacher: DenseSpec | None = None,
+) -> str:
+    """The table of the fastest mappings that fit, and what the budget takes with the first of them."""
+    fit, own = ranked(spec, config, asked.gpus, card, teacher)
+    if not fit:
+        raise ValueError(
+            f"no mapping of {asked.gpus} {card.name} holds this step, and the config's takes "
+            f"{own.memory.total / 1e9:.0f} GB of {card.memory:g}; try more gpus, a smaller micro_batch or "
+            "model.recompute=full"
+        )
+    tokens, flops = config.batch * config.data.sequence, model_flops(spec, config.data.sequence)
+    shown = fit[:rows] + ([] if own in fit[:rows] else [own])
+    lines = ["  rank   tokens/s    of a GPU   ms a step    MFU      GB   mapping; what takes longer than in the first"]
+    for each in shown:
+        rate = tokens / each.seconds.total
+        share = rate * flops / asked.gpus / card.peak / 1e12
+        axes = " ".join(f"{axis}={getattr(each.mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
+        place = f"{fit.index(each) + 1}" if each in fit else "no fit"
+        lines.append(
+            f"{place:>6} {rate:10,.0f}  {rate / asked.gpus:10,.0f}  {each.seconds.total * 1e3:10,.0f} {share:6.1%} "
+            f"{each.memory.total / 1e9:7.1f}   {axes}{' (this config)' if each is own else ''}{why(each, fit[0])}"
+        )
+    first = fit[0]
+    parts = sorted(vars(first.seconds).items(), key=lambda item: -item[1])
+    lines.append(
+        f"{card.name}, {len(fit):,} mappings fit. The first, in ms: "
+        + ", ".join(f"{name} {seconds * 1e3:,.0f}" for name, seconds in parts if seconds >= 5e-4)
+    )
+    unsure = [(name, key) for name, _ in parts for key in DEPENDS[name] if key in card.sheet]
+    if unsure and parts[0][1] > 0:
+        keys = ", ".join(dict.fromkeys(key for _, key in unsure))
+        lines.append(f"Not measured on this card: {keys}. Measure first what {unsure[0][0]} takes, then rent many.")
+    left = [name for name, there in uncounted(config).items() if there]
+    if left:
+        lines.append(f"Not in these seconds, which are of plain training: {', '.join(left)}.")
+    if asked.budget:
+        for name, each in {"this config": own, "the first": first}.items():
+            if fits(each, card) and (name == "this config" or own is not first):
+                lines.append(f"{asked.budget} with {name}: {bill(asked, tokens, flops, each.seconds.total)}")
+    return "\n".join(lines)
+
+
+def uncounted(config: TrainConfig) -> dict[str, bool]:
+    """What a step may have that training.seconds does not count, and whether this one has it."""
+    return {
+        "adapters": config.lora.rank > 0,
+        "a teacher": config.teacher.asked,
+        "frozen parameters": any(group.lr == 0 for group in config.optim.groups),
+        "Muon's products": config.optim.name == "muon",
+        "documents (less attention)": config.data.mask_documents,
+        "FP8": "fp8" in config.model.experts or "linear_fp8" in config.model.transformer_engine,
+    }
+
+
+def why(each: Timed, first: Timed) -> str:
+    """The two largest parts in which it is slower."""
+    more = {name: value - getattr(first.seconds, name) for name, value in vars(each.seconds).items()}
+    most = sorted((item for item in more.items() if item[1] >= 5e-4), key=lambda item: -item[1])[:2]
+    return "; " + ", ".join(f"{name} +{value * 1e3:,.0f} ms" for name, value in most) if most else ""
+
+
+def bill(asked: PlanConfig, tokens: int, flops: float, seconds: float) -> str:
+    count = budgeted(asked, flops, tokens / seconds / asked.gpus)
+    hours = count / tokens * seconds / 3600
+    money = f", {hours * asked.gpus * asked.price:,.0f} at {asked.price:g} a GPU-hour" if asked.price else ""
+    said = f"{law.short(count)} tokens in {hours:,.1f} hours, {hours * asked.gpus:,.0f} GPU-hours{money}"
+    return f"{said} (of training alone; predictions here were off by up to 15 %, see docs/planning.md)"
+
+
+def budgeted(asked: PlanConfig, flops: float, rate: float) -> float:
+    """Tokens that the budget buys. `rate`: tokens/s of a GPU."""
+    number, unit = amount("budget", asked.budget)
+    return number / flops if unit == "flops" else number * 3600 * rate if unit == "gpu-hours" else number
+
+
+def amount(key: str, text: str) -> tuple[float, str]:
+    """(a number, its unit in small letters)"""
+    found = AMOUNT.fullmatch(text.strip())
+    try:
+        number = float(found[1]) * UNITS[found[2].lower()] if found else 0.0
+    except ValueError:
+        number = 0.0
+    if not found or not number or (key == "seen" and found[3].lower() not in ("", "tokens")):
+        units = "" if key == "seen" else ', "1e22 FLOPs" or "5000 GPU-hours"'
+        raise ValueError(f'{key} is {text!r}; write for instance {key}="100B tokens"{units}')
+    return number, found[3].lower() or "tokens"
+
+
+def advised(spec: DenseSpec | MoESpec, config: TrainConfig, asked: PlanConfig, rate: float) -> str:
+    """What the law of upcycling expects of the budget. `rate`: tokens/s of a GPU."""
+    if not config.model.upcycle or not isinstance(spec, MoESpec):
+        return "The law of upcycling says nothing of a model that is not upcycled (model.upcycle is not set)."
+    made = upcycle_config(config.model)
+    flops, sequence = model_flops(spec, config.data.sequence), config.data.sequence
+    case = law.Case(
+        parameters=dense_parameters(spec.dense), first=amount("seen", asked.seen)[0],
+        more=budgeted(asked, flops, rate), copies=spec.copies, top_k=max(1, spec.top_k // spec.granularity),
+        granularity=spec.granularity, choice=spec.choice, cost=flops / dense_flops(spec.dense, sequence),
+        method=made.method if isinstance(made.method, str) else made.method["name"],
+    )  # fmt: skip
+    return law.advice(case)
+
+
+def split(words: list[str]) -> tuple[PlanConfig, list[str]]:
+    """The words of planning alone, read; and the rest, which are training's."""
+    own = tuple(f"{field.name}=" for field in fields(PlanConfig))
     counts = [word.removeprefix("gpus=") for word in words if word.startswith("gpus=")]
     if len(counts) != 1 or not counts[0].isdecimal() or counts[0] == "0":
         raise ValueError("say for how many GPUs to plan, for instance gpus=8")
-    config = read_config(file, [word for word in words if not word.startswith("gpus=")])
+    asked = read(PlanConfig, "", [word for word in words if word.startswith(own)])
+    for name in ("budget", "seen"):
+        if getattr(asked, name):
+            amount(name, getattr(asked, name))
+    if asked.price < 0:
+        raise ValueError(f"price is {asked.price:g}; it must be at least 0, of a GPU-hour")
+    if not asked.hardware and (asked.price or asked.budget):
+        raise ValueError("budget and price need seconds, and hardware is not set; write for instance hardware=h100")
+    if asked.seen and not asked.budget:
+        raise ValueError('seen is for what a budget brings, and none is set; write for instance budget="100B tokens"')
+    return asked, [word for word in words if not word.startswith(own)]
+
+
+@cli.command()
+def main(words: list[str]) -> int:
+    if words[:1] == ["measure"]:
+        from training import measure  # it needs the bench, and so all that trains
+
+        return measure.main(words[1:])
+    file, words = cli.file_and_words(words)
+    asked, words = split(words)
+    card = hardware.read(asked.hardware) if asked.hardware else None
+    config = read_config(file, words)
     with source(config) as origin:
-        check(config.mesh, int(counts[0]), origin.spec, config.data.sequence)
+        check(config.mesh, asked.gpus, origin.spec, config.data.sequence)
         check_optim(config, origin.spec)
         teacher = None
         if config.teacher.asked:
             with taught_by(config) as its_origin:
                 teacher = check_teacher(its_origin, origin.spec)
-        print(table(origin.spec, config, int(counts[0]), teacher=teacher))
+        if card is None:
+            print(table(origin.spec, config, asked.gpus, teacher=teacher))
+            return 0
+        print(clocked(origin.spec, config, asked, card, teacher=teacher))
+        if asked.seen:
+            own = step(origin.spec, config, asked.gpus, card).total
+            rate = config.batch * config.data.sequence / own / asked.gpus
+            print(advised(origin.spec, config, asked, rate))
     return 0

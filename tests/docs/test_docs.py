@@ -152,6 +152,8 @@ def understood(command: str) -> str:
     from training import bench
     from training.config import read_config
     from training.data.prepare import PrepareConfig
+    from training.measure import MeasureConfig
+    from training.plan import split
     from upcycle import bench as upcycle_bench
 
     words = shlex.split(command)
@@ -161,9 +163,11 @@ def understood(command: str) -> str:
         assert file in ("plan", "convert"), command
         read(UpcycleConfig, "", keys)
     elif module in ("training", "training.plan"):
-        gpus = [word for word in keys if word.startswith("gpus=")]
-        assert bool(gpus) == (module == "training.plan"), command
-        read_config(file, [word for word in keys if word not in gpus])
+        if module == "training.plan" and file == "measure":
+            read(MeasureConfig, "", keys)
+            return module
+        keys = split(keys)[1] if module == "training.plan" else keys
+        read_config(file, keys)
     elif module == "training.bench":
         read(bench.BenchConfig, file, keys, bench.READY)
     elif module == "training.prepare":

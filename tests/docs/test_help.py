@@ -41,7 +41,7 @@ MORE = {
 }
 READ = (
     "meta-llama/", "hf:", "mmlu", "evaluation.bench ./moe", "bench-qwen3", "kernels.bench", "upcycle.bench",
-    "evaluation.demo", "evaluation study", " mesh.ep=8", "evaluation lm-eval", "-{0,1,2}",
+    "evaluation.demo", "evaluation study", " mesh.ep=8", "evaluation lm-eval", "-{0,1,2}", "plan measure",
 )  # fmt: skip
 # what the folder has -> what it is made of, in this order
 MADE = {

@@ -31,10 +31,12 @@ from tests.docs.test_docs import MODELS, ROOT, shaped
 from tests.parallel.ranks import as_torchrun
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+from training import hardware
 from training.build import source
 from training.config import read_config
 from training.observe.metrics import read as read_metrics
 from training.plan import memory
+from training.seconds import step
 
 README = (ROOT / "README.md").read_text()
 CARD = 80.0  # GB of a GPU: some 85.5 are free on one of "80 GB", of which 3 are the driver's and NCCL's
@@ -364,6 +366,16 @@ def test_it_fits_its_gpus(config: str, gpus: int, words: list[str], room: float,
         size = memory(origin.spec, run, gpus).total / 1e9
     assert size < room - 3, "driver, NCCL and the allocator's waste want some too"
     assert said.format(f"{size:.0f}") in " ".join(README.split()), f"the README does not say {size:.0f} GB"
+
+
+@pytest.mark.parametrize(("config", "gpus"), [(name, gpus) for name, gpus, words, *_ in PLANNED[:6:5] + PLANNED[7:8]])
+def test_what_the_readme_says_a_journey_takes(config: str, gpus: int, headers: Path) -> None:
+    run = read_config(config, [f"model.upcycle.source={headers / config}"])
+    with source(run) as origin:
+        seconds = step(origin.spec, run, gpus, hardware.read("h100")).total
+    hours = 1e11 / (run.batch * run.data.sequence) * seconds / 3600
+    said = f"{hours:,.0f} hours on {gpus}, {hours * gpus:,.0f} GPU-hours, {hours * gpus * 2.5:,.0f}"
+    assert said in " ".join(README.split()), said
 
 
 def test_the_journeys_plan_with_the_true_sizes(

@@ -20,7 +20,7 @@ from evaluation import bench as evaluation_bench
 from evaluation import compare, demo, harness, routing, run
 from evaluation.report import report
 from evaluation.study.plan import StudyConfig
-from training import bench
+from training import bench, measure, plan
 from training.config import TrainConfig
 from training.data.mixture import TrainSource, ValidSource
 from training.data.prepare import PrepareConfig
@@ -31,7 +31,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 # title, what is said above the table, the class; keys of a part that an earlier table has are not listed again
 TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle plan, upcycle convert", "And `model.upcycle` of training.", UpcycleConfig),
-    ("training", "And training.plan, which takes `gpus=N` besides.", TrainConfig),
+    ("training", "And training.plan.", TrainConfig),
+    ("training.plan", "Besides those of training.", plan.PlanConfig),
+    ("training.plan measure", "", measure.MeasureConfig),
     ("training: one of data.train", "A folder of token shards alone is its `path`.", TrainSource),
     ("training: one of data.valid", "A folder of token shards alone is its `path`.", ValidSource),
     ("training.prepare", "", PrepareConfig),

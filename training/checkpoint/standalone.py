@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from training.checkpoint import layout
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import STEP, Checkpoints, check_same, weights
-from training.checkpoint.storage import Reader, damage, read_manifest
+from training.checkpoint.storage import Reader, read_manifest, read_whole
 from training.config import ModelConfig, upcycle_config
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach
@@ -160,11 +160,13 @@ def load_step(model: Decoder, run: Path, folder: Path | None) -> int:
     if folder is None:
         with Checkpoints(run / "checkpoints", asynchronous=False) as checkpoints:
             folder = checkpoints.latest()
-    elif problem := damage(folder):
-        raise ValueError(f"{folder} cannot be used: {problem}")
-    if folder is None:
-        raise ValueError(f"{run} has no checkpoint yet; evaluate it after its first one, or its model.source")
-    manifest = read_manifest(folder)
+        if folder is None:
+            raise ValueError(f"{run} has no checkpoint yet; evaluate it after its first one, or its model.source")
+        manifest = read_manifest(folder)
+    else:
+        manifest, problem = read_whole(folder)
+        if problem:
+            raise ValueError(f"{folder} cannot be used: {problem}")
     reader = Reader(folder, manifest)
     saved: Any = reader.metadata.state_dict_metadata
     places = {f"model.{name}": tensor for name, tensor in weights(model).items()}

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from training.checkpoint.resume import judge
-from training.checkpoint.storage import Planner, Reader, Writer, check_free, damage, read_manifest
+from training.checkpoint.storage import Planner, Reader, Writer, check_free, read_whole
 from training.model.names import plain_name
 from training.parallel.collectives import gather, local
 from upcycle import strict
@@ -338,10 +338,10 @@ class Checkpoints:
     def load(self, state: TrainState) -> int:
         """Take up the newest whole checkpoint, and return its step; 0 if there is none. A damaged one is set aside."""
         self.wait()
-        folder = self.newest(set_aside=True)
-        if folder is None:
+        found = self.newest(set_aside=True)
+        if found is None:
             return 0
-        manifest = read_manifest(folder)
+        folder, manifest = found
         if "settings" in manifest:  # older checkpoints hold a digest of them only
             judge(folder, manifest["settings"], self.settings, self.allow, warn=self.rank == 0)
         reader = Reader(folder, manifest)
@@ -383,7 +383,8 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole, every byte of it read and compared; None if there is none at all."""
         self.wait()
-        return self.newest(set_aside=False)
+        found = self.newest(set_aside=False)
+        return None if found is None else found[0]
 
     def wait(self) -> None:
         """Waits until the save in flight is on the disk. Raises what stopped it."""
@@ -492,17 +493,18 @@ class Checkpoints:
 
     # what all ranks do together
 
-    def newest(self, *, set_aside: bool) -> Path | None:
+    def newest(self, *, set_aside: bool) -> tuple[Path, dict[str, Any]] | None:
+        """The newest whole checkpoint and its manifest."""
         bad: list[Path] = []
         names: list[str] = self.gather([path.name for path in self.found()])[0]
         for folder in map(self.folder.joinpath, names):
-            problems = self.gather(damage(folder, slice(self.rank, None, self.world)))
-            problem = next((problem for problem in problems if problem), None)
+            manifest, problem = read_whole(folder, slice(self.rank, None, self.world))
+            problem = next((problem for problem in self.gather(problem) if problem), None)
             if problem is None:
                 if set_aside and self.rank == 0:
                     for path in bad:  # or it would count as one to keep, and be found again
                         os.rename(path, free_name(path.with_name(path.name + ".damaged")))
-                return folder
+                return folder, manifest
             if self.rank == 0:
                 warnings.warn(f"checkpoint {folder.name} is not used: {problem}; trying the one before", stacklevel=3)
             bad.append(folder)

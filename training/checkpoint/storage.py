@@ -343,19 +343,26 @@ def impossible(entry: Entry, files: Mapping[str, File]) -> str:
 
 def damage(folder: Path, share: slice = slice(None)) -> str | None:
     """What is wrong with a checkpoint, in words that name the file; None if nothing is. share: of its files."""
+    return read_whole(folder, share)[1]
+
+
+def read_whole(folder: Path, share: slice = slice(None)) -> tuple[dict[str, Any], str | None]:
+    """(its manifest, its damage): a thousand ranks' manifest takes seconds to parse, so nobody should do it twice."""
+    manifest: dict[str, Any] = {}
     try:
-        for name, stated in list(read_manifest(folder)["files"].items())[share]:
+        manifest = read_manifest(folder)
+        for name, stated in list(manifest["files"].items())[share]:
             path = folder / name
             if not path.is_file():
-                return f"{path} is missing"
+                return manifest, f"{path} is missing"
             if (size := path.stat().st_size) != stated["bytes"]:
-                return f"{path} has {size} bytes where its manifest says {stated['bytes']}"
+                return manifest, f"{path} has {size} bytes where its manifest says {stated['bytes']}"
             with open(path, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != stated["sha256"]:
-                    return f"{path} is damaged: its sha256 is not the one in its manifest"
+                    return manifest, f"{path} is damaged: its sha256 is not the one in its manifest"
     except (OSError, ValueError) as error:
-        return str(error)
-    return None
+        return manifest, str(error)
+    return manifest, None
 
 
 def tensors_in(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,20 @@ def dispatcher(
     if group.size() <= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         os.environ.setdefault("EP_DISABLE_GIN", "1")  # 2.x asks for RDMA even inside a node
     deep_ep = importlib.import_module("deep_ep")
-    return Second(experts, group, deep_ep) if hasattr(deep_ep, "ElasticBuffer") else First(experts, group, deep_ep)
+    if hasattr(deep_ep, "ElasticBuffer"):
+        return Second(experts, group, deep_ep)
+    check_nodes(group.size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+    return First(experts, group, deep_ep)
+
+
+def check_nodes(ranks: int, local: int) -> None:
+    """Refuses nodes that 1.x would take for others: it reaches each NODE ranks by NVLink, wherever they are."""
+    if 0 < local < min(ranks, NODE) or (ranks > NODE and local % NODE):
+        raise ValueError(
+            f"deepep 1.x takes {NODE} ranks for one node, and here mesh.ep={ranks} spans nodes of {local}; "
+            f"write mesh.ep={max(n for n in range(1, local + 1) if ranks % n == 0)}, "
+            "mesh.dispatcher=alltoall, or install deepep 2.x"
+        )
 
 
 def kept(weight_TK: Tensor, expert_TK: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from upcycle import disk, publish
 
 # a rank that waits longer for another one waits for a dead one; loading and checkpoints take minutes
 PATIENCE = timedelta(minutes=30)
+# gloo opens a socket to every peer in each of its groups: the one of all, the control's and the checkpoints'
+GLOO_GROUPS, OTHER_FILES = 3, 512
 
 
 @contextmanager
@@ -40,6 +43,7 @@ def processes(
         check_alike(settings or {})
         yield own
         return
+    make_room(int(os.environ["WORLD_SIZE"]))
     # gloo beside NCCL: it carries tensors in host memory
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -48,6 +52,19 @@ def processes(
     check_alike(settings or {})
     yield own
     dist.destroy_process_group()  # not after an error: the others still wait for this rank, until torchrun ends them
+
+
+def make_room(world: int) -> None:
+    """Lets this process open as many files as `world` ranks need: 1,024, the usual limit, are too few for 300."""
+    need = GLOO_GROUPS * (world - 1) + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < need:
+        if hard != resource.RLIM_INFINITY and hard < need:
+            raise ValueError(
+                f"{world} ranks need {need} open files each, and {hard} are allowed here; write ulimit -n {need} "
+                "before torchrun, or raise the hard limit of the service that starts it"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 
 @contextmanager

@@ -9,12 +9,31 @@ import pytest
 
 from tests.parallel.models import SPECS
 from tests.parity import tiny
+from training import hardware
 from training.balance import BalanceConfig
 from training.config import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
+from training.model.lora import LoraConfig
 from training.model.recompute import MODES
+from training.optim import OptimConfig
 from training.parallel.mesh import MeshConfig
-from training.plan import Memory, in_flight, main, memory, table
+from training.plan import (
+    SPARE,
+    Memory,
+    PlanConfig,
+    Timed,
+    amount,
+    bill,
+    clocked,
+    in_flight,
+    main,
+    memory,
+    ranked,
+    split,
+    table,
+    why,
+)
+from training.seconds import Seconds
 from upcycle.spec import DenseSpec, MoESpec
 
 CONFIG = TrainConfig(model=ModelConfig(source="none"), data=DataConfig(sequence=32), batch=8, micro_batch=1)
@@ -179,3 +198,102 @@ def test_the_table_leaves_out_what_a_schedule_cannot_cut() -> None:
     config = replace(CONFIG, data=DataConfig(sequence=8), mesh=MeshConfig(schedule="interleaved"))
     shown = table(M, config, 2)
     assert "ep=2" in shown and "pp=2" not in shown
+
+
+# ---- with a clock
+
+
+def test_the_fastest_that_fit_come_first() -> None:
+    card, asked = hardware.read("h200"), PlanConfig(gpus=4, hardware="h200", budget="1B tokens", price=2.0)
+    config = replace(CONFIG, mesh=MeshConfig(tp=2))
+    fit, own = ranked(SPECS["moe"], config, 4, card)
+    assert own in fit and len(fit) > 5
+    assert [each.seconds.total for each in fit] == sorted(each.seconds.total for each in fit)
+    assert all(each.memory == memory(SPECS["moe"], replace(config, mesh=each.mesh), 4) for each in fit[:3])
+    lines = clocked(SPECS["moe"], config, asked, card, rows=3).splitlines()
+    first = lines[1].split()
+    rate = 8 * 32 / fit[0].seconds.total
+    assert first[:3] == ["1", f"{rate:,.0f}", f"{rate / 4:,.0f}"] and ";" not in lines[1]
+    assert sum("(this config)" in line for line in lines) == 1
+    assert "Not measured on this card: " in "\n".join(lines) and "network" in "\n".join(lines)
+    hours = 1e9 / rate / 3600
+    assert f"1 B tokens in {hours:,.1f} hours, {4 * hours:,.0f} GPU-hours, {8 * hours:,.0f} at 2" in "\n".join(lines)
+
+
+def test_what_does_not_fit_is_not_ranked() -> None:
+    """A card that the smallest mapping just fits has that one alone; one byte less, and nothing does."""
+    sizes = [memory(SPECS["moe"], replace(CONFIG, mesh=mesh), 4).total for mesh in (MeshConfig(), MeshConfig(ep=4))]
+    every, _ = ranked(SPECS["moe"], CONFIG, 4, hardware.read("h200"))
+    least = min(each.memory.total for each in every)
+    assert least < max(sizes)
+    tight = replace(hardware.read("h200"), memory=(least + SPARE) / 1e9)
+    fit, own = ranked(SPECS["moe"], CONFIG, 4, tight)
+    assert {each.memory.total for each in fit} == {least} and own not in fit
+    lines = clocked(SPECS["moe"], CONFIG, PlanConfig(gpus=4), tight).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "no"] and "(this config)" in lines[2]
+    with pytest.raises(ValueError, match=r"no mapping of 4 .*recompute=full"):
+        clocked(SPECS["moe"], CONFIG, PlanConfig(gpus=4), replace(tight, memory=(least + SPARE - 1) / 1e9))
+
+
+def test_what_is_not_in_the_seconds_is_said() -> None:
+    card, plain = hardware.read("h200"), replace(CONFIG, data=replace(CONFIG.data, mask_documents=False))
+    frozen = replace(plain, optim=OptimConfig(groups=({"match": "*.router.*", "lr": 0.0},)))
+    for config, says in (
+        (plain, ""), (CONFIG, "documents (less attention)"), (frozen, "frozen parameters"),
+        (replace(plain, lora=LoraConfig(rank=4)), "adapters"), (replace(plain, optim=OptimConfig(name="muon")), "Muon"),
+    ):  # fmt: skip
+        text = clocked(SPECS["moe"], config, PlanConfig(gpus=1), card)
+        assert (f"which are of plain training: {says}" in text) if says else ("Not in these seconds" not in text), says
+
+
+def test_why_another_is_slower() -> None:
+    """By the two parts that grew most; what is faster in it is not told."""
+    first = Timed(MeshConfig(), by_hand(1, 8), Seconds(products=1.0, rows=0.2, tensor=0.1))
+    other = replace(first, seconds=Seconds(products=0.9, rows=0.25, tensor=0.11, bubble=0.3))
+    assert why(other, first) == "; bubble +300 ms, rows +50 ms"
+    assert why(first, first) == ""
+
+
+def test_budgets() -> None:
+    assert amount("budget", "100B tokens") == amount("budget", "100b") == (1e11, "tokens")
+    assert amount("budget", "1e22 FLOPs") == (1e22, "flops")
+    assert amount("budget", "5K GPU-hours") == (5000, "gpu-hours")
+    # 100 tokens in 2 seconds on 4 GPUs: 12.5 a second and GPU
+    for budget, tokens in (("3600 tokens", 3600), ("3.6e6 FLOPs", 3600), ("0.08 GPU-hours", 3600)):
+        asked = PlanConfig(gpus=4, budget=budget, price=10)
+        said = bill(asked, 100, 1000.0, 2.0)
+        assert said.startswith(f"{tokens / 1000:.3g} K tokens in 0.0 hours, 0 GPU-hours, 1 at 10"), (budget, said)
+    for key, wrong in (("budget", "100 euros"), ("budget", "0B"), ("budget", "1.2.3B tokens"), ("seen", "5 FLOPs")):
+        with pytest.raises(ValueError, match=f"{key} is .*100B tokens"):
+            amount(key, wrong)
+
+
+def test_words_of_planning_and_of_training() -> None:
+    asked, rest = split(["gpus=8", "hardware=h100", "batch=4", "budget=1T tokens", "price=2.5", "seen=15T"])
+    assert rest == ["batch=4"] and asked == PlanConfig(8, "h100", "1T tokens", 2.5, "15T")
+    for words, says in (
+        (["budget=1T"], "hardware is not set"),
+        (["hardware=h100", "price=-1"], "price is -1"),
+        (["hardware=h100", "seen=15T"], "seen is for"),
+        (["hardware=h100", "budget=lots"], "budget is 'lots'"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            split(["gpus=8", *words])
+
+
+def test_the_command_with_a_clock_and_the_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tiny.make("llama", tmp_path / "dense")
+    words = ["data.sequence=32", "batch=8", "gpus=2", "hardware=h100", "budget=1B tokens", "seen=1T"]
+    made = [
+        "model.upcycle.method=virtual_group",
+        "model.upcycle.experts=4",
+        "model.upcycle.granularity=2",
+        "model.upcycle.top_k=2",
+    ]
+    assert main([f"model.upcycle.source={source}", *made, *words]) == 0
+    said = capsys.readouterr().out
+    assert "(this config)" in said and "GPU-hours" in said
+    assert "4 copies, top-1 " in said and "! extrapolated: 1 T tokens before" in said
+    assert "router.choice=each-slice" in said, "groups with a free router"
+    assert main([f"model.source={source}", *words]) == 0
+    assert "not upcycled" in capsys.readouterr().out

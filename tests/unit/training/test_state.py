@@ -485,6 +485,17 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(file: s
     assert names(tmp_path) == ["step-00000003.damaged", "step-00000004"]
 
 
+def test_a_load_parses_its_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand ranks' has 94 MB, and every rank parsed it to look for damage and once more to load."""
+    saved(tmp_path, 1)
+    parse, parsed = storage.strict.parse, list[str]()
+    monkeypatch.setattr(
+        storage.strict, "parse", lambda text, where, **more: (parsed.append(where), parse(text, where, **more))[1]
+    )
+    assert same(loaded(tmp_path), 1)
+    assert parsed.count(MANIFEST) == 1
+
+
 def test_any_flipped_bit_is_seen(tmp_path: Path) -> None:
     folder, choose = saved(tmp_path, 1) / "step-00000001", random.Random(1)
     assert damage(folder) is None

@@ -1,0 +1,425 @@
+"""The time model, held to every row that was measured; docs/planning.md shows them with their errors as they are.
+
+python -m tests.unit.training.test_seconds        writes that page's tables anew
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+
+from training import bench, hardware, measure
+from training.balance import BalanceConfig
+from training.config import ModelConfig, TrainConfig
+from training.data.mixture import DataConfig
+from training.hardware import Hardware, Link
+from training.parallel.mesh import MeshConfig
+from training.plan import main as plan
+from training.seconds import (
+    CLOCK,
+    COMPILED,
+    EAGER,
+    NORM,
+    PARTIAL,
+    RANDOM,
+    ROTATION,
+    Clock,
+    Routing,
+    Seconds,
+    distinct,
+    step,
+)
+from upcycle.config import read
+from upcycle.spec import DenseSpec, MoESpec
+
+PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
+NATURAL, IN_TURN, EVEN = Routing(RANDOM), Routing(0.0, in_turn=True), Routing(0.0, in_turn=True)
+SMOL = DenseSpec(
+    family="llama", layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, context=2048, tied=True
+)  # fmt: skip
+SLICES = MoESpec(SMOL, tuple(range(30)), (384,) * 32, top_k=4, copies=8, granularity=4)
+COPIES = MoESpec(SMOL, tuple(range(30)), (1536,) * 8, top_k=2, copies=8)
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str
+    card: str
+    gpus: int
+    measured: float  # tokens/s of a GPU
+    use: str  # calibration | check | elsewhere: another trainer's
+    file: str = ""
+    words: str = ""
+    routing: Routing = NATURAL
+    spec: DenseSpec | MoESpec | None = None  # of a run of training, 64 sequences of 1,024 tokens
+    micro_batch: int = 32
+
+
+QWEN, LLAMA, MIXTRAL, QWEN2 = "bench-qwen3-30b", "bench-llama3-8b-e8t2", "bench-mixtral-8x22b", "bench-qwen2-57b"
+HYBRID = " mesh.dispatcher=hybridep"
+SIXTEEN = "mesh.ep=4 batch=16 micro_batch=4 recompute=experts"
+ALL_32 = "mesh.ep=4 batch=8 micro_batch=2 recompute=experts moments=bfloat16 mesh.reshard=true"
+TWELVE = "mesh.ep=4 batch=8 micro_batch=1 layers=12" + HYBRID
+FOLDED, COUPLED = "mesh.tp=2 mesh.ep=4", "mesh.tp=2 mesh.ep=2 mesh.etp=2"
+PAPER = "batch=256 capacity=1 mesh.tp=2"
+
+
+def of(kind: str, card: str, gpus: int, file: str, *rows: tuple[Any, ...]) -> list[Row]:
+    """Rows of one bench config: what, tokens/s of a GPU, words, and routing where it is not natural."""
+    return [Row(what, card, gpus, rate, kind, file, words, *routing) for what, rate, words, *routing in rows]
+
+
+def small(kind: str, card: str, what: str, rate: float, spec: DenseSpec | MoESpec, micro_batch: int = 32) -> Row:
+    return Row(f"SmolLM2-135M, {what}", card, 1, rate, kind, spec=spec, micro_batch=micro_batch)
+
+
+ROWS = [
+    *of(
+        "calibration", "h100", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks", 240500, "compile=true"),
+        ("the same, balanced", 249500, "compile=true", IN_TURN),
+    ),
+    small("calibration", "h100", "dense", 65536 / 0.252, SMOL),
+    small("calibration", "h100", "8 x 4 slices", 65536 / 0.616, SLICES),
+    *of("calibration", "h200", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks", 253000, "compile=true")),
+    small("calibration", "h200", "8 x 4 slices", 195000, SLICES),
+    *of(
+        "calibration", "h200", 2, QWEN,
+        ("Qwen3-30B-A3B, 12 layers, ep 2", 48379, "layers=12 mesh.ep=2 batch=16 micro_batch=4"),
+    ),
+    *of("check", "h100", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 108200, "compile=true")),
+    *of("check", "h200", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 109700, "compile=true")),
+    *of("check", "h200", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks, balanced", 265500, "compile=true", IN_TURN)),
+    small("check", "h100", "8 x 4 slices, one micro-batch", 180000, SLICES, 64),
+    small("check", "h200", "dense", 361000, SMOL),
+    small("check", "h200", "8 copies, top-2", 185000, COPIES),
+    *of(
+        "check", "h200", 4, QWEN,
+        ("Qwen3-30B-A3B, hybridep, recompute experts", 13349, SIXTEEN + HYBRID),
+        ("the same, balanced", 14670, SIXTEEN + HYBRID, IN_TURN),
+        ("the same, natural, slower host", 12475, SIXTEEN + HYBRID),
+        ("the same, deepep, slower host", 10835, SIXTEEN + " mesh.dispatcher=deepep"),
+        ("the same, alltoall, slower host", 10606, SIXTEEN),
+        ("hybridep, recompute full", 12409, SIXTEEN + HYBRID + " recompute=full"),
+        ("the same, two of 2, an earlier state", 10173, SIXTEEN + HYBRID + " recompute=full micro_batch=2"),
+    ),
+    *of(
+        "check", "h200", 4, LLAMA,
+        ("Llama-3-8B E8T2, 32 layers, hybridep", 4893, ALL_32 + HYBRID),
+        ("the same, capacity 1", 4885, ALL_32 + HYBRID + " capacity=1"),
+        ("the same, padded, alltoall", 4989, ALL_32 + " capacity=1 pad=true"),
+        ("12 layers, hybridep", 14250, TWELVE),
+        ("the same, capacity 1", 14716, TWELVE + " capacity=1"),
+    ),
+    *of(
+        "check", "h200", 4, MIXTRAL,
+        ("Mixtral-8x22B, 3 layers, capacity 1, folded, hybridep", 30950, f"layers=3 {FOLDED} capacity=1" + HYBRID),
+        ("folded, alltoall", 29850, f"layers=3 {FOLDED} capacity=1"),
+        ("coupled, alltoall", 28100, f"layers=3 {COUPLED} capacity=1"),
+        ("dropless, folded, hybridep", 29700, f"layers=3 {FOLDED}" + HYBRID),
+        ("dropless, folded, alltoall", 28400, f"layers=3 {FOLDED}"),
+        ("dropless, coupled, alltoall", 27900, f"layers=3 {COUPLED}"),
+    ),
+    *of(
+        "check", "h200", 4, QWEN2,
+        ("Qwen2-57B, 7 layers, dropless, folded, hybridep", 15725, FOLDED + HYBRID),
+        ("capacity 1, folded, hybridep, a host that made the device wait", 12525, FOLDED + HYBRID + " capacity=1"),
+        ("the same, coupled, alltoall", 11625, COUPLED + " capacity=1"),
+    ),
+    *of(
+        "elsewhere", "h100", 8, QWEN,
+        (
+            "NeMo Automodel, Qwen3-30B-A3B, balanced", 12040,
+            "mesh.ep=8 mesh.dispatcher=deepep batch=512 micro_batch=4 recompute=full moments=bfloat16", IN_TURN,
+        ),
+    ),
+    *of(
+        "elsewhere", "h100", 128, MIXTRAL,
+        ("Megatron, Mixtral-8x22B, folded", 2014, f"{PAPER} mesh.ep=8 mesh.pp=8"),
+        ("Megatron, Mixtral-8x22B, coupled", 1891, f"{PAPER} mesh.ep=4 mesh.etp=2 mesh.pp=8"),
+    ),
+    *of(
+        "elsewhere", "h100", 64, QWEN2,
+        ("Megatron, Qwen2-57B, folded", 4559, f"{PAPER} mesh.ep=4 mesh.pp=4 layers=28"),
+        ("Megatron, Qwen2-57B, coupled", 4126, f"{PAPER} mesh.ep=4 mesh.etp=2 mesh.pp=4 layers=28"),
+    ),
+    *of(
+        "elsewhere", "h100", 128, LLAMA,
+        (
+            "Megatron, Llama-3-8B E8T2", 5043,
+            "mesh.ep=8 mesh.cp=2 mesh.pp=4 batch=512 micro_batch=1 capacity=1 mesh.schedule=interleaved",
+        ),
+    ),
+]  # fmt: skip
+# Rows of machines whose host was slower than the one of the hardware file: the model has no such machine
+MISSED = {
+    "the same, deepep, slower host", "capacity 1, folded, hybridep, a host that made the device wait",
+    "the same, coupled, alltoall",
+}  # fmt: skip
+WITHIN = {"calibration": 0.10, "check": 0.15}
+HEAD = ("measured on", "tokens/s of a GPU", "predicted", "error", "used for")
+
+
+def predicted(row: Row) -> tuple[float, Seconds]:
+    """(tokens/s of a GPU, the step)"""
+    card = hardware.read(row.card)
+    if row.spec is not None:
+        config = TrainConfig(
+            model=ModelConfig(source="x"), data=DataConfig(sequence=1024), batch=64, micro_batch=row.micro_batch
+        )
+        found = step(row.spec, config, row.gpus, card, row.routing)
+        return 65536 / found.total, found
+    asked = read(bench.BenchConfig, row.file, row.words.split(), bench.READY)
+    spec = bench.spec_of(asked)
+    mesh = asked.mesh
+    micro = asked.micro_batch or asked.batch // (row.gpus // (mesh.tp * mesh.cp * mesh.pp))
+    found = step(spec, bench.as_training(asked, micro), row.gpus, card, row.routing, blocks=asked.stack)
+    return asked.batch * asked.sequence / found.total / row.gpus, found
+
+
+def error(row: Row) -> float:
+    return predicted(row)[0] / row.measured - 1
+
+
+def shown() -> str:
+    """The page's table."""
+    lines = ["| step | GPUs | tokens/s of a GPU | predicted | error | |", "|---|---|---|---|---|---|"]
+    for row in ROWS:
+        rate = predicted(row)[0]
+        words = f"**{row.use}**" if row.use == "calibration" else "missed" if row.what in MISSED else row.use
+        lines.append(
+            f"| {row.what} | {row.gpus} {row.card.upper()} | {row.measured:,.0f} | {rate:,.0f} | "
+            f"{rate / row.measured - 1:+.1%} | {words} |"
+        )
+    return "\n".join(lines)
+
+
+def on_page(page: str) -> str:
+    return page[page.index("| step |") : page.index("\n\n", page.index("| step |"))]
+
+
+def test_rows_that_were_measured_are_predicted() -> None:
+    """Within 10 % what it was calibrated on, within 15 % what it was not; what misses is named, and does miss."""
+    for row in ROWS:
+        if row.use in WITHIN:
+            assert (abs(error(row)) <= WITHIN[row.use]) == (row.what not in MISSED), (row.what, error(row))
+
+
+def test_the_page_has_these_rows() -> None:
+    assert on_page(PAGE.read_text()) == shown(), "python -m tests.unit.training.test_seconds writes it anew"
+
+
+def test_the_order_of_what_was_measured_in_turn() -> None:
+    rows = {(row.file, row.words, row.routing.in_turn): row for row in ROWS}
+
+    def rate(file: str, words: str, in_turn: bool = False) -> float:
+        return predicted(rows[file, words, in_turn])[0]
+
+    for more in (" capacity=1", ""):
+        order = (f"layers=3 {FOLDED}{more}{HYBRID}", f"layers=3 {FOLDED}{more}", f"layers=3 {COUPLED}{more}")
+        rates = [rate(MIXTRAL, words) for words in order]
+        assert rates == sorted(rates, reverse=True), more
+    dispatchers = [rate(QWEN, SIXTEEN + word) for word in (HYBRID, " mesh.dispatcher=deepep", "")]
+    assert dispatchers == sorted(dispatchers, reverse=True)
+    assert rate(QWEN, SIXTEEN + HYBRID, True) > rate(QWEN, SIXTEEN + HYBRID)
+    again = [rate(QWEN, SIXTEEN + HYBRID + more) for more in ("", " recompute=full", " recompute=full micro_batch=2")]
+    assert again == sorted(again, reverse=True)
+    assert rate(LLAMA, TWELVE + " capacity=1") > rate(LLAMA, TWELVE)
+    assert rate(QWEN2, FOLDED + HYBRID + " capacity=1") > rate(QWEN2, COUPLED + " capacity=1")
+
+
+def test_what_folding_wins() -> None:
+    """1.065 and 1.105 were published, 1.062 and 1.018 measured here over alltoall: within 0.03. Not so 1.101 and 1.079,
+    of which one had two dispatchers and the other a host that made the device wait."""
+    by_name = {row.what: predicted(row)[0] for row in ROWS}
+
+    def ratio(what: str) -> float:
+        return by_name[f"{what}folded"] / by_name[f"{what}coupled"]
+
+    assert abs(ratio("Megatron, Mixtral-8x22B, ") - 1.065) <= 0.03
+    assert abs(ratio("Megatron, Qwen2-57B, ") - 1.105) <= 0.03
+    assert abs(by_name["folded, alltoall"] / by_name["coupled, alltoall"] - 1.062) <= 0.03
+    assert abs(by_name["dropless, folded, alltoall"] / by_name["dropless, coupled, alltoall"] - 1.018) <= 0.03
+
+
+# A card of round numbers, whose every rate is 1 TFLOP/s, and wires without latency
+ROUND = Hardware(
+    name="round", memory=80, node=2, peak=1, bandwidth=1e6, products=((1, 1, 1, 1, 1, 1, 1), (2, 1, 1, 1, 1, 1, 1)),
+    attention=((64, 64, 1, 1),), link=Link(0, 100), network=Link(0, 10), rows={"alltoall": (100, 0)}, host=(0, 0),
+)  # fmt: skip
+PLAIN = TrainConfig(
+    model=ModelConfig(source="x", compile=True), data=DataConfig(sequence=64), batch=8, micro_batch=1,
+    mesh=MeshConfig(reshard=False),
+)  # fmt: skip
+D = DenseSpec(
+    family="llama", layers=2, hidden=256, ffn=512, heads=4, kv_heads=4, head_dim=64, vocab=1024, context=64
+)  # fmt: skip
+M = MoESpec(D, layers=(0, 1), widths=(512,) * 8, top_k=2, copies=8)
+
+
+def of_round(spec: DenseSpec | MoESpec, world: int = 1, routing: Routing = EVEN, **mesh: Any) -> Seconds:
+    return step(spec, replace(PLAIN, mesh=replace(PLAIN.mesh, **mesh)), world, ROUND, routing)
+
+
+def test_a_dense_step_by_hand() -> None:
+    """FLOPs of the half-square convention at a rate of one, with the clock's share."""
+    found = of_round(D)
+    tokens = 8 * 64
+    weights = 2 * (4 * 256 * 256 + 3 * 256 * 512) + 1024 * 256
+    assert found.products == pytest.approx(CLOCK * 6 * weights * tokens / 1e12)
+    assert found.attention == pytest.approx(CLOCK * 6 * 2 * 256 * 32 * 2 * tokens / 1e12)
+    assert found.experts == found.rows == found.tensor == found.gathers == found.bubble == found.host == 0
+    # weights, moments and gradients in float32, read, and all but the gradients written; norms are weights too
+    assert found.optimizer == pytest.approx(4 * (2 * 3 + 2) * (weights + 1024 * 256 + 2 * 2 * 256) / 1e15, rel=0.01)
+    assert found.total == pytest.approx(sum(vars(found).values()))
+    eager = step(D, replace(PLAIN, model=ModelConfig(source="x")), 1, ROUND)
+    passes = 2 * (2 * NORM * 256 + ROTATION * (4 + 4) * 64) * tokens * 2 / 1e15
+    assert eager.memory - found.memory == pytest.approx((EAGER - 1) * passes) and passes > 0
+    full = step(D, replace(PLAIN, model=replace(PLAIN.model, recompute="full")), 1, ROUND)
+    head = CLOCK * 6 * 1024 * 256 * tokens / 1e12
+    assert full.products - head == pytest.approx((found.products - head) * 4 / 3)
+
+
+def test_a_moe_step_by_hand() -> None:
+    alone, two, four = (of_round(M, world, ep=world) for world in (1, 2, 4))
+    tokens, expert = 8 * 64, 3 * 256 * 512
+    assert alone.experts == pytest.approx(CLOCK * 6 * expert * 2 * tokens * 2 / 1e12)
+    assert alone.experts == pytest.approx(2 * two.experts), "each rank has half of the tokens, and so of the rows"
+    # what leaves a rank: half of the choices, twice out and twice home, two layers, four micro-batches
+    sorting = 2 * 4 * 4 * 64 * (1 + 2 + 2 * 2) * 512 / 1e15
+    assert two.rows - sorting == pytest.approx(2 * 4 * 4 * 64 * 2 / 2 * 512 / 100e9)
+    # four are two nodes: half of the choices cross at a tenth of the rate
+    assert four.rows - sorting / 2 == pytest.approx(2 * 4 * 2 * 64 * 2 / 2 * 512 / 10e9)
+    uneven = of_round(M, 2, Routing(0.2), ep=2)
+    each = 64 * 2 / 4 * (1 + 0.2 / 2 * NormalDist().inv_cdf(1.625 / 2.25))
+    assert uneven.experts / two.experts == pytest.approx((each + PARTIAL) / each * each / 32)
+    capped = Clock(M, replace(PLAIN, balance=BalanceConfig(capacity_factor=1.0)), 2, ROUND, Routing(0.2), False)
+    assert capped.load(M) == (
+        pytest.approx(1 - 0.2 / math.sqrt(2 * math.pi)),
+        pytest.approx(1 - 0.2 / math.sqrt(2 * math.pi)),
+    )
+
+
+def test_a_token_crosses_to_a_node_once() -> None:
+    """By a dispatcher that copies for no two experts of a node; alltoall sends a row for each choice."""
+    card = replace(ROUND, rows={"alltoall": (100, 0), "hybridep": (100, 10)})
+
+    def wires(dispatcher: str, world: int) -> float:
+        config = replace(PLAIN, mesh=MeshConfig(ep=world, dispatcher=dispatcher))
+        return Clock(M, config, world, card, Routing(0.0), False).wires(M, 1.0, 512)
+
+    assert distinct(8, 2, 2) == pytest.approx(2 * (1 - 6 / 28))
+    assert wires("hybridep", 4) == pytest.approx(64 * distinct(8, 2, 2) / 2 * 512 / 10e9)
+    assert wires("alltoall", 4) == pytest.approx(64 * 2 / 2 * 512 / 10e9)
+    # inside a node every rank is a place, and a row costs its nanoseconds too
+    assert wires("hybridep", 2) == pytest.approx(64 * distinct(8, 2, 2) / 2 * (512 / 100 + 10) / 1e9)
+
+
+def test_weights_that_stay_are_gathered_under_one_micro_batch() -> None:
+    """However many a step has; freed ones hide under all, and are gathered for each."""
+    card = replace(ROUND, node=8, link=Link(0, 1e-3))
+    few, many = (step(D, replace(PLAIN, batch=batch), 4, card).gathers for batch in (8, 64))
+    assert few == pytest.approx(many)
+    freed = replace(PLAIN, mesh=MeshConfig(reshard=True))
+    first, second = (step(D, replace(freed, batch=batch), 4, card).gathers for batch in (8, 16))
+    assert second > 1.9 * first
+
+
+def test_gathers_hide_under_computation_and_pipelines_idle() -> None:
+    slow = replace(ROUND, network=Link(0, 1e-3))
+    hidden = step(D, PLAIN, 4, replace(ROUND, link=Link(0, 1e9), network=Link(0, 1e9)))
+    assert 0 < hidden.gathers < 1e-6 < step(D, PLAIN, 4, slow).gathers
+    latency = replace(slow, network=Link(1e6, 10), link=Link(0, 1e9))
+    assert step(D, PLAIN, 8, latency).gathers > 2 * step(D, PLAIN, 4, latency).gathers, (
+        "a ring has as many hops as nodes"
+    )
+    piped = step(D, replace(PLAIN, mesh=MeshConfig(pp=2)), 2, replace(ROUND, link=Link(0, 1e9)))
+    assert piped.bubble == pytest.approx((piped.total - piped.bubble - piped.optimizer) / 8, rel=0.02), "one of eight"
+
+
+def test_groups_that_do_not_fill_their_nodes() -> None:
+    card = replace(ROUND, node=8)
+    clock = Clock(D, PLAIN, 16, card, EVEN, False)
+    assert [clock.placed(size, stride) for size, stride in ((8, 1), (12, 1), (4, 2), (8, 2), (4, 8), (2, 16))] == [
+        (8, 1), (8, 2), (4, 1), (4, 2), (1, 4), (1, 2),
+    ]  # fmt: skip
+    # across two nodes a gather has four cards' network, and in one none of it
+    assert clock.collective(8, 2, 8e9) == pytest.approx(max(8 * 7 / 8 / 100, 8 / 2 / 4 / 10))
+    assert clock.collective(8, 1, 8e9) == pytest.approx(8 * 7 / 8 / 100)
+
+
+def test_a_slow_host() -> None:
+    """The sum of fourth powers: never below either, and near the larger."""
+    fast, card = of_round(D).total, replace(ROUND, host=(1e3, 2e3))
+    waits = step(D, replace(PLAIN, model=ModelConfig(source="x")), 1, card)
+    assert waits.total == pytest.approx(2 * 8, rel=0.01) and waits.host > 0.99 * (16 - fast)
+    assert step(M, PLAIN, 1, card).total == pytest.approx(2 * 8 * 2 * COMPILED, rel=0.01)
+
+
+def test_copies_of_a_token() -> None:
+    """The facts' 5.34, 3.63 and 1.99 ranks of a token at 8 of 128; one expert is in one place."""
+    assert [round(distinct(128, 8, ranks), 2) for ranks in (8, 4, 2, 1)] == [5.34, 3.63, 1.99, 1.0]
+    assert distinct(8, 1, 8) == pytest.approx(1)
+
+
+# ---- hardware files
+
+
+@pytest.mark.parametrize("path", sorted(hardware.READY.glob("*.yaml")), ids=lambda path: path.stem)
+def test_ready_hardware_says_what_is_a_data_sheets(path: Path) -> None:
+    card = hardware.read(path.stem)
+    assert path.read_text().startswith(f"# {card.name}") and card.sheet and card.source
+    for row in card.products:
+        near = hardware.rates(card, 0 if row[0] == 1 else row[0], *row[1:4])
+        assert near == pytest.approx(row[4:], rel=0.12), "what was measured is what is used"
+        assert max(near) < card.peak
+    few = hardware.rates(card, 0, 1, 4096, 4096)[0]
+    assert few < 2 * card.bandwidth / 1e3, "one row is as fast as its weight is read"
+
+
+def test_hardware_that_is_wrong_is_one_sentence(tmp_path: Path) -> None:
+    good = (hardware.READY / "h200.yaml").read_text()
+    for old, new, says in (
+        ("memory: 141", "memory: 0", "above 0"),
+        ("host: [1.8, 5.1]", "host: [1.8]", "a list of 2"),
+        ("sheet: [memory", "sheet: [colour", "'colour'"),
+        ("link: {latency: 3, rate: 350}", "", "link"),
+        ("rows: {alltoall", "rows: {others", "no alltoall"),
+        ("[128, 4096, 607, 422]", "[128, 4096, 0, 422]", "numbers above 0"),
+    ):
+        (tmp_path / "mine.yaml").write_text(good.replace(old, new))
+        with pytest.raises(ValueError, match=re.escape(says)):
+            hardware.read(str(tmp_path / "mine.yaml"))
+    with pytest.raises(ValueError, match="h100"):
+        hardware.read("h300")
+
+
+def test_a_machines_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "LAYERS", (1, 2))
+    file = tmp_path / "mine.yaml"
+    assert plan(["measure", f"output={file}", "device=cpu"]) == 0
+    card, like = hardware.read(str(file)), hardware.read("h200")
+    assert card.name == "cpu" and set(card.sheet) == {"memory", "node", "network", "link", "rows"}
+    assert card.link == like.link and [row[:4] for row in card.products] == list(measure.SMALL[0])
+    assert all(0 < number < 10 for row in card.products for number in row[4:]) and min(card.host) > 0
+    assert card.bandwidth > 0.1 and "hardware=" in capsys.readouterr().out
+    assert plan(["measure", f"output={file}"]) == 2 and "exists already" in capsys.readouterr().err
+
+
+def main() -> None:
+    page = PAGE.read_text()
+    PAGE.write_text(page.replace(on_page(page), shown()))
+    for row in ROWS:
+        parts = " ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in vars(predicted(row)[1]).items())
+        print(f"{row.what:64} {row.card} {row.gpus:4} {error(row):+7.1%}  {parts}")
+
+
+if __name__ == "__main__":
+    main()

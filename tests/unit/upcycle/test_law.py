@@ -1,0 +1,92 @@
+"""The published law of upcycling, and that it never leaves its range without a word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from upcycle.law import Case, advice, dense, outside, overtaken, scratch, second, short, upcycled
+
+WITHIN = Case(parameters=1e9, first=74e9, more=10e9, copies=8, top_k=2, cost=1.8)
+
+
+def test_where_from_scratch_overtakes() -> None:
+    """Computed from the table's numbers elsewhere: 38 B, 190 B and 0.4 T; at 2 T of a 1 B model never."""
+    found = {(n, d): overtaken(n, d) for n, d in ((1e9, 74e9), (1e9, 300e9), (7e9, 2e12))}
+    assert found[1e9, 74e9] == pytest.approx(38e9, rel=0.03)
+    assert found[1e9, 300e9] == pytest.approx(190e9, rel=0.03)
+    assert found[7e9, 2e12] == pytest.approx(0.4e12, rel=0.1)
+    assert overtaken(1e9, 2e12) is None
+    crossing = found[1e9, 74e9]
+    assert crossing is not None
+    assert upcycled(1e9, 74e9, crossing) == pytest.approx(scratch(1e9, crossing))
+    assert upcycled(1e9, 74e9, crossing / 2) < scratch(1e9, crossing / 2)
+    assert upcycled(1e9, 74e9, crossing * 2) > scratch(1e9, crossing * 2)
+
+
+def test_losses_by_hand() -> None:
+    assert dense(1e9, 1e12) == pytest.approx(8.83 * 10**-1.056 + 12.3 * 10**-1.044 + 0.165)
+    assert scratch(1e9, 1e12) == pytest.approx(32 * 10**-1.932 + 7.05 * 10**-0.72 + 0.165)
+    assert second(1e12) == pytest.approx(0.085 - 7.98e-4 * 27.631, rel=1e-4)
+    assert upcycled(1e9, 1e12, 1e11) == pytest.approx(
+        16.3 * 10**-0.516 * 10 ** (-11 * second(1e12)) + 8.53 * 10**-1.008 + 0.165
+    )
+
+
+def test_the_table_has_these_losses() -> None:
+    """At 1.8 times the FLOPs of a dense token, the dense model gets 1.8 times the tokens for as many."""
+    said = {line[2:24].strip(): float(line[24:31]) for line in advice(WITHIN).splitlines()[1:5]}
+    assert said == {
+        "dense, same tokens": pytest.approx(dense(1e9, 84e9), abs=6e-4),
+        "dense, same FLOPs": pytest.approx(dense(1e9, 92e9), abs=6e-4),
+        "8 copies, top-2": pytest.approx(upcycled(1e9, 74e9, 10e9), abs=6e-4),
+        "MoE from scratch": pytest.approx(scratch(1e9, 10e9), abs=6e-4),
+    }
+    assert said["dense, same FLOPs"] < said["dense, same tokens"] - 2e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"parameters": 8e9}, "8 B parameters"),
+        ({"first": 15e12}, "15 T tokens before"),
+        ({"more": 26e6}, "26 M tokens more"),
+        ({"copies": 16}, "16 copies"),
+        ({"top_k": 1}, "top-1"),
+    ],
+)
+def test_what_is_extrapolated_says_so_on_every_line(change: dict[str, float], says: str) -> None:
+    assert outside(WITHIN) == [] and "extrapolated" not in advice(WITHIN)
+    case = replace(WITHIN, **change)  # type: ignore[arg-type]
+    text = advice(case)
+    assert len(outside(case)) == 1 and says in outside(case)[0] and f"! extrapolated: {outside(case)[0]}" in text
+    losses = [line for line in text.splitlines() if "." in line[20:34] and not line.startswith(("!", "Expected"))]
+    assert len(losses) == 4 and all(line.endswith("  extrapolated") for line in losses)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"more": 100e9}, "train one"),
+        ({"more": 30e9}, "not far from here"),
+        ({"first": 2e12}, "500 to 600 B"),
+        ({"first": 2e12}, "2,000 tokens a parameter"),
+        ({"method": "drop"}, "500 B tokens (arXiv 2502.19261)"),
+        ({"granularity": 4}, "router.choice=each-slice"),
+    ],
+)
+def test_each_warning_has_its_case_and_its_source(change: dict[str, object], says: str) -> None:
+    assert says not in advice(WITHIN)
+    line = next(line for line in advice(replace(WITHIN, **change)).splitlines() if says in line)  # type: ignore[arg-type]
+    assert line.startswith("! ") and ("arXiv" in line or "docs/" in line)
+
+
+def test_warnings_that_do_not_apply() -> None:
+    assert "! " not in advice(WITHIN)
+    assert "each-slice" not in advice(replace(WITHIN, granularity=4, choice="each-slice"))
+    assert "drop" not in advice(replace(WITHIN, method="drop", more=600e9, parameters=7e9))
+
+
+def test_short_numbers() -> None:
+    assert [short(n) for n in (15e12, 7.4e10, 26.2e6, 512.0)] == ["15 T", "74 B", "26.2 M", "512"]

@@ -1,0 +1,403 @@
+"""How long will a step take? A sum over what a rank does, for any mapping, of the rates in a file of configs/hardware.
+
+What is summed, of the slowest rank:
+
+    products    projections, dense FFNs and the head, by the shape of each: forward, gradients of input and weight
+    experts     grouped products, of the fullest rank, at uneven counts
+    attention   by half of the causal square (of the window)
+    memory      what passes over the data cost: norms, rotation, activations, routers, the loss, casts, sums
+    rows        to the experts and home, sorting included; this trainer hides nothing of it
+    tensor      what tp and cp move within a layer
+    gathers     FSDP's gathers and sums, as far as they are longer than the computation that they are hidden under
+    bubble      a pipeline's idle time, and what its stages send
+    optimizer   weights, moments and gradients, read and written once
+    host        what is left waiting where the host launches more slowly than the device computes
+
+Recomputation is in the part that it repeats. Constants of the model stand below with where they are from; all else is
+counted, or a rate of the hardware file. docs/planning.md holds it to what was measured.
+Frozen parameters, adapters, teachers, Muon's products, documents and FP8 are not in it: they count as plain training.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from statistics import NormalDist
+
+from training.config import TrainConfig
+from training.hardware import Hardware, Link, attention_rates, rates
+from training.parallel.mesh import grids
+from training.parallel.pipeline import cut, stages
+from upcycle.size import mean_context
+from upcycle.spec import BYTES, DenseSpec, MoESpec
+
+# Rows of an expert that its last tiles have room for and it has not: half of a pair of 128. Of 1,024 rows that leaves
+# 0.89 of the rate at even counts: four layers balanced were 2.4 ms of 26.2 faster on an H100, and 3 of 25 on an H200
+PARTIAL = 128
+# Kernels of a profile took 64.7 ms where a step takes 67.5: the card lowers its clock under load
+CLOCK = 1.04
+EAGER = 2  # passes of norms and rotation without model.compile: SmolLM2's norms reached a third of the memory's rate
+# Standard deviation of an expert's rows, of their mean. Random routers on random tokens, as the bench has: a capacity
+# of 1 won 3.3 to 4.2 % of a step. In training the fullest of 8 to 32 had 1.2 to 1.43 times the mean (docs/study.md).
+RANDOM, TRAINED = 0.05, 0.2
+# A host and a device that are nearly equally fast wait for each other by turns: the sum of fourth powers, by SmolLM2's
+# dense step on an H100, 252 ms where the device was busy for 200
+TURNS = 4
+COMPILED = 0.5  # of a layer's host time with model.compile; an estimate
+WAIT = 0.05  # of a MoE layer's host time is launched anew after each dispatch that the host waits for: 25 ms in 24
+# Passes over data in elements, forward and backward: a norm with its residual addition, rotation and head norm, an
+# activation (9 with what is made again), and over logits the products, the loss and its gradient
+NORM, ROTATION, ACTIVATION, LOGITS = 8, 5, 9, 5
+ROUTER = 12  # of float32 logits: scores, choice, statistics, losses
+BUBBLES = {
+    "gpipe": 1.0,
+    "1f1b": 1.0,
+    "interleaved": 0.5,
+    "zero_bubble": 1 / 3,
+    "zbv": 1 / 6,
+}  # of (pp - 1) micro-batches
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one step, by what takes them."""
+
+    products: float = 0.0
+    experts: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    rows: float = 0.0
+    tensor: float = 0.0
+    gathers: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values(), 0.0)
+
+
+Parts = defaultdict[str, float]  # seconds by the names of Seconds; and of what happens once a step
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How evenly tokens go to experts."""
+
+    spread: float = TRAINED  # see RANDOM
+    in_turn: bool = False  # all experts equally many rows, a token's experts neighbours: the bench's routing=balanced
+
+
+def step(
+    spec: DenseSpec | MoESpec,
+    config: TrainConfig,
+    world: int,
+    card: Hardware,
+    routing: Routing | None = None,
+    *,
+    blocks: bool = False,
+    ranges: Sequence[range] | None = None,
+) -> Seconds:
+    """Of a step of `config` on `world` GPUs. `blocks`: no head and no optimiser, as a bench's stack of layers.
+    `ranges`: the layers of each stage, where they are known."""
+    mesh, layers = config.mesh, (spec.dense if isinstance(spec, MoESpec) else spec).layers
+    if ranges is None:
+        ranges = [range(layers)] if mesh.pp == 1 else cut(spec, mesh.pp, mesh.schedule)
+    return Clock(spec, config, world, card, routing or Routing(), blocks).step(ranges)
+
+
+class Clock:
+    def __init__(
+        self, spec: DenseSpec | MoESpec, config: TrainConfig, world: int, card: Hardware, routing: Routing, blocks: bool
+    ) -> None:
+        self.config, self.card, self.routing, self.blocks, self.mesh = config, card, routing, blocks, config.mesh
+        self.moe = spec if isinstance(spec, MoESpec) else None
+        self.dense = spec.dense if isinstance(spec, MoESpec) else spec
+        self.world, self.mode = world, config.model.recompute
+        attention, experts = grids(self.mesh, world)
+        self.sizes = attention | experts
+        self.narrow = BYTES[config.model.compute]
+        self.tokens = config.micro_batch * config.data.sequence / (self.mesh.cp * self.mesh.tp)  # a rank's own
+        data = self.sizes["dp_shard"] * self.mesh.dp_replicate
+        self.count = max(1, config.batch // (config.micro_batch * data))
+
+    def step(self, ranges: Sequence[range]) -> Seconds:
+        mesh, d = self.mesh, self.dense
+        routed = sorted(self.moe.layers) if self.moe else []
+        layer = {moe: self.layer(moe) for moe in (False, True) if (len(routed) if moe else d.layers - len(routed))}
+        places = set()  # many of a pipeline are alike
+        for numbers in [[0]] if mesh.pp == 1 else stages(mesh.pp, mesh.schedule):
+            parts = [ranges[number] for number in numbers]
+            moe = sum(bisect_left(routed, part.stop) - bisect_left(routed, part.start) for part in parts)
+            first, last = any(part.start == 0 for part in parts), any(part.stop == d.layers for part in parts)
+            places.add((sum(map(len, parts)) - moe, moe, len(parts), first, last))
+        worst = max((self.rank(layer, *place) for place in sorted(places)), key=lambda each: sum(each.values()))
+        return Seconds(**{field.name: worst[field.name] for field in fields(Seconds)})
+
+    def rank(self, layer: dict[bool, Parts], dense: int, moe: int, chunks: int, first: bool, last: bool) -> Parts:
+        """A step of one place in the pipeline, with so many dense and MoE layers in so many stages."""
+        total: Parts = defaultdict(float)
+        for routed, often in ((False, dense), (True, moe)):
+            for name, seconds in layer[routed].items() if often else ():
+                total[name] += seconds * often * self.count
+        for name, seconds in self.ends(first, last and not self.blocks).items():
+            total[name] += seconds * self.count
+        once = self.once(dense, moe, first or last)
+        compute = sum(total.values())
+        micro = compute / self.count
+        hidden = micro if self.weights_once else compute
+        total["gathers"] += max(0.0, once["gathers"] - hidden) + once["exposed"]
+        total["memory"] += 0 if self.blocks else once["memory"]
+        if self.mesh.pp > 1:
+            total["bubble"] = (self.mesh.pp - 1) * BUBBLES[self.mesh.schedule] * micro + self.sent(chunks)
+        eager = (self.card.host[0] * dense + self.card.host[1] * moe) / 1e3 * self.count
+        host = eager * (COMPILED if self.config.model.compile else 1)
+        total["host"] = (compute**TURNS + host**TURNS) ** (1 / TURNS) - compute
+        total["optimizer"] = once["optimizer"]
+        return total
+
+    # ---- a layer, forward and backward of one micro-batch
+
+    def layer(self, routed: bool) -> Parts:
+        found = self.attending()
+        moe = self.moe if routed else None
+        width = moe.shared if moe else self.dense.ffn
+        for part in (self.ffn(width) if width else {}, self.experts(moe) if moe else {}):
+            for name, seconds in part.items():
+                found[name] += seconds
+        return found
+
+    def attending(self) -> Parts:
+        d, mesh, card = self.dense, self.mesh, self.card
+        again = self.mode in ("attention", "full")
+        seen = self.tokens * mesh.tp
+        heads, of_keys = d.heads / mesh.tp, d.kv_heads / mesh.tp
+        window = len(d.window_layers) / d.layers if d.window else 0
+        sequence = self.config.data.sequence
+        context = window * mean_context(sequence, d.window) + (1 - window) * mean_context(sequence, None)
+        forward, both = attention_rates(card, d.head_dim, 2 * context)
+        core = CLOCK * 4 * heads * d.head_dim * context * seen / 1e12
+        found: Parts = defaultdict(float)
+        found["products"] = self.product(0, seen, (heads + 2 * of_keys) * d.head_dim, d.hidden, again)
+        found["products"] += self.product(0, seen, d.hidden, heads * d.head_dim, again)
+        found["attention"] = 3 * core / both + core / forward * again
+        norms = 4 if d.block == "sandwich" else 2
+        passes = norms * NORM * (1.5 if again else 1) * d.hidden * self.tokens
+        passes += ROTATION * (heads + of_keys) * d.head_dim * seen
+        found["memory"] = self.passing(passes * self.narrow) * (1 if self.config.model.compile else EAGER)
+        if mesh.tp > 1:
+            found["tensor"] = (4 + 2 * again) * self.collective(mesh.tp, 1, seen * d.hidden * self.narrow)
+        if mesh.cp > 1:
+            found["tensor"] += self.around(seen, heads, of_keys, found["attention"])
+        return found
+
+    def around(self, seen: float, heads: float, of_keys: float, core: float) -> float:
+        """What context parallel moves: a ring's keys and values pass under its attention, ulysses' heads do not."""
+        mesh, width = self.mesh, self.dense.head_dim * self.narrow * seen
+        if mesh.context == "ulysses":
+            return 2 * self.exchange(mesh.cp, mesh.tp, 2 * (heads + of_keys) * width)
+        return max(0.0, 3 * self.collective(mesh.cp, mesh.tp, 2 * of_keys * width * mesh.cp) - core)
+
+    def ffn(self, width: float) -> Parts:
+        d, tp = self.dense, self.mesh.tp
+        again = self.mode == "full"
+        seen, up = self.tokens * tp, 2 if d.gated else 1
+        found: Parts = defaultdict(float)
+        found["products"] = self.product(0, seen, up * width / tp, d.hidden, again)
+        found["products"] += self.product(0, seen, d.hidden, width / tp, again)
+        found["memory"] = self.passing(ACTIVATION * seen * width / tp * self.narrow)
+        if tp > 1:
+            found["tensor"] = (4 + 2 * again) * self.collective(tp, 1, seen * d.hidden * self.narrow)
+        return found
+
+    def experts(self, moe: MoESpec) -> Parts:
+        d, mesh = self.dense, self.mesh
+        again = self.mode in ("experts", "full")
+        kept, fullest = self.load(moe)
+        local, width = moe.experts / mesh.ep, sum(moe.widths) / moe.experts / mesh.etp
+        rows = self.tokens * moe.top_k * mesh.etp  # in balance
+        each = rows * fullest / local
+        even = 1 if self.routing.in_turn else each / (each + PARTIAL)
+        up = 2 if d.gated else 1
+        found: Parts = defaultdict(float)
+        # of the two products only the first is made again
+        found["experts"] = self.product(local, each, up * width, d.hidden, again) / even
+        found["experts"] += self.product(local, each, d.hidden, width, False) / even
+        found["memory"] = self.passing(ACTIVATION * rows * kept * width * self.narrow)
+        found["memory"] += self.passing(ROUTER * self.tokens * moe.experts * 4)
+        found["products"] = 3 * self.product(0, self.tokens, moe.experts, d.hidden, False)  # float32 out of three
+        found["rows"] = (2 + again) * self.out(moe, kept) + 2 * self.home(moe, kept)
+        return found
+
+    def load(self, moe: MoESpec) -> tuple[float, float]:
+        """(the share of rows that a capacity keeps, the fullest rank's rows over the mean before it)"""
+        spread, room = self.routing.spread, self.config.balance.capacity_factor
+        if self.routing.in_turn or not spread:
+            return 1.0, 1.0
+        ranks, normal = self.mesh.ep, NormalDist()
+        highest = normal.inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0  # of so many normal numbers
+        kept = 1.0
+        if room:
+            z = (room - 1) / spread
+            kept = 1 - spread * (normal.pdf(z) - z * (1 - normal.cdf(z)))
+        fullest = kept * (1 + spread / math.sqrt(moe.experts / ranks) * highest)
+        return kept, min(fullest, room) if room else fullest
+
+    def out(self, moe: MoESpec, kept: float) -> float:
+        return self.home(moe, kept) + (0 if self.config.balance.pad_to_capacity or self.alone else self.waiting())
+
+    def home(self, moe: MoESpec, kept: float) -> float:
+        """Rows from tokens to experts or back: sorted where they leave and where they arrive, and on the wires."""
+        mesh, row = self.mesh, self.dense.hidden * self.narrow
+        rows = self.tokens * moe.top_k * kept
+        leave = self.passing((self.tokens + rows) * row)
+        if self.alone:
+            return leave
+        name = mesh.dispatcher
+        wires = self.wires(moe, kept, row)
+        if name == "hybridep":  # sorts in its own kernels
+            return wires
+        arrive = self.passing(2 * rows * mesh.etp * row)
+        if mesh.etp > 1:  # repeated for every peer, and summed up where they come back
+            arrive += self.passing((mesh.etp + 1) * rows * row)
+            arrive += self.exchange(mesh.etp, 1, rows * row * mesh.etp)
+        return leave + wires + arrive
+
+    def wires(self, moe: MoESpec, kept: float, row: float) -> float:
+        mesh, card = self.mesh, self.card
+        if mesh.ep == 1:
+            return 0.0
+        near, nodes = self.placed(mesh.ep, mesh.etp)
+        if self.routing.in_turn:
+            ranks = max(1.0, moe.top_k / (moe.experts / mesh.ep))
+            far = max(1.0, moe.top_k / (moe.experts / nodes))
+        else:
+            ranks, far = distinct(moe.experts, moe.top_k, mesh.ep), distinct(moe.experts, moe.top_k, nodes)
+        if mesh.dispatcher == "alltoall":  # a row for each choice
+            ranks = far = moe.top_k
+        rate, more = card.rows.get(mesh.dispatcher, card.rows["alltoall"])
+        beside = self.tokens * kept * ranks * (1 - 1 / near) * (row / rate + more) / 1e9
+        beyond = self.tokens * kept * far * (1 - 1 / nodes) * row / (card.network.rate * 1e9)
+        latency = ((near - 1) * card.link.latency + (nodes - 1) * card.network.latency) / 1e6
+        return max(beside, beyond) + latency
+
+    # ---- once a step, or a micro-batch
+
+    def ends(self, first: bool, last: bool) -> Parts:
+        d = self.dense
+        found: Parts = defaultdict(float)
+        if last:
+            found["products"] = self.product(0, self.tokens, d.vocab, d.hidden, False)
+            found["memory"] = self.passing(LOGITS * self.tokens * d.vocab * self.narrow)
+        if first:
+            found["memory"] += self.passing(2 * 4 * d.vocab * d.hidden)  # its gradient is made of zeros
+        return found
+
+    @property
+    def weights_once(self) -> bool:
+        return not self.mesh.reshard or self.mesh.pp > 1
+
+    def once(self, dense_layers: int, moe_layers: int, edge: bool) -> Parts:
+        """FSDP's part, casts, sums and the optimiser: of the parameters of a rank's layers, by kind."""
+        d, mesh, moe, size = self.dense, self.mesh, self.moe, self.sizes
+        layers = dense_layers + moe_layers
+        matrices = 3 if d.gated else 2
+        attention = d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads) / mesh.tp
+        shared = (moe.shared if moe else 0) * matrices * d.hidden / mesh.tp
+        dense = attention * layers + moe_layers * shared
+        dense += dense_layers * d.ffn * matrices * d.hidden / mesh.tp
+        routed = moe_layers * sum(moe.widths) / mesh.ep / mesh.etp * matrices * d.hidden if moe else 0
+        small = layers * 2 * d.hidden + moe_layers * d.hidden * (moe.experts if moe else 0)
+        ends = edge * d.vocab * d.hidden * (1 if d.tied or mesh.pp > 1 else 2)
+        over = size["dp_shard"] * mesh.cp
+        # (parameters, ranks of FSDP, stride, bytes that are gathered of each, units in each layer, ranks of copies)
+        kinds = [
+            (dense, over, mesh.tp, self.narrow, 1.5, mesh.dp_replicate),
+            (routed, size["edp_shard"], mesh.ep * mesh.etp, self.narrow, 1, size["edp_replicate"]),
+            (small, over * mesh.tp, 1, 4, 1, mesh.dp_replicate),
+            (0 if self.blocks else ends, over * mesh.tp, 1, self.narrow, 0, mesh.dp_replicate),
+        ]
+        times = 1 if self.weights_once else self.count  # sums a step; gathers are twice as many where weights are freed
+        gathers = 1 if self.weights_once else 2 * self.count
+        found: Parts = defaultdict(float)
+        shards = 0.0
+        for number, (parameters, ranks, stride, width, units, copies) in enumerate(kinds):
+            shard = parameters / ranks
+            shards += shard
+            held = parameters if self.weights_once else shard
+            found["memory"] += self.passing(10 * (self.count - 1) * held + 6 * shard * max(1, gathers * (ranks > 1)))
+            calls = units * layers + (units == 0)
+            gathered, summed = (
+                calls * self.collective(ranks, stride, parameters * each / calls) if ranks > 1 else 0.0
+                for each in (width, 4)
+            )
+            if copies > 1:  # a sum over copies is a scatter and a gather
+                summed += 2 * calls * self.collective(copies, ranks * stride, shard * 4 / calls)
+            seconds = gathers * gathered + times * summed
+            found["exposed" if number == 3 else "gathers"] += seconds
+        found["exposed"] += found["gathers"] / max(1, layers * gathers)  # the first layer's has nothing to hide under
+        if not self.blocks:
+            moments = {"adamw": 2, "muon": 1}[self.config.optim.name] * BYTES[self.config.optim.moments]
+            single = self.count == 1 and size["edp_shard"] == 1 and routed > shards / 2
+            gradients = self.narrow if single else 4
+            found["optimizer"] = self.passing(shards * (8 + 2 * moments + 2 * gradients))
+        return found
+
+    def sent(self, chunks: int) -> float:
+        """What a pipeline's stages send in a step, forward and back; they wait for it."""
+        stride = self.world // self.mesh.pp
+        link = self.wire(stride)
+        size = self.tokens * self.dense.hidden * self.narrow
+        return 2 * self.count * chunks * (size / (link.rate * 1e9) + link.latency / 1e6)
+
+    # ---- single costs
+
+    def product(self, groups: float, rows: float, out: float, inner: float, again: bool) -> float:
+        forward, to_input, to_weight = rates(self.card, round(groups), max(1, round(rows)), round(out), round(inner))
+        work = CLOCK * 2 * max(groups, 1) * rows * out * inner / 1e12
+        return work * ((1 + again) / forward + 1 / to_input + 1 / to_weight)
+
+    def passing(self, size: float) -> float:
+        return size / (self.card.bandwidth * 1e9)
+
+    def waiting(self) -> float:
+        return self.card.host[1] * WAIT / 1e3
+
+    @property
+    def alone(self) -> bool:
+        return self.mesh.ep * self.mesh.etp == 1
+
+    def wire(self, stride: int) -> Link:
+        return self.card.link if stride < self.card.node else self.card.network
+
+    def placed(self, size: int, stride: int) -> tuple[int, int]:
+        """(ranks of a group in one node, nodes); its neighbours are `stride` ranks apart."""
+        near = max(1, min(size, self.card.node // stride))
+        return near, -(-size // near)
+
+    def collective(self, size: int, stride: int, whole: float) -> float:
+        """A gather of `whole` bytes on every rank, or the sum that is its transpose: a ring through all nodes, which
+        has as many cards' network as the group has ranks in a node."""
+        card = self.card
+        near, nodes = self.placed(size, stride)
+        latency = ((near - 1) * card.link.latency + (nodes - 1) * card.network.latency) / 1e6
+        inside = whole * (1 - 1 / size) / (card.link.rate * 1e9) if near > 1 else 0.0
+        return latency + max(inside, whole * (1 - 1 / nodes) / (near * card.network.rate * 1e9))
+
+    def exchange(self, size: int, stride: int, own: float) -> float:
+        """An all-to-all of `own` bytes that each rank has."""
+        card = self.card
+        near, nodes = self.placed(size, stride)
+        latency = ((near - 1) * card.link.latency + (nodes - 1) * card.network.latency) / 1e6
+        inside = own * (near - 1) / size / (card.rows["alltoall"][0] * 1e9)
+        return latency + max(inside, own * (1 - 1 / nodes) / (card.network.rate * 1e9))
+
+
+def distinct(experts: int, k: int, places: int) -> float:
+    """How many of the `places` that the experts lie in a token's k random experts are in."""
+    away = experts - experts // places
+    return places * (1 - (math.comb(away, k) / math.comb(experts, k) if away >= k else 0.0))
