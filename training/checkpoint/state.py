@@ -25,7 +25,7 @@ import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -294,8 +294,8 @@ class Checkpoints:
     asynchronous: save returns when the state is copied to host memory; a thread writes it, and `failed` is true as soon
     as it could not. The next save waits for it: the first failure in a row is said, for that save tries again, and the
     second is raised. load and close raise any.
-    settings: of the run, by dotted key; a checkpoint holds them, and `load` compares (resume.py). allow: keys that may
-    differ although they are refused otherwise.
+    settings: of the run after a step, by dotted key; a checkpoint holds them, and `load` compares (resume.py). allow:
+    keys that may differ although they are refused otherwise.
     """
 
     def __init__(
@@ -305,11 +305,11 @@ class Checkpoints:
         keep: int = 3,
         keep_every: int = 0,
         asynchronous: bool = True,
-        settings: Mapping[str, Any] | None = None,
+        settings: Callable[[int], Mapping[str, Any]] = lambda step: {},
         allow: Sequence[str] = (),
     ) -> None:
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
-        self.asynchronous, self.settings, self.allow = asynchronous, settings or {}, allow
+        self.asynchronous, self.settings, self.allow = asynchronous, settings, allow
         distributed = dist.is_available() and dist.is_initialized()
         # a group of its own, on the processor: the thread's collectives must not meet those of a training step
         self.group = dist.new_group(backend="gloo") if distributed else None
@@ -343,7 +343,8 @@ class Checkpoints:
             return 0
         manifest = read_manifest(folder)
         if "settings" in manifest:  # older checkpoints hold a digest of them only
-            judge(folder, manifest["settings"], self.settings, self.allow, warn=self.rank == 0)
+            settings = self.settings(step_of(folder))
+            judge(folder, manifest["settings"], settings, self.allow, warn=self.rank == 0)
         reader = Reader(folder, manifest)
         saved: Any = reader.metadata.state_dict_metadata
         places: dict[str, Tensor] = {}
@@ -452,7 +453,7 @@ class Checkpoints:
     def write(self, step: int, live: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
         final = self.folder / f"step-{step:08d}"
         partial = final.with_name(final.name + ".partial")
-        facts = {"step": step, "settings": self.settings, "world": self.world, "torch": torch.__version__}
+        facts = {"step": step, "settings": self.settings(step), "world": self.world, "torch": torch.__version__}
         writer = Writer(partial, facts, lambda: self.commit(partial, final))
         try:
             with first_reason():
