@@ -37,6 +37,7 @@ from training.parallel.collectives import all_reduce, broadcast
 from training.parallel.mesh import ParallelMesh, check
 from training.parallel.pipeline import Pipeline, cut, stages
 from training.parallel.pipeline import check as check_schedule
+from training.parallel.placement import rule
 from training.parallel.shard import learns_anew, parallelize
 from training.teacher import Teacher, check_teacher, made
 from upcycle import disk
@@ -235,7 +236,7 @@ def begin(run: Run) -> None:
     if run.config.model.random:
         layout.initialise(run.model, run.config.seed)
     else:
-        layout.load(run.model, run.origin)
+        layout.load(run.model, run.origin, exact=run.config.model.frozen != "bfloat16")
     layout.begin_adapters(run.model, run.config.seed)
 
 
@@ -354,7 +355,22 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
         part = Decoder(origin.spec, part=layers, experts=model.experts, compute=getattr(torch, model.compute))
         attach(part, config.lora)
     freeze(part, *(stage.config.optim for stage in stages_of(config)))
+    hold(part, held_in(model, origin.spec))
     return room(part, model, mesh, device)
+
+
+def held_in(model: ModelConfig, spec: DenseSpec | MoESpec) -> torch.dtype:
+    """The dtype of the weights that never learn."""
+    narrow = model.frozen or (spec.dtype if model.compute == "bfloat16" else "")
+    return torch.bfloat16 if narrow == "bfloat16" else torch.float32
+
+
+def hold(part: Decoder, dtype: torch.dtype) -> None:
+    """Makes the parameters of a part on the meta device that do not learn of this dtype: they need no float32 master.
+    Not routers and norms, which are small, and are gathered together with such as learn."""
+    for name, parameter in part.named_parameters():
+        if not parameter.requires_grad and not rule(name, part.dense).exact:
+            parameter.data = parameter.data.to(dtype)
 
 
 def room(part: Decoder, model: ModelConfig, mesh: ParallelMesh, device: torch.device) -> Decoder:

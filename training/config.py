@@ -47,6 +47,9 @@ class ModelConfig:
     compute: str = "bfloat16"
     # what is computed again in backward, instead of kept: none | selective | attention | experts | full (training.md)
     recompute: str = "none"
+    # dtype that weights which never learn (beside adapters, or in groups of rate 0) are held in: bfloat16 | float32; "":
+    # bfloat16 where the checkpoint is and the model computes in it, since that is the same numbers in half of the bytes
+    frozen: str = ""
     compile: bool = False  # torch.compile each layer
     transformer_engine: tuple[str, ...] = ()  # what of a layer it computes: attention, linear | linear_fp8, norm
 
@@ -83,9 +86,7 @@ class StageConfig:
     schedule: Any = field(default_factory=dict)  # keys of schedule; it counts from the stage's first step
     optim: Any = field(default_factory=dict)  # keys of optim, groups among them: what is frozen in this stage, say
     balance: Any = field(default_factory=dict)  # keys of balance
-    teacher: Any = field(
-        default_factory=dict
-    )  # keys of teacher; its weight goes from the stage's first step to its last
+    teacher: Any = field(default_factory=dict)  # keys of teacher; its weight goes in a line through the stage
     batch: int = 0  # sequences a step; 0: the run's
     micro_batch: int = 0  # sequences at a time, on each data-parallel rank; 0: the run's
     valid_every: int | None = None  # steps between validations; none given: the run's
@@ -132,11 +133,8 @@ class TrainConfig:
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    steps: int = (
-        1000  # of the optimiser, from the first on; a resumed run goes on to the same number; of stages their sum
-    )
-    # one after the other, each steps (or tokens) and what differs in them from the keys of the run, as in data, schedule,
-    # optim, balance, teacher, batch; none: all steps are alike
+    steps: int = 1000  # of the optimiser, from the first on; a resumed run goes on to the same number
+    # one after the other, each so many steps (or tokens) and the keys that differ from the run's; none: all steps alike
     stages: tuple[Any, ...] = ()
     batch: int = 64  # sequences a step
     micro_batch: int = 1  # sequences at a time, on each data-parallel rank
@@ -188,6 +186,8 @@ class TrainConfig:
             raise ValueError(f"model.compute is {self.model.compute!r}; it must be one of {', '.join(COMPUTE)}")
         if self.model.recompute not in MODES:
             raise ValueError(f"model.recompute is {self.model.recompute!r}; it must be one of {', '.join(MODES)}")
+        if self.model.frozen not in ("", "bfloat16", "float32"):
+            raise ValueError(f"model.frozen is {self.model.frozen!r}; it must be bfloat16 or float32, or left out")
         transformer_engine.known(self.model.transformer_engine)
         if "attention" in self.model.transformer_engine and (self.data.mask_documents or self.mesh.pp > 1):
             got = f"mesh.pp={self.mesh.pp}" if self.mesh.pp > 1 else "data.mask_documents=true"
@@ -285,8 +285,8 @@ def check_sources(stages: Sequence[Stage]) -> None:
         for source in stage.config.data.train:
             if paths.setdefault(source.name, source.path) != source.path:
                 raise ValueError(
-                    f"stages.{stage.number - 1}.data.train has {source.name} in {source.path}, which in an earlier stage "
-                    f"is {paths[source.name]}; give one of them another name"
+                    f"stages.{stage.number - 1}.data.train has {source.name} in {source.path}, which in an earlier "
+                    f"stage is {paths[source.name]}; give one of them another name"
                 )
 
 

@@ -48,8 +48,8 @@ BUCKET = 2**27  # elements that one fused call updates, which bounds the tempora
 OUTSIDE = {"embed", "head"}  # words in the names of what is in no layer
 PIECE = 2**26  # elements that Muon works on at once
 NOTHING = (
-    "this rank's part of the model has no parameter to train; give some a learning rate above 0 in optim.groups, or take "
-    "a smaller mesh.pp"
+    "this rank's part of the model has no parameter to train; give some a learning rate above 0 in optim.groups, or "
+    "take a smaller mesh.pp"
 )
 # Keller Jordan's quintic: its slope at 0 is as steep as possible, and singular values end within 0.7 ... 1.2
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

@@ -242,11 +242,18 @@ def check_same(name: str, tensor: Tensor, saved: TensorStorageMetadata | None) -
     # DCP would cast without a word
     want = f"{list(tensor.shape)} {tensor.dtype}"
     got = "no such tensor" if saved is None else f"{list(saved.size)} {saved.properties.dtype}"
-    if got != want:
+    if saved is None or saved.size != tensor.shape or not within_dtype(saved.properties.dtype, tensor.dtype):
+        narrower = saved is not None and saved.size == tensor.shape and tensor.dtype == torch.bfloat16
+        instead = ", or write model.frozen=float32" if narrower else ""
         raise ValueError(
             f"{name!r} is {want} in this run and {got} in the checkpoint; resume with the config that made the "
-            f"checkpoint, or start in another folder"
+            f"checkpoint{instead}, or start in another folder"
         )
+
+
+def within_dtype(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Whether `own` has every number of `saved`: frozen weights may be bfloat16, and be read as what learns is held."""
+    return saved == own or (saved == torch.bfloat16 and own == torch.float32)
 
 
 def moment(

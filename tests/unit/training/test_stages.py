@@ -133,7 +133,7 @@ def test_a_mixture_goes_on_across_stages(two: Path, whole: Path) -> None:
 def test_a_stage_alone_is_a_run_without(two: Path, tmp_path: Path) -> None:
     plain = train(config(two, tmp_path / "plain", steps=3))
     alone = train(config(two, tmp_path / "alone", "stages=[{steps: 3}]", steps=3))
-    assert [row for row in rows(plain)] == [row for row in rows(alone)]
+    assert rows(plain) == rows(alone)
 
 
 def test_a_finished_run_may_be_given_another_stage(two: Path, tmp_path: Path) -> None:
