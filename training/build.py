@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -210,8 +211,9 @@ def follow(run: Run, stage: Stage) -> bool:
     return any(anew)
 
 
-def enter(run: Run, stage: Stage) -> None:
-    """Goes over to a stage, where the last one ended or a checkpoint was made; its data goes on after what is read."""
+def enter(run: Run, stage: Stage) -> Samples:
+    """Goes over to a stage, where the last one ended or a checkpoint was made, and returns its data, which goes on
+    after what is read."""
     if follow(run, stage):
         for part in run.parts:
             learns_anew(part)
@@ -219,6 +221,7 @@ def enter(run: Run, stage: Stage) -> None:
     if place.samples is not None:
         place.saved = place.samples.state(place.cursor)
     place.samples = open_training(stage.config.data, run.origin.dense.vocab, place.saved)
+    return place.samples
 
 
 def record(run: Run) -> None:
@@ -236,6 +239,9 @@ def begin(run: Run) -> None:
     if run.config.model.random:
         layout.initialise(run.model, run.config.seed)
     else:
+        asked, dtype = run.config.model.frozen, run.origin.spec.dtype
+        if asked == "bfloat16" and dtype != asked and run.leads:
+            warnings.warn(f"weights that never learn are rounded to bfloat16; the checkpoint is {dtype}", stacklevel=2)
         layout.load(run.model, run.origin, exact=run.config.model.frozen != "bfloat16")
     layout.begin_adapters(run.model, run.config.seed)
 
@@ -323,11 +329,18 @@ def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
     for stage in stages_of(config):
         together(stage.config.optim, spec if isinstance(spec, MoESpec) else None)
     with torch.device("meta"):
-        whole = Decoder(spec, experts="reference")
-        check_match(whole, config.lora)
-        attach(whole, config.lora)
+        check_match(Decoder(spec, experts="reference"), config.lora)
+    whole = whole_on_meta(spec, config)
     for stage in stages_of(config):
         check_groups(stage.config.optim, [name for name, _ in whole.named_parameters()])
+
+
+def whole_on_meta(spec: DenseSpec | MoESpec, config: TrainConfig) -> Decoder:
+    """All of the model with its adapters, without memory: for the names in it."""
+    with torch.device("meta"):
+        whole = Decoder(spec, experts="reference")
+        attach(whole, config.lora)
+    return whole
 
 
 def check_batch(config: TrainConfig, mesh: ParallelMesh) -> None:

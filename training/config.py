@@ -47,8 +47,8 @@ class ModelConfig:
     compute: str = "bfloat16"
     # what is computed again in backward, instead of kept: none | selective | attention | experts | full (training.md)
     recompute: str = "none"
-    # dtype that weights which never learn (beside adapters, or in groups of rate 0) are held in: bfloat16 | float32; "":
-    # bfloat16 where the checkpoint is and the model computes in it, since that is the same numbers in half of the bytes
+    # dtype that weights are held in which never learn (beside adapters, in groups of rate 0): bfloat16 | float32; "":
+    # bfloat16 where the checkpoint is and the model computes in it, which is the same numbers in half of the bytes
     frozen: str = ""
     compile: bool = False  # torch.compile each layer
     transformer_engine: tuple[str, ...] = ()  # what of a layer it computes: attention, linear | linear_fp8, norm

@@ -59,7 +59,8 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
         ):
             first = saved = checkpoints.load(state)
             if first < config.steps:
-                checkpoints.check_room(state, -(-(config.steps - first) // (config.checkpoint.every or config.steps)))
+                saves = -(-(config.steps - first) // (config.checkpoint.every or config.steps)) + len(stages) - 1
+                checkpoints.check_room(state, saves)
             if not first:
                 begin(run)
             exported = bool(config.export) and layout.exported(Path(config.export))
@@ -68,7 +69,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
             if suite is not None and config.eval.every:
                 asked = suite.live(config.eval, run.model, run.origin, run.mesh, poll)
                 ask = partial(evaluated, asked, watch.enter)
-            enter(run, stage_of(stages, first))
+            samples = enter(run, stage_of(stages, first))
             record(run)
             flops = [flops_a_token(stage.config, run.origin.spec) for stage in stages]
             metrics = Metrics(
@@ -89,13 +90,13 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     if stopped:
                         break
                     if stage is not run.stage:
-                        enter(run, stage)
+                        samples = enter(run, stage)
                         tell(metrics, stage, stages, flops)
                         measures = measures_of(run, ask, poll)
                     rate = schedule(stage.config.schedule, stage.config.steps)
                     teaching = weights(stage.config.teacher, stage.config.steps)
                     tokens = stage.config.batch * stage.config.data.sequence
-                    with loader_of(run, run.place.samples) as loader:
+                    with loader_of(run, samples) as loader:
                         while state.step < stage.last and not stopped:
                             done = state.step - stage.first
                             watch.doing(f"step {state.step + 1}")

@@ -311,8 +311,8 @@ def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece], exact: boo
             piece.part.copy_(part.view(-1, *piece.shape[1:])[(slice(None), *piece.slices[1:])])
             if exact and piece.part.dtype.itemsize < part.dtype.itemsize:
                 raise ValueError(
-                    f"{stored.name} is {str(part.dtype).removeprefix('torch.')} and config.json says {stored.dtype}, in "
-                    "which frozen weights would be held and rounded; write model.frozen=float32, or bfloat16 to round"
+                    f"{stored.name} is {str(part.dtype).removeprefix('torch.')} and config.json says {stored.dtype}, "
+                    "to which it would be rounded, because it is frozen; write model.frozen=float32, or bfloat16"
                 )
         flat += size
 

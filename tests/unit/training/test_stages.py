@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.training.test_data import jsonl, texts
-from tests.unit.training.test_train import config
+from tests.unit.training.test_train import config, moe
 from tests.unit.training.test_train import place as place
 from training import train as train_module
-from training.build import begin, enter, start
+from training.build import begin, enter, source, start
 from training.checkpoint.storage import read_manifest
 from training.config import TrainConfig, stages_of, tokens_by
+from training.observe import plots
 from training.observe.metrics import read as read_metrics
+from training.plan import Model, memory, table
+from training.plan import main as plan
 from training.preflight import preflight
 from training.prepare import main as prepare
 from training.train import train
@@ -180,3 +184,27 @@ def test_tokens_are_counted_through_stages(place: Path, tmp_path: Path) -> None:
     )
     assert [stage.last for stage in stages] == [3, 4, 5]
     assert [tokens_by(stages, step) for step in range(6)] == [0, 96, 192, 288, 480, 528]
+
+
+def test_plots_know_where_a_stage_ends(whole: Path) -> None:
+    (curves,) = plots.read_runs([whole])
+    assert curves.boundaries() == [192, 480]
+
+
+def test_the_plan_has_a_line_a_stage(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = replace(run_of(two, tmp_path / "run"), model=replace(run_of(two, tmp_path).model, compute="bfloat16"))
+    with source(settings) as origin:
+        first, second, third = (
+            memory(origin.spec, stage.config, 1, Model(origin.spec, stage.config, whole=settings))
+            for stage in stages_of(settings)
+        )
+        said = table(origin.spec, settings, 1)
+    assert first.gradients < second.gradients and first.moments == second.moments == third.moments
+    assert first.weights == second.weights, "what learns in any stage is float32 in all"
+    lines = [line for line in said.splitlines() if "this config" in line]
+    assert [line.partition("(")[2] for line in lines] == [f"this config, {name})" for name in ("router", "all", "decay")]
+    assert f"{second.total / 1e9:11.2f}" in lines[1]
+    words = [f"{staged(two)}", f"data.train=[{two / 'data'}]", "data.sequence=24", "batch=4", "micro_batch=2"]
+    assert plan([f"model.upcycle={json.dumps(moe(two))}", "gpus=1", "tflops=1e-6", *words, "schedule.warmup=0"]) == 0
+    shown = capsys.readouterr().out
+    assert "router: 2 steps, 0.000 B tokens" in shown and "decay: 3 steps" in shown and "at 1e-06 TFLOP/s a GPU" in shown
