@@ -574,7 +574,9 @@ def saved(folder: Path) -> None:
 
     state = small(3, box=[1, {"a": (2, None)}, "x"])
     state.parts = {**state.parts, "guard": SpikeGuard(OptimConfig())}
-    with Checkpoints(folder / "checkpoints", asynchronous=False, settings={"seed": 0, "steps": 4}) as checkpoints:
+    with Checkpoints(
+        folder / "checkpoints", asynchronous=False, settings=lambda step: {"seed": 0, "steps": 4}
+    ) as checkpoints:
         checkpoints.save(3, state)
     (folder / "config.json").write_text("{}")
 
@@ -590,7 +592,9 @@ def read_saved(folder: Path, path: Path) -> None:
     state.parts = {**state.parts, "guard": SpikeGuard(OptimConfig())}
     generators = random.getstate()
     try:
-        with Checkpoints(folder / "checkpoints", asynchronous=False, settings={"seed": 0, "steps": 5}) as checkpoints:
+        with Checkpoints(
+            folder / "checkpoints", asynchronous=False, settings=lambda step: {"seed": 0, "steps": 5}
+        ) as checkpoints:
             checkpoints.load(state)
     finally:
         random.setstate(generators)

@@ -306,20 +306,24 @@ class Balance:
         reduce: Reduce | None = None,
         reduce_sequence: Reduce | None = None,
     ) -> None:
-        self.config, self.scale, self.sequences = config, scale, sequences
         self.reduce, self.reduce_sequence = reduce, reduce_sequence
         self.blocks = [module for module in model.modules() if isinstance(module, MoE)]
-        if config.bias_rate and any(block.router.bias is None for block in self.blocks):
-            raise ValueError(
-                f"balance.bias_rate is {config.bias_rate}, but routers with softmax scores have no selection bias; set "
-                "it to 0 and use aux_weight"
-            )
+        self.follow(config, scale, sequences)
         experts = self.blocks[0].spec.experts if self.blocks else 0
         device = self.blocks[0].router.weight.device if self.blocks else "cpu"
         self.load = RouterLoad(len(self.blocks), experts, device)
         self.routed: list[Routed] = []  # neighbouring layers of one micro-batch, whose figures are still to be made
         for number, block in enumerate(self.blocks):
             block.balance = partial(self.route, number)
+
+    def follow(self, config: BalanceConfig, scale: float | Tensor, sequences: int) -> None:
+        """From here on balance as `config` says."""
+        if config.bias_rate and any(block.router.bias is None for block in self.blocks):
+            raise ValueError(
+                f"balance.bias_rate is {config.bias_rate}, but routers with softmax scores have no selection bias; set "
+                "it to 0 and use aux_weight"
+            )
+        self.config, self.scale, self.sequences = config, scale, sequences
 
     def route(self, number: int, routing: Routing) -> Routing:
         if not torch.is_grad_enabled():

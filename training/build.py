@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -22,10 +23,10 @@ from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
 from training.checkpoint.resume import compared
 from training.checkpoint.state import Checkpoints, TrainState, found
-from training.config import ModelConfig, TrainConfig, upcycle_config
+from training.config import ModelConfig, Stage, TrainConfig, stage_of, stages_of, upcycle_config
 from training.data.batch import Samples
 from training.data.mixture import Loader
-from training.data.open import check_tokens
+from training.data.open import check_tokens, open_training
 from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.lora import attach, check_match
@@ -37,7 +38,8 @@ from training.parallel.collectives import all_reduce, broadcast
 from training.parallel.mesh import ParallelMesh, check
 from training.parallel.pipeline import Pipeline, cut, stages
 from training.parallel.pipeline import check as check_schedule
-from training.parallel.shard import parallelize
+from training.parallel.placement import rule
+from training.parallel.shard import learns_anew, parallelize
 from training.teacher import Teacher, check_teacher, made
 from upcycle import disk
 from upcycle.checkpoint import Checkpoint
@@ -129,8 +131,12 @@ class Learner:
 
 @dataclass
 class Run(Learner):
-    """A learner with its folder, its model's origin and its progress."""
+    """A learner with its folder, its model's origin and its progress. Its config is that of the stage that it is in."""
 
+    whole: TrainConfig  # of all stages
+    stages: tuple[Stage, ...]
+    stage: Stage
+    at_hand: Teacher | None  # of the stages that ask for one
     folder: Path
     origin: Origin
     state: TrainState
@@ -151,29 +157,71 @@ class Run(Learner):
 def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
     """Context that yields the Run: model, optimiser, balance, and the state that a checkpoint holds. Its weights are
     still to come, from a checkpoint or from `begin`."""
-    check_tokens(config.data)
+    stages = stages_of(config)
+    for stage in stages:
+        check_tokens(stage.config.data)
     folder, world = Path(config.output), dist.get_world_size() if dist.is_initialized() else 1
     resumes, has_origin = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
     opened = source(config, nothing if resumes else standalone.measured_once)
     if resumes and has_origin:
         opened = nullcontext(standalone.kept(folder))
     with opened as origin:
-        check(config.mesh, world, origin.spec, config.data.sequence)
+        for stage in stages:
+            check(config.mesh, world, origin.spec, stage.config.data.sequence)
         mesh = ParallelMesh(config.mesh, device_type=device.type)
-        check_batch(config, mesh)
-        check_schedule(
-            config.mesh,
-            config.batch // (config.micro_batch * mesh.dp),
-            recomputed=config.model.recompute,
-            compiled=config.model.compile,
-        )
+        for stage in stages:
+            check_batch(stage.config, mesh)
+            check_schedule(
+                config.mesh,
+                stage.config.batch // (stage.config.micro_batch * mesh.dp),
+                recomputed=config.model.recompute,
+                compiled=config.model.compile,
+            )
         parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
-        core, place = learner(config, parts, mesh, device, teacher=teacher_of(config, origin, mesh, device)), Reading()
+        teacher = teacher_of(config, origin, mesh, device)
+        core, place = learner(stages[-1].config, parts, mesh, device, teacher=teacher), Reading()
         assert core.optimizer is not None
         loads = RouterLoads(core.balance, core.model, origin.spec, mesh)
         state = TrainState(core.model, [core.optimizer], parts={"guard": core.guard, "data": place, "load": loads})
         control = dist.new_group(backend="gloo") if world > 1 else None
-        yield Run(**vars(core), folder=folder, origin=origin, state=state, place=place, control=control)
+        run = Run(
+            **vars(core), whole=config, stages=stages, stage=stages[-1], at_hand=teacher, folder=folder, origin=origin,
+            state=state, place=place, control=control,
+        )  # fmt: skip
+        for stage in reversed(stages):  # what is wrong with any is said now, and the first is left to begin with
+            follow(run, stage)
+        yield run
+
+
+def follow(run: Run, stage: Stage) -> bool:
+    """Makes a run's parts do as a stage says; the model stays as it is. Returns whether other parameters learn than did
+    before."""
+    config, optimizer = stage.config, run.optimizer
+    assert optimizer is not None
+    run.stage, run.config = stage, config
+    anew = [freeze(part, config.optim) for part in run.parts]
+    optimizer.follow(config.optim)
+    run.guard.sigma = config.optim.spike_sigma
+    run.balance.follow(config.balance, scale_of(config, run.mesh), config.micro_batch)
+    run.teacher = run.at_hand if config.teacher.asked else None
+    if run.teacher is not None:
+        run.teacher.temperature = config.teacher.temperature
+    if run.pipeline is not None:
+        run.pipeline.follow(run.micro_batches)
+    return any(anew)
+
+
+def enter(run: Run, stage: Stage) -> Samples:
+    """Goes over to a stage, where the last one ended or a checkpoint was made, and returns its data, which goes on
+    after what is read."""
+    if follow(run, stage):
+        for part in run.parts:
+            learns_anew(part)
+    place = run.place
+    if place.samples is not None:
+        place.saved = place.samples.state(place.cursor)
+    place.samples = open_training(stage.config.data, run.origin.dense.vocab, place.saved)
+    return place.samples
 
 
 def record(run: Run) -> None:
@@ -182,7 +230,7 @@ def record(run: Run) -> None:
         disk.make_folder(run.folder)
         if not (found(run.folder / CHECKPOINTS) and standalone.keeps(run.folder, run.config.model)):
             standalone.keep(run.folder, run.origin, run.config.model)
-        settings = json.dumps(asdict(run.config), indent=2, default=str).encode() + b"\n"
+        settings = json.dumps(asdict(run.whole), indent=2, default=str).encode() + b"\n"
         disk.write_atomic(run.folder / "config.json", settings)
 
 
@@ -191,7 +239,10 @@ def begin(run: Run) -> None:
     if run.config.model.random:
         layout.initialise(run.model, run.config.seed)
     else:
-        layout.load(run.model, run.origin)
+        asked, dtype = run.config.model.frozen, run.origin.spec.dtype
+        if asked == "bfloat16" and dtype != asked and run.leads:
+            warnings.warn(f"weights that never learn are rounded to bfloat16; the checkpoint is {dtype}", stacklevel=2)
+        layout.load(run.model, run.origin, exact=run.config.model.frozen != "bfloat16")
     layout.begin_adapters(run.model, run.config.seed)
 
 
@@ -224,6 +275,7 @@ def learner(
 
 def teacher_of(config: TrainConfig, origin: Origin, mesh: ParallelMesh, device: torch.device) -> Teacher | None:
     """The config's teacher with its weights, if it has one."""
+    config = next((stage.config for stage in stages_of(config) if stage.config.teacher.asked), config)
     if not config.teacher.asked:
         return None
     with taught_by(config) as of_teacher:
@@ -255,11 +307,16 @@ def balance_of(config: TrainConfig, model: Decoder, mesh: ParallelMesh) -> Balan
     return Balance(
         config.balance,
         model,
-        scale=config.micro_batch / (config.batch * mesh.size("cp") * mesh.size("tp")),
+        scale=scale_of(config, mesh),
         sequences=config.micro_batch,
         reduce=partial(all_reduce, group=mesh.tokens_group()),
         reduce_sequence=partial(all_reduce, group=mesh.group("cp", "tp")),
     )
+
+
+def scale_of(config: TrainConfig, mesh: ParallelMesh) -> float:
+    """The share of a rank's part of a micro-batch in a step's tokens."""
+    return config.micro_batch / (config.batch * mesh.size("cp") * mesh.size("tp"))
 
 
 def pipeline_of(config: TrainConfig, parts: Sequence[Decoder], mesh: ParallelMesh) -> Pipeline | None:
@@ -269,12 +326,21 @@ def pipeline_of(config: TrainConfig, parts: Sequence[Decoder], mesh: ParallelMes
 
 def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
     """Refuses groups of parameters that this model has none of, and what is meant for copies where there are none."""
-    settled(config.optim, spec if isinstance(spec, MoESpec) else None)
+    for stage in stages_of(config):
+        settled(stage.config.optim, spec if isinstance(spec, MoESpec) else None)
+    with torch.device("meta"):
+        check_match(Decoder(spec, experts="reference"), config.lora)
+    whole = whole_on_meta(spec, config)
+    for stage in stages_of(config):
+        check_groups(stage.config.optim, [name for name, _ in whole.named_parameters()])
+
+
+def whole_on_meta(spec: DenseSpec | MoESpec, config: TrainConfig) -> Decoder:
+    """All of the model with its adapters, without memory: for the names in it."""
     with torch.device("meta"):
         whole = Decoder(spec, experts="reference")
-        check_match(whole, config.lora)
         attach(whole, config.lora)
-    check_groups(config.optim, [name for name, _ in whole.named_parameters()])
+    return whole
 
 
 def check_batch(config: TrainConfig, mesh: ParallelMesh) -> None:
@@ -301,8 +367,23 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
     with torch.device("meta"):
         part = Decoder(origin.spec, part=layers, experts=model.experts, compute=getattr(torch, model.compute))
         attach(part, config.lora)
-    freeze(config.optim, part)
+    freeze(part, *(stage.config.optim for stage in stages_of(config)))
+    hold(part, held_in(model, origin.spec))
     return room(part, model, mesh, device)
+
+
+def held_in(model: ModelConfig, spec: DenseSpec | MoESpec) -> torch.dtype:
+    """The dtype of the weights that never learn."""
+    narrow = model.frozen or (spec.dtype if model.compute == "bfloat16" else "")
+    return torch.bfloat16 if narrow == "bfloat16" else torch.float32
+
+
+def hold(part: Decoder, dtype: torch.dtype) -> None:
+    """Makes the parameters of a part on the meta device that do not learn of this dtype: they need no float32 master.
+    Not routers and norms, which are small, and are gathered together with such as learn."""
+    for name, parameter in part.named_parameters():
+        if not parameter.requires_grad and not rule(name, part.dense).exact:
+            parameter.data = parameter.data.to(dtype)
 
 
 def room(part: Decoder, model: ModelConfig, mesh: ParallelMesh, device: torch.device) -> Decoder:
@@ -343,7 +424,7 @@ def checkpoints_of(run: Run) -> Checkpoints:
         keep=keep.keep,
         keep_every=keep.keep_every,
         asynchronous=keep.asynchronous,
-        settings=settings_of(run.config),
+        settings=partial(settings_at, run.whole),
         allow=run.config.resume.allow,
     )
 
@@ -352,7 +433,15 @@ def settings_of(config: TrainConfig) -> dict[str, Any]:
     """What a checkpoint holds of the config, with all that it says of the model, and not a ready config's name."""
     settings: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
     settings["model"]["upcycle"] = standalone.named(config.model)["upcycle"]
+    del settings["stages"]  # see settings_at
     return compared(settings)
+
+
+def settings_at(config: TrainConfig, step: int) -> dict[str, Any]:
+    """What a checkpoint after a step holds: of a run in stages, the settings of the one that made the step, and where
+    that began. So other stages may be put in, left out or changed before they begin."""
+    stage = stage_of(stages_of(config), min(step, config.steps))
+    return settings_of(stage.config) | ({"stages": f"{stage.name}, after step {stage.first}"} if stage.first else {})
 
 
 def nothing(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str, Tensor]:

@@ -6,9 +6,9 @@ Each part's keys, defaults and checks stand beside the code that uses them (data
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,10 +25,16 @@ from training.parallel.mesh import MeshConfig
 from training.schedule import ScheduleConfig
 from training.teacher import TeacherConfig
 from upcycle.config import UpcycleConfig, build, read
+from upcycle.strict import short
 
 READY = Path(__file__).parent.parent / "configs" / "train"
 ADAPTED = ("grouped", "reference")  # backends of experts that compute adapters
 COMPUTE = ("bfloat16", "float32", "float64")
+STAGED = ("data", "schedule", "optim", "balance", "teacher")  # parts of a config that a stage may change
+ALONG = (  # keys in them that are of the whole run: checkpoint and memory are made for one value
+    "data.stream", "data.tokenizer", "data.seed", "optim.name", "optim.moments", "optim.spike_window", "teacher.source",
+)  # fmt: skip
+AT_THE_END = ("average", "shrink")  # of optim: what a run's last step does
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,9 @@ class ModelConfig:
     compute: str = "bfloat16"
     # what is computed again in backward, instead of kept: none | selective | attention | experts | full (training.md)
     recompute: str = "none"
+    # dtype that weights are held in which never learn (beside adapters, in groups of rate 0): bfloat16 | float32; "":
+    # bfloat16 where the checkpoint is and the model computes in it, which is the same numbers in half of the bytes
+    frozen: str = ""
     compile: bool = False  # torch.compile each layer
     transformer_engine: tuple[str, ...] = ()  # what of a layer it computes: attention, linear | linear_fp8, norm
 
@@ -67,6 +76,47 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class StageConfig:
+    """Steps of a run with other settings: those of the run, but for the keys that are here."""
+
+    name: str = ""  # in what the run says; "": its number
+    steps: int = 0  # of the optimiser
+    tokens: int = 0  # in place of steps: as many steps as take at least so many
+    data: Any = field(default_factory=dict)  # keys of data that are others in this stage, its mixture and sequence, say
+    schedule: Any = field(default_factory=dict)  # keys of schedule; it counts from the stage's first step
+    optim: Any = field(default_factory=dict)  # keys of optim, groups among them: what is frozen in this stage, say
+    balance: Any = field(default_factory=dict)  # keys of balance
+    teacher: Any = field(default_factory=dict)  # keys of teacher; its weight goes in a line through the stage
+    batch: int = 0  # sequences a step; 0: the run's
+    micro_batch: int = 0  # sequences at a time, on each data-parallel rank; 0: the run's
+    valid_every: int | None = None  # steps between validations; none given: the run's
+
+    def __post_init__(self) -> None:
+        if (self.steps > 0) == (self.tokens > 0) or min(self.steps, self.tokens, self.batch, self.micro_batch) < 0:
+            raise ValueError(
+                f"steps is {self.steps} and tokens is {self.tokens}; one of them says how long the stage is, for "
+                "instance steps=200"
+            )
+        for name in STAGED:
+            if not isinstance(getattr(self, name), Mapping):
+                raise ValueError(f"{name} is {short(getattr(self, name))}; it must be keys and values")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some of a run's steps, and the config that holds in them: `config.steps` of them, after the `first` ones."""
+
+    number: int  # from 1
+    name: str
+    first: int
+    config: TrainConfig
+
+    @property
+    def last(self) -> int:
+        return self.first + self.config.steps
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     ELSEWHERE: ClassVar = {"lr": "schedule.peak", "learning_rate": "schedule.peak", "warmup": "schedule.warmup"}
 
@@ -84,6 +134,8 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     steps: int = 1000  # of the optimiser, from the first on; a resumed run goes on to the same number
+    # one after the other, each so many steps (or tokens) and the keys that differ from the run's; none: all steps alike
+    stages: tuple[Any, ...] = ()
     batch: int = 64  # sequences a step
     micro_batch: int = 1  # sequences at a time, on each data-parallel rank
     log_every: int = 10  # steps between lines of metrics.jsonl
@@ -134,6 +186,8 @@ class TrainConfig:
             raise ValueError(f"model.compute is {self.model.compute!r}; it must be one of {', '.join(COMPUTE)}")
         if self.model.recompute not in MODES:
             raise ValueError(f"model.recompute is {self.model.recompute!r}; it must be one of {', '.join(MODES)}")
+        if self.model.frozen not in ("", "bfloat16", "float32"):
+            raise ValueError(f"model.frozen is {self.model.frozen!r}; it must be bfloat16 or float32, or left out")
         transformer_engine.known(self.model.transformer_engine)
         if "attention" in self.model.transformer_engine and (self.data.mask_documents or self.mesh.pp > 1):
             got = f"mesh.pp={self.mesh.pp}" if self.mesh.pp > 1 else "data.mask_documents=true"
@@ -146,10 +200,105 @@ class TrainConfig:
                 "the model comes from model.source (a checkpoint) or model.upcycle (a dense one, upcycled as it is "
                 f"read); {'both are' if self.model.source else 'neither is'} set"
             )
+        if self.stages:
+            object.__setattr__(self, "stages", tuple(stage_config(value, i) for i, value in enumerate(self.stages)))
+            total = stages_of(self)[-1].last
+            if self.steps not in (TrainConfig.steps, total):
+                raise ValueError(f"steps is {self.steps}, and the stages have {total}; leave steps out")
+            object.__setattr__(self, "steps", total)
 
 
 def read_config(file: str, words: Sequence[str] = ()) -> TrainConfig:
     return read(TrainConfig, file, words, READY)
+
+
+def stage_config(value: Any, number: int) -> StageConfig:
+    where = f"stages.{number}."
+    if isinstance(value, StageConfig):
+        return value
+    known = {each.name for each in fields(StageConfig)}
+    for key in value if isinstance(value, Mapping) else ():
+        if key not in known and key in {each.name for each in fields(TrainConfig)}:
+            raise ValueError(
+                f"{where}{key} cannot differ between the stages of a run, because what it says is made once; a stage "
+                f"has {', '.join(sorted(known))}"
+            )
+    with of_stage(number):
+        return build(StageConfig, value, "")
+
+
+@contextmanager
+def of_stage(number: int) -> Iterator[None]:
+    """Context that says of which stage a ValueError is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"stages.{number}: {error}") from None
+
+
+def stages_of(config: TrainConfig) -> tuple[Stage, ...]:
+    """A run's stages, each with its whole config; of one without any, that is one stage."""
+    if not config.stages:
+        return (Stage(1, "", 0, config),)
+    found, first = list[Stage](), 0
+    for number, own in enumerate(config.stages):
+        with of_stage(number):
+            stage = settled(config, own)
+        found.append(Stage(number + 1, own.name or f"stage {number + 1}", first, stage))
+        first = found[-1].last
+        ends = [f"optim.{key}" for key in AT_THE_END if own.optim.get(key) and own is not config.stages[-1]]
+        if ends:
+            raise ValueError(f"stages.{number} has {ends[0]}, which is of a run's end; write it in the last stage")
+    check_sources(found)
+    return tuple(found)
+
+
+def settled(config: TrainConfig, own: StageConfig) -> TrainConfig:
+    """The run's config with a stage's keys in it."""
+    given = {name: getattr(own, name) for name in STAGED if getattr(own, name)}
+    parts = {
+        name: build(type(part), {**asdict(part), **keys}, f"{name}.")
+        for name, keys in given.items()
+        for part in (getattr(config, name),)
+    }
+    numbers = {name: getattr(own, name) for name in ("batch", "micro_batch") if getattr(own, name)}
+    numbers |= {} if own.valid_every is None else {"valid_every": own.valid_every}
+    stage = replace(config, stages=(), steps=max(own.steps, 1), **parts, **numbers)
+    for key in ALONG:
+        part, _, name = key.partition(".")
+        ours, runs = (getattr(getattr(each, part), name) for each in (stage, config))
+        if ours != runs:
+            raise ValueError(
+                f"{key} is {ours!r} and the run's is {runs!r}; it is of the whole run, so leave it out here"
+            )
+    if config.data.stream and replace(stage.data, valid=()) != replace(config.data, valid=()):
+        raise ValueError(
+            "data differs from the run's, and a stream only goes on as it is; prepare it, and use data.train"
+        )
+    return replace(stage, steps=own.steps or -(-own.tokens // (stage.batch * stage.data.sequence)))
+
+
+def check_sources(stages: Sequence[Stage]) -> None:
+    """Raises a ValueError where a source's name, by which it is known how far it is read, is of two folders."""
+    paths: dict[str, str] = {}
+    for stage in stages:
+        for source in stage.config.data.train:
+            if paths.setdefault(source.name, source.path) != source.path:
+                raise ValueError(
+                    f"stages.{stage.number - 1}.data.train has {source.name} in {source.path}, which in an earlier "
+                    f"stage is {paths[source.name]}; give one of them another name"
+                )
+
+
+def stage_of(stages: Sequence[Stage], step: int) -> Stage:
+    """The stage that made this step; of step 0 the first."""
+    return next(stage for stage in stages if step <= stage.last)
+
+
+def tokens_by(stages: Sequence[Stage], step: int) -> int:
+    """How many tokens the first steps of a run take."""
+    made = ((max(min(step, stage.last) - stage.first, 0), stage.config) for stage in stages)
+    return sum(steps * config.batch * config.data.sequence for steps, config in made)
 
 
 def upcycle_config(model: ModelConfig) -> UpcycleConfig:

@@ -47,6 +47,10 @@ MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BUCKET = 2**27  # elements that one fused call updates, which bounds the temporary float32 copies of bf16 tensors
 OUTSIDE = {"embed", "head"}  # words in the names of what is in no layer
 PIECE = 2**26  # elements that Muon works on at once
+NOTHING = (
+    "this rank's part of the model has no parameter to train; give some a learning rate above 0 in optim.groups, or "
+    "take a smaller mesh.pp"
+)
 # Keller Jordan's quintic: its slope at 0 is as steep as possible, and singular values end within 0.7 ... 1.2
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
@@ -174,22 +178,14 @@ class Optimizer(torch.optim.Optimizer):
         of what."""
         named = [(plain_name(name), p) for name, p in parameters if p.requires_grad]
         if not named:
-            raise ValueError(
-                "this rank's part of the model has no parameter to train; give some a learning rate above 0 in "
-                "optim.groups, or take a smaller mesh.pp"
-            )
+            raise ValueError(NOTHING)
         # one group: what differs between parameters follows from their names, so a checkpoint need not hold it
         super().__init__([{"params": [p for _, p in named], "name": "all"}], {"fused": True})
-        self.config = config = settled(config, moe)
-        self.slots = [make_slot(config, name, p, self.state) for name, p in named]
-        for slot in self.slots:
-            self.state[slot.parameter] = fresh_state(config, slot)
-        self.buckets = make_buckets([slot for slot in self.slots if slot.rule == "adamw"])
-        self.share, self.shrink = config.share or 0.0, config.shrink or 0.0
+        self.named, self.moe = named, moe
+        for name, p in named:
+            self.state[p] = fresh_state(config, make_slot(config, name, p, self.state))
+        self.follow(config)
         self.slices = 1 if moe is None else moe.granularity
-        # adapters are no copies: the mean of their products is not the product of their means
-        experts = [s for s in self.slots if "experts" in s.name.split(".") and not is_adapter(s.name)]
-        self.copies = experts if self.share or self.shrink else []
         device = local(named[0][1]).device
         self.never = torch.zeros((), dtype=torch.bool, device=device)
         self.excess: Tensor | None = None  # what the next step divides gradients by
@@ -197,6 +193,18 @@ class Optimizer(torch.optim.Optimizer):
         self.param_groups[0]["in_a_row"] = torch.zeros((), dtype=torch.int64, device=device)
         self.param_groups[0]["averaged"] = 0  # steps in the mean
         self.longest = torch.zeros((), dtype=torch.int64, device=device)  # row of skipped steps, in this process
+
+    def follow(self, config: OptimConfig) -> None:
+        """From here on updates are by `config`, of what has gradients now; what has none keeps weights and moments."""
+        self.config = config = settled(config, self.moe)
+        self.slots = [make_slot(config, name, p, self.state) for name, p in self.named if p.requires_grad]
+        if not self.slots:
+            raise ValueError(NOTHING)
+        self.buckets = make_buckets([slot for slot in self.slots if slot.rule == "adamw"])
+        self.share, self.shrink = config.share or 0.0, config.shrink or 0.0
+        # adapters are no copies: the mean of their products is not the product of their means
+        experts = [s for s in self.slots if "experts" in s.name.split(".") and not is_adapter(s.name)]
+        self.copies = experts if self.share or self.shrink else []
 
     @property
     def skipped(self) -> Tensor:
@@ -263,7 +271,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors by parameter name: a checkpoint loader may fill them in place."""
-        tensors = {f"{kind}.{slot.name}": tensor for slot in self.slots for kind, tensor in slot.state.items()}
+        tensors = {f"{kind}.{name}": tensor for name, p in self.named for kind, tensor in self.state[p].items()}
         return {"skipped": self.skipped, **tensors}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -323,11 +331,15 @@ def multiplier(config: OptimConfig, name: str) -> float:
     return config.expert_lr if "experts" in words else config.embed_lr if OUTSIDE & set(words) else 1.0
 
 
-def freeze(config: OptimConfig, model: nn.Module) -> None:
-    """Marks the parameters that stay as they are, so that no gradient is made of them."""
-    learned = learning(config, [plain_name(name) for name, _ in model.named_parameters()])
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(plain_name(name) in learned)
+def freeze(model: nn.Module, *configs: OptimConfig) -> bool:
+    """Marks the parameters that stay as they are by all of these configs, so that no gradient is made of them. Returns
+    whether that is new of any."""
+    names = [plain_name(name) for name, _ in model.named_parameters()]
+    learned = set[str]().union(*(learning(config, names) for config in configs))
+    changed = [p for name, p in model.named_parameters() if p.requires_grad != (plain_name(name) in learned)]
+    for parameter in changed:
+        parameter.requires_grad_(not parameter.requires_grad)
+    return bool(changed)
 
 
 def learning(config: OptimConfig, names: Sequence[str]) -> set[str]:

@@ -10,8 +10,10 @@ usage: python -m training.plan [CONFIG] gpus=N [hardware=NAME] [budget=AMOUNT] [
 Weights, gradients and moments are counted, parameter by parameter. Gathered weights and activations are estimated from
 what the modules keep in bf16 on a GPU (attention without its square, experts without their product); the allocator's
 own waste, NCCL's buffers and CUDA's context (some 3 GB together) are not in it. `host` is what an asynchronous
-checkpoint copies to host memory. Frozen parameters (optim.groups) have neither gradients nor moments; activations are
-counted as if all learned. A dense teacher (teacher.weight) has a column of its own.
+checkpoint copies to host memory. Frozen parameters (optim.groups) have neither gradients nor moments, and where they
+are bfloat16 (model.frozen) half of the bytes; activations are counted as if all learned. A dense teacher
+(teacher.weight) has a column of its own. A run in stages has a line for each, with the moments of all stages in every
+one, and with `hardware` the hours of each.
 
 With `hardware` those that fit are ranked by predicted tokens/s (training/seconds.py); `budget`, `price` and `seen` make
 hours, money and what the law of upcycling expects of that. docs/planning.md says how good these predictions are.
@@ -40,8 +42,8 @@ import torch
 from tqdm import tqdm
 
 from training import hardware
-from training.build import check_optim, source, taught_by
-from training.config import TrainConfig, read_config, upcycle_config
+from training.build import check_optim, held_in, source, taught_by, whole_on_meta
+from training.config import Stage, TrainConfig, read_config, stages_of, upcycle_config
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach
 from training.model.loss import COPIES, LOGITS, TAUGHT
@@ -66,7 +68,7 @@ MOMENTS = {"adamw": 2, "muon": 1}
 class Memory:
     """Bytes of one rank, by what they are for."""
 
-    weights: int  # float32
+    weights: int  # float32; those that never learn perhaps bfloat16
     gradients: int
     moments: int
     gathered: int  # what a layer computes with, in the compute dtype
@@ -88,15 +90,31 @@ class Memory:
         return self.weights + self.moments
 
 
-# parameters that are gathered for one layer, or for no layer: each one's rule and shape, and whether it learns
-Unit = tuple[tuple[Rule, tuple[int, ...], bool], ...]
+class Parameter(NamedTuple):
+    rule: Rule
+    shape: tuple[int, ...]
+    learns: bool  # in this stage
+    kept: bool  # its moments: in any stage
+    held: int  # bytes a weight
+
+
+Unit = tuple[Parameter, ...]  # what is gathered for one layer, or for no layer
 
 
 class Model:
     """A model's units and the cuts of its layers, each made once: a table asks for the same ones thousands of times."""
 
-    def __init__(self, spec: DenseSpec | MoESpec, config: TrainConfig, teacher: DenseSpec | None = None) -> None:
+    def __init__(
+        self,
+        spec: DenseSpec | MoESpec,
+        config: TrainConfig,
+        teacher: DenseSpec | None = None,
+        whole: TrainConfig | None = None,
+    ) -> None:
+        """`whole`: of all stages, where `config` is that of one."""
         self.spec, self.optim, self.lora = spec, config.optim, config.lora
+        self.all = [stage.config.optim for stage in stages_of(whole or config)]
+        self.narrow = held_in(config.model, spec).itemsize
         self.teacher = Model(teacher, replace(config, lora=LoraConfig())) if teacher is not None else None
         self.dense = spec.dense if isinstance(spec, MoESpec) else spec
         self.units: list[tuple[bool, Unit]] = []  # whether of a layer, and its parameters; all are different
@@ -115,12 +133,15 @@ class Model:
             with torch.device("meta"):
                 model = Decoder(self.spec, part=part, experts="reference")
                 attach(model, self.lora)
-            learned = learning(self.optim, [name for name, _ in model.named_parameters()])
+            names = [name for name, _ in model.named_parameters()]
+            learned, kept = learning(self.optim, names), set[str]().union(*(learning(o, names) for o in self.all))
             found: dict[str, Unit] = {}
             for name, parameter in model.named_parameters():
                 layer = name.split(".")[1] if name.startswith("layers.") else ""
-                placed = rule(name, model.dense), tuple(parameter.shape), name in learned
-                found[layer] = (*found.get(layer, ()), placed)
+                placed = rule(name, model.dense)
+                held = MASTER if name in kept or placed.exact else self.narrow
+                each = Parameter(placed, tuple(parameter.shape), name in learned, name in kept, held)
+                found[layer] = (*found.get(layer, ()), each)
             self.parts[part] = Counter(self.number((layer != "", unit)) for layer, unit in found.items())
         return self.parts[part]
 
@@ -131,10 +152,10 @@ class Model:
 
 
 class Share(NamedTuple):
-    """Bytes (and of weights, numbers) of one unit on a rank."""
+    """Bytes (and of what has moments, numbers) of one unit on a rank."""
 
     weights: int = 0
-    learned: int = 0  # of the weights
+    kept: int = 0  # of the weights, those with moments
     gradients: int = 0
     late: int = 0  # of the gradients, those that only the last backward makes
     resident: int = 0  # copies in the compute dtype that stay for the backward
@@ -179,7 +200,7 @@ def of_teacher(teacher: Model, config: TrainConfig, sizes: Mapping[str, int]) ->
     total = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp) * teacher.dense.hidden * narrow
     for number, often in teacher.of(range(teacher.dense.layers)).items():
         of_a_layer, unit = teacher.units[number]
-        for placed, shape, _ in unit:
+        for placed, shape, *_ in unit:
             left, (ranks, copies) = placed.part(shape, sizes), placed.ranks(sizes)
             whole, dim = math.prod(left), sharded_dim(left, ranks)
             shard = whole // left[dim] * -(-left[dim] // ranks)
@@ -191,17 +212,17 @@ def of_teacher(teacher: Model, config: TrainConfig, sizes: Mapping[str, int]) ->
 def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str, int], count: int) -> Share:
     """What one unit takes; `count`: micro-batches a step."""
     mesh, narrow = config.mesh, BYTES[config.model.compute]
-    weights = learned = gradients = late = resident = passing = 0
+    weights = with_moments = gradients = late = resident = passing = 0
     summed: Counter[Rule] = Counter()
-    for placed, shape, learns in unit:
+    for placed, shape, learns, kept, held in unit:
         left, (ranks, copies) = placed.part(shape, sizes), placed.ranks(sizes)
         whole, dim = math.prod(left), sharded_dim(left, ranks)
         shard = whole // left[dim] * -(-left[dim] // ranks)
         fsdp = ranks * copies > 1
-        weights += shard
-        learned += shard * learns
+        weights += shard * held
+        with_moments += shard * kept
         gathered = shard * ranks  # where the ranks do not divide the dimension, padding is gathered too
-        apart = placed.kind == "experts" and not fsdp and narrow < MASTER  # see LocalExperts
+        apart = placed.kind == "experts" and not fsdp and narrow < held  # see LocalExperts
         # torch's pipelines sum gradients and free weights once a step, whatever mesh.reshard says
         once = fsdp and (not mesh.reshard or mesh.pp > 1)
         size, first = whole if once else shard, narrow if apart else MASTER
@@ -215,9 +236,9 @@ def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str,
         computed = MASTER if placed.exact else narrow
         if regathered and of_a_layer:
             passing += gathered * computed
-        elif fsdp or computed < MASTER:  # without FSDP the copy in the compute dtype stays for the backward
+        elif fsdp or computed != held:  # without FSDP the copy in the compute dtype stays for the backward
             resident += gathered * computed
-    return Share(weights, learned, gradients, late, resident, passing, max(summed.values(), default=0))
+    return Share(weights, with_moments, gradients, late, resident, passing, max(summed.values(), default=0))
 
 
 def of_rank(
@@ -235,8 +256,8 @@ def of_rank(
     total = Share(*(sum(each[i] * often for each, often in units) for i in range(len(Share._fields))))
     most_summed = max(each.summed for each, _ in units)
     buffers = total.resident + 3 * max(each.passing for each, _ in units) + most_summed
-    moments = total.learned * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
-    moments += total.learned * MASTER * (config.optim.average > 0)  # the mean of the last steps' weights
+    moments = total.kept * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
+    moments += total.kept * MASTER * (model.all[-1].average > 0)  # the mean of the last steps' weights
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
     flight = in_flight(mesh, count, place, len(parts))
     activations = flight * tokens * layers
@@ -252,7 +273,7 @@ def of_rank(
         of_head = MASTER + narrow if learns else 0
         loss = logits + of_head * dense.vocab * dense.hidden
     freed = min(activations, total.late + most_summed)
-    return Memory(total.weights * MASTER, total.gradients, moments, buffers, activations, loss, freed)
+    return Memory(total.weights, total.gradients, moments, buffers, activations, loss, freed)
 
 
 def in_flight(mesh: MeshConfig, count: int, place: int, parts: int) -> int:
@@ -327,7 +348,11 @@ def goes_with(config: TrainConfig, mesh: MeshConfig) -> bool:
 def table(
     spec: DenseSpec | MoESpec, config: TrainConfig, world: int, rows: int = 12, teacher: DenseSpec | None = None
 ) -> str:
-    own, model = config.mesh, Model(spec, config, teacher)
+    own, stages = config.mesh, stages_of(config)
+    models = [Model(spec, stage.config, teacher, config) for stage in stages]
+    planned = [memory(spec, stage.config, world, model) for stage, model in zip(stages, models, strict=True)]
+    fullest = max(range(len(stages)), key=lambda number: planned[number].total)
+    config, model = stages[fullest].config, models[fullest]
     every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
     found = [(mesh, memory(spec, replace(config, mesh=mesh), world, model)) for mesh in every]
     found = sorted(((mesh, size) for mesh, size in found if mesh != own), key=lambda item: item[1].total)[:rows]
@@ -335,10 +360,11 @@ def table(
     names += ["teacher", "total"] if teacher else ["total"]
     names += ["host"] if config.checkpoint.asynchronous else []
     lines = ["  ".join(f"{name:>11}" for name in names) + f"   GB on the fullest of {world} GPUs"]
-    for mesh, size in [(own, memory(spec, config, world, model)), *found]:
+    says = [f"   (this config{f', {stage.name}' if stage.name else ''})" for stage in stages] + [""] * len(found)
+    for (mesh, size), said in zip([*((own, size) for size in planned), *found], says, strict=True):
         cells = "  ".join(f"{getattr(size, name) / 1e9:11.2f}" for name in names)
         axes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
-        lines.append(f"{cells}   {axes}" + ("   (this config)" if mesh == own else ""))
+        lines.append(f"{cells}   {axes}{said}")
     return "\n".join(lines)
 
 
@@ -379,9 +405,10 @@ def ranked(
     world: int,
     card: hardware.Hardware,
     teacher: DenseSpec | None = None,
+    whole: TrainConfig | None = None,
 ) -> tuple[list[Timed], Timed]:
-    """(the mappings that fit, the fastest first; the config's own, which may not)"""
-    model = Model(spec, config, teacher)
+    """(the mappings that fit, the fastest first; the config's own, which may not). `whole`: of all stages."""
+    model = Model(spec, config, teacher, whole)
 
     def timed(mesh: MeshConfig) -> Timed:
         changed = replace(config, mesh=mesh)
@@ -408,9 +435,10 @@ def clocked(
     card: hardware.Hardware,
     rows: int = 12,
     teacher: DenseSpec | None = None,
+    whole: TrainConfig | None = None,
 ) -> str:
     """The table of the fastest mappings that fit, and what the budget takes with the first of them."""
-    fit, own = ranked(spec, config, asked.gpus, card, teacher)
+    fit, own = ranked(spec, config, asked.gpus, card, teacher, whole)
     if not fit:
         raise ValueError(
             f"no mapping of {asked.gpus} {card.name} holds this step, and the config's takes "
@@ -529,6 +557,27 @@ def split(words: list[str]) -> tuple[PlanConfig, list[str]]:
     return asked, [word for word in words if not word.startswith(own)]
 
 
+def lasting(stage: Stage, spec: DenseSpec | MoESpec, world: int, card: hardware.Hardware) -> str:
+    """How long a stage takes with its mapping."""
+    config = stage.config
+    tokens = config.steps * config.batch * config.data.sequence
+    hours = config.steps * step(spec, config, world, card).total / 3600
+    return f"{stage.name or 'stage'}: {config.steps:,} steps, {tokens / 1e9:,.3f} B tokens, {hours:,.1f} hours"
+
+
+def of_frozen(spec: DenseSpec | MoESpec, config: TrainConfig) -> str:
+    """A sentence where weights that never learn are not held as the checkpoint has them, or could take half."""
+    names = [name for name, _ in whole_on_meta(spec, config).named_parameters()]
+    if len(set[str]().union(*(learning(stage.config.optim, names) for stage in stages_of(config)))) == len(names):
+        return ""
+    held = held_in(config.model, spec)
+    if held == torch.float32 and config.model.compute == "bfloat16" and not config.model.frozen:
+        return f"frozen weights stay float32, because the checkpoint is {spec.dtype}; model.frozen=bfloat16 rounds them"
+    if held == torch.bfloat16 and spec.dtype != "bfloat16":
+        return f"frozen weights are rounded to bfloat16: the checkpoint is {spec.dtype}"
+    return ""
+
+
 @cli.command()
 def main(words: list[str]) -> int:
     if words[:1] == ["measure"]:
@@ -540,16 +589,23 @@ def main(words: list[str]) -> int:
     card = hardware.read(asked.hardware) if asked.hardware else None
     config = read_config(file, words)
     with source(config) as origin:
-        check(config.mesh, asked.gpus, origin.spec, config.data.sequence)
+        stages = stages_of(config)
+        for stage in stages:
+            check(config.mesh, asked.gpus, origin.spec, stage.config.data.sequence)
         check_optim(config, origin.spec)
         teacher = None
-        if config.teacher.asked:
-            with taught_by(config) as its_origin:
+        for asking in [stage.config for stage in stages if stage.config.teacher.asked][:1]:
+            with taught_by(asking) as its_origin:
                 teacher = check_teacher(its_origin, origin.spec)
+        if said := of_frozen(origin.spec, config):
+            print(said)
         if card is None:
             print(table(origin.spec, config, asked.gpus, teacher=teacher))
             return 0
-        print(clocked(origin.spec, config, asked, card, teacher=teacher))
+        whole, config = config, max(stages, key=lambda stage: stage.config.steps * stage.config.batch).config  # longest
+        print(clocked(origin.spec, config, asked, card, teacher=teacher, whole=whole))
+        for stage in stages if len(stages) > 1 else []:
+            print(lasting(stage, origin.spec, asked.gpus, card))
         if asked.seen:
             own = step(origin.spec, config, asked.gpus, card).total
             rate = config.batch * config.data.sequence / own / asked.gpus

@@ -14,7 +14,8 @@ from training.checkpoint import standalone
 from training.checkpoint.layout import Origin
 from training.checkpoint.peft import check_peft
 from training.checkpoint.state import found, step_of
-from training.config import TrainConfig
+from training.config import TrainConfig, of_stage, stages_of
+from training.data.mixture import Mixture, same_tokenizer
 from training.data.open import open_training, open_validation
 from training.data.shards import partial_of
 from training.evaluate import Suite
@@ -29,7 +30,10 @@ def preflight(config: TrainConfig, suite: Suite | None) -> None:
         raise ValueError("output is not set; write output=FOLDER for the run's checkpoints and metrics")
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device is {config.device} and this machine has none; write device=cpu, or leave it out")
-    schedule(config.schedule, config.steps)
+    stages = stages_of(config)
+    for stage in stages:
+        with of_stage(stage.number - 1) if config.stages else nullcontext():
+            schedule(stage.config.schedule, stage.config.steps)
     for name, folder in (("output", config.output), ("export", config.export), ("lora.export", config.lora.export)):
         check_writable(name, Path(folder))
     for name, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
@@ -41,11 +45,15 @@ def preflight(config: TrainConfig, suite: Suite | None) -> None:
         check_optim(config, origin.spec)
         if not saved or step_of(saved[0]) < config.steps:
             check_peft(config.lora, origin)
-        if config.teacher.asked:
-            with taught_by(config) as teacher:
+        for asking in [stage.config for stage in stages if stage.config.teacher.asked][:1]:
+            with taught_by(asking) as teacher:
                 check_teacher(teacher, origin.spec)
-        open_training(config.data, origin.dense.vocab)
-        open_validation(config.data, origin.dense.vocab)
+        read = []
+        for stage in stages:
+            samples = open_training(stage.config.data, origin.dense.vocab)
+            read += [source.shards for source in samples.sources] if isinstance(samples, Mixture) else []
+            open_validation(stage.config.data, origin.dense.vocab)
+        same_tokenizer(read)
         if suite is not None and config.eval.every:
             suite.ready(config.eval, origin)
 

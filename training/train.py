@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from training.build import CHECKPOINTS, Run, begin, checkpoints_of, flops_a_token, loader_of, record, start
+from training.build import CHECKPOINTS, Run, begin, checkpoints_of, enter, flops_a_token, loader_of, record, start
 from training.checkpoint import layout, peft
 from training.checkpoint.state import Stop, Stopped, anywhere, found, step_of
-from training.config import TrainConfig, settings
-from training.data.open import open_training, open_validation
-from training.evaluate import Ask, Suite
+from training.config import Stage, TrainConfig, settings, stage_of, tokens_by
+from training.data.open import open_validation
+from training.evaluate import Ask, Poll, Suite
 from training.observe.metrics import Metrics
 from training.observe.metrics import read as read_metrics
 from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
@@ -49,8 +49,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
     ):
         optimizer = run.optimizer
         assert optimizer is not None
-        state, rate, run.phases.tell = run.state, schedule(config.schedule, config.steps), watch.enter
-        teaching = weights(config.teacher, config.steps)
+        state, stages, run.phases.tell = run.state, run.stages, watch.enter
         stop = Stop()
         poll = partial(stop.poll, run.control)
         with (
@@ -60,56 +59,70 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
         ):
             first = saved = checkpoints.load(state)
             if first < config.steps:
-                checkpoints.check_room(state, -(-(config.steps - first) // (config.checkpoint.every or config.steps)))
+                saves = -(-(config.steps - first) // (config.checkpoint.every or config.steps)) + len(stages) - 1
+                checkpoints.check_room(state, saves)
             if not first:
                 begin(run)
             exported = bool(config.export) and layout.exported(Path(config.export))
             check_export(config, first)  # once more: a damaged checkpoint may have been passed over
-            samples = run.place.samples = open_training(config.data, run.origin.dense.vocab, run.place.saved)
-            valid = open_validation(config.data, run.origin.dense.vocab)
-            # prefix of their names in the log: (steps between them, what makes them)
-            measures: Measures = {"valid/": (config.valid_every, partial(validate, run, valid, poll))}
+            ask: Ask | None = None
             if suite is not None and config.eval.every:
-                ask = suite.live(config.eval, run.model, run.origin, run.mesh, poll)
-                measures["eval/"] = config.eval.every, partial(evaluated, ask, watch.enter)
+                asked = suite.live(config.eval, run.model, run.origin, run.mesh, poll)
+                ask = partial(evaluated, asked, watch.enter)
+            samples = enter(run, stage_of(stages, first))
             record(run)
-            flops = flops_a_token(config, run.origin.spec)
+            flops = [flops_a_token(stage.config, run.origin.spec) for stage in stages]
             metrics = Metrics(
                 run.folder,
                 first,
                 steps=config.steps,
-                flops=flops,
+                planned=partial(tokens_by, stages),
                 gpus=run.mesh.world,
                 config=asdict(config),
                 **asdict(config.log),
             )
-            with metrics, loader_of(run, samples) as loader, stop:
-                wanted = measures if first == 0 else missing(run, first, at(measures, first, config.steps))
+            with metrics, stop:
+                tell(metrics, run.stage, stages, flops)
+                measures = measures_of(run, ask, poll)
+                wanted = measures if first == 0 else missing(run, first, at(measures, first, run.stage.last))
                 stopped = not measured(metrics, first, wanted)
-                while state.step < config.steps and not stopped:
-                    watch.doing(f"step {state.step + 1}")
-                    trace.before(state.step + 1)
-                    with run.phases("data"):
-                        batches = [next(loader) for _ in range(run.micro_batches)]
-                    if run.teacher is not None:
-                        run.teacher.begin(teaching(state.step))
-                    learned = train_step(run, [batch for batch, _ in batches], rate(state.step))
-                    state.step, run.place.cursor = state.step + 1, batches[-1][1]
-                    optimizer.finish(state.step, config.steps)
-                    tokens = config.batch * config.data.sequence
-                    metrics.step(state.step, tokens=tokens, lr=rate(state.step - 1), **learned)
-                    stopped, again = anywhere([stop.signal is not None, checkpoints.failed], run.control)
-                    if due(state.step, config.log_every, config.steps) or stopped:
-                        metrics.log(state.step, **balance_numbers(run), **run.phases.fetch(max(metrics.taken, 1)))
-                    check_alive(run)
-                    # before what takes minutes: a run that is stopped in a validation has no time left to save
-                    if worth_saving(run) or stopped or again:
-                        watch.enter("checkpoint")
-                        metrics.sync()
-                        checkpoints.save(state.step, state)
-                        saved = state.step
-                    if not stopped:
-                        stopped = not measured(metrics, state.step, at(measures, state.step, config.steps))
+                for stage in (stage for stage in stages if stage.last > first):
+                    if stopped:
+                        break
+                    if stage is not run.stage:
+                        samples = enter(run, stage)
+                        tell(metrics, stage, stages, flops)
+                        measures = measures_of(run, ask, poll)
+                    rate = schedule(stage.config.schedule, stage.config.steps)
+                    teaching = weights(stage.config.teacher, stage.config.steps)
+                    tokens = stage.config.batch * stage.config.data.sequence
+                    with loader_of(run, samples) as loader:
+                        while state.step < stage.last and not stopped:
+                            done = state.step - stage.first
+                            watch.doing(f"step {state.step + 1}")
+                            trace.before(state.step + 1)
+                            with run.phases("data"):
+                                batches = [next(loader) for _ in range(run.micro_batches)]
+                            if run.teacher is not None:
+                                run.teacher.begin(teaching(done))
+                            learned = train_step(run, [batch for batch, _ in batches], rate(done))
+                            state.step, run.place.cursor = state.step + 1, batches[-1][1]
+                            if stage is stages[-1]:
+                                optimizer.finish(done + 1, stage.config.steps)
+                            metrics.step(state.step, tokens=tokens, lr=rate(done), **learned)
+                            stopped, again = anywhere([stop.signal is not None, checkpoints.failed], run.control)
+                            if due(state.step, config.log_every, stage.last) or stopped:
+                                seconds = run.phases.fetch(max(metrics.taken, 1))
+                                metrics.log(state.step, **balance_numbers(run), **seconds, **epochs(run))
+                            check_alive(run)
+                            # before what takes minutes: a run that is stopped in a validation has no time left to save
+                            if worth_saving(run) or stopped or again:
+                                watch.enter("checkpoint")
+                                metrics.sync()
+                                checkpoints.save(state.step, state)
+                                saved = state.step
+                            if not stopped:
+                                stopped = not measured(metrics, state.step, at(measures, state.step, stage.last))
                 if saved < state.step:
                     watch.enter("checkpoint")
                     metrics.sync()
@@ -132,7 +145,7 @@ def check_alive(run: Run) -> None:
     """Ends a run that has skipped optim.skips steps in a row: none of them learned, and none of the next will. Asked as
     seldom as it can be, because the host waits for the device to count."""
     limit, step = run.config.optim.skips, run.state.step
-    if not limit or not due(step, limit, run.config.steps):
+    if not limit or not due(step, limit, run.stage.last):
         return
     assert run.optimizer is not None
     longest = int(run.optimizer.longest)
@@ -148,13 +161,36 @@ def check_alive(run: Run) -> None:
 
 def worth_saving(run: Run) -> bool:
     """Whether a checkpoint is due. None is while steps are skipped in a row: they would push out those from before."""
-    if not due(run.state.step, run.config.checkpoint.every, run.config.steps):
+    if not due(run.state.step, run.config.checkpoint.every, run.stage.last):
         return False
     assert run.optimizer is not None
-    return run.state.step == run.config.steps or int(run.optimizer.in_a_row) < 2
+    return run.state.step == run.whole.steps or int(run.optimizer.in_a_row) < 2
 
 
-Measures = dict[str, tuple[int, Ask]]
+Measures = dict[str, tuple[int, Ask]]  # prefix of their names in the log: (steps between them, what makes them)
+
+
+def measures_of(run: Run, ask: Ask | None, poll: Poll) -> Measures:
+    """Those of the stage that the run is in; at its end too."""
+    valid = open_validation(run.config.data, run.origin.dense.vocab)
+    found: Measures = {"valid/": (run.config.valid_every, partial(validate, run, valid, poll))}
+    return found if ask is None else found | {"eval/": (run.config.eval.every, ask)}
+
+
+def tell(metrics: Metrics, stage: Stage, stages: Sequence[Stage], flops: Sequence[float]) -> None:
+    """Says to the log which stage begins, or goes on. flops: of a token in each stage."""
+    work, alone = 0.0, len(stages) == 1
+    for before, cost in zip(stages[: stage.number - 1], flops, strict=False):
+        work += cost * before.config.steps * before.config.batch * before.config.data.sequence
+    say = f"stage {stage.number}/{len(stages)}  {stage.name}: steps {stage.first + 1} to {stage.last}"
+    number = 0 if alone else stage.number
+    metrics.enter(number, flops[stage.number - 1], tokens_by(stages, stage.first), work, "" if alone else say)
+
+
+def epochs(run: Run) -> dict[str, float]:
+    """How often each source of this stage is read so far, since the run began."""
+    assert run.place.samples is not None
+    return {f"epochs/{name}": number for name, number in run.place.samples.epochs(run.place.cursor).items()}
 
 
 def at(measures: Measures, step: int, last: int) -> Measures:

@@ -164,6 +164,8 @@ def planned(config: StudyConfig) -> Plan:
     for arm in arms.values():
         if arm.match and arms[arm.of].match:
             raise ValueError(f"arms.{arm.name}.of is {arm.of}, whose own steps follow from {arms[arm.of].of}; use that")
+        if arm.config.stages:
+            raise ValueError(f"arm {arm.name} has stages; arms are compared step by step: train it by itself")
         ours, theirs = (arms[name].config for name in (arm.name, control))
         if ours.data != theirs.data:
             key = changed(asdict(theirs.data), asdict(ours.data))

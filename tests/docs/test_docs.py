@@ -83,6 +83,8 @@ TOKENS = {
     "qwen3-30b-a3b": 1e10,
     "chat": 500 * 32 * 2048,
     "keep-what-it-knew": 4000 * 64 * 4096,
+    "router-first": 200 * 64 * 4096 + 1e9,
+    "anneal": 10000 * 256 * 4096,
 }
 
 

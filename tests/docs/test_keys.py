@@ -21,7 +21,7 @@ from evaluation import compare, demo, harness, routing, run
 from evaluation.report import report
 from evaluation.study.plan import StudyConfig
 from training import bench, measure, plan
-from training.config import TrainConfig
+from training.config import StageConfig, TrainConfig
 from training.data.mixture import TrainSource, ValidSource
 from training.data.prepare import PrepareConfig
 from upcycle import grow, plugin
@@ -32,6 +32,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle plan, upcycle convert", "And `model.upcycle` of training.", UpcycleConfig),
     ("training", "And training.plan.", TrainConfig),
+    ("training: one of stages", "Keys that are left out are those of the run.", StageConfig),
     ("training.plan", "Besides those of training.", plan.PlanConfig),
     ("training.plan measure", "", measure.MeasureConfig),
     ("training: one of data.train", "A folder of token shards alone is its `path`.", TrainSource),

@@ -17,9 +17,11 @@ import torch
 
 from evaluation.__main__ import main as study
 from evaluation.study.plan import flops, read_study, steps, trials
-from training.__main__ import main as train
+from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.data.shards import META
 from training.observe import metrics
+from training.prepare import main as prepare
+from training.train import train
 from upcycle.sample import make_llama
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +31,8 @@ SMOLLM2 = {
     "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 2048, "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }  # fmt: skip
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}{{ eos_token }}{% endif %}{% endfor %}"
 
 
 def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -125,6 +129,36 @@ def test_the_smollm2_study_plans_what_it_says(tmp_path: Path) -> None:
     slices = plan.trial("slices", 0).config.model.upcycle
     assert slices["target"] == "upcycled" and "router" not in slices  # which then chooses in each slice
     assert plan.means == {"in": ("encyclopedia", "techdocs", "fiction"), "law": ("law",), "code": ("code",)}
+
+
+def test_the_chat_study_plans_what_it_says_and_its_arms_train(tmp_path: Path) -> None:
+    """A tiny model with its keys: the arms with a teacher differ from those without by its divergence alone."""
+    make_llama(tmp_path / "dense", {**SMOLLM2, "hidden_size": 36, "intermediate_size": 48, "vocab_size": 400})
+    tokenizer = make_tokenizer(tmp_path / "dense", bos=False)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": TEMPLATE}
+    (tmp_path / "dense" / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, seed in (("talks", 0), ("talks-held-out", 1)):
+        rows = [{"prompt": text[:40], "completion": text[:90]} for text in texts(20, seed)]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = [f"tokenizer={tokenizer}", f"sources=[{tmp_path / 'rows.jsonl'}]", "kind=chat", "sequence=64"]
+        assert prepare([str(tmp_path / name), *words]) == 0
+    for name in ("law", "code"):
+        source = jsonl(tmp_path / f"{name}.jsonl", texts(9, 2))
+        assert prepare([str(tmp_path / name), f"tokenizer={tokenizer}", f"sources=[{source}]"]) == 0
+    words = [f"source={tmp_path / 'dense'}", f"tokens={tmp_path}", f"output={tmp_path / 'out'}"]
+    plan = read_study("sft", words)
+    assert steps(plan, flops(plan), {}) == dict.fromkeys(plan.arms, 300) and len(plan.arms) == 4
+    assert len(trials(plan, steps(plan, flops(plan), {}))) == 12
+    small = ["steps=2", "batch=2", "micro_batch=2", "schedule.warmup=0", "valid_every=0", "data.sequence=64"]
+    plan = read_study("sft", [*words, *(f"base.{word}" for word in [*small, "model.compute=float32"])])
+    for arm in ("dense-taught", "upcycled-taught"):
+        rows = metrics.read(train(plan.trial(arm, 0).config))
+        assert rows[-1]["loss/teacher"] < 0.1 and {"valid/talks-held-out/loss", "valid/law/loss"} <= rows[-1].keys()
+
+
+def test_stages_are_no_arm(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="arm dense has stages"):
+        read_study("sft", ["source=x", f"tokens={tmp_path}", "arms.dense.stages=[{steps: 300}]"])
 
 
 def test_a_ready_study_says_what_it_was_not_given(tmp_path: Path) -> None:

@@ -273,9 +273,9 @@ def box(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 @torch.no_grad()
-def load(model: Decoder, origin: Origin) -> Decoder:
+def load(model: Decoder, origin: Origin, *, exact: bool = False) -> Decoder:
     """Fills every parameter from the origin; nothing may be missing. If the model is divided over ranks (or is a stage
-    of a pipeline), each rank reads, or makes, only the rows that it holds something of."""
+    of a pipeline), each rank reads, or makes, only the rows that it holds something of. `exact`: refuses to round."""
     target = pieces(model)
     left = set(target)
     for tensor in model.parameters():
@@ -284,12 +284,12 @@ def load(model: Decoder, origin: Origin) -> Decoder:
         here = [role for role, _ in stored.roles if role in target]
         left.difference_update(here)
         if any(target[role].part.numel() for role in here):
-            copy(origin, stored, target)
+            copy(origin, stored, target, exact)
     assert not left, f"no tensor for {sorted(left)[:3]}"
     return model
 
 
-def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece]) -> None:
+def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece], exact: bool = False) -> None:
     """Copies a tensor on disk to this rank's pieces of the roles in it; only the rows that they need are read."""
     flat, width = 0, prod(stored.shape[1:])
     whole: Tensor | None = None
@@ -309,6 +309,11 @@ def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece]) -> None:
                     first - top * width : last - top * width
                 ]
             piece.part.copy_(part.view(-1, *piece.shape[1:])[(slice(None), *piece.slices[1:])])
+            if exact and piece.part.dtype.itemsize < part.dtype.itemsize:
+                raise ValueError(
+                    f"{stored.name} is {str(part.dtype).removeprefix('torch.')} and config.json says {stored.dtype}, "
+                    "to which it would be rounded, because it is frozen; write model.frozen=float32, or bfloat16"
+                )
         flat += size
 
 

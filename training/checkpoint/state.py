@@ -25,7 +25,7 @@ import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -242,11 +242,18 @@ def check_same(name: str, tensor: Tensor, saved: TensorStorageMetadata | None) -
     # DCP would cast without a word
     want = f"{list(tensor.shape)} {tensor.dtype}"
     got = "no such tensor" if saved is None else f"{list(saved.size)} {saved.properties.dtype}"
-    if got != want:
+    if saved is None or saved.size != tensor.shape or not within_dtype(saved.properties.dtype, tensor.dtype):
+        narrower = saved is not None and saved.size == tensor.shape and tensor.dtype == torch.bfloat16
+        instead = ", or write model.frozen=float32" if narrower else ""
         raise ValueError(
             f"{name!r} is {want} in this run and {got} in the checkpoint; resume with the config that made the "
-            f"checkpoint, or start in another folder"
+            f"checkpoint{instead}, or start in another folder"
         )
+
+
+def within_dtype(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Whether `own` has every number of `saved`: frozen weights may be bfloat16, and be read as what learns is held."""
+    return saved == own or (saved == torch.bfloat16 and own == torch.float32)
 
 
 def moment(
@@ -294,8 +301,8 @@ class Checkpoints:
     asynchronous: save returns when the state is copied to host memory; a thread writes it, and `failed` is true as soon
     as it could not. The next save waits for it: the first failure in a row is said, for that save tries again, and the
     second is raised. load and close raise any.
-    settings: of the run, by dotted key; a checkpoint holds them, and `load` compares (resume.py). allow: keys that may
-    differ although they are refused otherwise.
+    settings: of the run after a step, by dotted key; a checkpoint holds them, and `load` compares (resume.py). allow:
+    keys that may differ although they are refused otherwise.
     """
 
     def __init__(
@@ -305,11 +312,11 @@ class Checkpoints:
         keep: int = 3,
         keep_every: int = 0,
         asynchronous: bool = True,
-        settings: Mapping[str, Any] | None = None,
+        settings: Callable[[int], Mapping[str, Any]] = lambda step: {},
         allow: Sequence[str] = (),
     ) -> None:
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
-        self.asynchronous, self.settings, self.allow = asynchronous, settings or {}, allow
+        self.asynchronous, self.settings, self.allow = asynchronous, settings, allow
         distributed = dist.is_available() and dist.is_initialized()
         # a group of its own, on the processor: the thread's collectives must not meet those of a training step
         self.group = dist.new_group(backend="gloo") if distributed else None
@@ -343,7 +350,8 @@ class Checkpoints:
             return 0
         folder, manifest = found
         if "settings" in manifest:  # older checkpoints hold a digest of them only
-            judge(folder, manifest["settings"], self.settings, self.allow, warn=self.rank == 0)
+            settings = self.settings(step_of(folder))
+            judge(folder, manifest["settings"], settings, self.allow, warn=self.rank == 0)
         reader = Reader(folder, manifest)
         saved: Any = reader.metadata.state_dict_metadata
         places: dict[str, Tensor] = {}
@@ -453,7 +461,7 @@ class Checkpoints:
     def write(self, step: int, live: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
         final = self.folder / f"step-{step:08d}"
         partial = final.with_name(final.name + ".partial")
-        facts = {"step": step, "settings": self.settings, "world": self.world, "torch": torch.__version__}
+        facts = {"step": step, "settings": self.settings(step), "world": self.world, "torch": torch.__version__}
         writer = Writer(partial, facts, lambda: self.commit(partial, final))
         try:
             with first_reason():

@@ -51,6 +51,10 @@ class Samples(Protocol):
         """What is needed besides its number to find sample `cursor` again: nothing, but for a stream (stream.py)."""
         ...
 
+    def epochs(self, cursor: int) -> dict[str, float]:
+        """How often each source is read once sample `cursor` is the next."""
+        ...
+
 
 def lay(spans: Iterable[Span], length: int, start: int, mask_documents: bool) -> Row:
     """Lays parts of documents end to end in a row; `start` is the input before a document's first token."""

@@ -4,7 +4,9 @@ So the cursor of a run is one integer, the samples consumed, and no mesh is in i
 samples cursor + i*B ... cursor + (i+1)*B, and the cursor moves by r*B. Any other split reads the same samples.
 
 (Where weights changed on the way it is one of the state too, which a checkpoint holds: from the sample on at which they
-did, a new schedule counts on from what each source had given, so that nothing of a source is read again or left out.)
+did, a new schedule counts on from what each source had given, so that nothing of a source is read again or left out.
+Where the length of samples changed, a source goes on after as many of its tokens, in windows of the new length: in that
+epoch some of its tokens come again and some do not come, and each later one is whole.)
 
 Which source sample n is of, and which one of it, follows from a periodic schedule in which every source's count stays
 within one sample of its share at every n (Tijdeman's solution of the chairman assignment problem).
@@ -40,7 +42,7 @@ from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -329,7 +331,8 @@ class MixtureState(TypedDict):
     since: strict.Count  # the sample from which on these weights hold
     before: Mapping[str, strict.Count]  # samples of each source up to it
     cursor: strict.Count
-    given: Mapping[str, strict.Count]  # and up to this one
+    given: Mapping[str, strict.Count]  # and up to this one; with those of sources that are not read any more
+    windows: NotRequired[Mapping[str, strict.Count]]  # of an epoch of each
 
 
 class Mixture:
@@ -353,11 +356,17 @@ class Mixture:
         self.schedule = Schedule([weight for _, weight in self.weights], seed)
         self.since = 0
         before: Mapping[str, int] = {}
+        counts = {source.name: source.count for source in self.sources}
+        then: Mapping[str, int] = {}
         if state:
             saved = strict.held(dict(state), MixtureState, "the checkpoint's place in the data")
-            same = saved["weights"] == self.weights
+            then = saved.get("windows", {})
+            same = saved["weights"] == self.weights and all(then.get(name, n) == n for name, n in counts.items())
             self.since, before = (saved["since"], saved["before"]) if same else (saved["cursor"], saved["given"])
-        self.before = [before.get(name, 0) for name, _ in self.weights]
+        # windows of another length: as far into the epoch, in tokens
+        self.before = [-(-before.get(name, 0) * n // (then.get(name) or n)) for name, n in counts.items()]
+        self.others = {name: n for name, n in before.items() if name not in counts}  # read in an earlier stage
+        self.counts = {**{name: then[name] for name in self.others if name in then}, **counts}
 
     def batch(self, sample: int, size: int) -> Batch:
         assert sample >= self.since, "what was before other weights is known to nobody"
@@ -367,9 +376,13 @@ class Mixture:
     def state(self, cursor: int) -> dict[str, Any]:
         names = [name for name, _ in self.weights]
         now = [a + b for a, b in zip(self.before, self.schedule.counts(cursor - self.since), strict=True)]
-        before, given = (dict(zip(names, each, strict=True)) for each in (self.before, now))
-        weights = [list(each) for each in self.weights]
-        return {"weights": weights, "since": self.since, "before": before, "cursor": cursor, "given": given}
+        before, given = ({**self.others, **dict(zip(names, each, strict=True))} for each in (self.before, now))
+        weights, places = [list(each) for each in self.weights], {"since": self.since, "cursor": cursor}
+        return {"weights": weights, **places, "before": before, "given": given, "windows": self.counts}
+
+    def epochs(self, cursor: int) -> dict[str, float]:
+        given: Mapping[str, int] = self.state(cursor)["given"]
+        return {name: given[name] / self.counts[name] for name, _ in self.weights}
 
 
 def same_tokenizer(found: Sequence[TokenShards]) -> None:
@@ -384,6 +397,9 @@ class Mock:
     """Random tokens in place of data, for benchmarks."""
 
     def state(self, cursor: int) -> dict[str, Any]:
+        return {}
+
+    def epochs(self, cursor: int) -> dict[str, float]:
         return {}
 
     def __init__(self, vocab: int, sequence: int, seed: int = 0) -> None:

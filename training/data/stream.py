@@ -72,6 +72,9 @@ class Stream:
             raise ValueError(f"the stream no longer knows where sample {cursor} was; save sooner after it is used")
         return before[-1]
 
+    def epochs(self, cursor: int) -> dict[str, float]:
+        return {}  # its length is not known
+
     def row(self) -> Row:
         self.at += 1
         return lay(self.spans(), self.config.sequence, self.encoder.start, self.config.mask_documents)

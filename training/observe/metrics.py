@@ -41,7 +41,8 @@ Value = Tensor | float
 
 
 class Metrics:
-    """steps: of the whole run, for the ETA. flops: of a token, forward and backward. gpus: that share the tokens."""
+    """steps: of the whole run, for the ETA. flops: of a token, forward and backward. gpus: that share the tokens.
+    planned: how many tokens the first steps of the run take, if not each as many."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Metrics:
         *,
         steps: int = 0,
         flops: float = 0.0,
+        planned: Callable[[int], int] | None = None,
         gpus: int = 1,
         tensorboard: bool = False,
         wandb: str = "",  # a project
@@ -57,6 +59,8 @@ class Metrics:
         stream: IO[str] | None = None,
     ) -> None:
         self.steps, self.flops, self.gpus = steps, flops, gpus
+        self.stage = 0  # of a run in several
+        self.before = 0, 0.0  # tokens and FLOPs of earlier stages
         self.quiet = dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
         self.device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         self.resumed, self.line = resume_step, Line(stream or sys.stderr)
@@ -69,7 +73,10 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         kept = cut(folder, resume_step)
         counted = next((row for row in reversed(kept) if "tokens" in row), None)
-        self.tokens_at_resume = round(counted["tokens"] * resume_step / counted["step"]) if counted else None
+        made = (lambda step: step) if planned is None else planned
+        self.tokens_at_resume = None if planned is None else made(resume_step)
+        if counted:
+            self.tokens_at_resume = round(counted["tokens"] * made(resume_step) / made(counted["step"]))
         if tensorboard:
             self.outlets.append(TensorBoard(folder, resume_step))
         if wandb:
@@ -77,6 +84,12 @@ class Metrics:
         self.path = folder / FILE
         self.file = open(self.path, "a")  # noqa: SIM115 - close() closes it
         self.restart()
+
+    def enter(self, stage: int, flops: float, tokens: int = 0, work: float = 0.0, say: str = "") -> None:
+        """A run goes over to a stage, whose tokens cost `flops` each, after `tokens` that cost `work`."""
+        self.stage, self.flops, self.before = stage, flops, (tokens, work)
+        if say and not self.quiet:
+            self.line.keep(say)
 
     def step(self, step: int, *, tokens: int, **values: Value) -> None:
         """Remember a training step: tokens of all ranks, numbers, and scalars that may still be in the making."""
@@ -97,7 +110,7 @@ class Metrics:
         if self.quiet or not (self.taken or values):
             return
         numbers = fetch({**self.pending, **{name: [value] for name, value in values.items()}})
-        row: dict[str, Any] = {"step": step}
+        row: dict[str, Any] = {"step": step} | ({"stage": self.stage} if self.stage else {})
         if self.taken:
             row |= self.speed(step)  # after fetch, which waited for the device
         row |= numbers
@@ -125,7 +138,9 @@ class Metrics:
         if self.flops:
             found = throughput(self.flops, rate / self.gpus, self.device)
             row["tflops"] = found.tflops
-            row["flops"] = self.flops * self.tokens  # so far, as `tokens`: runs are compared at equal FLOPs too
+            tokens, work = self.before
+            # so far, as `tokens`: runs are compared at equal FLOPs too
+            row["flops"] = work + self.flops * (self.tokens - tokens)
             if found.mfu is not None:
                 row["mfu"] = found.mfu
         row["memory_gb"] = memory_gb()

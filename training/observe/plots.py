@@ -1,11 +1,12 @@
 """Pictures of one run or several: training and validation loss by tokens, learning rate, whole choices, load by layer.
 
-They are drawn from metrics.jsonl and nothing else; panels that have no data are left out. The command is
-training/plots.py.
+They are drawn from metrics.jsonl and nothing else; panels that have no data are left out. Where one stage of a run ends
+there is a dotted line. The command is training/plots.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,12 @@ class Curves:
         return {found[1]: found[0] for found in matches if found}
 
 
+    def boundaries(self) -> list[float]:
+        """Tokens after which another stage begins."""
+        counted = [row for row in self.rows if row.get("tokens") and row.get("stage")]
+        return [a["tokens"] for a, b in itertools.pairwise(counted) if a["stage"] != b["stage"]]
+
+
 def read_runs(folders: Sequence[Path]) -> list[Curves]:
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
@@ -102,6 +109,9 @@ def plot(folders: Sequence[Path], output: Path) -> None:
         axes.set_title(title, loc="left")
         axes.set_xlabel("tokens")
         draw(axes)
+        for run in runs:
+            for tokens in run.boundaries():
+                axes.axvline(tokens, color=run.color, linestyle=":", linewidth=0.8)
         axes.xaxis.set_major_formatter(lambda tokens, _: count(tokens))
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)

@@ -172,6 +172,10 @@ class Pipeline:
         self.sum_tied()
         return self.from_last(sum(losses[1:], losses[0]).detach() if losses else None)
 
+    def follow(self, micro_batches: int) -> None:
+        """From here on a step has so many micro-batches."""
+        self.micro_batches, self.shape = micro_batches, ()
+
     def add_length(self, _: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return inputs, named | {"length": self.length}
 

@@ -268,7 +268,8 @@ class Summed(torch.autograd.Function):
 
 def shard_data_parallel(model: Decoder, mesh: ParallelMesh) -> None:
     # modules cast for themselves; but given param_dtype, FSDP casts before it gathers, and half the bytes travel
-    masters = next(model.parameters()).dtype
+    # sums are as wide as the masters; frozen weights may be narrower
+    masters = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     narrow = MixedPrecisionPolicy(param_dtype=model.compute, reduce_dtype=masters, cast_forward_inputs=False)
     alone: set[nn.Parameter] = set()  # parameters that FSDP has no ranks to divide over
@@ -327,6 +328,15 @@ def synchronize(model: nn.Module, mesh: ParallelMesh, last: bool) -> None:
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
+
+
+def learns_anew(model: nn.Module) -> None:
+    """Makes FSDP look again at what learns, after that has changed: in which dtypes it sums a unit's gradients is
+    decided as it gathers it for the first time, and of a unit that was frozen then it does not know."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
 
 
 def reshard(model: nn.Module) -> None:

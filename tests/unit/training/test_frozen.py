@@ -163,7 +163,8 @@ def test_the_plan_counts_no_gradients_and_no_moments_of_what_is_frozen() -> None
         free = memory(M, config, world)
         frozen = memory(M, replace(config, optim=OptimConfig(groups=({"match": "experts", "lr": 0},))), world)
         learned = 4 * EXPERTS // world
-        assert frozen.weights == free.weights and frozen.gathered == free.gathered
+        held = EXPERTS // world  # in bfloat16, which without FSDP needs no copy to compute with
+        assert free.weights - frozen.weights == 2 * held and free.gathered - frozen.gathered == 2 * held
         assert free.moments - frozen.moments == 2 * learned and free.gradients - frozen.gradients == learned
         head = memory(M, replace(config, optim=OptimConfig(groups=({"match": "head", "lr": 0},))), world)
         assert free.loss - head.loss == (4 + 2) * 10 * 4

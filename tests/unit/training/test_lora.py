@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.parallel import models
 from tests.unit.training.test_frozen import first_batches
+from tests.unit.training.test_plan import ALL, NORM, NORMS, ROUTER, M
 from tests.unit.training.test_plan import CONFIG as PLAN
-from tests.unit.training.test_plan import M
 from tests.unit.training.test_train import Stopped, config, losses, stops_before
 from tests.unit.training.test_train import place as place
 from training import train as train_module
@@ -150,7 +150,12 @@ def test_the_plan_counts_what_adapters_learn() -> None:
     settings = replace(PLAN, data=DataConfig(sequence=8), lora=LoraConfig(rank=1), mesh=MeshConfig())
     found, plain = memory(M, settings, 1), memory(M, replace(settings, lora=LoraConfig()), 1)
     adapters = 2 * (2 * (4 + 4) + 2 * (2 + 4)) + 3 * (6 + 4) + (4 + 4) + 4 * ((6 + 4) + (4 + 3))
-    assert found.weights == plain.weights + 4 * adapters
+    assert plain.weights == 4 * ALL
+    narrow = ALL - NORM - 2 * NORMS - ROUTER  # which all never learn: in bfloat16, as the model is
+    assert found.weights == 2 * narrow + 4 * (ALL - narrow + adapters) and M.dtype == "bfloat16"
+    assert found.gathered == 2 * (adapters - 8), "no copies but of adapters, of which the router's stay float32"
+    wide = memory(M, replace(settings, model=replace(settings.model, frozen="float32")), 1)
+    assert wide.weights == 4 * (ALL + adapters) and wide.total > found.total
     assert found.gradients == 4 * adapters and found.moments == 8 * adapters
     assert plain.loss - found.loss == (4 + 2) * 10 * 4  # the head learns nothing
 

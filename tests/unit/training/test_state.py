@@ -566,10 +566,10 @@ def test_another_model_is_refused_before_anything_changes(model: nn.Module, mess
 
 
 def test_other_parts_and_other_settings_are_said(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path, settings={"steps": 1}) as checkpoints:
+    with Checkpoints(tmp_path, settings=lambda step: {"steps": 1}) as checkpoints:
         checkpoints.save(1, small(1, old=1, both=2))
     state = small(0, both=0, new=5)
-    with Checkpoints(tmp_path, settings={"steps": 2}) as checkpoints, pytest.warns(UserWarning) as said:
+    with Checkpoints(tmp_path, settings=lambda step: {"steps": 2}) as checkpoints, pytest.warns(UserWarning) as said:
         checkpoints.load(state)
     text = " ".join(str(warning.message) for warning in said)
     assert "no 'part.new'" in text and "'part.old', which this run has no use for" in text

@@ -1,0 +1,210 @@
+"""Stages of a run: each has its own steps, data, length, schedule, groups and balance, and a resume is bitwise in any."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.unit.training.test_data import jsonl, texts
+from tests.unit.training.test_train import config, moe
+from tests.unit.training.test_train import place as place
+from training import train as train_module
+from training.build import begin, enter, source, start
+from training.checkpoint.storage import read_manifest
+from training.config import TrainConfig, stages_of, tokens_by
+from training.observe import plots
+from training.observe.metrics import read as read_metrics
+from training.plan import Model, memory, table
+from training.plan import main as plan
+from training.preflight import preflight
+from training.prepare import main as prepare
+from training.train import train
+
+LOGGED = ("step", "stage", "loss", "grad_norm", "lr", "tokens", "flops", "skipped", "valid/", "balance/", "epochs/")
+
+
+@pytest.fixture(scope="module")
+def two(place: Path) -> Path:
+    """A second source beside the first."""
+    source = jsonl(place / "curated.jsonl", texts(9, 2))
+    assert prepare([str(place / "curated"), f"tokenizer={place / 'tokenizer'}", f"sources=[{source}]"]) == 0
+    return place
+
+
+def staged(place: Path) -> str:
+    """The router alone, then all; then other data, twice the length, another schedule, batch and balance."""
+    both = [{"path": str(place / "data"), "weight": 1}, {"path": str(place / "curated"), "weight": 3}]
+    stages = [
+        {"name": "router", "steps": 2, "schedule": {"warmup": 1}, "optim": {"groups": [{"match": "*", "lr": 0}, {"match": "router"}]}},
+        {"name": "all", "steps": 3, "schedule": {"warmup": 0}, "balance": {"bias_rate": 0.0, "aux_weight": 0.1}},
+        {
+            "name": "decay", "tokens": 3 * 2 * 48 - 5, "batch": 2, "micro_batch": 1,
+            "data": {"train": both, "sequence": 48}, "schedule": {"shape": "linear", "warmup": 0, "final": 0.0},
+            "optim": {"weight_decay": 0.0, "average": 0.5},
+        },
+    ]  # fmt: skip
+    return f"stages={json.dumps(stages)}"
+
+
+def run_of(place: Path, folder: Path, *words: str) -> TrainConfig:
+    return config(place, folder, staged(place), "checkpoint.every=3", "checkpoint.keep=99", *words, steps=1000)
+
+
+@pytest.fixture(scope="module")
+def whole(two: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stages")
+    return train(run_of(two, folder / "whole", f"export={folder / 'whole-out'}"))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    kept = [{k: v for k, v in row.items() if k.startswith(LOGGED)} for row in read_metrics(folder)]
+    return [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in kept]
+
+
+def back_to(whole: Path, folder: Path, step: int) -> Path:
+    """A run's folder as it was after a step."""
+    shutil.copytree(whole, folder)
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    return folder
+
+
+@pytest.mark.parametrize("step", [2, 3, 5, 6])
+def test_a_resume_is_bitwise_in_a_stage_and_at_its_ends(two: Path, whole: Path, tmp_path: Path, step: int) -> None:
+    train(run_of(two, back_to(whole, tmp_path / "run", step), f"export={tmp_path / 'out'}"))
+    assert rows(tmp_path / "run") == rows(whole)
+    have, want = (load_file(f / "model.safetensors") for f in (tmp_path / "out", whole.with_name("whole-out")))
+    assert all(torch.equal(have[name], tensor) for name, tensor in want.items())
+
+
+def test_each_stage_has_its_own_settings(whole: Path) -> None:
+    found = rows(whole)
+    assert [row["stage"] for row in found] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    # one step of warm-up and the cosine's first; the cosine's three without any; a line to 0
+    assert [row["lr"] for row in found[1:]] == pytest.approx([1e-3, 1e-3, 1e-3, 5.1e-4, 2e-5, 1e-3, 5e-4, 0])
+    assert [row["tokens"] for row in found[1:]] == [96 * n for n in range(1, 9)]
+    valid = [row["step"] for row in found if "valid/valid/loss" in row]
+    assert valid == [0, 2, 5, 8], "a stage's end is validated"
+    ratio = (found[8]["flops"] - found[7]["flops"]) / (found[1]["flops"])
+    assert 1 < ratio < 1.5, "tokens of longer sequences cost more"
+
+
+def test_what_a_stage_freezes_keeps_its_bits_and_learns_later(two: Path, whole: Path, tmp_path: Path) -> None:
+    weights = {}
+    with start(run_of(two, tmp_path / "new"), torch.device("cpu")) as run:
+        begin(run)
+        weights[0] = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        for step in (2, 5):
+            run.folder = back_to(whole, tmp_path / f"at-{step}", step)
+            with train_module.checkpoints_of(run) as checkpoints:
+                assert checkpoints.load(run.state) == step
+            weights[step] = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+            moments = run.optimizer.state if run.optimizer else {}
+            for name, p in run.model.named_parameters():
+                assert bool(moments[p]["step"] == 0) == (step == 2 and "router" not in name), name
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[2][name]) == ("router" not in name), name
+        moved = not torch.equal(weights[2][name], weights[5][name])
+        assert moved or "shared" in name, name  # which are empty
+
+
+def test_a_mixture_goes_on_across_stages(two: Path, whole: Path) -> None:
+    """Of the last stage's six samples of twice the length each source has its share within one, and none begins anew."""
+    with start(run_of(two, whole), torch.device("cpu")) as run:
+        windows = {}
+        with train_module.checkpoints_of(run) as checkpoints:
+            checkpoints.load(run.state)
+        for stage in run.stages:
+            enter(run, stage)
+            windows[stage.number] = run.place.samples.state(20)["windows"] if run.place.samples else {}
+    last = rows(whole)[-1]
+    assert [row["epochs/data"] for row in rows(whole)[1:6]] == pytest.approx(
+        [4 * n / windows[1]["data"] for n in range(1, 6)]
+    )
+    assert last["epochs/curated"] * windows[3]["curated"] == pytest.approx(6 * 3 / 4, abs=1)
+    carried = 20 / windows[1]["data"]  # of an epoch, by the first two
+    assert (last["epochs/data"] - carried) * windows[3]["data"] == pytest.approx(6 / 4, abs=2)
+
+
+def test_a_stage_alone_is_a_run_without(two: Path, tmp_path: Path) -> None:
+    plain = train(config(two, tmp_path / "plain", steps=3))
+    alone = train(config(two, tmp_path / "alone", "stages=[{steps: 3}]", steps=3))
+    assert rows(plain) == rows(alone)
+
+
+def test_a_finished_run_may_be_given_another_stage(two: Path, tmp_path: Path) -> None:
+    """As a decay is put behind a stable run; a change of the stage that it is in is said, and one of the past is not."""
+    words = ["schedule.shape=constant", "schedule.warmup=1", "data.valid=[]"]
+    train(config(two, tmp_path / "run", *words, steps=2))
+    more = "stages=[{steps: 2}, {name: decay, steps: 2, schedule: {shape: linear, warmup: 0}}]"
+    train(config(two, tmp_path / "run", more, *words, steps=4))
+    found = rows(tmp_path / "run")
+    assert [row["lr"] for row in found] == pytest.approx([1e-3, 1e-3, 1e-3, 2e-5])
+    assert (
+        read_manifest(tmp_path / "run" / "checkpoints" / "step-00000004")["settings"]["stages"] == "decay, after step 2"
+    )
+    with pytest.raises(ValueError, match=r"data\.sequence was 24 and is 12"):
+        bad = more.replace("{name", "{data: {sequence: 12}, name")
+        train(config(two, tmp_path / "run", bad, *words, steps=4))
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ("[{steps: 3, mesh: {ep: 2}}]", r"stages\.0\.mesh cannot differ between the stages of a run"),
+        ("[{steps: 3, schedule: {peek: 2}}]", r"stages\.0: unknown key 'schedule\.peek'; did you mean 'peak'"),
+        ("[{steps: 3}, {steps: 3, schedule: {peak: -2}}]", r"stages\.1: schedule\.peak is -2"),
+        ("[{}]", r"stages\.0: steps is 0 and tokens is 0; one of them says"),
+        ("[{steps: 3, tokens: 4}]", r"one of them says"),
+        ("[{steps: 8, optim: {name: muon}}]", r"stages\.0: optim\.name is 'muon' and the run's is 'adamw'"),
+        ("[{steps: 3}]", r"steps is 8, and the stages have 3; leave steps out"),
+        ("[{steps: 4, optim: {average: 0.2}}, {steps: 4}]", r"stages\.0 has optim\.average, which is of a run's end"),
+        ("[{steps: 4}, {steps: 4, data: {train: [q/data]}}]", r"stages\.1\.data\.train has data in q/data, which in an"),
+        ("[{steps: 6}, {steps: 2}]", r"stages\.1: schedule\.warmup=2 leaves nothing of 2 steps"),
+        ("[{steps: 6}, {steps: 2, schedule: {warmup: 0}, optim: {groups: [{match: ruter, lr: 0}]}}]", r"'ruter', which no"),
+        ("[{steps: 6}, {steps: 2, schedule: {warmup: 0}, batch: 3}]", r"stages\.1: micro_batch=2 must divide batch=3"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_staged_is_a_sentence(place: Path, tmp_path: Path, stages: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        preflight(config(place, tmp_path / "run", f"stages={stages}"), None)
+
+
+def test_tokens_are_counted_through_stages(place: Path, tmp_path: Path) -> None:
+    stages = stages_of(
+        config(place, tmp_path, "stages=[{steps: 3}, {tokens: 100, batch: 8}, {steps: 1, batch: 2}]", steps=5)
+    )
+    assert [stage.last for stage in stages] == [3, 4, 5]
+    assert [tokens_by(stages, step) for step in range(6)] == [0, 96, 192, 288, 480, 528]
+
+
+def test_plots_know_where_a_stage_ends(whole: Path) -> None:
+    (curves,) = plots.read_runs([whole])
+    assert curves.boundaries() == [192, 480]
+
+
+def test_the_plan_has_a_line_a_stage(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = replace(run_of(two, tmp_path / "run"), model=replace(run_of(two, tmp_path).model, compute="bfloat16"))
+    with source(settings) as origin:
+        first, second, third = (
+            memory(origin.spec, stage.config, 1, Model(origin.spec, stage.config, whole=settings))
+            for stage in stages_of(settings)
+        )
+        said = table(origin.spec, settings, 1)
+    assert first.gradients < second.gradients and first.moments == second.moments == third.moments
+    assert first.weights == second.weights, "what learns in any stage is float32 in all"
+    lines = [line for line in said.splitlines() if "this config" in line]
+    assert [line.partition("(")[2] for line in lines] == [f"this config, {name})" for name in ("router", "all", "decay")]
+    assert f"{second.total / 1e9:11.2f}" in lines[1]
+    words = [f"{staged(two)}", f"data.train=[{two / 'data'}]", "data.sequence=24", "batch=4", "micro_batch=2"]
+    assert plan([f"model.upcycle={json.dumps(moe(two))}", "gpus=1", "hardware=h100", *words, "schedule.warmup=0"]) == 0
+    shown = capsys.readouterr().out
+    assert "router: 2 steps, 0.000 B tokens" in shown and "decay: 3 steps" in shown
