@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -236,6 +236,13 @@ class Optimizer(torch.optim.Optimizer):
         self.skipped.add_(skip)
         self.in_a_row.add_(1).mul_(skip)
         torch.maximum(self.longest, self.in_a_row, out=self.longest)
+
+    def without_decay(self) -> dict[str, float]:
+        """Decays no weight from now on; returns, by name, the share that a step has taken at a learning rate of 1."""
+        taken = {slot.name: slot.decay * slot.multiplier for slot in self.slots}
+        self.slots = [replace(slot, decay=0.0) for slot in self.slots]
+        self.buckets = make_buckets([slot for slot in self.slots if slot.rule == "adamw"])
+        return taken
 
     @torch.no_grad()
     def finish(self, step: int, steps: int) -> None:

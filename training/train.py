@@ -19,6 +19,7 @@ from training.checkpoint.state import Stop, Stopped, anywhere, found, step_of
 from training.config import TrainConfig, settings
 from training.data.open import open_training, open_validation
 from training.evaluate import Ask, Suite
+from training.islands.island import Island
 from training.observe.metrics import Metrics
 from training.observe.metrics import read as read_metrics
 from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
@@ -51,6 +52,9 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
         assert optimizer is not None
         state, rate, run.phases.tell = run.state, schedule(config.schedule, config.steps), watch.enter
         teaching = weights(config.teacher, config.steps)
+        island = Island(run) if config.islands.asked else None
+        if island is not None:
+            state.parts["island"] = island
         stop = Stop()
         poll = partial(stop.poll, run.control)
         with (
@@ -65,7 +69,10 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                 begin(run)
             exported = bool(config.export) and layout.exported(Path(config.export))
             check_export(config, first)  # once more: a damaged checkpoint may have been passed over
-            samples = run.place.samples = open_training(config.data, run.origin.dense.vocab, run.place.saved)
+            if island is not None and first < config.steps:
+                island.join()
+            data = config.data if island is None else island.order(config.data)
+            samples = run.place.samples = open_training(data, run.origin.dense.vocab, run.place.saved)
             valid = open_validation(config.data, run.origin.dense.vocab)
             # prefix of their names in the log: (steps between them, what makes them)
             measures: Measures = {"valid/": (config.valid_every, partial(validate, run, valid, poll))}
@@ -96,8 +103,11 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     learned = train_step(run, [batch for batch, _ in batches], rate(state.step))
                     state.step, run.place.cursor = state.step + 1, batches[-1][1]
                     optimizer.finish(state.step, config.steps)
+                    told: Mapping[str, float] = {}
+                    if island is not None:
+                        told = island.after(state.step, rate(state.step - 1))
                     tokens = config.batch * config.data.sequence
-                    metrics.step(state.step, tokens=tokens, lr=rate(state.step - 1), **learned)
+                    metrics.step(state.step, tokens=tokens, lr=rate(state.step - 1), **learned, **told)
                     stopped, again = anywhere([stop.signal is not None, checkpoints.failed], run.control)
                     if due(state.step, config.log_every, config.steps) or stopped:
                         metrics.log(state.step, **balance_numbers(run), **run.phases.fetch(max(metrics.taken, 1)))
