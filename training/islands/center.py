@@ -69,14 +69,15 @@ class Center:
     # ---- events
 
     def knows(self, name: str, seq: int) -> bool:
-        """Whether an island that was answered `seq` times can go on from there."""
+        """Whether an island that took the model here and was answered `seq` times since can go on from there."""
         member = self.members.get(name)
-        if member is None or seq == 0:
+        if member is None and not seq:
             return False
-        if seq > member.seq:
+        if member is None or seq > member.seq:
             raise ValueError(
-                f"island {name} has had {seq} answers of a server that remembers {member.seq}; start the server with "
-                "the folder it had, or the island in a new output"
+                f"island {name} has had {seq} answers of a server that remembers "
+                f"{0 if member is None else member.seq}; start the server with the folder it had, or the island in a "
+                "new output"
             )
         kept = {answer.seq for answer in member.answers} | ({member.seq} if member.waits else set())
         return all(number in kept for number in range(seq + 1, member.seq + 1)) and (member.here or seq < member.seq)

@@ -11,6 +11,7 @@ is believed. Nothing is secret in this; TLS goes around it where that matters.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import socket
@@ -150,6 +151,12 @@ class Channel:
     def sorry(self, sentence: str) -> None:
         text = sentence.encode()[:SENTENCE]
         self.write(SORRY + len(text).to_bytes(2, "little") + text)
+        with contextlib.suppress(OSError):  # what is not read would take the sentence with it
+            self.sock.shutdown(socket.SHUT_WR)
+            self.sock.settimeout(1.0)
+            for _ in range(16):
+                if not self.sock.recv(4096):
+                    break
         raise Refused(sentence)
 
     def meet(self, secret: bytes) -> None:

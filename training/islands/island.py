@@ -75,6 +75,7 @@ class Island:
         self.rule = plugin.load("training.islands.rules", self.config.rule)
         self.keeps = self.rule.KEEPS and self.config.keep
         self.seq, self.islands, self.number = 0, 1, 0
+        self.joined = False  # whether it has a model that it took from the server
         self.decay = self.learned = 0.0  # sums of learning rates: of all exchanges, since the last one
         self.steps = 0  # since the last exchange
         rates = run.optimizer.without_decay()
@@ -107,15 +108,16 @@ class Island:
     # ---- what a checkpoint holds beside the parameters' own
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("seq", "islands", "number", "decay", "learned", "steps", "name")
+        names = ("seq", "islands", "number", "decay", "learned", "steps", "joined", "name")
         return {**{name: getattr(self, name) for name in names}, "ages": self.ages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seq, self.islands, self.number = state["seq"], state["islands"], state["number"]
         self.decay, self.learned, self.steps = state["decay"], state["learned"], state["steps"]
+        self.joined = state["joined"]
         self.ages.copy_(state["ages"])
         if state["name"] != self.name:  # of a run that goes on under another name the server knows nothing
-            self.seq = 0
+            self.seq, self.joined = 0, False
 
     # ---- coming
 
@@ -124,7 +126,7 @@ class Island:
         told: dict[str, Any] = {}
         problem = ""
         if self.run.leads:
-            who = {"name": self.name, "layout": self.layout.digest, "rule": self.config.rule}
+            who = {"name": self.name, "layout": self.layout.digest, "rule": self.config.rule, "has": self.joined}
             try:
                 self.link = Link(self.config, frames.secret_of(self.config.secret), who, self.seq)
                 told = self.link.introduce(self.longest)
@@ -135,7 +137,7 @@ class Island:
             raise ValueError(problem)
         if told["goes_on"]:
             return
-        if self.seq and self.run.leads:
+        if self.joined and self.run.leads:
             warnings.warn(
                 f"the server does not remember what island {self.name} had after exchange {self.seq}; it takes the "
                 "whole model, and what it has learned since then and not sent is lost",
@@ -151,8 +153,6 @@ class Island:
         self.run.balance.load.since_NE.zero_()
         for part in self.parts:
             part.unsent.zero_()
-        if self.link is not None:
-            self.link.seq = self.seq
         # most islands come at the start, with the server's weights
         alike = self.run.mesh.world == 1 and self.decay == 0 and self.digest() == told["model"]
         if alike:
@@ -160,6 +160,7 @@ class Island:
                 part.has.copy_(local(part.slot.master).view(-1))
         else:
             self.stream()
+        self.joined = True
         self.write()
         self.set_bias(told.get("bias"))
 
@@ -195,8 +196,8 @@ class Island:
         self.run.phases.tell("exchange")
         with self.run.phases("exchange"):
             found = self.exchange(last)
-        if last:
-            self.ask(frames.LEAVE, seq=self.seq)
+        if last and self.link is not None:
+            self.link.leave()
         self.run.phases.tell("")
         return found
 

@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from training.islands import frames
@@ -47,8 +48,8 @@ def context_of(config: IslandsConfig, *, server: bool) -> ssl.SSLContext | None:
 
 class Link:
     def __init__(self, config: IslandsConfig, secret: bytes, who: dict[str, Any], seq: int) -> None:
-        """`who`: name, layout, rule. `seq`: answers that this island has had."""
-        self.config, self.secret, self.who, self.seq = config, secret, who, seq
+        """`who`: name, layout, rule, and whether it has a model that it took. `seq`: answers that it has had."""
+        self.config, self.secret, self.who, self.seq = config, secret, {"has": False, **who}, seq
         self.address = address(config.join, "islands.join")
         self.tls = context_of(config, server=False)
         self.bucket = Bucket(config.throttle * 1e9 / 8)
@@ -69,39 +70,52 @@ class Link:
         `anew`: with nothing that it has had."""
         self.most = most
         if anew:
-            self.seq = 0
-        return self.persist(lambda: self.connected(fresh=True))
+            self.seq, self.who["has"] = 0, False
+        told = self.persist(lambda: self.connected(fresh=True))
+        if not told["goes_on"] and self.who["has"]:
+            self.seq, self.who["has"] = 0, False
+            told = self.persist(lambda: self.connected(fresh=True))
+        self.who["has"] = True  # from now on; what it still has to take, the server keeps for it
+        self.seq = told["seq"] if not told["goes_on"] else self.seq
+        return told
 
     def ask(self, kind: int, payload: bytes = b"", seq: int = 0) -> bytes:
         """Asks, again and again if it must, and returns the answer. Raises Again where this island must take the whole
         model."""
 
-        def once() -> bytes:
-            self.connected(fresh=False)
-            assert self.channel is not None
-            self.channel.send(kind, seq, payload=payload)
-            frame = self.channel.receive(self.most)
-            if frame.kind == AGAIN:
-                raise Again(sentence(frame.payload))
-            if frame.kind == NO:
-                raise Refused(f"the server refused: {sentence(frame.payload)}")
-            if frame.kind != OK or frame.seq != seq:
-                raise Cut("the server answered something else")
-            return frame.payload
+        return self.persist(lambda: self.once(kind, payload, seq))
 
-        return self.persist(once)
+    def once(self, kind: int, payload: bytes, seq: int) -> bytes:
+        self.connected(fresh=False)
+        assert self.channel is not None
+        self.channel.send(kind, seq, payload=payload)
+        frame = self.channel.receive(self.most)
+        if frame.kind == AGAIN:
+            raise Again(sentence(frame.payload))
+        if frame.kind == NO:
+            raise Refused(f"the server refused: {sentence(frame.payload)}")
+        if frame.kind != OK or frame.seq != seq:
+            raise Cut("the server answered something else")
+        return frame.payload
 
-    def persist(self, attempt: Callable[[], T]) -> T:
+    def leave(self) -> None:
+        """Says that this island is at its end. One that cannot say so is missed, and that is all."""
+        with suppress(Again, Refused):
+            self.persist(lambda: self.once(frames.LEAVE, b"", self.seq), 0.5)
+        self.close()
+
+    def persist(self, attempt: Callable[[], T], minutes: float = 0.0) -> T:
+        minutes = minutes or self.config.patience
         first, pause = time.monotonic(), PAUSE[0]
         while True:
             try:
                 return attempt()
             except (Cut, OSError) as error:
                 self.close()
-                if time.monotonic() - first > self.config.patience * 60:
+                if time.monotonic() - first > minutes * 60:
                     raise ValueError(
                         f"the server of islands at {self.config.join} was not to be reached for "
-                        f"{self.config.patience:g} minutes ({error}); start it, or look at islands.join"
+                        f"{minutes:g} minutes ({error}); start it, or look at islands.join"
                     ) from None
                 time.sleep(pause)
                 pause = min(2 * pause, PAUSE[1])

@@ -33,11 +33,12 @@ from training.preflight import check_export, check_writable
 FOLDER = "islands"  # in the server's output
 
 
-def serve(
-    config: TrainConfig, ready: Callable[[Server], Callable[[], bool]] = lambda server: lambda: False
-) -> tuple[str, bool]:
-    """A server until all islands have left, or it is asked to stop; returns what to say and whether all have. `ready`: told when it listens,
-    and returns what says that it should stop."""
+Ready = Callable[[Server], Callable[[], bool]]
+
+
+def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> tuple[str, bool]:
+    """A server until all islands have left, or it is asked to stop; returns what to say, and whether all have. `ready`:
+    told when it listens, and returns what says that it should stop."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for what the server keeps")
     check_writable("output", Path(config.output))

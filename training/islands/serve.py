@@ -34,6 +34,7 @@ class Server:
         self.center, self.journal, self.config, self.secret = center, journal, config, secret
         self.changed = threading.Condition()  # around center and journal
         self.strangers = threading.BoundedSemaphore(STRANGERS)
+        self.deadlines: dict[socket.socket, float] = {}  # of strangers
         self.connections: dict[str, Channel] = {}
         self.last: dict[str, float] = {}  # when an island was heard last
         self.ending = False
@@ -56,11 +57,16 @@ class Server:
         accepting = threading.Thread(target=self.accept, daemon=True)
         accepting.start()
         try:
-            while not stop() and not self.center.done and self.failed is None:
+            while not (stop() or self.ending or self.center.done or self.failed):
                 with self.changed:
                     self.changed.wait(0.2)
                     with contextlib.suppress(Cut):  # the disk, which `failed` tells
                         self.expel()
+                for sock, until in list(self.deadlines.items()):
+                    if time.monotonic() > until:
+                        shut(sock)
+            with self.changed:  # the last one is still to be told that it has left
+                self.changed.wait_for(lambda: not self.connections, 5.0 if self.center.done else 0.0)
         finally:
             self.close()
         if self.failed is not None:
@@ -99,12 +105,10 @@ class Server:
 
     def talk(self, sock: socket.socket) -> None:
         """All of a connection."""
-        known, name = False, ""
+        plain, name = sock, ""
         try:
-            # a deadline, not a timeout of each read: bytes one by one would keep a stranger here for good
-            watch = threading.Timer(SECONDS, lambda: None if known else shut(sock))
-            watch.daemon = True
-            watch.start()
+            # a deadline (in `run`), not only a timeout of each read: bytes one by one would keep a stranger for good
+            self.deadlines[plain] = time.monotonic() + SECONDS
             try:
                 sock.settimeout(SECONDS)
                 if self.tls is not None:
@@ -112,9 +116,8 @@ class Server:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 channel = Channel(sock)
                 channel.greet(self.secret)
-                known = True
             finally:
-                watch.cancel()
+                del self.deadlines[plain]
                 self.strangers.release()
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -129,6 +132,7 @@ class Server:
             with self.changed:
                 if name and self.connections.get(name) is not None and self.connections[name].sock is sock:
                     del self.connections[name]
+                    self.changed.notify_all()
             sock.close()
 
     def introduced(self, channel: Channel) -> str:
@@ -150,7 +154,11 @@ class Server:
                         "start both with the same config"
                     )
             with self.changed:
-                goes_on = self.center.knows(name, frame.seq)
+                has = asked.get("has") is True
+                goes_on = has and self.center.knows(name, frame.seq)
+                if has and not goes_on:  # it may have left; if it wants to be here, it comes with nothing
+                    channel.send(OK, payload=b'{"goes_on": false}')
+                    raise Cut(f"island {name} cannot go on from where it is")
                 if not goes_on:
                     self.event(JOIN, name)
                 member = self.center.members[name]
