@@ -2,6 +2,7 @@
 
     python -m tests.islands --kills 50 --seed 0        processes, a slow link, SIGKILL at random moments: minutes
     python -m tests.islands --frames 10000             changed frames at a server in this process
+    python -m tests.islands --codec 40                 bytes a number and GB/s of a model of 40 M numbers, one core
 
 Each island makes a fixed number of pushes of numbers whose sums are exact in float32. So whatever was killed, cut, sent
 twice or came late: in the end the model must be its start minus every push, once, bit for bit; and each island must have
@@ -279,11 +280,29 @@ def campaign(kills: int, seed: int, islands: int, pushes: int, throttle: float) 
           f"bit for bit; {time.monotonic() - began:.0f} s")  # fmt: skip
 
 
+def codec(millions: int) -> None:
+    torch.set_num_threads(1)
+    size = millions * 1_000_000
+    for share in (0.01, 0.05, 0.2, 1.0):
+        index = (torch.rand(size) < share).nonzero().flatten()
+        sent = Sparse(index, torch.randn(len(index)))
+        times = [time.perf_counter()]
+        data = wire.encode(sent, size)
+        times.append(time.perf_counter())
+        wire.decode(data, size)
+        times.append(time.perf_counter())
+        there, back = (len(data) / (b - a) / 1e9 for a, b in zip(times, times[1:], strict=False))
+        of_model = [2 * size / (b - a) / 1e9 for a, b in zip(times, times[1:], strict=False)]
+        print(f"share {share}: {len(data) / len(index):.2f} bytes a number; encode {there:.2f} GB/s, decode {back:.2f} GB/s "
+              f"of message; {of_model[0]:.1f} and {of_model[1]:.1f} GB/s of a bfloat16 model")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--child", nargs="+")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--frames", type=int, default=0)
+    parser.add_argument("--codec", type=int, default=0, help="million numbers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--islands", type=int, default=3)
     parser.add_argument("--pushes", type=int, default=400)
@@ -292,6 +311,8 @@ def main() -> None:
     if words.child:
         child(words.child)
         return
+    if words.codec:
+        codec(words.codec)
     if words.kills:
         campaign(words.kills, words.seed, words.islands, words.pushes, words.throttle)
     if words.frames:

@@ -1,9 +1,10 @@
 """Will it fit? Bytes on the fullest rank of any mapping, without a GPU and without a byte of weights.
 
-usage: python -m training.plan [CONFIG] gpus=N [key=value ...]
+usage: python -m training.plan [CONFIG] gpus=N [islands=N link=SPEED] [key=value ...]
 
   python -m training.plan my.yaml gpus=8                  # the config's own mapping, and the others by their size
   python -m training.plan llama3-8b-e8t2 model.upcycle.source=./llama gpus=16 mesh.ep=4 model.recompute=full
+  python -m training.plan my.yaml gpus=1 islands=4 link=1Gb/s    # and what islands send each other
 
 Weights, gradients and moments are counted, parameter by parameter. Gathered weights and activations are estimated from
 what the modules keep in bf16 on a GPU (attention without its square, experts without their product); the allocator's
@@ -35,6 +36,7 @@ from tqdm import tqdm
 
 from training.build import check_optim, source, taught_by
 from training.config import TrainConfig, read_config
+from training.islands import plan as islands
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach
 from training.model.loss import COPIES, LOGITS, TAUGHT
@@ -336,7 +338,10 @@ def main(words: list[str]) -> int:
     counts = [word.removeprefix("gpus=") for word in words if word.startswith("gpus=")]
     if len(counts) != 1 or not counts[0].isdecimal() or counts[0] == "0":
         raise ValueError("say for how many GPUs to plan, for instance gpus=8")
-    config = read_config(file, [word for word in words if not word.startswith("gpus=")])
+    between = dict(word.split("=", 1) for word in words if word.startswith(("islands=", "link=")))
+    config = read_config(file, [word for word in words if not word.startswith(("gpus=", "islands=", "link="))])
+    if len(between) == 1 or not between.get("islands", "1").isdecimal() or between.get("islands") == "0":
+        raise ValueError("say how many islands, and over what link, for instance islands=4 link=1Gb/s")
     with source(config) as origin:
         check(config.mesh, int(counts[0]), origin.spec, config.data.sequence)
         check_optim(config, origin.spec)
@@ -345,4 +350,6 @@ def main(words: list[str]) -> int:
             with taught_by(config) as its_origin:
                 teacher = check_teacher(its_origin, origin.spec)
         print(table(origin.spec, config, int(counts[0]), teacher=teacher))
+        if between:
+            print("\n" + islands.table(origin.spec, config, int(between["islands"]), between["link"]))
     return 0

@@ -163,7 +163,11 @@ def understood(command: str) -> str:
     elif module in ("training", "training.plan"):
         gpus = [word for word in keys if word.startswith("gpus=")]
         assert bool(gpus) == (module == "training.plan"), command
-        read_config(file, [word for word in keys if word not in gpus])
+        between = [word for word in keys if word.startswith(("islands=", "link="))]
+        read_config(file, [word for word in keys if word not in gpus + between])
+    elif module == "training.islands":
+        assert words[0] == "serve", command
+        read_config(*cli.file_and_words(words[1:]))
     elif module == "training.bench":
         read(bench.BenchConfig, file, keys, bench.READY)
     elif module == "training.prepare":
@@ -217,6 +221,7 @@ def test_the_pages_other_commands_say_what_their_programs_understand(
     assert read_of == {
         "training",
         "training.bench",
+        "training.islands",
         "training.plan",
         "training.plots",
         "training.prepare",

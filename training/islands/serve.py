@@ -57,16 +57,18 @@ class Server:
         accepting = threading.Thread(target=self.accept, daemon=True)
         accepting.start()
         try:
-            while not (stop() or self.ending or self.center.done or self.failed):
+            done = False
+            while not (stop() or self.ending or done or self.failed):
                 with self.changed:
                     self.changed.wait(0.2)
                     with contextlib.suppress(Cut):  # the disk, which `failed` tells
                         self.expel()
+                    done = self.center.done
                 for sock, until in list(self.deadlines.items()):
                     if time.monotonic() > until:
                         shut(sock)
             with self.changed:  # the last one is still to be told that it has left
-                self.changed.wait_for(lambda: not self.connections, 5.0 if self.center.done else 0.0)
+                self.changed.wait_for(lambda: not self.connections, 5.0 if done else 0.0)
         finally:
             self.close()
         if self.failed is not None:
