@@ -378,7 +378,7 @@ class Island:
     def norms(self) -> dict[str, float]:
         """Size of what is not sent, as a share of the weights'."""
         squares = [
-            [float(part.unsent.double().square().sum()), float(part.has.double().square().sum())]
+            [float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2 for x in (part.unsent, part.has)]
             for part in self.parts
             if part.owns
         ]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from training import train as train_module
 from training.checkpoint.state import found
 from training.config import TrainConfig
 from training.islands import run as run_module
+from training.islands.config import IslandsConfig
+from training.islands.island import Island
 from training.islands.serve import Server
 from training.observe.metrics import read as read_metrics
 from training.train import train
@@ -82,11 +85,12 @@ def joined(place: Path, tmp_path: Path, name: str, port: int, *more: str, steps:
     return config(place, tmp_path / name, *words(tmp_path, f"islands.join=127.0.0.1:{port}", *more), steps=steps)
 
 
-EVERYTHING = ["islands.every=1", "islands.share=1", "optim.weight_decay=0", "balance.bias_rate=0"]
+EVERYTHING = ["islands.every=1", "islands.share=1", "optim.weight_decay=1", "balance.bias_rate=0"]
 
 
 def test_one_island_that_sends_everything_each_step_is_the_plain_run(place: Path, tmp_path: Path) -> None:
-    """What bfloat16 rounds of a push stays with the island, so only float32's sums differ."""
+    """What bfloat16 rounds of a push stays with the island, and the decay that is not in the push is in the scale: so only
+    float32's sums differ, and (rate * decay) ** 2."""
     plain = train(config(place, tmp_path / "plain", *EVERYTHING, steps=6))
     with server(served(place, tmp_path, *EVERYTHING)) as here:
         run = train(joined(place, tmp_path, "one", here.port, *EVERYTHING, steps=6))
@@ -143,3 +147,14 @@ def test_what_does_not_go_with_islands_is_said(place: Path, tmp_path: Path) -> N
         pass
     with pytest.raises(ValueError, match="set it back, or choose another output"):
         run_module.serve(served(place, tmp_path, "islands.rule=dense"))
+
+
+def test_experts_send_by_their_tokens_and_who_waits_too_long_sends_all() -> None:
+    island: Any = SimpleNamespace(config=IslandsConfig(share=0.1, age=2), ages=torch.zeros(1, 4, dtype=torch.int64))
+    loads = torch.tensor([[60, 60, 20, 0]])
+    for number in range(1, 7):
+        shares = Island.shares(island, loads)[0].tolist()
+        assert shares[0] == shares[1] == pytest.approx(0.1 * (60 / 35) / ((60 + 60 + 20 + 3.5) / 4 / 35))
+        assert (shares[3] == 1.0) == (number % 3 == 0), number  # not a token, and not forgotten
+        assert shares[2] < 0.1  # few, and more than half of the mean: it does not age
+    assert Island.shares(island, torch.zeros(1, 4, dtype=torch.int64))[0, :3].tolist() == pytest.approx([0.1] * 3)

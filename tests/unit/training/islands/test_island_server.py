@@ -160,6 +160,33 @@ def test_a_server_without_its_folder_refuses_islands_that_remember(tmp_path: Pat
             a.exchange()
 
 
+def test_a_late_island_takes_the_model_through_a_cut_while_others_push(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (islands, serve):
+        monkeypatch.setattr(module, "BLOCK", 4096)
+    with serving(tmp_path) as server:
+        a = island(server, "a")
+        a.exchange()
+        real, blocks = Channel.receive, [0]
+
+        def receive(channel: Channel, most: int) -> frames.Frame:
+            frame = real(channel, most)
+            if frame.kind == frames.OK and len(frame.payload) == 4096:
+                blocks[0] += 1
+                if blocks[0] == 2:
+                    a.exchange()
+                    raise Cut("the line is cut")
+            return frame
+
+        monkeypatch.setattr(Channel, "receive", receive)
+        late = island(server, "late")
+        assert blocks[0] > 4
+        assert torch.equal(late.has, has(server, late)) and not torch.equal(late.has, server.center.rule.model)
+        late.exchange()
+        assert torch.equal(late.has, server.center.rule.model)
+
+
 def test_islands_that_leave_are_not_awaited_and_the_server_ends(tmp_path: Path) -> None:
     with serving(tmp_path, count=2) as server:
         for name in ("a", "b"):
