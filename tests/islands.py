@@ -158,7 +158,7 @@ def channel(server: Server, name: str = "mutant", seq: int = 0) -> Iterator[Chan
     found = Channel(mine)
     try:
         found.meet(SECRET)
-        who = {"name": name, "layout": LAYOUT.digest, "rule": "dgs", "has": seq > 0}
+        who = {"name": name, "layout": LAYOUT.digest, "rule": "dgs", "has": name in server.center.members}
         found.send(frames.JOIN, seq, payload=json.dumps(who).encode())
         assert found.receive(1 << 16).kind == frames.OK
         yield found
