@@ -198,7 +198,7 @@ def test_islands_that_leave_are_not_awaited_and_the_server_ends(tmp_path: Path) 
         assert server.center.done and not server.center.rule.has
 
 
-def test_diloco_waits_and_a_server_restart_in_a_round_changes_nothing(tmp_path: Path) -> None:
+def test_diloco_answers_all_when_all_have_pushed(tmp_path: Path) -> None:
     with serving(tmp_path, rule="diloco") as server:
         port = server.port
         found: dict[str, Any] = {}
