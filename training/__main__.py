@@ -8,6 +8,7 @@ CONFIG is a YAML file or the name of a ready config (configs/train). The same co
   python -m training model.source=./llama data.train=[runs/stories-data] output=runs/dense steps=1000 batch=8
   python -m training my.yaml profile=10-12                                  # where the time goes, as a trace
   torchrun --nproc-per-node 8 -m training my.yaml mesh.ep=8                 # on 8 GPUs, the same run
+  python -m training my.yaml output=runs/try islands.local=2                # two islands; see training.islands
 
 Text becomes token shards by training.prepare, once; training.plan says whether a run fits; training.plots draws it.
 
@@ -37,6 +38,11 @@ def main(words: list[str]) -> int:
     from training.train import train
 
     config = read_config(*cli.file_and_words(words))
+    if config.islands.local:
+        from training.islands.run import local
+
+        print(local(config, words))
+        return 0
     said, code = f"{config.output} is trained: metrics.jsonl, checkpoints/", 0
     said += f"; {config.export} is its model" if config.export else ""
     try:

@@ -212,6 +212,7 @@ class RouterLoad:
     def __init__(self, layers: int, experts: int, device: torch.device | str = "cpu") -> None:
         self.step_NE = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self.total_NE = torch.zeros_like(self.step_NE)
+        self.since_NE = torch.zeros_like(self.step_NE)  # since an island's last exchange, which starts it at 0
         # each figure's sum over tokens, and the number of tokens in it
         self.sums_N2F = torch.zeros(layers, 2, len(FIGURES), dtype=torch.float64, device=device)
         self.nothing = torch.full((), math.nan, dtype=torch.float64, device=device)
@@ -236,19 +237,22 @@ class RouterLoad:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The interval's sums at a step's end, so that a resumed run logs the same numbers too."""
-        return {"total": self.total_NE, "figures": self.sums_N2F}
+        return {"total": self.total_NE, "figures": self.sums_N2F, "since": self.since_NE}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.total_NE.copy_(state["total"])
         if "figures" in state:  # older checkpoints have none: they begin at 0
             self.sums_N2F.copy_(state["figures"])
+        if "since" in state:
+            self.since_NE.copy_(state["since"])
 
     @torch.no_grad()
     def end_step(self, reduce: Reduce | None = None) -> Tensor:
         """The step's counts, over all ranks if `reduce` sums over them; the next step starts at 0."""
         count_NE = self.step_NE.clone()
         self.total_NE += count_NE
+        self.since_NE += count_NE
         self.step_NE.zero_()
         return count_NE if reduce is None else reduce(count_NE)
 

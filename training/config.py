@@ -16,6 +16,7 @@ from training.balance import BalanceConfig
 from training.checkpoint.resume import ResumeConfig, flat
 from training.data.mixture import DataConfig
 from training.evaluate import EvalConfig
+from training.islands.config import IslandsConfig
 from training.model import transformer_engine
 from training.model.lora import LoraConfig
 from training.model.recompute import MODES
@@ -133,6 +134,7 @@ class TrainConfig:
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    islands: IslandsConfig = field(default_factory=IslandsConfig)
     steps: int = 1000  # of the optimiser, from the first on; a resumed run goes on to the same number
     # one after the other, each so many steps (or tokens) and the keys that differ from the run's; none: all steps alike
     stages: tuple[Any, ...] = ()
@@ -169,6 +171,20 @@ class TrainConfig:
             raise ValueError(
                 f"teacher.weight={self.teacher.weight:g} does not go with mesh.pp={self.mesh.pp}, because a teacher is "
                 "not cut into stages; write mesh.pp=1 or teacher.weight=0"
+            )
+        if self.islands.asked and self.optim.average:
+            raise ValueError(
+                f"optim.average={self.optim.average:g} does not go with islands.join, whose exchanges are a mean; "
+                "leave it out"
+            )
+        if self.islands.asked and self.stages:
+            raise ValueError(
+                "stages do not go with islands.join, whose server knows one run of equal steps; leave them out"
+            )
+        if self.islands.asked and self.data.stream:
+            raise ValueError(
+                f"data.stream={self.data.stream} does not go with islands.join, because all islands would read the "
+                "same; prepare it with training.prepare"
             )
         for axis in ("tp", "pp", "etp") if self.lora.rank else ():
             if getattr(self.mesh, axis) > 1:

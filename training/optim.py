@@ -181,7 +181,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(NOTHING)
         # one group: what differs between parameters follows from their names, so a checkpoint need not hold it
         super().__init__([{"params": [p for _, p in named], "name": "all"}], {"fused": True})
-        self.named, self.moe = named, moe
+        self.named, self.moe, self.decays = named, moe, True
         for name, p in named:
             self.state[p] = fresh_state(config, make_slot(config, name, p, self.state))
         self.follow(config)
@@ -200,6 +200,8 @@ class Optimizer(torch.optim.Optimizer):
         self.slots = [make_slot(config, name, p, self.state) for name, p in self.named if p.requires_grad]
         if not self.slots:
             raise ValueError(NOTHING)
+        if not self.decays:
+            self.slots = [replace(slot, decay=0.0) for slot in self.slots]
         self.buckets = make_buckets([slot for slot in self.slots if slot.rule == "adamw"])
         self.share, self.shrink = config.share or 0.0, config.shrink or 0.0
         # adapters are no copies: the mean of their products is not the product of their means
@@ -245,6 +247,13 @@ class Optimizer(torch.optim.Optimizer):
         self.skipped.add_(skip)
         self.in_a_row.add_(1).mul_(skip)
         torch.maximum(self.longest, self.in_a_row, out=self.longest)
+
+    def without_decay(self) -> dict[str, float]:
+        """Decays no weight from now on; returns, by name, the share that a step has taken at a learning rate of 1."""
+        taken = {slot.name: slot.decay * slot.multiplier for slot in self.slots}
+        self.decays = False
+        self.follow(self.config)
+        return taken
 
     @torch.no_grad()
     def finish(self, step: int, steps: int) -> None:

@@ -1,10 +1,12 @@
 """Will it fit, how long will it take, does it pay? For any mapping, without a GPU and without a byte of weights.
 
-usage: python -m training.plan [CONFIG] gpus=N [hardware=NAME] [budget=AMOUNT] [price=P] [seen=AMOUNT] [key=value ...]
+usage: python -m training.plan [CONFIG] gpus=N [hardware=NAME] [budget=AMOUNT] [price=P] [seen=AMOUNT]
+       [islands=N link=SPEED] [key=value ...]
 
   python -m training.plan my.yaml gpus=8                  # the config's own mapping, and the others by their size
   python -m training.plan llama3-8b-e8t2 model.upcycle.source=./llama gpus=16 mesh.ep=4 model.recompute=full
   python -m training.plan my.yaml gpus=8 hardware=h100 budget="100B tokens" price=2.5 seen=15T   # the fastest that fit
+  python -m training.plan my.yaml gpus=1 islands=4 link=1Gb/s    # and what islands send each other
   python -m training.plan measure output=mine.yaml               # this machine's own hardware file, in a minute
 
 Weights, gradients and moments are counted, parameter by parameter. Gathered weights and activations are estimated from
@@ -44,6 +46,7 @@ from tqdm import tqdm
 from training import hardware
 from training.build import check_optim, held_in, source, taught_by, whole_on_meta
 from training.config import Stage, TrainConfig, read_config, stages_of, upcycle_config
+from training.islands import plan as islands
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach
 from training.model.loss import COPIES, LOGITS, TAUGHT
@@ -379,6 +382,8 @@ class PlanConfig:
     budget: str = ""
     price: float = 0.0  # of a GPU-hour, in any currency
     seen: str = ""  # tokens that the dense model was trained on, such as 15T: what the law of upcycling expects
+    islands: int = 0  # how many of as many GPUs each (islands.join): says what they send each other
+    link: str = ""  # between the islands and their server, such as 1Gb/s
 
 
 SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take, and no plan counts
@@ -548,6 +553,8 @@ def split(words: list[str]) -> tuple[PlanConfig, list[str]]:
     for name in ("budget", "seen"):
         if getattr(asked, name):
             amount(name, getattr(asked, name))
+    if bool(asked.islands) != bool(asked.link) or asked.islands < 0:
+        raise ValueError("say how many islands, and over what link, for instance islands=4 link=1Gb/s")
     if asked.price < 0:
         raise ValueError(f"price is {asked.price:g}; it must be at least 0, of a GPU-hour")
     if not asked.hardware and (asked.price or asked.budget):
@@ -601,6 +608,9 @@ def main(words: list[str]) -> int:
             print(said)
         if card is None:
             print(table(origin.spec, config, asked.gpus, teacher=teacher))
+        if asked.islands:
+            print("\n" + islands.table(origin.spec, config, asked.islands, asked.link))
+        if card is None:
             return 0
         whole, config = config, max(stages, key=lambda stage: stage.config.steps * stage.config.batch).config  # longest
         print(clocked(origin.spec, config, asked, card, teacher=teacher, whole=whole))

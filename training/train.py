@@ -19,6 +19,7 @@ from training.checkpoint.state import Stop, Stopped, anywhere, found, step_of
 from training.config import Stage, TrainConfig, settings, stage_of, tokens_by
 from training.data.open import open_validation
 from training.evaluate import Ask, Poll, Suite
+from training.islands.island import Island
 from training.observe.metrics import Metrics
 from training.observe.metrics import read as read_metrics
 from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
@@ -50,6 +51,9 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
         optimizer = run.optimizer
         assert optimizer is not None
         state, stages, run.phases.tell = run.state, run.stages, watch.enter
+        island = Island(run) if config.islands.asked else None
+        if island is not None:
+            state.parts["island"] = island
         stop = Stop()
         poll = partial(stop.poll, run.control)
         with (
@@ -65,11 +69,14 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                 begin(run)
             exported = bool(config.export) and layout.exported(Path(config.export))
             check_export(config, first)  # once more: a damaged checkpoint may have been passed over
+            if island is not None and first < config.steps:
+                island.join()
             ask: Ask | None = None
             if suite is not None and config.eval.every:
                 asked = suite.live(config.eval, run.model, run.origin, run.mesh, poll)
                 ask = partial(evaluated, asked, watch.enter)
-            samples = enter(run, stage_of(stages, first))
+            order = None if island is None else island.order
+            samples = enter(run, stage_of(stages, first), order)
             record(run)
             flops = [flops_a_token(stage.config, run.origin.spec) for stage in stages]
             metrics = Metrics(
@@ -109,7 +116,8 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                             state.step, run.place.cursor = state.step + 1, batches[-1][1]
                             if stage is stages[-1]:
                                 optimizer.finish(done + 1, stage.config.steps)
-                            metrics.step(state.step, tokens=tokens, lr=rate(done), **learned)
+                            told = {} if island is None else island.after(state.step, rate(done))
+                            metrics.step(state.step, tokens=tokens, lr=rate(done), **learned, **told)
                             stopped, again = anywhere([stop.signal is not None, checkpoints.failed], run.control)
                             if due(state.step, config.log_every, stage.last) or stopped:
                                 seconds = run.phases.fetch(max(metrics.taken, 1))

@@ -170,6 +170,9 @@ def understood(command: str) -> str:
             return module
         keys = split(keys)[1] if module == "training.plan" else keys
         read_config(file, keys)
+    elif module == "training.islands":
+        assert words[0] == "serve", command
+        read_config(*cli.file_and_words(words[1:]))
     elif module == "training.bench":
         read(bench.BenchConfig, file, keys, bench.READY)
     elif module == "training.prepare":
@@ -223,6 +226,7 @@ def test_the_pages_other_commands_say_what_their_programs_understand(
     assert read_of == {
         "training",
         "training.bench",
+        "training.islands",
         "training.plan",
         "training.plots",
         "training.prepare",

@@ -25,7 +25,8 @@ from tests.unit.upcycle import test_cli
 from upcycle import cli
 
 VERBS = ("plan", "convert", "verify", "inspect", "push")
-MODULES = {name: f"{name}.__main__" if name in cli.OURS else name for name in test_cli.COMMANDS}
+FOLDERS = (*cli.OURS, "training.islands")
+MODULES = {name: f"{name}.__main__" if name in FOLDERS else name for name in test_cli.COMMANDS}
 SHOWN_BY_MAIN = ("upcycle", "evaluation", "training.prepare", "training.plots", "upcycle.bench")
 KEYLESS = ("upcycle verify", "upcycle inspect", "upcycle push", "training.plots", "training.kernels.bench", "upcycle.bench", "training.export")
 SMALL = [*TRAINING[:-1], "steps=12"]
@@ -41,7 +42,7 @@ MORE = {
 }
 READ = (
     "meta-llama/", "hf:", "mmlu", "evaluation.bench ./moe", "bench-qwen3", "kernels.bench", "upcycle.bench",
-    "evaluation.demo", "evaluation study", " mesh.ep=8", "evaluation lm-eval", "-{0,1,2}", "plan measure",
+    "evaluation.demo", "evaluation study", " mesh.ep=8", "evaluation lm-eval", "-{0,1,2}", "plan measure", "islands serve", "islands.join=", "islands.local=",
 )  # fmt: skip
 # what the folder has -> what it is made of, in this order
 MADE = {

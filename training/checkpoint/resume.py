@@ -20,6 +20,8 @@ from upcycle.plugin import nearest
 QUIET = (
     "output", "export", "checkpoint", "log", "log_every", "valid_every", "eval", "profile", "memory_snapshot",
     "device", "mesh", "patience", "resume", "data.valid", "optim.skips", "lora.export",
+    "islands.join", "islands.secret", "islands.certificate", "islands.authority", "islands.throttle",
+    "islands.patience", "islands.listen", "islands.count", "islands.most",
 )  # fmt: skip
 OTHER_WEIGHTS = "the weights are the checkpoint's, whatever these say"
 OTHER_ORDER = "samples are counted in another order: some come twice and some never"

@@ -50,6 +50,7 @@ from training.parallel.collectives import gather, local
 from upcycle import strict
 from upcycle.disk import sync_folder
 
+BESIDE = {"mean", "has", "unsent"}  # of a parameter, what no rule of an update needs: a mean, what an island keeps
 JSON = ".json"  # ends the name of a value that is kept as text
 STEP = re.compile(r"step-(\d{8,})(\.replaced)?", re.ASCII)
 WASTE = re.compile(r"step-\d{8,}\.(partial|removed)", re.ASCII)
@@ -83,7 +84,7 @@ class TrainState:
     model: nn.Module
     optimizers: Sequence[Optimizer]
     step: int = 0
-    parts: Mapping[str, Part] = field(default_factory=dict)  # the same on all ranks
+    parts: dict[str, Part] = field(default_factory=dict)  # the same on all ranks
     rng: Rng = field(default_factory=Rng)
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
@@ -279,7 +280,7 @@ def moments(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     what was saved. An optimizer that has none yet takes what was saved as it is. A mean of weights may begin or end."""
     if not own:
         return dict(saved)
-    if own.keys() - {"mean"} != saved.keys() - {"mean"}:
+    if own.keys() - BESIDE != saved.keys() - BESIDE:
         return dict(own)
     known = {k: saved[k] for k in own if k in saved}
     return {**own, **{k: v.to(own[k].dtype) if isinstance(v, Tensor) else v for k, v in known.items()}}

@@ -47,7 +47,7 @@ def interrupting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_commands_are_found() -> None:
     assert {"upcycle", "training", "evaluation", "training.plan", "evaluation.demo"} < set(COMMANDS)
-    assert len(COMMANDS) == 12
+    assert len(COMMANDS) == 13
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,0 +1,331 @@
+"""Islands without models, to be killed: a server and islands whose every push is known beforehand.
+
+    python -m tests.islands --kills 50 --seed 0        processes, a slow link, SIGKILL at random moments: minutes
+    python -m tests.islands --frames 10000             changed frames at a server in this process
+    python -m tests.islands --codec 40                 bytes a number and GB/s of a model of 40 M numbers, one core
+
+Each island makes a fixed number of pushes of numbers whose sums are exact in float32. So whatever was killed, cut, sent
+twice or came late: in the end the model must be its start minus every push, once, bit for bit; and each island must have
+what the server says it has. Islands keep what a run's checkpoint would hold, not after every push.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from training.islands import center, frames, wire
+from training.islands.center import Center
+from training.islands.config import IslandsConfig
+from training.islands.frames import Channel
+from training.islands.journal import Journal
+from training.islands.link import Link
+from training.islands.places import Layout
+from training.islands.rules.dgs import Push
+from training.islands.serve import BLOCK, Server
+from training.islands.sparse import Sparse
+from upcycle import disk
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+LAYOUT = Layout({"layers.0.ffn.experts.up": (4, 1000), "layers.0.attention.q.weight": (50, 40), "norm.weight": (99,)})
+SHARE = 0.02
+
+
+def start() -> Tensor:
+    return torch.randint(-63, 64, (LAYOUT.size,), generator=torch.Generator().manual_seed(0)) / 64.0
+
+
+def delta(name: str, seq: int) -> Tensor:
+    """What an island learns before its push number `seq`: dyadic, small enough for exact sums."""
+    seed = sum(map(ord, name)) * 100_003 + seq
+    return torch.randint(-3, 4, (LAYOUT.size,), generator=torch.Generator().manual_seed(seed)) / 64.0
+
+
+class Islander:
+    """An island whose training is `delta`. Its pushes are the largest of what is not sent, the last one all."""
+
+    def __init__(self, name: str, port: int, pushes: int, folder: Path | None = None, throttle: float = 0.0) -> None:
+        self.name, self.pushes, self.file = name, pushes, None if folder is None else folder / f"{name}.safetensors"
+        self.config = IslandsConfig(join=f"127.0.0.1:{port}", throttle=throttle, patience=1)
+        self.has, self.unsent, self.seq = start(), torch.zeros(1, LAYOUT.size), 0
+        if self.file is not None and self.file.exists():
+            kept = load_file(self.file)
+            self.has, self.unsent, self.seq = kept["has"], kept["unsent"], int(kept["seq"])
+        who = {
+            "name": name,
+            "layout": LAYOUT.digest,
+            "rule": "dgs",
+            "has": self.file is not None and self.file.exists(),
+        }
+        self.link = Link(self.config, SECRET, who, self.seq)
+        self.told: dict[str, Any] = {}
+
+    def join(self) -> dict[str, Any]:
+        self.told = self.link.introduce(max(1 << 17, wire.most(LAYOUT.size)) + 2 * BLOCK)
+        if not self.told["goes_on"]:
+            data = b"".join(
+                self.link.ask(frames.TAKE, at.to_bytes(8, "little")) for at in range(0, 4 * LAYOUT.size, BLOCK)
+            )
+            self.has = torch.frombuffer(bytearray(data), dtype=torch.float32)
+            self.unsent.zero_()
+            self.seq = self.told["seq"]
+        return self.told
+
+    def message(self) -> bytes:
+        last = self.seq + 1 == self.pushes
+        count = LAYOUT.size if last else round(SHARE * LAYOUT.size)
+        sent = Push(self.unsent).push(delta(self.name, self.seq + 1)[None], [count])
+        head = {"steps": 1, "tokens": 1, "decay": 0.0, "all": False}
+        return center.join(head, wire.encode(sent, LAYOUT.size))
+
+    def exchange(self) -> None:
+        data = self.message()
+        self.take(self.link.ask(frames.PUSH, data, self.seq + 1))
+
+    def take(self, answer: bytes) -> None:
+        found = wire.decode(center.split(answer)[1], LAYOUT.size)
+        self.has[found.index] += found.value
+        self.seq += 1
+        self.link.seq = self.seq
+
+    def keep(self) -> None:
+        assert self.file is not None
+        data = {"has": self.has, "unsent": self.unsent, "seq": torch.tensor(self.seq)}
+        scratch = self.file.with_name(f"{self.name}.new")
+        save_file(data, scratch)
+        os.replace(scratch, self.file)
+
+    def run(self, every: int = 4) -> None:
+        self.join()
+        while self.seq < self.pushes:
+            self.exchange()
+            if self.seq % every == 0:
+                self.keep()
+        self.keep()
+        self.link.leave()
+
+
+def expected(pushes: dict[str, int]) -> Tensor:
+    """The model after all pushes of all islands."""
+    return start() - sum(delta(name, seq) for name, last in pushes.items() for seq in range(1, last + 1))
+
+
+def made(folder: Path, listen: str = "127.0.0.1:0", **words: Any) -> tuple[Center, Journal, Server]:
+    config = IslandsConfig(listen=listen, **words)
+    here = Center(LAYOUT, start(), config)
+    here.rule.worth = 0.0  # so that every number is told
+    journal = Journal(folder, here)
+    return here, journal, Server(here, journal, config, SECRET)
+
+
+@contextmanager
+def serving(folder: Path, **words: Any) -> Iterator[Server]:
+    """A server in a thread. It ends as if it were killed: nothing is saved."""
+    _, journal, server = made(folder, **words)
+    thread = threading.Thread(target=server.run, args=(lambda: False,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.close()
+        thread.join(10)
+        journal.close()
+
+
+@contextmanager
+def channel(server: Server, name: str = "mutant", seq: int = 0) -> Iterator[Channel]:
+    """An island's end of a connection that has joined."""
+    mine = socket.create_connection(("127.0.0.1", server.port), 20)
+    found = Channel(mine)
+    try:
+        found.meet(SECRET)
+        who = {"name": name, "layout": LAYOUT.digest, "rule": "dgs", "has": name in server.center.members}
+        found.send(frames.JOIN, seq, payload=json.dumps(who).encode())
+        assert found.receive(1 << 16).kind == frames.OK
+        yield found
+    finally:
+        mine.close()
+
+
+def mutate(data: bytes, draw: random.Random) -> bytes:
+    out = bytearray(data)
+    for _ in range(draw.randint(1, 4)):
+        kind, at = draw.randrange(5), draw.randrange(max(len(out), 1)) if draw.random() < 0.5 else draw.randrange(64)
+        at = min(at, len(out) - 1)
+        if kind == 0:
+            out[at] = draw.randrange(256)
+        elif kind == 1:
+            out[at] ^= 1 << draw.randrange(8)
+        elif kind == 2:
+            del out[at : at + draw.randint(1, 8)]
+        elif kind == 3:
+            out[at:at] = draw.randbytes(draw.randint(1, 8))
+        else:
+            out[at : at + 8] = draw.choice([b"\xff" * 8, b"\0" * 8, (2**40).to_bytes(8, "little")])
+        if not out:
+            return b"\0"
+    return bytes(out)
+
+
+def mutants(server: Server, count: int, seed: int) -> dict[str, int]:
+    """Changed frames. Half are changed on the wire, and must be no frames at all; half by somebody who has the secret,
+    and must be refused or be a push that counts as it is."""
+    draw, found = random.Random(seed), {"cut": 0, "refused": 0, "taken": 0}
+    total, pushed = server.center.rule.model.clone(), 0
+    wires: list[bytes] = []
+    for number in range(count):
+        sent = Sparse(torch.tensor([1, 5000]), torch.tensor([0.5, -0.25]))
+        good = center.join({"steps": 1, "tokens": 1, "decay": 0.0, "all": False}, wire.encode(sent, LAYOUT.size))
+        member = server.center.members.get("mutant")
+        seq = 0 if member is None else member.seq
+        with channel(server, seq=seq) as link:
+            member = server.center.members["mutant"]
+            seq = member.seq
+            if number % 2:
+                data = mutate(good, draw)
+                link.send(frames.PUSH, seq + 1, payload=data)
+                kind = link.receive(1 << 20).kind
+                assert kind in (frames.OK, frames.NO, frames.AGAIN)
+                if kind == frames.OK:
+                    taken = wire.decode(center.split(data)[1], LAYOUT.size)
+                    total[taken.index] -= taken.value
+                    found["taken"] += 1
+                    pushed += 1
+                else:
+                    found["refused"] += 1
+            else:
+                wires.clear()
+                link.write = lambda data: wires.append(bytes(data))  # type: ignore[method-assign]
+                link.send(frames.PUSH, seq + 1, payload=good)
+                whole = b"".join(wires)
+                changed = mutate(whole, draw)
+                if changed.startswith(whole):
+                    continue
+                try:
+                    link.sock.sendall(changed)
+                    link.sock.shutdown(socket.SHUT_WR)
+                    link.receive(1 << 20)
+                    raise AssertionError("a changed frame was answered")
+                except (frames.Cut, OSError):
+                    found["cut"] += 1
+    assert torch.equal(server.center.rule.model, total), "a frame that was refused has changed the model"
+    return found
+
+
+# ---- processes that are killed
+
+
+def child(words: list[str]) -> None:
+    folder = Path(words[1])
+    if words[0] == "serve":
+        here, journal, server = made(folder / "server", listen=f"127.0.0.1:{words[2]}", count=int(words[3]))
+        server.run(lambda: False)
+        journal.save()
+        save_file({"model": here.rule.model}, folder / "final.safetensors")
+    else:
+        Islander(words[0], int(words[2]), int(words[3]), folder, throttle=float(words[4])).run()
+
+
+def campaign(kills: int, seed: int, islands: int, pushes: int, throttle: float) -> None:
+    draw, began = random.Random(seed), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        disk.make_folder(folder)
+        names = [f"island-{k}" for k in range(islands)]
+        jobs = {name: [name, place, str(port), str(pushes), str(throttle)] for name in names}
+        jobs["serve"] = ["serve", place, str(port), str(islands)]
+        running: dict[str, subprocess.Popen[bytes]] = {}
+        done: set[str] = set()
+        killed = {"serve": 0, "island": 0}
+        while len(done) < len(jobs):
+            for name, words in jobs.items():
+                process = running.get(name)
+                if name not in done and (process is None or process.poll() is not None):
+                    if process is not None and process.returncode == 0:
+                        done.add(name)
+                    elif process is not None and "serve" in done:
+                        done.add(name)  # killed between its leave and its end: nobody is there any more
+                    elif process is not None and process.returncode > 0:
+                        raise SystemExit(f"{name} ended with {process.returncode}")
+                    else:
+                        running[name] = subprocess.Popen([sys.executable, "-m", "tests.islands", "--child", *words])
+            time.sleep(draw.uniform(0.05, 1.5))
+            alive = [name for name, process in running.items() if process.poll() is None]
+            if sum(killed.values()) < kills and alive:
+                name = "serve" if "serve" in alive and draw.random() < 0.4 else draw.choice(alive)
+                running[name].send_signal(signal.SIGKILL)
+                running[name].wait()
+                killed["serve" if name == "serve" else "island"] += 1
+        model = load_file(folder / "final.safetensors")["model"]
+        assert torch.equal(model, expected(dict.fromkeys(names, pushes))), "something was lost, or counted twice"
+    print(f"{killed['serve']} kills of the server, {killed['island']} of islands; {islands} x {pushes} pushes, each once, "
+          f"bit for bit; {time.monotonic() - began:.0f} s")  # fmt: skip
+
+
+def codec(millions: int) -> None:
+    torch.set_num_threads(1)
+    size = millions * 1_000_000
+    for share in (0.01, 0.05, 0.2, 1.0):
+        index = (torch.rand(size) < share).nonzero().flatten()
+        sent = Sparse(index, torch.randn(len(index)))
+        times = [time.process_time()]
+        data = wire.encode(sent, size)
+        times.append(time.process_time())
+        wire.decode(data, size)
+        times.append(time.process_time())
+        there, back = (len(data) / (b - a) / 1e9 for a, b in itertools.pairwise(times))
+        of_model = [2 * size / (b - a) / 1e9 for a, b in itertools.pairwise(times)]
+        print(f"share {share}: {len(data) / len(index):.2f} bytes a number; encode {there:.2f} GB/s, decode {back:.2f} GB/s "
+              f"of message; {of_model[0]:.1f} and {of_model[1]:.1f} GB/s of a bfloat16 model")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--child", nargs="+")
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--frames", type=int, default=0)
+    parser.add_argument("--codec", type=int, default=0, help="million numbers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--islands", type=int, default=3)
+    parser.add_argument("--pushes", type=int, default=400)
+    parser.add_argument("--throttle", type=float, default=0.0005, help="Gb/s")
+    words = parser.parse_args()
+    if words.child:
+        child(words.child)
+        return
+    if words.codec:
+        codec(words.codec)
+    if words.kills:
+        campaign(words.kills, words.seed, words.islands, words.pushes, words.throttle)
+    if words.frames:
+        with tempfile.TemporaryDirectory() as place, serving(Path(place)) as server:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - one line of the server for each
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            found = mutants(server, words.frames, words.seed)
+            after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            print(f"{words.frames} changed frames: {found}; memory {before / 1e3:.0f} -> {after / 1e3:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Islands around the loop: what they learn is what runs learn, and a stop of either side changes no bit of it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.islands import SECRET
+from tests.unit.training.test_train import Stopped, config, losses, place, stops_before
+from training import train as train_module
+from training.checkpoint.state import found
+from training.config import TrainConfig
+from training.islands import run as run_module
+from training.islands.config import IslandsConfig
+from training.islands.island import Island
+from training.islands.serve import Server
+from training.observe.metrics import read as read_metrics
+from training.train import train
+
+__all__ = ["place"]  # a fixture
+
+
+@contextmanager
+def server(given: TrainConfig) -> Iterator[Server]:
+    """A server of a config in a thread, until it ends by itself or the context does."""
+    here: list[Server] = []
+    came, stop = threading.Event(), threading.Event()
+    failed: list[BaseException] = []
+
+    def ready(found: Server) -> Any:
+        here.append(found)
+        came.set()
+        return stop.is_set
+
+    def work() -> None:
+        try:
+            run_module.serve(given, ready)
+        except BaseException as error:
+            failed.append(error)
+            came.set()
+
+    thread = threading.Thread(target=work, daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "Stop", Quiet)  # signals are the main thread's
+        thread.start()
+        assert came.wait(60) and not failed, failed
+    try:
+        yield here[0]
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not failed, failed
+
+
+class Quiet:
+    signal = None
+
+    def __enter__(self) -> Quiet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def words(tmp_path: Path, *more: str) -> list[str]:
+    secret = tmp_path / "secret"
+    tmp_path.mkdir(exist_ok=True)
+    secret.write_bytes(SECRET)
+    return [f"islands.secret={secret}", "islands.patience=1", "device=cpu", *more]
+
+
+def served(place: Path, tmp_path: Path, *more: str, steps: int = 8) -> TrainConfig:
+    return config(place, tmp_path / "server", *words(tmp_path, "islands.listen=127.0.0.1:0", *more), steps=steps)
+
+
+def joined(place: Path, tmp_path: Path, name: str, port: int, *more: str, steps: int = 8) -> TrainConfig:
+    return config(place, tmp_path / name, *words(tmp_path, f"islands.join=127.0.0.1:{port}", *more), steps=steps)
+
+
+EVERYTHING = ["islands.every=1", "islands.share=1", "optim.weight_decay=1", "balance.bias_rate=0"]
+
+
+def test_one_island_that_sends_everything_each_step_is_the_plain_run(place: Path, tmp_path: Path) -> None:
+    """What bfloat16 rounds of a push stays with the island, and the decay that is not in the push is in the scale: so only
+    float32's sums differ, and (rate * decay) ** 2."""
+    plain = train(config(place, tmp_path / "plain", *EVERYTHING, steps=6))
+    with server(served(place, tmp_path, *EVERYTHING)) as here:
+        run = train(joined(place, tmp_path, "one", here.port, *EVERYTHING, steps=6))
+        assert here.center.steps == 6 and here.center.pushes == 6
+    for (_, *a), (_, *b) in zip(losses(plain), losses(run), strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert (x is None and y is None) or math.isclose(x, y, rel_tol=2e-4), (x, y)
+
+
+def test_a_run_and_its_server_stopped_anywhere_are_bitwise_the_run_that_never_stopped(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exchanges every 2 steps, checkpoints every 3: at step 3 half an interval is under way, and what was exchanged
+    at step 4 is exchanged again."""
+    more = ["islands.every=2", "islands.share=0.1"]
+    with server(served(place, tmp_path / "a", *more)) as here:
+        whole = train(joined(place, tmp_path / "a", "one", here.port, *more))
+        model = here.center.rule.model
+    with server(served(place, tmp_path / "b", *more)) as here, monkeypatch.context() as patch:
+        patch.setattr(train_module, "train_step", stops_before(6))
+        with pytest.raises(Stopped):
+            train(joined(place, tmp_path / "b", "one", here.port, *more))
+    (folder,) = found(tmp_path / "b" / "one" / "checkpoints")
+    assert folder.name == "step-00000003"
+    with server(served(place, tmp_path / "b", *more)) as here:  # from its snapshot
+        assert here.center.members["one"].seq == 2
+        again = train(joined(place, tmp_path / "b", "one", here.port, *more))
+        assert here.center.pushes == 4
+        assert torch.equal(here.center.rule.model, model)
+    assert losses(again) == losses(whole)
+
+
+def test_islands_learn_from_each_other_and_the_export_is_the_servers_model(place: Path, tmp_path: Path) -> None:
+    more = ["islands.every=2", "islands.share=0.1", "islands.answer=0.2"]
+    export = tmp_path / "model"
+    with server(served(place, tmp_path, *more, f"export={export}", "islands.count=2")) as here:
+        a = joined(place, tmp_path, "a", here.port, *more, steps=4)
+        first = train(a)
+        train(joined(place, tmp_path, "b", here.port, *more, steps=4))  # late: it takes the whole model
+        numbers = here.center.layout.size
+    assert (export / "model.safetensors").exists()
+    rows = read_metrics(first)
+    row = next(row for row in rows if "islands/sent" in row)
+    assert row["islands/islands"] == 1 and 0.05 < row["islands/sent"] < 0.2 and row["islands/unsent"] > 0
+    assert 0 < row["islands/bytes_up"] < 4 * numbers
+    late = read_metrics(tmp_path / "b")
+    assert late[0]["valid/valid/loss"] < rows[0]["valid/valid/loss"]
+
+
+def test_what_does_not_go_with_islands_is_said(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"optim.average=0.5 does not go with islands.join"):
+        joined(place, tmp_path, "a", 1, "optim.average=0.5")
+    with server(served(place, tmp_path)):
+        pass
+    with pytest.raises(ValueError, match="set it back, or choose another output"):
+        run_module.serve(served(place, tmp_path, "islands.rule=dense"))
+
+
+def test_experts_send_by_their_tokens_and_who_waits_too_long_sends_all() -> None:
+    island: Any = SimpleNamespace(config=IslandsConfig(share=0.1, age=2), ages=torch.zeros(1, 4, dtype=torch.int64))
+    loads = torch.tensor([[60, 60, 20, 0]])
+    for number in range(1, 7):
+        shares = Island.shares(island, loads)[0].tolist()
+        assert shares[0] == shares[1] == pytest.approx(0.1 * (60 / 35) / ((60 + 60 + 20 + 3.5) / 4 / 35))
+        assert (shares[3] == 1.0) == (number % 3 == 0), number  # not a token, and not forgotten
+        assert shares[2] < 0.1  # few, and more than half of the mean: it does not age
+    assert Island.shares(island, torch.zeros(1, 4, dtype=torch.int64))[0, :3].tolist() == pytest.approx([0.1] * 3)

@@ -1,0 +1,194 @@
+"""Bytes on a socket that are from whom they say they are: a handshake over a shared secret, then frames with sums.
+
+    server: MAGIC nonce     island: MAGIC nonce proof     server: proof
+
+    frame: length u64 | kind u8 | seq u32 | number u32 | sum of these | payload | sum of the payload
+
+A sum is an HMAC-SHA256 of 16 bytes with the connection's own key, and counts the frames of its direction: a frame that
+was changed, cut, moved, doubled or kept from another connection is none. The header's own sum is read before the length
+is believed. Nothing is secret in this; TLS goes around it where that matters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+VERSION = 1
+MAGIC = b"UPISLES" + bytes([VERSION])
+SORRY = b"SORRY\0\0\0"  # in place of the server's proof, with a sentence behind it
+HEADER = struct.Struct("<QBII")
+NONCE, PROOF, SUM = 32, 32, 16
+SENTENCE = 512  # bytes of a refusal
+LEAST = 16  # bytes of a secret
+BLOCK = 1 << 20
+
+JOIN, TAKE, PUSH, LEAVE, OK, AGAIN, NO = range(1, 8)  # kinds: an island's, and what it is answered
+
+
+class Cut(ConnectionError):
+    """The other side is gone, or what came is not from it. A new connection may do."""
+
+
+class Refused(ValueError):
+    """The other side said in a sentence why it will not."""
+
+
+class Frame(NamedTuple):
+    kind: int
+    seq: int
+    number: int
+    payload: bytes
+
+
+class Bucket:
+    """Slows a link down to so many bytes a second, both ways alike, as a slow line would. 0: not at all."""
+
+    def __init__(self, rate: float, burst: float = 0.02) -> None:
+        self.rate, self.burst = rate, burst  # seconds that may go through at once
+        self.free = time.monotonic()  # when the line is free again
+
+    def take(self, count: int) -> None:
+        if not self.rate:
+            return
+        now = time.monotonic()
+        self.free = max(self.free, now - self.burst) + count / self.rate
+        time.sleep(max(self.free - now, 0))
+
+
+class Channel:
+    """One end of a connection, after the handshake."""
+
+    def __init__(self, sock: socket.socket, bucket: Bucket | None = None) -> None:
+        self.sock, self.bucket = sock, bucket or Bucket(0)
+        self.sent = self.received = 0  # bytes, all of them
+        self.out_key = self.in_key = b""
+        self.out_count = self.in_count = 0
+
+    # ---- bytes
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        step = BLOCK if not self.bucket.rate else max(int(self.bucket.rate * 0.01), 256)
+        for at in range(0, len(view), step):
+            part = view[at : at + step]
+            self.bucket.take(len(part))
+            try:
+                self.sock.sendall(part)
+            except OSError as error:
+                raise Cut(f"the connection ended: {error}") from None
+            self.sent += len(part)
+
+    def read(self, count: int) -> bytes:
+        """Exactly so many bytes. Memory grows with what has come, not with what was announced."""
+        data = bytearray()
+        step = BLOCK if not self.bucket.rate else max(int(self.bucket.rate * 0.01), 256)
+        while len(data) < count:
+            try:
+                part = self.sock.recv(min(count - len(data), step))
+            except OSError as error:
+                raise Cut(f"the connection ended: {error}") from None
+            if not part:
+                raise Cut("the connection ended")
+            self.bucket.take(len(part))
+            self.received += len(part)
+            data += part
+        return bytes(data)
+
+    # ---- frames
+
+    def send(self, kind: int, seq: int = 0, number: int = 0, payload: bytes = b"") -> None:
+        header = HEADER.pack(len(payload), kind, seq, number)
+        self.write(header + self.total(self.out_key, self.out_count, b"h", header))
+        if payload:
+            self.write(payload)
+        self.write(self.total(self.out_key, self.out_count, b"p", payload))
+        self.out_count += 1
+
+    def receive(self, most: int) -> Frame:
+        """The next frame, with a payload of at most so many bytes."""
+        header = self.read(HEADER.size)
+        if not hmac.compare_digest(self.read(SUM), self.total(self.in_key, self.in_count, b"h", header)):
+            raise Cut("a frame's header is not what was sent")
+        length, kind, seq, number = HEADER.unpack(header)
+        if length > most:
+            raise Cut(f"a frame of {length} bytes came, and none is longer than {most}")
+        payload = self.read(length)
+        if not hmac.compare_digest(self.read(SUM), self.total(self.in_key, self.in_count, b"p", payload)):
+            raise Cut("a frame is not what was sent")
+        self.in_count += 1
+        return Frame(kind, seq, number, payload)
+
+    @staticmethod
+    def total(key: bytes, count: int, part: bytes, data: bytes) -> bytes:
+        made = hmac.new(key, part + count.to_bytes(8, "little"), "sha256")
+        made.update(data)
+        return made.digest()[:SUM]
+
+    # ---- who is there
+
+    def greet(self, secret: bytes) -> None:
+        """The server's side of the handshake. Raises a ValueError for a stranger, who is told in a sentence."""
+        nonce = os.urandom(NONCE)
+        self.write(MAGIC + nonce)
+        magic = self.read(len(MAGIC))
+        if magic != MAGIC:
+            older = magic[:-1] == MAGIC[:-1]
+            said = f"this server speaks version {VERSION} of islands, not {magic[-1]}" if older else "this is no island"
+            self.sorry(f"{said}; use the same version of the program on both sides")
+        theirs, proof = self.read(NONCE), self.read(PROOF)
+        if not hmac.compare_digest(proof, hmac.digest(secret, b"island" + nonce + theirs, "sha256")):
+            self.sorry("this island does not have the server's secret; give it the same file in islands.secret")
+        self.write(MAGIC + hmac.digest(secret, b"server" + nonce + theirs, "sha256"))
+        self.keys(secret, nonce + theirs, server=True)
+
+    def sorry(self, sentence: str) -> None:
+        text = sentence.encode()[:SENTENCE]
+        self.write(SORRY + len(text).to_bytes(2, "little") + text)
+        with contextlib.suppress(OSError):  # what is not read would take the sentence with it
+            self.sock.shutdown(socket.SHUT_WR)
+            self.sock.settimeout(1.0)
+            for _ in range(16):
+                if not self.sock.recv(4096):
+                    break
+        raise Refused(sentence)
+
+    def meet(self, secret: bytes) -> None:
+        """The island's side of the handshake."""
+        magic = self.read(len(MAGIC))
+        if magic[:-1] != MAGIC[:-1]:
+            raise Refused("what listens there is no server of islands; look at islands.join")
+        nonce, mine = self.read(NONCE), os.urandom(NONCE)
+        self.write(MAGIC + mine + hmac.digest(secret, b"island" + nonce + mine, "sha256"))
+        answer = self.read(len(MAGIC))
+        if answer == SORRY:
+            length = min(int.from_bytes(self.read(2), "little"), SENTENCE)
+            raise Refused("the server refused: " + self.read(length).decode(errors="replace"))
+        if answer != MAGIC or not hmac.compare_digest(
+            self.read(PROOF), hmac.digest(secret, b"server" + nonce + mine, "sha256")
+        ):
+            raise Refused("the server does not have this island's secret; give it the same file in islands.secret")
+        self.keys(secret, nonce + mine, server=False)
+
+    def keys(self, secret: bytes, nonces: bytes, *, server: bool) -> None:
+        down, up = (hmac.digest(secret, way + nonces, "sha256") for way in (b"down", b"up"))
+        self.out_key, self.in_key = (down, up) if server else (up, down)
+
+
+def secret_of(file: str) -> bytes:
+    """The secret in a file, without the space around it."""
+    if not file:
+        raise ValueError(
+            "islands.secret is not set; write a file with at least 16 random bytes (openssl rand -hex 32 > FILE), give "
+            "a copy to every island, and its name in islands.secret"
+        )
+    secret = Path(file).read_bytes()[: 1 << 16].strip()
+    if len(secret) < LEAST:
+        raise ValueError(f"islands.secret={file} holds {len(secret)} bytes; it must hold at least {LEAST}")
+    return secret

@@ -1,0 +1,392 @@
+"""The loop's end of an island: after every H steps it tells the server what was learned, and goes on from the answer.
+
+What it keeps is in the optimiser's state beside the moments, divided like them and saved with them: `has`, a parameter
+as the server knows that this island has it, and `unsent`, what it has learned and not sent. Weights are a scale times
+these: weight decay is a number that all islands and the server keep, since in the deltas it would make every weight of
+every expert move. A step of the optimiser therefore decays nothing; an exchange does.
+
+    start = scale * (has - unsent)    ... H steps ...    delta = gain * (start - end) / scale
+
+Nothing is gathered but what is sent: each rank chooses among its own numbers and tells their places in the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.build import Run
+from training.checkpoint.layout import box
+from training.data.mixture import DataConfig
+from training.islands import center, frames, wire
+from training.islands.center import Again
+from training.islands.link import Link
+from training.islands.places import Layout, Place, inside, share_of, whole
+from training.islands.rules.dgs import Push
+from training.islands.serve import BLOCK
+from training.islands.sparse import Sparse
+from training.model.moe import MoE
+from training.optim import Slot, copy_where_apart
+from training.parallel.collectives import all_reduce, broadcast, broadcast_bytes, gather, local
+from upcycle import plugin
+
+LEAST = 0.1  # of the mean share: what an expert without tokens may send
+FED = 0.5  # of the mean: an expert with fewer tokens grows older
+OTHER = 7919  # between the seeds of islands' data
+
+
+@dataclass
+class Part:
+    """What this rank holds of a parameter."""
+
+    slot: Slot
+    place: Place
+    box: list[tuple[int, int]]
+    owns: bool  # whether this rank tells it; others hold the same
+    rate: float  # of weight decay, at a learning rate of 1
+
+    @property
+    def has(self) -> Tensor:
+        return local(self.slot.state["has"]).view(-1)
+
+    @property
+    def unsent(self) -> Tensor:
+        return local(self.slot.state["unsent"]).view(-1)
+
+    @property
+    def rows(self) -> int:
+        return local(self.slot.master).shape[0] if self.place.experts else 1
+
+
+class Island:
+    def __init__(self, run: Run) -> None:
+        assert run.optimizer is not None
+        self.run, self.config = run, run.config.islands
+        self.rule = plugin.load("training.islands.rules", self.config.rule)
+        self.keeps = self.rule.KEEPS and self.config.keep
+        self.seq, self.islands, self.number = 0, 1, 0
+        self.joined = False  # whether it has a model that it took from the server
+        self.decay = self.learned = 0.0  # sums of learning rates: of all exchanges, since the last one
+        self.steps = 0  # since the last exchange
+        rates = run.optimizer.without_decay()
+        slots = run.optimizer.slots
+        for slot in slots:
+            slot.state["has"] = torch.zeros_like(slot.master)
+            slot.state["unsent"] = torch.zeros_like(slot.master)
+        boxes = [(slot.name, list(slot.master.shape), box(slot.master)) for slot in slots]
+        every: list[list[Any]] = gather(boxes)
+        self.layout = Layout({name: shape for of_rank in every for name, shape, _ in of_rank})
+        owner: dict[str, int] = {}
+        for rank, of_rank in enumerate(every):
+            for name, _, found in of_rank:
+                owner.setdefault(f"{name} {[tuple(pair) for pair in found]}", rank)
+        self.parts = [
+            Part(slot, self.layout.places[name], found, owner[f"{name} {found}"] == run.mesh.rank, rates[name])
+            for slot, (name, _, found) in zip(slots, boxes, strict=True)
+            if local(slot.master).numel()
+        ]
+        blocks = {int(number): layer.ffn for number, layer in run.model.layers.items() if isinstance(layer.ffn, MoE)}
+        self.here = blocks  # this rank's
+        moe = run.model.moe
+        self.layers = [] if moe is None else list(moe.layers)
+        self.experts = 0 if moe is None else moe.experts
+        self.moves_bias = run.config.balance.bias_rate > 0
+        self.ages = torch.zeros(len(self.layers), self.experts, dtype=torch.int64)
+        self.link: Link | None = None
+        self.name = self.config.name or Path(run.config.output).resolve().name
+
+    # ---- what a checkpoint holds beside the parameters' own
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("seq", "islands", "number", "decay", "learned", "steps", "joined", "name")
+        return {**{name: getattr(self, name) for name in names}, "ages": self.ages}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seq, self.islands, self.number = state["seq"], state["islands"], state["number"]
+        self.decay, self.learned, self.steps = state["decay"], state["learned"], state["steps"]
+        self.joined = state["joined"]
+        self.ages.copy_(state["ages"])
+        if state["name"] != self.name:  # of a run that goes on under another name the server knows nothing
+            self.seq, self.joined = 0, False
+
+    # ---- coming
+
+    def join(self) -> None:
+        """Comes to the server, or comes back. All ranks call this together."""
+        told: dict[str, Any] = {}
+        problem = ""
+        if self.run.leads:
+            who = {"name": self.name, "layout": self.layout.digest, "rule": self.config.rule, "has": self.joined}
+            try:
+                self.link = Link(self.config, frames.secret_of(self.config.secret), who, self.seq)
+                told = self.link.introduce(self.longest)
+            except (ValueError, OSError) as error:
+                problem = str(error)
+        told, problem = broadcast([told, problem])
+        if problem:
+            raise ValueError(problem)
+        if told["goes_on"]:
+            return
+        if self.joined and self.run.leads:
+            warnings.warn(
+                f"the server does not remember what island {self.name} had after exchange {self.seq}; it takes the "
+                "whole model, and what it has learned since then and not sent is lost",
+                stacklevel=2,
+            )
+        self.take(told)
+
+    @torch.no_grad()
+    def take(self, told: dict[str, Any]) -> None:
+        """Takes the whole model from the server."""
+        self.number, self.islands, self.seq, self.decay = (told[key] for key in ("number", "islands", "seq", "decay"))
+        self.learned, self.steps = 0.0, 0
+        self.run.balance.load.since_NE.zero_()
+        for part in self.parts:
+            part.unsent.zero_()
+        # most islands come at the start, with the server's weights
+        alike = self.run.mesh.world == 1 and self.decay == 0 and self.digest() == told["model"]
+        if alike:
+            for part in self.parts:
+                part.has.copy_(local(part.slot.master).view(-1))
+        else:
+            self.stream()
+        self.joined = True
+        self.write()
+        self.set_bias(told.get("bias"))
+
+    def digest(self) -> str:
+        sha = hashlib.sha256()
+        for part in sorted(self.parts, key=lambda part: part.place.first):
+            sha.update(local(part.slot.master).detach().float().cpu().contiguous().numpy().tobytes())
+        return sha.hexdigest()
+
+    def stream(self) -> None:
+        for at in range(0, self.layout.size, BLOCK // 4):
+            data = self.ask(frames.TAKE, (4 * at).to_bytes(8, "little"))
+            value = torch.frombuffer(bytearray(data), dtype=torch.float32)
+            if len(value) != min(BLOCK // 4, self.layout.size - at):
+                raise ValueError("the server sent another part of the model than was asked for")
+            index = torch.arange(at, at + len(value))
+            for part, where, which in self.own(index):
+                part.has[where] = value[which].to(part.has)
+
+    # ---- the loop
+
+    def order(self, data: DataConfig) -> DataConfig:
+        """This island's order of the samples, which is no other island's."""
+        return replace(data, seed=data.seed + OTHER * self.number)
+
+    def after(self, step: int, lr: float) -> dict[str, float]:
+        """To be called after every step, by all ranks; exchanges where one is due. Returns figures for the log."""
+        self.learned += lr
+        self.steps += 1
+        last = step == self.run.config.steps
+        if self.steps < self.config.every and not last:
+            return {}
+        self.run.phases.tell("exchange")
+        with self.run.phases("exchange"):
+            found = self.exchange(last)
+        if last and self.link is not None:
+            self.link.leave()
+        self.run.phases.tell("")
+        return found
+
+    @torch.no_grad()
+    def exchange(self, all: bool = False) -> dict[str, float]:
+        """One push and its answer. `all`: with nothing kept back, on both sides."""
+        began = time.perf_counter()
+        loads = self.loads()
+        gain = self.config.gain or self.rule.gain(self.islands)
+        shares = self.shares(loads)
+        sent: list[Sparse] = []
+        for part in self.parts:
+            scale = self.scale(part)
+            start = part.has - part.unsent if self.keeps else part.has
+            delta = gain * (start - local(part.slot.master).view(-1) / scale)
+            push = Push(part.unsent.view(part.rows, -1), self.config.momentum if self.config.rule == "dgs" else 0.0)
+            if all:
+                push.momentum = 0.0
+            found = push.push(delta.view(part.rows, -1), self.counts(part, shares, all))
+            if part.owns:
+                index = whole(found.index, part.box, part.place.shape) + part.place.first
+                sent.append(Sparse(index.cpu(), found.value.float().cpu()))
+        numbers = self.merged(sent)
+        tokens = self.steps * self.run.config.batch * self.run.config.data.sequence
+        head: dict[str, Any] = {"steps": self.steps, "tokens": tokens, "decay": self.learned * gain, "all": all}
+        if self.moves_bias:
+            head |= {"loads": loads.tolist(), "bias_rate": self.run.config.balance.bias_rate}
+        size = self.layout.size
+        data = center.join(head, wire.encode(numbers, size)) if self.run.leads else b""
+        try:
+            answer = self.ask(frames.PUSH, data, self.seq + 1)
+        except Again as error:
+            return self.anew(str(error))
+        told, rest = center.split(answer)
+        self.seq += 1
+        if self.link is not None:
+            self.link.seq = self.seq
+        self.islands, self.decay = told["islands"], told["decay"]
+        self.learned, self.steps = 0.0, 0
+        self.run.balance.load.since_NE.zero_()
+        got = wire.decode(rest, size)
+        for part, where, which in self.own(got.index):
+            part.has[where] += got.value[which].to(part.has)
+        self.write()
+        self.set_bias(told.get("bias"))
+        figures = {
+            "islands": self.islands,
+            "stale": told["stale"],
+            "steps": told["steps"],
+            "sent": len(numbers.index) / size,
+            "received": len(got.index) / size,
+            "seconds": time.perf_counter() - began,
+            "age": float(self.ages.max()) if self.ages.numel() else 0.0,
+            **self.norms(),
+        }
+        if self.link is not None:
+            figures |= {"bytes_up": self.link.bytes_up, "bytes_down": self.link.bytes_down}
+        return {f"islands/{name}": float(value) for name, value in figures.items()}
+
+    def anew(self, reason: str) -> dict[str, float]:
+        """Takes the whole model where the server cannot go on."""
+        told: dict[str, Any] = {}
+        if self.link is not None:
+            warnings.warn(
+                f"{reason}; island {self.name} takes the whole model, and what it has learned since its last exchange "
+                "is lost",
+                stacklevel=2,
+            )
+            told = self.link.introduce(self.longest, anew=True)
+        self.take(broadcast(told))
+        return {}
+
+    # ---- parts of an exchange
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest answer."""
+        head = center.HEAD + 32 * len(self.layers) * self.experts
+        return max(head + wire.most(self.layout.size), 2 * BLOCK)
+
+    def scale(self, part: Part) -> float:
+        return math.exp(-self.decay * part.rate)
+
+    def write(self) -> None:
+        """The weights to go on with."""
+        for part in self.parts:
+            start = part.has - part.unsent if self.keeps else part.has
+            master = local(part.slot.master)
+            master.copy_((self.scale(part) * start).view_as(master))
+        copy_where_apart([local(p.slot.parameter) for p in self.parts], [local(p.slot.master) for p in self.parts])
+
+    def own(self, index: Tensor) -> list[tuple[Part, Tensor, Tensor]]:
+        """Of places in the whole model, ascending: (part of this rank, where in it, which of the places)."""
+        found = []
+        for part in self.parts:
+            edges = torch.tensor([part.place.first, part.place.last])
+            first, last = torch.searchsorted(index, edges).tolist()
+            if first == last:
+                continue
+            there, where = inside(index[first:last] - part.place.first, part.box, part.place.shape)
+            found.append((part, where.to(part.has.device), first + there.nonzero().flatten()))
+        return found
+
+    def loads(self) -> Tensor:
+        """Tokens by (layer, expert) since the last exchange, on all ranks, in host memory."""
+        run = self.run
+        table = torch.zeros(len(self.layers), self.experts, dtype=torch.int64, device=run.device)
+        if self.here:
+            mine = all_reduce(run.balance.load.since_NE, run.mesh.tokens_group())
+            table[[self.layers.index(number) for number in self.here]] = mine
+        return all_reduce(table, run.mesh.group("pp")).cpu()
+
+    def shares(self, loads: Tensor) -> Tensor:
+        """The share of each expert's numbers that is sent, by (layer, expert): by tokens, 1 for one that has waited."""
+        mean = loads.double().mean(1, keepdim=True).clamp(min=1)
+        of_mean = loads / mean
+        relative = of_mean.clamp(min=LEAST)
+        shares = self.config.share * relative / relative.mean(1, keepdim=True)
+        self.ages = torch.where(of_mean >= FED, 0, self.ages + 1)
+        if self.config.age:
+            old = self.ages > self.config.age
+            shares, self.ages = shares.masked_fill(old, 1.0), self.ages.masked_fill(old, 0)
+        return shares
+
+    def counts(self, part: Part, shares: Tensor, all: bool) -> Sequence[int]:
+        """How many numbers of each of a part's segments are sent."""
+        width = part.has.numel() // part.rows
+        share = self.rule.SHARE or self.config.share
+        if all or part.place.dense or share == 1:
+            return [width] * part.rows
+        words = part.place.name.split(".")
+        if not part.place.experts or words[0] != "layers":
+            return [share_of(width, share)] * part.rows
+        row, first = self.layers.index(int(words[1])), part.box[0][0]
+        return [share_of(width, min(float(shares[row, first + i]), 1.0)) for i in range(part.rows)]
+
+    def merged(self, sent: list[Sparse]) -> Sparse:
+        """On rank 0, what all ranks send, in order of place."""
+        index = torch.cat([each.index for each in sent]) if sent else torch.zeros(0, dtype=torch.int64)
+        value = torch.cat([each.value for each in sent]) if sent else torch.zeros(0)
+        if self.run.control is not None:
+            counts = gather(len(index))
+            most = max(counts)
+            tables = []
+            for own in (index, value):
+                padded = torch.cat([own, own.new_zeros(most - len(own))])
+                there = [torch.empty_like(padded) for _ in counts] if self.run.leads else None
+                dist.gather(padded, there, 0, group=self.run.control)
+                tables.append(torch.cat([t[:n] for t, n in zip(there, counts, strict=True)]) if there else own)
+            index, value = tables
+        if not bool(value.isfinite().all()):
+            raise ValueError("this island's weights are not finite; start it anew with a lower schedule.peak")
+        order = index.argsort()
+        return Sparse(index[order], value[order])
+
+    def ask(self, kind: int, data: bytes = b"", seq: int = 0) -> bytes:
+        """Rank 0 asks the server; all ranks return the answer, or raise what it raised."""
+        answer, again, problem = b"", "", ""
+        if self.link is not None:
+            try:
+                answer = self.link.ask(kind, data, seq)
+            except Again as error:
+                again = str(error)
+            except ValueError as error:
+                problem = str(error)
+        again, problem = broadcast([again, problem])
+        if again:
+            raise Again(again)
+        if problem:
+            raise ValueError(problem)
+        return broadcast_bytes(answer, 0) if dist.is_initialized() else answer
+
+    def set_bias(self, bias: list[list[float]] | None) -> None:
+        for number, block in self.here.items():
+            if bias is not None and block.router.bias is not None:
+                block.router.bias.copy_(torch.tensor(bias[self.layers.index(number)]))
+
+    def norms(self) -> dict[str, float]:
+        """Size of what is not sent, as a share of the weights'."""
+        squares = [
+            [float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2 for x in (part.unsent, part.has)]
+            for part in self.parts
+            if part.owns
+        ]
+        both = torch.tensor(gather([sum(pair) for pair in zip(*squares, strict=True)] if squares else [0.0, 0.0])).sum(
+            0
+        )
+        return {"unsent": math.sqrt(float(both[0]) / max(float(both[1]), 1e-30))}
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()

@@ -1,0 +1,92 @@
+"""What islands send each other, before any of them runs: bytes and seconds of an exchange, dense ones beside it.
+
+Up is exact but for chunks that are filled unevenly. Down is what islands that choose at random would not have yet,
+1 - (1 - share) ** islands of the numbers (facts of our simulation: somewhat less, since they choose alike).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from training.config import TrainConfig
+from training.islands.config import IslandsConfig
+from training.islands.places import Layout, share_of
+from training.islands.wire import BITMAP, CHUNK, FEW, most
+from training.model.decoder import Decoder
+from training.model.lora import attach
+from training.optim import learning
+from upcycle.spec import DenseSpec, MoESpec
+
+UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+
+
+class Traffic(NamedTuple):
+    up: float  # bytes of an island's exchange
+    down: float
+
+
+def bits_a_second(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)b(?:it)?/s", text)
+    if not found or not float(found[1]):
+        raise ValueError(f"link={text} is no speed; write bits a second, for instance link=1Gb/s or link=100Mb/s")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def layout_of(spec: DenseSpec | MoESpec, config: TrainConfig) -> Layout:
+    with torch.device("meta"):
+        model = Decoder(spec, experts="reference")
+        attach(model, config.lora)
+    names = learning(config.optim, [name for name, _ in model.named_parameters()])
+    return Layout({name: tuple(p.shape) for name, p in model.named_parameters() if name in names})
+
+
+def size_of(numbers: float, share: float) -> float:
+    """Bytes of a part of the model of which a share is told."""
+    in_chunk = share * CHUNK
+    places = 2 * in_chunk if in_chunk <= FEW else BITMAP
+    return numbers / CHUNK * (2 + places + 2 * in_chunk)
+
+
+def traffic(layout: Layout, config: IslandsConfig, islands: int) -> Traffic:
+    if config.rule != "dgs":
+        return Traffic(most(layout.size), most(layout.size))
+    up = down = 0.0
+    for place in layout.places.values():
+        width = place.size // place.segments
+        sent = 1.0 if place.dense else share_of(width, config.share) / width
+        met = 1 - (1 - sent) ** islands
+        answered = 1.0 if place.dense else share_of(width, config.answer) / width if config.answer else 1.0
+        up += size_of(place.size, sent)
+        down += size_of(place.size, min(met, answered))
+    return Traffic(up, down)
+
+
+def table(spec: DenseSpec | MoESpec, config: TrainConfig, islands: int, link: str) -> str:
+    layout, speed = layout_of(spec, config), bits_a_second(link)
+    own = config.islands
+    rows: Sequence[tuple[str, IslandsConfig, int]] = [
+        (f"{own.rule}, this config", own, own.every),
+        ("dgs, share=0.01 answer=0.01", replace(own, rule="dgs", share=0.01, answer=0.01), own.every),
+        ("dense", replace(own, rule="dense"), own.every),
+        ("dense, every step", replace(own, rule="dense"), 1),
+    ]
+    lines = [
+        f"{islands} islands, {link} each, {layout.size / 1e9:.3g} B numbers; the server holds "
+        f"{(1 + islands) * 4 * layout.size / 1e9:.1f} GB, one that comes late takes {4 * layout.size / 1e9:.1f} GB in "
+        f"{32 * layout.size / speed:,.0f} s",
+        f"{'':28}  {'GB up':>9}  {'GB down':>9}  {'s an exchange':>13}  {'exchanges':>9}  {'GB in all':>10}  "
+        f"{'hours':>8}",
+    ]
+    for name, given, every in rows:
+        found, count = traffic(layout, given, islands), -(-config.steps // every)
+        seconds = 8 * (found.up + found.down) / speed
+        lines.append(
+            f"{name:28}  {found.up / 1e9:9.4g}  {found.down / 1e9:9.4g}  {seconds:13,.1f}  {count:9,}  "
+            f"{count * (found.up + found.down) / 1e9:10,.4g}  {count * seconds / 3600:8,.3g}"
+        )
+    return "\n".join(lines)

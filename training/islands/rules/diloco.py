@@ -1,0 +1,77 @@
+"""DiLoCo (arXiv 2311.08105): all islands push, then the mean of what they learned moves the model with Nesterov's
+momentum, and all go on from there. Nobody is answered before the slowest has pushed.
+
+    u = 0.9 u + mean;   model -= 0.7 (mean + 0.9 u)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from training.islands.rules import dgs
+from training.islands.rules.dgs import Push, Round
+from training.islands.sparse import Sparse, rounded
+
+__all__ = ["KEEPS", "SHARE", "Pull", "Push", "gain"]
+
+SHARE: float | None = 1.0
+KEEPS = False
+RATE, MOMENTUM = 0.7, 0.9
+
+
+def gain(islands: int) -> float:
+    return 1.0  # the server takes the mean
+
+
+class Pull(dgs.Pull):
+    def __init__(
+        self,
+        model: Tensor,
+        secondary: Callable[[Tensor], Tensor] | None = None,
+        worth: float = 0.0,
+        wire: Round = rounded,
+    ) -> None:
+        super().__init__(model, None, worth, wire)
+        self.outer = torch.zeros_like(model)
+        self.sum = torch.zeros_like(model)
+        self.pushed: set[int] = set()  # in this round, and are here
+        self.count = 0  # pushes in this round
+
+    def leave(self, island: int) -> None:
+        super().leave(island)
+        self.pushed.discard(island)  # what it has pushed stays
+        self.finish()
+
+    def push(self, island: int, sent: Sparse) -> None:
+        assert island not in self.pushed, "it was not answered yet"
+        self.sum[sent.index] += sent.value
+        self.pushed.add(island)
+        self.count += 1
+        self.finish()
+
+    def finish(self) -> None:
+        """Ends the round, if no island that is here is still to push."""
+        if not self.count or not self.has.keys() <= self.pushed:
+            return
+        mean = self.sum / self.count
+        self.outer.mul_(MOMENTUM).add_(mean)
+        self.model -= RATE * (mean + MOMENTUM * self.outer)
+        self.sum.zero_()
+        self.pushed.clear()
+        self.count = 0
+
+    def pull(self, island: int, all: bool = False) -> Sparse | None:
+        return None if island in self.pushed else super().pull(island, all)
+
+    def state(self) -> dict[str, Tensor]:
+        pushed = torch.tensor([self.count, *sorted(self.pushed)], dtype=torch.int64)
+        return super().state() | {"outer": self.outer, "sum": self.sum, "pushed": pushed}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        super().restore(state)
+        self.outer, self.sum = state["outer"], state["sum"]
+        self.count, *pushed = state["pushed"].tolist()
+        self.pushed = set(pushed)

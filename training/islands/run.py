@@ -1,0 +1,165 @@
+"""A server from a config: the model as an island would begin with it, in one vector; and the model made of it again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from training.build import divided, source
+from training.checkpoint import layout, standalone
+from training.checkpoint.layout import Origin
+from training.checkpoint.state import Stop
+from training.config import TrainConfig
+from training.islands import frames
+from training.islands.center import Center
+from training.islands.journal import Journal
+from training.islands.places import Layout
+from training.islands.serve import Server
+from training.model.decoder import Decoder
+from training.model.moe import MoE
+from training.optim import make_slot
+from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.parallel.processes import alone
+from training.preflight import check_export, check_writable
+
+FOLDER = "islands"  # in the server's output
+
+
+Ready = Callable[[Server], Callable[[], bool]]
+
+
+def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> tuple[str, bool]:
+    """A server until all islands have left, or it is asked to stop; returns what to say, and whether all have. `ready`:
+    told when it listens, and returns what says that it should stop."""
+    if not config.output:
+        raise ValueError("output is not set; write output=FOLDER for what the server keeps")
+    check_writable("output", Path(config.output))
+    check_export(config, 0)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("a server of islands is one process; start it without torchrun")
+    secret = frames.secret_of(config.islands.secret)
+    with alone(Path(config.output)), Stop() as stop, source(config, standalone.measured_once) as origin:
+        mesh = ParallelMesh(MeshConfig(), device_type="cpu")
+        model = made(config, origin, mesh)
+        center = Center(layout_of(model), vector(model), config.islands, bias_of(config, model))
+        del model
+        journal = Journal(Path(config.output) / FOLDER, center)
+        try:
+            server = Server(center, journal, config.islands, secret)
+            print(f"islands: {center.layout.size:,} numbers, listening on port {server.port}", flush=True)
+            asked = ready(server)
+            server.run(lambda: stop.signal is not None or asked())
+            journal.save()
+        finally:
+            journal.close()
+        said = (
+            f"{center.pushes} pushes, {center.steps} steps, {center.tokens:,} tokens of {len(center.members)} islands"
+        )
+        if config.export and center.done:
+            model = filled(config, made(config, origin, mesh), center)
+            layout.export(model, origin, config.export, mesh=mesh)
+            said += f"; {config.export} is the model"
+        return said, center.done
+
+
+def made(config: TrainConfig, origin: Origin, mesh: ParallelMesh) -> Decoder:
+    """The model of step 0, on this process alone."""
+    alone = replace(config.model, recompute="none", compile=False, transformer_engine=(), experts="reference")
+    spec = origin.spec
+    layers = range(origin.dense.layers)
+    model = divided(replace(config, model=alone), origin, mesh, layers, torch.device("cpu"))
+    if config.model.random:
+        layout.initialise(model, config.seed)
+    else:
+        layout.load(model, origin)
+    layout.begin_adapters(model, config.seed)
+    assert model.moe is None or model.moe is spec
+    return model
+
+
+def learned(model: Decoder) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def layout_of(model: Decoder) -> Layout:
+    return Layout({name: tuple(parameter.shape) for name, parameter in learned(model).items()})
+
+
+def vector(model: Decoder) -> Tensor:
+    parameters = learned(model)
+    return torch.cat([parameters[name].detach().float().view(-1) for name in sorted(parameters)])
+
+
+def routers(model: Decoder) -> list[Tensor]:
+    blocks = [layer.ffn for layer in model.layers.values() if isinstance(layer.ffn, MoE)]
+    return [block.router.bias for block in blocks if block.router.bias is not None]
+
+
+def bias_of(config: TrainConfig, model: Decoder) -> Tensor | None:
+    """The routers' selection biases, where load moves them."""
+    return torch.stack(routers(model)) if config.balance.bias_rate else None
+
+
+@torch.no_grad()
+def filled(config: TrainConfig, model: Decoder, center: Center) -> Decoder:
+    """The model with the server's weights."""
+    for name, parameter in learned(model).items():
+        place = center.layout.places[name]
+        slot = make_slot(config.optim, name, parameter, {})
+        scale = float(torch.tensor(-center.decay * slot.decay * slot.multiplier, dtype=torch.float64).exp())
+        parameter.copy_(scale * center.rule.model[place.first : place.last].view_as(parameter))
+    if center.bias is not None:
+        for bias, moved in zip(routers(model), center.bias, strict=True):
+            bias.copy_(moved)
+    return model
+
+
+# ---- a try on one machine
+
+
+def local(config: TrainConfig, words: Sequence[str]) -> str:
+    """A server and its islands as processes of this machine: OUTPUT/islands, OUTPUT/island-0, ..."""
+    folder, count = Path(config.output), config.islands.local
+    if not config.output:
+        raise ValueError("output is not set; write output=FOLDER for the islands' folders")
+    secret = folder / "secret"
+    if not secret.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError), open(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(os.urandom(32).hex())
+    own = replace(config.islands, local=0, count=count, listen="127.0.0.1:0", secret=str(secret))
+    islands: list[subprocess.Popen[bytes]] = []
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)), **os.environ}
+
+    def ready(server: Server) -> Callable[[], bool]:
+        for number in range(count):
+            more = [
+                "islands.local=0", f"islands.join=127.0.0.1:{server.port}", f"islands.name=island-{number}",
+                f"islands.secret={secret}", f"output={folder / f'island-{number}'}", "export=",
+            ]  # fmt: skip
+            command = [sys.executable, "-m", "training", *words, *more]
+            islands.append(subprocess.Popen(command, env=environment))
+        # none may be missed: the others would wait for it, or train without it
+        return lambda: (
+            any(island.poll() not in (None, 0) for island in islands) or all(island.poll() == 0 for island in islands)
+        )
+
+    done = False
+    try:
+        said, done = serve(replace(config, islands=own), ready)
+    finally:
+        for island in islands if not done else ():
+            if island.poll() is None:
+                island.terminate()
+        codes = [island.wait() for island in islands]
+    if any(codes):
+        raise ValueError(f"{sum(map(bool, codes))} of {count} islands ended early; the same command goes on")
+    return f"{said}; the islands are in {folder}/island-0 and so on"
