@@ -39,6 +39,7 @@ from upcycle.make import Maker
 from upcycle.plan import UpcyclePlan, build
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 from upcycle.strict import short
+from upcycle.targets.common import Slot
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def described(
     plan that made the model, as upcycle.json holds them."""
     model_type, files = str(config.get("model_type")), tuple(files)
     families, targets = plugin.names("upcycle.families"), plugin.names("upcycle.targets")
+    natives = plugin.names("upcycle.natives")
     if model_type in families:
         family = plugin.load("upcycle.families", model_type)
         dense: DenseSpec = family.read(config)
@@ -138,7 +140,11 @@ def described(
         moe = moe if settings is None else in_slices(moe, settings)
         code = getattr(target, "MODELING", None)
         files += (code,) if code is not None and code.name not in {file.name for file in files} else ()
-        return Origin(moe, moe_tensors(moe, model_type), read, config, files, settings=settings)
+        return Origin(moe, stored_slots(moe, target.slots(moe)), read, config, files, settings=settings)
+    if model_type in natives:
+        native = plugin.load("upcycle.natives", model_type)
+        moe = native.read(config)
+        return Origin(moe, stored_slots(moe, native.slots(moe)), read, config, files)
     if model_type in siblings.DENSE or model_type in siblings.MOE:
         raise ValueError(
             f"{source} has model_type {short(model_type)}, which `upcycle` can plan, convert and verify, but our own "
@@ -146,7 +152,7 @@ def described(
         )
     raise ValueError(
         f"{source} has model_type {short(model_type)}; training knows the dense families {', '.join(families)} "
-        f"and the MoE architectures {', '.join(targets)}"
+        f"and the MoE architectures {', '.join([*targets, *natives])}"
     )
 
 
@@ -160,8 +166,7 @@ def check_shapes(checkpoint: Checkpoint, tensors: Iterable[Stored]) -> None:
             )
 
 
-def moe_tensors(moe: MoESpec, target: str) -> tuple[Stored, ...]:
-    slots = plugin.load("upcycle.targets", target).slots(moe)
+def stored_slots(moe: MoESpec, slots: Iterable[Slot]) -> tuple[Stored, ...]:
     return tuple(Stored(s.name, s.shape, s.dtype or moe.dtype, tuple((role, ()) for role in s.roles)) for s in slots)
 
 

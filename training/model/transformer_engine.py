@@ -80,6 +80,8 @@ def refusal(model: Decoder, parts: Sequence[str]) -> str:
             return f"linear_fp8 wants matrices of sizes divisible by {ROUND}, and one is {odd[0]}; name linear instead"
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
             return "linear_fp8 needs a GPU that computes in FP8 (Ada, Hopper or later); name linear instead"
+    if "attention" in parts and model.dense.latent is not None:
+        return f"{asked} attends with values as wide as keys, and this model's latents make others; leave attention out"
     if "attention" in parts and model.dense.attention_cap:
         return f"{asked} attends without the soft cap that this model has; leave attention out"
     return absent(asked, "transformer_engine.pytorch", "leave the key out")

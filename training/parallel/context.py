@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import P2POp, ProcessGroup
+from torch.nn import functional
 
 from training.data.batch import Batch
 from training.kernels.attention import block, block_backward
@@ -101,9 +102,12 @@ class Ring:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
+        width = v_BSGA.shape[3]
+        if width < k_BSGA.shape[3]:  # keys and values go around as one tensor
+            v_BSGA = functional.pad(v_BSGA, (0, k_BSGA.shape[3] - width))
         q, k, v = (x.transpose(1, 2) for x in (q_BSHA, k_BSGA, v_BSGA))
         y: Tensor = RingAttention.apply(q, k, v, seen, self)  # type: ignore[no-untyped-call]
-        return y.transpose(1, 2)
+        return y.transpose(1, 2)[..., :width]
 
     @property
     def rank(self) -> int:
