@@ -151,7 +151,9 @@ class Remembering:
     memory: Memory
     latent: int = 0  # values are the first so many numbers of a key, and not remembered apart; 0: they are their own
 
-    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
+    def __call__(
+        self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
+    ) -> Tensor:
         rows, memory = self.memory.rows, self.memory
         assert rows is not None and seen.documents_BS is None
         count, longest = rows.queries
@@ -166,8 +168,8 @@ class Remembering:
             store[self.layer] = (held[0], held[1])
         k_BGCA, v_BGCA = (each.transpose(1, 2) for each in held)
         mask = rows.mask(self.window)
-        if self.cap:
-            y_BHSA = plain_capped(q_BHSA, k_BGCA, v_BGCA, mask, self.scale, self.cap)
+        if self.cap or sink_H is not None:
+            y_BHSA = plain_capped(q_BHSA, k_BGCA, v_BGCA, mask, self.scale, self.cap, sink_H)
         else:
             y_BHSA = functional.scaled_dot_product_attention(
                 q_BHSA, k_BGCA, v_BGCA, mask, is_causal=mask is None, scale=self.scale,

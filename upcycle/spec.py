@@ -12,6 +12,7 @@ Tensors have neutral names too, called roles:
     layers.L.{q_a,q_a_norm,q_b,kv_a,kv_a_norm,kv_b}.weight   Latent alone, in place of q, k and v; q_a may be missing
     layers.L.{gate,up,down}.{weight,bias}              dense layers; no gate if not gated
     layers.L.router.{weight,bias}                      bias: selection only (sigmoid routers); zeros
+    layers.L.router.offset  layers.L.sinks.weight      added to the router's logits; see DenseSpec.sinks
     layers.L.experts.I.{gate,up,down}.{weight,bias}
     layers.L.shared.{gate,up,down}.{weight,bias}  layers.L.shared_gate.weight
     carried.NAME                                       a tensor that keeps the NAME it has on disk (siblings.py)
@@ -25,7 +26,8 @@ from math import prod
 from typing import Any, Literal, get_args
 
 # gated: down(act(gate(x)) * up(x)); not gated: down(act(up(x))).  gelu is exact (erf); relu2 is relu squared.
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+# clamped_swiglu: gated alone, and of both halves, see ffn.gated_product.
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
 # 1p: the stored weight is the gain minus one. Every norm is computed in float32; in a lower dtype the last bit depends
 # on whether the gain comes after the rounding (rms in block "pre") or before it (rms1p, and rms in block "post").
 Norm = Literal["rms", "rms1p", "layernorm", "layernorm1p"]
@@ -132,6 +134,8 @@ class DenseSpec:
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # multiplies the outputs of attention and FFN, not the residual stream (Granite)
     logit_scale: float = 1.0  # multiplies the logits (Granite: 1 / logits_scaling)
+    # each head has a logit of its own beside those of the keys, which takes a share of the softmax and gives no value
+    sinks: bool = False
     latent: Latent | None = None  # None: plain queries, keys and values; else kv_heads is heads
     dtype: str = "bfloat16"  # read from config.json; plan.build replaces it by that of the files
     tokens: Mapping[str, Any] = field(default_factory=dict)  # bos_, eos_ and pad_token_id; None: no such token
@@ -193,6 +197,8 @@ class DenseSpec:
             shapes |= {"q.bias": (q,), "k.bias": (kv,), "v.bias": (kv,)}
         if self.out_bias:
             shapes |= {"o.bias": (d,)}
+        if self.sinks:
+            shapes |= {"sinks.weight": (self.heads,)}
         if self.qk_norm == "head":
             shapes |= {"q_norm.weight": (self.head_dim,), "k_norm.weight": (self.head_dim,)}
         elif self.qk_norm == "full":
@@ -260,6 +266,7 @@ class MoESpec:
     # as the sum of its best two (DeepSeek-V3).
     groups: int = 1
     group_top_k: int = 1
+    router_offset: bool = False  # the router's logits have a bias, which learns as its rows do
     normalize: bool = True  # the chosen weights are divided by their sum
     output_scale: float = 1.0  # multiplies the routed sum inside the model (routed_scaling_factor)
     dtype: str = "bfloat16"

@@ -47,6 +47,15 @@ SPECS: dict[str, DenseSpec | MoESpec] = {
             nope_layers=(2,),
         ),
     ),
+    # sinks, experts of clamped halves with biases, and one on the router's logits
+    "sinks": replace(
+        MOE, layers=(0, 1, 2), shared=0, shared_gate=False, order="topk-then-softmax", normalize=False,
+        router_offset=True,
+        dense=replace(
+            DENSE, qk_norm="none", kv_heads=2, sinks=True, activation="clamped_swiglu", qkv_bias=True, out_bias=True,
+            ffn_bias=True, window=5, window_layers=(1,),
+        ),
+    ),
     # latent attention, and a choice among the experts of the best two of four groups
     "latent": replace(
         MOE, layers=(1, 2), score="sigmoid", output_scale=1.5, shared_gate=False, groups=4, group_top_k=2, top_k=3,

@@ -50,6 +50,8 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     roles: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+    view: tuple[int, ...] = ()  # see targets.common.Slot
+    order: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -167,7 +169,10 @@ def check_shapes(checkpoint: Checkpoint, tensors: Iterable[Stored]) -> None:
 
 
 def stored_slots(moe: MoESpec, slots: Iterable[Slot]) -> tuple[Stored, ...]:
-    return tuple(Stored(s.name, s.shape, s.dtype or moe.dtype, tuple((role, ()) for role in s.roles)) for s in slots)
+    return tuple(
+        Stored(s.name, s.shape, s.dtype or moe.dtype, tuple((role, ()) for role in s.roles), s.view, s.order)
+        for s in slots
+    )
 
 
 def dense_tensors(dense: DenseSpec, sources: Mapping[str, Source]) -> tuple[Stored, ...]:
@@ -296,6 +301,9 @@ def load(model: Decoder, origin: Origin) -> Decoder:
 
 def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece]) -> None:
     """Copies a tensor on disk to this rank's pieces of the roles in it; only the rows that they need are read."""
+    if stored.order:
+        copy_experts(origin, stored, target)
+        return
     flat, width = 0, prod(stored.shape[1:])
     whole: Tensor | None = None
     for role, ranges in stored.roles:
@@ -317,9 +325,32 @@ def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece]) -> None:
         flat += size
 
 
+def copy_experts(origin: Origin, stored: Stored, target: Mapping[str, Piece]) -> None:
+    """`copy` of a tensor whose dimensions are in another order, an expert at a time."""
+    each = len(stored.roles) // stored.shape[0]
+    for expert in range(stored.shape[0]):
+        roles = [role for role, _ in stored.roles[expert * each : (expert + 1) * each]]
+        if not any(target[role].part.numel() for role in roles):
+            continue
+        flat = stacked(origin.read(stored.name, (expert, expert + 1)), stored).flatten()
+        for role, part in zip(roles, flat.split([prod(target[role].shape) for role in roles]), strict=True):  # type: ignore[no-untyped-call]
+            piece = target[role]
+            if piece.part.numel():
+                piece.part.copy_(part.view(piece.shape)[piece.slices])
+
+
+def stacked(part: Tensor, stored: Stored) -> Tensor:
+    """A tensor on disk, or some of its rows, as the stack of its roles."""
+    if not stored.order:
+        return part
+    sizes = [stored.view[dim] for dim in stored.order]
+    back = sorted(range(len(sizes)), key=stored.order.__getitem__)
+    return part.reshape(-1, *sizes[1:]).permute(back)
+
+
 def cut(whole: Tensor, stored: Stored, target: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """The roles' parts of a whole tensor on disk, flat."""
-    start, flat = 0, whole.flatten()
+    start, flat = 0, stacked(whole, stored).flatten()
     for role, rows in stored.roles:
         if rows:
             yield torch.cat([whole[a:b] for a, b in rows])
@@ -513,7 +544,8 @@ def full(tensor: Tensor) -> Tensor:
 def joined(stored: Stored, source: Mapping[str, Tensor]) -> Tensor:
     if not any(rows for _, rows in stored.roles):
         parts = [source[role].detach().cpu().flatten() for role, _ in stored.roles]
-        return torch.cat(parts).view(stored.shape)
+        whole = torch.cat(parts)
+        return (whole.view(stored.view).permute(stored.order) if stored.order else whole).reshape(stored.shape)
     first = source[stored.roles[0][0]]
     whole = torch.empty(stored.shape, dtype=first.dtype)
     for role, rows in stored.roles:

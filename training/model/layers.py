@@ -120,6 +120,24 @@ def norm(spec: DenseSpec, size: int | None = None, kind: str | None = None) -> N
     return Norm(kind or spec.norm, size or spec.hidden, spec.norm_eps, last=spec.block == "post")
 
 
+class Sinks(nn.Module):
+    """A logit of each head that no key has (DenseSpec.sinks)."""
+
+    own: Callable[[Sinks], Tensor]  # replaced by shard: those of this rank's heads
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+        self.own = stored_sinks
+
+    def forward(self) -> Tensor:
+        return self.own(self)
+
+
+def stored_sinks(sinks: Sinks) -> Tensor:
+    return sinks.weight
+
+
 class Attention(nn.Module):
     """Grouped-query attention. Its projections are attributes of the module, so that they keep their roles' names."""
 
@@ -133,6 +151,7 @@ class Attention(nn.Module):
         d, q, kv = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q, self.k, self.v = (Linear(d, size, bias=spec.qkv_bias) for size in (q, kv, kv))
         self.o = Linear(q, d, bias=spec.out_bias)
+        self.sinks = Sinks(spec.heads) if spec.sinks else None
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         if spec.qk_norm != "none":
@@ -143,7 +162,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, seen: Seen) -> Tensor:
         q, k, v = self.heads(joint(x_BSD, (self.q, self.k, self.v)), cos, sin)
-        y = self.attend(q, k, v, seen)
+        y = self.attend(q, k, v, seen, None if self.sinks is None else self.sinks())
         out: Tensor = self.o(y.flatten(2))
         return out
 

@@ -43,6 +43,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.experts, spec.dense.hidden))
         # helps to decide which experts are chosen, not their weights; moved by balance.py, not by gradients
         self.register_buffer("bias", torch.zeros(spec.experts) if spec.score == "sigmoid" else None)
+        self.offset = nn.Parameter(torch.empty(spec.experts)) if spec.router_offset else None
         self.region = once
 
     def forward(self, x_TD: Tensor) -> Routing:
@@ -54,6 +55,8 @@ class Router(nn.Module):
         with torch.autocast(x_TD.device.type, enabled=False):
             weight_ND = self.weight + self.low * (self.lora_b @ self.lora_a) if self.low else self.weight
             logits_TN = router.logits(x_TD, weight_ND)
+            if self.offset is not None:
+                logits_TN = logits_TN + self.offset.to(wide)
         scores_TN = logits_TN.sigmoid() if self.spec.score == "sigmoid" else logits_TN.softmax(-1)
         choice_TN = scores_TN if self.bias is None else scores_TN + self.bias.to(wide)
         # ties go to the lower index, which keeps a virtual group whole; logits of equal rows are equal

@@ -119,6 +119,8 @@ def attention_over_tp(attention: Attention | LatentAttention, mesh: ParallelMesh
             if linear is not None:  # each rank makes the latents, and its gradient of them is of its own heads only
                 linear.matrix = partial(summed_matrix, group)
     else:
+        if attention.sinks is not None:
+            attention.sinks.own = lambda sinks: local(sinks.weight)
         of_heads, norms = (attention.q, attention.k, attention.v), (attention.q_norm, attention.k_norm)
     for linear in of_heads:
         columns(linear)

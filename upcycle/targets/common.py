@@ -17,12 +17,15 @@ NO, YES, EITHER = frozenset({False}), frozenset({True}), frozenset({False, True}
 
 
 class Slot(NamedTuple):
-    """One tensor on disk: the roles it holds, stacked along dim 0, then viewed as `shape`."""
+    """One tensor on disk: the roles it holds, stacked along dim 0, then viewed as `shape`. With an `order`: viewed as
+    `view`, its dimensions (but the first, of experts) put in this order, and that viewed as `shape`."""
 
     name: str
     roles: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str = ""  # "": the model's dtype; a correction bias is float32
+    view: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,16 @@ DEEPSEEK: dict[str, Any] = {
     "topk_group": 2, "vocab_size": 99, "rope_theta": 10000,
     "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32},
 }  # fmt: skip
-NATIVES: dict[str, dict[str, Any]] = {"deepseek_v3": DEEPSEEK, "kimi_k2": DEEPSEEK | {"model_type": "kimi_k2"}}
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 64, "intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5,
+    "num_experts_per_tok": 2, "vocab_size": 99, "sliding_window": 6, "rope_theta": 150000, "attention_bias": True,
+    "layer_types": ["sliding_attention", "full_attention"], "swiglu_limit": 7.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "beta_fast": 32.0},
+}  # fmt: skip
+NATIVES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": DEEPSEEK, "kimi_k2": DEEPSEEK | {"model_type": "kimi_k2"}, "gpt_oss": GPT_OSS,
+}  # fmt: skip
 
 
 def tensors(config: dict[str, Any]) -> int:
@@ -33,6 +42,22 @@ def test_a_changed_key_is_read_or_one_sentence(name: str) -> None:
     assert tensors(NATIVES[name]) > 0
     keys = keys_read("natives", name) + keys_read("targets", "dots1")
     assert unreadable(NATIVES[name], keys, tensors, share=0.2) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"Mxfp4Config\(dequantize=True\)"),
+        ({"swiglu_limit": 5.0}, "swiglu_limit=5.0, but only 7.0 can be read"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True, but only False"),
+        ({"num_experts_per_tok": 6}, "6 experts for each token, of 5"),
+    ],
+    ids=str,
+)
+def test_what_gpt_oss_cannot_be_is_said(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        tensors(GPT_OSS | change)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
