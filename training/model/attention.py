@@ -65,7 +65,8 @@ class Sdpa:
     ) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in (q_BSHA, k_BSGA, v_BSGA))
         if sink_H is not None:
-            return self.with_sinks(q, k, v, seen, sink_H).transpose(1, 2)
+            over_all: Tensor = self.with_sinks(q, k, v, seen, sink_H)
+            return over_all.transpose(1, 2)
         grouped = q.shape[1] != k.shape[1]
         if self.window in seen.blocks:
             bend = bending(self.cap) if self.cap else None
