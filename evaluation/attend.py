@@ -149,22 +149,27 @@ class Remembering:
     scale: float
     cap: float  # soft cap of the logits; 0: none
     memory: Memory
+    latent: int = 0  # values are the first so many numbers of a key, and not remembered apart; 0: they are their own
 
-    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
+    def __call__(
+        self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
+    ) -> Tensor:
         rows, memory = self.memory.rows, self.memory
         assert rows is not None and seen.documents_BS is None
         count, longest = rows.queries
         real = len(rows.tokens_T)  # tensor parallelism may bring a few more, to divide them evenly
         q_THA = q_BSHA[0, :real]
         q_BHSA = scattered(q_THA, rows.query_T, count * longest).view(count, longest, *q_THA.shape[1:]).transpose(1, 2)
-        held = tuple(self.keys(rows, i, new[0, :real]) for i, new in enumerate((k_BSGA, v_BSGA)))
+        kinds = (k_BSGA,) if self.latent else (k_BSGA, v_BSGA)
+        held = tuple(self.keys(rows, i, new[0, :real]) for i, new in enumerate(kinds))
+        held += (held[0][..., : self.latent],) if self.latent else ()
         if memory.keep:
             store = memory.prefix if memory.keep == "prefix" else memory.own
             store[self.layer] = (held[0], held[1])
         k_BGCA, v_BGCA = (each.transpose(1, 2) for each in held)
         mask = rows.mask(self.window)
-        if self.cap:
-            y_BHSA = plain_capped(q_BHSA, k_BGCA, v_BGCA, mask, self.scale, self.cap)
+        if self.cap or sink_H is not None:
+            y_BHSA = plain_capped(q_BHSA, k_BGCA, v_BGCA, mask, self.scale, self.cap, sink_H)
         else:
             y_BHSA = functional.scaled_dot_product_attention(
                 q_BHSA, k_BGCA, v_BGCA, mask, is_causal=mask is None, scale=self.scale,

@@ -29,6 +29,7 @@ from evaluation.packing import FOREVER, Ids, Input, Plan, Row, plan, share
 from evaluation.ranks import Ranks
 from training.kernels.attention import capped
 from training.model.decoder import Decoder, Layer
+from training.model.layers import LatentAttention
 from training.model.rope import original
 from training.parallel.collectives import all_gather
 from training.parallel.shard import moe_blocks, reshard
@@ -69,9 +70,12 @@ class Engine:
         balances = [(block, block.balance) for block in moe_blocks(self.model)]
         for name, layer in layers.items():
             window = dense.window if int(name) in dense.window_layers else None
+            latent = 0 if dense.latent is None else dense.latent.kv_rank
             layer.attention.attend = Remembering(
-                int(name), window, dense.attention_scale, dense.attention_cap, self.memory
+                int(name), window, dense.attention_scale, dense.attention_cap, self.memory, latent
             )
+            if isinstance(layer.attention, LatentAttention):
+                layer.attention.absorbed = True
         for block, _ in balances:  # no capacity, no auxiliary loss, nothing counted
             block.balance = None
         if isinstance(self.model, FSDPModule):
@@ -89,6 +93,8 @@ class Engine:
             self.model.train(was_training)
             for attention, attend in attends:
                 attention.attend = attend
+                if isinstance(attention, LatentAttention):
+                    attention.absorbed = False
             for block, balance in balances:
                 block.balance = balance
             reshard(self.model)

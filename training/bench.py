@@ -108,8 +108,9 @@ def spec_of(config: BenchConfig) -> DenseSpec | MoESpec:
     if not isinstance(keys, Mapping) or "model_type" not in keys:
         raise ValueError("architecture must be a config.json: its path, or keys and values with model_type among them")
     keys = {**keys, **({"num_hidden_layers": config.layers} if config.layers else {})}
-    package = "families" if keys["model_type"] in plugin.names("upcycle.families") else "targets"
-    spec: DenseSpec | MoESpec = plugin.load(f"upcycle.{package}", keys["model_type"]).read(keys)
+    kind = keys["model_type"]
+    package = next((p for p in ("families", "natives") if kind in plugin.names(f"upcycle.{p}")), "targets")
+    spec: DenseSpec | MoESpec = plugin.load(f"upcycle.{package}", kind).read(keys)
     return spec
 
 

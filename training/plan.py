@@ -299,6 +299,10 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool) -> in
     # attention sees tp times as many tokens, with a tp-th of the heads: its inputs grow, its heads do not
     heads = (d.heads + 2 * d.kv_heads) * d.head_dim
     attention = narrow * (d.hidden * mesh.tp + 2 * heads + d.heads * d.head_dim) + 4 * d.heads
+    if d.latent is not None:  # latents before and after their norms; queries, keys, what made keys and values, outputs
+        inputs = d.hidden + 2 * (d.latent.q_rank + d.latent.kv_rank) + d.latent.rope
+        heads = d.heads * (3 * d.head_dim - d.latent.rope + 2 * d.latent.value)
+        attention = narrow * (inputs * mesh.tp + heads) + 4 * d.heads
     if mode == "experts" and moe:
         return attention + halves + router
     stream = narrow * d.hidden * (4 if mode == "none" else 2) * (2 if sandwich else 1)

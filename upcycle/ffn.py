@@ -25,6 +25,16 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
     "relu2": lambda x: functional.relu(x).square(),
 }
+CLAMPED, ALPHA, LIMIT = "clamped_swiglu", 1.702, 7.0  # GPT-OSS
+
+
+def gated_product(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """What lies between the products of a gated FFN."""
+    if activation == CLAMPED:
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
+    return ACTIVATIONS[activation](gate) * up
+
 
 # The dim of each matrix along which the neurons lie; down_bias belongs to no neuron.
 NEURON_DIM: Mapping[str, int] = {"gate": 0, "up": 0, "down": 1, "gate_bias": 0, "up_bias": 0}

@@ -166,7 +166,7 @@ def family(model_type: Any) -> Any:
     if isinstance(model_type, str) and model_type in siblings.DENSE:
         return siblings.Dense(siblings.DENSE[model_type])
     known = sorted([*plugin.names("upcycle.families"), *siblings.DENSE])
-    if model_type in [*plugin.names("upcycle.targets"), *siblings.MOE]:
+    if model_type in [*plugin.names("upcycle.targets"), *plugin.names("upcycle.natives"), *siblings.MOE]:
         raise ValueError(
             f"config.json has model_type {model_type!r}, which is a mixture of experts already; give a dense model, of "
             f"one of the families {', '.join(known)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from upcycle.spec import DenseSpec, MoESpec
 
@@ -50,13 +51,13 @@ def flops_per_token(d: DenseSpec, matrix_weights: float, sequence: int) -> float
     contexts = window_layers * mean_context(sequence, d.window) + (layers - window_layers) * mean_context(
         sequence, None
     )
-    return 6 * matrix_weights + 6 * 2 * d.heads * d.head_dim * contexts
+    return 6 * matrix_weights + 6 * d.heads * (d.head_dim + d.value_dim) * contexts
 
 
 def matrix_weights(d: DenseSpec, ffn_neurons_per_layer: Sequence[float], *, gated: bool) -> float:
     """The number of weights that a token is multiplied with: projections, FFN, head. `gated`: the FFNs as the target
     holds them (see relu2_as_gated)."""
-    attention = d.layers * d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads)
+    attention = float(d.layers * sum(prod(s) for s in d.attention_shapes().values() if len(s) == 2))
     if d.carried is not None:
         attention = d.carried.matrix_weights
     return attention + sum(ffn_neurons_per_layer) * d.hidden * (3 if gated else 2) + d.vocab * d.hidden

@@ -9,8 +9,10 @@ Tensors have neutral names too, called roles:
     layers.L.{attn_norm,ffn_norm}.{weight,bias}        L counts from 0
     layers.L.{attn_out_norm,ffn_out_norm}.{weight,bias}   block "sandwich" alone
     layers.L.{q,k,v,o}.{weight,bias}  layers.L.{q_norm,k_norm}.weight
+    layers.L.{q_a,q_a_norm,q_b,kv_a,kv_a_norm,kv_b}.weight   Latent alone, in place of q, k and v; q_a may be missing
     layers.L.{gate,up,down}.{weight,bias}              dense layers; no gate if not gated
     layers.L.router.{weight,bias}                      bias: selection only (sigmoid routers); zeros
+    layers.L.router.offset  layers.L.sinks.weight      added to the router's logits; see DenseSpec.sinks
     layers.L.experts.I.{gate,up,down}.{weight,bias}
     layers.L.shared.{gate,up,down}.{weight,bias}  layers.L.shared_gate.weight
     carried.NAME                                       a tensor that keeps the NAME it has on disk (siblings.py)
@@ -24,7 +26,8 @@ from math import prod
 from typing import Any, Literal, get_args
 
 # gated: down(act(gate(x)) * up(x)); not gated: down(act(up(x))).  gelu is exact (erf); relu2 is relu squared.
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+# clamped_swiglu: gated alone, and of both halves, see ffn.gated_product.
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
 # 1p: the stored weight is the gain minus one. Every norm is computed in float32; in a lower dtype the last bit depends
 # on whether the gain comes after the rounding (rms in block "pre") or before it (rms1p, and rms in block "post").
 Norm = Literal["rms", "rms1p", "layernorm", "layernorm1p"]
@@ -72,6 +75,22 @@ class Carried:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V3): queries, keys and values are made of narrow latents with norms.
+
+    kv_a makes the keys' and values' latent, and beside it one key part for all heads, which alone turns; kv_b makes
+    each head's own key part and its values. A head's queries and keys are its own part and then the turned one.
+    """
+
+    q_rank: int  # of the queries' latent; 0: q_b makes queries of the hidden states themselves, and there is no q_a
+    kv_rank: int
+    rope: int  # of the head_dim dimensions, the last so many turn
+    value: int  # of a head's values
+    norm_eps: float = 1e-6  # of the two latents' norms
+    pairs: bool = True  # as the weights lie, dimension 2i turns with 2i + 1; False: i with i + rope / 2
+
+
+@dataclass(frozen=True)
 class DenseSpec:
     family: str
     layers: int
@@ -115,6 +134,9 @@ class DenseSpec:
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # multiplies the outputs of attention and FFN, not the residual stream (Granite)
     logit_scale: float = 1.0  # multiplies the logits (Granite: 1 / logits_scaling)
+    # each head has a logit of its own beside those of the keys, which takes a share of the softmax and gives no value
+    sinks: bool = False
+    latent: Latent | None = None  # None: plain queries, keys and values; else kv_heads is heads
     dtype: str = "bfloat16"  # read from config.json; plan.build replaces it by that of the files
     tokens: Mapping[str, Any] = field(default_factory=dict)  # bos_, eos_ and pad_token_id; None: no such token
     init_std: float = 0.02
@@ -136,6 +158,15 @@ class DenseSpec:
     @property
     def partial_rotary(self) -> float:
         return float(self.rope.get("partial_rotary_factor", 1.0))
+
+    @property
+    def rotary_dim(self) -> int:
+        """The dimensions of a head of which partial_rotary is the share that turns."""
+        return self.head_dim if self.latent is None else self.latent.rope
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.value
 
     def rope_of(self, layer: int) -> Mapping[str, Any] | None:
         """The rope of a layer, one object for all layers that share it; None: the layer rotates nothing."""
@@ -159,16 +190,32 @@ class DenseSpec:
         norms = ("attn_norm", "ffn_norm") + (("attn_out_norm", "ffn_out_norm") if self.block == "sandwich" else ())
         kinds = ("weight", "bias") if self.norm_has_bias else ("weight",)
         shapes: dict[str, tuple[int, ...]] = {f"{norm}.{kind}": (d,) for kind in kinds for norm in norms}
+        if self.latent is not None:
+            return shapes | self.latent_shapes(self.latent)
         shapes |= {"q.weight": (q, d), "k.weight": (kv, d), "v.weight": (kv, d), "o.weight": (d, q)}
         if self.qkv_bias:
             shapes |= {"q.bias": (q,), "k.bias": (kv,), "v.bias": (kv,)}
         if self.out_bias:
             shapes |= {"o.bias": (d,)}
+        if self.sinks:
+            shapes |= {"sinks.weight": (self.heads,)}
         if self.qk_norm == "head":
             shapes |= {"q_norm.weight": (self.head_dim,), "k_norm.weight": (self.head_dim,)}
         elif self.qk_norm == "full":
             shapes |= {"q_norm.weight": (q,), "k_norm.weight": (kv,)}
         return shapes
+
+    def latent_shapes(self, latent: Latent) -> dict[str, tuple[int, ...]]:
+        rank, d, heads = latent.kv_rank, self.hidden, self.heads
+        queries = {"q_a.weight": (latent.q_rank, d), "q_a_norm.weight": (latent.q_rank,)} if latent.q_rank else {}
+        return {
+            **queries,
+            "q_b.weight": (heads * self.head_dim, latent.q_rank or d),
+            "kv_a.weight": (rank + latent.rope, d),
+            "kv_a_norm.weight": (rank,),
+            "kv_b.weight": (heads * (self.head_dim - latent.rope + latent.value), rank),
+            "o.weight": (d, heads * latent.value),
+        }
 
     def ffn_shapes(self, width: int | None = None) -> dict[str, tuple[int, ...]]:
         f, d = self.ffn if width is None else width, self.hidden
@@ -215,6 +262,11 @@ class MoESpec:
     order: Order = "softmax-then-topk"
     # any: the best top_k of all experts | each-slice: of each slice of the FFN the best top_k / granularity copies
     choice: Choice = "any"
+    # The choice is among the experts of the group_top_k best of `groups` equal groups of neighbours; a group is as good
+    # as the sum of its best two (DeepSeek-V3).
+    groups: int = 1
+    group_top_k: int = 1
+    router_offset: bool = False  # the router's logits have a bias, which learns as its rows do
     normalize: bool = True  # the chosen weights are divided by their sum
     output_scale: float = 1.0  # multiplies the routed sum inside the model (routed_scaling_factor)
     dtype: str = "bfloat16"
@@ -255,6 +307,11 @@ class MoESpec:
     def slices(self) -> int:
         """The number of classes of experts, e % slices; the router chooses equally many of each."""
         return self.granularity if self.choice == "each-slice" else 1
+
+    @property
+    def choosable(self) -> int:
+        """How many experts a token's choice is among."""
+        return self.experts // self.groups * self.group_top_k
 
     @property
     def weights_sum_to_one(self) -> bool:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import AutoConfig
 
 from tests.parity import tiny
@@ -20,6 +22,11 @@ from upcycle.targets.common import Abilities, refusals
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 TARGETS = plugin.names("upcycle.targets")
+# natives, and the configs of their shapes
+SHAPES = {
+    "deepseek_v3": ["bench-deepseek-v3"], "kimi_k2": ["bench-kimi-k2"],
+    "gpt_oss": ["bench-gpt-oss-20b", "bench-gpt-oss-120b"],
+}  # fmt: skip
 CALLED = {
     "llama": "llama (1 to 3.x)", "qwen2": "qwen2, 2.5", "nemotron": "nemotron (4, Minitron)", "gpt_neox": "gpt_neox (Pythia)",
     "gemma3_text": "gemma3_text (270M, 1B)", "granitemoehybrid": "granitemoehybrid (Granite 4, dense)",
@@ -112,13 +119,35 @@ def read_by(engine: str, target: str) -> str:
 
 def read() -> str:
     found = engines.table()["engines"]
-    lines = [f"| target | {' | '.join(f'{name} ({version})' for name, version in found.items())} |", "|---" * (len(found) + 1) + "|"]
+    lines = [
+        f"| target | {' | '.join(f'{name} ({version})' for name, version in found.items())} |",
+        "|---" * (len(found) + 1) + "|",
+    ]
     for target in (target for target in TARGETS if abilities(target).stock):
         lines.append(f"| `{target}` | {' | '.join(read_by(engine, target) for engine in found)} |")
     return "\n".join(lines)
 
 
-TABLES = {"families": families, "targets": targets, "siblings": pairs, "engines": read}
+def natives() -> str:
+    """Of the shapes in configs/train/bench-NAME.yaml."""
+    lines = ["| model_type | parameters, of a token | attention | experts |", "|---|---|---|---|"]
+    for kind, shape in [(name, shape) for name in plugin.names("upcycle.natives") for shape in SHAPES[name]]:
+        keys = yaml.safe_load((ROOT / "configs" / "train" / f"{shape}.yaml").read_text())["architecture"]
+        native = plugin.load("upcycle.natives", kind)
+        moe: MoESpec = native.read(keys)
+        latent = moe.dense.latent
+        sizes = [(slot.roles[0], prod(slot.shape)) for slot in native.slots(moe)]
+        total, routed = sum(n for _, n in sizes), sum(n for role, n in sizes if ".experts." in role)
+        used = total - routed + routed * moe.top_k // moe.experts
+        groups = f", in {moe.group_top_k} of {moe.groups} groups" if moe.groups > 1 else ""
+        attends = f"latents of {latent.kv_rank} + {latent.rope}" if latent else ""
+        attends = attends or f"sinks, a window of {moe.dense.window} in {len(moe.dense.window_layers)} layers"
+        experts = f"{moe.score}, top-{moe.top_k} of {moe.experts}{groups}"
+        lines.append(f"| `{kind}` | {total / 1e9:.1f} B, {used / 1e9:.1f} B | {attends} | {experts} |")
+    return "\n".join(lines)
+
+
+TABLES = {"natives": natives, "families": families, "targets": targets, "siblings": pairs, "engines": read}
 
 
 def between(name: str) -> re.Pattern[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from training.data.batch import IGNORE, Batch
 from training.model.decoder import Decoder
 from upcycle import rng
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.spec import DenseSpec, Latent, MoESpec
 
 SEQUENCE, VOCAB = 32, 48
 
@@ -46,6 +46,20 @@ SPECS: dict[str, DenseSpec | MoESpec] = {
             logit_cap=2.0, window=5, window_layers=(1,), window_rope={"rope_type": "default", "rope_theta": 50.0},
             nope_layers=(2,),
         ),
+    ),
+    # sinks, experts of clamped halves with biases, and one on the router's logits
+    "sinks": replace(
+        MOE, layers=(0, 1, 2), shared=0, shared_gate=False, order="topk-then-softmax", normalize=False,
+        router_offset=True,
+        dense=replace(
+            DENSE, qk_norm="none", kv_heads=2, sinks=True, activation="clamped_swiglu", qkv_bias=True, out_bias=True,
+            ffn_bias=True, window=5, window_layers=(1,),
+        ),
+    ),
+    # latent attention, and a choice among the experts of the best two of four groups
+    "latent": replace(
+        MOE, layers=(1, 2), score="sigmoid", output_scale=1.5, shared_gate=False, groups=4, group_top_k=2, top_k=3,
+        dense=replace(DENSE, qk_norm="none", head_dim=10, latent=Latent(q_rank=12, kv_rank=14, rope=4, value=8)),
     ),
 }  # fmt: skip
 

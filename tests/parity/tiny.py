@@ -143,6 +143,8 @@ def randomize(model: Any, seed: int) -> None:
         noise = torch.randn(p.shape, generator=generator)
         if name.endswith(".bias"):
             p.copy_(0.2 * noise)
+        elif name.endswith("sinks"):
+            p.copy_(noise)
         elif p.dim() == 1:
             assert "norm" in name, name
             p.copy_(neutral + 0.25 * noise)

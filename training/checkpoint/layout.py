@@ -39,6 +39,7 @@ from upcycle.make import Maker
 from upcycle.plan import UpcyclePlan, build
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 from upcycle.strict import short
+from upcycle.targets.common import Slot
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
     roles: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+    view: tuple[int, ...] = ()  # see targets.common.Slot
+    order: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -128,6 +131,7 @@ def described(
     plan that made the model, as upcycle.json holds them."""
     model_type, files = str(config.get("model_type")), tuple(files)
     families, targets = plugin.names("upcycle.families"), plugin.names("upcycle.targets")
+    natives = plugin.names("upcycle.natives")
     if model_type in families:
         family = plugin.load("upcycle.families", model_type)
         dense: DenseSpec = family.read(config)
@@ -138,7 +142,11 @@ def described(
         moe = moe if settings is None else in_slices(moe, settings)
         code = getattr(target, "MODELING", None)
         files += (code,) if code is not None and code.name not in {file.name for file in files} else ()
-        return Origin(moe, moe_tensors(moe, model_type), read, config, files, settings=settings)
+        return Origin(moe, stored_slots(moe, target.slots(moe)), read, config, files, settings=settings)
+    if model_type in natives:
+        native = plugin.load("upcycle.natives", model_type)
+        moe = native.read(config)
+        return Origin(moe, stored_slots(moe, native.slots(moe)), read, config, files)
     if model_type in siblings.DENSE or model_type in siblings.MOE:
         raise ValueError(
             f"{source} has model_type {short(model_type)}, which `upcycle` can plan, convert and verify, but our own "
@@ -146,7 +154,7 @@ def described(
         )
     raise ValueError(
         f"{source} has model_type {short(model_type)}; training knows the dense families {', '.join(families)} "
-        f"and the MoE architectures {', '.join(targets)}"
+        f"and the MoE architectures {', '.join([*targets, *natives])}"
     )
 
 
@@ -160,9 +168,11 @@ def check_shapes(checkpoint: Checkpoint, tensors: Iterable[Stored]) -> None:
             )
 
 
-def moe_tensors(moe: MoESpec, target: str) -> tuple[Stored, ...]:
-    slots = plugin.load("upcycle.targets", target).slots(moe)
-    return tuple(Stored(s.name, s.shape, s.dtype or moe.dtype, tuple((role, ()) for role in s.roles)) for s in slots)
+def stored_slots(moe: MoESpec, slots: Iterable[Slot]) -> tuple[Stored, ...]:
+    return tuple(
+        Stored(s.name, s.shape, s.dtype or moe.dtype, tuple((role, ()) for role in s.roles), s.view, s.order)
+        for s in slots
+    )
 
 
 def dense_tensors(dense: DenseSpec, sources: Mapping[str, Source]) -> tuple[Stored, ...]:
@@ -291,6 +301,9 @@ def load(model: Decoder, origin: Origin, *, exact: bool = False) -> Decoder:
 
 def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece], exact: bool = False) -> None:
     """Copies a tensor on disk to this rank's pieces of the roles in it; only the rows that they need are read."""
+    if stored.order:
+        copy_experts(origin, stored, target)
+        return
     flat, width = 0, prod(stored.shape[1:])
     whole: Tensor | None = None
     for role, ranges in stored.roles:
@@ -317,9 +330,32 @@ def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece], exact: boo
         flat += size
 
 
+def copy_experts(origin: Origin, stored: Stored, target: Mapping[str, Piece]) -> None:
+    """`copy` of a tensor whose dimensions are in another order, an expert at a time."""
+    each = len(stored.roles) // stored.shape[0]
+    for expert in range(stored.shape[0]):
+        roles = [role for role, _ in stored.roles[expert * each : (expert + 1) * each]]
+        if not any(target[role].part.numel() for role in roles):
+            continue
+        flat = stacked(origin.read(stored.name, (expert, expert + 1)), stored).flatten()
+        for role, part in zip(roles, flat.split([prod(target[role].shape) for role in roles]), strict=True):  # type: ignore[no-untyped-call]
+            piece = target[role]
+            if piece.part.numel():
+                piece.part.copy_(part.view(piece.shape)[piece.slices])
+
+
+def stacked(part: Tensor, stored: Stored) -> Tensor:
+    """A tensor on disk, or some of its rows, as the stack of its roles."""
+    if not stored.order:
+        return part
+    sizes = [stored.view[dim] for dim in stored.order]
+    back = sorted(range(len(sizes)), key=stored.order.__getitem__)
+    return part.reshape(-1, *sizes[1:]).permute(back)
+
+
 def cut(whole: Tensor, stored: Stored, target: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """The roles' parts of a whole tensor on disk, flat."""
-    start, flat = 0, whole.flatten()
+    start, flat = 0, stacked(whole, stored).flatten()
     for role, rows in stored.roles:
         if rows:
             yield torch.cat([whole[a:b] for a, b in rows])
@@ -513,7 +549,8 @@ def full(tensor: Tensor) -> Tensor:
 def joined(stored: Stored, source: Mapping[str, Tensor]) -> Tensor:
     if not any(rows for _, rows in stored.roles):
         parts = [source[role].detach().cpu().flatten() for role, _ in stored.roles]
-        return torch.cat(parts).view(stored.shape)
+        whole = torch.cat(parts)
+        return (whole.view(stored.view).permute(stored.order) if stored.order else whole).reshape(stored.shape)
     first = source[stored.roles[0][0]]
     whole = torch.empty(stored.shape, dtype=first.dtype)
     for role, rows in stored.roles:

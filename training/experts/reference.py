@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from training.experts import ExpertWeights
 from training.experts.common import check
-from upcycle.ffn import ACTIVATIONS
+from upcycle.ffn import ACTIVATIONS, gated_product
 
 
 def available() -> str:
@@ -18,7 +18,7 @@ def available() -> str:
 def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
     check(x_RD, weight_R, count_E, w)
     counts = count_E.tolist()
-    parts, act = [], ACTIVATIONS[activation]
+    parts = []
     for e, x in enumerate(torch.split(x_RD[: sum(counts)], counts)):
         weight = weight_R[sum(counts[:e]) : sum(counts[: e + 1]), None]
         h = functional.linear(x, w.up_EFD[e], None if w.up_bias_EF is None else w.up_bias_EF[e])
@@ -26,9 +26,9 @@ def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, a
             h = h + w.low.scale * (x @ w.low.up_a_EDr[e]) @ w.low.up_b_EHr[e].T
         if w.gated:
             gate, up = h.chunk(2, dim=1)
-            a = act(gate) * up
+            a = gated_product(activation, gate, up)
         else:
-            a = act(h)
+            a = ACTIVATIONS[activation](h)
         a = (a * weight).to(x.dtype)  # the weights may be wider than the rows
         y = functional.linear(a, w.down_EDF[e])
         if w.low is not None:

@@ -12,9 +12,11 @@ T] is added to the scaled logits; it is finite. `causal` is for a block with as 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.backends import cuda
 from torch.nn import functional
 
@@ -104,6 +106,45 @@ def spread(bias: Tensor | None, q_BHSA: Tensor) -> Tensor | None:
     return None if bias is None else bias.expand(*q_BHSA.shape[:2], -1, -1)
 
 
+# ---- sinks: a head's own logit, of which no value comes
+
+# finite: where a query sees no key of a block, -inf would give nan; this gives the block a share of 0 in a merge
+NEVER = -1e30
+
+
+def sunk(y: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
+    """(y, lse) over all keys and the sinks, of those over all keys. `block_backward` is right with these."""
+    both = torch.logaddexp(lse_BHS, sink_H.to(lse_BHS.dtype)[:, None])
+    return (y * (lse_BHS - both).exp()[..., None]).to(y.dtype), both
+
+
+def d_sinks(d_y: Tensor, y: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Tensor:
+    share_BHS = (sink_H.to(lse_BHS.dtype)[:, None] - lse_BHS).exp()
+    return -(share_BHS * (d_y.to(lse_BHS.dtype) * y).sum(-1)).sum((0, 2)).to(sink_H.dtype)
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink_H: Tensor, scale: float) -> Tensor:
+    """Attention over all keys, causal where there is no bias, that autograd differentiates."""
+    y: Tensor = _WithSinks.apply(q, k, v, bias, sink_H, scale)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _WithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink_H: Tensor, scale: float) -> Tensor:
+        y, lse = sunk(*block(q, k, v, bias, bias is None, scale), sink_H)
+        ctx.save_for_backward(q, k, v, bias, sink_H, y, lse)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, sink_H, y, lse = ctx.saved_tensors
+        d_q, d_k, d_v = block_backward(d_y, q, y, lse, k, v, bias, bias is None, ctx.scale)
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, d_sinks(d_y, y, lse, sink_H), None
+
+
 # ---- in plain torch: any device and dtype, and all logits in memory
 
 
@@ -137,13 +178,20 @@ def plain_backward(
     return d_logits @ all_k, each_group(d_logits.mT @ q.to(p.dtype), k), each_group(p.mT @ d_y, v)
 
 
-def plain_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+def plain_capped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float, sink_H: Tensor | None = None
+) -> Tensor:
     """Attention over all keys, which autograd differentiates. `mask`: True where a query looks; None: causal."""
     logits = capped(products(q, k, scale), cap)
     if mask is None:
         mask = torch.ones_like(logits[0, 0], dtype=torch.bool).tril()
     # finite: a row of padding sees nothing, and must not become NaN
-    p = logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1).to(q.dtype)
+    logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    if sink_H is not None:
+        sinks = sink_H.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
+        p = torch.cat((logits, sinks), -1).softmax(-1)[..., :-1].to(q.dtype)
+    else:
+        p = logits.softmax(-1).to(q.dtype)
     return p @ each_head(v, q)
 
 

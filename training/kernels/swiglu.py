@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from upcycle.ffn import ACTIVATIONS
+from upcycle.ffn import ACTIVATIONS, CLAMPED, gated_product
 
 
 def on_kernel(tensor: Tensor) -> bool:
@@ -45,16 +45,15 @@ def backward_reference(
 
 
 def product(h_RH: Tensor, weight_R: Tensor, activation: str, gated: bool) -> Tensor:
-    act = ACTIVATIONS[activation]
     if not gated:
-        return act(h_RH) * weight_R[:, None]
+        return ACTIVATIONS[activation](h_RH) * weight_R[:, None]
     gate_RF, up_RF = h_RH.chunk(2, dim=1)
-    return act(gate_RF) * up_RF * weight_R[:, None]
+    return gated_product(activation, gate_RF, up_RF) * weight_R[:, None]
 
 
 def forward(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
     """Returns a_RF."""
-    if not on_kernel(h_RH):
+    if not on_kernel(h_RH) or activation == CLAMPED:
         return forward_reference(h_RH, weight_R, ends_E, activation, gated)
     from training.kernels import swiglu_triton
 
@@ -65,7 +64,7 @@ def backward(
     d_a_RF: Tensor, h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns d_h_RH, d_weight_R and a_RF. May write a_RF over d_a_RF, so the caller must not use that afterwards."""
-    if not on_kernel(h_RH):
+    if not on_kernel(h_RH) or activation == CLAMPED:
         return backward_reference(d_a_RF, h_RH, weight_R, ends_E, activation, gated)
     from training.kernels import swiglu_triton
 

@@ -46,9 +46,12 @@ class Seen:
 
 
 class Attend(Protocol):
-    """Causal: position i sees j <= i, of its own document where documents are given, within the layer's window."""
+    """Causal: position i sees j <= i, of its own document where documents are given, within the layer's window. Of
+    heads with sinks (DenseSpec.sinks) `sink_H` are the logits."""
 
-    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor: ...
+    def __call__(
+        self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,13 @@ class Sdpa:
     scale: float
     cap: float = field(default=0.0, kw_only=True)  # soft cap of the logits; 0: none
 
-    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
+    def __call__(
+        self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
+    ) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in (q_BSHA, k_BSGA, v_BSGA))
+        if sink_H is not None:
+            over_all: Tensor = self.with_sinks(q, k, v, seen, sink_H)
+            return over_all.transpose(1, 2)
         grouped = q.shape[1] != k.shape[1]
         if self.window in seen.blocks:
             bend = bending(self.cap) if self.cap else None
@@ -73,6 +81,15 @@ class Sdpa:
                 q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
             )
         return y.transpose(1, 2)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, sink_H: Tensor) -> Tensor:
+        """By the kernels that say their log-sum-exp. What hides more than causality is made once for layers alike."""
+        if self.window not in seen.found:
+            mask = visible(q.shape[2], self.window, seen.documents_BS, q.device)
+            bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, kernel.NEVER)
+            seen.found[self.window] = bias
+        return kernel.with_sinks(q, k, v, seen.found[self.window], sink_H, self.scale)
 
 
 def visible(length: int, window: int | None, documents_BS: Tensor | None, device: torch.device) -> Tensor | None:

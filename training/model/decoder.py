@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from training.kernels.attention import capped
 from training.model.attention import Sdpa, Seen, look
-from training.model.layers import Attention, FeedForward, Linear, Norm, Region, norm, once
+from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm, Region, norm, once
 from training.model.loss import Lesson, taught_cross_entropy
 from training.model.moe import ExpertFunction, MoE
 from training.model.rope import angles
@@ -25,7 +25,7 @@ class Layer(nn.Module):
         self.attn_norm, self.ffn_norm = norm(dense), norm(dense)
         if self.block == "sandwich":
             self.attn_out_norm, self.ffn_out_norm = norm(dense), norm(dense)
-        self.attention = Attention(dense, layer)
+        self.attention = Attention(dense, layer) if dense.latent is None else LatentAttention(dense, layer)
         self.ffn: nn.Module
         if moe is not None and layer in moe.layers:
             assert experts is not None

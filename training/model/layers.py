@@ -55,6 +55,12 @@ def adapted(linear: Linear, x: Tensor) -> Tensor:
     return functional.linear(functional.linear(x, linear.lora_a.to(x.dtype)), linear.lora_b.to(x.dtype)) * linear.low
 
 
+def merged_matrix(linear: Linear, dtype: torch.dtype) -> Tensor:
+    """The weight to compute with, and its adapters in it."""
+    weight = linear.matrix(linear, dtype)[0]
+    return weight + linear.low * (linear.lora_b @ linear.lora_a).to(dtype) if linear.low else weight
+
+
 def joint(x: Tensor, linears: Sequence[Linear]) -> Tensor:
     """The linears' outputs for x, side by side, by one product: backward then makes one gradient of x instead of a sum
     of several. Copying the weights together costs a hundredth of that."""
@@ -114,6 +120,24 @@ def norm(spec: DenseSpec, size: int | None = None, kind: str | None = None) -> N
     return Norm(kind or spec.norm, size or spec.hidden, spec.norm_eps, last=spec.block == "post")
 
 
+class Sinks(nn.Module):
+    """A logit of each head that no key has (DenseSpec.sinks)."""
+
+    own: Callable[[Sinks], Tensor]  # replaced by shard: those of this rank's heads
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+        self.own = stored_sinks
+
+    def forward(self) -> Tensor:
+        return self.own(self)
+
+
+def stored_sinks(sinks: Sinks) -> Tensor:
+    return sinks.weight
+
+
 class Attention(nn.Module):
     """Grouped-query attention. Its projections are attributes of the module, so that they keep their roles' names."""
 
@@ -127,6 +151,7 @@ class Attention(nn.Module):
         d, q, kv = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q, self.k, self.v = (Linear(d, size, bias=spec.qkv_bias) for size in (q, kv, kv))
         self.o = Linear(q, d, bias=spec.out_bias)
+        self.sinks = Sinks(spec.heads) if spec.sinks else None
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         if spec.qk_norm != "none":
@@ -137,7 +162,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, seen: Seen) -> Tensor:
         q, k, v = self.heads(joint(x_BSD, (self.q, self.k, self.v)), cos, sin)
-        y = self.attend(q, k, v, seen)
+        y = self.attend(q, k, v, seen, None if self.sinks is None else self.sinks())
         out: Tensor = self.o(y.flatten(2))
         return out
 
@@ -164,6 +189,81 @@ class Attention(nn.Module):
     def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None
         return self.q_norm(q), self.k_norm(k)
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention, see spec.Latent. Each head has keys and values of its own, made of one latent; or,
+    `absorbed`, heads look at the latents themselves: what makes a head's keys is applied to its queries instead, and
+    what makes its values to what it saw. That is the same product in another order, with one wide key a token."""
+
+    attend: Attend  # see Attention
+    absorbed: bool  # by evaluation's engine: a latent is all that it remembers of a token
+
+    def __init__(self, spec: DenseSpec, layer: int) -> None:
+        super().__init__()
+        assert spec.latent is not None
+        self.spec, self.latent, self.absorbed = spec, spec.latent, False
+        window = spec.window if layer in spec.window_layers else None
+        self.attend = Sdpa(window, spec.attention_scale, cap=spec.attention_cap)
+        shapes = spec.latent_shapes(spec.latent)
+        has_q = bool(spec.latent.q_rank)
+        self.q_a = linear_of(shapes["q_a.weight"]) if has_q else None
+        self.q_a_norm = Norm("rms", spec.latent.q_rank, spec.latent.norm_eps, last=False) if has_q else None
+        self.q_b, self.kv_a, self.kv_b, self.o = (
+            linear_of(shapes[f"{n}.weight"]) for n in ("q_b", "kv_a", "kv_b", "o")
+        )
+        self.kv_a_norm = Norm("rms", spec.latent.kv_rank, spec.latent.norm_eps, last=False)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, seen: Seen) -> Tensor:
+        q, c_BSR, turned = self.latents(x_BSD)
+        q_BSHA = q.unflatten(2, (-1, self.spec.head_dim))  # type: ignore[no-untyped-call]
+        own_BSHA, q_turned = self.split(q_BSHA)
+        k_turned = turned[:, :, None]
+        if cos is not None and sin is not None:
+            q_turned, k_turned = (rotary.rotate(self.halves(part), cos, sin) for part in (q_turned, k_turned))
+        way = self.over_latents if self.absorbed else self.over_heads
+        out: Tensor = self.o(way(own_BSHA, q_turned, c_BSR, k_turned, seen).flatten(2))
+        return out
+
+    def latents(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(queries, the latent of keys and values, the key part of all heads before it turns)"""
+        widths = [self.latent.kv_rank, self.latent.rope]
+        if self.q_a is None or self.q_a_norm is None:
+            c, turned = self.kv_a(x_BSD).split(widths, dim=2)
+            return self.q_b(x_BSD), self.kv_a_norm(c), turned
+        low, c, turned = joint(x_BSD, (self.q_a, self.kv_a)).split([self.latent.q_rank, *widths], dim=2)  # type: ignore[no-untyped-call]
+        return self.q_b(self.q_a_norm(low)), self.kv_a_norm(c), turned
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A head's own part, and the rest."""
+        own = self.spec.head_dim - self.latent.rope
+        return x[..., :own], x[..., own:]
+
+    def halves(self, x: Tensor) -> Tensor:
+        """Dimensions that turn together half of them apart."""
+        if not self.latent.pairs:
+            return x
+        pairs: Tensor = x.unflatten(-1, (-1, 2))  # type: ignore[no-untyped-call]
+        return pairs.transpose(-1, -2).flatten(-2)
+
+    def over_heads(self, own_BSHA: Tensor, q_turned: Tensor, c_BSR: Tensor, k_turned: Tensor, seen: Seen) -> Tensor:
+        width = self.spec.head_dim - self.latent.rope + self.latent.value
+        k, v = self.split(self.kv_b(c_BSR).unflatten(2, (-1, width)))
+        k = torch.cat((k, k_turned.expand(-1, -1, k.shape[2], -1)), -1)
+        return self.attend(torch.cat((own_BSHA, q_turned), -1), k, v, seen)
+
+    def over_latents(self, own_BSHA: Tensor, q_turned: Tensor, c_BSR: Tensor, k_turned: Tensor, seen: Seen) -> Tensor:
+        weight = merged_matrix(self.kv_b, c_BSR.dtype).unflatten(0, (own_BSHA.shape[2], -1))  # type: ignore[no-untyped-call]
+        of_keys_HAR, of_values_HVR = weight.split([own_BSHA.shape[3], self.latent.value], dim=1)
+        q_BSHR = torch.einsum("bsha,har->bshr", own_BSHA, of_keys_HAR)
+        c_BS1R = c_BSR[:, :, None]
+        y = self.attend(torch.cat((q_BSHR, q_turned), -1), torch.cat((c_BS1R, k_turned), -1), c_BS1R, seen)
+        return torch.einsum("bshr,hvr->bshv", y, of_values_HVR)
+
+
+def linear_of(shape: tuple[int, ...]) -> Linear:
+    outputs, inputs = shape
+    return Linear(inputs, outputs)
 
 
 class FeedForward(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.experts, spec.dense.hidden))
         # helps to decide which experts are chosen, not their weights; moved by balance.py, not by gradients
         self.register_buffer("bias", torch.zeros(spec.experts) if spec.score == "sigmoid" else None)
+        self.offset = nn.Parameter(torch.empty(spec.experts)) if spec.router_offset else None
         self.region = once
 
     def forward(self, x_TD: Tensor) -> Routing:
@@ -53,11 +55,15 @@ class Router(nn.Module):
         with torch.autocast(x_TD.device.type, enabled=False):
             weight_ND = self.weight + self.low * (self.lora_b @ self.lora_a) if self.low else self.weight
             logits_TN = router.logits(x_TD, weight_ND)
+            if self.offset is not None:
+                logits_TN = logits_TN + self.offset.to(wide)
         scores_TN = logits_TN.sigmoid() if self.spec.score == "sigmoid" else logits_TN.softmax(-1)
         choice_TN = scores_TN if self.bias is None else scores_TN + self.bias.to(wide)
         # ties go to the lower index, which keeps a virtual group whole; logits of equal rows are equal
-        rank_TN = choice_TN if self.bias is not None else logits_TN
-        expert_TK = router.choose(rank_TN.detach(), self.spec.top_k, self.spec.slices)
+        rank_TN = (choice_TN if self.bias is not None else logits_TN).detach()
+        if self.spec.groups > 1:
+            rank_TN = of_best_groups(rank_TN, self.spec.groups, self.spec.group_top_k)
+        expert_TK = router.choose(rank_TN, self.spec.top_k, self.spec.slices)
         if self.spec.score == "softmax" and self.spec.order == "topk-then-softmax":
             weight_TK = logits_TN.gather(1, expert_TK).softmax(-1)
         else:
@@ -65,6 +71,14 @@ class Router(nn.Module):
             if self.spec.normalize:
                 weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be zero
         return Routing(weight_TK * self.spec.output_scale, expert_TK, logits_TN, scores_TN)
+
+
+def of_best_groups(score_TN: Tensor, groups: int, kept: int) -> Tensor:
+    """The scores of the experts in the best groups, -inf elsewhere (MoESpec.groups)."""
+    score_TGM: Tensor = score_TN.unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
+    best_TG = score_TGM.topk(2, dim=-1).values.sum(-1)
+    left_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, router.choose(best_TG, kept), False)
+    return score_TGM.masked_fill(left_TG[:, :, None], -math.inf).flatten(1)
 
 
 class Experts(nn.Module):

@@ -17,7 +17,7 @@ Rope = Mapping[str, Any]  # spec.DenseSpec.rope
 def frequencies(spec: DenseSpec, length: int, rope: Rope) -> tuple[Tensor, float]:
     """(one frequency for each pair of rotated dimensions, the factor of cos and sin) for sequences of `length`.
     `rope`: of spec's."""
-    n = int(spec.head_dim * rope.get("partial_rotary_factor", 1.0))
+    n = int(spec.rotary_dim * rope.get("partial_rotary_factor", 1.0))
     theta, kind = float(rope["rope_theta"]), rope["rope_type"]
     stated: float | None = rope.get("factor")
     factor = stated if stated is not None else spec.context / original(rope) if kind in ("yarn", "longrope") else 1.0

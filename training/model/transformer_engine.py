@@ -80,6 +80,10 @@ def refusal(model: Decoder, parts: Sequence[str]) -> str:
             return f"linear_fp8 wants matrices of sizes divisible by {ROUND}, and one is {odd[0]}; name linear instead"
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
             return "linear_fp8 needs a GPU that computes in FP8 (Ada, Hopper or later); name linear instead"
+    if "attention" in parts and model.dense.latent is not None:
+        return f"{asked} attends with values as wide as keys, and this model's latents make others; leave attention out"
+    if "attention" in parts and model.dense.sinks:
+        return f"{asked} attends without the sinks that this model's heads have; leave attention out"
     if "attention" in parts and model.dense.attention_cap:
         return f"{asked} attends without the soft cap that this model has; leave attention out"
     return absent(asked, "transformer_engine.pytorch", "leave the key out")
@@ -97,7 +101,10 @@ class Fused:
     scale: float
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
+    def __call__(
+        self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
+    ) -> Tensor:
+        assert sink_H is None, "refusal() first"
         if seen.documents_BS is not None:
             raise ValueError(
                 "model.transformer_engine=[attention] cannot keep documents apart; set data.mask_documents=false or "

@@ -33,14 +33,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import P2POp, ProcessGroup
+from torch.nn import functional
 
 from training.data.batch import Batch
-from training.kernels.attention import block, block_backward
+from training.kernels.attention import NEVER, block, block_backward, d_sinks, sunk
 from training.model.attention import Sdpa, Seen
 from training.model.decoder import Decoder, Layer
-
-# finite: where a query sees no key of a block, -inf would give nan; this gives the block a share of 0 in the merge
-NEVER = -1e30
 
 
 def chunks(rank: int, cp: int) -> tuple[int, int]:
@@ -100,10 +98,15 @@ class Ring:
     cap: float = 0.0
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
+    def __call__(
+        self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
+    ) -> Tensor:
+        width = v_BSGA.shape[3]
+        if width < k_BSGA.shape[3]:  # keys and values go around as one tensor
+            v_BSGA = functional.pad(v_BSGA, (0, k_BSGA.shape[3] - width))
         q, k, v = (x.transpose(1, 2) for x in (q_BSHA, k_BSGA, v_BSGA))
-        y: Tensor = RingAttention.apply(q, k, v, seen, self)  # type: ignore[no-untyped-call]
-        return y.transpose(1, 2)
+        y: Tensor = RingAttention.apply(q, k, v, sink_H, seen, self)  # type: ignore[no-untyped-call]
+        return y.transpose(1, 2)[..., :width]
 
     @property
     def rank(self) -> int:
@@ -241,7 +244,7 @@ class Block:
 
 class RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, ring: Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None, seen: Seen, ring: Ring) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out_BHSA = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse_BHS = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
@@ -251,8 +254,10 @@ class RingAttention(torch.autograd.Function):
                 keys, values = part.kv[:, :, :, columns]
                 y, z = block(q[:, :, rows], keys, values, part.bias, part.causal, ring.scale, ring.cap)
                 merge_(out_BHSA[:, :, rows], lse_BHS[:, :, rows], y, z)
+        if sink_H is not None:
+            out_BHSA, lse_BHS = sunk(out_BHSA, lse_BHS, sink_H)
         out = out_BHSA.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse_BHS)
+        ctx.save_for_backward(q, k, v, out, lse_BHS, sink_H)
         ctx.seen, ctx.ring = seen, ring
         return out
 
@@ -261,7 +266,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Keys and values go around again. Their gradients follow one block behind, collect every rank's part, and are
         home after a whole turn."""
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sink_H = ctx.saved_tensors
         ring: Ring = ctx.ring
         d_q = torch.zeros_like(out, dtype=lse.dtype)
         coming: Coming | None = None
@@ -280,7 +285,8 @@ class RingAttention(torch.autograd.Function):
             coming = ring.passed_on(d_kv)
         assert coming is not None
         d_k, d_v = coming.wait().to(k.dtype)
-        return d_q.to(q.dtype), d_k, d_v, None, None
+        d_sink_H = None if sink_H is None else d_sinks(grad, out, lse, sink_H)
+        return d_q.to(q.dtype), d_k, d_v, d_sink_H, None, None
 
 
 def merge_(out: Tensor, lse: Tensor, y: Tensor, z: Tensor) -> None:
@@ -300,12 +306,16 @@ class Ulysses(Sdpa):
     group: ProcessGroup
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen) -> Tensor:
+    def __call__(
+        self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
+    ) -> Tensor:
+        if sink_H is not None:  # of this rank's heads
+            sink_H = sink_H.chunk(self.group.size())[self.group.rank()]
         # with fewer key/value heads than ranks, each rank still needs the key/value head of its query heads
         copies = max(1, self.group.size() // k_BSGA.shape[2])
         k_BSGA, v_BSGA = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k_BSGA, v_BSGA))
         q, k, v = (self.whole(x) for x in (q_BSHA, k_BSGA, v_BSGA))
-        return self.shares(super().__call__(q, k, v, seen))
+        return self.shares(super().__call__(q, k, v, seen, sink_H))
 
     def whole(self, x_BSHA: Tensor) -> Tensor:
         """[B, S, H, A] -> [B, cp * S, H / cp, A], positions in order."""

@@ -49,6 +49,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("*.experts.down_bias", Rule("experts", (("ep", 0), ("etp", None)))),
     ("*.experts.*", Rule("experts", (("ep", 0), ("etp", 2)))),
     ("*.attention.[qkv].*", Rule("tensor", (("tp", 0),))),
+    ("*.attention.q_b.*", Rule("tensor", (("tp", 0),))),  # of latents, which every rank of tp makes whole
+    ("*.attention.kv_b.*", Rule("tensor", (("tp", 0),))),
+    ("*.attention.sinks.*", Rule("tensor", (("tp", 0),))),
     ("*.attention.[qk]_norm.*", Rule("tensor", (("tp", 0),))),  # over all heads together; see rule()
     ("*.attention.o.weight", Rule("tensor", (("tp", 1),))),
     ("*.attention.*", Rule("tensor")),

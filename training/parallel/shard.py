@@ -41,7 +41,7 @@ from training.dispatch import create
 from training.experts import ExpertWeights
 from training.kernels import updates
 from training.model.decoder import Decoder, Layer
-from training.model.layers import Attention, FeedForward, Linear, Norm
+from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm
 from training.model.moe import Experts, MoE, low_rank
 from training.model.recompute import MOVES, recompute
 from training.parallel import context
@@ -109,12 +109,23 @@ def divide(model: Decoder, mesh: ParallelMesh) -> None:
 # ---- tensor parallel, with the sequence parallel between
 
 
-def attention_over_tp(attention: Attention, mesh: ParallelMesh) -> None:
+def attention_over_tp(attention: Attention | LatentAttention, mesh: ParallelMesh) -> None:
     group = present(mesh.group("tp"))
-    for linear in (attention.q, attention.k, attention.v):
+    of_heads: tuple[Linear, ...]
+    norms: tuple[Norm | None, ...]
+    if isinstance(attention, LatentAttention):
+        of_heads, norms = (attention.q_b, attention.kv_b), (attention.q_a_norm, attention.kv_a_norm)
+        for linear in (attention.q_a, attention.kv_a):
+            if linear is not None:  # each rank makes the latents, and its gradient of them is of its own heads only
+                linear.matrix = partial(summed_matrix, group)
+    else:
+        if attention.sinks is not None:
+            attention.sinks.own = lambda sinks: local(sinks.weight)
+        of_heads, norms = (attention.q, attention.k, attention.v), (attention.q_norm, attention.k_norm)
+    for linear in of_heads:
         columns(linear)
     rows(attention.o, mesh.size("tp"))
-    for norm in (attention.q_norm, attention.k_norm):
+    for norm in norms:
         if norm is not None and attention.spec.qk_norm == "full":
             norm_over_heads(norm, group)
         elif norm is not None:  # one gain for all heads: a rank's gradient is of its own heads only
@@ -149,6 +160,11 @@ def rows(linear: Linear, tp: int) -> None:
 def local_matrix(parts: int, linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     bias = None if linear.bias is None else part_of(local(linear.bias), parts).to(dtype)
     return local(linear.weight).to(dtype), bias
+
+
+def summed_matrix(group: Group, linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    weight: Tensor = SumGradient.apply(linear.weight, group)  # type: ignore[no-untyped-call]
+    return weight.to(dtype), None
 
 
 def norm_over_heads(norm: Norm, group: Group) -> None:

@@ -215,10 +215,10 @@ def check_rope(config: Config, rope: Mapping[str, Any]) -> None:
 
 def check_rotation(spec: DenseSpec) -> None:
     """Check the number of rotated dimensions of a head, and the lengths of longrope's factors."""
-    rotated = int(spec.head_dim * spec.partial_rotary)
+    rotated = int(spec.rotary_dim * spec.partial_rotary)
     if rotated < 1:
         raise ValueError(
-            f"config.json of this {spec.family} model has head_dim={spec.head_dim}, of which a share of "
+            f"config.json of this {spec.family} model has head_dim={spec.rotary_dim}, of which a share of "
             f"{spec.partial_rotary:g} is rotated; that must be one dimension or more"
         )
     for key in ("short_factor", "long_factor") if spec.rope["rope_type"] == "longrope" else ():

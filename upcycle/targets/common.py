@@ -17,12 +17,15 @@ NO, YES, EITHER = frozenset({False}), frozenset({True}), frozenset({False, True}
 
 
 class Slot(NamedTuple):
-    """One tensor on disk: the roles it holds, stacked along dim 0, then viewed as `shape`."""
+    """One tensor on disk: the roles it holds, stacked along dim 0, then viewed as `shape`. With an `order`: viewed as
+    `view`, its dimensions (but the first, of experts) put in this order, and that viewed as `shape`."""
 
     name: str
     roles: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str = ""  # "": the model's dtype; a correction bias is float32
+    view: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -216,8 +219,10 @@ def checked(moe: MoESpec, can: Abilities) -> MoESpec:
         reasons.append(f"{moe.slices} slices, which {moe.experts} experts and top-{moe.top_k} are no multiple of")
     if len(moe.layers) * moe.experts > MAX_EXPERTS_IN_ALL:
         reasons.append(f"{len(moe.layers)} layers of {moe.experts} experts, more than {MAX_EXPERTS_IN_ALL} in all")
-    if moe.top_k > moe.experts:
-        reasons.append(f"{moe.top_k} experts for each token, of {moe.experts}")
+    if moe.groups > 1 and (moe.experts % moe.groups or moe.experts < 2 * moe.groups or moe.group_top_k > moe.groups):
+        reasons.append(f"the best {moe.group_top_k} of {moe.groups} groups of {moe.experts} experts")
+    elif moe.top_k > moe.choosable:
+        reasons.append(f"{moe.top_k} experts for each token, of {moe.choosable}")
     if reasons:
         raise ValueError(
             f"config.json says of this {moe.dense.family} model: {', '.join(reasons)}; that cannot be read, "
@@ -251,16 +256,25 @@ def stepped_layers(config: Config, layers: int) -> tuple[int, ...]:
 
 
 def sigmoid_view(
-    config: Config, can: Abilities, dense: DenseSpec, *, normalize: bool, shared: int | None, layers: Iterable[int]
+    config: Config,
+    can: Abilities,
+    dense: DenseSpec,
+    *,
+    normalize: bool,
+    shared: int | None,
+    layers: Iterable[int],
+    scale: float = 1.0,
+    **different: Any,
 ) -> MoESpec:
-    """The MoESpec of a config of the DeepSeek-V3 line (sigmoid_config). normalize, shared: the class's defaults."""
+    """The MoESpec of a config of the DeepSeek-V3 line (sigmoid_config). normalize, shared, scale: the class's
+    defaults; different: as of `view`."""
     only(
         config,
         scoring_func="sigmoid",
-        n_group=1,  # with more, the choice is first narrowed to a few groups of experts
-        topk_group=1,
         moe_layer_freq=1,
         tie_word_embeddings=False,  # slots() always has the head
+        # with more, the choice is first narrowed to a few groups of experts
+        **({} if "groups" in different else {"n_group": 1, "topk_group": 1}),
     )
     return view(
         config,
@@ -270,7 +284,8 @@ def sigmoid_view(
         shared=typed.whole(config, "moe_intermediate_size") * typed.whole(config, "n_shared_experts", shared),
         score="sigmoid",
         normalize=typed.flag(config, "norm_topk_prob", normalize),
-        output_scale=typed.number(config, "routed_scaling_factor", 1.0),
+        output_scale=typed.number(config, "routed_scaling_factor", scale),
+        **different,
     )
 
 

@@ -1,4 +1,4 @@
-"""Our own architecture: holds every DenseSpec and MoESpec, and puts a modelling file into the folder."""
+"""Our own architecture: holds every dense model of a family, and its MoE; puts a modelling file into the folder."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ VALUES: list[Any] = [
 def keys_read(package: str, name: str) -> list[str]:
     """Every word in quotes that could be a key in the code that reads this architecture, whether configs have it."""
     files = [ROOT / package / f"{name}.py", ROOT / package / "common.py", ROOT / "families" / "common.py"]
+    files = [file for file in files if file.is_file()]
     return sorted({key for file in files for key in re.findall(r'"([a-z]+(?:_[a-z]+)+)"', file.read_text())})
 
 
