@@ -307,9 +307,13 @@ def settled(config: OptimConfig, moe: MoESpec | None) -> OptimConfig:
                 f"optim.{name} is {getattr(config, name)}, but no expert of this model is a copy of another one; leave "
                 "it out"
             )
-    in_slices = moe is not None and moe.choice == "each-slice"
-    measured = {"share": 0.5, "shrink": 0.3, "router_lr": 0.3} if in_slices else {"share": 0.0, "shrink": 0.0}
-    return replace(config, **{name: value for name, value in measured.items() if getattr(config, name) is None})
+    share, shrink, router_lr = (0.5, 0.3, 0.3) if moe is not None and moe.choice == "each-slice" else (0.0, 0.0, 1.0)
+    return replace(
+        config,
+        share=share if config.share is None else config.share,
+        shrink=shrink if config.shrink is None else config.shrink,
+        router_lr=router_lr if config.router_lr is None else config.router_lr,
+    )
 
 
 def make_slot(
