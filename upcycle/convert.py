@@ -106,6 +106,8 @@ def complete(output: Path, identity: Mapping[str, Any]) -> bool:
     if (output / MANIFEST).is_file():
         found = read_json(output / MANIFEST)
         others = [k for k in identity if not isinstance(found, dict) or found.get(k) != identity[k]]
+        if not others:
+            return complete(output, identity)  # another process made it between the two looks
         raise ValueError(
             f"{output} holds the result of another plan or of what the source was before; differing: "
             f"{' and '.join(others)}; remove it or choose another output"

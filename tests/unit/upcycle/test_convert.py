@@ -257,6 +257,16 @@ def test_output_that_exists_is_left_alone(llama: Path, tmp_path: Path, capsys: p
         run(llama, tmp_path / "file" / "below")
 
 
+def test_an_output_that_another_process_finishes_between_two_looks_is_made(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = run(llama, tmp_path / "moe")
+    looks = iter([False])  # the first comes too early
+    real = converting.made
+    monkeypatch.setattr(converting, "made", lambda *words: next(looks, None) is None and real(*words))
+    assert run(llama, output) == output and next(looks, None) is None
+
+
 def test_an_unfinished_job_of_another_plan_is_not_mixed_in(llama: Path, tmp_path: Path) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
