@@ -307,8 +307,8 @@ def check_sources(stages: Sequence[Stage]) -> None:
 
 
 def stage_of(stages: Sequence[Stage], step: int) -> Stage:
-    """The stage that made this step; of step 0 the first."""
-    return next(stage for stage in stages if step <= stage.last)
+    """The stage that made this step; of step 0 the first, and of one that lies behind the run's end the last."""
+    return next((stage for stage in stages if step <= stage.last), stages[-1])
 
 
 def tokens_by(stages: Sequence[Stage], step: int) -> int:
