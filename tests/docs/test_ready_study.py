@@ -18,6 +18,7 @@ import torch
 from evaluation.__main__ import main as study
 from evaluation.study.plan import flops, read_study, steps, trials
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+from training.__main__ import main as train_command
 from training.data.shards import META
 from training.observe import metrics
 from training.prepare import main as prepare
@@ -85,7 +86,7 @@ def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(tmp_path: Path
     ]
     whole = tmp_path / "whole"
     python, _, module, *more = shlex.split(command)
-    assert (python, module) == ("python", "training") and train([*more, f"output={whole}"]) == 0
+    assert (python, module) == ("python", "training") and train_command([*more, f"output={whole}"]) == 0
     for a, b in zip(metrics.read(whole), metrics.read(stopped), strict=False):
         keys = {key for key in a.keys() & b.keys() if key.startswith("valid/")}
         assert {key: a[key] for key in keys} == {key: b[key] for key in keys}

@@ -36,6 +36,7 @@ QUIET = {
     "log.tensorboard", "log.wandb", "log_every", "valid_every", "profile", "memory_snapshot", "device", "patience",
     "data.valid", "resume.allow", "optim.skips", "lora.export", "islands.join", "islands.secret", "islands.certificate",
     "islands.authority", "islands.throttle", "islands.patience", "islands.listen", "islands.count", "islands.most",
+    "stages",
 }  # fmt: skip
 
 
