@@ -135,7 +135,7 @@ def test_smollm2_in_an_engine(engine: str, place: Path) -> None:
     assert "refused" not in got, got
     equal, difference = engines.same(got, want)
     print(f"{engine}, SmolLM2: {equal} of 64 tokens of the dense model, log-probabilities within {difference:.1e}")
-    assert engines.verdict(got, want, engines.OF_MANY_LAYERS) == known.RIGHT
+    assert engines.verdict(got, want) == known.RIGHT
 
 
 def write(names: Sequence[str]) -> None:

@@ -171,7 +171,7 @@ def load_step(model: Decoder, run: Path, folder: Path | None) -> int:
     saved: Any = reader.metadata.state_dict_metadata
     places = {f"model.{name}": tensor for name, tensor in weights(model).items()}
     for name, tensor in places.items():
-        check_same(name, tensor, saved.get(name))
+        check_same(name, tensor, saved)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

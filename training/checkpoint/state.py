@@ -105,7 +105,7 @@ class TrainState:
         own = {f"model.{name}": tensor for name, tensor in weights(self.model).items()}
         out: dict[str, Tensor] = {}
         for name, tensor in own.items():
-            check_same(name, tensor, saved.get(name))
+            check_same(name, tensor, saved)
             out[name] = tensor
         trained = self.trained()
         parts = self.named_parts(rank)
@@ -239,11 +239,15 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {plain_name(n): t for n, t in model.state_dict().items() if not n.endswith("_extra_state")}
 
 
-def check_same(name: str, tensor: Tensor, saved: TensorStorageMetadata | None) -> None:
+def check_same(name: str, tensor: Tensor, checkpoint: Mapping[str, TensorStorageMetadata]) -> None:
+    saved = checkpoint.get(name)
+    frozen = f"optimizer.state.{name.removeprefix('model.')}{JSON}" not in checkpoint  # in the run that made it
     # DCP would cast without a word
     want = f"{list(tensor.shape)} {tensor.dtype}"
     got = "no such tensor" if saved is None else f"{list(saved.size)} {saved.properties.dtype}"
-    if saved is None or saved.size != tensor.shape or not within_dtype(saved.properties.dtype, tensor.dtype):
+    if saved is None or saved.size != tensor.shape or not (
+        saved.properties.dtype == tensor.dtype or (frozen and within_dtype(saved.properties.dtype, tensor.dtype))
+    ):
         narrower = saved is not None and saved.size == tensor.shape and tensor.dtype == torch.bfloat16
         instead = ", or write model.frozen=float32" if narrower else ""
         raise ValueError(
@@ -254,7 +258,7 @@ def check_same(name: str, tensor: Tensor, saved: TensorStorageMetadata | None) -
 
 def within_dtype(saved: torch.dtype, own: torch.dtype) -> bool:
     """Whether `own` has every number of `saved`: frozen weights may be bfloat16, and be read as what learns is held."""
-    return saved == own or (saved == torch.bfloat16 and own == torch.float32)
+    return saved == torch.bfloat16 and own == torch.float32
 
 
 def moment(
