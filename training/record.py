@@ -75,9 +75,10 @@ class Recorded:
 
     def record(self, batches: Sequence[Batch]) -> None:
         """Records a step on memory of its own; nothing of it runs."""
-        run, graph = self.run, torch.cuda.CUDAGraph()
+        run = self.run
         self.batches = [batch.to(run.device) for batch in batches]
         try:
+            graph = torch.cuda.CUDAGraph()
             # other threads load data and write checkpoints
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.learned = self.train_step(run, self.batches, None)

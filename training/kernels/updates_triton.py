@@ -34,7 +34,7 @@ def adamw_kernel(
     keep = (at < count) & (tl.load(skip_ptr) == 0)
     # bias corrections, as the means began at 0; in float64, because they are differences of numbers close to 1
     number = tl.load(step_ptr).to(tl.float64) + 1.0
-    lr = tl.load(lr_ptr)
+    lr = tl.load(lr_ptr).to(tl.float32)
     rate = lr / (1.0 - tl.exp(number * LOG1)).to(tl.float32)
     root = tl.sqrt((1.0 - tl.exp(number * LOG2)).to(tl.float32))
     master = tl.load(master_ptr + at, mask=keep)
