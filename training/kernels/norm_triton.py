@@ -1,6 +1,6 @@
 """The Triton kernels of norm.py; imported only where a kernel runs. A program holds a whole row.
 
-In backward a fixed number of programs walk over the rows, a few at a time so that the memory is busy, and each has
+In backward a fixed number of programs walk over the rows, two at a time so that the memory is busy, and each has
 a sum of its own of the gain's gradient: no atomics, the same bits every time.
 """
 
@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 132 * 8  # that walk over the rows in backward
-AT_ONCE = 4096  # elements of the rows that one of them holds
+PROGRAMS = 132 * 16  # that walk over the rows in backward
 
 
 @triton.jit
@@ -80,7 +79,7 @@ def forward(stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) ->
 def backward(d_y: Tensor, d_x: Tensor | None, x: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     total, rows, size = torch.empty_like(x), x.numel() // width, sizes(width)
-    together = max(1, min(4, AT_ONCE // size["COLS"]))
+    together = 2 if size["COLS"] <= 4096 else 1
     programs = max(1, min(PROGRAMS, triton.cdiv(rows, together)))
     parts_PD = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     size["num_warps"] = min(16, size["num_warps"] * together)
