@@ -95,7 +95,8 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, d_a: Tensor) -> tuple[Tensor | None, ...]:
         from training.kernels import swiglu_triton
 
-        return *swiglu_triton.gated_backward(d_a.contiguous(), *ctx.saved_tensors, ctx.activation), None
+        gate, up = ctx.saved_tensors
+        return *swiglu_triton.gated_backward(d_a.contiguous(), gate, up, ctx.activation), None
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
