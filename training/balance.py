@@ -221,7 +221,7 @@ class RouterLoad:
     @torch.no_grad()
     def count(self, layer: int, expert_TK: Tensor) -> Tensor:
         """Adds a micro-batch's choices; returns the counts of the step so far, which the next ones change."""
-        return self.step_NE[layer].add_(permute.counts(expert_TK, self.step_NE.shape[1]))
+        return permute.count_(self.step_NE[layer], expert_TK)
 
     @torch.no_grad()
     def average(self, first: int, tokens: int, **means: Tensor | None) -> None:

@@ -27,17 +27,15 @@ def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return back_R, count_E.scatter_add_(0, flat_R, torch.ones_like(flat_R, dtype=torch.int32))
 
 
-def counts(expert_TK: Tensor, experts: int) -> Tensor:
-    """How often each expert is chosen, int64. Not bincount, which waits for the device; and added to a few numbers one
-    by one, many choices wait for each other."""
+def count_(total_E: Tensor, expert_TK: Tensor) -> Tensor:
+    """Adds to an int64 total how often each expert is chosen. Not bincount, which waits for the device; and on that,
+    added one by one, thousands of choices would wait for each other."""
     if expert_TK.is_cuda:
         from training.kernels import permute_triton
 
-        count_EP: Tensor = permute_triton.counts(expert_TK.contiguous(), experts)
-        return count_EP.sum(1)
+        return total_E.add_(permute_triton.counts(expert_TK.contiguous(), len(total_E)).sum(1))
     flat_R = expert_TK.flatten().long()
-    zeros_E = torch.zeros(experts, dtype=torch.int64, device=flat_R.device)
-    return zeros_E.scatter_add_(0, flat_R, torch.ones_like(flat_R))
+    return total_E.scatter_add_(0, flat_R, torch.ones_like(flat_R))
 
 
 def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int | None = None) -> Tensor:
