@@ -429,7 +429,8 @@ def adamw_(slots: Sequence[Slot], config: OptimConfig, rate: Tensor, skip: Tenso
             lr=rate, decay=decay, beta1=config.beta1, beta2=config.beta2, eps=config.eps,
         )  # fmt: skip
     if mixed:
-        torch._foreach_add_([step for _, step in mixed], (~skip).float())
+        # a list of it: given one tensor for all, torch asks the device for its number, and the host waits for the step
+        torch._foreach_add_([step for _, step in mixed], [(~skip).float()] * len(mixed))
     if not same:
         return
     parameters, masters, raw, *moments = (list(tensors) for tensors in zip(*(parts for parts, _ in same), strict=True))

@@ -35,6 +35,24 @@ def test_recorded_steps_are_the_steps(place: Path, tmp_path: Path, upcycled: boo
     assert losses(recorded) == losses(plain)
 
 
+@pytest.mark.parametrize("upcycled", [False, True], ids=["dense", "upcycled"])
+def test_no_step_waits_for_the_device(
+    place: Path, tmp_path: Path, upcycled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, count = train_module.train_step, [0]
+
+    def step(*inputs: Any) -> dict[str, torch.Tensor]:
+        count[0] += 1
+        torch.cuda.set_sync_debug_mode("error" if count[0] > 2 else "default")  # kernels are compiled in the first
+        try:
+            return real(*inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(train_module, "train_step", step)
+    train(read_config("", words(place, tmp_path / "run", upcycled, "model.graph=false", "steps=4")))
+
+
 def test_a_step_that_waits_is_not_recorded(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(read_config("", words(place, tmp_path / "plain", False, "model.graph=false")))
     real = train_module.train_step

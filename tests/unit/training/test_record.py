@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from training.data.batch import Batch
 from training.train import train
 
 __all__ = ["place"]
+ASKED = ["model.graph=true"]
 Recordings = list[record.Recorded]
 
 
@@ -52,16 +54,16 @@ def test_recorded_steps_are_the_steps_with_stops_and_stages(
 ) -> None:
     plain = train(config(place, tmp_path / "plain", "model.graph=false"))
     assert not recordings
-    run = train(config(place, tmp_path / "recorded"))
+    run = train(config(place, tmp_path / "recorded", *ASKED))
     assert len(recordings) == 1 and losses(run) == losses(plain)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(train_module, "train_step", stops_before(7))
-        train(config(place, tmp_path / "parts"))
-    parts = train(config(place, tmp_path / "parts"))
+        train(config(place, tmp_path / "parts", *ASKED))
+    parts = train(config(place, tmp_path / "parts", *ASKED))
     assert len(recordings) == 2 and losses(parts) == losses(plain)  # two steps were left, which are as they are
     words = ["stages=[{steps: 5, optim: {router_lr: 0.5}}, {steps: 5, schedule: {peak: 1.0e-4}, batch: 8}]"]
     plain = train(config(place, tmp_path / "plain-stages", "model.graph=false", *words, steps=10))
-    run = train(config(place, tmp_path / "stages", *words, steps=10))
+    run = train(config(place, tmp_path / "stages", *ASKED, *words, steps=10))
     assert len(recordings) == 4 and losses(run) == losses(plain)
 
 
@@ -88,10 +90,14 @@ def test_what_cannot_be_recorded(place: Path, tmp_path: Path) -> None:
 
 
 def test_a_recording_that_fails_is_done_without(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = train(config(place, tmp_path / "plain"))
     monkeypatch.setattr(record, "obstacle", lambda run: "")  # there is no CUDA here, so the recording fails
+    dense = ["model.upcycle=", f"model.source={place / 'dense'}", "balance.bias_rate=0"]
+    plain = train(config(place, tmp_path / "plain", *dense, "model.graph=false"))
     with pytest.warns(UserWarning, match="the step is not recorded, and each goes on by its host"):
-        run = train(config(place, tmp_path / "run"))
+        run = train(config(place, tmp_path / "run", *dense))
     assert losses(run) == losses(plain)
     with pytest.raises(RuntimeError):
         train(config(place, tmp_path / "asked", "model.graph=true"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(config(place, tmp_path / "sparse"))  # nobody asked, and nothing is tried
