@@ -18,6 +18,7 @@ from torch import Tensor
 from training.build import Learner
 from training.data.batch import Batch
 
+MOST = 0.5  # share of the device's memory that a step may take: validation finds none of it free
 WARM = 3  # steps that run as they are: kernels are compiled in them, and libraries make room for themselves
 Step = Callable[[Sequence[Batch], float], dict[str, Tensor]]
 TrainStep = Callable[[Learner, Sequence[Batch], float | None], dict[str, Tensor]]
@@ -81,6 +82,9 @@ class Recorded:
         self.batches = [batch.to(run.device) for batch in batches]
         try:
             graph = torch.cuda.CUDAGraph()
+            taken, total = torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()[1]
+            if not run.config.model.graph and taken > MOST * total:
+                raise RuntimeError(f"it keeps its memory to itself, and a step takes {taken / total:.0%} of the device's")
             # other threads load data and write checkpoints
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.learned = self.train_step(run, self.batches, None)
