@@ -84,7 +84,9 @@ class Recorded:
             graph = torch.cuda.CUDAGraph()
             taken, total = torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()[1]
             if not run.config.model.graph and taken > MOST * total:
-                raise RuntimeError(f"it keeps its memory to itself, and a step takes {taken / total:.0%} of the device's")
+                raise RuntimeError(
+                    f"it keeps its memory to itself, and a step takes {taken / total:.0%} of the device's"
+                )
             # other threads load data and write checkpoints
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.learned = self.train_step(run, self.batches, None)
