@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from training.kernels import permute
 from training.model.moe import MoE, Routing
 
 SCOPES = ("micro_batch", "sequence", "global")
@@ -220,8 +221,7 @@ class RouterLoad:
     @torch.no_grad()
     def count(self, layer: int, expert_TK: Tensor) -> Tensor:
         """Adds a micro-batch's choices; returns the counts of the step so far, which the next ones change."""
-        flat = expert_TK.flatten().long()
-        return self.step_NE[layer].scatter_add_(0, flat, torch.ones_like(flat))
+        return permute.count_(self.step_NE[layer], expert_TK)
 
     @torch.no_grad()
     def average(self, first: int, tokens: int, **means: Tensor | None) -> None:

@@ -54,6 +54,7 @@ from training.optim import MOMENTS, OptimConfig
 from training.parallel.collectives import all_reduce, local
 from training.parallel.mesh import MeshConfig, ParallelMesh, check
 from training.parallel.processes import processes, rank
+from training.record import stepping
 from training.step import gradients, train_step
 from upcycle import plugin, rng, strict
 from upcycle.config import read
@@ -82,6 +83,7 @@ class BenchConfig:
     compute: str = "bfloat16"  # dtype of activations: bfloat16 | float32 | float64
     recompute: str = "none"  # see model.recompute of training
     compile: bool = False  # torch.compile each layer
+    graph: bool | None = None  # with optimizer=true, the step as a CUDA graph; see model.graph of training
     optimizer: bool = False  # also AdamW's step
     moments: str = "float32"  # dtype of AdamW's moments: float32 | bfloat16
     warmup: int = 5  # steps that are not timed
@@ -140,9 +142,11 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
     batches = [batch(config, dense.vocab, (number * mesh.dp + data_rank(mesh)) * size, size) for number in range(count)]
     batches = [part.pinned() for part in batches] if device.type == "cuda" else batches
 
+    make_step = stepping(run, train_step) if config.optimizer else None
+
     def step() -> None:
-        if config.optimizer:
-            train_step(run, batches, 1e-5)
+        if make_step is not None:
+            make_step(batches, 1e-5)
         else:  # as far as the gradients
             gradients(run, batches)
             run.balance.end_step()
@@ -195,7 +199,7 @@ def retries(device: torch.device) -> int:
 
 def as_training(config: BenchConfig, micro_batch: int) -> TrainConfig:
     """The config of a run with these steps: keys that are not set here have training's defaults, balance and all."""
-    same = ("experts", "compute", "recompute", "compile", "transformer_engine")
+    same = ("experts", "compute", "recompute", "compile", "graph", "transformer_engine")
     return TrainConfig(
         model=ModelConfig(source="architecture", random=True, **{name: getattr(config, name) for name in same}),
         data=DataConfig(sequence=config.sequence, mask_documents=config.documents > 0),

@@ -52,6 +52,9 @@ class ModelConfig:
     # bfloat16 where the checkpoint is and the model computes in it, which is the same numbers in half of the bytes
     frozen: str = ""
     compile: bool = False  # torch.compile each layer
+    # record a step as a CUDA graph and replay it, so that no host is waited for; on one GPU that trains alone. None
+    # given: of dense models it is, of MoE models it is not
+    graph: bool | None = None
     transformer_engine: tuple[str, ...] = ()  # what of a layer it computes: attention, linear | linear_fp8, norm
 
 

@@ -203,6 +203,9 @@ class Optimizer(torch.optim.Optimizer):
         if not self.decays:
             self.slots = [replace(slot, decay=0.0) for slot in self.slots]
         self.buckets = make_buckets([slot for slot in self.slots if slot.rule == "adamw"])
+        device = local(self.slots[0].parameter).device
+        wide = torch.float64 if device.type == "cpu" else torch.float32  # what torch's fused AdamW reads of a GPU
+        self.rates = {slot.multiplier: torch.zeros((), dtype=wide, device=device) for slot in self.slots}
         self.share, self.shrink = config.share or 0.0, config.shrink or 0.0
         # adapters are no copies: the mean of their products is not the product of their means
         experts = [s for s in self.slots if "experts" in s.name.split(".") and not is_adapter(s.name)]
@@ -230,20 +233,28 @@ class Optimizer(torch.optim.Optimizer):
         self.excess = ((norm + 1e-6) / self.config.clip).clamp(min=1.0) if self.config.clip else None
         return norm
 
+    def pace(self, lr: float) -> None:
+        """Sets the learning rate, on the device: a step that is recorded (record.py) reads it there."""
+        for multiplier, rate in self.rates.items():
+            rate.fill_(lr * multiplier)
+
     @torch.no_grad()
-    def step(self, lr: float, skip: Tensor | None = None) -> None:  # type: ignore[override]  # torch's takes a closure
-        """One update. Where `skip` (a bool on the device, the same on every rank) is true, nothing changes but the
-        count of skipped steps: not a weight, not a moment, not the step number of the bias correction."""
+    def step(self, lr: float | None = None, skip: Tensor | None = None) -> None:  # type: ignore[override]  # no closure
+        """One update, at the rate that is set if none is given. Where `skip` (a bool on the device, the same on every
+        rank) is true, nothing changes but the count of skipped steps: not a weight, not a moment, not the step number
+        of the bias correction."""
+        if lr is not None:
+            self.pace(lr)
         skip, excess = self.never if skip is None else skip, self.excess
         self.excess = None
         if self.share:
             for slot in self.copies:
                 pull_(slot.gradient, self.slices, self.share)
         for bucket in self.buckets:
-            adamw_(bucket, self.config, lr, skip, excess)
+            adamw_(bucket, self.config, self.rates[bucket[0].multiplier], skip, excess)
         for slot in self.slots:
             if slot.rule == "muon":
-                muon_(slot, self.config, lr, skip, excess)
+                muon_(slot, self.config, self.rates[slot.multiplier], skip, excess)
         self.skipped.add_(skip)
         self.in_a_row.add_(1).mul_(skip)
         torch.maximum(self.longest, self.in_a_row, out=self.longest)
@@ -400,10 +411,10 @@ def make_buckets(slots: Sequence[Slot]) -> list[list[Slot]]:
     return [bucket for same in buckets.values() for bucket in same]
 
 
-def adamw_(slots: Sequence[Slot], config: OptimConfig, lr: float, skip: Tensor, excess: Tensor | None) -> None:
+def adamw_(slots: Sequence[Slot], config: OptimConfig, rate: Tensor, skip: Tensor, excess: Tensor | None) -> None:
     """torch's fused AdamW, whose `found_inf` is the skip and whose `grad_scale` divides gradients. It wants one dtype,
     hence the copies of bf16 tensors, unless our own kernel reads them as they are."""
-    rate, decay = lr * slots[0].multiplier, slots[0].decay
+    decay = slots[0].decay
     mixed: list[tuple[list[Tensor], Tensor]] = []
     same: list[tuple[list[Tensor], Tensor]] = []
     for slot in slots:
@@ -418,7 +429,8 @@ def adamw_(slots: Sequence[Slot], config: OptimConfig, lr: float, skip: Tensor, 
             lr=rate, decay=decay, beta1=config.beta1, beta2=config.beta2, eps=config.eps,
         )  # fmt: skip
     if mixed:
-        torch._foreach_add_([step for _, step in mixed], (~skip).float())
+        # a list of it: given one tensor for all, torch asks the device for its number, and the host waits for the step
+        torch._foreach_add_([step for _, step in mixed], [(~skip).float()] * len(mixed))
     if not same:
         return
     parameters, masters, raw, *moments = (list(tensors) for tensors in zip(*(parts for parts, _ in same), strict=True))
@@ -454,12 +466,11 @@ def copy_where_apart(stored: Sequence[Tensor], used: Sequence[Tensor]) -> None:
         torch._foreach_copy_([k for k, _ in pairs], [u for _, u in pairs])
 
 
-def muon_(slot: Slot, config: OptimConfig, lr: float, skip: Tensor, excess: Tensor | None) -> None:
+def muon_(slot: Slot, config: OptimConfig, rate: Tensor, skip: Tensor, excess: Tensor | None) -> None:
     """Momentum, orthogonalised: every direction of a matrix learns at the same speed (arXiv 2502.16982).
 
     The factor 0.2 * sqrt(larger side) gives the update the size of AdamW's, so that both share rate and decay.
     """
-    rate = lr * slot.multiplier
     tensors = local(slot.master), local(slot.state["momentum"]), local(slot.gradient)
     # stacked experts a few at a time: the steps below need six times the memory of what they work on
     count = len(tensors[0])

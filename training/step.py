@@ -21,8 +21,9 @@ from training.parallel.shard import one_step, own_part, reshard, synchronize
 BY_LAYER = ("max_over_mean", "entropy", "whole", "missing", "doubled")  # in the log
 
 
-def train_step(run: Learner, batches: Sequence[Batch], lr: float) -> dict[str, Tensor]:
-    """Forward and backward over the micro-batches, one update. Everything stays on the device."""
+def train_step(run: Learner, batches: Sequence[Batch], lr: float | None) -> dict[str, Tensor]:
+    """Forward and backward over the micro-batches, one update, at the rate that is set if none is given. Everything
+    stays on the device."""
     assert run.optimizer is not None, "nothing to learn with"
     loss = run.agree(gradients(run, batches))
     with run.phases("optimizer"):

@@ -27,6 +27,7 @@ from training.parallel.collectives import broadcast
 from training.parallel.processes import alone, processes
 from training.parallel.watch import guarded
 from training.preflight import check_export, preflight
+from training.record import stepping
 from training.schedule import schedule
 from training.step import balance_numbers, train_step, validate
 from training.teacher import weights
@@ -103,6 +104,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     rate = schedule(stage.config.schedule, stage.config.steps)
                     teaching = weights(stage.config.teacher, stage.config.steps)
                     tokens = stage.config.batch * stage.config.data.sequence
+                    make_step = stepping(run, train_step)
                     with loader_of(run, samples) as loader:
                         while state.step < stage.last and not stopped:
                             done = state.step - stage.first
@@ -112,7 +114,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                                 batches = [next(loader) for _ in range(run.micro_batches)]
                             if run.teacher is not None:
                                 run.teacher.begin(teaching(done))
-                            learned = train_step(run, [batch for batch, _ in batches], rate(done))
+                            learned = make_step([batch for batch, _ in batches], rate(done))
                             state.step, run.place.cursor = state.step + 1, batches[-1][1]
                             if stage is stages[-1]:
                                 optimizer.finish(done + 1, stage.config.steps)

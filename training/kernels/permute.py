@@ -27,6 +27,17 @@ def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return back_R, count_E.scatter_add_(0, flat_R, torch.ones_like(flat_R, dtype=torch.int32))
 
 
+def count_(total_E: Tensor, expert_TK: Tensor) -> Tensor:
+    """Adds to an int64 total how often each expert is chosen. Not bincount, which waits for the device; and on that,
+    added one by one, thousands of choices would wait for each other."""
+    if expert_TK.is_cuda:
+        from training.kernels import permute_triton
+
+        return total_E.add_(permute_triton.counts(expert_TK.contiguous(), len(total_E)).sum(1))
+    flat_R = expert_TK.flatten().long()
+    return total_E.scatter_add_(0, flat_R, torch.ones_like(flat_R))
+
+
 def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int | None = None) -> Tensor:
     """Row back_R[t * k + j] is a copy of token t. A token is read once, not k times from far apart.
 

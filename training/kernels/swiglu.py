@@ -81,6 +81,32 @@ def zero_tail(y_RD: Tensor, ends_E: Tensor) -> Tensor:
     return swiglu_triton.zero_tail(y_RD, ends_E)
 
 
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        from training.kernels import swiglu_triton
+
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return swiglu_triton.gated_forward(gate, up, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_a: Tensor) -> tuple[Tensor | None, ...]:
+        from training.kernels import swiglu_triton
+
+        gate, up = ctx.saved_tensors
+        return *swiglu_triton.gated_backward(d_a.contiguous(), gate, up, ctx.activation), None
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """act(gate) * up of a dense FFN, where no routing weighs it and both are products of their own."""
+    if not on_kernel(up) or activation == CLAMPED or torch.compiler.is_compiling():  # a compiler writes that kernel too
+        return gated_product(activation, gate, up)
+    a: Tensor = _Gated.apply(gate.contiguous(), up.contiguous(), activation)  # type: ignore[no-untyped-call]
+    return a
+
+
 class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:

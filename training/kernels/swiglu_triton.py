@@ -89,6 +89,28 @@ def activation_backward_kernel(
 
 
 @triton.jit
+def gated_kernel(gate_ptr, up_ptr, a_ptr, count, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keep = at < count
+    act, _ = act_and_slope(tl.load(gate_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
+    a = act * tl.load(up_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    tl.store(a_ptr + at, a.to(a_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def gated_backward_kernel(
+    d_a_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, count, ACT: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keep = at < count
+    d_a = tl.load(d_a_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    act, slope = act_and_slope(tl.load(gate_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
+    up = tl.load(up_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    tl.store(d_gate_ptr + at, (d_a * slope * up).to(d_gate_ptr.dtype.element_ty), mask=keep)
+    tl.store(d_up_ptr + at, (d_a * act).to(d_up_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
 def zero_tail_kernel(y_ptr, total_ptr, R, D: tl.constexpr, COLS: tl.constexpr):
     row = tl.load(total_ptr).to(tl.int64) + tl.program_id(0)
     while row < R:
@@ -127,6 +149,22 @@ def backward(
         d_a_RF, h_RH, weight_R, ends_E[-1:], d_h_RH, d_weight_R, d_a_RF, width, GATED=gated, ACT=activation, **size
     )
     return d_h_RH, d_weight_R, d_a_RF
+
+
+def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    a, count = torch.empty_like(up), up.numel()
+    if count:
+        gated_kernel[(triton.cdiv(count, TILE),)](gate, up, a, count, ACT=activation, BLOCK=TILE)
+    return a
+
+
+def gated_backward(d_a: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    d_gate, d_up, count = torch.empty_like(gate), torch.empty_like(up), up.numel()
+    if count:
+        gated_backward_kernel[(triton.cdiv(count, TILE),)](
+            d_a, gate, up, d_gate, d_up, count, ACT=activation, BLOCK=TILE
+        )
+    return d_gate, d_up
 
 
 def zero_tail(y_RD: Tensor, ends_E: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def mixed(tensors: Sequence[Tensor]) -> bool:
 
 def adamw_(
     master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, step: Tensor, skip: Tensor,
-    excess: Tensor | None, *, lr: float, decay: float, beta1: float, beta2: float, eps: float,
+    excess: Tensor | None, *, lr: Tensor, decay: float, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
     """Updates one tensor in place, but not where `skip` is true; `step` is the number of updates before. `copy`: gets
     the master, in the copy's own dtype. `excess`: what the gradient is divided by."""

@@ -26,7 +26,7 @@ def total_kernel(first_ptr, second_ptr, out_ptr, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def adamw_kernel(
-    master_ptr, gradient_ptr, first_ptr, second_ptr, copy_ptr, step_ptr, skip_ptr, excess_ptr, count, lr, decay,
+    master_ptr, gradient_ptr, first_ptr, second_ptr, copy_ptr, step_ptr, skip_ptr, excess_ptr, lr_ptr, count, decay,
     BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr, EPS: tl.constexpr,
     COPY: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -34,6 +34,7 @@ def adamw_kernel(
     keep = (at < count) & (tl.load(skip_ptr) == 0)
     # bias corrections, as the means began at 0; in float64, because they are differences of numbers close to 1
     number = tl.load(step_ptr).to(tl.float64) + 1.0
+    lr = tl.load(lr_ptr).to(tl.float32)
     rate = lr / (1.0 - tl.exp(number * LOG1)).to(tl.float32)
     root = tl.sqrt((1.0 - tl.exp(number * LOG2)).to(tl.float32))
     master = tl.load(master_ptr + at, mask=keep)
@@ -62,12 +63,12 @@ def total(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
 
 def adamw_(
     master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, step: Tensor, skip: Tensor,
-    excess: Tensor | None, *, lr: float, decay: float, beta1: float, beta2: float, eps: float,
+    excess: Tensor | None, *, lr: Tensor, decay: float, beta1: float, beta2: float, eps: float,
 ) -> None:  # fmt: skip
     assert master.dtype == torch.float32
     if count := master.numel():
         adamw_kernel[(triton.cdiv(count, BLOCK),)](
-            master, gradient, first, second, copy, step, skip, excess, count, float(lr), float(decay),
+            master, gradient, first, second, copy, step, skip, excess, lr, count, float(decay),
             BETA1=beta1, BETA2=beta2, LOG1=log(beta1), LOG2=log(beta2), EPS=eps,
             COPY=copy is not None, CLIP=excess is not None, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from training.kernels import norm as norm_kernel
-from training.kernels import rotary
+from training.kernels import rotary, swiglu
 from training.model.attention import Attend, Sdpa, Seen
 from upcycle.ffn import ACTIVATIONS
 from upcycle.spec import DenseSpec
@@ -274,7 +274,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: DenseSpec, width: int) -> None:
         super().__init__()
-        self.act = ACTIVATIONS[spec.activation]
+        self.activation = spec.activation
         self.gate = Linear(spec.hidden, width, bias=spec.ffn_bias) if spec.gated else None
         self.up = Linear(spec.hidden, width, bias=spec.ffn_bias)
         self.down = Linear(width, spec.hidden, bias=spec.ffn_bias)
@@ -290,4 +290,4 @@ class FeedForward(nn.Module):
         return y
 
     def neurons(self, up: Tensor, gate: Tensor | None) -> Tensor:
-        return self.act(up) if gate is None else self.act(gate) * up
+        return ACTIVATIONS[self.activation](up) if gate is None else swiglu.gated(gate, up, self.activation)

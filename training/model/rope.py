@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,9 @@ from torch import Tensor
 from upcycle.spec import DenseSpec
 
 Rope = Mapping[str, Any]  # spec.DenseSpec.rope
+# what `frequencies` found, on its device: a step that copied them there would wait, and could not be recorded
+KNOWN: dict[tuple[int, int, int, str, torch.device], tuple[Tensor, float]] = {}
+MOST = 256  # dynamic ropes have some for each length
 
 
 def frequencies(spec: DenseSpec, length: int, rope: Rope) -> tuple[Tensor, float]:
@@ -81,7 +85,13 @@ def angles(
 
     `length`: of the whole sequences, if these positions are not all of them. `rope`: spec.rope unless given.
     """
-    plain, factor = frequencies(spec, length or positions_BS.shape[1], spec.rope if rope is None else rope)
-    # not blocking: the copy of a few numbers must not wait for the step before
-    angle = (positions_BS[..., None].float() * plain.to(positions_BS.device, non_blocking=True))[:, :, None]
+    rope, length = spec.rope if rope is None else rope, length or positions_BS.shape[1]
+    key = spec.rotary_dim, spec.context, length, json.dumps(rope, sort_keys=True, default=str), positions_BS.device
+    if key not in KNOWN:
+        if len(KNOWN) >= MOST:
+            KNOWN.clear()
+        plain, factor = frequencies(spec, length, rope)
+        KNOWN[key] = plain.to(positions_BS.device), factor
+    plain, factor = KNOWN[key]
+    angle = (positions_BS[..., None].float() * plain)[:, :, None]
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)

@@ -37,6 +37,9 @@ class Phases:
                 self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
             self.tell("")
             return
+        if torch.cuda.is_current_stream_capturing():  # a graph's step has no times inside
+            yield
+            return
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with record_function(name):
             first.record()

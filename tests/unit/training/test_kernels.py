@@ -10,9 +10,10 @@ import sys
 import pytest
 import torch
 
-from training.kernels import cross_entropy, permute, rotary, router, updates
+from training.kernels import cross_entropy, permute, rotary, router, swiglu, updates
 from training.optim import OptimConfig, Optimizer
 from upcycle import rng
+from upcycle.ffn import gated_product
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
@@ -85,6 +86,9 @@ def test_places_spread_gather(tokens: int, experts: int, k: int) -> None:
     back, count = permute.places(expert, experts)
     found, found_count = permute_triton.places(expert.contiguous(), experts)
     assert torch.equal(back, found) and torch.equal(count, found_count) and found_count.dtype == count.dtype
+    total = permute.count_(torch.ones(experts, dtype=torch.int64), expert)
+    assert torch.equal(permute_triton.counts(expert.contiguous(), experts).sum(1) + 1, total)
+    assert torch.equal(count.long() + 1, total)
     x = rng.normal((tokens, 20), 0, "rows")
     rows = permute.spread(x, back, k)
     assert torch.equal(rows, permute_triton.spread(x, back, k, len(back)))
@@ -125,9 +129,10 @@ def test_norm_rotate(width: int, half: int, batch: int, normed: bool) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("added", [True, False])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 16), (700, 20)])
-def test_rms_norm(tokens: int, width: int, added: bool) -> None:
+def test_rms_norm(tokens: int, width: int, added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from training.kernels import norm_triton
 
+    monkeypatch.setattr(norm_triton, "PROGRAMS", 50)  # each walks several times, and some once less than others
     stream, delta = (rng.normal((tokens, width), 0, name).requires_grad_() for name in ("stream", "delta"))
     gain, eps = (1 + rng.normal((width,), 0, "gain")).requires_grad_(), 1e-3
     x = stream + delta if added else stream
@@ -141,6 +146,20 @@ def test_rms_norm(tokens: int, width: int, added: bool) -> None:
     assert torch.allclose(alone + d_x, total, rtol=1e-5, atol=1e-5)
     for got, right in ((got_x, x), (got_y, y), (total, want[0]), (d_gain, want[1])):
         assert torch.allclose(got, right, rtol=1e-4, atol=1e-4)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 3000)])
+def test_gated(shape: tuple[int, ...], activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swiglu, "on_kernel", lambda tensor: True)
+    gate, up = (rng.normal(shape, 0, name).requires_grad_() for name in ("gate", "up"))
+    d_a, want = rng.normal(shape, 0, "d"), gated_product(activation, gate, up)
+    got = swiglu.gated(gate, up, activation)
+    assert type(got.grad_fn).__name__ != type(want.grad_fn).__name__  # one is the kernel's
+    assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
+    pairs = zip(torch.autograd.grad(got, (gate, up), d_a), torch.autograd.grad(want, (gate, up), d_a), strict=True)
+    assert all(torch.allclose(mine, right, rtol=1e-4, atol=1e-5) for mine, right in pairs)
 
 
 @needs_interpreter

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.ranks import forked
+from training.kernels import updates
 from training.observe.flops import model_flops, peak_tflops, throughput
 from training.optim import OptimConfig, Optimizer, Slot, SpikeGuard, global_norm, muon_update, orthogonalize
 from training.schedule import SHAPES, ScheduleConfig, schedule
@@ -594,3 +597,29 @@ def test_flops_and_mfu_are_the_published_ones() -> None:
 def test_an_unknown_card_has_no_peak(device: str, peak: float | None) -> None:
     assert peak_tflops(device) == peak
     assert (throughput(1e9, 1e3, device).mfu is None) == (peak is None)
+
+
+class Called(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_update_of_mixed_dtypes_asks_the_device_for_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads the number of a tensor that a whole list is to be added: on a GPU, the host would wait there."""
+    monkeypatch.setattr(updates, "on_kernel", lambda *tensors: True)
+    monkeypatch.setattr(updates, "adamw_", lambda *tensors, **settings: None)  # the kernel's own lines have a test
+    parameters = {n: torch.nn.Parameter(torch.ones(3, 3)) for n in ("layers.0.q.weight", "layers.0.o.weight")}
+    optimizer = Optimizer(OptimConfig(), parameters.items())
+    for p in parameters.values():
+        p.grad_dtype = None
+        p.grad = torch.ones(3, 3, dtype=torch.bfloat16)
+    with Called() as called:
+        optimizer.step(0.1, optimizer.clip() < 0)
+    assert not {name for name in called.names if "foreach" in name and name.endswith(".Tensor")}, called.names
+    assert not {name for name in called.names if "_local_scalar" in name or ".item" in name}
+    assert [float(slot.state["step"]) for slot in optimizer.slots] == [1.0, 1.0]

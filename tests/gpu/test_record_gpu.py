@@ -1,0 +1,70 @@
+"""On a GPU: a recorded run is the run as it is, bit for bit, and a step that waits for the device is not recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.training.test_train import losses, place
+from training import train as train_module
+from training.config import read_config
+from training.train import train
+
+__all__ = ["place"]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def words(place: Path, output: Path, upcycled: bool, *more: str) -> list[str]:
+    source = [f"model.source={place / 'dense'}"]
+    if upcycled:
+        source = [
+            f"model.upcycle={{source: {place / 'dense'}, target: upcycled, experts: 4, granularity: 2, top_k: 2, "
+            "method: virtual_group}"
+        ]
+    data = [f"data.train=[{place / 'data'}]", f"data.valid=[{place / 'valid'}]", "data.sequence=256", "batch=4"]
+    return [*source, *data, f"output={output}", "log_every=1", "micro_batch=2", "steps=10", "schedule.warmup=4", *more]
+
+
+@pytest.mark.parametrize("upcycled", [False, True], ids=["dense", "upcycled"])
+def test_recorded_steps_are_the_steps(place: Path, tmp_path: Path, upcycled: bool) -> None:
+    plain = train(read_config("", words(place, tmp_path / "plain", upcycled, "model.graph=false")))
+    recorded = train(read_config("", words(place, tmp_path / "recorded", upcycled, "model.graph=true")))
+    assert losses(recorded) == losses(plain)
+
+
+@pytest.mark.parametrize("upcycled", [False, True], ids=["dense", "upcycled"])
+def test_no_step_waits_for_the_device(
+    place: Path, tmp_path: Path, upcycled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, count = train_module.train_step, [0]
+
+    def step(*inputs: Any) -> dict[str, torch.Tensor]:
+        count[0] += 1
+        torch.cuda.set_sync_debug_mode("error" if count[0] > 2 else "default")  # kernels are compiled in the first
+        try:
+            return real(*inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(train_module, "train_step", step)
+    train(read_config("", words(place, tmp_path / "run", upcycled, "model.graph=false", "steps=4")))
+
+
+def test_a_step_that_waits_is_not_recorded(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train(read_config("", words(place, tmp_path / "plain", False, "model.graph=false")))
+    real = train_module.train_step
+
+    def waits(*inputs: Any) -> dict[str, torch.Tensor]:
+        learned = real(*inputs)
+        float(learned["loss"])
+        return learned
+
+    monkeypatch.setattr(train_module, "train_step", waits)
+    with pytest.warns(UserWarning, match="the step is not recorded"):
+        run = train(read_config("", words(place, tmp_path / "waits", False)))
+    assert losses(run) == losses(plain)
+    with pytest.raises(RuntimeError):
+        train(read_config("", words(place, tmp_path / "asked", False, "model.graph=true")))

@@ -1,0 +1,105 @@
+"""A step without its host: run a few times, recorded as a CUDA graph, and from then on replayed.
+
+A small model's step is thousands of kernels, most of which are done before the host has asked for the next. Replayed,
+they follow each other on the device. What changes from step to step is read from memory that stays where it is: the
+batches, the learning rates (Optimizer.pace), and all that a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from training.build import Learner
+from training.data.batch import Batch
+
+MOST = 0.5  # share of the device's memory that a step may take: validation finds none of it free
+WARM = 3  # steps that run as they are: kernels are compiled in them, and libraries make room for themselves
+Step = Callable[[Sequence[Batch], float], dict[str, Tensor]]
+TrainStep = Callable[[Learner, Sequence[Batch], float | None], dict[str, Tensor]]
+
+
+def stepping(run: Learner, train_step: TrainStep) -> Step:
+    """What makes a run's steps, as long as its config stays: recorded if model.graph wants it and nothing is in the
+    way. None given: dense models are, whose recorded steps were found to be the plain ones, bit for bit; of MoE models'
+    no GPU has shown that yet."""
+    asked, reason = run.config.model.graph, obstacle(run)
+    if asked and reason:
+        raise ValueError(f"model.graph is true, but {reason}; leave it out, or set it to false")
+    wanted = run.model.moe is None if asked is None else asked
+    return Recorded(run, train_step) if wanted and not reason else partial(train_step, run)
+
+
+def obstacle(run: Learner) -> str:
+    """Why the run's step cannot be recorded; "" if nothing is known to be in the way."""
+    model = run.config.model
+    reasons = {
+        f"there is no CUDA graph on a {run.device.type.upper()}": run.device.type != "cuda",
+        f"{run.mesh.world} ranks wait for each other in a step": run.mesh.world > 1,
+        "a teacher's share of the loss changes from step to step": run.teacher is not None,
+        "islands exchange their weights between steps": run.config.islands.asked,
+        f"model.transformer_engine is {list(model.transformer_engine)}": bool(model.transformer_engine),
+        f"model.experts={model.experts} asks the device in a step": run.model.moe and model.experts != "grouped",
+        f"experts wait for the device where model.compute is {model.compute}": run.model.moe
+        and model.compute != "bfloat16",
+    }
+    return next((reason for reason, stands in reasons.items() if stands), "")
+
+
+class Recorded:
+    """A run's steps. If recording fails, because memory is short or something asks the device, they go on as they are,
+    unless model.graph insists."""
+
+    def __init__(self, run: Learner, train_step: TrainStep) -> None:
+        self.run, self.train_step, self.warm = run, train_step, WARM
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.failed = False
+
+    def __call__(self, batches: Sequence[Batch], lr: float) -> dict[str, Tensor]:
+        if self.warm or self.failed:
+            self.warm = max(self.warm - 1, 0)
+            return self.train_step(self.run, batches, lr)
+        if self.graph is None:
+            self.record(batches)
+            return self(batches, lr)
+        assert self.run.optimizer is not None
+        self.run.optimizer.pace(lr)
+        for own, new in zip(self.batches, batches, strict=True):
+            for part in fields(own):
+                getattr(own, part.name).copy_(getattr(new, part.name), non_blocking=True)
+        with self.run.phases("step"):
+            self.graph.replay()
+        return self.learned
+
+    def record(self, batches: Sequence[Batch]) -> None:
+        """Records a step on memory of its own; nothing of it runs."""
+        run = self.run
+        self.batches = [batch.to(run.device) for batch in batches]
+        try:
+            graph = torch.cuda.CUDAGraph()
+            taken, total = torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()[1]
+            if not run.config.model.graph and taken > MOST * total:
+                raise RuntimeError(
+                    f"it keeps its memory to itself, and a step takes {taken / total:.0%} of the device's"
+                )
+            # other threads load data and write checkpoints
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.learned = self.train_step(run, self.batches, None)
+            self.graph = graph
+        except RuntimeError as error:
+            if run.config.model.graph:
+                raise
+            self.failed = True
+            assert run.optimizer is not None
+            run.optimizer.zero_grad(set_to_none=True)
+            run.balance.routed.clear()
+            torch.cuda.empty_cache()
+            why = str(error).split("\n")[0]
+            warnings.warn(
+                f"the step is not recorded, and each goes on by its host, which takes longer: {why}", stacklevel=2
+            )
