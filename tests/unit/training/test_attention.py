@@ -90,6 +90,9 @@ def test_attention_in_blocks_is_attention(name: str, window: int | None, monkeyp
     bent = Sdpa(window, 0.3, cap=0.7)
     dense, in_blocks = (bent(q, k, v, seen) for seen in (Seen(documents), Seen(documents, blocks)))
     assert torch.allclose(dense, in_blocks, rtol=1e-10, atol=1e-10) and not torch.allclose(dense, expected)
+    sinks = torch.randn(4, generator=draw, dtype=torch.float64)
+    dense, in_blocks = (attend(q, k, v, seen, sinks) for seen in (Seen(documents), Seen(documents, blocks)))
+    assert torch.allclose(dense, in_blocks, rtol=1e-10, atol=1e-10) and not torch.allclose(dense, expected)
     other = rising(2, 300, 20, seed=9)
     assert not torch.allclose(attend(q, k, v, Seen(other, {window: block_mask(other, 300, window, CPU)})), expected)
 
