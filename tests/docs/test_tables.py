@@ -25,7 +25,7 @@ TARGETS = plugin.names("upcycle.targets")
 # natives, and the configs of their shapes
 SHAPES = {
     "deepseek_v3": ["bench-deepseek-v3"], "kimi_k2": ["bench-kimi-k2"],
-    "gpt_oss": ["bench-gpt-oss-20b", "bench-gpt-oss-120b"],
+    "gpt_oss": ["bench-gpt-oss-20b", "bench-gpt-oss-120b"], "olmoe": ["bench-olmoe"],
 }  # fmt: skip
 CALLED = {
     "llama": "llama (1 to 3.x)", "qwen2": "qwen2, 2.5", "nemotron": "nemotron (4, Minitron)", "gpt_neox": "gpt_neox (Pythia)",
@@ -141,7 +141,9 @@ def natives() -> str:
         used = total - routed + routed * moe.top_k // moe.experts
         groups = f", in {moe.group_top_k} of {moe.groups} groups" if moe.groups > 1 else ""
         attends = f"latents of {latent.kv_rank} + {latent.rope}" if latent else ""
-        attends = attends or f"sinks, a window of {moe.dense.window} in {len(moe.dense.window_layers)} layers"
+        if moe.dense.sinks:
+            attends = f"sinks, a window of {moe.dense.window} in {len(moe.dense.window_layers)} layers"
+        attends = attends or f"q/k norm: {moe.dense.qk_norm}"
         experts = f"{moe.score}, top-{moe.top_k} of {moe.experts}{groups}"
         lines.append(f"| `{kind}` | {total / 1e9:.1f} B, {used / 1e9:.1f} B | {attends} | {experts} |")
     return "\n".join(lines)

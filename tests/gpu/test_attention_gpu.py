@@ -27,9 +27,10 @@ def tensors(length: int, heads: int, groups: int, size: int, dtype: torch.dtype 
 
 
 def attended(given: list[Tensor], window: int | None, seen: Seen, cap: float = 0.0) -> list[Tensor]:
-    q, k, v = (x.detach().requires_grad_() for x in given[:3])
-    y = Sdpa(window, SCALE, cap=cap)(q, k, v, seen)
-    return [y.detach(), *torch.autograd.grad(y, (q, k, v), given[3])]
+    """`given`: tensors(), and the logits of sinks where heads have them."""
+    q, k, v, *sinks = (x.detach().requires_grad_() for x in (*given[:3], *given[4:]))
+    y = Sdpa(window, SCALE, cap=cap)(q, k, v, seen, *sinks)
+    return [y.detach(), *torch.autograd.grad(y, (q, k, v, *sinks), given[3])]
 
 
 def exact(given: list[Tensor], window: int | None, documents: Tensor | None, cap: float = 0.0) -> list[Tensor]:
@@ -39,13 +40,27 @@ def exact(given: list[Tensor], window: int | None, documents: Tensor | None, cap
     mask = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril() if mask is None else mask
     logits = q @ k.repeat_interleave(copies, 1).mT * SCALE
     logits = (cap * torch.tanh(logits / cap) if cap else logits).masked_fill(~mask, -math.inf)
-    y = logits.softmax(-1) @ v.repeat_interleave(copies, 1)
-    grads = torch.autograd.grad(y, (q, k, v), given[3].double().transpose(1, 2))
-    return [x.detach().transpose(1, 2) for x in (y, *grads)]
+    sinks = [x.detach().double().requires_grad_() for x in given[4:]]
+    columns = [x[:, None, None].expand(*logits.shape[:3], 1) for x in sinks]
+    y = torch.cat((logits, *columns), -1).softmax(-1)[..., :length] @ v.repeat_interleave(copies, 1)
+    grads = torch.autograd.grad(y, (q, k, v, *sinks), given[3].double().transpose(1, 2))
+    return [x.detach().transpose(1, 2) if x.dim() > 1 else x.detach() for x in (y, *grads)]
 
 
 def far(got: list[Tensor], want: list[Tensor]) -> float:
     return max(float((g.double() - w).norm() / w.norm()) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("window", "documents"), [(None, None), (128, None), (128, 300), (None, 300)])
+def test_sinks_in_blocks_and_without(window: int | None, documents: int | None) -> None:
+    number = None if documents is None else rising(2, 1024, documents).to(DEVICE)
+    given = [*tensors(1024, 16, 2, 64), torch.linspace(-2, 6, 16, device=DEVICE)]
+    want = exact(given, window, number)
+    seen = look(number, 1024, [window], DEVICE, torch.bfloat16)
+    assert (window in seen.blocks) == (window is not None or documents is not None)
+    assert far(attended(given, window, seen), want) < 0.01
+    assert far(attended(given, window, Seen(number)), want) < 0.01, "and with a mask"
+    assert far(attended(given[:4], window, seen), want[:4]) > 0.1, "sinks matter"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,6 +27,7 @@ from tests.parity import asked, tiny
 from tests.parity.test_decoder import reference, relative, same_model
 from training.__main__ import main as train
 from training.checkpoint import layout
+from training.model import attention
 from training.model.decoder import Decoder
 from training.observe.metrics import read as read_metrics
 from training.prepare import main as prepare
@@ -59,6 +61,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6,
             "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    # norms of all heads at once, of fewer keys than queries; weights as they are
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "rms_norm_eps": 0.03, "attention_bias": True}),
+    "olmoe, tied and normalised": (
+        "olmoe",
+        {
+            "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
         },
     ),
 }  # fmt: skip
@@ -186,6 +197,17 @@ TWINS: dict[str, dict[str, Callable[[MoESpec], MoESpec]]] = {
         "plain rope": lambda moe: dense_twin(rope=dict(moe.dense.rope, rope_type="default"))(moe),
         "all before the choice": moe_twin(order="softmax-then-topk"),
     },
+    "olmoe": {
+        "normalised": moe_twin(normalize=True),
+        "the chosen alone": moe_twin(order="topk-then-softmax"),
+        "no norms of queries and keys": dense_twin(qk_norm="none"),
+        "another epsilon": dense_twin(norm_eps=1e-5),
+        "no biases": dense_twin(qkv_bias=False, out_bias=False),
+    },
+    "olmoe, tied and normalised": {
+        "not normalised": moe_twin(normalize=False),
+        "another theta": lambda moe: dense_twin(rope=dict(moe.dense.rope, rope_theta=1e4))(moe),
+    },
 }  # fmt: skip
 
 
@@ -261,8 +283,11 @@ def test_the_engine_says_what_transformers_says(name: str, made: Callable[[str],
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_flops_are_those_that_torch_counts(name: str, made: Callable[[str], Path]) -> None:
+def test_flops_are_those_that_torch_counts(
+    name: str, made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forward, a third of all: products with weights, and attention, which torch counts as a whole square."""
+    monkeypatch.setattr(attention, "BACKENDS", [SDPBackend.MATH])  # of the CPU's flash kernel torch counts nothing
     with layout.opened(made(name)) as origin:
         model = layout.load(Decoder(origin.spec, experts="reference"), origin)
     assert isinstance(origin.spec, MoESpec)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from upcycle.ffn import ACTIVATIONS, CLAMPED, gated_product
+from upcycle.ffn import ACTIVATIONS, gated_product
 
 
 def on_kernel(tensor: Tensor) -> bool:
@@ -53,7 +53,7 @@ def product(h_RH: Tensor, weight_R: Tensor, activation: str, gated: bool) -> Ten
 
 def forward(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
     """Returns a_RF."""
-    if not on_kernel(h_RH) or activation == CLAMPED:
+    if not on_kernel(h_RH):
         return forward_reference(h_RH, weight_R, ends_E, activation, gated)
     from training.kernels import swiglu_triton
 
@@ -64,7 +64,7 @@ def backward(
     d_a_RF: Tensor, h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns d_h_RH, d_weight_R and a_RF. May write a_RF over d_a_RF, so the caller must not use that afterwards."""
-    if not on_kernel(h_RH) or activation == CLAMPED:
+    if not on_kernel(h_RH):
         return backward_reference(d_a_RF, h_RH, weight_R, ends_E, activation, gated)
     from training.kernels import swiglu_triton
 

@@ -31,10 +31,23 @@ def act_and_slope(x, ACT: tl.constexpr):
         return x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     elif ACT == "relu":
         return tl.where(x > 0, x, 0.0), tl.where(x > 0, 1.0, 0.0)
+    elif ACT == "clamped_swiglu":
+        c = tl.minimum(x, 7.0)
+        s = tl.sigmoid(1.702 * c)
+        return c * s, tl.where(x <= 7.0, s * (1.0 + 1.702 * c * (1.0 - s)), 0.0)
     else:
         tl.static_assert(ACT == "relu2")
         r = tl.where(x > 0, x, 0.0)
         return r * r, 2.0 * r
+
+
+@triton.jit
+def factor_and_slope(up, ACT: tl.constexpr):
+    """What the activation of a gate is multiplied with."""
+    if ACT == "clamped_swiglu":
+        return tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0, tl.where(tl.abs(up) <= 7.0, 1.0, 0.0)
+    else:
+        return up, 1.0
 
 
 @triton.jit
@@ -53,7 +66,8 @@ def activation_kernel(
     weight = tl.load(weight_ptr + row, mask=row < total, other=0.0).to(tl.float32)
     act, _ = act_and_slope(tl.load(h_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
     if GATED:
-        act *= tl.load(h_ptr + at + F, mask=keep, other=0.0).to(tl.float32)
+        up, _ = factor_and_slope(tl.load(h_ptr + at + F, mask=keep, other=0.0).to(tl.float32), ACT)
+        act *= up
     a = act * weight[:, None]
     tl.store(a_ptr + row[:, None] * F + col[None, :], a.to(a_ptr.dtype.element_ty), mask=keep)
 
@@ -79,8 +93,8 @@ def activation_backward_kernel(
         d_a = tl.load(d_a_ptr + at_a, mask=keep, other=0.0).to(tl.float32)
         act, slope = act_and_slope(tl.load(h_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
         if GATED:
-            up = tl.load(h_ptr + at + F, mask=keep, other=0.0).to(tl.float32)
-            tl.store(d_h_ptr + at + F, (d_a * weight * act).to(d_h_ptr.dtype.element_ty), mask=keep)
+            up, bent = factor_and_slope(tl.load(h_ptr + at + F, mask=keep, other=0.0).to(tl.float32), ACT)
+            tl.store(d_h_ptr + at + F, (d_a * weight * act * bent).to(d_h_ptr.dtype.element_ty), mask=keep)
             act, slope = act * up, slope * up
         tl.store(d_h_ptr + at, (d_a * weight * slope).to(d_h_ptr.dtype.element_ty), mask=keep)
         tl.store(a_ptr + at_a, (act * weight).to(a_ptr.dtype.element_ty), mask=keep)

@@ -8,6 +8,9 @@ a forward for all layers, on the device and without waiting for it.
 A soft cap (Gemma 2) bends the scaled logits before the softmax, which SDPA cannot. In blocks FlexAttention does it, and
 elsewhere plain torch, with all logits in memory.
 
+Sinks take their share of what attention over the keys gave, by its log-sum-exp, which FlexAttention tells, and SDPA's
+kernels under their own names (kernels/attention.py).
+
 Shapes: B sequences, S positions, H query heads (G key heads), A dimensions of a head; N = S / 128 blocks.
 """
 
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from training.kernels import attention as kernel
 
@@ -64,14 +67,17 @@ class Sdpa:
         self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
     ) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in (q_BSHA, k_BSGA, v_BSGA))
-        if sink_H is not None:
+        if sink_H is not None and self.window not in seen.blocks:
             over_all: Tensor = self.with_sinks(q, k, v, seen, sink_H)
             return over_all.transpose(1, 2)
         grouped = q.shape[1] != k.shape[1]
         if self.window in seen.blocks:
             bend = bending(self.cap) if self.cap else None
-            blocks = seen.blocks[self.window]
-            y: Tensor = flex(q, k, v, score_mod=bend, block_mask=blocks, scale=self.scale, enable_gqa=grouped)
+            blocks, more = seen.blocks[self.window], None if sink_H is None else AuxRequest(lse=True)
+            found = flex(
+                q, k, v, score_mod=bend, block_mask=blocks, scale=self.scale, enable_gqa=grouped, return_aux=more
+            )
+            y: Tensor = found if sink_H is None else kernel.sunk(found[0], found[1].lse, sink_H)[0]
             return y.transpose(1, 2)
         mask = visible(q.shape[2], self.window, seen.documents_BS, q.device)
         if self.cap:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
+from training.kernels import attention as kernel
+from training.model import attention
 from training.model.attention import BLOCK, Sdpa, Seen, block_mask, listed, look, visible
 from training.model.decoder import Decoder
 from training.model.layers import Attention
@@ -77,8 +82,6 @@ def test_blocks_hold_what_is_visible(name: str, length: int, window: int | None)
 def test_attention_in_blocks_is_attention(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
-    from training.model import attention
-
     monkeypatch.setattr(attention, "flex", flex_attention)  # not compiled: the same rules, in plain torch
     draw = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, 300, heads, 16, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
@@ -90,8 +93,39 @@ def test_attention_in_blocks_is_attention(name: str, window: int | None, monkeyp
     bent = Sdpa(window, 0.3, cap=0.7)
     dense, in_blocks = (bent(q, k, v, seen) for seen in (Seen(documents), Seen(documents, blocks)))
     assert torch.allclose(dense, in_blocks, rtol=1e-10, atol=1e-10) and not torch.allclose(dense, expected)
+    sinks = torch.randn(4, generator=draw, dtype=torch.float64)
+    dense, in_blocks = (attend(q, k, v, seen, sinks) for seen in (Seen(documents), Seen(documents, blocks)))
+    assert torch.allclose(dense, in_blocks, rtol=1e-10, atol=1e-10) and not torch.allclose(dense, expected)
     other = rising(2, 300, 20, seed=9)
     assert not torch.allclose(attend(q, k, v, Seen(other, {window: block_mask(other, 300, window, CPU)})), expected)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_have_the_same_gradients_by_the_log_sum_exp_of_blocks(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlexAttention has no backward on a CPU: plain torch is in its place, whose log-sum-exp is differentiated too."""
+    documents = rising(2, 60, 15)
+    mask = visible(60, window, documents, CPU)
+    assert mask is not None
+    bias = torch.zeros_like(mask, dtype=torch.float64).masked_fill_(~mask, kernel.NEVER)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor, **named: Any) -> tuple[Tensor, Any]:
+        y, lse = kernel.plain(q, k, v, bias, False, named["scale"])
+        return y, SimpleNamespace(lse=lse)
+
+    monkeypatch.setattr(attention, "flex", flex)
+    draw = torch.Generator().manual_seed(1)
+    shapes = [(2, 60, 4, 8), (2, 60, 2, 8), (2, 60, 2, 8), (4,)]
+    given = [torch.randn(s, generator=draw, dtype=torch.float64).requires_grad_() for s in shapes]
+    blocks = {window: block_mask(documents, 60, window, CPU)}
+    found = []
+    for seen in (Seen(documents), Seen(documents, blocks)):
+        q, k, v, sinks = given
+        y = Sdpa(window, 0.3)(q, k, v, seen, sinks)
+        found.append([y, *torch.autograd.grad(y, given, torch.ones_like(y).cumsum(1) / 30)])
+    for want, got in zip(*found, strict=True):
+        assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
 
 
 def test_lists_keep_their_order() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from training.experts import ExpertWeights, common, grouped, grouped_gemm, reference, transformer_engine
 from training.kernels import swiglu
 from upcycle import plugin
-from upcycle.ffn import ACTIVATIONS
+from upcycle.ffn import ACTIVATIONS, CLAMPED
 from upcycle.rng import generator
 
 HERE = [name for name in plugin.names("training.experts") if not plugin.load("training.experts", name).available()]
@@ -336,7 +336,7 @@ def compare_kernels(
     made = 0
     for counts, tail, width in shapes:
         for gated in (True, False):
-            for activation in ACTIVATIONS:
+            for activation in (*ACTIVATIONS, CLAMPED) if gated else ACTIVATIONS:
                 rows = sum(counts)
 
                 def normal(*shape: int, key: str, rows: int = rows) -> Tensor:
@@ -344,7 +344,8 @@ def compare_kernels(
                     values[rows:] = torch.nan
                     return values.to(device)
 
-                h = normal(rows + tail, width * (2 if gated else 1), key="h").to(dtype)
+                reach = 4 if activation == CLAMPED else 1  # past its limit on both sides
+                h = (reach * normal(rows + tail, width * (2 if gated else 1), key="h")).to(dtype)
                 weight, d_a = normal(rows + tail, key="w"), normal(rows + tail, width, key="d").to(dtype)
                 ends = torch.tensor(counts, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
                 options = (h, weight, ends, activation, gated)

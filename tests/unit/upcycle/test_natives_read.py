@@ -25,8 +25,15 @@ GPT_OSS: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"], "swiglu_limit": 7.0,
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "beta_fast": 32.0},
 }  # fmt: skip
+OLMOE: dict[str, Any] = {
+    "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "hidden_size": 64, "intermediate_size": 24,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 5,
+    "num_experts_per_tok": 2, "norm_topk_prob": False, "clip_qkv": None, "vocab_size": 99, "rope_theta": 10000.0,
+    "rope_scaling": None,
+}  # fmt: skip
 NATIVES: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK, "kimi_k2": DEEPSEEK | {"model_type": "kimi_k2"}, "gpt_oss": GPT_OSS,
+    "olmoe": OLMOE,
 }  # fmt: skip
 
 
@@ -77,6 +84,21 @@ def test_what_gpt_oss_cannot_be_is_said(change: dict[str, Any], says: str) -> No
 def test_what_it_cannot_hold_is_said(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says) as error:
         tensors(DEEPSEEK | change)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"clip_qkv": 8.0}, "clip_qkv=8.0, but only None can be read"),
+        ({"head_dim": 32}, "head_dim 32 that is not hidden/heads"),
+        ({"num_experts_per_tok": 6}, "6 experts for each token, of 5"),
+    ],
+    ids=str,
+)
+def test_what_olmoe_cannot_be_is_said(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        tensors(OLMOE | change)
     assert "\n" not in str(error.value)
 
 
