@@ -225,9 +225,10 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
     [
         (["lora.rank=-1"], r"lora\.rank is -1"),
         (["lora.export=x"], r"lora\.rank is 0; write a rank"),
-        (["lora.rank=4", "mesh.tp=2"], r"lora\.rank=4 does not go with mesh\.tp=2"),
-        (["lora.rank=4", "mesh.etp=2"], r"does not go with mesh\.etp=2"),
-        (["lora.rank=4", "mesh.pp=2"], r"does not go with mesh\.pp=2"),
+        (
+            ["lora.rank=4", "mesh.pp=2", "lora.match=[layers.0]"],
+            r"mesh\.pp=2 makes a stage of layers 1 to 1, in which lora\.match=layers\.0 adapts nothing",
+        ),
         (["lora.rank=4", "model.experts=grouped_fp8"], r"model\.experts=grouped_fp8, which has no adapters"),
         (["lora.rank=4", "lora.match=[atention]"], r"'atention', which nothing.*did you mean 'attention'"),
         (["lora.rank=4", "lora.match=[router]", "optim.router_lr=0"], r"freezes every parameter"),
