@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from evaluation import routing
 from tests.parallel import models
 from tests.unit.training.test_frozen import first_batches
 from tests.unit.training.test_plan import ALL, NORM, NORMS, ROUTER, M
@@ -128,6 +129,16 @@ def test_a_run_is_resumed_bitwise_and_exported_merged(place: Path, tmp_path: Pat
     with layout.opened(tmp_path / "a") as origin:
         want = layout.load(Decoder(origin.spec), origin).loss(batch.tokens, batch.labels).detach()
     assert moved > 1e-3 and float(have) == pytest.approx(float(want), rel=1e-6)
+    # and what its routers and experts do is measured with the adapters, as of the exported model
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "batches", lambda *_: batch.tokens)
+        for folder in (whole, tmp_path / "a"):
+            found.append(routing.analyse(routing.RoutingConfig(str(folder), texts=("some.txt",), granularity=2)))
+    assert found[0]["load"] == found[1]["load"]
+    for one, other in zip(*(each["layers"] for each in found), strict=True):
+        assert one["saliency"] == pytest.approx(other["saliency"], rel=1e-4)
+        assert one["spread"] == pytest.approx(other["spread"], rel=1e-4) and max(one["spread"]) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["moe", "odd", "parallel"])
