@@ -14,6 +14,7 @@ from torch import Tensor
 
 from evaluation import routing
 from tests.parallel import models
+from tests.parity import tiny
 from tests.unit.training.test_frozen import first_batches
 from tests.unit.training.test_plan import ALL, NORM, NORMS, ROUTER, M
 from tests.unit.training.test_plan import CONFIG as PLAN
@@ -173,7 +174,8 @@ def test_the_plan_counts_what_adapters_learn() -> None:
 
 TARGETS: dict[str, dict[str, Any]] = {
     "mixtral": {}, "upcycled": {"shared": 1, "granularity": 2, "method": "virtual_group"},
-    "glm4_moe": {"granularity": 2, "method": "virtual_group", "router": {"score": "sigmoid"}},
+    "glm4_moe": {"granularity": 2, "method": "virtual_group", "router": {"score": "sigmoid"}}, "qwen3_moe": {},
+    "qwen2_moe": {}, "dense": {},
 }  # fmt: skip
 
 
@@ -184,10 +186,15 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
     from transformers import AutoModelForCausalLM
 
     base, merged, alone = (tmp_path / name for name in ("base", "merged", "alone"))
-    keys = {"source": str(place / "dense"), "target": target, "experts": 4, "top_k": 2, "dtype": "float32"}
-    keys |= TARGETS[target]
-    words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-    assert upcycle(["convert", f"output={base}", *words]) == 0
+    start_from = place / "dense"
+    if target == "qwen3_moe":
+        start_from = tiny.make("qwen3", tmp_path / "qwen3", vocab_size=400)
+    keys = {"source": str(start_from), "target": target, "experts": 4, "top_k": 2, "dtype": "float32"}
+    words = [f"{key}={json.dumps(value)}" for key, value in (keys | TARGETS[target]).items()]
+    if target == "dense":
+        base = start_from
+    else:
+        assert upcycle(["convert", f"output={base}", *words]) == 0
     trained = config(
         place, tmp_path / "run", *WORDS, "model.upcycle=", f"model.source={base}", "balance.bias_rate=0",
         "schedule.warmup=0", "balance.aux_weight=0", f"lora.export={alone}", f"export={merged}", steps=2,
@@ -203,6 +210,8 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
         want, plain = (m(tokens).logits for m in (ours, AutoModelForCausalLM.from_pretrained(base, **options)))
     assert float((want - plain).abs().max()) > 1e-2
     torch.testing.assert_close(logits.detach(), want, rtol=0, atol=2e-5)
+    said, wanted = (m.generate(tokens[:1], max_new_tokens=12, do_sample=False) for m in (theirs, ours))
+    assert torch.equal(said, wanted) and said.shape == (1, 32)
     labels = tokens.roll(-1, 1)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     with start(trained, torch.device("cpu")) as run:
