@@ -68,8 +68,8 @@ def bytes_of(tensors: Iterable[Any]) -> int:
 
 
 def test_what_learns_in_any_stage_is_held_wide(place: Path, tmp_path: Path) -> None:
-    first = "{steps: 4, optim: {groups: [{match: '*', lr: 0}, {match: router}]}}"
-    second = "{steps: 4, optim: {groups: [{match: experts, lr: 0}]}, schedule: {warmup: 0}}"
+    first = "{steps: 4, optim: {groups: [{match: '*', lr: 0}, {match: layers.0.attention}]}}"
+    second = "{steps: 4, optim: {groups: [{match: experts, lr: 0}, {match: layers.0.attention, lr: 0}]}, schedule: {warmup: 0}}"
     words = [BF16, NARROW, f"stages=[{first}, {second}]"]
     with start(config(place, tmp_path / "run", *words), torch.device("cpu")) as run:
         held = {name for name, p in run.model.named_parameters() if p.dtype == torch.bfloat16}
