@@ -48,6 +48,7 @@ from training.balance import coherence, expert_counts, token_entropy
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
 from training.model.decoder import Decoder
+from training.model.lora import merge
 from training.model.moe import ExpertFunction, MoE, Router, Routing
 from upcycle import cli, grow, text
 from upcycle.checkpoint import Checkpoint
@@ -281,10 +282,13 @@ def analyse(config: RoutingConfig) -> dict[str, Any]:
             raise ValueError(f"{config.checkpoint} is a dense model and routes nothing; give one with experts")
         with torch.device("meta"):
             model = Decoder(origin.spec, compute=getattr(torch, config.compute))
-            if run is None:  # a run's float32 masters stay as they are; modules cast for themselves
+            if run is not None:
+                standalone.attach_adapters(model, run)
+            else:  # a run's float32 masters stay as they are; modules cast for themselves
                 load.narrow(model, getattr(torch, config.compute))
         model = model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
         load.fill(model, origin, run, step)
+        merge(model)
     assert isinstance(origin.spec, MoESpec) and model.moe is not None
     stated, distances = origin.spec.granularity, None
     if config.start:

@@ -39,18 +39,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.balance import BalanceConfig
-from training.build import data_rank, learner, room, stages_of_rank
+from training.build import check_optim, data_rank, hold, learner, room, stages_of_rank
 from training.checkpoint import layout
 from training.checkpoint.resume import flat
 from training.config import COMPUTE, READY, ModelConfig, TrainConfig
 from training.data.batch import Batch
 from training.data.mixture import DataConfig, Mock
 from training.model.decoder import Decoder
+from training.model.lora import LoraConfig, attach
 from training.model.moe import Routing
 from training.model.recompute import MODES
 from training.observe.flops import model_flops, peak_tflops
 from training.observe.phases import phases
-from training.optim import MOMENTS, OptimConfig
+from training.optim import MOMENTS, OptimConfig, freeze
 from training.parallel.collectives import all_reduce, local
 from training.parallel.mesh import MeshConfig, ParallelMesh, check
 from training.parallel.processes import processes, rank
@@ -86,6 +87,9 @@ class BenchConfig:
     graph: bool | None = None  # with optimizer=true, the step as a CUDA graph; see model.graph of training
     optimizer: bool = False  # also AdamW's step
     moments: str = "float32"  # dtype of AdamW's moments: float32 | bfloat16
+    lora: LoraConfig = field(default_factory=LoraConfig)  # adapters, which alone learn: see lora of training
+    # see optim.groups of training; what never learns, by them or beside adapters, is held as the model computes
+    groups: tuple[Any, ...] = ()
     warmup: int = 5  # steps that are not timed
     steps: int = 10  # steps of each of the three turns that are timed
     profile: bool = False  # also the time by phase, from the profiler
@@ -133,6 +137,7 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
             f"data-parallel ranks; try batch={mesh.dp * (size or 1) * max(count, 1)}"
         )
     training = as_training(config, size)
+    check_optim(training, spec)
     parts = [build(config, training, spec, mesh, layers, device) for layers in stages_of_rank(spec, mesh)]
     run = learner(training, parts, mesh, device, learns=config.optimizer)
     if config.routing == "balanced":
@@ -203,7 +208,8 @@ def as_training(config: BenchConfig, micro_batch: int) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(source="architecture", random=True, **{name: getattr(config, name) for name in same}),
         data=DataConfig(sequence=config.sequence, mask_documents=config.documents > 0),
-        optim=OptimConfig(moments=config.moments),
+        optim=OptimConfig(moments=config.moments, groups=config.groups),
+        lora=config.lora,
         balance=BalanceConfig(capacity_factor=config.capacity, pad_to_capacity=config.pad),
         mesh=config.mesh,
         batch=config.batch,
@@ -241,7 +247,10 @@ def build(
     kind = Stack if config.stack else Decoder
     with torch.device("meta"):
         model = kind(spec, part=layers, experts=config.experts, compute=getattr(torch, config.compute))
-    model = room(model.to(getattr(torch, config.weights)), training.model, mesh, device)
+        attach(model, config.lora)
+    freeze(model, training.optim)
+    hold(model.to(getattr(torch, config.weights)), model.compute)
+    model = room(model, training.model, mesh, device)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or tensor.ndim == 1:

@@ -29,7 +29,7 @@ from training.data.mixture import DataConfig, Loader
 from training.data.open import check_tokens, open_training
 from training.model import transformer_engine
 from training.model.decoder import Decoder
-from training.model.lora import attach, check_match
+from training.model.lora import attach, check_match, is_adapter
 from training.model.moe import MoE
 from training.observe.flops import model_flops
 from training.observe.profiling import Phases
@@ -331,9 +331,25 @@ def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
         settled(stage.config.optim, spec if isinstance(spec, MoESpec) else None)
     with torch.device("meta"):
         check_match(Decoder(spec, experts="reference"), config.lora)
+    check_cuts(spec, config)
     whole = whole_on_meta(spec, config)
     for stage in stages_of(config):
         check_groups(stage.config.optim, [name for name, _ in whole.named_parameters()])
+
+
+def check_cuts(spec: DenseSpec | MoESpec, config: TrainConfig) -> None:
+    """Raises a ValueError if a stage of the pipeline would have no adapters, and so nothing to learn."""
+    if not (config.lora.rank and config.mesh.pp > 1):
+        return
+    for layers in cut(spec, config.mesh.pp, config.mesh.schedule):
+        with torch.device("meta"):
+            part = Decoder(spec, part=layers, experts="reference")
+            attach(part, config.lora)
+        if not any(is_adapter(name) for name, _ in part.named_parameters()):
+            raise ValueError(
+                f"mesh.pp={config.mesh.pp} makes a stage of layers {layers.start} to {layers.stop - 1}, in which "
+                f"lora.match={','.join(config.lora.match)} adapts nothing; match more, or take a smaller mesh.pp"
+            )
 
 
 def whole_on_meta(spec: DenseSpec | MoESpec, config: TrainConfig) -> Decoder:

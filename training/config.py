@@ -189,12 +189,6 @@ class TrainConfig:
                 f"data.stream={self.data.stream} does not go with islands.join, because all islands would read the "
                 "same; prepare it with training.prepare"
             )
-        for axis in ("tp", "pp", "etp") if self.lora.rank else ():
-            if getattr(self.mesh, axis) > 1:
-                raise ValueError(
-                    f"lora.rank={self.lora.rank} does not go with mesh.{axis}={getattr(self.mesh, axis)}, because "
-                    f"adapters are divided by FSDP and by mesh.ep alone; write mesh.{axis}=1"
-                )
         if self.lora.rank and self.model.experts not in ADAPTED:
             raise ValueError(
                 f"lora.rank={self.lora.rank} does not go with model.experts={self.model.experts}, which has no "

@@ -88,6 +88,11 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{folder} has adapters alone, without the model that they are of; give the training run or its merged "
+                "model (export=FOLDER of training), or merge them with peft"
+            )
         self._config_bytes = read_small(folder / "config.json", MAX_CONFIG)
         self.config: Mapping[str, Any] = parse_object(self._config_bytes, folder / "config.json")
         weight_map = read_index(folder)

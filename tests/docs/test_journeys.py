@@ -30,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.docs.test_docs import MODELS, ROOT, shaped
 from tests.parallel.ranks import as_torchrun
 from tests.parity import tiny
+from tests.unit.training.test_chat import chat_tokenizer, conversations, rows, template
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training import hardware
 from training.build import source
@@ -326,6 +327,22 @@ def make_mmlu(folder: Path) -> None:
                 rows.writerow(["question", "choice0", "choice1", "choice2", "choice3", "answer"])
                 for number, words in enumerate(texts(count, seed=len(subject))):
                     rows.writerow([words, "old", "harbour", "grey", "boats", number % 4])
+
+
+def test_chat_on_one_gpu(walk: Walk) -> None:
+    model = walk.folder / "smollm2-135m-instruct"
+    tiny.make("llama", model, dtype=torch.bfloat16, vocab_size=430)
+    chat_tokenizer(model)
+    (model / "chat_template.jinja").write_text(template("smollm2"))
+    (walk.folder / "text").mkdir()
+    for seed, name in enumerate(("talks", "held-out")):
+        rows(walk.folder / "text" / f"{name}.jsonl", [{"messages": talk} for talk in conversations(20, seed)])
+    more = {"kind=chat": ["sequence=128"], "-m training chat": [*TRAINING, "mesh.ep=1", "data.sequence=128"]}
+    walk(journey("Chat, on one GPU"), more)
+    for run, made in {"chat": "chat-moe", "chat-lora": "chat-lora"}.items():
+        fell(walk.folder / "runs" / run)
+        assert (walk.folder / made / "config.json").is_file()
+    assert json.loads((walk.folder / "chat-adapters" / "adapter_config.json").read_text())["r"] == 16
 
 
 # ---- with the true sizes

@@ -155,17 +155,19 @@ def test_frozen_parts_answers_and_a_teacher_are_the_same_on_any_mesh(place: Path
         assert torch.allclose(have[name].float(), want[name].float(), rtol=0, atol=2e-4), name
 
 
-def test_adapters_learn_and_are_merged_alike_over_ep_and_fsdp(place: Path, tmp_path: Path) -> None:
+def test_adapters_learn_and_are_merged_alike_on_any_mesh(place: Path, tmp_path: Path) -> None:
     """In two stages, of which the first adapts routers alone; with frozen weights in bfloat16 on two ranks, of which
     attention's units are frozen at first. And it goes on bitwise where one stage has ended."""
     more = ["lora.rank=2", "steps=3", "schedule.peak=1e-2", "data.valid=[]", "model.upcycle.dtype=bfloat16"]
     router = "optim: {groups: [{match: '*', lr: 0}, {match: router}]}, schedule: {warmup: 0}"
     more += [f"stages=[{{steps: 1, {router}}}, {{steps: 2, batch: 4, data: {{sequence: 64}}, schedule: {{warmup: 1}}}}]"]
-    for name, mesh in {"one": [], "run": ["micro_batch=2", "mesh.ep=2", "model.frozen=bfloat16"]}.items():
+    meshes = {"one": [], "slices": ["mesh.tp=2", "mesh.etp=2"], "stages": ["mesh.pp=2", "mesh.schedule=gpipe"]}
+    for name, mesh in (meshes | {"run": ["micro_batch=2", "mesh.ep=2", "model.frozen=bfloat16"]}).items():
         alone = [f"export={tmp_path / name / 'out'}", f"lora.export={tmp_path / name / 'peft'}"]
         arguments = words(place, tmp_path / name, *more, *alone, *mesh)
         run(2, on_rank, arguments) if mesh else on_rank(0, 1, arguments)
-    same_run(tmp_path / "run", tmp_path / "one")
+    for name in ("run", "slices", "stages"):
+        same_run(tmp_path / name, tmp_path / "one")
     shutil.copytree(tmp_path / "run", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-00000003")
     again = [word.replace(str(tmp_path / "run"), str(tmp_path / "again")) for word in arguments]
@@ -176,10 +178,12 @@ def test_adapters_learn_and_are_merged_alike_over_ep_and_fsdp(place: Path, tmp_p
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
     # the export is bfloat16, where a difference in the last bits may move a number to its neighbour
     for file, step in {"out/model.safetensors": 2**-7, "peft/adapter_model.safetensors": 0.0}.items():
-        have, want = (load_file(tmp_path / name / file) for name in ("run", "one"))
-        assert have.keys() == want.keys() and len(have) > 20
-        for name in want:
-            assert torch.allclose(have[name].float(), want[name].float(), rtol=step, atol=2e-4), name
+        want = load_file(tmp_path / "one" / file)
+        for folder in ("run", "slices", "stages"):
+            have = load_file(tmp_path / folder / file)
+            assert have.keys() == want.keys() and len(have) > 20
+            for name in want:
+                assert torch.allclose(have[name].float(), want[name].float(), rtol=step, atol=2e-4), (folder, name)
 
 
 ALIKE = ["micro_batch=2", "mesh.tp=2", "mesh.ep=2"]

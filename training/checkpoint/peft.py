@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
@@ -22,6 +23,7 @@ from training.model.decoder import Decoder
 from training.model.layers import Linear
 from training.model.lora import LoraConfig, adaptable
 from training.model.moe import Experts, Router
+from training.parallel.collectives import gather
 from training.parallel.mesh import ParallelMesh
 from upcycle import disk, publish
 from upcycle.spec import MoESpec
@@ -62,6 +64,7 @@ def write(model: Decoder, origin: Origin, lora: LoraConfig, base: str, mesh: Par
             path += ".base_layer"
         for key, tensor in (("lora_A", a), ("lora_B", b)):
             tensors[f"base_model.model.{path}.{key}.weight"] = tensor.cpu().contiguous()
+    tensors, modules, parameters = of_all_stages(tensors, modules, parameters, mesh, next(model.parameters()).device)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None, "r": lora.rank,
         "lora_alpha": lora.scale * lora.rank, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
@@ -77,6 +80,23 @@ def write(model: Decoder, origin: Origin, lora: LoraConfig, base: str, mesh: Par
         publish.rename(partial, folder)
     if mesh.world > 1:
         dist.barrier()
+
+
+def of_all_stages(
+    tensors: dict[str, Tensor], modules: list[str], parameters: list[str], mesh: ParallelMesh, device: torch.device
+) -> tuple[dict[str, Tensor], list[str], list[str]]:
+    """What the stages of a pipeline have, on all of its ranks."""
+    group = mesh.group("pp")
+    if group is None:
+        return tensors, modules, parameters
+    found = gather([{name: list(t.shape) for name, t in tensors.items()}, modules, parameters], group, device)
+    whole = {}
+    for stage, (shapes, _, _) in enumerate(found):
+        for name, shape in shapes.items():
+            tensor = tensors[name].to(device) if stage == mesh.index("pp") else torch.empty(shape, device=device)
+            dist.broadcast(tensor, group=group, group_src=stage)
+            whole[name] = tensor.cpu()
+    return whole, [name for _, names, _ in found for name in names], [name for _, _, names in found for name in names]
 
 
 def adapters(model: Decoder, origin: Origin) -> Iterator[Adapter]:

@@ -30,6 +30,7 @@ class Linear(nn.Module):
     product: Product  # replaced by transformer_engine: its own
     # by shard: this rank's part of a divided one
     matrix: Callable[[Linear, torch.dtype], tuple[Tensor, Tensor | None]]
+    pair: Callable[[Linear, torch.dtype], tuple[Tensor, Tensor]]  # and of its adapters
     low: float = 0.0  # by lora, which then gives it lora_a and lora_b: what their product is multiplied with
     lora_a: Tensor
     lora_b: Tensor
@@ -38,7 +39,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.product, self.matrix = functional.linear, whole_matrix
+        self.product, self.matrix, self.pair = functional.linear, whole_matrix, whole_pair
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.product(x, *self.matrix(self, x.dtype))
@@ -50,15 +51,24 @@ def whole_matrix(linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | N
     return linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
 
 
+def whole_pair(linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The adapters to compute with."""
+    return linear.lora_a.to(dtype), linear.lora_b.to(dtype)
+
+
 def adapted(linear: Linear, x: Tensor) -> Tensor:
     """What the adapters add for x."""
-    return functional.linear(functional.linear(x, linear.lora_a.to(x.dtype)), linear.lora_b.to(x.dtype)) * linear.low
+    a, b = linear.pair(linear, x.dtype)
+    return functional.linear(functional.linear(x, a), b) * linear.low
 
 
 def merged_matrix(linear: Linear, dtype: torch.dtype) -> Tensor:
     """The weight to compute with, and its adapters in it."""
     weight = linear.matrix(linear, dtype)[0]
-    return weight + linear.low * (linear.lora_b @ linear.lora_a).to(dtype) if linear.low else weight
+    if not linear.low:
+        return weight
+    a, b = linear.pair(linear, linear.lora_a.dtype)
+    return weight + linear.low * (b @ a).to(dtype)
 
 
 def joint(x: Tensor, linears: Sequence[Linear]) -> Tensor:

@@ -107,6 +107,17 @@ def pairs(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
             yield module.weight, module.lora_a, module.lora_b, module.low
 
 
+@torch.no_grad()
+def merge(model: nn.Module) -> None:
+    """Adds the adapters of a model that is not divided to its matrices, and takes them away."""
+    for matrix, a, b, scale in pairs(model):
+        matrix += delta(a, b, scale, matrix.shape, [(0, size) for size in matrix.shape])
+    for _, module in adaptable(model):
+        for key in shapes(module, 1) if module.low else ():
+            delattr(module, key)
+        module.low = 0.0
+
+
 def delta(a: Tensor, b: Tensor, scale: float, shape: Sequence[int], box: Sequence[tuple[int, int]]) -> Tensor:
     """scale * B A, of the whole A and B, within the bounds `box` of the matrix of `shape` that it is added to."""
     within = [slice(*bounds) for bounds in box]

@@ -117,13 +117,13 @@ def whole_weights(experts: Experts, dtype: torch.dtype) -> ExpertWeights:
 
 
 def low_rank(
-    experts: Experts, dtype: torch.dtype, part: Callable[[Tensor], Tensor] = lambda whole: whole
+    experts: Experts, dtype: torch.dtype, part: Callable[[str, Tensor], Tensor] = lambda _, whole: whole
 ) -> LowRank | None:
-    """The adapters to compute with. `part`: this rank's part of a divided tensor."""
+    """The adapters to compute with. `part`: what this rank computes with of one, by its name."""
     if not experts.low:
         return None
-    adapters = experts.up_lora_a, experts.up_lora_b, experts.down_lora_a, experts.down_lora_b
-    up_a, up_b, down_a, down_b = (part(each).to(dtype) for each in adapters)
+    names = "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b"
+    up_a, up_b, down_a, down_b = (part(name, getattr(experts, name)).to(dtype) for name in names)
     return LowRank(up_a, up_b, down_a, down_b, experts.low)
 
 

@@ -117,14 +117,14 @@ def attention_over_tp(attention: Attention | LatentAttention, mesh: ParallelMesh
         of_heads, norms = (attention.q_b, attention.kv_b), (attention.q_a_norm, attention.kv_a_norm)
         for linear in (attention.q_a, attention.kv_a):
             if linear is not None:  # each rank makes the latents, and its gradient of them is of its own heads only
-                linear.matrix = partial(summed_matrix, group)
+                linear.matrix, linear.pair = partial(summed_matrix, group), partial(own_pair, group, None)
     else:
         if attention.sinks is not None:
             attention.sinks.own = lambda sinks: local(sinks.weight)
         of_heads, norms = (attention.q, attention.k, attention.v), (attention.q_norm, attention.k_norm)
     for linear in of_heads:
-        columns(linear)
-    rows(attention.o, mesh.size("tp"))
+        columns(linear, group)
+    rows(attention.o, group)
     for norm in norms:
         if norm is not None and attention.spec.qk_norm == "full":
             norm_over_heads(norm, group)
@@ -138,23 +138,23 @@ def attention_over_tp(attention: Attention | LatentAttention, mesh: ParallelMesh
 def ffn_over_tp(ffn: FeedForward, mesh: ParallelMesh) -> None:
     group = present(mesh.group("tp"))
     if ffn.gate is not None:
-        columns(ffn.gate)
-    columns(ffn.up)
-    rows(ffn.down, mesh.size("tp"))
+        columns(ffn.gate, group)
+    columns(ffn.up, group)
+    rows(ffn.down, group)
     # an FFN treats each token alone, so any dimension can be gathered, and the first needs no transposition
     ffn.register_forward_pre_hook(lambda _, inputs: (Gather.apply(inputs[0], group),))  # type: ignore[no-untyped-call]
     ffn.register_forward_hook(lambda _, inputs, out: Scatter.apply(out, group))  # type: ignore[no-untyped-call]
 
 
-def columns(linear: Linear) -> None:
+def columns(linear: Linear, group: Group) -> None:
     """Divides a matrix by its outputs: each rank makes some of them."""
-    linear.matrix = partial(local_matrix, 1)
+    linear.matrix, linear.pair = partial(local_matrix, 1), partial(own_pair, group, 0)
 
 
-def rows(linear: Linear, tp: int) -> None:
+def rows(linear: Linear, group: Group) -> None:
     """Divides a matrix by its inputs: each rank has some of them and makes a summand of all outputs. Every rank holds
     the whole bias and adds an equal part of it; the sum's gradient is whole on every rank, and so is the bias's."""
-    linear.matrix = partial(local_matrix, tp)
+    linear.matrix, linear.pair = partial(local_matrix, group.size()), partial(own_pair, group, 1)
 
 
 def local_matrix(parts: int, linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -163,8 +163,18 @@ def local_matrix(parts: int, linear: Linear, dtype: torch.dtype) -> tuple[Tensor
 
 
 def summed_matrix(group: Group, linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    weight: Tensor = SumGradient.apply(linear.weight, group)  # type: ignore[no-untyped-call]
-    return weight.to(dtype), None
+    return summed_gradient(linear.weight, group).to(dtype), None
+
+
+def own_pair(group: Group, dim: int | None, linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of a matrix that is divided by its outputs (0) or inputs (1), or whole on each rank and used in part (None)."""
+    a, b = (summed_gradient(each, group) for each in (linear.lora_a, linear.lora_b))
+    a, b = (own(a, 1, group) if dim == 1 else a), (own(b, 0, group) if dim == 0 else b)
+    return a.to(dtype), b.to(dtype)
+
+
+def own(whole: Tensor, dim: int, group: Group) -> Tensor:
+    return whole.chunk(group.size(), dim)[group.rank()]
 
 
 def norm_over_heads(norm: Norm, group: Group) -> None:
@@ -183,7 +193,7 @@ def norm_over_heads(norm: Norm, group: Group) -> None:
 
 
 def summed_gain(group: Group, norm: Norm, dtype: torch.dtype) -> Tensor:
-    weight: Tensor = SumGradient.apply(norm.weight, group)  # type: ignore[no-untyped-call]
+    weight = summed_gradient(norm.weight, group)
     return weight.to(dtype) + 1.0 if norm.kind.endswith("1p") else weight.to(dtype)
 
 
@@ -191,7 +201,7 @@ def summed_gain(group: Group, norm: Norm, dtype: torch.dtype) -> Tensor:
 
 
 def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
-    ep, etp = mesh.size("ep"), mesh.size("etp")
+    ep, etp, slices = mesh.size("ep"), mesh.size("etp"), mesh.group("etp")
     # one for all layers: it may hold large buffers
     dispatcher = None
     if ep * etp > 1 and model.moe is not None:
@@ -200,7 +210,7 @@ def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
         if dispatcher is not None:
             block.dispatcher = dispatcher
         split = mesh.config.schedule in SPLIT  # such a schedule asks autograd for the gradients itself
-        block.experts.weights = LocalExperts(etp, split, keep)
+        block.experts.weights = LocalExperts(slices, split, keep)
 
 
 @dataclass
@@ -209,7 +219,7 @@ class LocalExperts:
     are a model's largest tensors, and each pass over them that is saved counts. (What FSDP gathers is in that dtype
     already.)"""
 
-    etp: int
+    slices: Group | None  # the ranks of etp, if they are several
     split: bool  # the schedule asks autograd for the gradients itself
     keep: bool  # keep copies from one micro-batch of a step to the next
     copies: dict[Tensor, Tensor] | None = None
@@ -222,10 +232,21 @@ class LocalExperts:
         else:
             up, down = self.copied(matrices, dtype)
         own_up, own_down = experts.up_bias, experts.down_bias
+        etp = self.slices.size() if self.slices is not None else 1
         up_bias = None if own_up is None else local(own_up).to(dtype).flatten(1, 2)
-        down_bias = None if own_down is None else part_of(local(own_down), self.etp).to(dtype)
-        low = low_rank(experts, dtype, local)
+        down_bias = None if own_down is None else part_of(local(own_down), etp).to(dtype)
+        low = low_rank(experts, dtype, partial(self.adapter, experts))
         return ExpertWeights(up.flatten(1, 2), down, experts.gated, up_bias, down_bias, low)
+
+    def adapter(self, experts: Experts, name: str, whole: Tensor) -> Tensor:
+        """What goes with this rank's neurons, which are the outputs of up's adapters and the inputs of down's."""
+        if self.slices is None:
+            return local(whole)
+        whole = summed_gradient(local(whole), self.slices)
+        if name == "up_lora_b":
+            n, halves = len(whole), experts.up.shape[1]
+            return own(whole.view(n, halves, -1, whole.shape[2]), 2, self.slices).flatten(1, 2)
+        return own(whole, 1, self.slices) if name == "down_lora_a" else whole
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads and writes state outside of any graph
     def copied(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -400,6 +421,11 @@ def along_sequence(function: type[torch.autograd.Function], x_BSD: Tensor, group
 
 def part_of(bias: Tensor, parts: int) -> Tensor:
     y: Tensor = Part.apply(bias, parts) if parts > 1 else bias  # type: ignore[no-untyped-call]
+    return y
+
+
+def summed_gradient(x: Tensor, group: Group) -> Tensor:
+    y: Tensor = SumGradient.apply(x, group)  # type: ignore[no-untyped-call]
     return y
 
 

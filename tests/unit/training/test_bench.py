@@ -15,7 +15,9 @@ from training import step
 from training.balance import BalanceConfig
 from training.bench import BenchConfig, batch, bench, documents, in_turn, main
 from training.build import Learner, learner
+from training.model.lora import LoraConfig
 from training.model.moe import Routing
+from training.parallel.placement import rule
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -105,6 +107,27 @@ def test_its_steps_are_those_of_training() -> None:
     assert run.config.balance == BalanceConfig() and int(run.balance.load.total_NE.sum()) == times * 64 * 2
 
 
+@pytest.mark.parametrize(
+    ("changed", "learns"),
+    [
+        ({"lora": LoraConfig(rank=4)}, "lora_"),
+        ({"groups": ({"match": "*", "lr": 0}, {"match": "router"})}, "router"),
+    ],
+    ids=["lora", "router"],
+)
+def test_what_never_learns_is_narrow_and_has_no_moments(changed: dict[str, Any], learns: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("these sizes are for a CPU")
+    run, _ = stepped(replace(SMALL, compute="bfloat16", optimizer=True, **changed))
+    assert run.optimizer is not None
+    moments = {slot.name for slot in run.optimizer.slots}
+    for name, p in run.model.named_parameters():
+        assert (name in moments) == p.requires_grad == (learns in name), name
+        narrow = learns not in name and not rule(name, run.model.dense).exact
+        assert p.dtype == (torch.bfloat16 if narrow else torch.float32), name
+    assert len(run.optimizer.state) == len(moments)
+
+
 def test_balanced_is_balanced_and_a_capacity_drops() -> None:
     logits = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
     weight, expert = logits.softmax(-1).topk(2)
@@ -133,6 +156,8 @@ def test_balanced_is_balanced_and_a_capacity_drops() -> None:
         (["pad=true"], "pad=true needs a capacity, and capacity is 0; set that to 1, or drop pad"),
         (["bench-qwen3-30b-4l", "steps=0"], "steps is 0; it must be at least 1"),
         (["bench-qwen3-30b-4l", "batch=3", "micro_batch=2"], "try batch=2"),
+        (["bench-qwen3-30b-4l", "lora.rank=4", "lora.match=[expert]"], "did you mean 'experts'"),
+        (["bench-qwen3-30b-4l", "groups=[{match: ruter, lr: 0}]"], "did you mean 'router'"),
         (["bench-qwen3-30b-4l", "step=3"], "did you mean 'steps'"),
     ],
 )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.training.test_frozen import FROZEN, still
+from tests.unit.training.test_frozen import FROZEN, first_batches, still
 from tests.unit.training.test_train import config, losses
 from tests.unit.training.test_train import place as place
 from training.build import begin, held_in, start
@@ -17,6 +19,7 @@ from training.checkpoint.state import found
 from training.export import export
 from training.model.lora import is_adapter
 from training.plan import Model, memory, of_frozen
+from training.step import gradients
 from training.train import train
 
 BF16, NARROW = "model.upcycle.dtype=bfloat16", "model.frozen=bfloat16"
@@ -51,7 +54,26 @@ def test_what_is_held_is_what_is_planned(place: Path, tmp_path: Path, words: lis
             exact = "norm" in name or "router" in name
             frozen = not is_adapter(name) if "lora.rank=2" in words else still(name)
             assert (p.dtype == torch.bfloat16) == (frozen and not exact), name
-        assert memory(run.origin.spec, settings, 1, Model(run.origin.spec, settings)).weights == held
+        planned = memory(run.origin.spec, settings, 1, Model(run.origin.spec, settings))
+        assert planned.weights == held
+        gradients(run, first_batches(run))
+        assert planned.gradients == bytes_of(p.grad for p in run.model.parameters())
+        assert run.optimizer is not None
+        kept = [tensor for state in run.optimizer.state.values() for key, tensor in state.items() if key != "step"]
+        assert planned.moments == bytes_of(kept)
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def test_what_learns_in_any_stage_is_held_wide(place: Path, tmp_path: Path) -> None:
+    first = "{steps: 4, optim: {groups: [{match: '*', lr: 0}, {match: layers.0.attention}]}}"
+    second = "{steps: 4, optim: {groups: [{match: experts, lr: 0}, {match: layers.0.attention, lr: 0}]}, schedule: {warmup: 0}}"
+    words = [BF16, NARROW, f"stages=[{first}, {second}]"]
+    with start(config(place, tmp_path / "run", *words), torch.device("cpu")) as run:
+        held = {name for name, p in run.model.named_parameters() if p.dtype == torch.bfloat16}
+        assert held == {name for name, _ in run.model.named_parameters() if "experts" in name}
 
 
 def test_a_float32_source_stays_float32_unless_it_may_round(place: Path, tmp_path: Path) -> None:

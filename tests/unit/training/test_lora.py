@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from evaluation import routing
 from tests.parallel import models
+from tests.parity import tiny
 from tests.unit.training.test_frozen import first_batches
 from tests.unit.training.test_plan import ALL, NORM, NORMS, ROUTER, M
 from tests.unit.training.test_plan import CONFIG as PLAN
@@ -128,6 +130,16 @@ def test_a_run_is_resumed_bitwise_and_exported_merged(place: Path, tmp_path: Pat
     with layout.opened(tmp_path / "a") as origin:
         want = layout.load(Decoder(origin.spec), origin).loss(batch.tokens, batch.labels).detach()
     assert moved > 1e-3 and float(have) == pytest.approx(float(want), rel=1e-6)
+    # and what its routers and experts do is measured with the adapters, as of the exported model
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "batches", lambda *_: batch.tokens)
+        for folder in (whole, tmp_path / "a"):
+            found.append(routing.analyse(routing.RoutingConfig(str(folder), texts=("some.txt",), granularity=2)))
+    assert found[0]["load"] == found[1]["load"]
+    for one, other in zip(*(each["layers"] for each in found), strict=True):
+        assert one["saliency"] == pytest.approx(other["saliency"], rel=1e-4)
+        assert one["spread"] == pytest.approx(other["spread"], rel=1e-4) and max(one["spread"]) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["moe", "odd", "parallel"])
@@ -162,7 +174,8 @@ def test_the_plan_counts_what_adapters_learn() -> None:
 
 TARGETS: dict[str, dict[str, Any]] = {
     "mixtral": {}, "upcycled": {"shared": 1, "granularity": 2, "method": "virtual_group"},
-    "glm4_moe": {"granularity": 2, "method": "virtual_group", "router": {"score": "sigmoid"}},
+    "glm4_moe": {"granularity": 2, "method": "virtual_group", "router": {"score": "sigmoid"}}, "qwen3_moe": {},
+    "qwen2_moe": {}, "dense": {},
 }  # fmt: skip
 
 
@@ -173,10 +186,15 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
     from transformers import AutoModelForCausalLM
 
     base, merged, alone = (tmp_path / name for name in ("base", "merged", "alone"))
-    keys = {"source": str(place / "dense"), "target": target, "experts": 4, "top_k": 2, "dtype": "float32"}
-    keys |= TARGETS[target]
-    words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-    assert upcycle(["convert", f"output={base}", *words]) == 0
+    start_from = place / "dense"
+    if target == "qwen3_moe":
+        start_from = tiny.make("qwen3", tmp_path / "qwen3", vocab_size=400)
+    keys = {"source": str(start_from), "target": target, "experts": 4, "top_k": 2, "dtype": "float32"}
+    words = [f"{key}={json.dumps(value)}" for key, value in (keys | TARGETS[target]).items()]
+    if target == "dense":
+        base = start_from
+    else:
+        assert upcycle(["convert", f"output={base}", *words]) == 0
     trained = config(
         place, tmp_path / "run", *WORDS, "model.upcycle=", f"model.source={base}", "balance.bias_rate=0",
         "schedule.warmup=0", "balance.aux_weight=0", f"lora.export={alone}", f"export={merged}", steps=2,
@@ -192,6 +210,8 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
         want, plain = (m(tokens).logits for m in (ours, AutoModelForCausalLM.from_pretrained(base, **options)))
     assert float((want - plain).abs().max()) > 1e-2
     torch.testing.assert_close(logits.detach(), want, rtol=0, atol=2e-5)
+    said, wanted = (m.generate(tokens[:1], max_new_tokens=12, do_sample=False) for m in (theirs, ours))
+    assert torch.equal(said, wanted) and said.shape == (1, 32)
     labels = tokens.roll(-1, 1)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     with start(trained, torch.device("cpu")) as run:
@@ -225,9 +245,10 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
     [
         (["lora.rank=-1"], r"lora\.rank is -1"),
         (["lora.export=x"], r"lora\.rank is 0; write a rank"),
-        (["lora.rank=4", "mesh.tp=2"], r"lora\.rank=4 does not go with mesh\.tp=2"),
-        (["lora.rank=4", "mesh.etp=2"], r"does not go with mesh\.etp=2"),
-        (["lora.rank=4", "mesh.pp=2"], r"does not go with mesh\.pp=2"),
+        (
+            ["lora.rank=4", "mesh.pp=2", "lora.match=[layers.0]"],
+            r"mesh\.pp=2 makes a stage of layers 1 to 1, in which lora\.match=layers\.0 adapts nothing",
+        ),
         (["lora.rank=4", "model.experts=grouped_fp8"], r"model\.experts=grouped_fp8, which has no adapters"),
         (["lora.rank=4", "lora.match=[atention]"], r"'atention', which nothing.*did you mean 'attention'"),
         (["lora.rank=4", "lora.match=[router]", "optim.router_lr=0"], r"freezes every parameter"),

@@ -10,17 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.unit.training.test_data import jsonl, texts
 from tests.unit.training.test_train import config, moe
 from tests.unit.training.test_train import place as place
+from training import build
 from training import train as train_module
 from training.build import begin, enter, source, start
 from training.checkpoint.storage import read_manifest
 from training.config import TrainConfig, stages_of, tokens_by
 from training.observe import plots
 from training.observe.metrics import read as read_metrics
+from training.parallel.shard import learns_anew
 from training.plan import Model, memory, table
 from training.plan import main as plan
 from training.preflight import preflight
@@ -116,15 +122,18 @@ def test_what_a_stage_freezes_keeps_its_bits_and_learns_later(two: Path, whole: 
         assert moved or "shared" in name, name  # which are empty
 
 
-def test_a_mixture_goes_on_across_stages(two: Path, whole: Path) -> None:
+def test_a_mixture_goes_on_across_stages(two: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the last stage's six samples of twice the length each source has its share within one, and none begins anew."""
     with start(run_of(two, whole), torch.device("cpu")) as run:
         windows = {}
         with train_module.checkpoints_of(run) as checkpoints:
             checkpoints.load(run.state)
+        anew = list[tuple[int, nn.Module]]()
+        monkeypatch.setattr(build, "learns_anew", lambda part: anew.append((run.stage.number, part)))
         for stage in run.stages:
             enter(run, stage)
             windows[stage.number] = run.place.samples.state(20)["windows"] if run.place.samples else {}
+        assert anew == [(2, run.model)], "where what learns changes, and nowhere else"
     last = rows(whole)[-1]
     assert [row["epochs/data"] for row in rows(whole)[1:6]] == pytest.approx(
         [4 * n / windows[1]["data"] for n in range(1, 6)]
@@ -208,3 +217,21 @@ def test_the_plan_has_a_line_a_stage(two: Path, tmp_path: Path, capsys: pytest.C
     assert plan([f"model.upcycle={json.dumps(moe(two))}", "gpus=1", "hardware=h100", *words, "schedule.warmup=0"]) == 0
     shown = capsys.readouterr().out
     assert "router: 2 steps, 0.000 B tokens" in shown and "decay: 3 steps" in shown
+
+
+def test_what_was_frozen_when_fsdp_gathered_it_first_is_summed_as_wide_as_its_master() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(1, 4, dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in (*model, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        model[0].requires_grad_(False)
+        model(x).sum().backward()
+        model[0].requires_grad_(True)
+        learns_anew(model)
+        model(x).sum().backward()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+        assert all(p.grad is not None for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
