@@ -101,7 +101,7 @@ class _Gated(torch.autograd.Function):
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """act(gate) * up of a dense FFN, where no routing weighs it and both are products of their own."""
-    if not on_kernel(up) or activation == CLAMPED or torch.compiler.is_compiling():  # a compiler writes that kernel too
+    if not on_kernel(up) or torch.compiler.is_compiling():  # a compiler writes that kernel too
         return gated_product(activation, gate, up)
     a: Tensor = _Gated.apply(gate.contiguous(), up.contiguous(), activation)  # type: ignore[no-untyped-call]
     return a

@@ -107,7 +107,8 @@ def gated_kernel(gate_ptr, up_ptr, a_ptr, count, ACT: tl.constexpr, BLOCK: tl.co
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = at < count
     act, _ = act_and_slope(tl.load(gate_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
-    a = act * tl.load(up_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    up, _ = factor_and_slope(tl.load(up_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
+    a = act * up
     tl.store(a_ptr + at, a.to(a_ptr.dtype.element_ty), mask=keep)
 
 
@@ -119,9 +120,9 @@ def gated_backward_kernel(
     keep = at < count
     d_a = tl.load(d_a_ptr + at, mask=keep, other=0.0).to(tl.float32)
     act, slope = act_and_slope(tl.load(gate_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
-    up = tl.load(up_ptr + at, mask=keep, other=0.0).to(tl.float32)
+    up, bent = factor_and_slope(tl.load(up_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
     tl.store(d_gate_ptr + at, (d_a * slope * up).to(d_gate_ptr.dtype.element_ty), mask=keep)
-    tl.store(d_up_ptr + at, (d_a * act).to(d_up_ptr.dtype.element_ty), mask=keep)
+    tl.store(d_up_ptr + at, (d_a * act * bent).to(d_up_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
