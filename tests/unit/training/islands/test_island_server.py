@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import signal
 import socket
 import ssl
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,20 @@ from training.islands.config import IslandsConfig
 from training.islands.frames import Bucket, Channel, Cut, Refused, secret_of
 from training.islands.link import Link
 from training.islands.serve import STRANGERS, Server
+
+
+@pytest.fixture(autouse=True)
+def limit() -> Iterator[None]:
+    """A minute for each test: a server that never answers is a failure, not a suite that stands still."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError("nothing was answered for a minute")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 60)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def island(server: Server, name: str, pushes: int = 99, folder: Path | None = None) -> Islander:
