@@ -1,7 +1,7 @@
 """Do islands learn? A small MoE, four islands of unequal speed, simulated clock and links.
 
     python -m tests.islands_learn base FOLDER tokens=/data/tok                           a dense model, from nothing
-    python -m tests.islands_learn arms FOLDER tokens=/data/tok seeds=0,1,2 workers=4     appends to FOLDER/rows.jsonl
+    python -m tests.islands_learn arms FOLDER tokens=/data/tok seeds=0,1,2 workers=4     tunes, then runs; appends to FOLDER/rows.jsonl
     python -m tests.islands_learn table FOLDER/rows.jsonl [plot=curves.png]              what docs/islands.md has
 
 Steps are real (the trainer's own: upcycled as it is loaded, AdamW, clipping, balance), and so are the rules of push and
@@ -45,6 +45,7 @@ from training.islands.config import IslandsConfig
 from training.islands.island import OTHER, Island
 from training.islands.places import Layout
 from training.islands.sparse import Sparse
+from training.observe.plots import COLORS
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.schedule import ScheduleConfig, schedule
 from training.step import train_step, validate
@@ -54,7 +55,6 @@ from upcycle.config import build as built
 SPEEDS = (1.0, 1.07, 1.21, 1.9)
 NUMBERS = 1e9  # of the model whose seconds are told
 LINKS = (1e8, 1e9, 1e10)
-TRAIN, VALID = ("encyclopedia", "techdocs"), ("encyclopedia-val", "techdocs-val")
 FINE = 1000  # parts of a run that the learning rate knows
 
 
@@ -62,16 +62,19 @@ FINE = 1000  # parts of a run that the learning rate knows
 class Size:
     """Of everything: the model, its data, and how long it learns."""
 
-    hidden: int = 512
-    layers: int = 6
-    ffn: int = 1280
+    hidden: int = 384
+    layers: int = 4
+    ffn: int = 1024
     every: int = 2  # layer that is upcycled
     copies: int = 8
     sequence: int = 128
     batch: int = 8  # sequences of an island's step
-    steps: int = 1600  # of all islands together
-    base: int = 1000  # of the dense model, of 8 such batches each
-    held: int = 24000  # tokens of each held-out set
+    steps: int = 800  # of all islands together
+    base: int = 600  # of the dense model, of 8 such batches each
+    held: int = 12000  # tokens of each held-out set
+    vocab: int = 49152
+    train: str = "encyclopedia,techdocs"  # folders in `tokens`
+    valid: str = "encyclopedia-val,techdocs-val"
     compute: str = "bfloat16"
 
 
@@ -108,8 +111,8 @@ class Runner:
 
     def config(self, model: dict[str, Any], batch: int, seed: int) -> TrainConfig:
         data = {
-            "train": [str(self.tokens / name) for name in TRAIN],
-            "valid": [{"path": str(self.tokens / name), "tokens": self.size.held} for name in VALID],
+            "train": [str(self.tokens / name) for name in self.size.train.split(",")],
+            "valid": [{"path": str(self.tokens / name), "tokens": self.size.held} for name in self.size.valid.split(",")],
             "sequence": self.size.sequence, "seed": seed, "mask_documents": False,
         }  # fmt: skip
         given = {
@@ -151,7 +154,7 @@ class Runner:
         config = replace(learner.config, batch=32, micro_batch=32)
         valid = open_validation(config.data, learner.model.dense.vocab)
         found = validate(replace(learner, config=config), valid, lambda: None)
-        return statistics.fmean(found[f"valid/{name}/loss"] for name in VALID)
+        return statistics.fmean(found[f"valid/{name}/loss"] for name in self.size.valid.split(","))
 
 
 class One:
@@ -335,32 +338,44 @@ def run(runner: Runner, arm: Arm) -> dict[str, Any]:
 # ---- what is run
 
 
-def listed(name: str, seeds: Sequence[int], steps: int) -> list[Arm]:
-    """The arms of a list, those that matter most first."""
-    big, diloco = Arm("one big run", rule="", peak=1.2e-3), Arm("DiLoCo", rule="diloco")
-    dense, feedback = Arm("dense, asynchronous", rule="dense"), Arm("error feedback")
-    sam = Arm("DGS (m = 0.5)", momentum=0.5)
-    if name == "tune":
-        found = [replace(feedback, peak=peak, gain=gain) for peak in (6e-4, 1.2e-3) for gain in (0.25, 0.5)]
-        found += [replace(big, peak=peak) for peak in (6e-4, 1.2e-3, 2.4e-3)]
-        found += [replace(diloco, peak=peak) for peak in (3e-4, 6e-4, 1.2e-3)]
-        found += [replace(feedback, share=1.0, answer=0.0, gain=0.25), replace(feedback, every=40, gain=0.5)]
-        found += [
-            replace(dense, gain=0.25),
-            replace(sam, gain=0.25),
-            replace(feedback, gain=0.25, answer=0.0, share=0.007),
-        ]
-        return [replace(arm, model=model, seed=seed) for seed in seeds for model in ("copies",) for arm in found]
-    five = [feedback, big, diloco, dense, sam]
-    ideal = steps / sum(1 / speed for speed in SPEEDS)
-    found = [replace(arm, model=model, seed=seed) for seed in seeds for model in ("copies", "groups") for arm in five]
-    for link in LINKS:
-        for seed in seeds:
-            same = [replace(arm, link=link, seconds=ideal, seed=seed) for arm in five]
-            if link == LINKS[0]:  # where dense messages are slow, they had better be few
-                same += [replace(diloco, link=link, seconds=ideal, seed=seed, every=every) for every in (50, 100)]
-            found += same
+ARMS = (
+    Arm("error feedback, 12 %", every=10, share=0.12, answer=0.12, gain=0.5),
+    Arm("one big run", rule="", every=1),
+    Arm("DiLoCo", rule="diloco"),
+    Arm("error feedback, 1.4 %", every=10, share=0.014, answer=0.014, gain=0.5),
+    Arm("dense, asynchronous", rule="dense", every=10),
+    Arm("DGS (m = 0.5), 12 %", every=10, share=0.12, answer=0.12, momentum=0.5, gain=0.5),
+)
+
+
+def tuning(peaks: Sequence[float], seed: int) -> list[Arm]:
+    """Which learning rate is best for each arm, is asked of one seed of copies."""
+    return [replace(arm, peak=peak, seed=seed) for peak in peaks for arm in ARMS]
+
+
+def best(rows: Sequence[dict[str, Any]]) -> list[Arm]:
+    found = []
+    for arm in ARMS:
+        own = [row for row in rows if row["name"] == arm.name and "error" not in row]
+        if own:
+            found.append(replace(arm, peak=min(own, key=lambda row: row["flushed"])["peak"]))
     return found
+
+
+def following(tuned: Sequence[Arm], seeds: Sequence[int], steps: int) -> list[Arm]:
+    """All else, those that matter most first."""
+    ideal = steps / sum(1 / speed for speed in SPEEDS)  # that islands take for the steps if messages take no time
+    found = [replace(arm, seed=seed) for seed in seeds[1:] for arm in tuned]
+    found += [replace(arm, model="groups", seed=seeds[0]) for arm in tuned]
+    for link, times in zip(LINKS, (4, 1, 1), strict=True):  # where messages are slow a round of dense ones takes longer
+        found += [replace(arm, link=link, seconds=times * ideal, seed=seeds[0]) for arm in tuned]
+        if times > 1:  # and they had better be few
+            found += [
+                replace(arm, link=link, seconds=times * ideal, seed=seeds[0], every=every)
+                for arm in tuned
+                for every in {"diloco": (50, 100), "dgs": (40,)}.get(arm.rule, ())
+            ]
+    return found + [replace(arm, model="groups", seed=seed) for seed in seeds[1:] for arm in tuned]
 
 
 def work(place: int, size: Size, tokens: Path, folder: Path, device: str, arms: Any, rows: Any) -> None:
@@ -375,7 +390,6 @@ def work(place: int, size: Size, tokens: Path, folder: Path, device: str, arms: 
             rows.put({**asdict(arm), "error": repr(error)[:500]})
         if device.startswith("cuda"):
             torch.cuda.empty_cache()
-    rows.put(None)
 
 
 def base(runner: Runner) -> None:
@@ -386,14 +400,14 @@ def base(runner: Runner) -> None:
     settings = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": size.hidden,
         "intermediate_size": size.ffn, "num_hidden_layers": size.layers, "num_attention_heads": heads,
-        "num_key_value_heads": heads, "head_dim": size.hidden // heads, "vocab_size": 49152, "rms_norm_eps": 1e-5,
+        "num_key_value_heads": heads, "head_dim": size.hidden // heads, "vocab_size": size.vocab, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 1024, "tie_word_embeddings": True, "hidden_act": "silu", "bos_token_id": 0,
         "eos_token_id": 0, "dtype": "float32", "rope_theta": 10000.0,
     }  # fmt: skip
     (shape / "config.json").write_text(json.dumps(settings))
     wide, square = (size.ffn, size.hidden), (size.hidden, size.hidden)
     tensors = {
-        "model.embed_tokens.weight": torch.zeros(49152, size.hidden),
+        "model.embed_tokens.weight": torch.zeros(size.vocab, size.hidden),
         "model.norm.weight": torch.ones(size.hidden),
     }
     for layer in range(size.layers):
@@ -434,13 +448,17 @@ def main() -> None:
     command, place, *rest = sys.argv[1:]
     words = dict(word.split("=", 1) for word in rest)
     if command == "table":
-        print(table([json.loads(line) for line in Path(place).read_text().splitlines()]))
+        found = [json.loads(line) for line in Path(place).read_text().splitlines()]
+        print(table(found))
+        if "plot" in words:
+            plot(found, Path(words["plot"]))
         return
     folder, tokens = Path(place), Path(words.pop("tokens"))
     folder.mkdir(parents=True, exist_ok=True)
     began, limit = time.monotonic(), float(words.pop("limit", "1e9"))
     seeds = [int(seed) for seed in words.pop("seeds", "0").split(",")]
-    name, count = words.pop("list", "final"), int(words.pop("workers", "1"))
+    peaks = [float(peak) for peak in words.pop("peaks", "1.5e-4,4e-4,1e-3").split(",")]
+    count = int(words.pop("workers", "1"))
     devices = words.pop("devices", "cpu").split(",")
     size = SMALL if words.pop("size", "") == "small" else Size()
     kinds = {field.name: type(getattr(size, field.name)) for field in fields(size)}
@@ -450,27 +468,30 @@ def main() -> None:
         base(Runner(size, tokens, folder, devices[0]))
         return
     with workers(count, devices, size, tokens, folder) as (arms, rows), open(folder / "rows.jsonl", "a") as file:
-        found = listed(name, seeds, size.steps)
-        for arm in [*found, *[None] * count]:
+        asked = tuning(peaks, seeds[0])
+        for arm in asked:
             arms.put(arm)
         if not (folder / "dense" / "config.json").exists():
             base(Runner(size, tokens, folder, devices[0]))
-        open_, every = count, []
-        while open_ and time.monotonic() - began < limit:
+        every: list[dict[str, Any]] = []
+        more = False
+        while len(every) < len(asked) and time.monotonic() - began < limit:
             try:
                 row = rows.get(timeout=1.0)
             except queue.Empty:
-                continue
-            if row is None:
-                open_ -= 1
                 continue
             every.append(row)
             file.write(json.dumps(row) + "\n")
             file.flush()
             said = row.get("error") or f"{row['loss']:.4f} {row['flushed']:.4f}  wall {row['wall']:.0f}"
-            print(f"{time.monotonic() - began:.0f} s  {row['name']} {row['model']} {row['seed']} peak {row['peak']} gain {row['gain']} "
-                  f"H {row['every']} share {row['share']}/{row['answer']} link {row['link']:g} {row['seconds']:.0f}: {said}", flush=True)  # fmt: skip
-    print(f"{len(every)} of {len(found)} arms in {time.monotonic() - began:.0f} s")
+            print(f"{time.monotonic() - began:.0f} s  {row['name']}, {row['model']} {row['seed']}, peak {row['peak']:g}, H {row['every']}, "
+                  f"link {row['link']:g} {row['seconds']:.0f}: {said}", flush=True)  # fmt: skip
+            if not more and len(every) == len(asked):
+                more, others = True, following(best(every), seeds, size.steps)
+                asked += others
+                for arm in others:
+                    arms.put(arm)
+    print(f"{len(every)} of {len(asked)} arms in {time.monotonic() - began:.0f} s")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -495,6 +516,37 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{mean['clock']:.0f} | {mean['wall']:.0f} |"
         )
     return "\n".join(lines)
+
+
+def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
+    """Held-out loss by steps, and by seconds over the slowest link; of copies, each arm's best rate, all seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    tuned = {
+        arm.name: arm.peak
+        for arm in best([row for row in rows if row["model"] == "copies" and not row["seconds"] and not row["seed"]])
+    }
+    panels = (("Equal tokens", "steps of all islands", 0, 0.0), ("0.1 Gb/s", "seconds, counted", 1, LINKS[0]))
+    for number, (title, label, at, link) in enumerate(panels, 1):
+        axes = figure.add_subplot(1, 2, number)
+        axes.set_title(title, loc="left")
+        axes.set_xlabel(label)
+        axes.set_ylabel("held-out loss")
+        seen: dict[tuple[str, int], str] = {}
+        for row in rows:
+            fits = "error" not in row and row["model"] == "copies" and tuned.get(row["name"]) == row["peak"]
+            if fits and (row["link"] == link and row["seconds"] if link else not row["seconds"]):
+                key = (row["name"], row["every"])
+                seen.setdefault(key, COLORS[list(tuned).index(row["name"]) % len(COLORS)])
+                first = row["name"] + (f", H {row['every']}" if row["rule"] else "")
+                known = first in axes.get_legend_handles_labels()[1]
+                style = "-" if row["every"] in (1, 10, 20) else "--" if row["every"] < 100 else ":"
+                axes.plot([c[at] for c in row["curve"]], [c[2] for c in row["curve"]], style, color=seen[key],
+                          alpha=0.9, linewidth=1, label=None if known else first)  # fmt: skip
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize="x-small")
+    figure.savefig(output, dpi=90)
 
 
 if __name__ == "__main__":

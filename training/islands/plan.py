@@ -83,7 +83,7 @@ def table(spec: DenseSpec | MoESpec, config: TrainConfig, islands: int, link: st
     lines = [
         f"{islands} islands, {link} each, {layout.size / 1e9:.3g} B numbers; one that comes late takes "
         f"{4 * layout.size / 1e9:.4g} GB in {32 * layout.size / speed:,.0f} s",
-        f"memory: an island's GPUs together {8 * layout.size / 1e9:.4g} GB more than a run's (moments, above), the server "
+        f"memory: an island's GPUs together {8 * layout.size / 1e9:.4g} GB more than a run's (as moments), the server "
         f"{held(own.rule, islands, layout.size) / 1e9:.4g} GB",
         f"{'':28}  {'GB up':>9}  {'GB down':>9}  {'s an exchange':>13}  {'exchanges':>9}  {'GB in all':>10}  "
         f"{'hours':>8}",

@@ -12,6 +12,7 @@ made of them, and what is made is bounded by those bytes and by the model.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from training.islands.sparse import Sparse
 
@@ -35,13 +36,18 @@ def encode(sparse: Sparse, size: int) -> bytes:
     count = torch.searchsorted(index, torch.arange(chunks + 1, device=index.device) << 12).diff()
     dense = count > FEW
     bits = torch.zeros(0, dtype=torch.uint8, device=index.device)
-    if bool(dense.any()):
-        bitmap = torch.zeros(chunks * CHUNK, dtype=torch.uint8, device=index.device)
-        bitmap[index] = 1
-        bits = (bitmap.view(chunks, -1)[dense].view(-1).view(torch.int64) * GATHER >> 56).to(torch.uint8)
-        index = index[torch.repeat_interleave(~dense, count)]
-    place = index & (CHUNK - 1)
-    halves = [part.to(torch.int16).view(torch.uint8) for part in (count, place)]
+    number = int(dense.sum())
+    if number:
+        at, index = index, index[:0]
+        if number < chunks:
+            many = torch.repeat_interleave(dense, count)
+            rows = torch.arange(number, device=at.device) - dense.nonzero().view(-1)
+            at, index = at[many] + torch.repeat_interleave(rows << 12, count[dense]), at[~many]
+        bitmap = torch.zeros(number * CHUNK, dtype=torch.uint8, device=at.device)
+        bitmap[at] = 1
+        bits = (bitmap.view(torch.int64) * GATHER >> 56).to(torch.uint8)
+    place = index.to(torch.int16) & (CHUNK - 1)
+    halves = [part.view(torch.uint8) for part in (count.to(torch.int16), place)]
     values = sparse.value.to(torch.bfloat16).view(torch.uint8)
     head = chunks.to_bytes(4, "little")
     return head + torch.cat([*halves, bits, values]).cpu().numpy().tobytes()
@@ -60,21 +66,30 @@ def decode(data: bytes | memoryview, size: int, device: torch.device | str = "cp
     at_values = at_bits + BITMAP * number
     if len(data) != at_values + 2 * total:
         raise ValueError(f"a message of {len(data)} bytes says that it has {total} numbers, which take other bytes")
-    place = raw[4 + 2 * chunks : at_bits].view(torch.int16).long() & 0xFFFF
+    place = raw[4 + 2 * chunks : at_bits].view(torch.int16)
     bases = torch.arange(chunks, device=raw.device) << 12
-    index = torch.repeat_interleave(bases[~dense], count[~dense], output_size=few) + place
-    ordered = not few or not bool((place >= CHUNK).any() | (index.diff() <= 0).any())
-    if number and ordered:
+    index = torch.repeat_interleave(bases[~dense], count[~dense], output_size=few)
+    index += place
+    ordered = bool(((place >= 0) & (place < CHUNK)).all() & (index[1:] > index[:-1]).all())
+    if number:
         shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
-        bitmap = torch.zeros(chunks, CHUNK, dtype=torch.uint8, device=raw.device)
-        bitmap[dense] = (raw[at_bits:at_values, None] >> shifts & 1).view(number, CHUNK)
-        if bool((bitmap.sum(1)[dense] != count[dense]).any()):
+        there = (raw[at_bits:at_values, None] >> shifts & 1).view(-1).nonzero().view(-1)
+        rows = torch.arange(number + 1, device=raw.device) << 12
+        if bool((torch.searchsorted(there, rows).diff() != count[dense]).any()):
             raise ValueError("a message's bitmaps hold other counts than it says")
-        bitmap.view(-1)[index] = 1
-        index = bitmap.view(-1).nonzero().view(-1)
+        if number < chunks:
+            there += torch.repeat_interleave(bases[dense] - rows[:-1], count[dense], output_size=total - few)
+        index = mixed(torch.repeat_interleave(dense, count, output_size=total), there, index) if few else there
     if not ordered or (total and int(index[-1]) >= size):
         raise ValueError("a message's places are not in order, or beyond the model")
     value = raw[at_values:].view(torch.bfloat16).float()
     if not bool(value.isfinite().all()):
         raise ValueError("a message has numbers that are not finite")
     return Sparse(index, value)
+
+
+def mixed(which: Tensor, there: Tensor, elsewhere: Tensor) -> Tensor:
+    """In order of place: `there` where `which` is true, and what is elsewhere in between."""
+    found = there.new_empty(len(which))
+    found[which], found[~which] = there, elsewhere
+    return found
