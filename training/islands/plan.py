@@ -22,6 +22,7 @@ from training.model.lora import attach
 from training.optim import learning
 from upcycle.spec import DenseSpec, MoESpec
 
+EVERYTHING = 41  # bytes a number that an exchange of all numbers took at its highest, measured on an island of 140 M
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
@@ -84,7 +85,8 @@ def table(spec: DenseSpec | MoESpec, config: TrainConfig, islands: int, link: st
         f"{islands} islands, {link} each, {layout.size / 1e9:.3g} B numbers; one that comes late takes "
         f"{4 * layout.size / 1e9:.4g} GB in {32 * layout.size / speed:,.0f} s",
         f"memory: an island's GPUs together {8 * layout.size / 1e9:.4g} GB more than a run's (as moments), the server "
-        f"{held(own.rule, islands, layout.size) / 1e9:.4g} GB",
+        f"{held(own.rule, islands, layout.size) / 1e9:.4g} GB; while everything is exchanged, as at the end, the "
+        f"hosts of both about {EVERYTHING * layout.size / 1e9:.4g} GB more",
         f"{'':28}  {'GB up':>9}  {'GB down':>9}  {'s an exchange':>13}  {'exchanges':>9}  {'GB in all':>10}  "
         f"{'hours':>8}",
     ]
