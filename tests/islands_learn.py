@@ -341,9 +341,9 @@ def run(runner: Runner, arm: Arm) -> dict[str, Any]:
 ARMS = (
     Arm("error feedback, 12 %", every=10, share=0.12, answer=0.12, gain=0.5),
     Arm("one big run", rule="", every=1),
-    Arm("DiLoCo", rule="diloco"),
+    Arm("DiLoCo", rule="diloco", answer=0.0),
     Arm("error feedback, 1.4 %", every=10, share=0.014, answer=0.014, gain=0.5),
-    Arm("dense, asynchronous", rule="dense", every=10),
+    Arm("dense, asynchronous", rule="dense", every=10, answer=0.0),
     Arm("DGS (m = 0.5), 12 %", every=10, share=0.12, answer=0.12, momentum=0.5, gain=0.5),
 )
 
@@ -519,7 +519,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
-    """Held-out loss by steps, and by seconds over the slowest link; of copies, each arm's best rate, all seeds."""
+    """Held-out loss of copies: by steps, at each arm's best rate; and by seconds over the slowest link."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -535,8 +535,12 @@ def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
         axes.set_ylabel("held-out loss")
         seen: dict[tuple[str, int], str] = {}
         for row in rows:
-            fits = "error" not in row and row["model"] == "copies" and tuned.get(row["name"]) == row["peak"]
-            if fits and (row["link"] == link and row["seconds"] if link else not row["seconds"]):
+            of_panel = (
+                row["link"] == link and row["seconds"]
+                if link
+                else not row["seconds"] and tuned[row["name"]] == row["peak"]
+            )
+            if "error" not in row and row["model"] == "copies" and of_panel:
                 key = (row["name"], row["every"])
                 seen.setdefault(key, COLORS[list(tuned).index(row["name"]) % len(COLORS)])
                 first = row["name"] + (f", H {row['every']}" if row["rule"] else "")
