@@ -1,68 +1,178 @@
-"""Do islands learn? A tiny MoE on Python's own source, four islands of unequal speed, simulated clock and link.
+"""Do islands learn? A small MoE, four islands of unequal speed, simulated clock and links.
 
-    python -m tests.islands_learn --seeds 0 1 2
+    python -m tests.islands_learn base FOLDER tokens=/data/tok                           a dense model, from nothing
+    python -m tests.islands_learn arms FOLDER tokens=/data/tok seeds=0,1,2 workers=4     tunes, then runs; appends to FOLDER/rows.jsonl
+    python -m tests.islands_learn table FOLDER/rows.jsonl [plot=curves.png]              what docs/islands.md has
 
-Steps are real (AdamW), and so are the rules and the bytes of every message; only time is counted, not waited for: a step
-takes 1 : 1.07 : 1.21 : 1.9 by island, and a byte as long as it would for a model of 1 B parameters whose step takes 1 s.
-Prints the table of docs/islands.md.
+Steps are real (the trainer's own: upcycled as it is loaded, AdamW, clipping, balance), and so are the rules of push and
+pull and every message's bytes. Only time is counted instead of waited for, in one process: events (an island has made its
+steps; its push has come to the server) are handled in the order of a virtual clock. A step takes 1 : 1.07 : 1.21 : 1.9
+seconds by island; a message takes as long as it would of a model of 1 B numbers, each island over a link of its own. That
+is about the ratio of an island with one H100 and steps of 65,000 tokens.
+
+A run ends after so many steps of all islands together (equal tokens) or at a time (equal seconds), and its learning rate
+falls towards that end.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import math
-import os
-from dataclasses import dataclass
+import itertools
+import json
+import queue
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
+from safetensors.torch import save_file
 from torch import Tensor
 
-from training.checkpoint.layout import initialise
+from training import build
+from training.checkpoint import layout
+from training.config import TrainConfig
+from training.data.mixture import DataConfig
+from training.data.open import check_tokens, open_training, open_validation
 from training.islands import wire
-from training.islands.places import Layout, share_of
-from training.islands.rules import dense, dgs, diloco
+from training.islands.config import IslandsConfig
+from training.islands.island import OTHER, Island
+from training.islands.places import Layout
 from training.islands.sparse import Sparse
-from training.model.decoder import Decoder
-from training.optim import OptimConfig, Optimizer
-from upcycle.spec import DenseSpec, MoESpec
+from training.observe.plots import COLORS
+from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.schedule import ScheduleConfig, schedule
+from training.step import train_step, validate
+from upcycle import plugin
+from upcycle.config import build as built
 
 SPEEDS = (1.0, 1.07, 1.21, 1.9)
-EVERY, LENGTH, BATCH, PEAK = 20, 64, 8, 2e-3
+NUMBERS = 1e9  # of the model whose seconds are told
 LINKS = (1e8, 1e9, 1e10)
-PARAMETERS = 1e9  # of the model whose seconds are told
-DENSE = DenseSpec(family="llama", layers=2, hidden=48, ffn=96, heads=4, kv_heads=2, head_dim=12, vocab=256, context=64)
-MOE = MoESpec(dense=DENSE, layers=(0, 1), widths=(96,) * 8, top_k=2, copies=8)
+FINE = 1000  # parts of a run that the learning rate knows
 
 
-def text() -> tuple[Tensor, Tensor]:
-    """(training, held out), bytes of other files."""
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-    parts = [b"".join(f.read_bytes() for f in files if (hash_of(f.name) % 10 == 0) == held) for held in (False, True)]
-    train, held = (torch.frombuffer(bytearray(part), dtype=torch.uint8).long() for part in parts)
-    return train, held
+@dataclass(frozen=True)
+class Size:
+    """Of everything: the model, its data, and how long it learns."""
+
+    hidden: int = 384
+    layers: int = 4
+    ffn: int = 1024
+    every: int = 2  # layer that is upcycled
+    copies: int = 8
+    sequence: int = 128
+    batch: int = 8  # sequences of an island's step
+    steps: int = 800  # of all islands together
+    base: int = 600  # of the dense model, of 8 such batches each
+    held: int = 12000  # tokens of each held-out set
+    vocab: int = 49152
+    train: str = "encyclopedia,techdocs"  # folders in `tokens`
+    valid: str = "encyclopedia-val,techdocs-val"
+    compute: str = "bfloat16"
 
 
-def hash_of(name: str) -> int:
-    return sum(ord(c) * (i + 1) for i, c in enumerate(name))
+SMALL = Size(
+    hidden=32, layers=2, ffn=64, every=1, copies=4, sequence=64, steps=160, base=30, held=2000, compute="float32"
+)
 
 
-class Learner:
-    def __init__(self, start: dict[str, Tensor], spec: DenseSpec | MoESpec, seed: int) -> None:
-        self.model = Decoder(spec, experts="grouped")
-        self.model.load_state_dict(start, strict=False)
-        self.optimizer = Optimizer(OptimConfig(weight_decay=0.0, beta2=0.99), self.model.named_parameters())
-        self.draw = torch.Generator().manual_seed(seed)
-        self.named = dict(sorted(self.model.named_parameters()))
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    rule: str = "dgs"  # "": one big run
+    model: str = "copies"  # copies | groups
+    seed: int = 0
+    every: int = 20
+    share: float = 0.014
+    answer: float = 0.014
+    momentum: float = 0.0
+    keep: bool = True
+    gain: float = 0.0
+    peak: float = 6e-4
+    link: float = 1e9
+    seconds: float = 0.0  # 0: ends after the size's steps
 
-    def step(self, data: Tensor, lr: float, batch: int = BATCH) -> None:
-        at = torch.randint(len(data) - LENGTH - 1, (batch,), generator=self.draw)[:, None] + torch.arange(LENGTH)
-        (self.model.loss(data[at], data[at + 1]) / at.numel()).backward()
-        self.optimizer.clip()
-        self.optimizer.step(lr)
-        self.optimizer.zero_grad(set_to_none=True)
+
+class Runner:
+    """What all arms of a process share: the held-out text, the model as it is upcycled, and where they compute."""
+
+    def __init__(self, size: Size, tokens: Path, folder: Path, device: str) -> None:
+        self.size, self.tokens, self.folder, self.device = size, tokens, folder, torch.device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # Triton's kernels go to the current one
+        self.mesh = ParallelMesh(MeshConfig(), device_type=self.device.type)
+
+    def config(self, model: dict[str, Any], batch: int, seed: int) -> TrainConfig:
+        data = {
+            "train": [str(self.tokens / name) for name in self.size.train.split(",")],
+            "valid": [{"path": str(self.tokens / name), "tokens": self.size.held} for name in self.size.valid.split(",")],
+            "sequence": self.size.sequence, "seed": seed, "mask_documents": False,
+        }  # fmt: skip
+        given = {
+            "model": {"compute": self.size.compute, **model}, "data": data, "batch": batch, "micro_batch": self.size.batch,
+            "optim": {"weight_decay": 0.0}, "seed": seed, "device": self.device.type,
+        }  # fmt: skip
+        found: TrainConfig = built(TrainConfig, given, "")
+        return found
+
+    def moe(self, arm: Arm) -> dict[str, Any]:
+        """Copies of whole FFNs, or of their halves: as many numbers, and as many at work."""
+        more = {"experts": self.size.copies, "top_k": 2}
+        if arm.model == "groups":
+            more = {"experts": self.size.copies, "granularity": 2, "top_k": 4, "method": "virtual_group",
+                    "router": {"init": {"name": "virtual_group"}}}  # fmt: skip
+        layers = f"every:{self.size.every}" if self.size.every > 1 else "all"
+        return {
+            "upcycle": {
+                "source": str(self.folder / "dense"),
+                "target": "upcycled",
+                "layers": layers,
+                "seed": arm.seed,
+                **more,
+            }
+        }
+
+    def learner(self, config: TrainConfig) -> tuple[build.Learner, layout.Origin]:
+        with build.source(config) as origin:
+            layers = range(origin.dense.layers)
+            model = build.divided(config, origin, self.mesh, layers, self.device)
+            if config.model.random:
+                layout.initialise(model, config.seed)
+            else:
+                layout.load(model, origin)
+            return build.learner(config, [model], self.mesh, self.device), origin
+
+    def loss(self, learner: build.Learner) -> float:
+        """Mean over the held-out sets."""
+        config = replace(learner.config, batch=32, micro_batch=32)
+        valid = open_validation(config.data, learner.model.dense.vocab)
+        found = validate(replace(learner, config=config), valid, lambda: None)
+        return statistics.fmean(found[f"valid/{name}/loss"] for name in self.size.valid.split(","))
+
+
+class One:
+    """A learner with its own order of samples, and its weights as one vector."""
+
+    def __init__(self, runner: Runner, config: TrainConfig, number: int) -> None:
+        self.learner, self.origin = runner.learner(config)
+        data: DataConfig = replace(config.data, seed=config.data.seed + OTHER * number)
+        self.samples, self.cursor = open_training(data, self.origin.dense.vocab), 0
+        self.named = dict(sorted((n, p) for n, p in self.learner.model.named_parameters() if p.requires_grad))
+
+    def step(self, rate: float) -> None:
+        config = self.learner.config
+        batches = []
+        for _ in range(config.batch // config.micro_batch):
+            batches.append(self.samples.batch(self.cursor, config.micro_batch))
+            self.cursor += config.micro_batch
+        train_step(self.learner, batches, rate)
 
     @torch.no_grad()
     def vector(self) -> Tensor:
@@ -75,144 +185,372 @@ class Learner:
             p.copy_(x[at : at + p.numel()].view_as(p))
             at += p.numel()
 
-    @torch.no_grad()
-    def loss(self, data: Tensor) -> float:
-        at = torch.arange(0, 200 * LENGTH, LENGTH)[:, None] + torch.arange(LENGTH)
-        return float(self.model.loss(data[at], data[at + 1])) / at.numel()
+
+def rates(arm: Arm) -> Any:
+    config = ScheduleConfig(peak=arm.peak, final=arm.peak / 10, warmup=FINE // 20)
+    rate = schedule(config, FINE)
+    return lambda share: rate(min(int(share * FINE), FINE - 1))
 
 
-def upcycled(seed: int, data: Tensor, steps: int) -> dict[str, Tensor]:
-    """Eight copies of each FFN of a dense model that has learned for some steps."""
-    learner = Learner(initialise(Decoder(DENSE), seed).state_dict(), DENSE, seed)
-    for step in range(steps):
-        learner.step(data, PEAK * min(1.0, (step + 1) / 20))
-    found = dict(learner.model.state_dict())
-    for i in range(DENSE.layers):
-        ffn = f"layers.{i}.ffn."
-        gate, up, down = (found.pop(f"{ffn}{name}.weight") for name in ("gate", "up", "down"))
-        found[f"{ffn}experts.up"] = torch.stack([gate, up])[None].repeat(8, 1, 1, 1)
-        found[f"{ffn}experts.down"] = down[None].repeat(8, 1, 1)
-        draw = torch.Generator().manual_seed(seed + i)
-        found[f"{ffn}router.weight"] = 0.02 * torch.randn(8, DENSE.hidden, generator=draw)
+def whole(runner: Runner, arm: Arm) -> dict[str, Any]:
+    """One run over all islands: each step waits for the slowest, and sums dense bfloat16 gradients."""
+    size = runner.size
+    one = One(runner, runner.config(runner.moe(arm), size.batch * len(SPEEDS), arm.seed), 0)
+    a_step = {link: max(SPEEDS) + 2 * 16 * NUMBERS / link for link in LINKS}
+    count = int(arm.seconds / a_step[arm.link]) if arm.seconds else size.steps // len(SPEEDS)
+    rate, curve = rates(arm), []
+    for step in range(count):
+        if step % max(count // 8, 1) == 0:
+            curve.append([step * len(SPEEDS), step * a_step[arm.link], runner.loss(one.learner)])
+        one.step(rate(step / count))
+    final = runner.loss(one.learner)
+    curve.append([count * len(SPEEDS), count * a_step[arm.link], final])
+    dense = 2.0 * len(one.vector())
+    return {"loss": final, "flushed": final, "up": dense, "down": dense, "dense": dense, "exchanges": count,
+            "steps": count * len(SPEEDS), "clock": count * a_step[arm.link], "curve": curve}  # fmt: skip
+
+
+class Islands:
+    """Events in the order of a virtual clock. An island's end of an exchange is made when its steps are, the server's
+    when the push has come to it."""
+
+    def __init__(self, runner: Runner, arm: Arm) -> None:
+        self.runner, self.arm = runner, arm
+        config = runner.config(runner.moe(arm), runner.size.batch, arm.seed)
+        self.ones = [One(runner, config, k) for k in range(len(SPEEDS))]
+        model = self.ones[0].learner.model
+        self.rule = plugin.load("training.islands.rules", arm.rule)
+        self.keeps = self.rule.KEEPS and arm.keep
+        self.layout = Layout({name: tuple(p.shape) for name, p in self.ones[0].named.items()})
+        start = self.ones[0].vector()
+        self.pull = self.rule.Pull(start, self.layout.top(arm.answer) if arm.answer else None, 2**-16)
+        self.unsent = [torch.zeros_like(start) for _ in SPEEDS]
+        self.gain = arm.gain or self.rule.gain(len(SPEEDS))
+        moe = model.moe
+        assert moe is not None
+        keys = IslandsConfig(rule=arm.rule, share=arm.share, every=arm.every)
+        # what island.py decides of experts' shares, by their tokens
+        self.shares = [
+            SimpleNamespace(config=keys, rule=self.rule, layers=list(moe.layers),
+                            ages=torch.zeros(len(moe.layers), moe.experts, dtype=torch.int64)) for _ in SPEEDS
+        ]  # fmt: skip
+        self.up: list[int] = []
+        self.down: list[int] = []
+        self.done, self.pushes, self.stale, self.seen = 0, 0, list[int](), [0] * len(SPEEDS)
+
+    def begin(self, k: int) -> Tensor:
+        has: Tensor = self.pull.has[k]
+        return has - self.unsent[k] if self.keeps else has
+
+    def seconds(self, data: bytes) -> float:
+        return len(data) * NUMBERS / self.layout.size * 8 / self.arm.link
+
+    def steps(self, k: int, share: float, rate: Any) -> bytes:
+        """Makes an island's steps and its push."""
+        one, arm = self.ones[k], self.arm
+        begin = self.begin(k)
+        one.fill(begin)
+        for _ in range(arm.every):
+            one.step(rate(share))
+            self.done += 1
+        delta = self.gain * (begin - one.vector())
+        load = one.learner.balance.load
+        of_experts = Island.shares(self.shares[k], load.since_NE.cpu())  # type: ignore[arg-type]
+        load.since_NE.zero_()
+        data = wire.encode(self.sent(k, delta, of_experts), self.layout.size)
+        self.up.append(len(data))
+        return data
+
+    def sent(self, k: int, delta: Tensor, of_experts: Tensor | None) -> Sparse:
+        found = []
+        for place in self.layout.places.values():
+            part = slice(place.first, place.last)
+            rows = place.segments
+            like: Any = SimpleNamespace(place=place, rows=rows, has=delta[part], box=[(0, n) for n in place.shape])
+            counts = Island.counts(self.shares[k], like, of_experts, of_experts is None)  # type: ignore[arg-type]
+            momentum = 0.0 if of_experts is None or self.arm.rule != "dgs" else self.arm.momentum
+            push = self.rule.Push(self.unsent[k][part].view(rows, -1), momentum)
+            sent = push.push(delta[part].view(rows, -1), counts)
+            found.append((sent.index + place.first, sent.value))
+        return Sparse(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def take(self, k: int, data: bytes) -> None:
+        self.pull.push(k, wire.decode(data, self.layout.size, self.runner.device))
+        self.stale.append(self.pushes - self.seen[k])
+        self.pushes += 1
+
+    def loss(self) -> float:
+        self.ones[0].fill(self.pull.model)  # its own weights are written anew before its next steps
+        return self.runner.loss(self.ones[0].learner)
+
+    def run(self) -> dict[str, Any]:
+        arm, steps = self.arm, self.runner.size.steps
+        for k in range(len(SPEEDS)):
+            self.pull.join(k)
+        number = itertools.count()
+        events = [(arm.every * speed, next(number), k, b"") for k, speed in enumerate(SPEEDS)]
+        waiting: list[int] = []
+        rate, curve, now = rates(arm), [], 0.0
+        while events:
+            now, _, k, data = heapq.heappop(events)
+            if arm.seconds and now > arm.seconds:
+                now = arm.seconds
+                break
+            share = now / arm.seconds if arm.seconds else self.done / steps
+            if share >= len(curve) / 8:
+                curve.append([self.done, now, self.loss()])
+            if not data:
+                if arm.seconds or self.done < steps:
+                    data = self.steps(k, share, rate)
+                    heapq.heappush(events, (now + self.seconds(data), next(number), k, data))
+                continue
+            self.take(k, data)
+            waiting.append(k)
+            for i in [i for i in waiting if i not in getattr(self.pull, "pushed", ())]:
+                waiting.remove(i)
+                answer = wire.encode(self.pull.pull(i), self.layout.size)
+                self.down.append(len(answer))
+                self.seen[i] = self.pushes
+                heapq.heappush(events, (now + self.seconds(answer) + arm.every * SPEEDS[i], next(number), i, b""))
+        final = self.loss()
+        curve.append([self.done, now, final])
+        norm = [float(torch.linalg.vector_norm(x)) for x in (*self.unsent, self.pull.model)]
+        flushed = final
+        if self.keeps:  # what the last exchange of a run does: everything, on both sides
+            for k in range(len(SPEEDS)):
+                rest = self.sent(k, torch.zeros_like(self.unsent[k]), None)
+                self.pull.push(k, rest)
+            flushed = self.loss()
+        return {
+            "loss": final, "flushed": flushed, "up": statistics.fmean(self.up or [0]), "down": statistics.fmean(self.down or [0]),
+            "dense": 2.0 * self.layout.size, "exchanges": len(self.up), "steps": self.done, "clock": now,
+            "stale": statistics.fmean(self.stale or [0]), "unsent": statistics.fmean(norm[:-1]) / norm[-1], "curve": curve,
+        }  # fmt: skip
+
+
+def run(runner: Runner, arm: Arm) -> dict[str, Any]:
+    began = time.monotonic()
+    torch.manual_seed(arm.seed)
+    found = Islands(runner, arm).run() if arm.rule else whole(runner, arm)
+    return {**asdict(arm), **found, "wall": time.monotonic() - began}
+
+
+# ---- what is run
+
+
+ARMS = (
+    Arm("error feedback, 12 %", every=10, share=0.12, answer=0.12, gain=0.5),
+    Arm("one big run", rule="", every=1),
+    Arm("DiLoCo", rule="diloco", answer=0.0),
+    Arm("error feedback, 1.4 %", every=10, share=0.014, answer=0.014, gain=0.5),
+    Arm("dense, asynchronous", rule="dense", every=10, answer=0.0),
+    Arm("DGS (m = 0.5), 12 %", every=10, share=0.12, answer=0.12, momentum=0.5, gain=0.5),
+)
+
+
+def tuning(peaks: Sequence[float], seed: int) -> list[Arm]:
+    """Which learning rate is best for each arm, is asked of one seed of copies."""
+    return [replace(arm, peak=peak, seed=seed) for peak in peaks for arm in ARMS]
+
+
+def best(rows: Sequence[dict[str, Any]]) -> list[Arm]:
+    found = []
+    for arm in ARMS:
+        own = [row for row in rows if row["name"] == arm.name and "error" not in row]
+        if own:
+            found.append(replace(arm, peak=min(own, key=lambda row: row["flushed"])["peak"]))
     return found
 
 
-@dataclass
-class Arm:
-    rule: Any
-    share: float = 1.0
-    momentum: float = 0.0
-    keep: bool = True
-    answer: float = 0.0
-    gain: float = 0.0
+def following(tuned: Sequence[Arm], seeds: Sequence[int], steps: int) -> list[Arm]:
+    """All else, those that matter most first."""
+    ideal = steps / sum(1 / speed for speed in SPEEDS)  # that islands take for the steps if messages take no time
+    found = [replace(arm, seed=seed) for seed in seeds[1:] for arm in tuned]
+    found += [replace(arm, model="groups", seed=seeds[0]) for arm in tuned]
+    for link, times in zip(LINKS, (4, 1, 1), strict=True):  # where messages are slow a round of dense ones takes longer
+        found += [replace(arm, link=link, seconds=times * ideal, seed=seeds[0]) for arm in tuned]
+        if times > 1:  # and they had better be few
+            found += [
+                replace(arm, link=link, seconds=times * ideal, seed=seeds[0], every=every)
+                for arm in tuned
+                for every in {"diloco": (50, 100), "dgs": (40,)}.get(arm.rule, ())
+            ]
+    return found + [replace(arm, model="groups", seed=seed) for seed in seeds[1:] for arm in tuned]
 
 
-ARMS = {
-    "DiLoCo": Arm(diloco, keep=False),
-    "dense, asynchronous": Arm(dense, keep=False),
-    "error feedback, 5 %": Arm(dgs, 0.05),
-    "error feedback, 2 %": Arm(dgs, 0.02),
-    "error feedback, 1 %": Arm(dgs, 0.01),
-    "error feedback, 5 % both ways": Arm(dgs, 0.05, answer=0.05),
-    "DGS (m = 0.5), 5 %": Arm(dgs, 0.05, 0.5),
-    "DGS as published (residual handed back), 5 %": Arm(dgs, 0.05, 0.5, keep=False),
-}
+def work(place: int, size: Size, tokens: Path, folder: Path, device: str, arms: Any, rows: Any) -> None:
+    torch.set_num_threads(1)
+    while not (folder / "dense" / "config.json").exists():
+        time.sleep(0.2)
+    runner = Runner(size, tokens, folder, device)
+    while (arm := arms.get()) is not None:
+        try:
+            rows.put(run(runner, arm))
+        except Exception as error:  # one arm that fails is told, and the others go on
+            rows.put({**asdict(arm), "error": repr(error)[:500]})
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()
 
 
-def rate(done: int, steps: int) -> float:
-    return PEAK * min(1.0, (done + 1) / 80) * (0.55 + 0.45 * math.cos(math.pi * min(done / steps, 1.0)))
+def base(runner: Runner) -> None:
+    """A dense model of this size, trained from nothing, as a checkpoint."""
+    size, shape = runner.size, runner.folder / "shape"
+    shape.mkdir(parents=True, exist_ok=True)
+    heads = max(size.hidden // 64, 2)
+    settings = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": size.hidden,
+        "intermediate_size": size.ffn, "num_hidden_layers": size.layers, "num_attention_heads": heads,
+        "num_key_value_heads": heads, "head_dim": size.hidden // heads, "vocab_size": size.vocab, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1024, "tie_word_embeddings": True, "hidden_act": "silu", "bos_token_id": 0,
+        "eos_token_id": 0, "dtype": "float32", "rope_theta": 10000.0,
+    }  # fmt: skip
+    (shape / "config.json").write_text(json.dumps(settings))
+    wide, square = (size.ffn, size.hidden), (size.hidden, size.hidden)
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(size.vocab, size.hidden),
+        "model.norm.weight": torch.ones(size.hidden),
+    }
+    for layer in range(size.layers):
+        of = f"model.layers.{layer}."
+        tensors |= {f"{of}self_attn.{name}_proj.weight": torch.zeros(square) for name in "qkvo"}
+        tensors |= {f"{of}mlp.{name}_proj.weight": torch.zeros(wide) for name in ("gate", "up")}
+        tensors[f"{of}mlp.down_proj.weight"] = torch.zeros(wide[::-1])
+        tensors |= {f"{of}{name}_layernorm.weight": torch.ones(size.hidden) for name in ("input", "post_attention")}
+    save_file(tensors, shape / "model.safetensors")  # of which only the shapes are used
+    config = runner.config({"source": str(shape), "random": True}, 8 * size.batch, 0)
+    config = replace(config, micro_batch=config.batch)
+    one = One(runner, config, number=99)
+    rate = rates(Arm("", peak=1e-3))
+    for step in range(size.base):
+        one.step(rate(step / size.base))
+    print(f"dense: {len(one.vector()):,} numbers, held-out loss {runner.loss(one.learner):.4f}", flush=True)
+    layout.export(one.learner.model, one.origin, runner.folder / "dense", mesh=runner.mesh)
 
 
-def run(arm: Arm, start: dict[str, Tensor], train: Tensor, held: Tensor, steps: int, seed: int) -> dict[str, Any]:
-    islands = [Learner(start, MOE, 1000 * seed + k) for k in range(len(SPEEDS))]
-    layout = Layout({name: tuple(p.shape) for name, p in islands[0].named.items()})
-    pull = arm.rule.Pull(islands[0].vector(), layout.top(arm.answer) if arm.answer else None, 2**-16)
-    unsent = [torch.zeros(layout.size) for _ in islands]
-    gain = arm.gain or arm.rule.gain(len(islands))
-    up = down = exchanges = done = 0
-    clock = dict.fromkeys(LINKS, 0.0)
-    busy = {link: [0.0] * len(islands) for link in LINKS}
-    for k in range(len(islands)):
-        pull.join(k)
-    heap = [(EVERY * SPEEDS[k], k) for k in range(len(islands))]
-    heapq.heapify(heap)
-    waiting: list[tuple[int, float]] = []
-    while done < steps:
-        now, k = heapq.heappop(heap)
-        learner, kept = islands[k], unsent[k]
-        begin = pull.has[k] - kept if arm.keep else pull.has[k]
-        learner.fill(begin)
-        for _ in range(EVERY):
-            learner.step(train, rate(done, steps))
-            done += 1
-        delta = gain * (begin - learner.vector())
-        found = []
-        for place in layout.places.values():
-            part = slice(place.first, place.last)
-            push = arm.rule.Push(kept[part].view(place.segments, -1), arm.momentum)
-            width = place.size // place.segments
-            count = width if place.dense or arm.share == 1 else share_of(width, arm.share)
-            sent = push.push(delta[part].view(place.segments, -1), [count] * place.segments)
-            found.append((sent.index + place.first, sent.value))
-        message = Sparse(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-        up += len(wire.encode(message, layout.size))
-        pull.push(k, message)
-        exchanges += 1
-        waiting.append((k, now))
-        ready = [(i, at) for i, at in waiting if i not in getattr(pull, "pushed", ())]
-        last = max(at for _, at in waiting)
-        for i, at in ready:
-            told = pull.pull(i)
-            size = len(wire.encode(told, layout.size))
-            down += size
-            for link in LINKS:
-                moved = (size + up / exchanges) * 8 * PARAMETERS / layout.size / link
-                begun = last if len(ready) > 1 else at
-                busy[link][i] += EVERY * SPEEDS[i] + moved + (begun - at)
-            heapq.heappush(heap, ((last if len(ready) > 1 else at) + EVERY * SPEEDS[i], i))
-        waiting = [pair for pair in waiting if pair not in ready]
-    for link in LINKS:
-        clock[link] = max(busy[link])
-    islands[0].fill(pull.model)
-    return {"loss": islands[0].loss(held), "up": up / done, "down": down / done, "clock": clock, "size": layout.size}
-
-
-def whole(start: dict[str, Tensor], train: Tensor, held: Tensor, steps: int, seed: int) -> dict[str, Any]:
-    """One run over all islands: every step waits for the slowest, and sums dense gradients in bfloat16."""
-    learner = Learner(start, MOE, 1000 * seed)
-    count = steps // len(SPEEDS)
-    for step in range(count):
-        learner.step(train, rate(len(SPEEDS) * step, steps), BATCH * len(SPEEDS))
-    size = learner.vector().numel()
-    clock = {link: count * (max(SPEEDS) + 2 * 16 * PARAMETERS / link) for link in LINKS}
-    return {"loss": learner.loss(held), "up": 2.0 * size, "down": 2.0 * size, "clock": clock, "size": size}
+@contextmanager
+def workers(count: int, devices: Sequence[str], size: Size, tokens: Path, folder: Path) -> Iterator[tuple[Any, Any]]:
+    context = mp.get_context("spawn")
+    arms, rows = context.Queue(), context.Queue()
+    jobs = [
+        context.Process(target=work, args=(i, size, tokens, folder, devices[i % len(devices)], arms, rows), daemon=True)
+        for i in range(count)
+    ]
+    for job in jobs:
+        job.start()
+    try:
+        yield arms, rows
+    finally:
+        for job in jobs:
+            job.terminate()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=960, help="of all islands together")
-    parser.add_argument("--dense", type=int, default=300, help="steps before it is upcycled")
-    words = parser.parse_args()
-    train, held = text()
-    found: dict[str, list[dict[str, Any]]] = {}
-    for seed in words.seeds:
-        start = upcycled(seed, train, words.dense)
-        print(f"seed {seed}: starts at {Learner(start, MOE, 0).loss(held):.4f}", flush=True)
-        found.setdefault("one big run", []).append(whole(start, train, held, words.steps, seed))
-        for name, arm in ARMS.items():
-            found.setdefault(name, []).append(run(arm, start, train, held, words.steps, seed))
-            print(name, found[name][-1], flush=True)
-    print(
-        "| | held-out loss, mean (min-max) | up, % of dense | down, % | seconds at 0.1, 1, 10 Gb/s |\n|---|---|---|---|---|"
-    )
-    for name, runs in found.items():
+    command, place, *rest = sys.argv[1:]
+    words = dict(word.split("=", 1) for word in rest)
+    if command == "table":
+        found = [json.loads(line) for line in Path(place).read_text().splitlines()]
+        print(table(found))
+        if "plot" in words:
+            plot(found, Path(words["plot"]))
+        return
+    folder, tokens = Path(place), Path(words.pop("tokens"))
+    folder.mkdir(parents=True, exist_ok=True)
+    began, limit = time.monotonic(), float(words.pop("limit", "1e9"))
+    seeds = [int(seed) for seed in words.pop("seeds", "0").split(",")]
+    peaks = [float(peak) for peak in words.pop("peaks", "1.5e-4,4e-4,1e-3").split(",")]
+    count = int(words.pop("workers", "1"))
+    devices = words.pop("devices", "cpu").split(",")
+    size = SMALL if words.pop("size", "") == "small" else Size()
+    kinds = {field.name: type(getattr(size, field.name)) for field in fields(size)}
+    size = replace(size, **{key: kinds[key](value) for key, value in words.items()})
+    check_tokens(Runner(size, tokens, folder, "cpu").config({"source": "x"}, size.batch, 0).data)
+    if command == "base":
+        base(Runner(size, tokens, folder, devices[0]))
+        return
+    with workers(count, devices, size, tokens, folder) as (arms, rows), open(folder / "rows.jsonl", "a") as file:
+        asked = tuning(peaks, seeds[0])
+        for arm in asked:
+            arms.put(arm)
+        if not (folder / "dense" / "config.json").exists():
+            base(Runner(size, tokens, folder, devices[0]))
+        every: list[dict[str, Any]] = []
+        more = False
+        while len(every) < len(asked) and time.monotonic() - began < limit:
+            try:
+                row = rows.get(timeout=1.0)
+            except queue.Empty:
+                continue
+            every.append(row)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            said = row.get("error") or f"{row['loss']:.4f} {row['flushed']:.4f}  wall {row['wall']:.0f}"
+            print(f"{time.monotonic() - began:.0f} s  {row['name']}, {row['model']} {row['seed']}, peak {row['peak']:g}, H {row['every']}, "
+                  f"link {row['link']:g} {row['seconds']:.0f}: {said}", flush=True)  # fmt: skip
+            if not more and len(every) == len(asked):
+                more, others = True, following(best(every), seeds, size.steps)
+                asked += others
+                for arm in others:
+                    arms.put(arm)
+    print(f"{len(every)} of {len(asked)} arms in {time.monotonic() - began:.0f} s")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """By model and link: the mean of seeds, and the range."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "error" not in row:
+            key = (row["model"], row["link"] if row["seconds"] else 0, row["name"], row["every"], row["peak"], row["gain"],
+                   row["share"], row["answer"])  # fmt: skip
+            groups.setdefault(key, []).append(row)
+    lines = ["| model, link | arm | loss, mean (min-max) | flushed | up, % of dense | down, % | steps | seconds | wall |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for (model, link, name, every, peak, gain, share, answer), runs in groups.items():
         losses = [r["loss"] for r in runs]
-        mean = {key: sum(r[key] for r in runs) / len(runs) for key in ("up", "down")}
-        seconds = ", ".join(f"{sum(r['clock'][link] for r in runs) / len(runs):,.0f}" for link in LINKS)
-        per = 2 * runs[0]["size"] / 100 / (1 if name == "one big run" else EVERY)
-        print(f"| {name} | {sum(losses) / len(losses):.4f} ({min(losses):.4f}-{max(losses):.4f}) | {mean['up'] / per:.1f} | "
-              f"{mean['down'] / per:.1f} | {seconds} |")  # fmt: skip
+        mean = {
+            k: statistics.fmean(r[k] for r in runs)
+            for k in ("flushed", "up", "down", "dense", "steps", "clock", "wall")
+        }
+        lines.append(
+            f"| {model}, {f'{link / 1e9:g} Gb/s' if link else 'equal tokens'} | {name}, H {every}, {peak:g}, gain {gain:g}, {share:g}/{answer:g} | "
+            f"{statistics.fmean(losses):.4f} ({min(losses):.4f}-{max(losses):.4f}) | {mean['flushed']:.4f} | "
+            f"{100 * mean['up'] / mean['dense']:.1f} | {100 * mean['down'] / mean['dense']:.1f} | {mean['steps']:.0f} | "
+            f"{mean['clock']:.0f} | {mean['wall']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
+    """Held-out loss of copies: by steps, at each arm's best rate; and by seconds over the slowest link."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    tuned = {
+        arm.name: arm.peak
+        for arm in best([row for row in rows if row["model"] == "copies" and not row["seconds"] and not row["seed"]])
+    }
+    panels = (("Equal tokens", "steps of all islands", 0, 0.0), ("0.1 Gb/s", "seconds, counted", 1, LINKS[0]))
+    for number, (title, label, at, link) in enumerate(panels, 1):
+        axes = figure.add_subplot(1, 2, number)
+        axes.set_title(title, loc="left")
+        axes.set_xlabel(label)
+        axes.set_ylabel("held-out loss")
+        seen: dict[tuple[str, int], str] = {}
+        for row in rows:
+            of_panel = (
+                row["link"] == link and row["seconds"]
+                if link
+                else not row["seconds"] and tuned[row["name"]] == row["peak"]
+            )
+            if "error" not in row and row["model"] == "copies" and of_panel:
+                key = (row["name"], row["every"])
+                seen.setdefault(key, COLORS[list(tuned).index(row["name"]) % len(COLORS)])
+                first = row["name"] + (f", H {row['every']}" if row["rule"] else "")
+                known = first in axes.get_legend_handles_labels()[1]
+                style = "-" if row["every"] in (1, 10, 20) else "--" if row["every"] < 100 else ":"
+                axes.plot([c[at] for c in row["curve"]], [c[2] for c in row["curve"]], style, color=seen[key],
+                          alpha=0.9, linewidth=1, label=None if known else first)  # fmt: skip
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize="x-small")
+    figure.savefig(output, dpi=90)
 
 
 if __name__ == "__main__":

@@ -261,6 +261,7 @@ def of_rank(
     buffers = total.resident + 3 * max(each.passing for each, _ in units) + most_summed
     moments = total.kept * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
     moments += total.kept * MASTER * (model.all[-1].average > 0)  # the mean of the last steps' weights
+    moments += total.kept * MASTER * 2 * config.islands.asked  # what the server knows, and what it is not told yet
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
     flight = in_flight(mesh, count, place, len(parts))
     activations = flight * tokens * layers
@@ -599,6 +600,8 @@ def main(words: list[str]) -> int:
     asked, words = split(words)
     card = hardware.read(asked.hardware) if asked.hardware else None
     config = read_config(file, words)
+    if asked.islands:  # memory is that of one of them
+        config = replace(config, islands=replace(config.islands, local=0, join=config.islands.join or "server:29600"))
     with source(config) as origin:
         stages = stages_of(config)
         for stage in stages:

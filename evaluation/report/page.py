@@ -44,6 +44,7 @@ def page(facts: Facts) -> str:
         flips_section(facts),
         loss_section(facts, color),
         trained_section(facts, color),
+        islands_section(facts, color),
         routing_section(facts, color),
         cost_section(facts),
         keys_section(facts),
@@ -328,6 +329,20 @@ def trained_section(facts: Facts, color: Palette) -> str:
         about,
         draw.legend(series) + charts(pictures),
     )
+
+
+def islands_section(facts: Facts, color: Palette) -> str:
+    """What islands have told each other, how old it was, what still waits, and how fast each is."""
+    arm_of = {name: arm for arm, found in facts.arms.items() for name in found.runs}
+    runs = [run for run in facts.runs if run.points(plots.ISLANDS[0][0])[1]]
+    if not runs:
+        return ""
+    pictures = []
+    for key, title, unit in plots.ISLANDS:
+        found = [Curve(run.name, color[arm_of[run.name]], *run.points(key)) for run in runs]
+        pictures.append(draw.curves(title.removeprefix("Islands: ").capitalize(), unit, "tokens", found, y_zero=True))
+    series = {arm_of[run.name]: color[arm_of[run.name]] for run in runs}
+    return draw.section("Islands", "At each exchange with their server.", draw.legend(series) + charts(pictures))
 
 
 def routing_section(facts: Facts, color: Palette) -> str:

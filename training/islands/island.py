@@ -209,7 +209,7 @@ class Island:
         gain = self.config.gain or self.rule.gain(self.islands)
         shares = self.shares(loads)
         sent: list[Sparse] = []
-        for part in self.parts:
+        for part in sorted(self.parts, key=lambda part: part.place.first):
             scale = self.scale(part)
             start = part.has - part.unsent if self.keeps else part.has
             delta = gain * (start - local(part.slot.master).view(-1) / scale)
@@ -338,6 +338,7 @@ class Island:
         """On rank 0, what all ranks send, in order of place."""
         index = torch.cat([each.index for each in sent]) if sent else torch.zeros(0, dtype=torch.int64)
         value = torch.cat([each.value for each in sent]) if sent else torch.zeros(0)
+        sent.clear()  # of a whole model these are the most of the host's memory
         if self.run.control is not None:
             counts = gather(len(index))
             most = max(counts)
@@ -350,6 +351,8 @@ class Island:
             index, value = tables
         if not bool(value.isfinite().all()):
             raise ValueError("this island's weights are not finite; start it anew with a lower schedule.peak")
+        if self.run.control is None:  # parts come in order of place
+            return Sparse(index, value)
         order = index.argsort()
         return Sparse(index[order], value[order])
 

@@ -22,6 +22,7 @@ from training.model.lora import attach
 from training.optim import learning
 from upcycle.spec import DenseSpec, MoESpec
 
+EVERYTHING = 41  # bytes a number that an exchange of all numbers took at its highest, measured on an island of 140 M
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
@@ -66,6 +67,11 @@ def traffic(layout: Layout, config: IslandsConfig, islands: int) -> Traffic:
     return Traffic(up, down)
 
 
+def held(rule: str, islands: int, numbers: int) -> int:
+    """Bytes of the server: the model and what each island has of it; of diloco the outer momentum and a round's sum."""
+    return 4 * numbers * (1 + islands + (2 if rule == "diloco" else 0))
+
+
 def table(spec: DenseSpec | MoESpec, config: TrainConfig, islands: int, link: str) -> str:
     layout, speed = layout_of(spec, config), bits_a_second(link)
     own = config.islands
@@ -76,9 +82,11 @@ def table(spec: DenseSpec | MoESpec, config: TrainConfig, islands: int, link: st
         ("dense, every step", replace(own, rule="dense"), 1),
     ]
     lines = [
-        f"{islands} islands, {link} each, {layout.size / 1e9:.3g} B numbers; the server holds "
-        f"{(1 + islands) * 4 * layout.size / 1e9:.1f} GB, one that comes late takes {4 * layout.size / 1e9:.1f} GB in "
-        f"{32 * layout.size / speed:,.0f} s",
+        f"{islands} islands, {link} each, {layout.size / 1e9:.3g} B numbers; one that comes late takes "
+        f"{4 * layout.size / 1e9:.4g} GB in {32 * layout.size / speed:,.0f} s",
+        f"memory: an island's GPUs together {8 * layout.size / 1e9:.4g} GB more than a run's (as moments), the server "
+        f"{held(own.rule, islands, layout.size) / 1e9:.4g} GB; while everything is exchanged, as at the end, the "
+        f"hosts of both about {EVERYTHING * layout.size / 1e9:.4g} GB more",
         f"{'':28}  {'GB up':>9}  {'GB down':>9}  {'s an exchange':>13}  {'exchanges':>9}  {'GB in all':>10}  "
         f"{'hours':>8}",
     ]

@@ -10,6 +10,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,13 @@ from training.observe import metrics
 
 LAYER = re.compile(r"balance/(\d+)/max_over_mean")
 WHOLE = "balance/whole"
+ISLANDS = (  # what an island logs at its exchanges, and how fast it is: key, title, unit
+    ("islands/bytes_up", "Islands: sent", "bytes, since the process began"),
+    ("islands/bytes_down", "Islands: received", "bytes, since the process began"),
+    ("islands/stale", "Islands: staleness", "pushes of others since the last answer"),
+    ("islands/unsent", "Islands: what waits to be sent", "its norm / the weights'"),
+    ("tokens_per_s", "Islands: speed", "tokens a second"),
+)
 VALID = re.compile(r"valid/(.+)/loss")
 COLORS = (
     "#0072B2",
@@ -60,7 +68,6 @@ class Curves:
         matches = (pattern.fullmatch(key) for row in self.rows for key in row if row[key] is not None)
         return {found[1]: found[0] for found in matches if found}
 
-
     def boundaries(self) -> list[float]:
         """Tokens after which another stage begins."""
         counted = [row for row in self.rows if row.get("tokens") and row.get("stage")]
@@ -98,6 +105,9 @@ def plot(folders: Sequence[Path], output: Path) -> None:
         panels.append(
             ("Choices that are whole FFNs", lambda axes: draw_curves(axes, grouped, WHOLE, "share of tokens"))
         )
+    islands = [run for run in runs if run.points(ISLANDS[0][0])[1]]
+    for key, title, unit in ISLANDS if islands else ():
+        panels.append((title, partial(draw_curves, runs=islands, key=key, label=unit)))
     for run in runs:
         if run.keys(LAYER):
             title = "Load of the fullest expert" + (f" - {run.name}" if len(runs) > 1 else "")

@@ -123,6 +123,21 @@ def test_the_page_says_what_the_numbers_say(tmp_path: Path, all_of_it: list[str]
     assert data["losses"]["at_equal_flops"]["moe"][0]["difference"] == pytest.approx(0.5)
 
 
+def test_the_page_shows_what_islands_told_each_other(tmp_path: Path, all_of_it: list[str]) -> None:
+    folder = log(tmp_path / "island-0", 10.0, {0: 5.0, 10: 4.0, 20: 3.0})
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows[1:], 1):
+        row |= {"islands/bytes_up": 1e6 * number, "islands/bytes_down": 3e6 * number, "islands/stale": 2.0 + number}
+        row |= {"islands/unsent": 0.01, "tokens_per_s": 900.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "At each exchange with their server" not in made(tmp_path, all_of_it)[0]
+    page = made(tmp_path, [all_of_it[2], str(folder)])[0]
+    for picture in ("Sent: island-0 from 1e+06 to 2e+06", "Received: island-0 from 3e+06 to 6e+06",
+                    "Staleness: island-0 from 3 to 4", "What waits to be sent: island-0 from 0.01 to 0.01",
+                    "Speed: island-0 from 900 to 900"):  # fmt: skip
+        assert picture in page, picture
+
+
 def test_the_page_shows_what_runs_logged_of_their_choices(tmp_path: Path, all_of_it: list[str]) -> None:
     assert "Experts in training" not in made(tmp_path, all_of_it)[0]
     folder = log(tmp_path / "routed", 10.0, {0: 5.0, 10: 4.0, 20: 3.0})

@@ -224,7 +224,10 @@ def test_a_terminal_gets_one_line_that_is_written_over(monkeypatch: pytest.Monke
 def test_numbers_as_a_person_reads_them() -> None:
     row = {"step": 7, "loss": 2.5, "tokens_per_s": 12345.6, "mfu": 0.456, "eta_s": 3725, "grad_norm": 0.5, "skipped": 2}
     assert describe(row, 10) == "step 7/10  loss 2.5000  12,346 tok/s  MFU 45.6%  grad 0.5  ETA 1:02:05  skipped 2"
-    assert describe({"step": 7, "balance/whole": 0.9841, "balance/max_over_mean": 2}, 0) == "step 7  load 2.00  whole 98.4%"
+    assert (
+        describe({"step": 7, "balance/whole": 0.9841, "balance/max_over_mean": 2}, 0)
+        == "step 7  load 2.00  whole 98.4%"
+    )
     assert describe({"step": 7, "loss": math.nan, "skipped": 0}, 0) == "step 7  loss nan"
     assert [duration(s) for s in (0, 59.6, 90061)] == ["0:00:00", "0:01:00", "25:01:01"]
 
@@ -364,6 +367,25 @@ def made_up(folder: Path, shift: float, *, moe: bool) -> Path:
     return folder
 
 
+def test_an_island_has_panels_of_its_exchanges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    with Metrics(tmp_path / "island-0", 0, stream=io.StringIO()) as log:
+        for step in (1, 2):
+            told = {f"islands/{name}": float(step) for name in ("bytes_up", "bytes_down", "stale", "unsent")}
+            log.step(step, tokens=64, loss=torch.tensor(3.0), lr=1e-3, **told)
+            log.log(step)
+    plots.plot([tmp_path / "island-0", made_up(tmp_path / "plain", 0, moe=False)], tmp_path / "x.png")
+    panels = {axes.get_title("left"): axes for axes in drawn[0].axes}
+    for _, title, unit in plots.ISLANDS[:4]:
+        assert panels[title].get_ylabel() == unit
+        assert [list(line.get_ydata()) for line in panels[title].get_lines()] == [[1.0, 2.0]], (
+            title
+        )  # none of the other run
+    assert len(panels["Islands: speed"].get_lines()) == 1
+
+
 def test_plots_of_two_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = [made_up(tmp_path / "dense", 0.0, moe=False), made_up(tmp_path / "moe", 0.2, moe=True)]
@@ -379,7 +401,13 @@ def test_a_plot_has_what_the_runs_have(tmp_path: Path, monkeypatch: pytest.Monke
     moe, dense = made_up(tmp_path / "moe", 0.2, moe=True), made_up(tmp_path / "dense", 0, moe=False)
     plots.plot([moe, dense], tmp_path / "x.png")
     titles = [axes.get_title("left") for axes in drawn[0].axes if axes.get_title("left")]
-    assert titles == ["Training loss", "Validation loss", "Learning rate", "Choices that are whole FFNs", "Load of the fullest expert - moe"]
+    assert titles == [
+        "Training loss",
+        "Validation loss",
+        "Learning rate",
+        "Choices that are whole FFNs",
+        "Load of the fullest expert - moe",
+    ]
     train, valid, rate, whole, load, _ = drawn[0].axes
     rows = read(moe)
     raw = train.get_lines()[0]

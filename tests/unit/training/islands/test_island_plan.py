@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from training.build import source
 from training.islands import wire
 from training.islands.config import IslandsConfig
 from training.islands.places import Layout, share_of
-from training.islands.plan import bits_a_second, layout_of, table, traffic
+from training.islands.plan import bits_a_second, held, layout_of, table, traffic
 from training.islands.sparse import Sparse, largest
+from training.plan import memory
+from upcycle import plugin
 
 __all__ = ["place"]  # a fixture
 
@@ -48,6 +51,23 @@ def test_a_table_has_this_config_and_dense_beside_it(place: Path, tmp_path: Path
         said = table(origin.spec, given, 4, "100Mb/s")
         assert layout_of(origin.spec, given).size == 243_008
     assert "dgs, this config" in said and "dense, every step" in said and "4 islands, 100Mb/s each" in said
+
+
+def test_a_plan_has_the_memory_of_island_and_server(place: Path, tmp_path: Path) -> None:
+    """An island keeps two more numbers a parameter, as its optimiser's state says; the server one for all and one each."""
+    given = config(place, tmp_path / "run")
+    island = replace(given, islands=IslandsConfig(join="server:29600"))
+    with source(given) as origin:
+        plain, more = (memory(origin.spec, each, 1) for each in (given, island))
+        assert more.moments - plain.moments == 8 * 243_008 and replace(more, moments=plain.moments) == plain
+        assert "an island's GPUs together 0.001944 GB more" in table(origin.spec, given, 4, "1Gb/s")
+        assert "the server 0.00486 GB; while everything is exchanged, as at the end, the hosts of both about 0.009963 GB" in table(origin.spec, given, 4, "1Gb/s")
+    for rule in ("dgs", "dense", "diloco"):
+        pull = plugin.load("training.islands.rules", rule).Pull(torch.zeros(1000))
+        for k in range(4):
+            pull.join(k)
+        kept = [tensor for name, tensor in pull.state().items() if name != "pushed"]
+        assert held(rule, 4, 1000) == sum(tensor.nbytes for tensor in kept), rule
 
 
 def test_speeds_are_bits_a_second() -> None:

@@ -85,7 +85,7 @@ def joined(place: Path, tmp_path: Path, name: str, port: int, *more: str, steps:
     return config(place, tmp_path / name, *words(tmp_path, f"islands.join=127.0.0.1:{port}", *more), steps=steps)
 
 
-EVERYTHING = ["islands.every=1", "islands.share=1", "optim.weight_decay=1", "balance.bias_rate=0"]
+EVERYTHING = ["islands.every=1", "islands.share=1", "optim.weight_decay=1", "balance.bias_rate=0", "schedule.peak=2e-3"]
 
 
 def test_one_island_that_sends_everything_each_step_is_the_plain_run(place: Path, tmp_path: Path) -> None:

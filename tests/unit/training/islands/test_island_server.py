@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import random
+import signal
 import socket
 import ssl
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,20 @@ from training.islands.config import IslandsConfig
 from training.islands.frames import Bucket, Channel, Cut, Refused, secret_of
 from training.islands.link import Link
 from training.islands.serve import STRANGERS, Server
+
+
+@pytest.fixture(autouse=True)
+def limit() -> Iterator[None]:
+    """A minute for each test: a server that never answers is a failure, not a suite that stands still."""
+
+    def late(*_: object) -> None:
+        raise AssertionError("nothing was answered for a minute")  # an OSError would be tried again
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 60)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def island(server: Server, name: str, pushes: int = 99, folder: Path | None = None) -> Islander:
@@ -112,6 +129,42 @@ def test_a_log_that_is_cut_anywhere_loses_only_what_nobody_was_told(tmp_path: Pa
         member = server.center.members.get("a")
         count = 0 if member is None else member.seq
         assert count == server.center.pushes < 4
+
+
+def test_what_is_not_on_the_disk_has_not_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, journal, server = islands.made(tmp_path)
+    server.close()
+    journal.add(frames.JOIN, "a")
+    one = Islander("a", 1, 9)
+    data, before, size = one.message(), here.rule.model.clone(), journal.log(0).stat().st_size
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "sync", full)
+        with pytest.raises(OSError, match="No space"):
+            journal.add(frames.PUSH, "a", 1, data)
+    assert here.pushes == 0 and torch.equal(here.rule.model, before)
+    journal.add(frames.PUSH, "a", 1, data)
+    journal.close()
+    assert here.pushes == 1 and journal.log(0).stat().st_size > size + len(data)
+    again, journal, server = islands.made(tmp_path)
+    server.close()
+    journal.close()
+    assert again.pushes == 1 and torch.equal(again.rule.model, here.rule.model)
+
+
+def test_an_island_that_has_left_takes_the_model_before_it_learns(tmp_path: Path) -> None:
+    with serving(tmp_path / "server") as server:
+        a, b = island(server, "a", 9, tmp_path), island(server, "b")
+        a.exchange()
+        a.keep()
+        a.link.leave()
+        b.exchange()
+        again = Islander("a", server.port, 9, tmp_path)
+        assert again.join()["goes_on"] is False
+        assert torch.equal(again.has, server.center.rule.model)
 
 
 def test_an_island_that_goes_back_learns_the_same_again_and_nothing_counts_twice(tmp_path: Path) -> None:
@@ -300,8 +353,9 @@ def test_an_announced_length_is_not_believed(tmp_path: Path) -> None:
     with serving(tmp_path) as server, islands.channel(server) as link:
         header = frames.HEADER.pack(1 << 40, frames.PUSH, 1, 0)
         link.write(header + link.total(link.out_key, link.out_count, b"h", header))
-        with pytest.raises(Cut):
+        with pytest.raises(Cut) as found:
             link.receive(1 << 16)
+        assert "timed out" not in str(found.value)  # the server has ended it, and does not wait for the bytes
 
 
 def test_changed_frames_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

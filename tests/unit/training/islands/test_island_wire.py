@@ -75,3 +75,11 @@ def test_a_message_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match="is not about a model of 8192 numbers"):
         decode(data, 2 * CHUNK)
     assert chunks_of(2 * CHUNK) == 2
+
+
+def test_a_count_that_no_chunk_can_have_is_refused() -> None:
+    """Even if there are as many bytes as it says."""
+    count = CHUNK + 1
+    data = (1).to_bytes(4, "little") + count.to_bytes(2, "little") + b"\xff" * BITMAP + bytes(2 * count)
+    with pytest.raises(ValueError, match="bitmaps hold other counts"):
+        decode(data, CHUNK)
