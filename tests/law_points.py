@@ -1,6 +1,6 @@
 """The law of upcycling, held to runs of our own: (size, D1, D2) points of small models on real text.
 
-  python -m tests.law_points run TOKENS POINTS      # on GPUs: trains, one process a (size, D1); a line a point
+  python -m tests.law_points run TOKENS POINTS 150  # on GPUs: one process a (size, D1), at most 150 s; a line a point
   python -m tests.law_points fit POINTS             # writes tests/law_points.json: the points, the law refitted on a part
 
 A dense model of each size learns from D1 tokens, to a rate of zero; each FFN becomes eight copies with top-2, which go on
@@ -11,7 +11,6 @@ its own, after which the run goes on where that began. Loss is in nats a token o
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -101,7 +100,7 @@ def chain(tokens: Path, points: Path, size: int, first: int) -> None:
         with torch.device("meta"):
             model = Decoder(spec, experts=config.model.experts, compute=getattr(torch, config.model.compute))
         model = room(model.to(torch.float32), config.model, mesh, device)
-        for name, tensor in model.named_buffers():
+        for tensor in model.buffers():
             tensor.zero_()
         return learner(config, [model], mesh, device)
 
@@ -115,9 +114,10 @@ def chain(tokens: Path, points: Path, size: int, first: int) -> None:
                 nats = sum(nll(run, part.to(device)).double() for part in valid)
             return float(nats) / sum(part.labels.numel() for part in valid)
 
-        def steps(run: Learner, begin: int, end: int, rate: Any, stream: int) -> None:
+        def steps(run: Learner, begin: int, end: int, stream: int, peak: float, cool: int = 0) -> None:
             for number in range(begin, end):
-                train_step(run, [train_batch(stream, number)], rate(number))
+                rate = peak * min(1, (number + 1) / WARM, (end - number) / (end - cool) if cool else 1)
+                train_step(run, [train_batch(stream, number)], rate)
 
         def told(run: Learner, **row: Any) -> None:
             row = {
@@ -132,11 +132,7 @@ def chain(tokens: Path, points: Path, size: int, first: int) -> None:
         first_steps, more_steps = (first, MORE) if not short else (6, (2, 4))
         run = made(dense, device)
         layout.initialise(run.model, seed)
-        cool = round(first_steps * (1 - COOL))
-        steps(
-            run, 0, first_steps,
-            lambda n: peak * min(1, (n + 1) / WARM, (first_steps - n) / (first_steps - cool)), 2 * seed,
-        )  # fmt: skip
+        steps(run, 0, first_steps, 2 * seed, peak, round(first_steps * (1 - COOL)))
         told(run, more=0)
         moe = MoESpec(dense, tuple(range(dense.layers)), (dense.ffn,) * 8, top_k=2, copies=8)
         sparse = made(moe, device)
@@ -147,11 +143,11 @@ def chain(tokens: Path, points: Path, size: int, first: int) -> None:
         done, peak = 0, peak / 2
         for more in more_steps:
             cool = max(done, round(more * (1 - COOL)))
-            steps(sparse, done, cool, lambda n: peak * min(1, (n + 1) / WARM), 2 * seed + 1)
+            steps(sparse, done, cool, 2 * seed + 1, peak)
             live = [*sparse.model.parameters(), *sparse.model.buffers()]
             live += [each for each in sparse.optimizer.state_dict().values() if isinstance(each, torch.Tensor)]
             kept = [each.detach().clone() for each in live]
-            steps(sparse, cool, more, lambda n: peak * min(1, (n + 1) / WARM, (more - n) / (more - cool)), 2 * seed + 1)
+            steps(sparse, cool, more, 2 * seed + 1, peak, cool)
             told(sparse, more=more * BATCH * SEQUENCE)
             with torch.no_grad():
                 for each, old in zip(live, kept, strict=True):
