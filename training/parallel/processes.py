@@ -25,6 +25,7 @@ from upcycle import disk, publish
 PATIENCE = timedelta(minutes=30)
 # gloo opens a socket to every peer in each of its groups: the one of all, the control's and the checkpoints'
 GLOO_GROUPS, OTHER_FILES = 3, 512
+REMEMBERED = 2000  # collectives that torch's flight recorder keeps, for a run that hangs (watch.py writes them down)
 
 
 @contextmanager
@@ -44,6 +45,9 @@ def processes(
         yield own
         return
     make_room(int(os.environ["WORLD_SIZE"]))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the name that it had first
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(REMEMBERED))
     # gloo beside NCCL: it carries tensors in host memory
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     dist.init_process_group(
