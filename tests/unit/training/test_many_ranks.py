@@ -7,22 +7,22 @@ import resource
 import pytest
 
 from training.dispatch.deepep import check_nodes
-from training.parallel.processes import GLOO_GROUPS, OTHER_FILES, make_room
+from training.parallel.processes import OTHER_FILES, make_room
 
 
 @pytest.mark.parametrize(
     ("world", "soft", "hard", "then"),
     [
         (8, 1024, 4096, None),
-        (1024, 1024, 4096, GLOO_GROUPS * 1023 + OTHER_FILES),
-        (1024, 1024, resource.RLIM_INFINITY, GLOO_GROUPS * 1023 + OTHER_FILES),
+        (1024, 1024, 4096, 1023 + OTHER_FILES),
+        (1024, 1024, resource.RLIM_INFINITY, 1023 + OTHER_FILES),
         (1024, resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
     ],
 )
 def test_open_files_grow_with_the_ranks(
     world: int, soft: int, hard: int, then: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three gloo groups have a socket to each peer: at 1,024 ranks 3,069, where a process may open 1,024."""
+    """Rank 0 gathers from everybody: at 1,024 ranks 1,023 sockets, where a process may open 1,024 files of any kind."""
     set_to: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: set_to.append(both))
@@ -31,9 +31,9 @@ def test_open_files_grow_with_the_ranks(
 
 
 def test_too_few_open_files_are_said_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 2048))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1200))
     with pytest.raises(
-        ValueError, match="1024 ranks need 3581 open files each, and 2048 are allowed here; write ulimit -n"
+        ValueError, match="1024 ranks need 1535 open files each, and 1200 are allowed here; write ulimit -n"
     ):
         make_room(1024)
 
