@@ -51,6 +51,7 @@ WAIT = 0.05  # of a MoE layer's host time is launched anew after each dispatch t
 # Passes over data in elements, forward and backward: a norm with its residual addition, rotation and head norm, an
 # activation (9 with what is made again), and over logits the products, the loss and its gradient
 NORM, ROTATION, ACTIVATION, LOGITS = 8, 5, 9, 5
+SEPARATE = 14  # of a dense FFN's activation, where no kernel of ours and no compiler makes one pass of product and gate
 ROUTER = 12  # of float32 logits: scores, choice, statistics, losses
 BUBBLES = {
     "gpipe": 1.0,
@@ -209,7 +210,8 @@ class Clock:
         found: Parts = defaultdict(float)
         found["products"] = self.product(0, seen, up * width / tp, d.hidden, again)
         found["products"] += self.product(0, seen, d.hidden, width / tp, again)
-        found["memory"] = self.passing(ACTIVATION * seen * width / tp * self.narrow)
+        passes = ACTIVATION if self.config.model.compile else SEPARATE
+        found["memory"] = self.passing(passes * seen * width / tp * self.narrow)
         if tp > 1:
             found["tensor"] = (4 + 2 * again) * self.collective(tp, 1, seen * d.hidden * self.narrow)
         return found

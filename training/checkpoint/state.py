@@ -245,8 +245,12 @@ def check_same(name: str, tensor: Tensor, checkpoint: Mapping[str, TensorStorage
     # DCP would cast without a word
     want = f"{list(tensor.shape)} {tensor.dtype}"
     got = "no such tensor" if saved is None else f"{list(saved.size)} {saved.properties.dtype}"
-    if saved is None or saved.size != tensor.shape or not (
-        saved.properties.dtype == tensor.dtype or (frozen and within_dtype(saved.properties.dtype, tensor.dtype))
+    if (
+        saved is None
+        or saved.size != tensor.shape
+        or not (
+            saved.properties.dtype == tensor.dtype or (frozen and within_dtype(saved.properties.dtype, tensor.dtype))
+        )
     ):
         narrower = saved is not None and saved.size == tensor.shape and tensor.dtype == torch.bfloat16
         instead = ", or write model.frozen=float32" if narrower else ""
