@@ -1,7 +1,7 @@
 """The law of upcycling, held to runs of our own: (size, D1, D2) points of small models on real text.
 
   python -m tests.law_points run TOKENS POINTS 150  # on GPUs: one process a (size, D1), at most 150 s; a line a point
-  python -m tests.law_points fit POINTS             # writes tests/law_points.json: the points, the law refitted on a part
+  python -m tests.law_points fit POINTS             # keeps them in tests/law_points.json; says how far the law is off
 
 A dense model of each size learns from D1 tokens, to a rate of zero; each FFN becomes eight copies with top-2, which go on
 for D2 tokens. The rate is constant but for the last fifth of D2, so that one run has all its D2s: each ends in a fifth of
@@ -11,6 +11,7 @@ its own, after which the run goes on where that began. Loss is in nats a token o
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from upcycle import law
 
 HERE = Path(__file__).parent / "law_points.json"
 SEQUENCE, BATCH = 512, 32
@@ -205,6 +208,64 @@ def run(tokens: Path, points: Path, limit: float) -> int:
 
 # ---- the fit
 
+Law = tuple[float, float, float, float, float, float]  # ln A, a1, a2, a3, ln B, b
+PUBLISHED: Law = (
+    math.log(law.UPCYCLED[0]),
+    law.UPCYCLED[2],
+    law.SECOND,
+    law.TOGETHER,
+    math.log(law.UPCYCLED[1]),
+    law.UPCYCLED[3],
+)
+
+
+def losses(constants: Any, points: Any) -> Any:
+    """What a law of the published form says of points, whose columns are parameters, D1 and D2."""
+    ln_a, a1, a2, a3, ln_b, b = constants
+    size, first, more = np.log(points).T
+    return np.exp(ln_a - a1 * first + (a3 * first - a2) * more) + np.exp(ln_b - b * size) + law.FLOOR
+
+
+def refitted(points: Any, loss: Any) -> Any:
+    """The constants with the least squares of relative errors, by Levenberg and Marquardt from the published ones."""
+    found, damping = np.array(PUBLISHED), 1e-2
+
+    def off(constants: Any) -> Any:
+        return np.log(losses(constants, points) / loss)
+
+    for _ in range(2000):
+        now = off(found)
+        steps = np.diag(1e-6 * np.maximum(np.abs(found), 1e-3))
+        slope = np.stack([(off(found + step) - now) / step.sum() for step in steps], 1)
+        square = slope.T @ slope
+        trial = found - np.linalg.solve(square + damping * np.diag(np.diag(square)), slope.T @ now)
+        with np.errstate(over="ignore"):
+            better = np.square(off(trial)).sum() < np.square(now).sum()
+        found, damping = (trial, damping / 3) if better else (found, damping * 5)
+        if damping > 1e12:
+            break
+    return found
+
+
+def read(file: Path = HERE) -> tuple[Any, Any, Any]:
+    """(parameters, D1 and D2 of each point; its loss; which third it is of: of each size, D1 and D2 there are as many)"""
+    rows = [row for row in json.loads(file.read_text()) if row["more"]]
+    places = [sorted({row[key] for row in rows}) for key in ("parameters", "first", "more")]
+    values = np.array([[row[key] for key in ("parameters", "first", "more")] for row in rows], float)
+    third = [sum(place.index(value) for place, value in zip(places, each, strict=True)) % 3 for each in values]
+    return values, np.array([row["loss"] for row in rows]), np.array(third)
+
+
+def held_out(file: Path = HERE) -> list[tuple[float, float]]:
+    """(mean, most) that the law refitted on two thirds of the points is off on the other 12, for each third."""
+    points, loss, third = read(file)
+    found = []
+    for held in range(3):
+        constants = refitted(points[third != held], loss[third != held])
+        off = np.abs(losses(constants, points[third == held]) / loss[third == held] - 1)
+        found.append((float(off.mean()), float(off.max())))
+    return found
+
 
 def main() -> int:
     match sys.argv[1:]:
@@ -212,6 +273,16 @@ def main() -> int:
             return run(Path(tokens), Path(points), float(limit))
         case ["chain", tokens, points, size, first]:
             chain(Path(tokens), Path(points), int(size), int(first))
+            return 0
+        case ["fit", points]:
+            rows = sorted(
+                map(json.loads, Path(points).read_text().splitlines()), key=lambda row: list(row.values())[:5]
+            )
+            HERE.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+            values, loss, _ = read()
+            off = losses(PUBLISHED, values) / loss - 1
+            print(f"as published {off.mean():+.1%}, {np.abs(off).max():.1%} at most; refitted on two thirds, held out:")
+            print("".join(f"  {mean:.1%}, {most:.1%} at most\n" for mean, most in held_out()))
             return 0
     print(__doc__)
     return 2

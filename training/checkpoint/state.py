@@ -553,7 +553,7 @@ class Checkpoints:
 
 @contextmanager
 def first_reason(alone: int | None = None) -> Iterator[None]:
-    """Context that raises the first reason of DCP's exception, which is a table of tracebacks by rank. `alone`: the rank
+    """Context that raises the first reason of DCP's exception, a table of tracebacks by rank. `alone`: the rank
     that works without the others, which DCP calls 0."""
     try:
         yield

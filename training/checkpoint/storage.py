@@ -20,7 +20,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -308,7 +308,8 @@ def describe(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> di
 
 
 def signed(body: Mapping[str, Any]) -> bytes:
-    return encode({**body, "sha256": hashlib.sha256(encode(body)).hexdigest()})
+    text = encode(body)
+    return text[:-1] + SUM + hashlib.sha256(text).hexdigest().encode() + b'"}'
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
@@ -326,7 +327,7 @@ def read_manifest(folder: Path, share: slice = slice(None)) -> dict[str, Any]:
         text = strict.read_small(path, shards * strict.MAX_FILE)
         body: dict[str, Any] = strict.parse(text, MANIFEST, values=shards * strict.MAX_VALUES)
         rest, _, own_sum = text.rpartition(SUM)
-        right = f'{hashlib.sha256(rest + b"}").hexdigest()}"}}'.encode()
+        right = hashlib.sha256(rest + b"}").hexdigest().encode() + b'"}'
         if not isinstance(body, dict) or body.pop("sha256", None) is None or own_sum != right:
             raise ValueError("its sha256 is not the one it states")
     except (OSError, ValueError) as error:
