@@ -163,6 +163,7 @@ class Reader(StorageReader):
         needs a thousand."""
         for name, tensor in places.items():
             entry, saved = self.manifest["tensors"][name], self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
             first, last = rows_of(tensor)
             for piece in entry["pieces"]:
                 offset, shape = piece["offset"], piece["shape"]

@@ -5,6 +5,7 @@ python -m tests.unit.training.test_seconds        writes that page's tables anew
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -68,6 +69,7 @@ HYBRID = " mesh.dispatcher=hybridep"
 SIXTEEN = "mesh.ep=4 batch=16 micro_batch=4 recompute=experts"
 ALL_32 = "mesh.ep=4 batch=8 micro_batch=2 recompute=experts moments=bfloat16 mesh.reshard=true"
 TWELVE = "mesh.ep=4 batch=8 micro_batch=1 layers=12" + HYBRID
+SIX = "layers=6 compile=false batch=8 micro_batch=2"  # all that the search lists for two GPUs, in one process each
 FOLDED, COUPLED = "mesh.tp=2 mesh.ep=4", "mesh.tp=2 mesh.ep=2 mesh.etp=2"
 PAPER = "batch=256 capacity=1 mesh.tp=2"
 
@@ -93,6 +95,22 @@ ROWS = [
     *of(
         "calibration", "h200", 2, QWEN,
         ("Qwen3-30B-A3B, 12 layers, ep 2", 48379, "layers=12 mesh.ep=2 batch=16 micro_batch=4"),
+    ),
+    *of(
+        "check", "h200", 2, QWEN,
+        ("Qwen3-30B-A3B, 6 layers, ep 2", 60692, f"{SIX} mesh.ep=2"),
+        ("pp 2", 58061, f"{SIX} mesh.pp=2"),
+        ("etp 2", 54714, f"{SIX} mesh.etp=2"),
+        ("all on FSDP, the first in its process, never steady", 18370, SIX),
+    ),
+    *of(
+        "calibration", "h200", 2, QWEN,
+        ("tp 2, ep 2", 52207, f"{SIX} mesh.tp=2 mesh.ep=2"),
+        ("tp 2", 49338, f"{SIX} mesh.tp=2"),
+        ("tp 2, etp 2", 47594, f"{SIX} mesh.tp=2 mesh.etp=2"),
+        ("cp 2", 48197, f"{SIX} mesh.cp=2"),
+        ("cp 2, ep 2", 45909, f"{SIX} mesh.cp=2 mesh.ep=2"),
+        ("cp 2, etp 2", 42764, f"{SIX} mesh.cp=2 mesh.etp=2"),
     ),
     *of("check", "h100", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 108200, "compile=true")),
     *of("check", "h200", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 109700, "compile=true")),
@@ -171,10 +189,11 @@ ROWS = [
         ),
     ),
 ]  # fmt: skip
-# Rows of machines whose host was slower than the one of the hardware file: the model has no such machine
+# Rows of machines whose host was slower than the one of the hardware file: the model has no such machine; and one whose
+# turns took from 0.70 to 0.93 s
 MISSED = {
     "SmolLM2-135M, 8 x 4 slices, one micro-batch, after fewer launches",
-    "capacity 1, folded, hybridep, a host that made the device wait",
+    "all on FSDP, the first in its process, never steady", "capacity 1, folded, hybridep, a host that made the device wait",
     "the same, coupled, alltoall",
 }  # fmt: skip
 WITHIN = {"own": 0.10, "calibration": 0.10, "check": 0.15}
@@ -247,6 +266,15 @@ def test_the_order_of_what_was_measured_in_turn() -> None:
     assert again == sorted(again, reverse=True)
     assert rate(LLAMA, TWELVE + " capacity=1") > rate(LLAMA, TWELVE)
     assert rate(QWEN2, FOLDED + HYBRID + " capacity=1") > rate(QWEN2, COUPLED + " capacity=1")
+
+
+def test_the_order_of_all_mappings_of_two() -> None:
+    """Of two of which one was more than 6 % faster, that one is predicted to be; of a process's first there is no order."""
+    rows = [row for row in ROWS if row.words.startswith(SIX) and row.what not in MISSED]
+    assert len(rows) == 9
+    for one, other in itertools.permutations(rows, 2):
+        if one.measured > 1.06 * other.measured:
+            assert predicted(one)[0] > predicted(other)[0], (one.what, other.what)
 
 
 def test_what_folding_wins() -> None:
@@ -356,7 +384,9 @@ def test_gathers_hide_under_computation_and_pipelines_idle() -> None:
         "a ring has as many hops as nodes"
     )
     piped = step(D, replace(PLAIN, mesh=MeshConfig(pp=2)), 2, replace(ROUND, link=Link(0, 1e9)))
-    assert piped.bubble == pytest.approx((piped.total - piped.bubble - piped.optimizer) / 8, rel=0.02), "one of eight"
+    # the stage with the head waits for one micro-batch of the other one, which has a layer alone
+    other = CLOCK * 6 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256 * 32) * 64 / 1e12
+    assert piped.bubble == pytest.approx(other, rel=0.01)
 
 
 def test_groups_that_do_not_fill_their_nodes() -> None:
