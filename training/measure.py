@@ -10,11 +10,11 @@ slowest rank; all ranks work at once, as in training. On a CPU the shapes are ti
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ PRODUCTS = (
 # head_dim, sequence, heads, heads of keys
 ATTENTION = ((64, 1024, 9, 3), (64, 4096, 32, 8), (128, 2048, 32, 8), (128, 4096, 32, 4), (128, 8192, 32, 8))
 SMALL = ((1, 64, 64, 64), (4, 16, 32, 32)), ((16, 64, 4, 2),)
-TOKENS = 16384  # of attention's sequences together
+TOKENS = 65536  # of attention's sequences together
+AT_ONCE = 10  # times that a GPU does a thing between two looks at the clock: what its host takes is not the thing's own
 TINY = {
     "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256,
     "max_position_embeddings": 64, "rope_theta": 1e4, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
@@ -65,8 +66,9 @@ def main(words: list[str]) -> int:
     base = hardware.read(asked.like)
     if Path(asked.output).exists():
         raise ValueError(f"output={asked.output} exists already; remove it or choose another file")
+    alone = hosted(placed(asked.device))  # before there are others: FSDP's part is what they add
     with processes(asked.device) as device:
-        found = measured(device, base, asked.node)
+        found = measured(device, base, alone, asked.node)
     if rank() == 0:
         disk.write_atomic(Path(asked.output), written(found).encode())
         rest = f"; from {asked.like}: {', '.join(found.sheet)}" if found.sheet else ""
@@ -80,7 +82,17 @@ def cli_words(words: list[str]) -> tuple[str, list[str]]:
     return cli.file_and_words(words)
 
 
-def measured(device: torch.device, base: Hardware, node: int = 0) -> Hardware:
+def placed(device: str) -> torch.device:
+    """This process's device, before `processes` says so."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if kind == "cuda" else kind)
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
+    return found
+
+
+def measured(device: torch.device, base: Hardware, alone: tuple[float, float], node: int = 0) -> Hardware:
+    """`alone`: what `hosted` found in a process that had no others."""
     cuda = device.type == "cuda"
     shapes, attentions = (PRODUCTS, ATTENTION) if cuda else SMALL
     name = torch.cuda.get_device_name(device) if cuda else "cpu"
@@ -94,7 +106,7 @@ def measured(device: torch.device, base: Hardware, node: int = 0) -> Hardware:
         bandwidth=copied(device),
         products=products,
         attention=tuple((*shape[:2], *attended(device, *shape)) for shape in attentions),
-        host=hosted(device),
+        host=alone,
         source=f"python -m training.plan measure, torch {torch.__version__}",
         sheet=("network",) if cuda else ("memory", "node", "network"),
     )
@@ -106,8 +118,11 @@ def measured(device: torch.device, base: Hardware, node: int = 0) -> Hardware:
     return replace(found, sheet=(*found.sheet, "link", "rows"))
 
 
-def seconds(work: Callable[[], Any], device: torch.device, repeats: int = 7, warm: int = 2) -> float:
-    """The median, of the slowest rank."""
+def seconds(
+    work: Callable[[], Any], device: torch.device, repeats: int = 7, warm: int = 2, at_once: int | None = None
+) -> float:
+    """The median, of the slowest rank. `at_once`: AT_ONCE on a GPU, if not given."""
+    often = at_once or (AT_ONCE if device.type == "cuda" else 1)
 
     def wait() -> None:
         if device.type == "cuda":
@@ -117,9 +132,10 @@ def seconds(work: Callable[[], Any], device: torch.device, repeats: int = 7, war
     for _ in range(warm + repeats):
         wait()
         start = time.perf_counter()
-        work()
+        for _ in range(often):
+            work()
         wait()
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / often)
     middle = torch.tensor(statistics.median(times[warm:]), dtype=torch.float64, device=device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(middle, dist.ReduceOp.MAX)
@@ -146,13 +162,8 @@ def product(device: torch.device, groups: int, rows: int, out: int, inner: int) 
             lambda: grouped.products(y, w, ends),
             lambda: grouped.products(y.T, x, ends),
         )
-    work, repeats = 2 * groups * rows * out * inner, 10 if device.type == "cuda" else 1
-
-    def again(way: Callable[[], Tensor]) -> None:  # several at once: the host's own time is not a product's
-        for _ in range(repeats):
-            way()
-
-    first, second, third = (round(work * repeats / seconds(partial(again, way), device) / 1e12, 6) for way in ways)
+    work = 2 * groups * rows * out * inner
+    first, second, third = (round(work / seconds(way, device) / 1e12, 6) for way in ways)
     return first, second, third
 
 
@@ -215,7 +226,7 @@ def linked(device: torch.device) -> Link:
 
 def travelled(device: torch.device, bandwidth: float) -> float:
     """GB/s of rows to other ranks, by dispatch and combine of 8 of 64 random experts, without what is local in them."""
-    world, (tokens, hidden) = dist.get_world_size(), (8192, 2048) if device.type == "cuda" else (64, 16)
+    world, (tokens, hidden) = dist.get_world_size(), (16384, 2048) if device.type == "cuda" else (64, 16)
     experts, k = 32 * world, 8
     own = alltoall.dispatcher(experts, dist.group.WORLD)
     chosen = torch.rand(tokens, experts, device=device).topk(k).indices

@@ -47,10 +47,14 @@ RANDOM, TRAINED = 0.05, 0.2
 # dense step on an H100, 252 ms where the device was busy for 200
 TURNS = 4
 COMPILED = 0.5  # of a layer's host time with model.compile; an estimate
+# What the host does besides in a layer and micro-batch, of a MoE layer's host time: FSDP's hooks around its units (a
+# MoE layer took 9.5 ms with them and 5 without, `measure` on 2 H200), and what tp and cp send (six mappings on those)
+HOOKS, OVER_TP, OVER_CP = 0.8, 0.15, 0.4
 WAIT = 0.05  # of a MoE layer's host time is launched anew after each dispatch that the host waits for: 25 ms in 24
 # Passes over data in elements, forward and backward: a norm with its residual addition, rotation and head norm, an
 # activation (9 with what is made again), and over logits the products, the loss and its gradient
 NORM, ROTATION, ACTIVATION, LOGITS = 8, 5, 9, 5
+SEPARATE = 14  # of a dense FFN's activation, where no kernel of ours and no compiler makes one pass of product and gate
 ROUTER = 12  # of float32 logits: scores, choice, statistics, losses
 BUBBLES = {
     "gpipe": 1.0,
@@ -129,13 +133,18 @@ class Clock:
         mesh, d = self.mesh, self.dense
         routed = sorted(self.moe.layers) if self.moe else []
         layer = {moe: self.layer(moe) for moe in (False, True) if (len(routed) if moe else d.layers - len(routed))}
-        places = set()  # many of a pipeline are alike
+        places: list[tuple[int, int, int, bool, bool]] = []
         for numbers in [[0]] if mesh.pp == 1 else stages(mesh.pp, mesh.schedule):
             parts = [ranges[number] for number in numbers]
             moe = sum(bisect_left(routed, part.stop) - bisect_left(routed, part.start) for part in parts)
             first, last = any(part.start == 0 for part in parts), any(part.stop == d.layers for part in parts)
-            places.add((sum(map(len, parts)) - moe, moe, len(parts), first, last))
-        worst = max((self.rank(layer, *place) for place in sorted(places)), key=lambda each: sum(each.values()))
+            places.append((sum(map(len, parts)) - moe, moe, len(parts), first, last))
+        ranks = {place: self.rank(layer, *place) for place in set(places)}  # many of a pipeline are alike
+        # who has most to do waits for the first and the last micro-batch of the others
+        whole = sum(ranks[place]["micro"] for place in places)
+        for rank in ranks.values():
+            rank["bubble"] += BUBBLES[mesh.schedule] * (whole - rank.pop("micro"))
+        worst = max((ranks[place] for place in sorted(ranks)), key=lambda each: sum(each.values()))
         return Seconds(**{field.name: worst[field.name] for field in fields(Seconds)})
 
     def rank(self, layer: dict[bool, Parts], dense: int, moe: int, chunks: int, first: bool, last: bool) -> Parts:
@@ -153,9 +162,13 @@ class Clock:
         total["gathers"] += max(0.0, once["gathers"] - hidden) + once["exposed"]
         total["memory"] += 0 if self.blocks else once["memory"]
         if self.mesh.pp > 1:
-            total["bubble"] = (self.mesh.pp - 1) * BUBBLES[self.mesh.schedule] * micro + self.sent(chunks)
-        eager = (self.card.host[0] * dense + self.card.host[1] * moe) / 1e3 * self.count
-        host = eager * (COMPILED if self.config.model.compile else 1)
+            total["bubble"] = self.sent(chunks)
+        total["micro"] = micro  # of one micro-batch; `step` makes the bubble of it
+        eager = self.card.host[0] * dense + self.card.host[1] * moe
+        more = HOOKS * (self.sizes["dp_shard"] * self.mesh.cp * self.mesh.tp > 1)
+        more += OVER_TP * (self.mesh.tp > 1) + OVER_CP * (self.mesh.cp > 1)
+        beside = more * self.card.host[1] * (dense + moe)
+        host = (eager * (COMPILED if self.config.model.compile else 1) + beside) * self.count / 1e3
         total["host"] = (compute**TURNS + host**TURNS) ** (1 / TURNS) - compute
         total["optimizer"] = once["optimizer"]
         return total
@@ -209,7 +222,8 @@ class Clock:
         found: Parts = defaultdict(float)
         found["products"] = self.product(0, seen, up * width / tp, d.hidden, again)
         found["products"] += self.product(0, seen, d.hidden, width / tp, again)
-        found["memory"] = self.passing(ACTIVATION * seen * width / tp * self.narrow)
+        passes = ACTIVATION if self.config.model.compile else SEPARATE
+        found["memory"] = self.passing(passes * seen * width / tp * self.narrow)
         if tp > 1:
             found["tensor"] = (4 + 2 * again) * self.collective(tp, 1, seen * d.hidden * self.narrow)
         return found

@@ -45,7 +45,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
     patience = timedelta(minutes=config.patience)
     with (
         processes(config.device, patience, settings(config)) as device,
-        guarded(patience) as watch,
+        guarded(patience, folder=Path(config.output)) as watch,
         alone(Path(config.output)),
         start(config, device) as run,
     ):

@@ -36,7 +36,8 @@ def loop(rank: int, port: int, victim: int, how: str, folder: str) -> None:
     os.environ.update(place | {"GLOO_SOCKET_IFNAME": "lo"})
     patience = timedelta(seconds=4 if how in ("late", "stuck") else 60)
     phases = Phases(torch.device("cpu"))
-    with processes("cpu"), guarded(patience, interval=0.2) as watch:
+    recorded = Path(folder, "run") if how == "stuck" else None
+    with processes("cpu"), guarded(patience, interval=0.2, folder=recorded) as watch:
         phases.tell = watch.enter
         for step in range(1, 1000):
             watch.doing(f"step {step}")
@@ -82,7 +83,8 @@ def start(victim: int, how: str, folder: Path) -> list[BaseProcess]:
             1,
             "stuck",  # in the same part as the others, but not in its collective
             r"rank 1 \([^)]*\) is late, \d+ s in the forward of step 5 \(at loop, tests/.*:\d+\) while others wait in "
-            r"the forward of step 5 \(at loop, tests/.*:\d+, for all_reduce\); this run ends",
+            r"the forward of step 5 \(at loop, tests/.*:\d+, for all_reduce\); this run ends; the last collectives of "
+            r"each rank are in .*/run/collectives-rank-\*\.json",
         ),
         (1, "error", r"rank 1 failed in the data of step 5 \(ValueError: the disk is full\); this run ends"),
     ],
@@ -97,11 +99,16 @@ def test_the_others_end_in_time_and_name_the_rank(victim: int, how: str, want: s
                 time.sleep(0.05)
             os.kill(ranks[victim].pid or 0, signal.SIGKILL)
         for index, rank in enumerate(ranks):
-            if index != victim:
+            if index != victim or how == "stuck":
                 rank.join(max(deadline - time.monotonic(), 0))
                 assert rank.exitcode not in (0, None), f"rank {index} goes on"
                 said = (tmp_path / str(index)).read_text()
                 assert re.search(want, said), said
+                if how == "stuck":  # all but it came to the one that they wait in
+                    found = json.loads((tmp_path / "run" / f"collectives-rank-{index}.json").read_text())["gloo"]
+                    last = [entry for entry in found["entries"] if entry["profiling_name"] == "gloo:all_reduce"]
+                    assert len(last) == 5 - (index == victim) and last[-1]["input_sizes"] == [[10]]
+        assert how == "stuck" or "collectives" not in said
     finally:
         for rank in ranks:
             rank.kill()

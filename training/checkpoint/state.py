@@ -245,8 +245,12 @@ def check_same(name: str, tensor: Tensor, checkpoint: Mapping[str, TensorStorage
     # DCP would cast without a word
     want = f"{list(tensor.shape)} {tensor.dtype}"
     got = "no such tensor" if saved is None else f"{list(saved.size)} {saved.properties.dtype}"
-    if saved is None or saved.size != tensor.shape or not (
-        saved.properties.dtype == tensor.dtype or (frozen and within_dtype(saved.properties.dtype, tensor.dtype))
+    if (
+        saved is None
+        or saved.size != tensor.shape
+        or not (
+            saved.properties.dtype == tensor.dtype or (frozen and within_dtype(saved.properties.dtype, tensor.dtype))
+        )
     ):
         narrower = saved is not None and saved.size == tensor.shape and tensor.dtype == torch.bfloat16
         instead = ", or write model.frozen=float32" if narrower else ""
@@ -365,25 +369,27 @@ class Checkpoints:
             places = state.places(saved, self.rank)
         except ValueError as error:
             problem = f"{folder}: {error}"
-        answers = self.gather((problem, list(places)))  # no rank goes on alone
+        named = sorted(name for name in saved if name.startswith("model."))
+        answers = self.gather((problem, "".join("01"[name in places] for name in named)))  # no rank goes on alone
         for problem, _ in answers:
             if problem:
                 raise ValueError(problem)
-        strangers = {name for name in saved if name.startswith("model.")}.difference(*(names for _, names in answers))
+        strangers = {name for name, *has in zip(named, *(has for _, has in answers), strict=True) if "1" not in has}
         if strangers:
             raise ValueError(
                 f"{folder} has {len(strangers)} tensors that this run's model has not, {min(strangers)!r} first; "
                 f"resume with the config that made it, or start in another folder"
             )
+        reader.want(places)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with first_reason():
-            load(
-                places,
-                storage_reader=reader,
-                planner=planner,
-                process_group=self.group,
-                no_dist=self.group is None,
-            )
+        problem = None
+        try:  # each rank by itself: what it reads follows from the manifest, and DCP would send all plans to rank 0
+            with first_reason(self.rank):
+                load(places, storage_reader=reader, planner=planner, no_dist=True)
+        except ValueError as error:
+            problem = str(error)
+        if problem := next((each for each in self.gather(problem) if each), None):
+            raise ValueError(problem)
         try:
             state.adopt(places, self.rank, folder)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
@@ -546,12 +552,14 @@ class Checkpoints:
 
 
 @contextmanager
-def first_reason() -> Iterator[None]:
-    """Context that raises the first reason of DCP's exception, which is a table of tracebacks by rank."""
+def first_reason(alone: int | None = None) -> Iterator[None]:
+    """Context that raises the first reason of DCP's exception, a table of tracebacks by rank. `alone`: the rank
+    that works without the others, which DCP calls 0."""
     try:
         yield
     except CheckpointException as error:
         rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        rank = rank if alone is None else alone
         if isinstance(reason, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         if isinstance(reason, OSError | ValueError):

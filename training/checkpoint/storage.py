@@ -20,7 +20,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -46,6 +46,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
 from upcycle import disk, strict
@@ -56,6 +58,7 @@ from upcycle.strict import Count
 MANIFEST = "manifest.json"
 FORMAT = 1
 SHARD = re.compile(r"shard-\d{5,}\.safetensors", re.ASCII)
+SUM = b',"sha256":"'  # before a manifest's own, which is its last key
 SPARE = 64 << 20  # bytes left free beside a checkpoint: logs and metrics go on being written
 SAFETENSORS = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 
@@ -85,6 +88,10 @@ class Manifest(TypedDict):
     files: Mapping[str, File]
     tensors: Mapping[str, Entry]
     settings: NotRequired[Mapping[str, Any]]  # older checkpoints hold a digest of them only
+
+
+class Tensors(TypedDict):
+    tensors: Mapping[str, Entry]
 
 
 @dataclass(frozen=True)
@@ -148,8 +155,23 @@ class Reader(StorageReader):
     """Reads only those rows of each shard that are asked for."""
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
-        self.folder = folder
-        self.metadata = Metadata(tensors_in(manifest), storage_data=dict(pieces_in(manifest)))
+        self.folder, self.manifest = folder, manifest
+        self.metadata = Metadata(tensors_in(manifest), storage_data={})
+
+    def want(self, places: Mapping[str, Tensor]) -> None:
+        """Finds the pieces that are to be read into these: a thousand ranks' checkpoint has a million, of which a rank
+        needs a thousand."""
+        for name, tensor in places.items():
+            entry, saved = self.manifest["tensors"][name], self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata)
+            first, last = rows_of(tensor)
+            for piece in entry["pieces"]:
+                offset, shape = piece["offset"], piece["shape"]
+                if not offset or (offset[0] < last and offset[0] + shape[0] > first):
+                    chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+                    saved.chunks.append(chunk)
+                    place = piece["file"], piece["start"], tuple(shape)
+                    self.metadata.storage_data[MetadataIndex(name, chunk.offsets)] = place
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -287,15 +309,17 @@ def describe(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> di
 
 
 def signed(body: Mapping[str, Any]) -> bytes:
-    return encode({**body, "sha256": hashlib.sha256(encode(body)).hexdigest()})
+    text = encode(body)
+    return text[:-1] + SUM + hashlib.sha256(text).hexdigest().encode() + b'"}'
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, if its bytes are exactly those that were written; else a ValueError."""
+def read_manifest(folder: Path, share: slice = slice(None)) -> dict[str, Any]:
+    """The manifest, if its bytes are exactly those that were written; else a ValueError. share: of its tensors, which
+    are judged here."""
     path = folder / MANIFEST
     if not os.path.lexists(path):
         raise ValueError(f"{path} is missing")
@@ -303,17 +327,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         text = strict.read_small(path, shards * strict.MAX_FILE)
         body: dict[str, Any] = strict.parse(text, MANIFEST, values=shards * strict.MAX_VALUES)
-        if not isinstance(body, dict) or body.pop("sha256", None) is None or signed(body) != text:
+        rest, _, own_sum = text.rpartition(SUM)
+        right = hashlib.sha256(rest + b"}").hexdigest().encode() + b'"}'
+        if not isinstance(body, dict) or body.pop("sha256", None) is None or own_sum != right:
             raise ValueError("its sha256 is not the one it states")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if body.get("format") != FORMAT:
         raise ValueError(f"{path} has format {strict.short(body.get('format'))}; this version reads format {FORMAT}")
-    strict.held(body, Manifest, str(path))
+    tensors = body.get("tensors")
+    strict.held({**body, "tensors": {} if isinstance(tensors, dict) else tensors}, Manifest, str(path))
+    own = dict(list(body["tensors"].items())[share])
+    strict.held({"tensors": own}, Tensors, str(path))
     for name in body["files"]:
         if not SHARD.fullmatch(name):
             raise ValueError(f"{path} names a file {strict.short(name)}, which no save makes")
-    for name, entry in body["tensors"].items():  # the sha256 shows damage, not malice
+    for name, entry in own.items():  # the sha256 shows damage, not malice
         if said := impossible(entry, body["files"]):
             raise ValueError(
                 f"{path} says of {strict.short(name)} what no save says, {said}; where is this checkpoint from?"
@@ -347,10 +376,11 @@ def damage(folder: Path, share: slice = slice(None)) -> str | None:
 
 
 def read_whole(folder: Path, share: slice = slice(None)) -> tuple[dict[str, Any], str | None]:
-    """(its manifest, its damage): a thousand ranks' manifest takes seconds to parse, so nobody should do it twice."""
+    """(its manifest, its damage): a thousand ranks' manifest takes seconds to parse, so nobody should do it twice, and
+    each judges its share of it."""
     manifest: dict[str, Any] = {}
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, share)
         for name, stated in list(manifest["files"].items())[share]:
             path = folder / name
             if not path.is_file():
@@ -366,21 +396,21 @@ def read_whole(folder: Path, share: slice = slice(None)) -> tuple[dict[str, Any]
 
 
 def tensors_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Shape and dtype of each tensor; `Reader.want` finds its pieces."""
     return {
         name: TensorStorageMetadata(
-            TensorProperties(dtype=getattr(torch, entry["dtype"])),
-            torch.Size(entry["shape"]),
-            [ChunkStorageMetadata(torch.Size(p["offset"]), torch.Size(p["shape"])) for p in entry["pieces"]],
+            TensorProperties(dtype=getattr(torch, entry["dtype"])), torch.Size(entry["shape"]), chunks=[]
         )
         for name, entry in manifest["tensors"].items()
     }
 
 
-def pieces_in(manifest: Mapping[str, Any]) -> Iterator[tuple[MetadataIndex, tuple[str, int, tuple[int, ...]]]]:
-    for name, entry in manifest["tensors"].items():
-        for piece in entry["pieces"]:
-            place = piece["file"], piece["start"], tuple(piece["shape"])
-            yield MetadataIndex(name, torch.Size(piece["offset"])), place
+def rows_of(tensor: Tensor) -> tuple[int, int]:
+    """(the first, the one after the last) of the rows that this rank has of a tensor, as DCP counts them."""
+    if not isinstance(tensor, DTensor):
+        return 0, len(tensor) if tensor.ndim else 1
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return (offset[0], offset[0] + shape[0]) if shape else (0, 1)
 
 
 def gigabytes(size: int) -> str:

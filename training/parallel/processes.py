@@ -23,8 +23,10 @@ from upcycle import disk, publish
 
 # a rank that waits longer for another one waits for a dead one; loading and checkpoints take minutes
 PATIENCE = timedelta(minutes=30)
-# gloo opens a socket to every peer in each of its groups: the one of all, the control's and the checkpoints'
-GLOO_GROUPS, OTHER_FILES = 3, 512
+# gloo opens a socket to a peer when it first has something to say to it: rings and trees need a few of each rank, and
+# rank 0's gathers of checkpoints one to everybody
+OTHER_FILES = 512
+REMEMBERED = 2000  # collectives that torch's flight recorder keeps, for a run that hangs (watch.py writes them down)
 
 
 @contextmanager
@@ -43,7 +45,11 @@ def processes(
         check_alike(settings or {})
         yield own
         return
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else to every peer at once, in each of its groups
     make_room(int(os.environ["WORLD_SIZE"]))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the name that it had first
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(REMEMBERED))
     # gloo beside NCCL: it carries tensors in host memory
     backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -55,8 +61,8 @@ def processes(
 
 
 def make_room(world: int) -> None:
-    """Lets this process open as many files as `world` ranks need: 1,024, the usual limit, are too few for 300."""
-    need = GLOO_GROUPS * (world - 1) + OTHER_FILES
+    """Lets this process open as many files as `world` ranks need: 1,024, the usual limit, are too few for 600."""
+    need = world - 1 + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < need:
         if hard != resource.RLIM_INFINITY and hard < need:

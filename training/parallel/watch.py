@@ -13,10 +13,14 @@ things end a run, each with one sentence:
     a rank failed        its exception, in its own words
     a rank fell silent   killed, frozen, or its node is gone
     a rank is late       alive, but at one thing for longer than the run's patience, while others wait further on
+
+As it ends, each rank writes down what torch's flight recorder remembers of its last collectives, in the run's folder:
+which of them a rank did not come to says where it left the others.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import socket
@@ -27,32 +31,41 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from training.parallel.collectives import broadcast
 from training.parallel.processes import PATIENCE
+from upcycle import disk
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = distributed_c10d.__file__
 PLAIN = str(Path(__file__).with_name("collectives.py"))  # its callers say more than itself
 INTERVAL = 2.0  # seconds between signs of life
 SILENCE = 60.0  # seconds without a sign after which a rank counts as dead: long, for something may hold Python's lock
+# torch's flight recorders by what they record: JSON, where what NCCL's own watchdog writes is a pickle
+RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
+WRITTEN = 10.0  # seconds after which a process ends though they do not answer: a device that hangs may keep them
 # words of errors that only say that another rank is missing
 PEERS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Timed out", "Broken pipe")
 
 
 @contextmanager
-def guarded(patience: timedelta = PATIENCE, interval: float = INTERVAL) -> Iterator[Watch]:
-    """Context in which the failure of one rank ends them all; yields the Watch. One process has nobody to watch."""
+def guarded(patience: timedelta = PATIENCE, interval: float = INTERVAL, folder: Path | None = None) -> Iterator[Watch]:
+    """Context in which the failure of one rank ends them all; yields the Watch. One process has nobody to watch.
+    `folder`: where ranks that end so leave their last collectives."""
     if not dist.is_initialized() or "MASTER_ADDR" not in os.environ:
         yield Watch(0, 1)
         return
+    if folder and "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # where NCCL's watchdog writes, if it is faster
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl-rank-"))
     # a connection of its own: the main thread may be waiting on the other one
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -61,7 +74,8 @@ def guarded(patience: timedelta = PATIENCE, interval: float = INTERVAL) -> Itera
         raise RuntimeError(f"the processes' store at {address}:{port} does not answer; was this torchrun?") from error
     # torchrun's store outlives a restart with its old entries, and nodes count restarts each for itself: so the time
     own = PrefixStore(f"watch/{broadcast(time.time_ns())}", store)
-    watch = Watch(dist.get_rank(), dist.get_world_size(), own, patience.total_seconds(), interval)
+    end = partial(leave, folder=folder, rank=dist.get_rank())
+    watch = Watch(dist.get_rank(), dist.get_world_size(), own, patience.total_seconds(), interval, end)
     watch.start()
     try:
         yield watch
@@ -73,10 +87,23 @@ def guarded(patience: timedelta = PATIENCE, interval: float = INTERVAL) -> Itera
         watch.stop()
 
 
-def leave(sentence: str) -> None:
-    """Prints the sentence and ends the process at once: the main thread may be in a collective that never returns."""
-    print(f"training: {sentence}; this run ends", file=sys.stderr, flush=True)
+def leave(sentence: str, folder: Path | None = None, rank: int = 0) -> None:
+    """Prints the sentence, writes this rank's last collectives into the folder and ends the process at once: the main
+    thread may be in a collective that never returns."""
+    told = f"; the last collectives of each rank are in {folder}/collectives-rank-*.json" if folder else ""
+    print(f"training: {sentence}; this run ends{told}", file=sys.stderr, flush=True)
+    if folder:
+        with suppress(Exception):  # the sentence is said, and the process has to end
+            faulthandler.dump_traceback_later(WRITTEN, exit=True)
+            disk.make_folder(folder)
+            disk.write_atomic(folder / f"collectives-rank-{rank}.json", recorded())
     os._exit(1)
+
+
+def recorded() -> bytes:
+    """What torch's flight recorders remember, as JSON."""
+    asked = {name: getattr(c10d, call, None) for name, call in RECORDERS.items()}
+    return json.dumps({name: json.loads(call()) for name, call in asked.items() if call is not None}).encode()
 
 
 def standing(main: int) -> str:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 
 import pytest
+import torch
 
+from training.checkpoint import storage
 from training.dispatch.deepep import check_nodes
-from training.parallel.processes import GLOO_GROUPS, OTHER_FILES, make_room
+from training.parallel.processes import OTHER_FILES, make_room
 
 
 @pytest.mark.parametrize(
     ("world", "soft", "hard", "then"),
     [
         (8, 1024, 4096, None),
-        (1024, 1024, 4096, GLOO_GROUPS * 1023 + OTHER_FILES),
-        (1024, 1024, resource.RLIM_INFINITY, GLOO_GROUPS * 1023 + OTHER_FILES),
+        (1024, 1024, 4096, 1023 + OTHER_FILES),
+        (1024, 1024, resource.RLIM_INFINITY, 1023 + OTHER_FILES),
         (1024, resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
     ],
 )
 def test_open_files_grow_with_the_ranks(
     world: int, soft: int, hard: int, then: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three gloo groups have a socket to each peer: at 1,024 ranks 3,069, where a process may open 1,024."""
+    """Rank 0 gathers from everybody: at 1,024 ranks 1,023 sockets, where a process may open 1,024 files of any kind."""
     set_to: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: set_to.append(both))
@@ -31,9 +34,9 @@ def test_open_files_grow_with_the_ranks(
 
 
 def test_too_few_open_files_are_said_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 2048))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1200))
     with pytest.raises(
-        ValueError, match="1024 ranks need 3581 open files each, and 2048 are allowed here; write ulimit -n"
+        ValueError, match="1024 ranks need 1535 open files each, and 1200 are allowed here; write ulimit -n"
     ):
         make_room(1024)
 
@@ -52,3 +55,51 @@ def test_deepep_1_reaches_eight_ranks_by_nvlink(ranks: int, local: int, says: st
         return
     with pytest.raises(ValueError, match=says):
         check_nodes(ranks, local)
+
+
+def many(folder: Path, ranks: int) -> Path:
+    """A checkpoint of so many ranks with two rows each: its manifest, and shards without bytes."""
+    files = {f"shard-{rank:05d}.safetensors": {"bytes": 1 << 20, "sha256": "0" * 64} for rank in range(ranks)}
+    pieces = [{"file": name, "start": 8, "offset": [2 * i, 0], "shape": [2, 4]} for i, name in enumerate(files)]
+    entry = {"dtype": "float32", "shape": [2 * ranks, 4], "pieces": pieces}
+    body = {"format": 1, "step": 3, "files": files, "tensors": dict.fromkeys("abcd", entry)}
+    (folder / storage.MANIFEST).write_bytes(storage.signed(body))
+    for name in files:
+        (folder / name).touch()
+    return folder
+
+
+def test_a_rank_keeps_the_pieces_that_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all ranks' pieces those that its rows are in: one of 64 on the same mesh, three where its rows lie across."""
+    reader = storage.Reader(tmp_path, storage.read_manifest(many(tmp_path, 64)))
+    assert not reader.metadata.storage_data
+    for name, rows, want in (
+        ("a", (8, 10), [8]),
+        ("b", (9, 14), [8, 10, 12]),
+        ("c", (8, 8), []),
+        ("d", (0, 128), None),
+    ):
+        monkeypatch.setattr(storage, "rows_of", lambda _, rows=rows: rows)
+        reader.want({name: torch.empty(0)})
+        kept = [index.offset[0] for index in reader.metadata.storage_data if index.fqn == name and index.offset]
+        assert kept == (list(range(0, 128, 2)) if want is None else want)
+        chunks = reader.metadata.state_dict_metadata[name].chunks
+        assert [chunk.offsets[0] for chunk in chunks] == kept
+
+
+def test_each_rank_judges_its_share_of_a_manifest(tmp_path: Path) -> None:
+    body = storage.read_manifest(many(tmp_path, 4))
+    body["tensors"]["c"] = {**body["tensors"]["c"], "shape": [9, 4]}
+    (tmp_path / storage.MANIFEST).write_bytes(storage.signed(body))
+    said = [storage.read_whole(tmp_path, slice(rank, None, 4))[1] or "" for rank in range(4)]
+    assert ["what no save says" in each for each in said] == [False, False, True, False]
+    assert "what no save says" in (storage.damage(tmp_path) or ""), "one rank judges all"
+
+
+def test_a_manifests_sum_is_of_its_bytes(tmp_path: Path) -> None:
+    path = many(tmp_path, 2) / storage.MANIFEST
+    good = path.read_bytes()
+    for bad in (good.replace(b'"step":3', b'"step":4'), good + b" ", good[:-70] + b"1" * 68 + good[-2:], good[:-1]):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match="is damaged"):
+            storage.read_manifest(tmp_path)

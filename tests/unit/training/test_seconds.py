@@ -5,6 +5,7 @@ python -m tests.unit.training.test_seconds        writes that page's tables anew
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from training.hardware import Hardware, Link
 from training.parallel.mesh import MeshConfig
 from training.plan import main as plan
 from training.seconds import (
+    ACTIVATION,
     CLOCK,
     COMPILED,
     EAGER,
@@ -29,6 +31,7 @@ from training.seconds import (
     PARTIAL,
     RANDOM,
     ROTATION,
+    SEPARATE,
     Clock,
     Routing,
     Seconds,
@@ -53,7 +56,7 @@ class Row:
     card: str
     gpus: int
     measured: float  # tokens/s of a GPU
-    use: str  # calibration | check | elsewhere: another trainer's
+    use: str  # own: on the machine whose hardware file it is | calibration | check | elsewhere: another trainer's
     file: str = ""
     words: str = ""
     routing: Routing = NATURAL
@@ -66,6 +69,7 @@ HYBRID = " mesh.dispatcher=hybridep"
 SIXTEEN = "mesh.ep=4 batch=16 micro_batch=4 recompute=experts"
 ALL_32 = "mesh.ep=4 batch=8 micro_batch=2 recompute=experts moments=bfloat16 mesh.reshard=true"
 TWELVE = "mesh.ep=4 batch=8 micro_batch=1 layers=12" + HYBRID
+SIX = "layers=6 compile=false batch=8 micro_batch=2"  # all that the search lists for two GPUs, in one process each
 FOLDED, COUPLED = "mesh.tp=2 mesh.ep=4", "mesh.tp=2 mesh.ep=2 mesh.etp=2"
 PAPER = "batch=256 capacity=1 mesh.tp=2"
 
@@ -92,6 +96,22 @@ ROWS = [
         "calibration", "h200", 2, QWEN,
         ("Qwen3-30B-A3B, 12 layers, ep 2", 48379, "layers=12 mesh.ep=2 batch=16 micro_batch=4"),
     ),
+    *of(
+        "check", "h200", 2, QWEN,
+        ("Qwen3-30B-A3B, 6 layers, ep 2", 60692, f"{SIX} mesh.ep=2"),
+        ("pp 2", 58061, f"{SIX} mesh.pp=2"),
+        ("etp 2", 54714, f"{SIX} mesh.etp=2"),
+        ("all on FSDP, the first in its process, never steady", 18370, SIX),
+    ),
+    *of(
+        "calibration", "h200", 2, QWEN,
+        ("tp 2, ep 2", 52207, f"{SIX} mesh.tp=2 mesh.ep=2"),
+        ("tp 2", 49338, f"{SIX} mesh.tp=2"),
+        ("tp 2, etp 2", 47594, f"{SIX} mesh.tp=2 mesh.etp=2"),
+        ("cp 2", 48197, f"{SIX} mesh.cp=2"),
+        ("cp 2, ep 2", 45909, f"{SIX} mesh.cp=2 mesh.ep=2"),
+        ("cp 2, etp 2", 42764, f"{SIX} mesh.cp=2 mesh.etp=2"),
+    ),
     *of("check", "h100", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 108200, "compile=true")),
     *of("check", "h200", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 109700, "compile=true")),
     *of("check", "h200", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks, balanced", 265500, "compile=true", IN_TURN)),
@@ -100,6 +120,17 @@ ROWS = [
     small("check", "h200", "8 copies, top-2", 185000, COPIES),
     small("check", "h200", "dense, one micro-batch", 355500, SMOL, 64),
     small("check", "h200", "8 x 4 slices, one micro-batch, after fewer launches", 240900, SLICES, 64),
+    small("own", "h200", "dense, one micro-batch", 379570, SMOL, 64),
+    small("own", "h200", "dense", 358285, SMOL),
+    small("own", "h200", "8 x 4 slices, one micro-batch", 266927, SLICES, 64),
+    small("calibration", "h200", "8 x 4 slices, on the file's machine", 186770, SLICES),
+    small("own", "h200", "8 copies, top-2, one micro-batch", 230011, COPIES, 64),
+    small("own", "h200", "8 copies, top-2", 186109, COPIES),
+    *of(
+        "own", "h200", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks", 254324, "compile=true"),
+        ("the same, balanced", 267257, "compile=true", IN_TURN), ("not compiled", 258034, ""),
+    ),
+    *of("own", "h200", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 109172, "compile=true")),
     *of(
         "check", "h200", 4, QWEN,
         ("Qwen3-30B-A3B, hybridep, recompute experts", 13349, SIXTEEN + HYBRID),
@@ -158,13 +189,14 @@ ROWS = [
         ),
     ),
 ]  # fmt: skip
-# Rows of machines whose host was slower than the one of the hardware file: the model has no such machine
+# Rows of machines whose host was slower than the one of the hardware file: the model has no such machine; and one whose
+# turns took from 0.70 to 0.93 s
 MISSED = {
     "SmolLM2-135M, 8 x 4 slices, one micro-batch, after fewer launches",
-    "the same, deepep, slower host", "capacity 1, folded, hybridep, a host that made the device wait",
+    "all on FSDP, the first in its process, never steady", "capacity 1, folded, hybridep, a host that made the device wait",
     "the same, coupled, alltoall",
 }  # fmt: skip
-WITHIN = {"calibration": 0.10, "check": 0.15}
+WITHIN = {"own": 0.10, "calibration": 0.10, "check": 0.15}
 HEAD = ("measured on", "tokens/s of a GPU", "predicted", "error", "used for")
 
 
@@ -236,6 +268,15 @@ def test_the_order_of_what_was_measured_in_turn() -> None:
     assert rate(QWEN2, FOLDED + HYBRID + " capacity=1") > rate(QWEN2, COUPLED + " capacity=1")
 
 
+def test_the_order_of_all_mappings_of_two() -> None:
+    """Of two of which one was more than 6 % faster, that one is predicted to be; of a process's first there is no order."""
+    rows = [row for row in ROWS if row.words.startswith(SIX) and row.what not in MISSED]
+    assert len(rows) == 9
+    for one, other in itertools.permutations(rows, 2):
+        if one.measured > 1.06 * other.measured:
+            assert predicted(one)[0] > predicted(other)[0], (one.what, other.what)
+
+
 def test_what_folding_wins() -> None:
     """1.065 and 1.105 were published, 1.062 and 1.018 measured here over alltoall: within 0.03. Not so 1.101 and 1.079,
     of which one had two dispatchers and the other a host that made the device wait."""
@@ -282,7 +323,8 @@ def test_a_dense_step_by_hand() -> None:
     assert found.total == pytest.approx(sum(vars(found).values()))
     eager = step(D, replace(PLAIN, model=ModelConfig(source="x")), 1, ROUND)
     passes = 2 * (2 * NORM * 256 + ROTATION * (4 + 4) * 64) * tokens * 2 / 1e15
-    assert eager.memory - found.memory == pytest.approx((EAGER - 1) * passes) and passes > 0
+    activations = 2 * (SEPARATE - ACTIVATION) * 512 * tokens * 2 / 1e15
+    assert eager.memory - found.memory == pytest.approx((EAGER - 1) * passes + activations) and activations > 0
     full = step(D, replace(PLAIN, model=replace(PLAIN.model, recompute="full")), 1, ROUND)
     head = CLOCK * 6 * 1024 * 256 * tokens / 1e12
     assert full.products - head == pytest.approx((found.products - head) * 4 / 3)
@@ -342,7 +384,9 @@ def test_gathers_hide_under_computation_and_pipelines_idle() -> None:
         "a ring has as many hops as nodes"
     )
     piped = step(D, replace(PLAIN, mesh=MeshConfig(pp=2)), 2, replace(ROUND, link=Link(0, 1e9)))
-    assert piped.bubble == pytest.approx((piped.total - piped.bubble - piped.optimizer) / 8, rel=0.02), "one of eight"
+    # the stage with the head waits for one micro-batch of the other one, which has a layer alone
+    other = CLOCK * 6 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256 * 32) * 64 / 1e12
+    assert piped.bubble == pytest.approx(other, rel=0.01)
 
 
 def test_groups_that_do_not_fill_their_nodes() -> None:
@@ -389,11 +433,11 @@ def test_hardware_that_is_wrong_is_one_sentence(tmp_path: Path) -> None:
     good = (hardware.READY / "h200.yaml").read_text()
     for old, new, says in (
         ("memory: 141", "memory: 0", "above 0"),
-        ("host: [1.8, 5.1]", "host: [1.8]", "a list of 2"),
+        ("host: [2.3, 5.6]", "host: [2.3]", "a list of 2"),
         ("sheet: [memory", "sheet: [colour", "'colour'"),
         ("link: {latency: 3, rate: 350}", "", "link"),
         ("rows: {alltoall", "rows: {others", "no alltoall"),
-        ("[128, 4096, 607, 422]", "[128, 4096, 0, 422]", "numbers above 0"),
+        ("[128, 4096, 566, 434]", "[128, 4096, 0, 434]", "numbers above 0"),
     ):
         (tmp_path / "mine.yaml").write_text(good.replace(old, new))
         with pytest.raises(ValueError, match=re.escape(says)):
