@@ -139,8 +139,11 @@ def ids() -> tuple[Tensor, Tensor]:
     return tokens, target
 
 
-def first_step(model: Stock, theirs: Any, origin: Origin, scratch: Path) -> tuple[float, dict[str, float]]:
-    """How far the loss is from transformers', and by name on disk each gradient: relative, in the norm."""
+def first_step(
+    model: Stock, theirs: Any, origin: Origin, scratch: Path, least: float = 0.0
+) -> tuple[float, dict[str, float]]:
+    """How far the loss is from transformers', and by name on disk each gradient: relative, in the norm; or relative to
+    `least` of the largest gradient, where one is smaller."""
     tokens, target = ids()
     want = theirs(tokens).logits
     loss = functional.cross_entropy(want.flatten(0, 1), target.flatten(), reduction="sum")
@@ -155,11 +158,12 @@ def first_step(model: Stock, theirs: Any, origin: Origin, scratch: Path) -> tupl
         assert own.grad is not None
         own.data = own.grad
     views = layout.views(model)
+    largest = max(float(gradient.norm()) for gradient in hers.values())
     found = {}
     for stored in origin.tensors:
         if not stored.roles[0][0].endswith("router.bias"):  # learns from counts, not from gradients
             mine, other = layout.joined(stored, views), hers[stored.name]
-            found[stored.name] = float((mine - other).norm() / other.norm())
+            found[stored.name] = float((mine - other).norm()) / max(float(other.norm()), least * largest, 1e-30)
     return float(((ours - loss).abs() / loss).detach()), found
 
 
@@ -169,8 +173,8 @@ def test_the_first_step_is_transformers_and_an_untrained_export_its_bytes(
 ) -> None:
     folder = made(name)
     with layout.opened(folder) as origin:
-        loss, gradients = first_step(of_disk(origin), reference(folder), origin, tmp_path / "32")
-        # as far as roundings go in the state of linear attention; see float64
+        # roundings of transformers' own float32 code, 2.1e-5 in Qwen3-Next; the bound that tells a fault is float64's
+        loss, gradients = first_step(of_disk(origin), reference(folder), origin, tmp_path / "32", least=1e-2)
         assert loss < 1e-6 and max(gradients.values()) < 1e-4, max(gradients.items(), key=lambda item: item[1])
         with in_float64():
             exact = of_disk(origin, torch.float64), reference(folder, torch.float64)
