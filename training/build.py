@@ -31,6 +31,7 @@ from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.lora import attach, check_match, is_adapter
 from training.model.moe import MoE
+from training.model.stock import dense_of, model_of
 from training.observe.flops import model_flops
 from training.observe.profiling import Phases
 from training.optim import Optimizer, SpikeGuard, check_groups, freeze, settled
@@ -329,8 +330,9 @@ def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
     """Refuses groups of parameters that this model has none of, and what is meant for copies where there are none."""
     for stage in stages_of(config):
         settled(stage.config.optim, spec if isinstance(spec, MoESpec) else None)
+    check_stock(config, spec)
     with torch.device("meta"):
-        check_match(Decoder(spec, experts="reference"), config.lora)
+        check_match(model_of(spec, experts="reference"), config.lora)
     check_cuts(spec, config)
     whole = whole_on_meta(spec, config)
     for stage in stages_of(config):
@@ -352,10 +354,41 @@ def check_cuts(spec: DenseSpec | MoESpec, config: TrainConfig) -> None:
             )
 
 
+def check_stock(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
+    """Refuses what transformers' own modelling code cannot do."""
+    if dense_of(spec).carried is None:
+        return
+    own, default = config.model, ModelConfig()
+    wrong: list[tuple[str, Any, Any]] = [
+        (f"mesh.{axis}", getattr(config.mesh, axis), 1) for axis in ("tp", "cp", "pp", "etp")
+    ]
+    wrong += [
+        (f"model.{name}", getattr(own, name), getattr(default, name))
+        for name in ("random", "compile", "graph", "transformer_engine", "frozen")
+    ]
+    wrong += [("model.recompute", own.recompute, "none")] if own.recompute not in ("none", "experts") else []
+    wrong += [("lora.rank", config.lora.rank, 0), ("eval.every", config.eval.every, 0)]
+    wrong += [("islands.join", config.islands.asked, False)]
+    for stage in stages_of(config):
+        wrong += [("data.mask_documents", stage.config.data.mask_documents, False)]
+        wrong += [("teacher.weight", stage.config.teacher.weight if stage.config.teacher.asked else 0.0, 0.0)]
+    for key, got, instead in wrong:
+        if got != instead:
+            raise ValueError(
+                f"{key} is {shown(got)}, but a {dense_of(spec).family} model is computed by transformers' own code, "
+                "which goes with FSDP, mesh.ep and model.recompute=experts, and sees no ends of documents; write "
+                f"{key}={shown(instead)}"
+            )
+
+
+def shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def whole_on_meta(spec: DenseSpec | MoESpec, config: TrainConfig) -> Decoder:
     """All of the model with its adapters, without memory: for the names in it."""
     with torch.device("meta"):
-        whole = Decoder(spec, experts="reference")
+        whole = model_of(spec, experts="reference")
         attach(whole, config.lora)
     return whole
 
@@ -382,7 +415,7 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
     """A Decoder of these layers, with memory for this rank's part of them only."""
     model = config.model
     with torch.device("meta"):
-        part = Decoder(origin.spec, part=layers, experts=model.experts, compute=getattr(torch, model.compute))
+        part = model_of(origin.spec, part=layers, experts=model.experts, compute=getattr(torch, model.compute))
         attach(part, config.lora)
     freeze(part, *(stage.config.optim for stage in stages_of(config)))
     hold(part, held_in(model, origin.spec))
@@ -391,6 +424,8 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
 
 def held_in(model: ModelConfig, spec: DenseSpec | MoESpec) -> torch.dtype:
     """The dtype of the weights that never learn."""
+    if dense_of(spec).carried is not None:
+        return torch.float32  # transformers' layers hold weights of one dtype
     narrow = model.frozen or (spec.dtype if model.compute == "bfloat16" else "")
     return torch.bfloat16 if narrow == "bfloat16" else torch.float32
 

@@ -45,7 +45,8 @@ Reduce = Callable[[Tensor], Tensor]  # sums a tensor over ranks that hold differ
 RULES = ("adamw", "muon")
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BUCKET = 2**27  # elements that one fused call updates, which bounds the temporary float32 copies of bf16 tensors
-OUTSIDE = {"embed", "head"}  # words in the names of what is in no layer
+# words in the names of what is in no layer: of ours, and of transformers' own models
+OUTSIDE = {"embed", "head", "embed_tokens", "embeddings", "wte", "lm_head"}
 PIECE = 2**26  # elements that Muon works on at once
 NOTHING = (
     "this rank's part of the model has no parameter to train; give some a learning rate above 0 in optim.groups, or "
@@ -334,6 +335,7 @@ def make_slot(
     words = name.split(".")
     router, outside = "router" in words, bool(OUTSIDE & set(words))
     vector = parameter.ndim < 2 or words[-1].endswith("bias") or any(word.endswith("norm") for word in words)
+    vector = vector or words[-1] == "A_log"  # the decay of a state, which has a row for each channel
     decay = config.weight_decay if not vector and (config.router_decay or not router) else 0.0
     for group in config.groups:
         if group.decay is not None and group.holds(name):

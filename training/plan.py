@@ -47,10 +47,10 @@ from training import hardware
 from training.build import check_optim, held_in, source, taught_by, whole_on_meta
 from training.config import Stage, TrainConfig, read_config, stages_of, upcycle_config
 from training.islands import plan as islands
-from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach
 from training.model.loss import COPIES, LOGITS, TAUGHT
 from training.model.recompute import MOVES
+from training.model.stock import LAYER, dense_of, model_of
 from training.observe.flops import model_flops
 from training.optim import learning, multiplier
 from training.parallel.mesh import MeshConfig, changed_to, check, grids, problem
@@ -134,13 +134,14 @@ class Model:
     def of(self, part: range) -> Counter[int]:
         if part not in self.parts:
             with torch.device("meta"):
-                model = Decoder(self.spec, part=part, experts="reference")
+                model = model_of(self.spec, part=part, experts="reference")
                 attach(model, self.lora)
             names = [name for name, _ in model.named_parameters()]
             learned, kept = learning(self.optim, names), set[str]().union(*(learning(o, names) for o in self.all))
             found: dict[str, Unit] = {}
             for name, parameter in model.named_parameters():
-                layer = name.split(".")[1] if name.startswith("layers.") else ""
+                of_layer = LAYER.match(name)
+                layer = of_layer[2] if of_layer else ""
                 placed = rule(name, model.dense)
                 held = MASTER if name in kept or placed.exact else self.narrow
                 each = Parameter(placed, tuple(parameter.shape), name in learned, name in kept, held)
@@ -340,6 +341,8 @@ def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iter
         if refused(axes, values) or stages_of_all > layers:
             continue
         count, rest = divmod(config.batch, config.micro_batch * world // (mesh.tp * mesh.cp * mesh.pp))
+        if dense_of(spec).carried is not None and mesh.tp * mesh.cp * mesh.pp * mesh.etp > 1:
+            continue  # build.check_stock
         if count and not rest and (mesh.pp == 1 or count >= mesh.pp) and goes_with(config, mesh):
             yield mesh
 
@@ -613,6 +616,16 @@ def main(words: list[str]) -> int:
                 teacher = check_teacher(its_origin, origin.spec)
         if said := of_frozen(origin.spec, config):
             print(said)
+        if origin.dense.carried is not None:
+            if card is not None:
+                raise ValueError(
+                    f"hardware={asked.hardware} predicts seconds of our own decoder, and transformers' own code "
+                    f"computes {origin.dense.family}; leave it out"
+                )
+            print(
+                f"transformers' own code computes {origin.dense.family}: what its layers keep for backward is not "
+                "planned but for attention and experts, and all logits are in memory, which `loss` does not count"
+            )
         if card is None:
             print(table(origin.spec, config, asked.gpus, teacher=teacher))
         if asked.islands:

@@ -43,6 +43,7 @@ def obstacle(run: Learner) -> str:
         f"{run.mesh.world} ranks wait for each other in a step": run.mesh.world > 1,
         "a teacher's share of the loss changes from step to step": run.teacher is not None,
         "islands exchange their weights between steps": run.config.islands.asked,
+        "transformers' own code may ask the device in a step": run.model.dense.carried is not None,
         f"model.transformer_engine is {list(model.transformer_engine)}": bool(model.transformer_engine),
         f"model.experts={model.experts} asks the device in a step": run.model.moe and model.experts != "grouped",
         f"experts wait for the device where model.compute is {model.compute}": run.model.moe

@@ -397,8 +397,10 @@ class MoE:
         pair, carried = self.pair, moe.dense.carried
         assert carried is not None
         sentence = (
-            f"plan, convert and verify know {pair.moe}; training and evaluation by our own decoder do not: train it "
-            "with other tools"
+            f"training computes {pair.moe} by transformers' own code, with FSDP and mesh.ep alone; our own evaluation "
+            "does not have it: evaluate it with model=hf"
+            if not pair.wrapped
+            else f"plan, convert and verify know {pair.moe}; training and our own evaluation do not: use other tools"
         )
         mtp = any(name.startswith("mtp.") for name in carried.tensors)
         least = pair.least(moe)

@@ -24,6 +24,7 @@ from transformers.utils import logging
 from tests.parity import tiny
 from tests.unit.upcycle.mutations import keys_read, unreadable, written
 from training.checkpoint import layout
+from training.model.stock import Stock
 from upcycle import siblings
 from upcycle.__main__ import main
 from upcycle.checkpoint import Checkpoint
@@ -32,6 +33,7 @@ from upcycle.convert import convert
 from upcycle.inspect import describe
 from upcycle.make import Maker
 from upcycle.plan import UpcyclePlan, build
+from upcycle.spec import MoESpec
 from upcycle.verify import verify
 
 logging.disable_progress_bar()
@@ -352,17 +354,6 @@ def test_refusals(dense_folder: Callable[[str], Path], tmp_path: Path) -> None:
         planned(moe)
     with pytest.raises(ValueError, match=r"has 4 experts .*mixture of experts already"):
         planned(converted(granite, tmp_path / "granite", "copies"))
-    for folder in (ernie, moe):
-        with (
-            pytest.raises(ValueError, match=r"`upcycle` can plan, convert and verify, but our own decoder does not"),
-            layout.opened(str(folder)),
-        ):
-            pass
-    with (
-        pytest.raises(ValueError, match="our own decoder does not"),
-        layout.online(read(UpcycleConfig, "", [f"source={ernie}"])),
-    ):
-        pass
     short = shutil.copytree(ernie, tmp_path / "short")
     config = json.loads((short / "config.json").read_text())
     with pytest.raises(ValueError, match=r"model.layers.1.\S+', but config.json promises 1 layers \(0 to 0\)"):
@@ -372,3 +363,15 @@ def test_refusals(dense_folder: Callable[[str], Path], tmp_path: Path) -> None:
     save_file(tensors, stranger / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"model.layers.0.mlp.gate.weight', which no dense ernie4_5 model has"):
         planned(stranger)
+
+
+def test_a_sibling_trains_as_it_is_made_and_from_disk(dense_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """transformers' own code computes both (tests/parity/test_stock.py); online is offline, to the bit."""
+    for name in ("ernie4_5", "lfm2"):
+        moe = converted(dense_folder(name), tmp_path / name, "copies")
+        with layout.opened(dense_folder(name)) as dense:
+            assert not isinstance(dense.spec, MoESpec)
+        words = [f"source={dense_folder(name)}", f"router.score={SCORE.get(name, 'softmax')}", PLAIN, *WORDS["copies"]]
+        with layout.opened(moe) as offline, layout.online(read(UpcycleConfig, "", words)) as online:
+            one, two = (layout.load(Stock(o.spec).to_empty(device="cpu"), o).state_dict() for o in (offline, online))
+            assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)

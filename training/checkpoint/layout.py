@@ -23,13 +23,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from training.checkpoint import stock
 from training.model.decoder import Decoder
 from training.model.lora import A, delta, is_adapter, pairs
 from training.model.moe import MoE
 from training.model.names import plain_name
+from training.model.stock import Stock, known
 from training.parallel.collectives import gather, local
 from training.parallel.mesh import ParallelMesh
-from upcycle import card, disk, measure, plugin, publish, siblings
+from upcycle import card, disk, measure, plugin, publish
 from upcycle.checkpoint import INDEX, Checkpoint
 from upcycle.config import UpcycleConfig, byte_size
 from upcycle.families.common import Source
@@ -89,9 +91,9 @@ def opened(source: str | Path) -> Iterator[Origin]:
     """Context that yields the Origin of a checkpoint folder or hub id, dense or MoE."""
     with Checkpoint.open(source) as checkpoint:
         manifest = read_manifest(checkpoint.folder)
-        origin = described(
-            source, checkpoint.config, checkpoint.read, checkpoint.copied_files(), manifest and manifest["config"]
-        )
+        entries = {name: (entry.shape, entry.dtype) for name, entry in checkpoint.entries.items()}
+        settings = manifest and manifest["config"]
+        origin = described(source, checkpoint.config, checkpoint.read, checkpoint.copied_files(), settings, entries)
         check_shapes(checkpoint, origin.tensors)
         yield origin
 
@@ -117,7 +119,8 @@ def online(config: UpcycleConfig, observe: Observe = measure.measure) -> Iterato
             return maker.tensor(name) if rows is None else maker.slice(name, (slice(*rows),))
 
         files = checkpoints[0].copied_files()
-        yield replace(described(names[0], plan.hf_config, read, files, card.settings(plan)), plan=plan)
+        entries = {each.name: (each.shape, each.dtype) for each in plan.outputs}
+        yield replace(described(names[0], plan.hf_config, read, files, card.settings(plan), entries), plan=plan)
 
 
 def described(
@@ -126,9 +129,11 @@ def described(
     read: Read,
     files: Iterable[Path],
     settings: Mapping[str, Any] | None = None,
+    entries: stock.Entries | None = None,
 ) -> Origin:
     """The Origin that a config.json describes. `read` returns its tensors, `files` lie beside it. `settings`: of the
-    plan that made the model, as upcycle.json holds them."""
+    plan that made the model, as upcycle.json holds them. `entries`: its tensors, of which the names count where
+    transformers computes the model."""
     model_type, files = str(config.get("model_type")), tuple(files)
     families, targets = plugin.names("upcycle.families"), plugin.names("upcycle.targets")
     natives = plugin.names("upcycle.natives")
@@ -147,14 +152,13 @@ def described(
         native = plugin.load("upcycle.natives", model_type)
         moe = native.read(config)
         return Origin(moe, stored_slots(moe, native.slots(moe)), read, config, files)
-    if model_type in siblings.DENSE or model_type in siblings.MOE:
-        raise ValueError(
-            f"{source} has model_type {short(model_type)}, which `upcycle` can plan, convert and verify, but our own "
-            "decoder does not have; train and evaluate it with other tools, or start from another family"
-        )
+    if entries is not None and known(model_type):
+        spec, found = stock.read(config, entries)
+        tensors = tuple(Stored(f.name, f.shape, f.dtype, tuple((role, ()) for role in f.roles)) for f in found)
+        return Origin(spec, tensors, read, config, files, settings=settings)
     raise ValueError(
         f"{source} has model_type {short(model_type)}; training knows the dense families {', '.join(families)} "
-        f"and the MoE architectures {', '.join([*targets, *natives])}"
+        f"and the MoE architectures {', '.join([*targets, *natives])}, and of others what transformers has"
     )
 
 
@@ -206,6 +210,11 @@ class Piece:
 def roles(model: Decoder) -> dict[str, tuple[Tensor, Index]]:
     """role -> the parameter (or buffer) that it lies in, and where in it."""
     out: dict[str, tuple[Tensor, Index]] = {}
+    if isinstance(model, Stock):
+        out |= {role: (tensor, ()) for role, tensor in model.tensors().items() if ".experts." not in role}
+        for name, module in model.named_modules():
+            out |= expert_roles(module, f"{plain_name(name)}.experts") if isinstance(module, MoE) else {}
+        return out
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         role = plain_name(name).replace(".attention.", ".").replace(".ffn.", ".")
         if ".experts." not in role and not is_adapter(role):

@@ -64,6 +64,8 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
         "settings": origin.settings,
         "plan": [] if plan is None else list(card.rows(plan)),
     }
+    if origin.dense.carried is not None:
+        record["tensors"] = [(stored.name, stored.shape, stored.dtype) for stored in origin.tensors]
     write_atomic(home / RECORD, json.dumps(record, indent=2).encode() + b"\n")
 
 
@@ -77,7 +79,9 @@ def kept(folder: Path) -> Origin:
         )
     files = [published(home / Path(name).name) for name in record["files"]]
     config = strict.read_object(home / CONFIG)
-    return layout.described(folder, config, no_weights, files, record.get("settings"))
+    tensors = record.get("tensors")
+    entries = None if tensors is None else {name: (tuple(shape), dtype) for name, shape, dtype in tensors}
+    return layout.described(folder, config, no_weights, files, record.get("settings"), entries)
 
 
 def published(file: Path) -> Path:
@@ -121,6 +125,7 @@ class Record(TypedDict):
     files: list[str]
     settings: NotRequired[Settings | None]
     plan: list[tuple[str, str]]
+    tensors: NotRequired[list[tuple[str, list[int], str]]]  # of a model that transformers computes: name, shape, dtype
 
 
 def upcycled(folder: Path) -> UpcycleConfig | None:

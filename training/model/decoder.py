@@ -94,6 +94,11 @@ class Decoder(nn.Module):
         self.dense = spec.dense if isinstance(spec, MoESpec) else spec
         self.compute = compute
         d = self.dense
+        if d.carried is not None:
+            raise ValueError(
+                f"our own decoder has no {d.family}, which is trained in transformers' own code and nothing else here; "
+                "export it, and evaluate the folder with model=hf"
+            )
         part = range(d.layers) if part is None else part
         self.first, self.last = part.start == 0, part.stop == d.layers
         backend = None if self.moe is None else expert_backend(experts)

@@ -28,6 +28,7 @@ from training.experts.common import recomputing
 from training.model.decoder import Decoder, Layer
 from training.model.layers import FeedForward, Norm
 from training.model.moe import MoE
+from training.model.stock import Stock
 
 MOVES = ("experts", "full")  # those whose backward dispatches, and asks for the experts' weights, once more
 
@@ -36,6 +37,13 @@ def recompute(model: Decoder, mode: str) -> None:
     for layer in model.layers.values():
         assert isinstance(layer, Layer)
         REGIONS[mode](layer)
+
+
+def recompute_stock(model: Stock, mode: str) -> None:
+    """Of transformers' own model the dispatch and the experts alone can be computed once more."""
+    for block in model.modules():
+        if isinstance(block, MoE) and mode == "experts":
+            block.region = again
 
 
 def again(function: Callable[..., Any], *inputs: Any) -> Any:

@@ -42,13 +42,14 @@ from training.experts import ExpertWeights
 from training.kernels import updates
 from training.model.decoder import Decoder, Layer
 from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm
-from training.model.moe import Experts, MoE, low_rank
-from training.model.recompute import MOVES, recompute
+from training.model.moe import Experts, MoE, Router, low_rank
+from training.model.recompute import MOVES, recompute, recompute_stock
+from training.model.stock import Stock
 from training.parallel import context
 from training.parallel.collectives import Group, all_gather, all_reduce, local, reduce_scatter
 from training.parallel.mesh import ParallelMesh
 from training.parallel.pipeline import SPLIT
-from training.parallel.placement import Rule, rule, sharded_dim
+from training.parallel.placement import Kind, Rule, rule, sharded_dim
 
 
 def parallelize(
@@ -64,6 +65,11 @@ def parallelize(
     all of it.
     """
     divide(model, mesh)
+    if isinstance(model, Stock):
+        experts_over_ep(model, mesh, keep=recomputed not in MOVES)
+        recompute_stock(model, recomputed)
+        shard_stock(model, mesh)
+        return
     if mesh.size("tp") > 1:
         for layer in layers(model):
             attention_over_tp(layer.attention, mesh)
@@ -349,6 +355,48 @@ def shard_data_parallel(model: Decoder, mesh: ParallelMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
     # some outputs of ours are views, which is safe: nothing changes them in place
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+
+def shard_stock(model: Stock, mesh: ParallelMesh) -> None:
+    """FSDP around transformers' layers, and in them around our experts, routers and what stays float32."""
+    if mesh.world == 1:
+        return
+    model.casts = False
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    masters = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
+    narrow = MixedPrecisionPolicy(param_dtype=model.compute, reduce_dtype=masters, cast_forward_inputs=False)
+    alone: set[nn.Parameter] = set()
+
+    def unit(module: nn.Module, kind: Kind, policy: MixedPrecisionPolicy) -> None:
+        shards, copies = Rule(kind).ranks(mesh.sizes)
+        if shards * copies == 1:
+            alone.update(module.parameters())
+            return
+        fully_shard(
+            module,
+            mesh=mesh.fsdp(kind),
+            mp_policy=policy,
+            reshard_after_forward=mesh.config.reshard,
+            shard_placement_fn=lambda p: Shard(sharded_dim(local(p).shape, shards) if kind == "experts" else 0),
+            ignored_params=alone,
+        )
+
+    for layer in model.stock_layers():
+        for name, module in layer.named_modules():
+            if isinstance(module, MoE):
+                unit(module.experts, "experts", narrow)
+                unit(module.router, "tokens", exact)
+            elif not isinstance(module, Router) and any(
+                model.exact(f"{name}.{own}") for own, _ in module.named_parameters(recurse=False)
+            ):
+                unit(module, "tokens", exact)
+        unit(layer, "tokens", narrow)
+    unit(model, "tokens", narrow)
+    prefetch([[m for m in layer.modules() if isinstance(m, FSDPModule)] for layer in model.stock_layers()])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def prefetch(units: Sequence[Sequence[FSDPModule]]) -> None:
