@@ -177,6 +177,7 @@ def load_step(model: Decoder, run: Path, folder: Path | None) -> int:
     places = {f"model.{name}": tensor for name, tensor in weights(model).items()}
     for name, tensor in places.items():
         check_same(name, tensor, saved)
+    reader.want(places)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -50,6 +50,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
+from training.parallel.collectives import local
 from upcycle import disk, strict
 from upcycle.checkpoint import DTYPES
 from upcycle.disk import Stream, sync_folder, write_atomic
@@ -157,6 +158,7 @@ class Reader(StorageReader):
     def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         self.folder, self.manifest = folder, manifest
         self.metadata = Metadata(tensors_in(manifest), storage_data={})
+        self.wanted: dict[str, int] = {}  # numbers of each tensor that this rank is to get
 
     def want(self, places: Mapping[str, Tensor]) -> None:
         """Finds the pieces that are to be read into these: a thousand ranks' checkpoint has a million, of which a rank
@@ -164,6 +166,7 @@ class Reader(StorageReader):
         for name, tensor in places.items():
             entry, saved = self.manifest["tensors"][name], self.metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata)
+            self.wanted[name] = local(tensor).numel()
             first, last = rows_of(tensor)
             for piece in entry["pieces"]:
                 offset, shape = piece["offset"], piece["shape"]
@@ -181,6 +184,14 @@ class Reader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan, if it fills all that is wanted; DCP itself reads what it finds, and leaves the rest as it was."""
+        found = dict.fromkeys(self.wanted, 0)
+        for item in plan.items:
+            name = item.dest_index.fqn
+            found[name] = found.get(name, 0) + math.prod(item.lengths)
+        if found != self.wanted or not found:
+            short = sorted(name for name in found if found[name] != self.wanted.get(name))
+            raise ValueError(f"{self.folder} does not hold all of {strict.short((short or ['anything wanted'])[0])}")
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from training.checkpoint import storage
 from training.dispatch.deepep import check_nodes
@@ -103,3 +106,18 @@ def test_a_manifests_sum_is_of_its_bytes(tmp_path: Path) -> None:
         path.write_bytes(bad)
         with pytest.raises(ValueError, match="is damaged"):
             storage.read_manifest(tmp_path)
+
+
+def test_what_is_not_read_is_not_passed_over(tmp_path: Path) -> None:
+    """DCP reads the pieces that it finds and says nothing of the rest, which would stay what the memory held."""
+    reader = storage.Reader(tmp_path, storage.read_manifest(many(tmp_path, 2)))
+    with pytest.raises(ValueError, match="does not hold all of 'anything wanted'"):
+        reader.prepare_local_plan(LoadPlan([]))
+    place = {"a": torch.empty(tuple(reader.metadata.state_dict_metadata["a"].size))}
+    reader.want(place)
+    metadata = reader.metadata.state_dict_metadata["a"]
+    whole = ChunkStorageMetadata(torch.Size((0,) * place["a"].ndim), place["a"].shape)
+    items = create_read_items_for_chunk_list("a", metadata, [whole])
+    assert reader.prepare_local_plan(LoadPlan(items)).items == items
+    with pytest.raises(ValueError, match="does not hold all of 'a'"):
+        reader.prepare_local_plan(LoadPlan(items[1:]))
