@@ -14,7 +14,7 @@ and in no others (tests/unit/training/test_seams.py):
 | class | attribute | by | what for |
 |---|---|---|---|
 | Linear | product | transformer_engine | its products, in FP8 if asked |
-| Linear | matrix | shard | a rank's part of a divided weight |
+| Linear | matrix, pair | shard | a rank's part of a divided weight, and of its adapters |
 | Linear | low | lora | what its adapters are multiplied with |
 | Norm | gain | shard | a gain whose gradient is summed over the ranks that have other heads |
 | Norm | normed | shard | one norm over heads that are on several ranks |

@@ -72,9 +72,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
 def rule(name: str, dense: DenseSpec) -> Rule:
     """The rule for a parameter of the decoder, by its name there; or for one of transformers' own model, of which FSDP
     and expert parallel alone divide anything."""
-    if dense.carried is not None:
-        routed = fnmatchcase(name, "*.experts.*")
-        return RULES[1][1] if routed else Rule("tokens", exact="router" in name.split("."))
+    if dense.carried is not None and not fnmatchcase(name, "*.experts.*"):
+        return Rule("tokens", exact="router" in name.split("."))
     found = next(rule for pattern, rule in RULES if fnmatchcase(name, pattern))
     of_each_head = dense.qk_norm == "head" and fnmatchcase(name, "*.attention.[qk]_norm.*")
     return Rule(found.kind) if of_each_head else found  # one gain serves all heads: no axis cuts it
