@@ -193,7 +193,11 @@ NARROW = [  # dtypes of parameter, gradient, moments
 
 
 def trained(
-    dtypes: tuple[torch.dtype, torch.dtype, str], kernel: bool, monkeypatch: pytest.MonkeyPatch, device: str = "cpu"
+    dtypes: tuple[torch.dtype, torch.dtype, str],
+    kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str = "cpu",
+    share: float = 0.0,
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Weights and states after some steps, one of them skipped, one of them clipped; and how often a kernel ran."""
     parameter, gradient, moments = dtypes
@@ -201,9 +205,10 @@ def trained(
     monkeypatch.setattr(updates, "on_kernel", lambda *tensors: kernel)
     plain = updates.adamw_
     monkeypatch.setattr(updates, "adamw_", lambda *a, **k: (calls.append(1), plain(*a, **k))[1])
-    shapes = {"layers.0.ffn.experts.up": (3, 2, 33, 40), "layers.0.attn_norm.weight": (33,)}
+    shapes = {"layers.0.ffn.experts.up": (6, 2, 33, 40), "layers.0.attn_norm.weight": (33,)}
     weights = {n: torch.nn.Parameter(rng.normal(shape, 0, n).to(parameter).to(device)) for n, shape in shapes.items()}
     optimizer = Optimizer(OptimConfig(clip=1.0, moments=moments, expert_lr=0.5), weights.items())
+    optimizer.share, optimizer.slices, optimizer.copies = share, 2, optimizer.slots[:1]
     for step, scale in enumerate((1e-4, 1.0, 1e-3, 1e-3)):
         for n, p in weights.items():
             p.grad_dtype = None
@@ -230,6 +235,16 @@ def assert_updates_agree(dtypes: tuple[torch.dtype, torch.dtype, str], monkeypat
 @pytest.mark.parametrize("dtypes", NARROW, ids=str)
 def test_adamw_of_mixed_dtypes(dtypes: tuple[torch.dtype, torch.dtype, str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert_updates_agree(dtypes, monkeypatch)
+
+
+@needs_interpreter
+def test_adamw_pulls_gradients_of_copies_as_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = NARROW[2]  # gradients in float32, which the torch lines do not round on the way
+    (got, _), (want, _), (alone, _) = (trained(dtypes, k, monkeypatch, share=s) for k, s in ((True, 0.4), (False, 0.4), (True, 0)))
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=2**-7 if tensor.dtype == torch.bfloat16 else 2e-5, atol=1e-4, msg=name)
+    experts = "layers.0.ffn.experts.up"
+    assert (got[experts] - alone[experts]).abs().max() > 1e-3  # and it can fail
 
 
 @needs_interpreter
