@@ -45,10 +45,9 @@ class _FFN(torch.autograd.Function):
         from training.kernels import narrow_triton, permute_triton
 
         x_TD, k = x_TD.contiguous(), expert_TK.shape[1]
-        back_R, count_E, token_R, weight_R = permute_triton.sorted_rows(
+        back_R, ends_E, token_R, weight_R = permute_triton.sorted_rows(
             expert_TK.contiguous(), weight_TK.contiguous(), len(down_EDF)
         )
-        ends_E = count_E.cumsum(0, dtype=torch.int32)
         where = narrow_triton.cut(ends_E, len(back_R), narrow_triton.ROWS)
         h_RH, a_RF = narrow_triton.up(x_TD, token_R, weight_R, up_EHD, where, activation)
         ctx.save_for_backward(x_TD, weight_R, back_R, token_R, ends_E, where, up_EHD, down_EDF, h_RH)
