@@ -48,6 +48,7 @@ class _FFN(torch.autograd.Function):
         back_R, ends_E, token_R, weight_R = permute_triton.sorted_rows(
             expert_TK.contiguous(), weight_TK.contiguous(), len(down_EDF)
         )
+        assert token_R is not None and weight_R is not None
         where = narrow_triton.cut(ends_E, len(back_R), narrow_triton.ROWS)
         h_RH, a_RF = narrow_triton.up(x_TD, token_R, weight_R, up_EHD, where, activation)
         ctx.save_for_backward(x_TD, weight_R, back_R, token_R, ends_E, where, up_EHD, down_EDF, h_RH)

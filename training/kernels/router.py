@@ -131,7 +131,7 @@ class _Route(torch.autograd.Function):
         d_x_TD = d[:, size:] @ parts if ctx.needs_input_grad[0] else None  # 16 bits of each factor, as in SplitLinear
         d_weight_ND = None
         if ctx.needs_input_grad[1]:
-            third, first, second = product(d[:, : 3 * size].t(), x_TD).split(size)
+            third, first, second = torch.split(product(d[:, : 3 * size].t(), x_TD), size)
             d_weight_ND = first + third + second
         return d_x_TD, d_weight_ND, None, None, None
 
