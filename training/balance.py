@@ -392,7 +392,7 @@ class Balance:
             sums = [router.summed(r.logits_TE, r.expert_TK, spec.granularity) for r in routed]
         if sums is not None and all(found is not None for found in sums):
             found_NF = torch.stack([found for found in sums if found is not None])
-            mean_NE, z, entropy, whole = found_NF[:, :experts], *found_NF[:, experts : experts + 2].T, found_NF[:, -3:].T
+            mean_NE, (z, entropy), whole = found_NF[:, :experts], found_NF[:, experts:-3].T, found_NF[:, -3:].T
             if share_NSE is not None:
                 aux = experts * (share_NSE[:, 0] * mean_NE).sum(-1)
             figures = {"aux": aux, "z": z, "router_entropy": entropy / math.log(max(experts, 2))}
