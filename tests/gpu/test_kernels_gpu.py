@@ -8,7 +8,8 @@ import torch
 from tests.unit.training.test_kernels import NARROW, assert_updates_agree, ready
 from training.dispatch.local import Local
 from training.experts import ExpertWeights, grouped
-from training.kernels import cross_entropy, narrow, norm, rotary, router, updates
+from training.kernels import cross_entropy, norm, rotary, router, updates
+from training.model import narrow
 from training.model.loss import linear_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -151,7 +152,7 @@ def test_totals(first: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("favoured", [False, True])
-@pytest.mark.parametrize(("tokens", "copies", "hidden", "width"), [(3000, 8, 576, 384), (40_000, 16, 576, 384), (1, 2, 64, 128)])
+@pytest.mark.parametrize(("tokens", "copies", "hidden", "width"), [(9000, 8, 576, 384), (65_536, 16, 576, 384), (8192, 2, 64, 128)])
 def test_narrow_experts(tokens: int, copies: int, hidden: int, width: int, favoured: bool) -> None:
     """From tokens to tokens against dispatch=local and experts=grouped, and both against float64."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The Triton kernels of narrow.py; imported only where they run.
+"""The Triton kernels of model/narrow.py; imported only where they run.
 
 Work is cut into pieces of rows of one expert, on the device: `cut` says of each piece which expert's it is, where its
 rows begin and end. Row kernels take pieces of as many rows as a tile has; sums over rows take long ones, the longest
@@ -65,10 +65,10 @@ def cut_kernel(
 
 @triton.jit
 def up_kernel(
-    x_ptr, x_desc, token_ptr, up_desc, weight_ptr, map_ptr, h_ptr, a_ptr, P, D: tl.constexpr, F: tl.constexpr,
-    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATHER: tl.constexpr,
+    x_ptr, token_ptr, up_desc, weight_ptr, map_ptr, h_ptr, a_ptr, P, D: tl.constexpr, F: tl.constexpr,
+    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """h = x up^T, and a = act(gate) * up * weight of it, in one pass."""
+    """h = x up^T, each row of x read from its token, and a = act(gate) * up * weight of it."""
     tiles: tl.constexpr = (F + BN - 1) // BN
     piece, n = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BN
     first, last = tl.load(map_ptr + P + piece), tl.load(map_ptr + 2 * P + piece)
@@ -77,12 +77,11 @@ def up_kernel(
     at = tl.load(map_ptr + piece) * (2 * F) + n
     row = first + tl.arange(0, BM)
     live = row < last
-    if GATHER:
-        token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
-        x_ptrs = x_ptr + token[:, None] * D + tl.arange(0, BK)[None, :]
+    token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
+    x_ptrs = x_ptr + token[:, None] * D + tl.arange(0, BK)[None, :]
     gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     for k in range(0, D, BK):
-        x = tl.load(x_ptrs + k) if GATHER else x_desc.load([first, k])
+        x = tl.load(x_ptrs + k)
         gate = tl.dot(x, up_desc.load([at, k]).T, gate)
         up = tl.dot(x, up_desc.load([at + F, k]).T, up)
     weight = tl.load(weight_ptr + row, mask=live, other=0.0).to(tl.float32)
@@ -97,48 +96,6 @@ def up_kernel(
     factor, _ = factor_and_slope(up.to(tl.float32), ACT)
     a = act * factor * weight[:, None]
     tl.store(a_ptr + wide * F + col[None, :], a.to(a_ptr.dtype.element_ty), mask=keep)
-
-
-@triton.jit
-def down_backward_kernel(
-    d_y_ptr, d_y_desc, token_ptr, down_desc, weight_ptr, map_ptr, h_ptr, d_h_ptr, a_ptr, d_weight_ptr, P, R,
-    D: tl.constexpr, F: tl.constexpr,
-    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATHER: tl.constexpr,
-):  # fmt: skip
-    """d_a = d_y down, and what comes of it: d_h, a again, and d_weight of each tile's neurons."""
-    tiles: tl.constexpr = (F + BN - 1) // BN
-    piece, n = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BN
-    first, last = tl.load(map_ptr + P + piece), tl.load(map_ptr + 2 * P + piece)
-    if first == last:
-        return
-    at = tl.load(map_ptr + piece) * D
-    row = first + tl.arange(0, BM)
-    live = row < last
-    if GATHER:
-        token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
-        d_y_ptrs = d_y_ptr + token[:, None] * D + tl.arange(0, BK)[None, :]
-    d_a = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, D, BK):
-        d_y = tl.load(d_y_ptrs + k) if GATHER else d_y_desc.load([first, k])
-        d_a = tl.dot(d_y, down_desc.load([at + k, n]), d_a)
-    weight = tl.load(weight_ptr + row, mask=live, other=0.0).to(tl.float32)[:, None]
-    wide = row.to(tl.int64)[:, None]
-    d_weight = tl.zeros((BM,), tl.float32)
-    # all of it at once would take more registers than there are
-    halves = d_a.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-    for half in tl.static_range(2):
-        part = halves[half]
-        col = n + half * (BN // 2) + tl.arange(0, BN // 2)
-        keep = live[:, None] & (col < F)[None, :]
-        at_h = wide * (2 * F) + col[None, :]
-        act, slope = act_and_slope(tl.load(h_ptr + at_h, mask=keep, other=0.0).to(tl.float32), ACT)
-        factor, bent = factor_and_slope(tl.load(h_ptr + at_h + F, mask=keep, other=0.0).to(tl.float32), ACT)
-        tl.store(d_h_ptr + at_h + F, (part * weight * act * bent).to(d_h_ptr.dtype.element_ty), mask=keep)
-        tl.store(d_h_ptr + at_h, (part * weight * slope * factor).to(d_h_ptr.dtype.element_ty), mask=keep)
-        act *= factor
-        tl.store(a_ptr + wide * F + col[None, :], (act * weight).to(a_ptr.dtype.element_ty), mask=keep)
-        d_weight += tl.sum(tl.where(keep, part * act, 0.0), 1)
-    tl.store(d_weight_ptr + tl.program_id(0) % tiles * R + row, d_weight, mask=live)
 
 
 @triton.jit
@@ -206,11 +163,7 @@ def sums_kernel(
             b = b_desc.load([row, n])
         total = tl.dot(a.T, b, total)
         if BN2:
-            if GATHER:
-                b2 = tl.load(b_ptr + at + col2[None, :], mask=(col2 < N)[None, :], other=0.0)
-            else:
-                b2 = b2_desc.load([row, n + BN])
-            total2 = tl.dot(a.T, b2, total2)
+            total2 = tl.dot(a.T, b2_desc.load([row, n + BN]), total2)
     if whole < last:  # what follows these rows is another's, or anything
         rest = whole + k
         live = rest < last
@@ -288,69 +241,62 @@ def cut(ends_E: Tensor, rows: int, size: int, least: int = 0) -> Tensor:
     return where
 
 
+# Tiles, warps and stages below are those that were the fastest of five or six, each product by itself, for experts of
+# 576 x 384 on an H200 (docs/performance.md).
+
+
 def flat(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor.reshape(-1, tensor.shape[-1]), [rows, columns])
 
 
 def up(
-    x: Tensor, token_R: Tensor | None, weight_R: Tensor, up_EHD: Tensor, where: Tensor, activation: str,
-    BM=ROWS, BN=128, BK=64, warps=8, stages=3,
+    x_TD: Tensor, token_R: Tensor, weight_R: Tensor, up_EHD: Tensor, where: Tensor, activation: str,
+    BM=ROWS, BN=64, BK=64,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(h_RH, a_RF) of gated experts."""
     rows, (_, both, hidden) = len(weight_R), up_EHD.shape
-    h, a = x.new_empty(rows, both), x.new_empty(rows, both // 2)
-    grid = (where.shape[1] * triton.cdiv(both // 2, BN),)
-    up_kernel[grid](
-        x, flat(x, BM, BK), token_R, flat(up_EHD, BN, BK), weight_R, where, h, a, where.shape[1], hidden, both // 2,
-        ACT=activation, BM=BM, BN=BN, BK=BK, GATHER=token_R is not None, num_warps=warps, num_stages=stages,
+    h_RH, a_RF = x_TD.new_empty(rows, both), x_TD.new_empty(rows, both // 2)
+    up_kernel[(where.shape[1] * triton.cdiv(both // 2, BN),)](
+        x_TD, token_R, flat(up_EHD, BN, BK), weight_R, where, h_RH, a_RF, where.shape[1], hidden, both // 2,
+        ACT=activation, BM=BM, BN=BN, BK=BK, num_warps=8, num_stages=3,
     )  # fmt: skip
-    return h, a
+    return h_RH, a_RF
 
 
-def down_backward(
-    d_y: Tensor, token_R: Tensor | None, weight_R: Tensor, down_EDF: Tensor, h: Tensor, where: Tensor, activation: str,
-    BM=ROWS, BN=128, BK=64, warps=8, stages=3,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    rows, (_, hidden, width) = len(weight_R), down_EDF.shape
-    tiles = triton.cdiv(width, BN)
-    d_h, a = torch.empty_like(h), h.new_empty(rows, width)
-    d_weight = torch.empty(tiles, rows, dtype=torch.float32, device=h.device)
-    down_backward_kernel[(where.shape[1] * tiles,)](
-        d_y, flat(d_y, BM, BK), token_R, flat(down_EDF, BK, BN), weight_R, where, h, d_h, a, d_weight, where.shape[1],
-        rows, hidden, width,
-        ACT=activation, BM=BM, BN=BN, BK=BK, GATHER=token_R is not None, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    return d_h, a, d_weight
-
-
-def products(
-    a_RK: Tensor, b_E: Tensor, where: Tensor, turned: bool, BM=ROWS, BN=128, BN2=64, BK=64, warps=8, stages=4
-) -> Tensor:
-    """a_RK with (E, N, K), or (E, K, N) if turned."""
-    n, k = b_E.shape[1:] if not turned else (b_E.shape[2], b_E.shape[1])
-    out = a_RK.new_empty(len(a_RK), n)
-    first, second = (flat(b_E, *((BK, size) if turned else (size, BK))) for size in (BN, BN2 or BN))
-    rows_kernel[(where.shape[1] * triton.cdiv(n, BN + BN2),)](
-        flat(a_RK, BM, BK), first, second, where, out, where.shape[1], k, n, b_E.shape[1],
-        TURNED=turned, BM=BM, BN=BN, BN2=BN2, BK=BK, num_warps=warps, num_stages=stages,
+def products(a_RK: Tensor, b_E: Tensor, where: Tensor, turned: bool, BM=ROWS, BN=128, BK=64) -> Tensor:
+    """Each row of a with its expert's matrix of (E, N, K), or of (E, K, N) if turned."""
+    k, n = b_E.shape[1:] if turned else b_E.shape[:0:-1]
+    out, second = a_RK.new_empty(len(a_RK), n), beside(n) if turned else 0
+    descs = [flat(b_E, *((BK, size) if turned else (size, BK))) for size in (BN, second or BN)]
+    rows_kernel[(where.shape[1] * triton.cdiv(n, BN + second),)](
+        flat(a_RK, BM, BK), *descs, where, out, where.shape[1], k, n, b_E.shape[1],
+        TURNED=turned, BM=BM, BN=BN, BN2=second, BK=BK, num_warps=8, num_stages=4 if second else 3,
     )  # fmt: skip
     return out
 
 
 def sums(
     a_RM: Tensor, b: Tensor, token_R: Tensor | None, ends_E: Tensor, where: Tensor, size: int, turned: bool,
-    BM=ROWS, BN=128, BN2=64, BK=64, warps=8, stages=4,
+    BM=ROWS, BN=128, BK=64,
 ) -> Tensor:  # fmt: skip
-    """a^T b over each expert's rows: (E, M, N), or (E, N, M) if turned. `where`: cut(ends_E, rows, size, 1)."""
+    """a^T b over each expert's rows: (E, M, N), or (E, N, M) if turned. Given `token_R`, b's rows are of tokens.
+    `where`: cut(ends_E, rows, size, 1)."""
     (_, m), n, experts, pieces = a_RM.shape, b.shape[1], len(ends_E), where.shape[1]
     out = a_RM.new_empty((experts, n, m) if turned else (experts, m, n))
     part = torch.empty(pieces, m, n, dtype=torch.float32, device=b.device)
-    grid = (pieces * triton.cdiv(m, BM) * triton.cdiv(n, BN + BN2),)
-    sums_kernel[grid](
-        a_RM, flat(a_RM, BK, BM), b, flat(b, BK, BN), flat(b, BK, BN2 or BN), token_R, where, out, part, pieces, m, n,
-        TURNED=turned, BM=BM, BN=BN, BN2=BN2, BK=BK, GATHER=token_R is not None, num_warps=warps, num_stages=stages,
+    second = beside(n) if token_R is None else 0
+    sums_kernel[(pieces * triton.cdiv(m, BM) * triton.cdiv(n, BN + second),)](
+        a_RM, flat(a_RM, BK, BM), b, flat(b, BK, BN), flat(b, BK, second or BN), token_R, where, out, part, pieces,
+        m, n, TURNED=turned, BM=BM, BN=BN, BN2=second, BK=BK, GATHER=token_R is not None,
+        num_warps=8, num_stages=4 if second else 3,
     )  # fmt: skip
     total_kernel[(triton.cdiv(m, 64) * triton.cdiv(n, 64), experts)](
         ends_E, part, out, experts, m, n, TURNED=turned, SIZE=size, BM=64, BN=64,
         EXPERTS=triton.next_power_of_2(experts), num_warps=4,
     )  # fmt: skip
     return out
+
+
+def beside(columns: int) -> int:
+    """Columns of a tile's second half, where 192 divide the matrix evenly and 128 do not."""
+    return 64 if columns % 192 == 0 and columns % 128 else 0

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from training.dispatch import Dispatcher
 from training.dispatch.local import Local
 from training.experts import ExpertWeights, LowRank, grouped
-from training.kernels import narrow, router
+from training.kernels import router
+from training.model import narrow
 from training.model.layers import FeedForward, Linear, Region, once
 from upcycle.spec import MoESpec
 
