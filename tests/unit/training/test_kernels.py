@@ -299,11 +299,11 @@ def test_narrow_experts(favoured: bool, hidden: int, countable: None, monkeypatc
     from training.kernels import narrow_triton
     from training.model import narrow
 
-    monkeypatch.setattr(narrow_triton, "ROWS", 16)
-    monkeypatch.setattr(narrow_triton, "LONG", 16)
+    monkeypatch.setattr(narrow_triton, "ROWS", 32)
+    monkeypatch.setattr(narrow_triton, "LONG", 64)
     for name in ("up", "products", "sums"):
-        monkeypatch.setattr(narrow_triton, name, partial(getattr(narrow_triton, name), BM=16, BN=32, BK=32))
-    tokens, k, experts, width = 30, 3, 5, 64
+        monkeypatch.setattr(narrow_triton, name, partial(getattr(narrow_triton, name), BM=32, BN=64, BK=16))
+    tokens, k, experts, width = 70, 2, 5, 96
     expert = router.choose(scores(tokens, experts), k)
     expert = torch.where(expert == 3, 4, expert)
     if favoured:
