@@ -53,7 +53,7 @@ class ModelConfig:
     frozen: str = ""
     compile: bool = False  # torch.compile each layer
     # record a step as a CUDA graph and replay it, so that no host is waited for; on one GPU that trains alone. None
-    # given: of dense models it is, of MoE models it is not
+    # given: where nothing is in the way and a step takes at most half of the memory
     graph: bool | None = None
     transformer_engine: tuple[str, ...] = ()  # what of a layer it computes: attention, linear | linear_fp8, norm
 

@@ -25,14 +25,12 @@ TrainStep = Callable[[Learner, Sequence[Batch], float | None], dict[str, Tensor]
 
 
 def stepping(run: Learner, train_step: TrainStep) -> Step:
-    """What makes a run's steps, as long as its config stays: recorded if model.graph wants it and nothing is in the
-    way. None given: dense models are, whose recorded steps were found to be the plain ones, bit for bit; of MoE models'
-    no GPU has shown that yet."""
+    """What makes a run's steps, as long as its config stays: recorded unless model.graph forbids it or something is in
+    the way."""
     asked, reason = run.config.model.graph, obstacle(run)
     if asked and reason:
         raise ValueError(f"model.graph is true, but {reason}; leave it out, or set it to false")
-    wanted = run.model.moe is None if asked is None else asked
-    return Recorded(run, train_step) if wanted and not reason else partial(train_step, run)
+    return partial(train_step, run) if reason or asked is False else Recorded(run, train_step)
 
 
 def obstacle(run: Learner) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -31,6 +32,8 @@ from training.record import stepping
 from training.schedule import schedule
 from training.step import balance_numbers, train_step, validate
 from training.teacher import weights
+
+OFTEN = 1.5  # readings of a text from which on an upcycled model fell behind the dense one (docs/study.md)
 
 
 def train(config: TrainConfig, suite: Suite | None = None) -> Path:
@@ -101,6 +104,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                         samples = enter(run, stage)
                         tell(metrics, stage, stages, flops)
                         measures = measures_of(run, ask, poll)
+                    warn_of_readings(run)
                     rate = schedule(stage.config.schedule, stage.config.steps)
                     teaching = weights(stage.config.teacher, stage.config.steps)
                     tokens = stage.config.batch * stage.config.data.sequence
@@ -201,6 +205,23 @@ def epochs(run: Run) -> dict[str, float]:
     """How often each source of this stage is read so far, since the run began."""
     assert run.place.samples is not None
     return {f"epochs/{name}": number for name, number in run.place.samples.epochs(run.place.cursor).items()}
+
+
+def warn_of_readings(run: Run) -> None:
+    """Says what of this stage's data an upcycled model will read too often."""
+    if not run.config.model.upcycle or not run.leads:
+        return
+    assert run.place.samples is not None
+    left = (run.stage.last - run.state.step) * run.stage.config.batch
+    by_then = run.place.samples.epochs(run.place.cursor + left)
+    often = {name: number for name, number in by_then.items() if number > OFTEN}
+    if often:
+        times = ", ".join(f"{name} {number:.1f} times" for name, number in often.items())
+        warnings.warn(
+            f"by step {run.stage.last} this run reads {times}: experts learn by heart what they read again, and on "
+            "SmolLM2-135M fell behind their dense control so (docs/study.md); give it more text, or fewer steps",
+            stacklevel=2,
+        )
 
 
 def at(measures: Measures, step: int, last: int) -> Measures:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -325,3 +326,27 @@ def test_a_bad_config_is_one_sentence(
     assert says in said
     assert said.count("training: ") == 1
     assert "Traceback" not in said
+
+
+def test_text_that_an_upcycled_model_reads_again_is_told(place: Path, tmp_path: Path) -> None:
+    """In time to stop it: what the run would have read by its end, as its log counts it there; also of a resume."""
+
+    def told(output: str, *words: str, steps: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(config(place, tmp_path / output, "valid_every=0", *words, steps=steps))
+        return [str(one.message) for one in caught if "learn by heart" in str(one.message)]
+
+    length = "data.sequence=128"
+    (said,) = told("long", length, steps=8)
+    (read,) = (
+        row["epochs/data"] for row in read_metrics(tmp_path / "long") if row["step"] == 8 and "epochs/data" in row
+    )
+    assert read > 1.5 and f"by step 8 this run reads data {read:.1f} times" in said
+    assert not told("long", length, steps=8)  # there is nothing left to do
+    assert not told("short", length, steps=4)
+    (again,) = told("short", length, "schedule.final=1e-4", steps=8)
+    assert again == said
+    assert not told(
+        "dense", length, "model.upcycle=", f"model.source={place / 'dense'}", "balance.bias_rate=0", steps=8
+    )
