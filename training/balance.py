@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.kernels import permute
+from training.kernels import permute, router
 from training.model.moe import MoE, Routing
 
 SCOPES = ("micro_batch", "sequence", "global")
@@ -383,22 +383,33 @@ class Balance:
         routed, self.routed = self.routed, []
         if not routed:
             return
-        logits_NTE = torch.stack([r.logits_TE for r in routed])
-        spec = self.blocks[0].spec
-        probability_NTE = probabilities(logits_NTE, spec.score)
+        spec, experts = self.blocks[0].spec, routed[0].logits_TE.shape[1]
+        shared = [r.share_SE for r in routed if r.share_SE is not None]
+        share_NSE = torch.stack(shared) if shared else None
         aux = dropped = None
-        if all(r.share_SE is not None for r in routed):
-            share_NSE = torch.stack([r.share_SE for r in routed if r.share_SE is not None])
-            parts_NSLE = probability_NTE.unflatten(1, (share_NSE.shape[1], -1))  # type: ignore[no-untyped-call]
-            aux = balance_loss(parts_NSLE, share_NSE).mean(-1)
-        figures = {"aux": aux, "z": z_loss(logits_NTE), "router_entropy": token_entropy(probability_NTE)}
+        sums = None
+        if spec.score == "softmax" and (share_NSE is None or share_NSE.shape[1] == 1):
+            sums = [router.summed(r.logits_TE, r.expert_TK, spec.granularity) for r in routed]
+        if sums is not None and all(found is not None for found in sums):
+            found_NF = torch.stack([found for found in sums if found is not None])
+            mean_NE, (z, entropy), whole = found_NF[:, :experts], found_NF[:, experts:-3].T, found_NF[:, -3:].T
+            if share_NSE is not None:
+                aux = experts * (share_NSE[:, 0] * mean_NE).sum(-1)
+            figures = {"aux": aux, "z": z, "router_entropy": entropy / math.log(max(experts, 2))}
+        else:
+            logits_NTE = torch.stack([r.logits_TE for r in routed])
+            probability_NTE = probabilities(logits_NTE, spec.score)
+            if share_NSE is not None:
+                parts_NSLE = probability_NTE.unflatten(1, (share_NSE.shape[1], -1))  # type: ignore[no-untyped-call]
+                aux = balance_loss(parts_NSLE, share_NSE).mean(-1)
+            figures = {"aux": aux, "z": z_loss(logits_NTE), "router_entropy": token_entropy(probability_NTE)}
+            whole = coherence(torch.stack([r.expert_TK for r in routed]), spec.granularity)
         if self.config.capacity_factor:
             dropped = torch.stack([r.dropped for r in routed if r.dropped is not None])
         figures["dropped"] = torch.zeros_like(self.load.nothing) if dropped is None else dropped
         if spec.copies_of_slices:
-            found = coherence(torch.stack([r.expert_TK for r in routed]), spec.granularity)
-            figures |= dict(zip(("whole", "missing", "doubled"), found, strict=True))
-        self.load.average(routed[0].layer, logits_NTE.shape[1], **figures)
+            figures |= dict(zip(("whole", "missing", "doubled"), whole, strict=True))
+        self.load.average(routed[0].layer, len(routed[0].logits_TE), **figures)
 
     @torch.no_grad()
     def end_step(self, skip: Tensor | None = None) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -248,11 +249,15 @@ class Optimizer(torch.optim.Optimizer):
             self.pace(lr)
         skip, excess = self.never if skip is None else skip, self.excess
         self.excess = None
-        if self.share:
-            for slot in self.copies:
+        later = dict[str, int]()  # copies of those whose update pulls their gradients as it reads them
+        for slot in self.copies if self.share else []:
+            whole = slot.rule == "adamw" and len(local(slot.gradient)) == len(slot.gradient)
+            if whole and updates.mixed(tensors_of(slot)):
+                later[slot.name] = len(slot.gradient) // self.slices
+            else:
                 pull_(slot.gradient, self.slices, self.share)
         for bucket in self.buckets:
-            adamw_(bucket, self.config, self.rates[bucket[0].multiplier], skip, excess)
+            adamw_(bucket, self.config, self.rates[bucket[0].multiplier], skip, excess, self.share, later)
         for slot in self.slots:
             if slot.rule == "muon":
                 muon_(slot, self.config, self.rates[slot.multiplier], skip, excess)
@@ -413,26 +418,39 @@ def make_buckets(slots: Sequence[Slot]) -> list[list[Slot]]:
     return [bucket for same in buckets.values() for bucket in same]
 
 
-def adamw_(slots: Sequence[Slot], config: OptimConfig, rate: Tensor, skip: Tensor, excess: Tensor | None) -> None:
+def tensors_of(slot: Slot) -> list[Tensor]:
+    """What an update by AdamW reads and writes, of this rank: weight, master, gradient and moments."""
+    moments = slot.state["exp_avg"], slot.state["exp_avg_sq"]
+    return [local(t) for t in (slot.parameter, slot.master, slot.gradient, *moments)]
+
+
+def adamw_(
+    slots: Sequence[Slot], config: OptimConfig, rate: Tensor, skip: Tensor, excess: Tensor | None,
+    share: float = 0.0, copies: Mapping[str, int] = MappingProxyType({}),
+) -> None:  # fmt: skip
     """torch's fused AdamW, whose `found_inf` is the skip and whose `grad_scale` divides gradients. It wants one dtype,
-    hence the copies of bf16 tensors, unless our own kernel reads them as they are."""
+    hence the copies of bf16 tensors, unless our own kernel reads them as they are. `copies`: of how many copies each is
+    whose gradients are still to be pulled together by `share`."""
     decay = slots[0].decay
-    mixed: list[tuple[list[Tensor], Tensor]] = []
+    mixed: list[tuple[list[Tensor], Tensor, int]] = []
     same: list[tuple[list[Tensor], Tensor]] = []
     for slot in slots:
-        state = slot.state
-        parts = [local(t) for t in (slot.parameter, slot.master, slot.gradient, state["exp_avg"], state["exp_avg_sq"])]
-        (mixed if updates.mixed(parts) else same).append((parts, state["step"]))
+        parts, step = tensors_of(slot), slot.state["step"]
+        if updates.mixed(parts):
+            mixed.append((parts, step, copies.get(slot.name, 0)))
+        else:
+            same.append((parts, step))
     divisor = None if excess is None else excess.float()
-    for (parameter, master, gradient, mean, square), step in mixed:
+    for (parameter, master, gradient, mean, square), step, together in mixed:
         copy = parameter if parameter.dtype != master.dtype else None
         updates.adamw_(
             master, gradient, mean, square, copy, step, skip, divisor,
             lr=rate, decay=decay, beta1=config.beta1, beta2=config.beta2, eps=config.eps,
+            share=share if together else 0.0, copies=together or 1,
         )  # fmt: skip
     if mixed:
         # a list of it: given one tensor for all, torch asks the device for its number, and the host waits for the step
-        torch._foreach_add_([step for _, step in mixed], [(~skip).float()] * len(mixed))
+        torch._foreach_add_([step for _, step, _ in mixed], [(~skip).float()] * len(mixed))
     if not same:
         return
     parameters, masters, raw, *moments = (list(tensors) for tensors in zip(*(parts for parts, _ in same), strict=True))
@@ -551,7 +569,10 @@ def global_norm(gradients: Sequence[Tensor], reduce: Reduce | None = None) -> Te
     for group in groups.values():
         parts = [local(g) for g in group]
         wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-        square = torch.stack(torch._foreach_norm(parts, 2.0, dtype=wide)).square().sum()
+        # a dtype at a time: of several torch reads each tensor by itself, at a fifth of the memory's speed
+        kinds = [[part for part in parts if part.dtype == dtype] for dtype in dict.fromkeys(p.dtype for p in parts)]
+        norms = [norm for kind in kinds for norm in torch._foreach_norm(kind, 2.0, dtype=wide)]
+        square = torch.stack(norms).square().sum()
         if isinstance(group[0], DTensor):
             sums = [Replicate() if isinstance(p, Replicate) else Partial() for p in group[0].placements]
             square = DTensor.from_local(square, group[0].device_mesh, sums, run_check=False).full_tensor()

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from tests.unit.training.test_kernels import NARROW, assert_updates_agree, ready
+from training.dispatch.local import Local
+from training.experts import ExpertWeights, grouped
 from training.kernels import cross_entropy, norm, rotary, router, updates
+from training.model import narrow
 from training.model.loss import linear_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -146,3 +149,63 @@ def test_totals(first: torch.dtype) -> None:
     assert torch.equal(got, a.float() + b.float())
     apart = updates.total(a.clone().t(), b.t(), torch.float32)  # not one piece of memory: torch's lines
     assert torch.equal(apart, (a.float() + b.float()).t())
+
+
+@pytest.mark.parametrize("favoured", [False, True])
+@pytest.mark.parametrize(("tokens", "copies", "hidden", "width"), [(9000, 8, 576, 384), (65_536, 16, 576, 384), (8192, 2, 64, 128)])
+def test_narrow_experts(tokens: int, copies: int, hidden: int, width: int, favoured: bool) -> None:
+    """From tokens to tokens against dispatch=local and experts=grouped, and both against float64."""
+    torch.manual_seed(0)
+    slices, experts = 4, 4 * copies
+    expert = torch.randint(copies, (tokens, slices), device="cuda") * slices + torch.arange(slices, device="cuda")
+    if favoured:
+        expert[:, 0] = 0
+    shapes = (tokens, hidden), (experts, 2 * width, hidden), (experts, hidden, width)
+    x, up, down = (torch.randn(shape, device="cuda").to(torch.bfloat16) for shape in shapes)
+    given = [x, torch.rand(tokens, slices, device="cuda"), up / hidden**0.5, down / width**0.5]
+    given = [tensor.requires_grad_() for tensor in given]
+    wide = [tensor.detach().double().requires_grad_() for tensor in given]
+    d_y = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
+    assert narrow.fits(x, given[2].unflatten(1, (2, -1)), given[3])
+
+    def rows(x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        sent = Local(experts).dispatch(x, weight, expert)
+        y = grouped.experts(sent.x_RD, sent.weight_R, sent.count_E, ExpertWeights(up, down, True), "silu")
+        return Local(experts).combine(y, sent.handle)
+
+    x, weight, up, down = given
+    y = narrow.ffn(x, weight, expert, ExpertWeights(up, down, True), "silu")
+    found = y, *torch.autograd.grad(y, given, d_y)
+    again = narrow.ffn(x, weight, expert, ExpertWeights(up, down, True), "silu")
+    assert all(torch.equal(a, b) for a, b in zip(found, (again, *torch.autograd.grad(again, given, d_y)), strict=True))
+    y = rows(*given)
+    plain = y, *torch.autograd.grad(y, given, d_y)
+    y = rows(*wide)
+    for ours, theirs, truth in zip(found, plain, (y, *torch.autograd.grad(y, wide, d_y.double())), strict=True):
+        error, allowed = ((each.double() - truth).norm() for each in (ours, theirs))
+        assert ours.dtype == theirs.dtype and error <= 1.1 * allowed + 1e-6 * truth.norm()
+
+
+@pytest.mark.parametrize(("experts", "normalize"), [(32, True), (64, False), (16, True)])
+def test_route(experts: int, normalize: bool) -> None:
+    """A router's choice in one pass each way: as accurate as by torch's lines, and of the same experts but for ties."""
+    torch.manual_seed(0)
+    x = torch.randn(5000, 576, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (0.02 * torch.randn(experts, 576, device="cuda")).requires_grad_()
+    assert router.fused(x, weight, 4, 4)
+    logits, score, expert, chosen = router.route(x, weight, 4, normalize, 1.5)
+    assert torch.equal(expert, router.choose(logits, 4, 4))
+    wide = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    truth = wide[0] @ wide[1].T
+    softmax = truth.softmax(-1)
+    taken = softmax.gather(1, expert)
+    want = 1.5 * (taken / taken.sum(1, keepdim=True) if normalize else taken)
+    assert (logits - truth).abs().max() < 1e-5 and (score - softmax).abs().max() < 1e-5 and (chosen - want).abs().max() < 3e-5
+    d_chosen, d_score = torch.randn_like(chosen), torch.randn(1, experts, device="cuda").expand_as(score)
+    got = torch.autograd.grad((chosen, score), (x, weight), (d_chosen, d_score))
+    d_x, d_w = torch.autograd.grad((want, softmax), wide, (d_chosen.double(), d_score.double()))
+    assert ((got[0] - d_x).abs() <= 2**-8 * d_x.abs() + 1e-4 * d_x.abs().max()).all()
+    assert (got[1] - d_w).abs().max() < 3e-5 * d_w.abs().max()
+    means = router.summed(logits, expert, 4)
+    assert means is not None and (means[:experts] - softmax.mean(0)).abs().max() < 1e-5
+    assert means[-3:].tolist() == [1.0, 0.0, 0.0]  # whole

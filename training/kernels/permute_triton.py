@@ -24,14 +24,23 @@ def count_kernel(expert_ptr, count_ptr, R, E, PIECE: tl.constexpr, BINS: tl.cons
 
 
 @triton.jit
-def place_kernel(expert_ptr, first_ptr, back_ptr, R, PIECE: tl.constexpr):
-    """A choice's row: where its expert's rows of this piece begin, and how many in the piece came before it."""
+def place_kernel(
+    expert_ptr, until_ptr, count_ptr, back_ptr, weight_ptr, token_ptr, row_weight_ptr, R, K, SORT: tl.constexpr,
+    PIECE: tl.constexpr,
+):  # fmt: skip
+    """A choice's row: where its expert's rows of this piece begin, and how many in the piece came before it. SORT: what
+    token and weight each row has, too."""
     index = tl.arange(0, PIECE)
     at = tl.program_id(0) * PIECE + index
     expert = tl.load(expert_ptr + at, mask=at < R, other=0).to(tl.int32)
     before = (expert[:, None] == expert[None, :]) & (index[None, :] < index[:, None])
-    first = tl.load(first_ptr + expert * tl.num_programs(0) + tl.program_id(0), mask=at < R, other=0)
-    tl.store(back_ptr + at, (first + tl.sum(before.to(tl.int32), 1)).to(tl.int64), mask=at < R)
+    here = expert * tl.num_programs(0) + tl.program_id(0)
+    first = tl.load(until_ptr + here, mask=at < R, other=0) - tl.load(count_ptr + here, mask=at < R, other=0)
+    row = (first + tl.sum(before.to(tl.int32), 1)).to(tl.int64)
+    tl.store(back_ptr + at, row, mask=at < R)
+    if SORT:
+        tl.store(token_ptr + row, at // K, mask=at < R)
+        tl.store(row_weight_ptr + row, tl.load(weight_ptr + at, mask=at < R, other=0.0), mask=at < R)
 
 
 @triton.jit
@@ -70,16 +79,31 @@ def counts(expert_TK: Tensor, experts: int) -> Tensor:
 
 
 def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    rows = expert_TK.numel()
-    back_R = torch.empty(rows, dtype=torch.int64, device=expert_TK.device)
-    if rows == 0:
-        return back_R, torch.zeros(experts, dtype=torch.int32, device=expert_TK.device)
-    count_EP = counts(expert_TK, experts)
-    until_EP = count_EP.cumsum(1, dtype=torch.int32)
-    count_E = until_EP[:, -1].clone()
-    first_EP = until_EP - count_EP + (count_E.cumsum(0, dtype=torch.int32) - count_E)[:, None]
-    place_kernel[(count_EP.shape[1],)](expert_TK, first_EP, back_R, rows, PIECE=PIECE)
+    back_R, ends_E, *_ = sorted_rows(expert_TK, None, experts)
+    count_E = ends_E.clone()
+    count_E[1:] -= ends_E[:-1]
     return back_R, count_E
+
+
+def sorted_rows(
+    expert_TK: Tensor, weight_TK: Tensor | None, experts: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(back_R, ends_E): of permute.places, and where each expert's rows end; given weights, each row's token (int32)
+    and weight."""
+    rows, device = expert_TK.numel(), expert_TK.device
+    back_R = torch.empty(rows, dtype=torch.int64, device=device)
+    token_R = weight_R = None
+    if weight_TK is not None:
+        token_R, weight_R = torch.empty(rows, dtype=torch.int32, device=device), weight_TK.new_empty(rows)
+    if rows == 0:
+        return back_R, torch.zeros(experts, dtype=torch.int32, device=device), token_R, weight_R
+    count_EP = counts(expert_TK, experts)
+    until_EP = count_EP.flatten().cumsum(0, dtype=torch.int32).view_as(count_EP)  # rows are in just this order
+    place_kernel[(count_EP.shape[1],)](
+        expert_TK, until_EP, count_EP, back_R, weight_TK, token_R, weight_R, rows, expert_TK.shape[-1],
+        SORT=weight_TK is not None, PIECE=PIECE,
+    )  # fmt: skip
+    return back_R, until_EP[:, -1].contiguous(), token_R, weight_R
 
 
 def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int) -> Tensor:

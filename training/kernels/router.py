@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from upcycle.routers import chosen
@@ -86,3 +87,72 @@ def choose(score_TN: Tensor, k: int, slices: int = 1) -> Tensor:
         found: Tensor = router_triton.choose(score_TN.contiguous(), k, slices)
         return found
     return chosen(score_TN, k, slices)
+
+
+def fused(x_TD: Tensor, weight_ND: Tensor, k: int, slices: int) -> bool:
+    """Whether `route` does it: a choice in each class of experts, of sizes that its tiles have."""
+    experts, hidden = weight_ND.shape
+    sizes = (
+        k == slices > 1 and experts <= 128 and experts & (experts - 1) == 0 and experts > slices and hidden % 64 == 0
+    )
+    right = x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and weight_ND.dtype == torch.float32
+    return sizes and right and not torch.compiler.is_compiling()
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_ND: Tensor, slices: int, normalize: bool, scale: float
+    ) -> tuple[Tensor, ...]:
+        from training.kernels import router_triton
+
+        logits_TN, scores_TN, expert_TK, weight_TK, parts = router_triton.route(
+            x_TD.contiguous(), weight_ND.contiguous(), slices, normalize, scale
+        )
+        ctx.save_for_backward(x_TD, scores_TN, expert_TK, parts)
+        ctx.options = normalize, scale
+        ctx.mark_non_differentiable(expert_TK)
+        ctx.set_materialize_grads(False)
+        return logits_TN, scores_TN, expert_TK, weight_TK
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_logits_TN: Tensor | None, d_scores_TN: Tensor | None, _: None, d_weight_TK: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        from training.kernels import router_triton
+
+        x_TD, scores_TN, expert_TK, parts = ctx.saved_tensors
+        d_weight_TK = scores_TN.new_zeros(expert_TK.shape) if d_weight_TK is None else d_weight_TK
+        d = router_triton.route_backward(
+            scores_TN, expert_TK, d_weight_TK, d_scores_TN, d_logits_TN, x_TD.dtype, *ctx.options
+        )
+        size = scores_TN.shape[1]
+        d_x_TD = d[:, size:] @ parts if ctx.needs_input_grad[0] else None  # 16 bits of each factor, as in SplitLinear
+        d_weight_ND = None
+        if ctx.needs_input_grad[1]:
+            third, first, second = torch.split(product(d[:, : 3 * size].t(), x_TD), size)
+            d_weight_ND = first + third + second
+        return d_x_TD, d_weight_ND, None, None, None
+
+
+def route(
+    x_TD: Tensor, weight_ND: Tensor, slices: int, normalize: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logits_TN, scores_TN, expert_TK, weight_TK) where `fused`: softmax, the best expert of each class n % slices,
+    and their scores times `scale`, over their sum if `normalize`; one pass each way for a dozen."""
+    out: tuple[Tensor, Tensor, Tensor, Tensor] = _Route.apply(  # type: ignore[no-untyped-call]
+        x_TD, weight_ND, slices, normalize, scale
+    )
+    return out
+
+
+def summed(logits_TN: Tensor, expert_TK: Tensor, slices: int) -> Tensor | None:
+    """Means over tokens, float64 (N + 5): each expert's softmax probability, the squared logsumexp, the entropy, and
+    the three of balance.coherence. None where no kernel runs."""
+    if not (logits_TN.is_cuda and logits_TN.dtype == torch.float32 and slices & (slices - 1) == 0 and len(logits_TN)):
+        return None
+    from training.kernels import router_triton
+
+    found: Tensor = router_triton.figures(logits_TN, expert_TK, slices).sum(0, dtype=torch.float64) / len(logits_TN)
+    return found

@@ -34,13 +34,15 @@ def mixed(tensors: Sequence[Tensor]) -> bool:
 
 def adamw_(
     master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, step: Tensor, skip: Tensor,
-    excess: Tensor | None, *, lr: Tensor, decay: float, beta1: float, beta2: float, eps: float,
+    excess: Tensor | None, *, lr: Tensor, decay: float, beta1: float, beta2: float, eps: float, share: float = 0.0,
+    copies: int = 1,
 ) -> None:  # fmt: skip
     """Updates one tensor in place, but not where `skip` is true; `step` is the number of updates before. `copy`: gets
-    the master, in the copy's own dtype. `excess`: what the gradient is divided by."""
+    the master, in the copy's own dtype. `excess`: what the gradient is divided by. `share`: how far each gradient is
+    pulled to the mean of its copies' first (training/copies.py); of `copies` the first ones of all slices lead."""
     from training.kernels import updates_triton
 
     updates_triton.adamw_(
         master, gradient, first, second, copy, step, skip, excess,
-        lr=lr, decay=decay, beta1=beta1, beta2=beta2, eps=eps,
+        lr=lr, decay=decay, beta1=beta1, beta2=beta2, eps=eps, share=share, copies=copies,
     )  # fmt: skip

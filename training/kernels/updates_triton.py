@@ -27,9 +27,10 @@ def total_kernel(first_ptr, second_ptr, out_ptr, count, BLOCK: tl.constexpr):
 @triton.jit
 def adamw_kernel(
     master_ptr, gradient_ptr, first_ptr, second_ptr, copy_ptr, step_ptr, skip_ptr, excess_ptr, lr_ptr, count, decay,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr, EPS: tl.constexpr,
-    COPY: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
+    SHARE: tl.constexpr, COPIES: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr,
+    LOG2: tl.constexpr, EPS: tl.constexpr, COPY: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """`count` elements, of each of COPIES copies that lie behind each other."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = (at < count) & (tl.load(skip_ptr) == 0)
     # bias corrections, as the means began at 0; in float64, because they are differences of numbers close to 1
@@ -37,21 +38,30 @@ def adamw_kernel(
     lr = tl.load(lr_ptr).to(tl.float32)
     rate = lr / (1.0 - tl.exp(number * LOG1)).to(tl.float32)
     root = tl.sqrt((1.0 - tl.exp(number * LOG2)).to(tl.float32))
-    master = tl.load(master_ptr + at, mask=keep)
-    gradient = tl.load(gradient_ptr + at, mask=keep).to(tl.float32)
-    first = tl.load(first_ptr + at, mask=keep).to(tl.float32)
-    second = tl.load(second_ptr + at, mask=keep).to(tl.float32)
-    if CLIP:
-        gradient = gradient / tl.load(excess_ptr)
-    first = BETA1 * first + (1.0 - BETA1) * gradient
-    second = BETA2 * second + (1.0 - BETA2) * gradient * gradient
-    master = master - lr * decay * master
-    master = master - rate * first / (tl.sqrt(second) / root + EPS)
-    tl.store(master_ptr + at, master, mask=keep)
-    tl.store(first_ptr + at, first.to(first_ptr.dtype.element_ty), mask=keep)
-    tl.store(second_ptr + at, second.to(second_ptr.dtype.element_ty), mask=keep)
-    if COPY:
-        tl.store(copy_ptr + at, master.to(copy_ptr.dtype.element_ty), mask=keep)
+    mean = tl.zeros((BLOCK,), tl.float32)
+    if SHARE > 0:
+        for copy in range(COPIES):
+            mean += tl.load(gradient_ptr + copy * count + at, mask=keep, other=0.0).to(tl.float32)
+        mean = mean * (SHARE / COPIES)
+    for _ in range(COPIES):
+        gradient = tl.load(gradient_ptr + at, mask=keep).to(tl.float32)
+        master = tl.load(master_ptr + at, mask=keep)
+        first = tl.load(first_ptr + at, mask=keep).to(tl.float32)
+        second = tl.load(second_ptr + at, mask=keep).to(tl.float32)
+        if SHARE > 0:
+            gradient = (1.0 - SHARE) * gradient + mean
+        if CLIP:
+            gradient = gradient / tl.load(excess_ptr)
+        first = BETA1 * first + (1.0 - BETA1) * gradient
+        second = BETA2 * second + (1.0 - BETA2) * gradient * gradient
+        master = master - lr * decay * master
+        master = master - rate * first / (tl.sqrt(second) / root + EPS)
+        tl.store(master_ptr + at, master, mask=keep)
+        tl.store(first_ptr + at, first.to(first_ptr.dtype.element_ty), mask=keep)
+        tl.store(second_ptr + at, second.to(second_ptr.dtype.element_ty), mask=keep)
+        if COPY:
+            tl.store(copy_ptr + at, master.to(copy_ptr.dtype.element_ty), mask=keep)
+        at += count
 
 
 def total(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,14 +73,16 @@ def total(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
 
 def adamw_(
     master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, copy: Tensor | None, step: Tensor, skip: Tensor,
-    excess: Tensor | None, *, lr: Tensor, decay: float, beta1: float, beta2: float, eps: float,
+    excess: Tensor | None, *, lr: Tensor, decay: float, beta1: float, beta2: float, eps: float, share: float = 0.0,
+    copies: int = 1,
 ) -> None:  # fmt: skip
-    assert master.dtype == torch.float32
-    if count := master.numel():
-        adamw_kernel[(triton.cdiv(count, BLOCK),)](
+    assert master.dtype == torch.float32 and master.numel() % copies == 0
+    if count := master.numel() // copies:
+        block = BLOCK if not share else BLOCK // 2  # the mean takes registers too
+        adamw_kernel[(triton.cdiv(count, block),)](
             master, gradient, first, second, copy, step, skip, excess, lr, count, float(decay),
-            BETA1=beta1, BETA2=beta2, LOG1=log(beta1), LOG2=log(beta2), EPS=eps,
-            COPY=copy is not None, CLIP=excess is not None, BLOCK=BLOCK, num_warps=WARPS,
+            SHARE=float(share), COPIES=copies, BETA1=beta1, BETA2=beta2, LOG1=log(beta1), LOG2=log(beta2), EPS=eps,
+            COPY=copy is not None, CLIP=excess is not None, BLOCK=block, num_warps=WARPS,
         )  # fmt: skip
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from training.dispatch import Dispatcher
 from training.dispatch.local import Local
-from training.experts import ExpertWeights, LowRank
+from training.experts import ExpertWeights, LowRank, grouped
 from training.kernels import router
+from training.model import narrow
 from training.model.layers import FeedForward, Linear, Region, once
 from upcycle.spec import MoESpec
 
@@ -54,6 +55,11 @@ class Router(nn.Module):
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(x_TD.device.type, enabled=False):
             weight_ND = self.weight + self.low * (self.lora_b @ self.lora_a) if self.low else self.weight
+            plain = self.spec.score == "softmax" and self.bias is None and self.offset is None and self.spec.groups == 1
+            if plain and router.fused(x_TD, weight_ND, self.spec.top_k, self.spec.slices):
+                options = self.spec.slices, self.spec.weights_sum_to_one, self.spec.output_scale
+                logits_TN, scores_TN, expert_TK, weight_TK = router.route(x_TD, weight_ND, *options)
+                return Routing(weight_TK, expert_TK, logits_TN, scores_TN)
             logits_TN = router.logits(x_TD, weight_ND)
             if self.offset is not None:
                 logits_TN = logits_TN + self.offset.to(wide)
@@ -108,6 +114,16 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
         return self.compute(x_RD, weight_R, count_E, self.weights(self, x_RD.dtype), self.activation)
 
+    def narrow(self, x_TD: Tensor) -> bool:
+        """Whether `of_tokens` does for experts that are all here what dispatch, experts=grouped and combine do."""
+        plain = self.compute is grouped.experts and self.gated and not self.low and self.up_bias is None
+        # what FSDP divides it gathers around a call of this module alone
+        plain = plain and self.down_bias is None and type(self.up) is nn.Parameter
+        return plain and narrow.fits(x_TD, self.up, self.down)
+
+    def of_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        return narrow.ffn(x_TD, weight_TK, expert_TK, self.weights(self, x_TD.dtype), self.activation)
+
 
 def whole_weights(experts: Experts, dtype: torch.dtype) -> ExpertWeights:
     up_bias = None if experts.up_bias is None else experts.up_bias.to(dtype).flatten(1, 2)
@@ -154,9 +170,12 @@ class MoE(nn.Module):
         return routing if self.balance is None else self.balance(routing)
 
     def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Tensor:
-        sent = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK, room)
-        y_RD = self.experts(sent.x_RD, sent.weight_R, sent.count_E)
-        y_TD = self.dispatcher.combine(y_RD, sent.handle).to(x_TD.dtype)
+        if isinstance(self.dispatcher, Local) and self.experts.narrow(x_TD):
+            y_TD = self.experts.of_tokens(x_TD, weight_TK, expert_TK)
+        else:
+            sent = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK, room)
+            y_RD = self.experts(sent.x_RD, sent.weight_R, sent.count_E)
+            y_TD = self.dispatcher.combine(y_RD, sent.handle).to(x_TD.dtype)
         if self.shared is not None:
             shared_TD = self.shared(x_TD)
             y_TD = y_TD + (shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid())

@@ -1,0 +1,100 @@
+"""Narrow experts, all of them on this device: from tokens to tokens, without a copy of each token for each choice.
+
+A small model's experts are a few hundred neurons wide, and its products are over as soon as they begin: what counts is
+how often rows pass through memory. Here the first product reads each row from its token and ends with the activation,
+tiles divide 576 columns evenly, and a favoured expert's sums are taken in several pieces. Only Hopper runs these
+kernels; the specification is what everybody else computes with: dispatch/local.py and experts/grouped.py.
+
+T tokens, K chosen experts of each, R = T * K rows sorted by expert, E experts, F neurons, D hidden.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from training.experts import ExpertWeights
+from training.experts.common import recomputed
+from training.experts.grouped import products
+from training.kernels import permute, swiglu
+
+# near to what was measured: 576 x 384, 32 and 64 experts, 65,536 tokens. Wide experts are faster by torch's products
+HIDDEN, WIDTH, EXPERTS, TOKENS = 1024, 512, 64, 8192
+
+
+def fits(x_TD: Tensor, up: Tensor, down: Tensor) -> bool:
+    """Whether `ffn` can compute with these weights, (E, 2, F, D) and (E, D, F)."""
+    experts, hidden, width = down.shape
+    small = experts <= EXPERTS and hidden <= HIDDEN and width <= WIDTH and len(x_TD) >= TOKENS
+    sizes = small and hidden % 64 == width % 64 == 0 and up.shape[1] == 2
+    return (
+        sizes
+        and x_TD.is_cuda
+        and x_TD.dtype == torch.bfloat16
+        and hopper(x_TD.device)
+        and not torch.compiler.is_compiling()
+    )
+
+
+@cache
+def hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+class _FFN(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EHD: Tensor, down_EDF: Tensor, activation: str
+    ) -> Tensor:
+        from training.kernels import narrow_triton, permute_triton
+
+        x_TD, k = x_TD.contiguous(), expert_TK.shape[1]
+        back_R, ends_E, token_R, weight_R = permute_triton.sorted_rows(
+            expert_TK.contiguous(), weight_TK.contiguous(), len(down_EDF)
+        )
+        assert token_R is not None and weight_R is not None
+        where = narrow_triton.cut(ends_E, len(back_R), narrow_triton.ROWS)
+        h_RH, a_RF = narrow_triton.up(x_TD, token_R, weight_R, up_EHD, where, activation)
+        ctx.save_for_backward(x_TD, weight_R, back_R, token_R, ends_E, where, up_EHD, down_EDF, h_RH)
+        ctx.options = activation, k
+        if recomputed():
+            return torch.empty_like(x_TD)
+        return permute.gather(narrow_triton.products(a_RF, down_EDF, where, False), back_R, k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: Tensor) -> tuple[Tensor | None, ...]:
+        from training.kernels import narrow_triton
+
+        x_TD, weight_R, back_R, token_R, ends_E, where, up_EHD, down_EDF, h_RH = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_up, needs_down, _ = ctx.needs_input_grad
+        activation, k = ctx.options
+        d_y_TD = d_y_TD.contiguous()
+        # here a product that reads tokens and ends with this gradient was not faster than the three
+        d_y_RD = permute.spread(d_y_TD, back_R, k)
+        d_a_RF = products(d_y_RD, down_EDF, ends_E)
+        d_h_RH, d_weight_R, a_RF = swiglu.backward(d_a_RF, h_RH, weight_R, ends_E, activation, True)
+        d_x_TD = d_up_EHD = d_down_EDF = None
+        d_weight_TK = d_weight_R[back_R].view(-1, k) if needs_weight else None
+        if needs_up or needs_down:
+            size = narrow_triton.long_piece(len(back_R))
+            pieces = narrow_triton.cut(ends_E, len(back_R), size, 1)
+            if needs_down:
+                d_down_EDF = narrow_triton.sums(a_RF, d_y_RD, None, ends_E, pieces, size, True)
+            if needs_up:
+                d_up_EHD = narrow_triton.sums(d_h_RH, x_TD, token_R, ends_E, pieces, size, False)
+        if needs_x:
+            d_x_TD = permute.gather(narrow_triton.products(d_h_RH, up_EHD, where, True), back_R, k)
+        return d_x_TD, d_weight_TK, None, d_up_EHD, d_down_EDF, None
+
+
+def ffn(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w: ExpertWeights, activation: str) -> Tensor:
+    """Each token's sum over its experts. `weight_TK`: float32."""
+    y_TD: Tensor = _FFN.apply(  # type: ignore[no-untyped-call]
+        x_TD, weight_TK, expert_TK, w.up_EFD.contiguous(), w.down_EDF.contiguous(), activation
+    )
+    return y_TD
