@@ -20,6 +20,7 @@ from torch import Tensor
 from training import dispatch
 from training.dispatch import Dispatcher
 from training.dispatch.local import Local
+from training.dispatch.nvlink import NVLink
 from training.experts import ExpertWeights
 from training.experts.reference import experts
 from training.parallel.mesh import MeshConfig, ParallelMesh
@@ -32,7 +33,7 @@ UNEVEN = ("uneven", "none_on_rank_0", "one_on_rank_0")
 CASES = (*EVEN, *UNEVEN)
 ADAPTERS = ("deepep", "hybridep")  # on CUDA alone; here on stand-ins
 WAITLESS = ("alltoall", "deepep on 1.x", "hybridep on hybrid", "hybridep on old hybrid")  # where there is room
-ALIKE = ("deepep on 2.x", "hybridep on hybrid", "hybridep on old hybrid")  # whose ranks agree on sizes before they send
+ALIKE = ("deepep on 2.x", "hybridep on hybrid", "hybridep on old hybrid", "nvlink")  # whose ranks agree on sizes before they send
 WALKED = [name for name in plugin.names("training.dispatch") if name not in ("local", *ADAPTERS)]
 
 
@@ -187,10 +188,13 @@ def compare(
 
 def made(name: str, mesh: ParallelMesh) -> Dispatcher:
     if not name.startswith(ADAPTERS):
-        return dispatch.create(name, EXPERTS, mesh.group("ep"), mesh.group("etp"))
+        found = dispatch.create(name, EXPERTS, mesh.group("ep"), mesh.group("etp"))
+        if isinstance(found, NVLink):
+            found.arrivals = found.group.size()  # for all rows that can come
+        return found
     name, _, generation = name.partition(" on ")
     sys.modules["deep_ep"] = fakes.package(generation)
-    found: Dispatcher = plugin.load("training.dispatch", name).dispatcher(EXPERTS, mesh.group("ep"), mesh.group("etp"))
+    found = plugin.load("training.dispatch", name).dispatcher(EXPERTS, mesh.group("ep"), mesh.group("etp"))
     return found
 
 

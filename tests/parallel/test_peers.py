@@ -1,0 +1,92 @@
+"""dispatch/nvlink.py's own kernels, in Triton's interpreter: ranks are processes that map each other's file, and meet in
+it. Against the same dispatcher over gloo, which test_dispatch.py holds to `local`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from test_dispatch import EXPERTS, UNEVEN, close, data_of, needed
+from torch import Tensor
+
+from training.dispatch import nvlink
+from training.dispatch.nvlink import NVLink
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
+
+
+@pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_in_the_interpreter() -> None:
+    """Triton reads TRITON_INTERPRET once, at import: the tests below need processes of their own."""
+    command = [sys.executable, "-m", "pytest", "-q", __file__]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def mapped(folder: Path, rank: int, world: int) -> None:
+    """Has this process's dispatchers run their kernels, on memory that all processes map."""
+    made = iter(range(100))
+
+    def reached(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[list[Tensor], list[int]]:
+        number = next(made)
+        files = [folder / f"{number}.{peer}" for peer in range(world)]
+        own = torch.from_file(str(files[rank]), shared=True, size=size, dtype=torch.uint8)
+        own.fill_(255)  # nan, where nobody wrote
+        own[: nvlink.HEAD].zero_()
+        dist.barrier(group)
+        memory = [torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8) for file in files]
+        return memory, [each.data_ptr() for each in memory]
+
+    nvlink.reached, nvlink.kernels_run = reached, lambda rows: rows.element_size() <= 4
+
+
+def layers(dispatcher: NVLink, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None) -> Tensor:
+    """Two, with experts that are told apart by what they multiply with, and that depend on a row's weight."""
+    scale_E = torch.arange(1, dispatcher.local + 1) / 3 + dispatcher.group.rank()
+    for _ in range(2):
+        sent = dispatcher.dispatch(x_TD, weight_TK, expert_TK, room)
+        came = int(sent.count_E.sum())
+        scale_R = scale_E.to(x_TD.dtype).repeat_interleave(sent.count_E)
+        tail = torch.full((len(sent.x_RD) - came, x_TD.shape[1]), torch.nan, dtype=x_TD.dtype)
+        y_RD = torch.cat([sent.x_RD[:came].sin() * (scale_R * sent.weight_R[:came])[:, None], tail])
+        x_TD = x_TD + dispatcher.combine(y_RD, sent.handle)
+    return x_TD
+
+
+def compare(rank: int, world: int, folder: Path, cases: tuple[str, ...], fault: str = "") -> None:
+    mapped(folder, rank, world)
+    assert dist.group.WORLD is not None
+    ours, theirs = (NVLink(EXPERTS, dist.group.WORLD, arrivals=world) for _ in range(2))
+    for case in cases:
+        parts = [data_of(r, case) for r in range(world)]
+        mine = parts[rank]
+        for room in (None,) if case in UNEVEN else (None, needed(parts) + 2):
+            narrow = [leaf.detach().float().requires_grad_() for leaf in mine.leaves()]
+            with torch.set_grad_enabled(case not in UNEVEN):
+                want = layers(theirs, mine.x_TD, mine.weight_TK, mine.expert_TK, room)
+                got = layers(ours, narrow[0], narrow[1], mine.expert_TK, room)
+            close(got.double(), want, "output", case, 1e-5)
+            if case in UNEVEN:
+                continue
+            wanted = torch.autograd.grad((want * mine.target_TD).sum(), mine.leaves())
+            found = torch.autograd.grad((got * mine.target_TD.float()).sum(), narrow)
+            kept = mine.weight_TK.detach() != 0
+            close(found[0].double(), wanted[0], "gradient of x", case, 2e-5)
+            close(found[1].double() * kept, wanted[1] * kept, "gradient of the weights", case, 2e-5)
+    assert ours.peers is not None and theirs.peers is None
+    assert ours.trouble() == "" == theirs.trouble()
+
+
+@interpreted
+@pytest.mark.parametrize("world", [2, 3])
+def test_kernels_are_the_collectives(world: int, tmp_path: Path) -> None:
+    cases = ("one_on_rank_0", "random", "dropped", "one_rank", "one_expert", "all_dropped_on_rank_0", "none_on_rank_0")
+    run(world, compare, tmp_path, cases if world == 2 else cases[1:3])
