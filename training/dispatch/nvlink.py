@@ -63,9 +63,9 @@ def check_nodes(ep: int, local: int) -> None:
         )
 
 
-def rows_of(tokens: int, k: int, ranks: int, local: int, arrivals: float) -> int:
-    """How many rows a rank has memory for in training; never more than can come at worst."""
-    return min(int(arrivals * tokens * k), ranks * tokens * min(k, local))
+def rows_a_token(k: int, ranks: int, local: int, arrivals: float) -> float:
+    """How many rows a rank has memory for in training, for each of its own tokens; never more than come at worst."""
+    return min(arrivals * k, ranks * min(k, local))
 
 
 def slot_bytes(tokens: int, ranks: int, hidden: int, k: int, itemsize: int) -> int:
@@ -135,7 +135,7 @@ class NVLink:
         if room is not None:
             rows = min(self.experts * room, ranks * most * min(k, self.local))
         elif torch.is_grad_enabled():
-            rows, self.balanced = rows_of(most, k, ranks, self.local, self.arrivals), most * k
+            rows, self.balanced = int(most * rows_a_token(k, ranks, self.local, self.arrivals)), most * k
         self.state = self.state.to(x_TD.device)
 
         def first(x_TD: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Route]:
