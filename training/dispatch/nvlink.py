@@ -38,7 +38,7 @@ from training.parallel.collectives import all_gather
 
 ARRIVALS = 2.0
 NOWHERE = 2**31 - 1  # the row of a choice whose expert is on another rank
-PATIENCE = 10**9  # times that a rank looks whether the others have come: minutes
+PATIENCE = 2 * 10**10  # times that a rank looks whether the others have come: an hour; the run's own patience is less
 HEAD = 1 << 12  # bytes before the slots: a number of each rank, how often it has come
 LINE = 128  # bytes
 
@@ -155,9 +155,6 @@ class NVLink:
         if not kernels_run(rows):
             return Collectives(self)
         if self.peers is None or self.peers.size < size:
-            if self.peers is not None:  # others may read it still
-                torch.cuda.synchronize()
-                dist.barrier(self.group)
             self.peers = Peers(self, size, rows.device)
         return self.peers
 
@@ -260,13 +257,17 @@ class Peers:
         slot = self.next(x_TD, route.most, route.k)
         kernels().put(x_TD, slot, None, self.of.local)
         self.meet()
-        return kernels().pull(slot, route.back_C, x_TD, route.rows)
+        x_RD: Tensor = kernels().pull(slot, route.back_C, x_TD, route.rows)
+        return x_RD
 
     def home(self, y_RD: Tensor, weight_R: Tensor | None, route: Route) -> tuple[Tensor, Tensor | None]:
         of, slot = self.of, self.next(y_RD, route.most, route.k)
         kernels().push(slot, route.back_C, y_RD, weight_R)
         self.meet()
-        return kernels().summed(slot, route.kept_TK, of.state, y_RD, route.tokens, of.experts, weight_R is not None)
+        sums: tuple[Tensor, Tensor | None] = kernels().summed(
+            slot, route.kept_TK, of.state, y_RD, route.tokens, of.experts, weight_R is not None
+        )
+        return sums
 
     def meet(self) -> None:
         kernels().meet(self.pads, self.of.state, self.me, PATIENCE)
@@ -283,6 +284,7 @@ class Peers:
 def reached(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Any, list[int]]:
     """Bytes on this rank that all ranks of the group reach, the first HEAD of them zero: what holds them, and where
     this rank finds each rank's."""
+    torch.cuda.synchronize()  # smaller buffers that these replace are read by nobody once all ranks are here
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
