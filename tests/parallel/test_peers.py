@@ -45,6 +45,7 @@ def mapped(folder: Path, rank: int, world: int) -> None:
         memory = [torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8) for file in files]
         return memory, [each.data_ptr() for each in memory]
 
+    torch.cuda.synchronize = lambda: None
     nvlink.reached, nvlink.kernels_run = reached, lambda rows: rows.element_size() <= 4
 
 

@@ -35,7 +35,7 @@ def meet_kernel(pad_ptrs, state_ptr, me, PATIENCE, P: tl.constexpr):
         tl.atomic_xchg(there + me, meeting, sem="release", scope="sys")
     here = tl.load(pad_ptrs + me).to(tl.pointer_type(tl.int32))
     for p in range(P):
-        tries = meeting.to(tl.int64) * 0
+        tries = 0
         seen = tl.atomic_add(here + p, 0, sem="acquire", scope="sys")
         while (seen - meeting < 0) & (tries < PATIENCE):
             seen = tl.atomic_add(here + p, 0, sem="acquire", scope="sys")
