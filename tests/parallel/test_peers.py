@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -31,15 +32,15 @@ def test_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def mapped(folder: Path, rank: int, world: int) -> None:
-    """Has this process's dispatchers run their kernels, on memory that all processes map."""
+def mapped(folder: Path, rank: int, world: int, unwritten: int = 255) -> None:
+    """Has this process's dispatchers run their kernels, on memory that all processes map; nan where nobody wrote."""
     made = iter(range(100))
 
     def reached(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[list[Tensor], list[int]]:
         number = next(made)
         files = [folder / f"{number}.{peer}" for peer in range(world)]
         own = torch.from_file(str(files[rank]), shared=True, size=size, dtype=torch.uint8)
-        own.fill_(255)  # nan, where nobody wrote
+        own.fill_(unwritten)
         own[: nvlink.HEAD].zero_()
         dist.barrier(group)
         memory = [torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8) for file in files]
@@ -64,6 +65,11 @@ def layers(dispatcher: NVLink, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tenso
 
 def compare(rank: int, world: int, folder: Path, cases: tuple[str, ...]) -> None:
     mapped(folder, rank, world)
+    if rank == 1 and world == 3:  # reads what others have put long after they have gone on
+        for name in ("pull", "summed"):
+            plain = getattr(nvlink.kernels(), name)
+            late = lambda *inputs, plain=plain: (time.sleep(0.2), plain(*inputs))[1]  # noqa: E731
+            setattr(nvlink.kernels(), name, late)
     assert dist.group.WORLD is not None
     experts = -(-EXPERTS // world) * world  # on three ranks one that nobody chooses
     ours, theirs = (NVLink(experts, dist.group.WORLD, arrivals=world) for _ in range(2))
@@ -72,6 +78,9 @@ def compare(rank: int, world: int, folder: Path, cases: tuple[str, ...]) -> None
         mine = parts[rank]
         for room in (None,) if case in UNEVEN else (None, needed(parts) + 2):
             narrow = [leaf.detach().float().requires_grad_() for leaf in mine.leaves()]
+            if case == "dropped":
+                came = ours.dispatch(*narrow, mine.expert_TK, room), theirs.dispatch(*mine.leaves(), mine.expert_TK, room)
+                assert torch.equal(came[0].count_E, came[1].count_E), "dropped choices are not sent"
             with torch.set_grad_enabled(case not in UNEVEN):
                 want = layers(theirs, mine.x_TD, mine.weight_TK, mine.expert_TK, room)
                 got = layers(ours, narrow[0], narrow[1], mine.expert_TK, room)
@@ -87,9 +96,23 @@ def compare(rank: int, world: int, folder: Path, cases: tuple[str, ...]) -> None
     assert ours.trouble() == "" == theirs.trouble()
 
 
+@interpreted
+def test_rows_begin_where_the_ones_before_end() -> None:
+    """In blocks of pieces, which only more choices have than the other tests' ranks make."""
+    from training.kernels import peers_triton
+
+    count_EP = torch.randint(0, 5, (3, 10), dtype=torch.int32)
+    end_E, flat = count_EP.sum(1).cumsum(0).int(), count_EP.flatten()
+    want, rows = (flat.cumsum(0) - flat).view(3, 10), int(end_E[1]) - 1
+    state, here_E, total_E = torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), count_EP.sum(1).int()
+    peers_triton.first_kernel[(3,)](count_EP, total_E, state, here_E, 3, 10, rows, 4, 4)
+    assert torch.equal(count_EP, want.int()) and state.tolist() == [0, 0, int(end_E[2])]
+    assert here_E.tolist() == [int(end_E[0]), int(total_E[1]) - 1, 0]
+
+
 def alone(rank: int, world: int, folder: Path) -> tuple[bool, str]:
     """Rank 0's tokens and what it says, once rank 1 has stopped coming."""
-    mapped(folder, rank, world)
+    mapped(folder, rank, world, unwritten=0)
     assert dist.group.WORLD is not None
     dispatcher, data = NVLink(EXPERTS, dist.group.WORLD), data_of(rank, "random")
     narrow = [leaf.detach().float().requires_grad_() for leaf in data.leaves()]
