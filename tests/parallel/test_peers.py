@@ -91,6 +91,7 @@ def compare(rank: int, world: int, folder: Path, cases: tuple[str, ...]) -> None
             found = torch.autograd.grad((got * mine.target_TD.float()).sum(), narrow)
             kept = mine.weight_TK.detach() != 0
             close(found[0].double(), wanted[0], "gradient of x", case, 2e-5)
+            assert not found[1][~kept].any(), "of a dropped choice"
             close(found[1].double() * kept, wanted[1] * kept, "gradient of the weights", case, 2e-5)
     assert ours.peers is not None and theirs.peers is None
     assert ours.trouble() == "" == theirs.trouble()
