@@ -55,6 +55,7 @@ from training.optim import MOMENTS, OptimConfig, freeze
 from training.parallel.collectives import all_reduce, local
 from training.parallel.mesh import MeshConfig, ParallelMesh, check
 from training.parallel.processes import processes, rank
+from training.parallel.shard import trouble
 from training.record import stepping
 from training.step import gradients, train_step
 from upcycle import plugin, rng, strict
@@ -163,6 +164,8 @@ def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.devic
         torch.cuda.reset_peak_memory_stats()
     before = retries(device)
     seconds = [timed(step, device, config.steps) for _ in range(BLOCKS)]
+    if said := trouble(run.parts):
+        raise ValueError(said)
     middle = statistics.median(seconds)
     tokens = config.batch * config.sequence
     sizes = [n for sample in range(config.batch) for n in documents(config, sample).bincount().tolist()]

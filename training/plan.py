@@ -46,6 +46,7 @@ from tqdm import tqdm
 from training import hardware
 from training.build import check_optim, held_in, source, taught_by, whole_on_meta
 from training.config import Stage, TrainConfig, read_config, stages_of, upcycle_config
+from training.dispatch import nvlink
 from training.islands import plan as islands
 from training.model.lora import LoraConfig, attach
 from training.model.loss import COPIES, LOGITS, TAUGHT
@@ -74,7 +75,7 @@ class Memory:
     weights: int  # float32; those that never learn perhaps bfloat16
     gradients: int
     moments: int
-    gathered: int  # what a layer computes with, in the compute dtype
+    gathered: int  # what a layer computes with, in the compute dtype; nvlink's buffers
     activations: int
     loss: int  # the head's logits and gradient
     # activations that are gone by the time the last backward has made the gradients, or has made them wide
@@ -264,6 +265,8 @@ def of_rank(
     moments += total.kept * MASTER * (model.all[-1].average > 0)  # the mean of the last steps' weights
     moments += total.kept * MASTER * 2 * config.islands.asked  # what the server knows, and what it is not told yet
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
+    if isinstance(model.spec, MoESpec) and mesh.dispatcher == "nvlink" and mesh.ep > 1:
+        buffers += nvlink.buffer_bytes(tokens, mesh.ep, dense.hidden, model.spec.top_k, narrow)
     flight = in_flight(mesh, count, place, len(parts))
     activations = flight * tokens * layers
     loss = 0
@@ -317,6 +320,8 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool) -> in
     rows: float = moe.top_k
     if config.balance.pad_to_capacity and mesh.ep * mesh.etp > 1:
         rows = min(rows * config.balance.capacity_factor, moe.experts)
+    elif mesh.dispatcher == "nvlink" and mesh.ep > 1:
+        rows = nvlink.rows_a_token(moe.top_k, mesh.ep, moe.experts // mesh.ep, mesh.arrivals)
     # x and its products; over etp each rank has a slice of the neurons of etp times as many rows
     return bytes_kept + round(rows * narrow * (d.hidden * mesh.etp + matrices * max(moe.widths))) + router
 

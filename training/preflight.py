@@ -18,6 +18,7 @@ from training.config import TrainConfig, of_stage, stages_of
 from training.data.mixture import Mixture, same_tokenizer
 from training.data.open import open_training, open_validation
 from training.data.shards import partial_of
+from training.dispatch.nvlink import check_nodes
 from training.evaluate import Suite
 from training.schedule import schedule
 from training.teacher import check_teacher
@@ -34,6 +35,8 @@ def preflight(config: TrainConfig, suite: Suite | None) -> None:
     for stage in stages:
         with of_stage(stage.number - 1) if config.stages else nullcontext():
             schedule(stage.config.schedule, stage.config.steps)
+    if config.mesh.dispatcher == "nvlink":
+        check_nodes(config.mesh.ep, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     for name, folder in (("output", config.output), ("export", config.export), ("lora.export", config.lora.export)):
         check_writable(name, Path(folder))
     for name, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):

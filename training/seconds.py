@@ -262,7 +262,8 @@ class Clock:
         return kept, min(fullest, room) if room else fullest
 
     def out(self, moe: MoESpec, kept: float) -> float:
-        return self.home(moe, kept) + (0 if self.config.balance.pad_to_capacity or self.alone else self.waiting())
+        waits = not (self.config.balance.pad_to_capacity or self.alone or self.mesh.dispatcher == "nvlink")
+        return self.home(moe, kept) + (self.waiting() if waits else 0)
 
     def home(self, moe: MoESpec, kept: float) -> float:
         """Rows from tokens to experts or back: sorted where they leave and where they arrive, and on the wires."""
@@ -273,7 +274,7 @@ class Clock:
             return leave
         name = mesh.dispatcher
         wires = self.wires(moe, kept, row)
-        if name == "hybridep":  # sorts in its own kernels
+        if name in ("hybridep", "nvlink"):  # sort in their own kernels
             return wires
         arrive = self.passing(2 * rows * mesh.etp * row)
         if mesh.etp > 1:  # repeated for every peer, and summed up where they come back

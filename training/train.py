@@ -26,6 +26,7 @@ from training.observe.metrics import read as read_metrics
 from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
 from training.parallel.collectives import broadcast
 from training.parallel.processes import alone, processes
+from training.parallel.shard import trouble
 from training.parallel.watch import guarded
 from training.preflight import check_export, preflight
 from training.record import stepping
@@ -128,6 +129,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                             if due(state.step, config.log_every, stage.last) or stopped:
                                 seconds = run.phases.fetch(max(metrics.taken, 1))
                                 metrics.log(state.step, **balance_numbers(run), **seconds, **epochs(run))
+                                check_arrived(run)
                             check_alive(run)
                             # before what takes minutes: a run that is stopped in a validation has no time left to save
                             if worth_saving(run) or stopped or again:
@@ -171,6 +173,13 @@ def check_alive(run: Run) -> None:
             f"spike; {last}; start it in a new folder or go on from there with a lower schedule.peak (it is "
             f"{run.config.schedule.peak:g}), or set optim.skips"
         )
+
+
+def check_arrived(run: Run) -> None:
+    """Ends a run whose dispatcher lost rows on any rank. Steps with such were skipped, so no weight knows of them."""
+    said = trouble(run.parts)
+    if anywhere([bool(said)], run.control)[0]:
+        raise ValueError(said or "the dispatcher of another rank lost rows, and that rank says why; look at its output")
 
 
 def worth_saving(run: Run) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from training import dispatch
 from training.dispatch import Dispatcher
 from training.dispatch.local import Local
+from training.dispatch.nvlink import NVLink, check_nodes
 from training.experts import ExpertWeights
 from training.experts.reference import experts
 from training.parallel.mesh import MeshConfig, ParallelMesh
@@ -32,7 +33,8 @@ UNEVEN = ("uneven", "none_on_rank_0", "one_on_rank_0")
 CASES = (*EVEN, *UNEVEN)
 ADAPTERS = ("deepep", "hybridep")  # on CUDA alone; here on stand-ins
 WAITLESS = ("alltoall", "deepep on 1.x", "hybridep on hybrid", "hybridep on old hybrid")  # where there is room
-ALIKE = ("deepep on 2.x", "hybridep on hybrid", "hybridep on old hybrid")  # whose ranks agree on sizes before they send
+# whose ranks agree on sizes before they send
+ALIKE = ("deepep on 2.x", "hybridep on hybrid", "hybridep on old hybrid", "nvlink")
 WALKED = [name for name in plugin.names("training.dispatch") if name not in ("local", *ADAPTERS)]
 
 
@@ -187,10 +189,13 @@ def compare(
 
 def made(name: str, mesh: ParallelMesh) -> Dispatcher:
     if not name.startswith(ADAPTERS):
-        return dispatch.create(name, EXPERTS, mesh.group("ep"), mesh.group("etp"))
+        found = dispatch.create(name, EXPERTS, mesh.group("ep"), mesh.group("etp"))
+        if isinstance(found, NVLink):
+            found.arrivals = found.group.size()  # for all rows that can come
+        return found
     name, _, generation = name.partition(" on ")
     sys.modules["deep_ep"] = fakes.package(generation)
-    found: Dispatcher = plugin.load("training.dispatch", name).dispatcher(EXPERTS, mesh.group("ep"), mesh.group("etp"))
+    found = plugin.load("training.dispatch", name).dispatcher(EXPERTS, mesh.group("ep"), mesh.group("etp"))
     return found
 
 
@@ -242,6 +247,39 @@ def test_a_plan_asks_the_device_once_and_with_room_not_at_all() -> None:
     assert run(4, values_asked_for, 10) == [[]] * 4
 
 
+def nvlink_alone(rank: int, world: int) -> tuple[list[str], int, Tensor, list[str]]:
+    """What is asked of the device in a training dispatch, forward and backward; of one with memory for too few rows how
+    many were computed and which tokens are nan; and what it says of that, asked twice."""
+    dispatcher, asked = made("nvlink", ParallelMesh(MeshConfig(ep=2))), []
+    assert isinstance(dispatcher, NVLink)
+    data, narrow = data_of(rank, "dropped"), data_of(rank, "one_rank")
+
+    def there_and_back(data: Data) -> tuple[dispatch.Dispatched, Tensor]:
+        sent = dispatcher.dispatch(data.x_TD, data.weight_TK, data.expert_TK)
+        y_TD = dispatcher.combine(sent.x_RD * sent.weight_R[:, None], sent.handle)
+        y_TD.sum().backward()
+        return sent, y_TD
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("tolist", "item", "__int__", "__bool__", "__index__"):
+            plain = getattr(Tensor, name)
+            patch.setattr(Tensor, name, lambda self, name=name, plain=plain: (asked.append(name), plain(self))[1])
+        there_and_back(data)
+    assert dispatcher.trouble() == "" and not asked
+    dispatcher.arrivals = 1.5  # and all rows go to one rank: 2 times as many
+    sent, y_TD = there_and_back(narrow)
+    return asked, int(sent.count_E.sum()), y_TD.isnan().any(1), [dispatcher.trouble(), dispatcher.trouble()]
+
+
+def test_nvlink_asks_the_device_nothing_and_says_what_found_no_memory() -> None:
+    (_, none, lost, nothing), (_, rows, also_lost, said) = run(2, nvlink_alone)
+    assert none == 0 and rows == 45 and nothing == ["", ""]
+    # the last 15 of 60 rows, which are the last expert's: five of the first rank's tokens, and all of the second's
+    assert lost.tolist() == [False] * 5 + [True] * 5 and also_lost.all()
+    assert said[0].startswith("60 rows came to a rank's experts, 2.00 times as many as balanced routing sends")
+    assert "mesh.arrivals=1.5 " in said[0] and "with mesh.arrivals=2.2, or" in said[0] and said[1] == ""
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     ("name", "cases"),
@@ -279,6 +317,14 @@ def refused(rank: int, world: int, name: str, generation: str) -> str:
     with pytest.raises(ValueError) as error:
         dispatch.create(name, EXPERTS, mesh.group("ep"), mesh.group("etp"))
     return str(error.value)
+
+
+def test_nvlink_does_not_leave_its_machine() -> None:
+    for ep, local in ((8, 8), (2, 8), (8, 0), (1, 3)):
+        check_nodes(ep, local)
+    for ep, local, fits in ((16, 8, 8), (4, 6, 2), (4, 2, 2), (3, 8, 1)):
+        with pytest.raises(ValueError, match=f"mesh.ep={ep} spans machines of {local} ranks; write mesh.ep={fits}, or mesh"):
+            check_nodes(ep, local)
 
 
 @pytest.mark.parametrize(

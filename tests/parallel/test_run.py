@@ -93,7 +93,7 @@ MAPPINGS = [
     (2, ["micro_batch=2", "mesh.ep=2", "mesh.reshard=false"]),
     (2, ["micro_batch=4", "mesh.pp=2"]),
     (4, ["micro_batch=4", "mesh.tp=2", "mesh.cp=2", "mesh.ep=2", "mesh.etp=2"]),
-    (4, ["micro_batch=1", "mesh.dp_replicate=2", "mesh.ep=2", "model.recompute=full"]),
+    (4, ["micro_batch=1", "mesh.dp_replicate=2", "mesh.ep=2", "mesh.dispatcher=nvlink", "model.recompute=full"]),
 ]
 
 
@@ -117,6 +117,13 @@ def test_padding_to_the_capacity_changes_no_bit(place: Path, tmp_path: Path) -> 
     assert rows(tmp_path / "rows") == rows(tmp_path / "padded")
     have, want = (exported(tmp_path / name / "out") for name in ("rows", "padded"))
     assert have.keys() == want.keys() and all(torch.equal(have[name], want[name]) for name in want)
+
+
+def test_rows_that_found_no_memory_end_the_run(place: Path, tmp_path: Path) -> None:
+    short = ["micro_batch=2", "mesh.ep=2", "mesh.dispatcher=nvlink", "mesh.arrivals=1"]
+    with pytest.raises(RuntimeError, match=r"rows came to a rank's experts, .*mesh\.arrivals=1 has memory for less|another rank lost"):
+        run(2, on_rank, words(place, tmp_path / "run", *short, "valid_every=2"))
+    assert [row["skipped"] for row in rows(tmp_path / "run") if row["step"]] == [1], "the step that lost rows taught nothing"
 
 
 FROZEN = "optim.groups=[{match: layers.0.ffn, lr: 0}, {match: experts.down, lr: 0}, {match: '*norm', lr: 0.5, decay: 0.1}]"

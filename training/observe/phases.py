@@ -29,7 +29,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "norms and rotation": ("norm_kernel", "norm_backward_kernel", "heads_kernel", "heads_backward_kernel"),
     "copies": ("memcpy", "memset", "copy", "fill", "catarray"),
 }
-COMMUNICATION = ("nccl", "deep_ep", "intranode", "hybrid_ep")
+COMMUNICATION = ("nccl", "deep_ep", "intranode", "hybrid_ep", "meet_kernel", "pull_kernel", "push_kernel")
 KERNELS = 25  # listed by name, for whoever wants to make one faster
 
 

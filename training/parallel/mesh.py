@@ -45,6 +45,9 @@ class MeshConfig:
     context: str = "ring"  # how cp attends: ring | ulysses (training/parallel/context.py)
     schedule: str = "1f1b"  # of the pipeline: gpipe | 1f1b | interleaved | zero_bubble | zbv (pipeline.py)
     dispatcher: str = "alltoall"  # how tokens travel to experts: a file of training/dispatch
+    # with dispatcher=nvlink, how many rows a rank's experts have memory for, in times of what balanced routing sends:
+    # the host never asks how many come, and more end the run
+    arrivals: float = 2.0
     # free gathered weights after each use, and sum gradients after each micro-batch: least memory; false: once a step,
     # as the stages of a pipeline do either way
     reshard: bool = True
@@ -54,6 +57,8 @@ class MeshConfig:
             size = getattr(self, name)
             if isinstance(size, bool) or size < 1:
                 raise ValueError(f"mesh.{name} is {size}; it must be at least 1")
+        if not self.arrivals >= 1:
+            raise ValueError(f"mesh.arrivals is {self.arrivals}; it must be at least 1, which is balanced routing")
         for name, known in (("context", CONTEXTS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"mesh.{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from training.data.batch import Batch
 from training.dispatch import create
+from training.dispatch.nvlink import NVLink
 from training.experts import ExpertWeights
 from training.kernels import updates
 from training.model.decoder import Decoder, Layer
@@ -212,11 +213,20 @@ def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
     dispatcher = None
     if ep * etp > 1 and model.moe is not None:
         dispatcher = create(mesh.config.dispatcher, model.moe.experts, mesh.group("ep"), mesh.group("etp"))
+        if isinstance(dispatcher, NVLink):
+            dispatcher.arrivals = mesh.config.arrivals
     for block in moe_blocks(model):
         if dispatcher is not None:
             block.dispatcher = dispatcher
         split = mesh.config.schedule in SPLIT  # such a schedule asks autograd for the gradients itself
         block.experts.weights = LocalExperts(slices, split, keep)
+
+
+def trouble(parts: Iterable[Decoder]) -> str:
+    """What a dispatcher could not say while the device worked, in a sentence, or "". Asking waits for the device."""
+    found = {id(block.dispatcher): block.dispatcher for part in parts for block in moe_blocks(part)}
+    said = [each.trouble() for each in found.values() if isinstance(each, NVLink)]
+    return next((sentence for sentence in said if sentence), "")
 
 
 @dataclass

@@ -13,6 +13,7 @@ from training import hardware
 from training.balance import BalanceConfig
 from training.config import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
+from training.dispatch import nvlink
 from training.model.lora import LoraConfig
 from training.model.recompute import MODES
 from training.optim import OptimConfig
@@ -170,6 +171,19 @@ def test_buffers_that_are_padded_grow_with_the_capacity() -> None:
     roomiest = kept(1e6, True, **mesh) - kept(1.0, True, **mesh)
     assert roomiest == (moe.experts - moe.top_k) * row * tokens, "no token chooses an expert twice"
     assert kept(1.5, True, tp=2) == kept(1.0, True, tp=2), "on one rank nothing travels"
+
+
+def test_nvlink_has_memory_for_arrivals_and_buffers() -> None:
+    moe, tokens = SPECS["moe"], 32
+    plain, own = (on(MeshConfig(ep=4, arrivals=1.5, dispatcher=name)) for name in ("alltoall", "nvlink"))
+    row = 2 * (moe.dense.hidden + 2 * max(moe.widths))
+    assert own.activations - plain.activations == 0.5 * moe.top_k * row * tokens * len(moe.layers)
+    size = nvlink.buffer_bytes(tokens, 4, moe.dense.hidden, moe.top_k, 2)
+    assert own.gathered - plain.gathered == size > 2 * 4 * tokens * moe.dense.hidden * 2
+    most = on(MeshConfig(ep=4, arrivals=1e6, dispatcher="nvlink"))
+    worst = 4 * min(moe.top_k, moe.experts // 4) - moe.top_k
+    assert most.activations - plain.activations == worst * row * tokens * len(moe.layers), "no more than can come"
+    assert on(MeshConfig(tp=2, dispatcher="nvlink")) == on(MeshConfig(tp=2)), "on one rank nothing travels"
 
 
 def test_the_table_begins_with_the_config_and_has_only_what_can_run() -> None:

@@ -40,6 +40,8 @@ WRONG = {
     "keep": (["checkpoint.keep=0"], "checkpoint.keep is 0; it must be at least 1"),
     "every": (["checkpoint.every=-1"], "checkpoint.every is -1; it must be at least 0"),
     "keep every": (["checkpoint.keep_every=-2"], "checkpoint.keep_every is -2; it must be at least 0"),
+    "across machines": (["mesh.ep=4", "mesh.dispatcher=nvlink"], "mesh.ep=4 spans machines of 2 ranks; write mesh.ep=2"),
+    "arrivals": (["mesh.arrivals=0.5"], "mesh.arrivals is 0.5; it must be at least 1"),
     "device": (["device=gpu"], "device is 'gpu'; it must be cuda or cpu"),
 }
 
@@ -60,6 +62,8 @@ def test_it_is_said_before_the_model_is_made(
     (place / "words").mkdir(exist_ok=True)
     shutil.copy(place / "tokenizer" / "tokenizer.json", place / "words")
     more, says = WRONG[name]
+    if name == "across machines":
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     given = [
         f"data.train=[{place / 'data'}]", f"output={tmp_path / 'run'}", "steps=8", *WORDS,
         f"model.upcycle={json.dumps(moe(place))}",
