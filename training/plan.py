@@ -264,6 +264,8 @@ def of_rank(
     moments += total.kept * MASTER * (model.all[-1].average > 0)  # the mean of the last steps' weights
     moments += total.kept * MASTER * 2 * config.islands.asked  # what the server knows, and what it is not told yet
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
+    if mesh.dispatcher == "hybridep" and mesh.ep > 1 and isinstance(model.spec, MoESpec):
+        buffers += tokens * mesh.ep * model.spec.experts  # the choices of all ranks' tokens, a byte an expert
     flight = in_flight(mesh, count, place, len(parts))
     activations = flight * tokens * layers
     loss = 0
@@ -394,6 +396,7 @@ class PlanConfig:
     link: str = ""  # between the islands and their server, such as 1Gb/s
 
 
+COPIED = 64  # mappings that are also tried with a copy of the model in each node
 SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take, and no plan counts
 AMOUNT = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?([KMBT]?) ?(tokens|FLOPs|GPU-hours|)", re.IGNORECASE)
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -433,7 +436,12 @@ def ranked(
     own = timed(config.mesh)
     every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
     found = [own, *(timed(mesh) for mesh in every if mesh != config.mesh)]
-    fit = [each for each in found if fits(each, card)]
+    fit = sorted((each for each in found if fits(each, card)), key=lambda each: each.seconds.total)
+    # a copy of the model in each node: of the best, for it takes as much memory as a node's GPUs alone have
+    best = [each.mesh for each in fit[:COPIED] if world > each.mesh.pp * card.node]
+    copied = [replace(mesh, dp_replicate=world // (mesh.pp * card.node)) for mesh in best]
+    copied = [m for m in copied if m != config.mesh and not problem(m, world, spec, config.data.sequence)]
+    fit += [each for each in map(timed, copied) if fits(each, card)]
     return sorted(fit, key=lambda each: each.seconds.total), own
 
 
@@ -465,6 +473,7 @@ def clocked(
         rate = tokens / each.seconds.total
         share = rate * flops / asked.gpus / card.peak / 1e12
         axes = " ".join(f"{axis}={getattr(each.mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
+        axes += f" dp_replicate={each.mesh.dp_replicate}" if each.mesh.dp_replicate > 1 else ""
         place = f"{fit.index(each) + 1}" if each in fit else "no fit"
         lines.append(
             f"{place:>6} {rate:10,.0f}  {rate / asked.gpus:10,.0f}  {each.seconds.total * 1e3:10,.0f} {share:6.1%} "
