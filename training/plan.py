@@ -53,7 +53,7 @@ from training.model.recompute import MOVES
 from training.model.stock import LAYER, dense_of, model_of
 from training.observe.flops import model_flops
 from training.optim import learning, multiplier
-from training.parallel.mesh import MeshConfig, changed_to, check, grids, problem
+from training.parallel.mesh import MeshConfig, changed_to, check, grids, in_sizes, problem
 from training.parallel.pipeline import SINGLE, cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
 from training.seconds import Seconds, step
@@ -331,16 +331,15 @@ def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iter
     axes, layers = ("tp", "cp", "pp", "ep", "etp"), (spec.dense if isinstance(spec, MoESpec) else spec).layers
     sharded = replace(config.mesh, dp_replicate=1)
 
-    def refused(names: Sequence[str], sizes: Sequence[int]) -> bool:
-        mesh = changed_to(sharded, axes, [1] * len(axes))
-        return bool(problem(changed_to(mesh, names, sizes), world, spec, config.data.sequence))
+    def alone(axis: str, size: int) -> bool:
+        mesh = changed_to(changed_to(sharded, axes, [1] * len(axes)), [axis], [size])
+        return not in_sizes(mesh, world, spec, config.data.sequence)
 
-    # a size that is impossible with every other axis at 1 is impossible in any mapping
-    possible = [[n for n in range(1, world + 1) if world % n == 0 and not refused([axis], [n])] for axis in axes]
+    possible = [[n for n in range(1, world + 1) if world % n == 0 and alone(axis, n)] for axis in axes]
     for values in itertools.product(*possible):
         mesh = changed_to(sharded, axes, values)
         stages_of_all = mesh.pp * (1 if mesh.schedule in SINGLE else 2)
-        if refused(axes, values) or stages_of_all > layers:
+        if stages_of_all > layers or problem(mesh, world, spec, config.data.sequence):
             continue
         count, rest = divmod(config.batch, config.micro_batch * world // (mesh.tp * mesh.cp * mesh.pp))
         if dense_of(spec).carried is not None and mesh.tp * mesh.cp * mesh.pp * mesh.etp > 1:
