@@ -259,7 +259,9 @@ def gradients_on(rank: int, world: int, folder: Path) -> dict[str, Tensor]:
         whole = layout.Whole(model, mesh)
         # no rank may have all experts of a layer: of a large model's that is gigabytes, on each of a thousand ranks
         with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("a whole stack of experts")):
-            return {role: whole.role(role, "float64").clone() for role in whole.roles if not role.endswith("router.bias")}
+            return {
+                role: whole.role(role, "float64").clone() for role in whole.roles if not role.endswith("router.bias")
+            }
 
 
 @pytest.mark.parametrize("name", KINDS)

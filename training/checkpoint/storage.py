@@ -386,8 +386,8 @@ def joined(facts: Mapping[str, Any], every: Sequence[bytes]) -> bytes:
             name, entry, count, place = line.split(b"\t")
             pieces.setdefault((name, entry), []).append(place)
             filled[name, entry] += int(count)
-    for (name, entry), count in filled.items():
-        if count != math.prod(json.loads(entry)["shape"]):
+    for (name, entry), numbers in filled.items():
+        if numbers != math.prod(json.loads(entry)["shape"]):
             raise ValueError(f"what the ranks hold of {name.decode()} does not fill it; shard it as its placements say")
     if len({name for name, _ in pieces}) < len(pieces):
         raise ValueError("ranks hold tensors of one name and different shapes or types; give them names of their own")
