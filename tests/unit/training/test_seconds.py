@@ -368,7 +368,8 @@ def test_copies_of_a_model_are_summed_once_a_step() -> None:
     """However many micro-batches it has."""
     card, mesh = replace(ROUND, link=Link(0, 1e9), network=Link(0, 1e-6)), MeshConfig(dp_replicate=2)
     few, many = (step(D, replace(PLAIN, mesh=mesh, batch=batch), 4, card).gathers for batch in (8, 64))
-    assert few == pytest.approx(many, rel=1e-3)
+    # what the first layer waits for is a share of fewer gathers; a sum after each would make eight times as much
+    assert few / 1.15 < many < few
 
 
 def test_a_token_crosses_to_a_node_once() -> None:
