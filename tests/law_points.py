@@ -2,6 +2,8 @@
 
   python -m tests.law_points run TOKENS POINTS 150  # on GPUs: one process a (size, D1), at most 150 s; a line a point
   python -m tests.law_points fit POINTS             # keeps them in tests/law_points.json; says how far the law is off
+  python -m tests.law_points check TOKENS POINTS 75 # 12 other points, and two that were run before with other seeds
+  python -m tests.law_points judge POINTS           # keeps those in tests/law_checks.json; says how far off they were
 
 A dense model of each size learns from D1 tokens, to a rate of zero; each FFN becomes eight copies with top-2, which go on
 for D2 tokens. The rate is constant but for the last fifth of D2, so that one run has all its D2s: each ends in a fifth of
@@ -24,10 +26,18 @@ import numpy as np
 from upcycle import law
 
 HERE = Path(__file__).parent / "law_points.json"
+CHECKS = HERE.with_name("law_checks.json")
 SEQUENCE, BATCH = 512, 32
 # hidden, layers, heads: 7, 18 and 43 million parameters, of which the embedding has 6, 13 and 22
 SIZES = ((128, 4, 4), (256, 6, 4), (448, 8, 7))
 FIRST, MORE = (256, 512, 1024), (96, 192, 384, 768)  # steps of 16,384 tokens
+# between those: 10 and 25 million parameters; chosen, and the form of the law too, before any of them was run
+BETWEEN, MORE_BETWEEN = ((192, 5, 3), (320, 7, 5)), (128, 256, 576)
+# (size, D1, which seed)
+CHAINS = {
+    "run": [(size, first, 0) for size in range(len(SIZES)) for first in FIRST],
+    "check": [(3, 384, 0), (3, 768, 0), (4, 384, 0), (4, 768, 0), (1, 512, 1), (1, 512, 2)],
+}
 RATE, WARM, COOL = 3e-3, 20, 0.2  # the rate of the smallest; they fall with the root of the width
 
 
@@ -37,14 +47,14 @@ RATE, WARM, COOL = 3e-3, 20, 0.2  # the rate of the smallest; they fall with the
 def spec_of(size: int) -> Any:
     from upcycle.spec import DenseSpec
 
-    hidden, layers, heads = SIZES[size]
+    hidden, layers, heads = (*SIZES, *BETWEEN)[size]
     return DenseSpec(
         family="llama", layers=layers, hidden=hidden, ffn=hidden * 3, heads=heads, kv_heads=heads,
         head_dim=hidden // heads, vocab=49152, context=SEQUENCE, tied=True,
     )  # fmt: skip
 
 
-def chain(tokens: Path, points: Path, size: int, first: int) -> None:
+def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> None:
     """All points of a size and a D1."""
     import torch
 
@@ -110,7 +120,7 @@ def chain(tokens: Path, points: Path, size: int, first: int) -> None:
     with processes() as device:
         valid = [batch([cut(text, i * (SEQUENCE + 1)) for i in range(n, n + 16)]) for text in held for n in (0, 16, 32)]
         valid = valid[:1] if short else valid
-        seed = 100 * size + first
+        seed = 100 * size + first + 10_000 * again
 
         def judged(run: Learner) -> float:
             with torch.no_grad():
@@ -125,14 +135,15 @@ def chain(tokens: Path, points: Path, size: int, first: int) -> None:
         def told(run: Learner, **row: Any) -> None:
             row = {
                 "hidden": dense.hidden, "layers": dense.layers, "parameters": dense_parameters(dense),
-                "first": first * BATCH * SEQUENCE, **row, "loss": judged(run), "seconds": time.monotonic() - began,
+                "first": first * BATCH * SEQUENCE, **row, "seed": again, "loss": judged(run), "seconds": time.monotonic() - began,
             }  # fmt: skip
             with points.open("a") as file:  # a line at a time, by nine processes
                 file.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)
 
         peak = RATE * (SIZES[0][0] / dense.hidden) ** 0.5
-        first_steps, more_steps = (first, MORE) if not short else (6, (2, 4))
+        every = MORE if size < len(SIZES) else MORE_BETWEEN
+        first_steps, more_steps = (first, every) if not short else (6, (2, 4))
         run = made(dense, device)
         layout.initialise(run.model, seed)
         steps(run, 0, first_steps, 2 * seed, peak, round(first_steps * (1 - COOL)))
@@ -176,22 +187,21 @@ def copy(dense: Any, moe: Any, seed: int, rng: Any) -> None:
                 tensor.copy_(found[name])
 
 
-def run(tokens: Path, points: Path, limit: float) -> int:
+def run(tokens: Path, points: Path, limit: float, every: list[tuple[int, int, int]]) -> int:
     """All chains at once, the dearest first, each on the GPU with the least to do; ends those that take too long."""
     import subprocess
 
     import torch
 
     gpus = max(1, torch.cuda.device_count())
-    every = [(size, first) for size in range(len(SIZES)) for first in FIRST]
-    cost = {pair: (2 + pair[0]) * (pair[1] * 0.4 + 900) for pair in every}
+    cost = {each: (2 + min(each[0], 2)) * (each[1] * 0.4 + 900) for each in every}
     busy, started, began = [0.0] * gpus, [], time.monotonic()
-    for pair in sorted(every, key=lambda pair: -cost[pair]):
+    for each in sorted(every, key=lambda each: -cost[each]):
         gpu = busy.index(min(busy))
-        busy[gpu] += cost[pair]
+        busy[gpu] += cost[each]
         own = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": own[gpu], "OMP_NUM_THREADS": "2"}
-        words = [sys.executable, "-m", "tests.law_points", "chain", str(tokens), str(points), *map(str, pair)]
+        words = [sys.executable, "-m", "tests.law_points", "chain", str(tokens), str(points), *map(str, each)]
         started.append(subprocess.Popen(words, env=environ))
         if "LAW_SHORT" in os.environ:
             started[-1].wait()
@@ -247,6 +257,45 @@ def refitted(points: Any, loss: Any) -> Any:
     return found
 
 
+def along(points: Any, loss: Any) -> Any:
+    """A law of another form, of the same six constants: what is upcycled goes on along a dense curve, as if D1 had been
+    longer by a share of D2. ln(L - floor) is quadratic in ln(D1 + share * D2), and larger models fall faster. Returns
+    its predictions as a function of points."""
+
+    def terms(at: Any, share: float) -> Any:
+        size, tokens = np.log(at[:, 0] / 1.8e7), np.log((at[:, 1] + share * at[:, 2]) / 1.5e7)
+        return np.stack([np.ones(len(at)), size, tokens, size * tokens, tokens**2], 1)
+
+    best = None
+    for share in np.arange(0.3, 1.5, 0.01):
+        x, y = terms(points, share), np.log(loss - law.FLOOR)
+        constants = np.linalg.lstsq(x, y, rcond=None)[0]
+        left = np.square(x @ constants - y).sum()
+        best = (left, share, constants) if best is None or left < best[0] else best
+    assert best is not None
+    return lambda at: np.exp(terms(at, best[1]) @ best[2]) + law.FLOOR
+
+
+def judged(rows: list[dict[str, Any]]) -> list[str]:
+    """How far `along`, fitted to the 36 points alone, is off on the 12; and how far apart runs are that differ by their
+    seed alone."""
+    points, loss, _ = read()
+    predict = along(points, loss)
+    new = [row for row in rows if row["more"] and not row["seed"]]
+    values = np.array([[row[key] for key in ("parameters", "first", "more")] for row in new], float)
+    off = predict(values) / np.array([row["loss"] for row in new]) - 1
+    found = [
+        f"{row['hidden']} {row['first']:,} {row['more']:,}: {each:+.1%}" for row, each in zip(new, off, strict=True)
+    ]
+    found.append(f"of {len(new)}: {np.abs(off).mean():.1%} on average, {np.abs(off).max():.1%} at most")
+    before = {(r["hidden"], r["first"], r["more"]): r["loss"] for r in json.loads(HERE.read_text())}
+    for key, first in before.items():
+        same = [first, *(r["loss"] for r in rows if (r["hidden"], r["first"], r["more"]) == key and r["seed"])]
+        if len(same) > 1:
+            found.append(f"{key}: seeds are {max(same) / min(same) - 1:.1%} apart")
+    return found
+
+
 def read(file: Path = HERE) -> tuple[Any, Any, Any]:
     """(parameters, D1 and D2 of each point; its loss; which third it is of: of each size, D1 and D2 there are as many)"""
     rows = [row for row in json.loads(file.read_text()) if row["more"]]
@@ -269,10 +318,18 @@ def held_out(file: Path = HERE) -> list[tuple[float, float]]:
 
 def main() -> int:
     match sys.argv[1:]:
-        case ["run", tokens, points, limit]:
-            return run(Path(tokens), Path(points), float(limit))
-        case ["chain", tokens, points, size, first]:
-            chain(Path(tokens), Path(points), int(size), int(first))
+        case ["run" | "check" as which, tokens, points, limit]:
+            return run(Path(tokens), Path(points), float(limit), CHAINS[which])
+        case ["chain", tokens, points, *numbers]:
+            chain(Path(tokens), Path(points), *map(int, numbers))
+            return 0
+        case ["judge", points]:
+            rows = sorted(
+                map(json.loads, Path(points).read_text().splitlines()), key=lambda row: list(row.values())[:6]
+            )
+            CHECKS.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+            for found in judged(rows):
+                print(found)
             return 0
         case ["fit", points]:
             rows = sorted(

@@ -54,7 +54,7 @@ from training.model.recompute import MOVES
 from training.model.stock import LAYER, dense_of, model_of
 from training.observe.flops import model_flops
 from training.optim import learning, multiplier
-from training.parallel.mesh import MeshConfig, changed_to, check, grids, problem
+from training.parallel.mesh import MeshConfig, changed_to, check, grids, in_sizes, problem
 from training.parallel.pipeline import SINGLE, cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
 from training.seconds import Seconds, step
@@ -267,6 +267,8 @@ def of_rank(
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
     if isinstance(model.spec, MoESpec) and mesh.dispatcher == "nvlink" and mesh.ep > 1:
         buffers += nvlink.buffer_bytes(tokens, mesh.ep, dense.hidden, model.spec.top_k, narrow)
+    if mesh.dispatcher == "hybridep" and mesh.ep > 1 and isinstance(model.spec, MoESpec):
+        buffers += tokens * mesh.ep * model.spec.experts  # the choices of all ranks' tokens, a byte an expert
     flight = in_flight(mesh, count, place, len(parts))
     activations = flight * tokens * layers
     loss = 0
@@ -334,16 +336,15 @@ def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iter
     axes, layers = ("tp", "cp", "pp", "ep", "etp"), (spec.dense if isinstance(spec, MoESpec) else spec).layers
     sharded = replace(config.mesh, dp_replicate=1)
 
-    def refused(names: Sequence[str], sizes: Sequence[int]) -> bool:
-        mesh = changed_to(sharded, axes, [1] * len(axes))
-        return bool(problem(changed_to(mesh, names, sizes), world, spec, config.data.sequence))
+    def alone(axis: str, size: int) -> bool:
+        mesh = changed_to(changed_to(sharded, axes, [1] * len(axes)), [axis], [size])
+        return not in_sizes(mesh, world, spec, config.data.sequence)
 
-    # a size that is impossible with every other axis at 1 is impossible in any mapping
-    possible = [[n for n in range(1, world + 1) if world % n == 0 and not refused([axis], [n])] for axis in axes]
+    possible = [[n for n in range(1, world + 1) if world % n == 0 and alone(axis, n)] for axis in axes]
     for values in itertools.product(*possible):
         mesh = changed_to(sharded, axes, values)
         stages_of_all = mesh.pp * (1 if mesh.schedule in SINGLE else 2)
-        if refused(axes, values) or stages_of_all > layers:
+        if stages_of_all > layers or problem(mesh, world, spec, config.data.sequence):
             continue
         count, rest = divmod(config.batch, config.micro_batch * world // (mesh.tp * mesh.cp * mesh.pp))
         if dense_of(spec).carried is not None and mesh.tp * mesh.cp * mesh.pp * mesh.etp > 1:
@@ -399,6 +400,7 @@ class PlanConfig:
     link: str = ""  # between the islands and their server, such as 1Gb/s
 
 
+COPIED = 64  # mappings that are also tried with a copy of the model in each node
 SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take, and no plan counts
 AMOUNT = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?([KMBT]?) ?(tokens|FLOPs|GPU-hours|)", re.IGNORECASE)
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -438,7 +440,12 @@ def ranked(
     own = timed(config.mesh)
     every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
     found = [own, *(timed(mesh) for mesh in every if mesh != config.mesh)]
-    fit = [each for each in found if fits(each, card)]
+    fit = sorted((each for each in found if fits(each, card)), key=lambda each: each.seconds.total)
+    # a copy of the model in each node: of the best, for it takes as much memory as a node's GPUs alone have
+    best = [each.mesh for each in fit[:COPIED] if world > each.mesh.pp * card.node]
+    copied = [replace(mesh, dp_replicate=world // (mesh.pp * card.node)) for mesh in best]
+    copied = [m for m in copied if m != config.mesh and not problem(m, world, spec, config.data.sequence)]
+    fit += [each for each in map(timed, copied) if fits(each, card)]
     return sorted(fit, key=lambda each: each.seconds.total), own
 
 
@@ -470,6 +477,7 @@ def clocked(
         rate = tokens / each.seconds.total
         share = rate * flops / asked.gpus / card.peak / 1e12
         axes = " ".join(f"{axis}={getattr(each.mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
+        axes += f" dp_replicate={each.mesh.dp_replicate}" if each.mesh.dp_replicate > 1 else ""
         place = f"{fit.index(each) + 1}" if each in fit else "no fit"
         lines.append(
             f"{place:>6} {rate:10,.0f}  {rate / asked.gpus:10,.0f}  {each.seconds.total * 1e3:10,.0f} {share:6.1%} "

@@ -245,6 +245,9 @@ class Clock:
         found["memory"] += self.passing(ROUTER * self.tokens * moe.experts * 4)
         found["products"] = 3 * self.product(0, self.tokens, moe.experts, d.hidden, False)  # float32 out of three
         found["rows"] = (2 + again) * self.out(moe, kept) + 2 * self.home(moe, kept)
+        if mesh.dispatcher == "hybridep" and mesh.ep > 1:  # every rank gets the choices of all, a byte an expert
+            choices = self.tokens * mesh.ep * moe.experts
+            found["rows"] += (1 + again) * self.collective(mesh.ep, mesh.etp, choices)
         return found
 
     def load(self, moe: MoESpec) -> tuple[float, float]:
@@ -350,9 +353,10 @@ class Clock:
                 calls * self.collective(ranks, stride, parameters * each / calls) if ranks > 1 else 0.0
                 for each in (width, 4)
             )
-            if copies > 1:  # a sum over copies is a scatter and a gather
-                summed += 2 * calls * self.collective(copies, ranks * stride, shard * 4 / calls)
-            seconds = gathers * gathered + times * summed
+            across = 0.0  # over copies, once a step: a scatter and a gather
+            if copies > 1:
+                across = 2 * calls * self.collective(copies, ranks * stride, shard * 4 / calls)
+            seconds = gathers * gathered + times * summed + across
             found["exposed" if number == 3 else "gathers"] += seconds
         found["exposed"] += found["gathers"] / max(1, layers * gathers)  # the first layer's has nothing to hide under
         if not self.blocks:

@@ -129,6 +129,19 @@ def test_refusals(change: dict[str, int], world: int, message: str) -> None:
         check(MeshConfig(**change), world, MOE, 64)
 
 
+def test_experts_that_fsdp_cannot_cut_evenly_are_refused() -> None:
+    """It raised NotImplementedError on all ranks, when the model was made: of 8 experts and a hidden size of 2,880 on
+    1,024 ranks, for instance."""
+    hidden = replace(MOE, dense=replace(MOE.dense, hidden=2880))
+    with pytest.raises(ValueError, match="FSDP cannot cut 8 experts of hidden size 2880 evenly over the 1024") as said:
+        check(MeshConfig(), 1024, hidden, 64)
+    change = dict(re.findall(r"mesh\.(\w+)=(\d+)", str(said.value)))
+    check(MeshConfig(**{axis: int(size) for axis, size in change.items()}), 1024, hidden, 64)
+    check(MeshConfig(), 64, hidden, 64)
+    check(MeshConfig(dp_replicate=128), 1024, hidden, 64)
+    check(MeshConfig(), 1024, hidden.dense, 64)
+
+
 def test_a_dense_model_has_no_experts_to_spread() -> None:
     with pytest.raises(ValueError, match=r"this model is dense; try mesh\.ep=1$"):
         check(MeshConfig(ep=2), 2, DENSE, 64)

@@ -7,6 +7,7 @@ bit for bit, and no MoE copy is on disk. `export` writes the layout of the same 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import OrderedDict
@@ -196,6 +197,7 @@ def dense_tensors(dense: DenseSpec, sources: Mapping[str, Source]) -> tuple[Stor
 # ---- roles in the model
 
 Index = tuple[int | slice, ...]
+Box = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -252,29 +254,44 @@ def pieces(model: Decoder) -> dict[str, Piece]:
 def piece(tensor: Tensor, index: Index) -> Piece:
     """What this rank holds of tensor[index]."""
     tensor = tensor.detach()
-    index += (slice(None),) * (tensor.ndim - len(index))
-    # bounds in the whole tensor: of the role, of what this rank holds, and of what is in both
-    role = [(e, e + 1) if isinstance(e, int) else e.indices(n)[:2] for e, n in zip(index, tensor.shape, strict=True)]
-    held = box(tensor)
+    shape, slices, places = overlap(tensor.shape, index, box(tensor))
+    return Piece(shape, slices, local(tensor).new_empty(0) if places is None else local(tensor)[places])
+
+
+def overlap(
+    size: Sequence[int], index: Index, held: Box
+) -> tuple[tuple[int, ...], tuple[slice, ...], tuple[int | slice, ...] | None]:
+    """(the shape of [index] of a tensor of this size, the part of that which lies in the box `held`, where it is in
+    there; None: nowhere)"""
+    index += (slice(None),) * (len(size) - len(index))
+    # bounds in the whole tensor: of the role, of what is held, and of what is in both
+    role = [(e, e + 1) if isinstance(e, int) else e.indices(n)[:2] for e, n in zip(index, size, strict=True)]
     both = [(max(a, low), min(b, high)) for (a, b), (low, high) in zip(role, held, strict=True)]
     is_kept = [not isinstance(e, int) for e in index]
     shape = tuple(b - a for (a, b), keep in zip(role, is_kept, strict=True) if keep)
     if any(first >= last for first, last in both):
-        return Piece(shape, (slice(0),) * len(shape), local(tensor).new_empty(0))
+        return shape, (slice(0),) * len(shape), None
     slices = (slice(f - a, t - a) for (f, t), (a, _), keep in zip(both, role, is_kept, strict=True) if keep)
     places = (
         slice(f - low, t - low) if keep else f - low for (f, t), (low, _), keep in zip(both, held, is_kept, strict=True)
     )
-    return Piece(shape, tuple(slices), local(tensor)[tuple(places)])
+    return shape, tuple(slices), tuple(places)
 
 
-def box(tensor: Tensor) -> list[tuple[int, int]]:
+def box(tensor: Tensor) -> Box:
     """[first, last) of each dimension: the part that this rank holds of a tensor that may be divided over ranks."""
-    bounds = [(0, size) for size in tensor.shape]
     if not isinstance(tensor, DTensor):
-        return bounds
+        return [(0, size) for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
+    bounds = box_at(tensor, coordinate)
+    assert tuple(high - low for low, high in bounds) == tensor.to_local().shape
+    return bounds
+
+
+def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """The part that the rank at a place in the tensor's mesh holds."""
+    bounds = [(0, size) for size in tensor.shape]
     # the last axis of a mesh cuts first: FSDP, the first, divides what tensor and expert parallel have left
     for axis, placement in reversed(list(enumerate(tensor.placements))):
         if placement.is_replicate():
@@ -284,8 +301,18 @@ def box(tensor: Tensor) -> list[tuple[int, int]]:
         share = -(-(high - low) // tensor.device_mesh.size(axis))
         first = min(low + coordinate[axis] * share, high)
         bounds[dim] = (first, min(first + share, high))
-    assert tuple(high - low for low, high in bounds) == tensor.to_local().shape
     return bounds
+
+
+def boxes(tensor: DTensor) -> dict[tuple[int, int], dict[int, Box]]:
+    """Of each part of a tensor the first rank that holds it, with its box, by the rows that it has of dimension 0."""
+    found: dict[tuple[int, int], dict[int, Box]] = {}
+    replicated = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    for coordinate in itertools.product(*map(range, tensor.device_mesh.mesh.shape)):
+        held = box_at(tensor, coordinate)
+        if not any(coordinate[axis] for axis in replicated) and all(low < high for low, high in held):
+            found.setdefault(held[0], {})[int(tensor.device_mesh.mesh[coordinate])] = held
+    return found
 
 
 # ---- weights in, weights out
@@ -490,20 +517,26 @@ def exported(folder: Path) -> bool:
 
 
 class Whole:
-    """Tensors as on disk, of a model that may be divided. Ranks gather a parameter at a time, and only the first rank
-    (of each pipeline stage, to send it on) puts tensors together."""
+    """Tensors as on disk, of a model that may be divided. What is asked for is sent to the first rank (of each pipeline
+    stage, to send it on), which puts tensors together: a role at a time, an expert's matrix for instance, and of copies
+    by one. No rank holds more of other ranks than that: a layer's stacked experts may be gigabytes."""
 
     def __init__(self, model: Decoder, mesh: ParallelMesh | None) -> None:
         self.roles, self.mesh = roles(model), mesh
         self.adapters = {id(matrix): (a, b, scale) for matrix, a, b, scale in pairs(model)}
         self.stage, self.stages = (0, 1) if mesh is None else (mesh.index("pp"), mesh.size("pp"))
-        self.first = mesh is None or mesh.rank % (mesh.world // self.stages) == 0
+        self.rank, self.begin = (0, 0) if mesh is None else (mesh.rank, self.stage * (mesh.world // self.stages))
         self.device = next(model.parameters()).device
-        self.gathered: OrderedDict[tuple[int, str], Tensor] = OrderedDict()
+        self.rounded: OrderedDict[tuple[int, str], Tensor] = OrderedDict()
+        self.holders: dict[int, dict[tuple[int, int], dict[int, Box]]] = {}  # see `boxes`
         held: list[Any] = [list(self.roles)]
         if mesh is not None and self.stages > 1:
             held = gather(held[0], mesh.group("pp"), self.device)
         self.owner = {role: stage for stage in reversed(range(self.stages)) for role in held[stage]}
+
+    @property
+    def first(self) -> bool:
+        return self.rank == self.begin
 
     def tensor(self, stored: Stored) -> Tensor:
         """The tensor, in host memory, on the first rank; what other ranks return is not to be used."""
@@ -524,16 +557,44 @@ class Whole:
         return out
 
     def role(self, role: str, dtype: str) -> Tensor:
-        """A role's whole tensor, rounded to `dtype` before it is gathered: half of the bytes."""
+        """A role's whole tensor on the stage's first rank, rounded to `dtype` before it is sent: half of the bytes. In
+        host memory, over gloo: NCCL would make a communicator with every rank."""
         tensor, index = self.roles[role]
-        key = id(tensor), dtype
         if not isinstance(tensor, DTensor) and id(tensor) not in self.adapters:
             return tensor.detach()[index]
-        if key not in self.gathered:
-            self.gathered[key] = full(self.merged(tensor).to(getattr(torch, dtype)))
-            while len(self.gathered) > 4:  # stacked experts' up, down and biases are asked for in turn
-                self.gathered.popitem(last=False)
-        return self.gathered[key][index]
+        key = id(tensor), dtype
+        if key not in self.rounded:
+            self.rounded[key] = self.merged(tensor).to(getattr(torch, dtype))
+            while len(self.rounded) > 4:  # stacked experts' up, down and biases are asked for in turn
+                self.rounded.popitem(last=False)
+        rounded = self.rounded[key]
+        if not isinstance(rounded, DTensor):
+            return rounded[index]
+        if id(tensor) not in self.holders:
+            self.holders[id(tensor)] = boxes(rounded)
+        shape, *_ = overlap(rounded.shape, index, [(0, size) for size in rounded.shape])
+        whole = torch.empty(shape if self.first else 0, dtype=rounded.dtype)
+        top = index[0] if index and isinstance(index[0], int) else None
+        for (low, high), held in self.holders[id(tensor)].items():
+            for source in held if top is None or low <= top < high else ():
+                if self.rank in (source, self.begin):
+                    self.bring(rounded, index, source, held[source], whole)
+        return whole
+
+    def bring(self, tensor: DTensor, index: Index, source: int, held: Box, whole: Tensor) -> None:
+        """Fills in, on the first rank, what `source` has of `whole`, tensor[index]; it has the box `held` of all."""
+        _, slices, places = overlap(tensor.shape, index, held)
+        if places is None:
+            return
+        if self.rank != source:
+            part = torch.empty([each.stop - each.start for each in slices], dtype=tensor.dtype)
+            dist.recv(part, src=source)
+        else:
+            part = local(tensor)[places].contiguous().cpu()
+        if self.first:
+            whole[slices] = part
+        elif self.begin in tensor.device_mesh.mesh:  # else the first rank has it from others
+            dist.send(part, dst=self.begin)
 
     def merged(self, tensor: Tensor) -> Tensor:
         """A parameter with its adapters in it, divided as it is."""

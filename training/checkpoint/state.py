@@ -1,7 +1,7 @@
 """All that a run needs to go on as if it had never stopped, and the folder where it is kept.
 
-DCP plans the save (so that a checkpoint loads on any other mesh) and our storage (storage.py) holds it: a tensor is a
-safetensors tensor, anything else (a step, a learning rate, a betas tuple) is its JSON text as a tensor of bytes. No
+A checkpoint loads on any other mesh (DCP plans that), and our storage (storage.py) holds it: a tensor is a safetensors
+tensor, anything else (a step, a learning rate, a betas tuple) is its JSON text as a tensor of bytes. No
 pickle is written or read, so a checkpoint is data and cannot run code; its sums tell a damaged one from a whole one.
 An optimizer is saved by parameter names, not by its numbering, and into its `state` directly, because
 Optimizer.load_state_dict would round fp32 moments to a bf16 parameter's type.
@@ -40,11 +40,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from training.checkpoint import storage
 from training.checkpoint.resume import judge
-from training.checkpoint.storage import Planner, Reader, Writer, check_free, read_whole
+from training.checkpoint.storage import Reader, check_free, read_whole
 from training.model.names import plain_name
 from training.parallel.collectives import gather, local
 from upcycle import strict
@@ -329,6 +329,7 @@ class Checkpoints:
         distributed = dist.is_available() and dist.is_initialized()
         # a group of its own, on the processor: the thread's collectives must not meet those of a training step
         self.group = dist.new_group(backend="gloo") if distributed else None
+        self.owners = storage.Owners(self.group)
         self.rank = dist.get_rank() if distributed else 0
         self.world = dist.get_world_size() if distributed else 1
         # DCP's remark that it works in one process; for good, because a filter that comes and goes is not thread-safe
@@ -473,16 +474,8 @@ class Checkpoints:
         final = self.folder / f"step-{step:08d}"
         partial = final.with_name(final.name + ".partial")
         facts = {"step": step, "settings": self.settings(step), "world": self.world, "torch": torch.__version__}
-        writer = Writer(partial, facts, lambda: self.commit(partial, final))
         try:
-            with first_reason():
-                save(
-                    dict(live),
-                    storage_writer=writer,
-                    planner=Planner(staged),
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
+            storage.save(partial, facts, live, staged, self.owners, lambda: self.commit(partial, final))
         except BaseException:
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)

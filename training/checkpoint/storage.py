@@ -1,7 +1,8 @@
 """Where torch.distributed.checkpoint (DCP) puts its bytes: safetensors shards and one JSON manifest, never a pickle.
 
-DCP plans who writes which piece of which tensor, and who reads it back on another mesh. Its own storage keeps that plan
-as a pickle (.metadata) and each tensor as another, so reading a checkpoint would mean running it. Here instead:
+Each rank knows from its tensors' meshes which pieces it holds; DCP plans who reads them back on another mesh. Its own
+storage keeps a plan as a pickle (.metadata) and each tensor as another, so reading a checkpoint would mean running it;
+and one rank makes that plan for all. Here instead:
 
     step-00000123/
       shard-00000.safetensors   what rank 0 wrote: its tensors, or its pieces of them as NAME@OFFSET,OFFSET
@@ -20,15 +21,17 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -36,21 +39,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 
-from training.parallel.collectives import local
+from training.parallel.collectives import gather, local
 from upcycle import disk, strict
 from upcycle.checkpoint import DTYPES
 from upcycle.disk import Stream, sync_folder, write_atomic
@@ -62,6 +57,7 @@ SHARD = re.compile(r"shard-\d{5,}\.safetensors", re.ASCII)
 SUM = b',"sha256":"'  # before a manifest's own, which is its last key
 SPARE = 64 << 20  # bytes left free beside a checkpoint: logs and metrics go on being written
 SAFETENSORS = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
+Keys = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Part(TypedDict):
@@ -97,59 +93,150 @@ class Tensors(TypedDict):
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a piece of a tensor went. Goes from the rank that wrote it to the one that writes the manifest."""
+    """What a rank holds of a tensor."""
 
-    file: str
-    start: int  # of its bytes in the file
+    name: str
+    dtype: torch.dtype
+    size: tuple[int, ...]  # of the whole
+    offset: tuple[int, ...]
     shape: tuple[int, ...]
-    file_bytes: int
-    file_sha256: str
+
+    @property
+    def key(self) -> str:
+        """Its name in a shard. A whole tensor keeps its own, so that any safetensors tool finds it; a piece says where
+        it begins."""
+        return self.name if self.size == self.shape else f"{self.name}@{','.join(map(str, self.offset))}"
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Planner(DefaultSavePlanner):
-    """Plans by the live tensors (their meshes), writes from `staged`: each tensor's local part, copied when saved."""
+def held_by_rank(live: Mapping[str, Tensor]) -> list[Piece]:
+    """This rank's pieces, by the meshes of the tensors; none of what it holds nothing of."""
+    found = []
+    for name, tensor in live.items():
+        shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
+        if isinstance(tensor, DTensor):
+            own = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            shape, offset = tuple(own[0]), tuple(own[1])
+        if math.prod(shape) or not tensor.numel():
+            found.append(Piece(name, tensor.dtype, tuple(tensor.shape), offset, shape))
+    return found
 
-    def __init__(self, staged: Mapping[str, Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.staged = staged
 
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.staged[index.fqn]
+class Owners:
+    """Which ranks write what several hold: copies of the model, ranks that share a norm. Every rank finds that out by
+    itself, from what all hold, as 8 bytes a piece; and again only when that has changed."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.known, self.writes = b"", np.zeros(0, bool)
+
+    def own(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Those that this rank writes. All ranks call this together."""
+        keys = digests(pieces)
+        if self.group is None:
+            return list(pieces)
+        if any(gather(keys.tobytes() != self.known, self.group)):
+            everybody = exchanged(keys, self.group)
+            self.known, self.writes = keys.tobytes(), written(everybody)[dist.get_rank(self.group)]
+        return [piece for piece, writes in zip(pieces, self.writes, strict=True) if writes]
 
 
-class Writer(StorageWriter):
-    """Every rank writes its shard; rank 0 makes the folder, and `commit`s it when every shard is on the disk."""
+def digests(pieces: Sequence[Piece]) -> Keys:
+    text = (f"{piece.key} {piece.dtype} {piece.shape}".encode() for piece in pieces)
+    return np.frombuffer(b"".join(hashlib.blake2b(each, digest_size=8).digest() for each in text), np.uint64)
 
-    def __init__(self, partial: Path, facts: Mapping[str, Any], commit: Callable[[], None]) -> None:
-        self.partial, self.facts, self.commit = partial, facts, commit
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+def exchanged(keys: Keys, group: dist.ProcessGroup) -> list[Keys]:
+    """Every rank's keys."""
+    counts: list[int] = gather(len(keys), group)
+    own = torch.zeros(max(counts), dtype=torch.int64)
+    own[: len(keys)] = torch.from_numpy(keys.view(np.int64).copy())
+    every = [torch.zeros_like(own) for _ in counts]
+    dist.all_gather(every, own, group=group)
+    return [each.numpy()[:count].view(np.uint64) for each, count in zip(every, counts, strict=True)]
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+def written(keys: Sequence[Keys]) -> list[np.ndarray[Any, np.dtype[np.bool_]]]:
+    """Of each rank's keys, whether it is the one to write it: one of those that have it, another one for each key."""
+    every = np.concatenate(keys)
+    order = np.argsort(every, kind="stable")
+    found, first, count = np.unique(every[order], return_index=True, return_counts=True)
+    writes = np.zeros(len(every), bool)
+    writes[order[first + (found % count.astype(np.uint64)).astype(np.int64)]] = True
+    return np.split(writes, np.cumsum([len(each) for each in keys])[:-1])
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Makes the folder, on rank 0 before any rank writes."""
-        make_folder(self.partial, sum(item_bytes(item) for plan in plans for item in plan.items))
-        return [replace(plan, storage_data=f"shard-{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(write_shard(self.partial / plan.storage_data, plan, planner) if plan.items else [])
-        return future
+def save(
+    partial: Path,
+    facts: Mapping[str, Any],
+    live: Mapping[str, Tensor],
+    staged: Mapping[str, Tensor],
+    owners: Owners,
+    commit: Callable[[], None],
+) -> None:
+    """Every rank writes its shard of `staged`, the local parts of `live`; rank 0 makes the folder, writes the manifest
+    when all shards are on the disk, and `commit`s. All ranks call this together, and what stops one of them stops all.
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the manifest and commits, on rank 0 when every rank has written."""
-        body = {"format": FORMAT, **self.facts, **describe(metadata, results)}
-        write_atomic(self.partial / MANIFEST, signed(body))
-        sync_folder(self.partial)
-        self.commit()
+    Rank 0 plans nothing: it joins the ranks' lines of the manifest, as they have written them."""
+    group = owners.group
+    rank = 0 if group is None else dist.get_rank(group)
+    own = owners.own(held_by_rank(live))
+    total = sum(gathered(sum(piece.bytes for piece in own), group))
+    lines = b""
+    with together(group):
+        if rank == 0:
+            make_folder(partial, total)
+    with together(group):
+        if own:
+            lines = write_shard(partial / f"shard-{rank:05d}.safetensors", own, staged)
+    every = collected(lines, group)
+    with together(group):
+        if rank == 0:
+            write_atomic(partial / MANIFEST, joined(facts, every))
+            sync_folder(partial)
+            commit()
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+
+def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    return [value] if group is None else gather(value, group)
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Context whose errors are raised on all ranks, each naming the first that had one."""
+    reason: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        reason = error
+    said = "" if reason is None else str(reason) or type(reason).__name__
+    problems = gathered(said, group)
+    if reason is not None and not isinstance(reason, OSError | ValueError):
+        raise reason
+    first = next((rank for rank, problem in enumerate(problems) if problem), None)
+    if first is not None:
+        raise ValueError(f"rank {first} could not save or load a checkpoint: {problems[first]}") from reason
+
+
+def collected(lines: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Every rank's lines, on rank 0."""
+    if group is None:
+        return [lines]
+    sizes: list[int] = gather(len(lines), group)
+    if dist.get_rank(group):
+        if lines:
+            dist.send(torch.frombuffer(bytearray(lines), dtype=torch.uint8), group=group, group_dst=0)
+        return []
+    found = [lines]
+    for source, size in enumerate(sizes[1:], 1):
+        coming = torch.empty(size, dtype=torch.uint8)
+        if size:
+            dist.recv(coming, group=group, group_src=source)
+        found.append(coming.numpy().tobytes())
+    return found
 
 
 class Reader(StorageReader):
@@ -247,84 +334,80 @@ def check_free(folder: Path, size: int, count: int = 1) -> None:
         )
 
 
-def write_shard(path: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-    """Writes a shard front to back, hashed on the way; it is on the disk when this returns."""
+def write_shard(path: Path, own: Sequence[Piece], staged: Mapping[str, Tensor]) -> bytes:
+    """Writes a shard front to back, hashed on the way; it is on the disk when this returns. Returns its lines of the
+    manifest: of the file, and of each piece the tensor's name, its entry, how many numbers it has, and the piece."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    spans, at = [], 0
-    items = sorted(plan.items, key=lambda item: -tensor_data(item).properties.dtype.itemsize)  # so that each is aligned
-    for item in items:
-        stop = at + item_bytes(item)
-        table[piece_name(item)] = {
-            "dtype": SAFETENSORS[str(tensor_data(item).properties.dtype).removeprefix("torch.")],
-            "shape": chunk_shape(item),
-            "data_offsets": [at, stop],
+    at, own = 0, sorted(own, key=lambda piece: -piece.dtype.itemsize)  # so that each is aligned
+    for piece in own:
+        table[piece.key] = {
+            "dtype": SAFETENSORS[plain(piece.dtype)],
+            "shape": piece.shape,
+            "data_offsets": [at, at + piece.bytes],
         }
-        spans.append(at)
-        at = stop
+        at += piece.bytes
     head = json.dumps(table, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     with Stream(path) as stream:
         stream.write(len(head).to_bytes(8, "little") + head)
-        for item in items:
-            data = planner.resolve_data(item)
-            assert isinstance(data, Tensor)
-            if data.shape != chunk_shape(item):
+        for piece in own:
+            data = staged[piece.name]
+            if data.shape != piece.shape:
                 raise ValueError(
-                    f"{item.index.fqn!r} has a part of {list(data.shape)} to save where its mesh says "
-                    f"{list(chunk_shape(item))}; shard it as its placements say"
+                    f"{piece.name!r} has a part of {list(data.shape)} to save where its mesh says "
+                    f"{list(piece.shape)}; shard it as its placements say"
                 )
             stream.write(data.detach().cpu())
-    first, size, sha256 = 8 + len(head), stream.bytes, stream.sha256
-    return [
-        WriteResult(item.index, item_bytes(item), Piece(path.name, first + at, chunk_shape(item), size, sha256))
-        for item, at in zip(items, spans, strict=True)
-    ]
+    lines = [encode({path.name: {"bytes": stream.bytes, "sha256": stream.sha256}})[1:-1]]
+    for piece in own:
+        start = 8 + len(head) + table[piece.key]["data_offsets"][0]
+        place = {"file": path.name, "start": start, "offset": piece.offset, "shape": piece.shape}
+        entry = encode({"dtype": plain(piece.dtype), "shape": piece.size})
+        lines.append(b"\t".join([encode(piece.name), entry, b"%d" % math.prod(piece.shape), encode(place)]))
+    return b"\n".join(lines)
 
 
-def tensor_data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None  # all that is saved is a tensor
-    return item.tensor_data
-
-
-def chunk_shape(item: WriteItem) -> tuple[int, ...]:
-    return tuple(tensor_data(item).chunk.sizes)
-
-
-def item_bytes(item: WriteItem) -> int:
-    return math.prod(chunk_shape(item)) * tensor_data(item).properties.dtype.itemsize
-
-
-def piece_name(item: WriteItem) -> str:
-    """A whole tensor keeps its name, so that any safetensors tool finds it; a piece says where it begins."""
-    assert item.index.offset is not None
-    whole = tuple(tensor_data(item).size) == chunk_shape(item)
-    return item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, item.index.offset))}"
+def plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # ---- the manifest
 
 
-def describe(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> dict[str, Any]:
-    files: dict[str, Any] = {}
-    tensors: dict[str, Any] = {}
-    for result in (result for of_rank in results for result in of_rank):
-        piece, saved = result.storage_data, metadata.state_dict_metadata[result.index.fqn]
-        assert isinstance(saved, TensorStorageMetadata) and result.index.offset is not None
-        files[piece.file] = {"bytes": piece.file_bytes, "sha256": piece.file_sha256}
-        dtype = str(saved.properties.dtype).removeprefix("torch.")
-        entry = tensors.setdefault(result.index.fqn, {"dtype": dtype, "shape": list(saved.size), "pieces": []})
-        entry["pieces"].append(
-            {"file": piece.file, "start": piece.start, "offset": list(result.index.offset), "shape": list(piece.shape)}
-        )
-    return {"files": files, "tensors": tensors}
+def joined(facts: Mapping[str, Any], every: Sequence[bytes]) -> bytes:
+    """The manifest, of what each rank's write_shard has returned. Nothing of it is parsed: of a thousand ranks there
+    are a million pieces."""
+    files, pieces = [], dict[tuple[bytes, bytes], list[bytes]]()
+    filled: Counter[tuple[bytes, bytes]] = Counter()
+    for lines in filter(None, every):
+        file, *rest = lines.split(b"\n")
+        files.append(file)
+        for line in rest:
+            name, entry, count, place = line.split(b"\t")
+            pieces.setdefault((name, entry), []).append(place)
+            filled[name, entry] += int(count)
+    for (name, entry), numbers in filled.items():
+        if numbers != math.prod(json.loads(entry)["shape"]):
+            raise ValueError(f"what the ranks hold of {name.decode()} does not fill it; shard it as its placements say")
+    if len({name for name, _ in pieces}) < len(pieces):
+        raise ValueError("ranks hold tensors of one name and different shapes or types; give them names of their own")
+    texts = (
+        name + b":" + entry[:-1] + b',"pieces":[' + b",".join(places) + b"]}"
+        for (name, entry), places in pieces.items()
+    )
+    start = encode({"format": FORMAT, **facts})[:-1]
+    return sealed(start + b',"files":{' + b",".join(files) + b'},"tensors":{' + b",".join(texts) + b"}}")
 
 
 def signed(body: Mapping[str, Any]) -> bytes:
-    text = encode(body)
+    return sealed(encode(body))
+
+
+def sealed(text: bytes) -> bytes:
     return text[:-1] + SUM + hashlib.sha256(text).hexdigest().encode() + b'"}'
 
 
-def encode(value: Mapping[str, Any]) -> bytes:
+def encode(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 

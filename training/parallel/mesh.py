@@ -110,6 +110,19 @@ def check(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: i
 
 def problem(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: int) -> str:
     """The first thing that is wrong, in words; "" if nothing is."""
+    said = in_sizes(config, world, spec, sequence)
+    if said or not isinstance(spec, MoESpec):
+        return said
+    experts, ranks = spec.experts // config.ep, grids(config, world)[1]["edp_shard"]
+    if experts % ranks and spec.dense.hidden % ranks:  # see placement.sharded_dim
+        hidden = spec.dense.hidden
+        return f"FSDP cannot cut {experts} experts of hidden size {hidden} evenly over the {ranks} ranks that have them"
+    return ""
+
+
+def in_sizes(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: int) -> str:
+    """The first size that is wrong, whatever the others make of the ranks. A size that is wrong with every other axis
+    at 1 is wrong in any mapping."""
     c, moe = config, spec if isinstance(spec, MoESpec) else None
     dense = moe.dense if moe else spec
     assert isinstance(dense, DenseSpec)
@@ -146,13 +159,12 @@ def changed_to(config: MeshConfig, axes: Sequence[str], sizes: Sequence[int]) ->
 
 
 def nearest(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: int) -> MeshConfig:
-    """A possible mapping with as few keys changed as can be, and each as little. All ones is always possible."""
-    # a size that is impossible with every other axis at 1 is impossible in any mapping
+    """A possible mapping with as few keys changed as can be, and each as little. A copy a rank is always possible."""
     alone = {
         axis: [
             n
             for n in range(1, world + 1)
-            if not problem(changed_to(MeshConfig(), (axis,), (n,)), world, spec, sequence)
+            if not in_sizes(changed_to(MeshConfig(), (axis,), (n,)), world, spec, sequence)
         ]
         for axis in AXES
     }

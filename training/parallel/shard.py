@@ -418,11 +418,14 @@ def prefetch(units: Sequence[Sequence[FSDPModule]]) -> None:
 
 
 def synchronize(model: nn.Module, mesh: ParallelMesh, last: bool) -> None:
-    """Prepares FSDP for a micro-batch: without mesh.reshard only a step's last one sums gradients and frees weights."""
+    """Prepares FSDP for a micro-batch: without mesh.reshard only a step's last one sums gradients and frees weights;
+    with it each sums within a copy of the model, and the last one over the copies, which are on other nodes."""
     if isinstance(model, FSDPModule) and not mesh.config.reshard:
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
+    elif isinstance(model, FSDPModule) and mesh.size("dp_replicate") > 1:
+        model.set_requires_all_reduce(last)
 
 
 def learns_anew(model: nn.Module) -> None:

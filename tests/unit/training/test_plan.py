@@ -249,6 +249,31 @@ def test_what_does_not_fit_is_not_ranked() -> None:
         clocked(SPECS["moe"], CONFIG, PlanConfig(gpus=4), replace(tight, memory=(least + SPARE - 1) / 1e9))
 
 
+def test_a_copy_in_each_node_is_offered_where_it_pays() -> None:
+    """Gathers over all nodes wait for each of them; a copy in each node takes its memory. Who has the one or the other
+    to spare is told so, and nobody has to ask."""
+    fast, config = hardware.read("h200"), replace(CONFIG, batch=32)
+    for latency, bandwidth, pays in ((1e4, 4000.0, True), (0.0, 1e-3, False)):  # more weights of each to update
+        network = replace(fast.network, latency=latency)
+        card = replace(fast, node=2, host=(0.0, 0.0), bandwidth=bandwidth, network=network)
+        found = {each.mesh: each for each in ranked(SPECS["moe"], config, 8, card)[0]}
+        copied = found[MeshConfig(dp_replicate=4)]
+        assert (copied.seconds.total < found[MeshConfig()].seconds.total) == pays, latency
+        assert copied.memory.weights > 3.9 * found[MeshConfig()].memory.weights
+    tight = replace(card, memory=(copied.memory.total + SPARE - 1) / 1e9)
+    assert MeshConfig(dp_replicate=4) not in {each.mesh for each in ranked(SPECS["moe"], config, 8, tight)[0]}
+    asked = PlanConfig(gpus=8)
+    assert "dp_replicate=4" in clocked(SPECS["moe"], config, asked, replace(fast, node=2, host=(0.0, 0.0)), rows=99)
+
+
+def test_choices_that_every_rank_gets_are_counted() -> None:
+    """Hybrid-EP gathers a byte for each token of all ranks and each expert."""
+    moe = SPECS["moe"]
+    plain, hybrid = (on(MeshConfig(ep=4, dispatcher=name)) for name in ("alltoall", "hybridep"))
+    tokens = CONFIG.micro_batch * CONFIG.data.sequence
+    assert hybrid.gathered - plain.gathered == tokens * 4 * moe.experts
+
+
 def test_what_is_not_in_the_seconds_is_said() -> None:
     card, plain = hardware.read("h200"), replace(CONFIG, data=replace(CONFIG.data, mask_documents=False))
     frozen = replace(plain, optim=OptimConfig(groups=({"match": "*.router.*", "lr": 0.0},)))

@@ -350,6 +350,28 @@ def test_a_moe_step_by_hand() -> None:
     )
 
 
+def test_choices_of_all_ranks_are_gathered() -> None:
+    """By Hybrid-EP, a byte for each token and expert, once a dispatch; and again where it is recomputed."""
+    card = replace(ROUND, rows={"alltoall": (100, 0), "hybridep": (1e9, 0)})
+
+    def rows(mode: str) -> float:
+        config = replace(PLAIN, mesh=MeshConfig(ep=2, dispatcher="hybridep", reshard=False))
+        config = replace(config, model=replace(config.model, recompute=mode))
+        return step(M, config, 2, card, EVEN).rows
+
+    gathered = 2 * 4 * 64 * 2 * 8 / 2 / 100e9  # in two layers, of four micro-batches
+    assert rows("none") == pytest.approx(gathered, rel=1e-3)
+    assert rows("full") == pytest.approx(2 * gathered, rel=1e-3)
+
+
+def test_copies_of_a_model_are_summed_once_a_step() -> None:
+    """However many micro-batches it has."""
+    card, mesh = replace(ROUND, link=Link(0, 1e9), network=Link(0, 1e-6)), MeshConfig(dp_replicate=2)
+    few, many = (step(D, replace(PLAIN, mesh=mesh, batch=batch), 4, card).gathers for batch in (8, 64))
+    # what the first layer waits for is a share of fewer gathers; a sum after each would make eight times as much
+    assert few / 1.15 < many < few
+
+
 def test_a_token_crosses_to_a_node_once() -> None:
     """By a dispatcher that copies for no two experts of a node; alltoall sends a row for each choice."""
     card = replace(ROUND, rows={"alltoall": (100, 0), "hybridep": (100, 10)})
