@@ -34,7 +34,6 @@ from torch.nn import functional
 from training.dispatch import Dispatched, common
 from training.experts.common import absent
 from training.kernels.permute import gather, kernels_run, places, spread
-from training.parallel.collectives import all_gather
 
 ARRIVALS = 2.0
 NOWHERE = 2**31 - 1  # the row of a choice whose expert is on another rank
@@ -221,6 +220,13 @@ class Collectives:
         ranks, came_N = self.of.group.size(), torch.empty_like(rows_N)
         dist.all_to_all_single(came_N, rows_N.contiguous(), group=self.of.group)
         return came_N.view(ranks, -1, rows_N.shape[1]).sum(0)
+
+
+def all_gather(rows_TN: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' rows, in order of ranks."""
+    out_PTN = rows_TN.new_empty(group.size(), *rows_TN.shape)
+    dist.all_gather(list(out_PTN.unbind(0)), rows_TN.contiguous(), group=group)
+    return out_PTN.flatten(0, 1)
 
 
 def padded(rows_TN: Tensor, most: int, value: int = 0) -> Tensor:
