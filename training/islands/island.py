@@ -5,7 +5,7 @@ as the server knows that this island has it, and `unsent`, what it has learned a
 these: weight decay is a number that all islands and the server keep, since in the deltas it would make every weight of
 every expert move. A step of the optimiser therefore decays nothing; an exchange does.
 
-    start = scale * (has - unsent)    ... H steps ...    delta = gain * (start - end) / scale
+    start = scale * (has - unsent)    ... H steps ...    delta = (start - end) / scale
 
 Nothing is gathered but what is sent: each rank chooses among its own numbers and tells their places in the whole.
 """
@@ -212,10 +212,9 @@ class Island:
         for part in sorted(self.parts, key=lambda part: part.place.first):
             scale = self.scale(part)
             start = part.has - part.unsent if self.keeps else part.has
-            delta = gain * (start - local(part.slot.master).view(-1) / scale)
-            push = Push(part.unsent.view(part.rows, -1), self.config.momentum if self.config.rule == "dgs" else 0.0)
-            if all:
-                push.momentum = 0.0
+            delta = start - local(part.slot.master).view(-1) / scale
+            momentum = self.config.momentum if self.config.rule == "dgs" and not all else 0.0
+            push = Push(part.unsent.view(part.rows, -1), momentum, gain=gain)
             found = push.push(delta.view(part.rows, -1), self.counts(part, shares, all))
             if part.owns:
                 index = whole(found.index, part.box, part.place.shape) + part.place.first

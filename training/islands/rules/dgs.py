@@ -12,6 +12,10 @@ and r + d elsewhere. So it is error feedback that sends the share 1 - m of what 
 which is exact for every choice of places (sent + r = sum of d), holds what the wire rounds, and at m = 0 is plain error
 feedback. An error of bfloat16 stays in r like everything that was not sent.
 
+A delta of one of K islands counts 1 / K in the model: its gain, which multiplies what is sent. r is what the island has
+learned itself, sent + gain r = gain sum of d, and it goes on with all of that. Were only gain r kept, every exchange
+would throw away most of what was learned, islands would learn it again, and their sums be several times too much.
+
 The server answers with the difference between the model and what the island has: all of it, or the largest (secondary).
 """
 
@@ -33,17 +37,17 @@ def gain(islands: int) -> float:
 
 
 class Push:
-    """`residual`: of segments (S, N), changed in place; its owner saves it."""
+    """`residual`: of segments (S, N), changed in place; its owner saves it. `gain`: of what is sent."""
 
-    def __init__(self, residual: Tensor, momentum: float = 0.0, wire: Round = rounded) -> None:
-        self.residual, self.momentum, self.wire = residual, momentum, wire
+    def __init__(self, residual: Tensor, momentum: float = 0.0, wire: Round = rounded, gain: float = 1.0) -> None:
+        self.residual, self.momentum, self.wire, self.gain = residual, momentum, wire, gain
 
     def push(self, delta: Tensor, counts: Sequence[int]) -> Sparse:
         self.residual += delta
         index = largest(self.residual, counts)
         flat = self.residual.view(-1)
-        value = self.wire((1 - self.momentum) * flat[index])
-        flat[index] -= value
+        value = self.wire((1 - self.momentum) * self.gain * flat[index])
+        flat[index] -= value / self.gain
         return Sparse(index, value)
 
 

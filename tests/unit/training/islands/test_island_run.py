@@ -100,6 +100,19 @@ def test_one_island_that_sends_everything_each_step_is_the_plain_run(place: Path
             assert (x is None and y is None) or math.isclose(x, y, rel_tol=2e-4), (x, y)
 
 
+def test_an_island_learns_at_its_own_pace_what_it_has_not_sent(place: Path, tmp_path: Path) -> None:
+    """Of four islands each one's delta counts a quarter, for the others: it goes on itself with all that it has learned,
+    or every exchange would throw three quarters of it away."""
+    whole = "optim.groups=[{match: '*norm', lr: 0}, {match: router, lr: 0}]"  # what is sent whole would count a quarter
+    more = ["islands.every=1", "balance.bias_rate=0", "schedule.peak=2e-3", "optim.weight_decay=0", whole]
+    plain = train(config(place, tmp_path / "plain", *more, steps=8))
+    few = [*more, "islands.share=1e-9", "islands.gain=0.25"]  # one number of a matrix
+    with server(served(place, tmp_path, *few)) as here:
+        run = train(joined(place, tmp_path, "one", here.port, *few, steps=8))
+    pairs = [(a[1], b[1]) for a, b in zip(losses(plain), losses(run), strict=True) if a[1] is not None]
+    assert len(pairs) >= 7 and all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs), pairs
+
+
 def test_a_run_and_its_server_stopped_anywhere_are_bitwise_the_run_that_never_stopped(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
