@@ -21,14 +21,16 @@ The server answers with the difference between the model and what the island has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from training.islands.sparse import Sparse, largest, rounded
 
 SHARE: float | None = None
 KEEPS = True
+PART = 1 << 22  # numbers of an answer that are told together
 Round = Callable[[Tensor], Tensor]
 
 
@@ -73,17 +75,40 @@ class Pull:
         self.has.pop(island, None)
 
     def push(self, island: int, sent: Sparse) -> None:
+        self.take(island, sent)
+        self.done(island)
+
+    def take(self, island: int, sent: Sparse) -> None:
+        """A part of a push."""
         self.model[sent.index] -= sent.value
 
+    def done(self, island: int) -> None:
+        """All parts of a push are there."""
+
     def pull(self, island: int, all: bool = False) -> Sparse | None:
-        difference = self.model - self.has[island]
-        if self.worth and not all:
-            difference[difference.abs() <= self.worth * self.model.abs()] = 0
+        told = self.told(island, all)
+        if told is None:
+            return None
+        parts = [(sparse.index, sparse.value) for sparse, _ in told]
+        return Sparse(*(torch.cat(tables) for tables in zip(*parts, strict=True)))
+
+    def told(self, island: int, all: bool = False) -> Iterator[tuple[Sparse, int]] | None:
+        """An answer in parts, each with where it ends; all of them are to be taken."""
         few = None if all else self.secondary
+        width = len(self.model) if few else PART
+        return (self.part(island, at, at + width, few, all) for at in range(0, len(self.model), width))
+
+    def part(
+        self, island: int, first: int, last: int, few: Callable[[Tensor], Tensor] | None, all: bool
+    ) -> tuple[Sparse, int]:
+        model, has = self.model[first:last], self.has[island][first:last]
+        difference = model - has
+        if self.worth and not all:
+            difference[difference.abs() <= self.worth * model.abs()] = 0
         index = difference.nonzero().flatten() if few is None else few(difference)
         value = self.wire(difference[index])
-        self.has[island][index] += value
-        return Sparse(index, value)
+        has[index] += value
+        return Sparse(index + first, value), first + len(model)
 
     def state(self) -> dict[str, Tensor]:
         return {"model": self.model, **{f"has.{island}": has for island, has in self.has.items()}}
