@@ -18,10 +18,14 @@ from tests.unit.training.test_train import Stopped, config, losses, place, stops
 from training import train as train_module
 from training.checkpoint.state import found
 from training.config import TrainConfig
+from training.islands import island as island_module
 from training.islands import run as run_module
+from training.islands import wire
 from training.islands.config import IslandsConfig
 from training.islands.island import Island
+from training.islands.rules import dgs
 from training.islands.serve import Server
+from training.islands.sparse import Sparse
 from training.observe.metrics import read as read_metrics
 from training.train import train
 
@@ -151,6 +155,39 @@ def test_islands_learn_from_each_other_and_the_export_is_the_servers_model(place
     assert 0 < row["islands/bytes_up"] < 4 * numbers
     late = read_metrics(tmp_path / "b")
     assert late[0]["valid/valid/loss"] < rows[0]["valid/valid/loss"]
+
+
+def test_an_exchange_is_in_parts_and_they_are_the_whole(place: Path, tmp_path: Path) -> None:
+    """Numbers are many bytes each while they are numbers, so few of them are at a time, on both sides; it is the same
+    exchange to the bit."""
+    more = ["islands.every=2", "islands.share=0.1"]
+    with server(served(place, tmp_path / "a", *more)) as here:
+        at_once = losses(train(joined(place, tmp_path / "a", "one", here.port, *more, steps=4)))
+        model, size = here.center.rule.model, here.center.layout.size
+        largest = max(p.size for p in here.center.layout.places.values())
+    seen: list[int] = []
+
+    def told(sparse: Sparse, chunks: int) -> tuple[bytes, ...]:
+        seen.append(len(sparse.index))
+        return sections(sparse, chunks)
+
+    def read(*given: Any) -> Sparse:
+        found = piece(*given)
+        seen.append(len(found.index))
+        return found
+
+    sections, piece = wire.sections, wire.piece
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(island_module, "NUMBERS", 1000)
+        patch.setattr(dgs, "PART", 2 * wire.CHUNK)
+        patch.setattr(wire, "PIECE", 2)
+        patch.setattr(wire, "sections", told)
+        patch.setattr(wire, "piece", read)
+        with server(served(place, tmp_path / "b", *more)) as here:
+            in_parts = losses(train(joined(place, tmp_path / "b", "one", here.port, *more, steps=4)))
+            assert torch.equal(here.center.rule.model, model)
+    assert in_parts == at_once
+    assert sum(seen) > size and max(seen) <= largest + wire.CHUNK < size // 4
 
 
 def test_what_does_not_go_with_islands_is_said(place: Path, tmp_path: Path) -> None:
