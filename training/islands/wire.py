@@ -114,8 +114,10 @@ def pieces(data: bytes | memoryview, size: int, device: torch.device | str = "cp
         here, thick = count[first : first + PIECE], dense[first : first + PIECE]
         total, few, number = torch.stack([here.sum(), here[~thick].sum(), thick.sum()]).tolist()
         ends = at_places + 2 * few, at_bits + BITMAP * number, at_values + 2 * total
-        tables = [copied(view[a:b]) for a, b in zip((at_places, at_bits, at_values), ends, strict=True)]
-        found = piece(here.to(device), thick.to(device), *(table.to(device) for table in tables), size - first * CHUNK)
+        places, bits, values = (
+            copied(view[a:b]).to(device) for a, b in zip((at_places, at_bits, at_values), ends, strict=True)
+        )
+        found = piece(here.to(device), thick.to(device), places, bits, values, size - first * CHUNK)
         yield Sparse(found.index + first * CHUNK, found.value)
         at_places, at_bits, at_values = ends
 
