@@ -31,7 +31,7 @@ from training.data.mixture import DataConfig
 from training.islands import center, frames, wire
 from training.islands.center import Again
 from training.islands.link import Link
-from training.islands.places import Layout, Place, inside, share_of, whole
+from training.islands.places import NUMBERS, Layout, Place, inside, share_of, whole
 from training.islands.rules.dgs import Push
 from training.islands.serve import BLOCK
 from training.islands.sparse import Sparse
@@ -42,7 +42,6 @@ from upcycle import plugin
 
 LEAST = 0.1  # of the mean share: what an expert without tokens may send
 FED = 0.5  # of the mean: an expert with fewer tokens grows older
-NUMBERS = 1 << 22  # that are told together; the rest of an exchange is bytes
 OTHER = 7919  # between the seeds of islands' data
 
 

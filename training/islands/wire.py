@@ -17,12 +17,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from training.islands.places import NUMBERS
 from training.islands.sparse import Sparse
 
 CHUNK = 4096
 FEW = 256  # as many places in a chunk take as many bytes as its bitmap
 BITMAP = CHUNK // 8
-PIECE = 1024  # chunks that are read together
+PIECE = NUMBERS // CHUNK  # chunks that are read together
 GATHER = 0x0102040810204080  # times eight bytes of one bit each: its highest byte has these bits, the first one lowest
 
 

@@ -26,11 +26,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from training.islands.places import NUMBERS
 from training.islands.sparse import Sparse, largest, rounded
 
 SHARE: float | None = None
 KEEPS = True
-PART = 1 << 22  # numbers of an answer that are told together
+PART = NUMBERS  # of an answer that are told together
 Round = Callable[[Tensor], Tensor]
 
 
