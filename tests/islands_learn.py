@@ -532,18 +532,21 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             key = (row["model"], row["link"] if row["seconds"] else 0, row["name"], row["every"], row["peak"], row["gain"],
                    row["share"], row["answer"])  # fmt: skip
             groups.setdefault(key, []).append(row)
-    lines = ["| model, link | arm | loss, mean (min-max) | flushed | up, % of dense | down, % | steps | seconds | wall |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    for (model, link, name, every, peak, gain, share, answer), runs in groups.items():
-        losses = [r["loss"] for r in runs]
-        mean = {
-            k: statistics.fmean(r[k] for r in runs)
-            for k in ("flushed", "up", "down", "dense", "steps", "clock", "wall")
-        }
+    lines = ["| model, until | arm | loss, mean (min-max) | after the last exchange | up, % of dense | down, % | up, % of the synchronous run's | steps | s at 0.1 Gb/s |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for (model, link, name, every, peak, _, share, answer), runs in groups.items():
+        mean = {k: statistics.fmean(r[k] for r in runs) for k in ("up", "down", "dense", "steps", "clock", "exchanges")}
+        # the last exchange of what keeps something back is of everything
+        last = wire.most(int(mean["dense"] / 2)) if runs[0]["rule"] == "dgs" else 0.0
+        sent = mean["up"] * mean["exchanges"] * (1 if runs[0]["rule"] else len(SPEEDS)) + last * len(SPEEDS)
+        waits = 0 if link else last * NUMBERS / (mean["dense"] / 2) * 8 / runs[0]["link"]
+        spans = []
+        for key in ("loss", "flushed"):
+            losses = [r[key] for r in runs]
+            spans.append(f"{statistics.fmean(losses):.4f} ({min(losses):.4f}-{max(losses):.4f})")
         lines.append(
-            f"| {model}, {f'{link / 1e9:g} Gb/s' if link else 'equal tokens'} | {name}, H {every}, {peak:g}, gain {gain:g}, {share:g}/{answer:g} | "
-            f"{statistics.fmean(losses):.4f} ({min(losses):.4f}-{max(losses):.4f}) | {mean['flushed']:.4f} | "
-            f"{100 * mean['up'] / mean['dense']:.1f} | {100 * mean['down'] / mean['dense']:.1f} | {mean['steps']:.0f} | "
-            f"{mean['clock']:.0f} | {mean['wall']:.0f} |"
+            f"| {model}, {f'{link / 1e9:g} Gb/s' if link else 'equal tokens'} | {name}, H {every}, {peak:g}, {share:g}/{answer:g}, {len(runs)} seeds | "
+            f"{spans[0]} | {spans[1]} | {100 * mean['up'] / mean['dense']:.1f} | {100 * mean['down'] / mean['dense']:.1f} | "
+            f"{100 * sent / (mean['steps'] * mean['dense']):.2f} | {mean['steps']:.0f} | {runs[0]['seconds'] or mean['clock'] + waits:.0f} |"
         )
     return "\n".join(lines)
 
