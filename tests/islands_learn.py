@@ -579,7 +579,9 @@ def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
                 first = row["name"] + (f", H {row['every']}" if row["rule"] else "")
                 known = first in axes.get_legend_handles_labels()[1]
                 style = "-" if row["every"] in (1, 10, 20) else "--" if row["every"] < 100 else ":"
-                axes.plot([c[at] for c in row["curve"]], [c[2] for c in row["curve"]], style, color=seen[key],
+                end = [[row["steps"], row["seconds"] or row["clock"], row["flushed"]]]  # after the last exchange
+                curve = row["curve"] + (end if row["rule"] == "dgs" else [])
+                axes.plot([c[at] for c in curve], [c[2] for c in curve], style, color=seen[key],
                           alpha=0.9, linewidth=1, label=None if known else first)  # fmt: skip
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize="x-small")
