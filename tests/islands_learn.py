@@ -1,7 +1,8 @@
 """Do islands learn? A small MoE, four islands of unequal speed, simulated clock and links.
 
     python -m tests.islands_learn base FOLDER tokens=/data/tok                           a dense model, from nothing
-    python -m tests.islands_learn arms FOLDER tokens=/data/tok seeds=0,1,2 workers=4     tunes, then runs; appends to FOLDER/rows.jsonl
+    python -m tests.islands_learn arms FOLDER tokens=/data/tok                           each arm at each rate; appends to FOLDER/rows.jsonl
+    python -m tests.islands_learn arms FOLDER tokens=/data/tok tuned=ROWS seeds=0,1,2    each at its best, and what follows
     python -m tests.islands_learn table FOLDER/rows.jsonl [plot=curves.png]              what docs/islands.md has
 
 Steps are real (the trainer's own: upcycled as it is loaded, AdamW, clipping, balance), and so are the rules of push and
@@ -38,7 +39,6 @@ from torch import Tensor
 from training import build
 from training.checkpoint import layout
 from training.config import TrainConfig
-from training.data.mixture import DataConfig
 from training.data.open import check_tokens, open_training, open_validation
 from training.islands import wire
 from training.islands.config import IslandsConfig
@@ -65,6 +65,7 @@ class Size:
     hidden: int = 384
     layers: int = 4
     ffn: int = 1024
+    source: str = ""  # the dense model's folder; "": one of the sizes above, trained from nothing
     every: int = 2  # layer that is upcycled
     copies: int = 8
     sequence: int = 128
@@ -95,8 +96,10 @@ class Arm:
     momentum: float = 0.0
     keep: bool = True
     gain: float = 0.0
+    rate: float = 0.7  # diloco's
+    outer: float = 0.9
     peak: float = 6e-4
-    link: float = 1e9
+    link: float = 1e8
     seconds: float = 0.0  # 0: ends after the size's steps
 
 
@@ -127,11 +130,11 @@ class Runner:
         more = {"experts": self.size.copies, "top_k": 2}
         if arm.model == "groups":
             more = {"experts": self.size.copies, "granularity": 2, "top_k": 4, "method": "virtual_group",
-                    "router": {"init": {"name": "virtual_group"}}}  # fmt: skip
+                    "router": {"init": {"name": "virtual_group"}, "choice": "each-slice"}}  # fmt: skip
         layers = f"every:{self.size.every}" if self.size.every > 1 else "all"
         return {
             "upcycle": {
-                "source": str(self.folder / "dense"),
+                "source": self.size.source or str(self.folder / "dense"),
                 "target": "upcycled",
                 "layers": layers,
                 "seed": arm.seed,
@@ -158,20 +161,29 @@ class Runner:
 
 
 class One:
-    """A learner with its own order of samples, and its weights as one vector."""
+    """A learner that is one island after the other: each has an order of samples and moments of its own, which are put
+    into it when it is its turn, and its weights as one vector."""
 
-    def __init__(self, runner: Runner, config: TrainConfig, number: int) -> None:
+    def __init__(self, runner: Runner, config: TrainConfig, islands: int = 1, number: int = 0) -> None:
         self.learner, self.origin = runner.learner(config)
-        data: DataConfig = replace(config.data, seed=config.data.seed + OTHER * number)
-        self.samples, self.cursor = open_training(data, self.origin.dense.vocab), 0
+        seeds = [config.data.seed + OTHER * (number + k) for k in range(islands)]
+        self.samples = [open_training(replace(config.data, seed=seed), self.origin.dense.vocab) for seed in seeds]
+        self.cursors, self.turn = [0] * islands, 0
         self.named = dict(sorted((n, p) for n, p in self.learner.model.named_parameters() if p.requires_grad))
+        assert self.learner.optimizer is not None
+        self.live = list(self.learner.optimizer.state_dict().values())
+        self.kept = [[x.clone() for x in self.live] for _ in range(islands if islands > 1 else 0)]
 
-    def step(self, rate: float) -> None:
+    def step(self, rate: float, island: int = 0) -> None:
+        if island != self.turn:
+            torch._foreach_copy_(self.kept[self.turn], self.live)
+            torch._foreach_copy_(self.live, self.kept[island])
+            self.turn = island
         config = self.learner.config
         batches = []
         for _ in range(config.batch // config.micro_batch):
-            batches.append(self.samples.batch(self.cursor, config.micro_batch))
-            self.cursor += config.micro_batch
+            batches.append(self.samples[island].batch(self.cursors[island], config.micro_batch))
+            self.cursors[island] += config.micro_batch
         train_step(self.learner, batches, rate)
 
     @torch.no_grad()
@@ -195,7 +207,7 @@ def rates(arm: Arm) -> Any:
 def whole(runner: Runner, arm: Arm) -> dict[str, Any]:
     """One run over all islands: each step waits for the slowest, and sums dense bfloat16 gradients."""
     size = runner.size
-    one = One(runner, runner.config(runner.moe(arm), size.batch * len(SPEEDS), arm.seed), 0)
+    one = One(runner, runner.config(runner.moe(arm), size.batch * len(SPEEDS), arm.seed))
     a_step = {link: max(SPEEDS) + 2 * 16 * NUMBERS / link for link in LINKS}
     count = int(arm.seconds / a_step[arm.link]) if arm.seconds else size.steps // len(SPEEDS)
     rate, curve = rates(arm), []
@@ -210,6 +222,15 @@ def whole(runner: Runner, arm: Arm) -> dict[str, Any]:
             "steps": count * len(SPEEDS), "clock": count * a_step[arm.link], "curve": curve}  # fmt: skip
 
 
+def length(sparse: Sparse, size: int) -> int:
+    """Bytes of a message on the wire, as `wire.encode` makes it; what is in it is rounded already."""
+    chunks = wire.chunks_of(size)
+    edges = torch.arange(chunks + 1, device=sparse.index.device) * wire.CHUNK
+    count = torch.searchsorted(sparse.index, edges).diff()
+    places = torch.where(count > wire.FEW, wire.BITMAP, 2 * count)
+    return 4 + 2 * chunks + int((places + 2 * count).sum())
+
+
 class Islands:
     """Events in the order of a virtual clock. An island's end of an exchange is made when its steps are, the server's
     when the push has come to it."""
@@ -217,12 +238,14 @@ class Islands:
     def __init__(self, runner: Runner, arm: Arm) -> None:
         self.runner, self.arm = runner, arm
         config = runner.config(runner.moe(arm), runner.size.batch, arm.seed)
-        self.ones = [One(runner, config, k) for k in range(len(SPEEDS))]
-        model = self.ones[0].learner.model
+        self.one = One(runner, config, len(SPEEDS))
+        model = self.one.learner.model
         self.rule = plugin.load("training.islands.rules", arm.rule)
+        if arm.rule == "diloco":
+            self.rule.RATE, self.rule.MOMENTUM = arm.rate, arm.outer
         self.keeps = self.rule.KEEPS and arm.keep
-        self.layout = Layout({name: tuple(p.shape) for name, p in self.ones[0].named.items()})
-        start = self.ones[0].vector()
+        self.layout = Layout({name: tuple(p.shape) for name, p in self.one.named.items()})
+        start = self.one.vector()
         self.pull = self.rule.Pull(start, self.layout.top(arm.answer) if arm.answer else None, 2**-16)
         self.unsent = [torch.zeros_like(start) for _ in SPEEDS]
         self.gain = arm.gain or self.rule.gain(len(SPEEDS))
@@ -242,24 +265,24 @@ class Islands:
         has: Tensor = self.pull.has[k]
         return has - self.unsent[k] if self.keeps else has
 
-    def seconds(self, data: bytes) -> float:
-        return len(data) * NUMBERS / self.layout.size * 8 / self.arm.link
+    def seconds(self, count: int) -> float:
+        return count * NUMBERS / self.layout.size * 8 / self.arm.link
 
-    def steps(self, k: int, share: float, rate: Any) -> bytes:
+    def steps(self, k: int, share: float, rate: Any) -> Sparse:
         """Makes an island's steps and its push."""
-        one, arm = self.ones[k], self.arm
+        one, arm = self.one, self.arm
         begin = self.begin(k)
         one.fill(begin)
         for _ in range(arm.every):
-            one.step(rate(share))
+            one.step(rate(share), k)
             self.done += 1
-        delta = self.gain * (begin - one.vector())
+        delta = begin - one.vector()
         load = one.learner.balance.load
         of_experts = Island.shares(self.shares[k], load.since_NE.cpu())  # type: ignore[arg-type]
         load.since_NE.zero_()
-        data = wire.encode(self.sent(k, delta, of_experts), self.layout.size)
-        self.up.append(len(data))
-        return data
+        sent = self.sent(k, delta, of_experts)
+        self.up.append(length(sent, self.layout.size))
+        return sent
 
     def sent(self, k: int, delta: Tensor, of_experts: Tensor | None) -> Sparse:
         found = []
@@ -269,49 +292,55 @@ class Islands:
             like: Any = SimpleNamespace(place=place, rows=rows, has=delta[part], box=[(0, n) for n in place.shape])
             counts = Island.counts(self.shares[k], like, of_experts, of_experts is None)  # type: ignore[arg-type]
             momentum = 0.0 if of_experts is None or self.arm.rule != "dgs" else self.arm.momentum
-            push = self.rule.Push(self.unsent[k][part].view(rows, -1), momentum)
+            push = self.rule.Push(self.unsent[k][part].view(rows, -1), momentum, gain=self.gain)
             sent = push.push(delta[part].view(rows, -1), counts)
             found.append((sent.index + place.first, sent.value))
         return Sparse(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
-    def take(self, k: int, data: bytes) -> None:
-        self.pull.push(k, wire.decode(data, self.layout.size, self.runner.device))
+    def take(self, k: int, sent: Sparse) -> None:
+        self.pull.push(k, sent)
         self.stale.append(self.pushes - self.seen[k])
         self.pushes += 1
 
     def loss(self) -> float:
-        self.ones[0].fill(self.pull.model)  # its own weights are written anew before its next steps
-        return self.runner.loss(self.ones[0].learner)
+        self.one.fill(self.pull.model)  # its own weights are written anew before its next steps
+        return self.runner.loss(self.one.learner)
 
     def run(self) -> dict[str, Any]:
         arm, steps = self.arm, self.runner.size.steps
         for k in range(len(SPEEDS)):
             self.pull.join(k)
         number = itertools.count()
-        events = [(arm.every * speed, next(number), k, b"") for k, speed in enumerate(SPEEDS)]
+        # what ends at a time ends with an exchange of everything, which comes to the server just then
+        until = arm.seconds - (self.seconds(wire.most(self.layout.size)) if self.keeps else 0)
+        events: list[tuple[float, int, int, Sparse | None]]
+        events = [(arm.every * speed, next(number), k, None) for k, speed in enumerate(SPEEDS)]
         waiting: list[int] = []
         rate, curve, now = rates(arm), [], 0.0
         while events:
             now, _, k, data = heapq.heappop(events)
-            if arm.seconds and now > arm.seconds:
-                now = arm.seconds
+            if arm.seconds and now > until:
+                now = until
                 break
-            share = now / arm.seconds if arm.seconds else self.done / steps
+            share = now / until if arm.seconds else self.done / steps
             if share >= len(curve) / 8:
                 curve.append([self.done, now, self.loss()])
-            if not data:
+            if data is None:
                 if arm.seconds or self.done < steps:
                     data = self.steps(k, share, rate)
-                    heapq.heappush(events, (now + self.seconds(data), next(number), k, data))
+                    heapq.heappush(events, (now + self.seconds(self.up[-1]), next(number), k, data))
                 continue
             self.take(k, data)
+            data = None
             waiting.append(k)
             for i in [i for i in waiting if i not in getattr(self.pull, "pushed", ())]:
                 waiting.remove(i)
-                answer = wire.encode(self.pull.pull(i), self.layout.size)
-                self.down.append(len(answer))
+                answer = self.pull.pull(i)
+                self.down.append(length(answer, self.layout.size))
                 self.seen[i] = self.pushes
-                heapq.heappush(events, (now + self.seconds(answer) + arm.every * SPEEDS[i], next(number), i, b""))
+                heapq.heappush(
+                    events, (now + self.seconds(self.down[-1]) + arm.every * SPEEDS[i], next(number), i, None)
+                )
         final = self.loss()
         curve.append([self.done, now, final])
         norm = [float(torch.linalg.vector_norm(x)) for x in (*self.unsent, self.pull.model)]
@@ -338,14 +367,22 @@ def run(runner: Runner, arm: Arm) -> dict[str, Any]:
 # ---- what is run
 
 
+MAIN = Arm("error feedback, 1.4 %", every=10, answer=0.0)
 ARMS = (
-    Arm("error feedback, 12 %", every=10, share=0.12, answer=0.12, gain=0.5),
     Arm("one big run", rule="", every=1),
+    MAIN,
     Arm("DiLoCo", rule="diloco", answer=0.0),
-    Arm("error feedback, 1.4 %", every=10, share=0.014, answer=0.014, gain=0.5),
-    Arm("dense, asynchronous", rule="dense", every=10, answer=0.0),
-    Arm("DGS (m = 0.5), 12 %", every=10, share=0.12, answer=0.12, momentum=0.5, gain=0.5),
+    Arm("DiLoCo, plain mean", rule="diloco", answer=0.0, rate=1.0, outer=0.0),
+    Arm("dense, asynchronous", rule="dense", answer=0.0, gain=0.25),
+    Arm("DGS (m = 0.5), 1.4 %", every=10, answer=0.0, momentum=0.5),
+    Arm("error feedback, 1.4 % both ways", every=5),
+    Arm("error feedback, 0.45 %", every=10, share=0.0045, answer=0.0),
+    Arm("error feedback, 12 %", every=10, share=0.12, answer=0.0),
 )
+
+
+GROUPS = (ARMS[0].name, MAIN.name)
+LATE = {MAIN.name: (20,), "DiLoCo": (50, 170), "DiLoCo, plain mean": (170,)}
 
 
 def tuning(peaks: Sequence[float], seed: int) -> list[Arm]:
@@ -362,25 +399,17 @@ def best(rows: Sequence[dict[str, Any]]) -> list[Arm]:
     return found
 
 
-def following(tuned: Sequence[Arm], seeds: Sequence[int], steps: int) -> list[Arm]:
-    """All else, those that matter most first."""
-    ideal = steps / sum(1 / speed for speed in SPEEDS)  # that islands take for the steps if messages take no time
-    found = [replace(arm, seed=seed) for seed in seeds[1:] for arm in tuned]
-    found += [replace(arm, model="groups", seed=seeds[0]) for arm in tuned]
-    for link, times in zip(LINKS, (4, 1, 1), strict=True):  # where messages are slow a round of dense ones takes longer
-        found += [replace(arm, link=link, seconds=times * ideal, seed=seeds[0]) for arm in tuned]
-        if times > 1:  # and they had better be few
-            found += [
-                replace(arm, link=link, seconds=times * ideal, seed=seeds[0], every=every)
-                for arm in tuned
-                for every in {"diloco": (50, 100), "dgs": (40,)}.get(arm.rule, ())
-            ]
-    return found + [replace(arm, model="groups", seed=seed) for seed in seeds[1:] for arm in tuned]
+def following(tuned: Sequence[Arm], seeds: Sequence[int], seconds: float) -> list[Arm]:
+    """All else: seeds, virtual groups, and what ends at a time over the slowest link, DiLoCo as often as that lets it."""
+    found = [replace(arm, seed=seed) for seed in seeds for arm in tuned]
+    found += [replace(arm, model="groups", seed=seed) for seed in seeds for arm in tuned if arm.name in GROUPS]
+    late = [replace(arm, every=every) for arm in tuned for every in LATE.get(arm.name, ())]
+    return [replace(arm, seconds=seconds, seed=seeds[0]) for arm in late if seconds] + found
 
 
 def work(place: int, size: Size, tokens: Path, folder: Path, device: str, arms: Any, rows: Any) -> None:
     torch.set_num_threads(1)
-    while not (folder / "dense" / "config.json").exists():
+    while not size.source and not (folder / "dense" / "config.json").exists():
         time.sleep(0.2)
     runner = Runner(size, tokens, folder, device)
     while (arm := arms.get()) is not None:
@@ -456,9 +485,12 @@ def main() -> None:
     folder, tokens = Path(place), Path(words.pop("tokens"))
     folder.mkdir(parents=True, exist_ok=True)
     began, limit = time.monotonic(), float(words.pop("limit", "1e9"))
+    taken = [ARMS[int(number)].name for number in words.pop("arms", "").split(",") if number]
     seeds = [int(seed) for seed in words.pop("seeds", "0").split(",")]
     peaks = [float(peak) for peak in words.pop("peaks", "1.5e-4,4e-4,1e-3").split(",")]
     count = int(words.pop("workers", "1"))
+    until = float(words.pop("until", "0"))
+    tuned = words.pop("tuned", "")
     devices = words.pop("devices", "cpu").split(",")
     size = SMALL if words.pop("size", "") == "small" else Size()
     kinds = {field.name: type(getattr(size, field.name)) for field in fields(size)}
@@ -469,12 +501,15 @@ def main() -> None:
         return
     with workers(count, devices, size, tokens, folder) as (arms, rows), open(folder / "rows.jsonl", "a") as file:
         asked = tuning(peaks, seeds[0])
+        if tuned:
+            known = [json.loads(line) for line in Path(tuned).read_text().splitlines()]
+            asked = following(best(known), seeds, until)
+        asked = [arm for arm in asked if not taken or arm.name in taken]
         for arm in asked:
             arms.put(arm)
-        if not (folder / "dense" / "config.json").exists():
+        if not size.source and not (folder / "dense" / "config.json").exists():
             base(Runner(size, tokens, folder, devices[0]))
         every: list[dict[str, Any]] = []
-        more = False
         while len(every) < len(asked) and time.monotonic() - began < limit:
             try:
                 row = rows.get(timeout=1.0)
@@ -485,12 +520,7 @@ def main() -> None:
             file.flush()
             said = row.get("error") or f"{row['loss']:.4f} {row['flushed']:.4f}  wall {row['wall']:.0f}"
             print(f"{time.monotonic() - began:.0f} s  {row['name']}, {row['model']} {row['seed']}, peak {row['peak']:g}, H {row['every']}, "
-                  f"link {row['link']:g} {row['seconds']:.0f}: {said}", flush=True)  # fmt: skip
-            if not more and len(every) == len(asked):
-                more, others = True, following(best(every), seeds, size.steps)
-                asked += others
-                for arm in others:
-                    arms.put(arm)
+                  f"{row['seconds']:.0f} s: {said}", flush=True)  # fmt: skip
     print(f"{len(every)} of {len(asked)} arms in {time.monotonic() - began:.0f} s")
 
 
@@ -502,18 +532,21 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             key = (row["model"], row["link"] if row["seconds"] else 0, row["name"], row["every"], row["peak"], row["gain"],
                    row["share"], row["answer"])  # fmt: skip
             groups.setdefault(key, []).append(row)
-    lines = ["| model, link | arm | loss, mean (min-max) | flushed | up, % of dense | down, % | steps | seconds | wall |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    for (model, link, name, every, peak, gain, share, answer), runs in groups.items():
-        losses = [r["loss"] for r in runs]
-        mean = {
-            k: statistics.fmean(r[k] for r in runs)
-            for k in ("flushed", "up", "down", "dense", "steps", "clock", "wall")
-        }
+    lines = ["| model, until | arm | loss, mean (min-max) | after the last exchange | up, % of dense | down, % | up, % of the synchronous run's | steps | s at 0.1 Gb/s |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for (model, link, name, every, peak, _, share, answer), runs in groups.items():
+        mean = {k: statistics.fmean(r[k] for r in runs) for k in ("up", "down", "dense", "steps", "clock", "exchanges")}
+        # the last exchange of what keeps something back is of everything
+        last = wire.most(int(mean["dense"] / 2)) if runs[0]["rule"] == "dgs" else 0.0
+        sent = mean["up"] * mean["exchanges"] * (1 if runs[0]["rule"] else len(SPEEDS)) + last * len(SPEEDS)
+        waits = 0 if link else last * NUMBERS / (mean["dense"] / 2) * 8 / runs[0]["link"]
+        spans = []
+        for key in ("loss", "flushed"):
+            losses = [r[key] for r in runs]
+            spans.append(f"{statistics.fmean(losses):.4f} ({min(losses):.4f}-{max(losses):.4f})")
         lines.append(
-            f"| {model}, {f'{link / 1e9:g} Gb/s' if link else 'equal tokens'} | {name}, H {every}, {peak:g}, gain {gain:g}, {share:g}/{answer:g} | "
-            f"{statistics.fmean(losses):.4f} ({min(losses):.4f}-{max(losses):.4f}) | {mean['flushed']:.4f} | "
-            f"{100 * mean['up'] / mean['dense']:.1f} | {100 * mean['down'] / mean['dense']:.1f} | {mean['steps']:.0f} | "
-            f"{mean['clock']:.0f} | {mean['wall']:.0f} |"
+            f"| {model}, {f'{link / 1e9:g} Gb/s' if link else 'equal tokens'} | {name}, H {every}, {peak:g}, {share:g}/{answer:g}, {len(runs)} seeds | "
+            f"{spans[0]} | {spans[1]} | {100 * mean['up'] / mean['dense']:.1f} | {100 * mean['down'] / mean['dense']:.1f} | "
+            f"{100 * sent / (mean['steps'] * mean['dense']):.2f} | {mean['steps']:.0f} | {runs[0]['seconds'] or mean['clock'] + waits:.0f} |"
         )
     return "\n".join(lines)
 
@@ -546,7 +579,9 @@ def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
                 first = row["name"] + (f", H {row['every']}" if row["rule"] else "")
                 known = first in axes.get_legend_handles_labels()[1]
                 style = "-" if row["every"] in (1, 10, 20) else "--" if row["every"] < 100 else ":"
-                axes.plot([c[at] for c in row["curve"]], [c[2] for c in row["curve"]], style, color=seen[key],
+                end = [[row["steps"], row["seconds"] or row["clock"], row["flushed"]]]  # after the last exchange
+                curve = row["curve"] + (end if row["rule"] == "dgs" else [])
+                axes.plot([c[at] for c in curve], [c[2] for c in curve], style, color=seen[key],
                           alpha=0.9, linewidth=1, label=None if known else first)  # fmt: skip
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize="x-small")

@@ -21,7 +21,6 @@ from training.balance import update_bias_
 from training.islands import wire
 from training.islands.config import IslandsConfig
 from training.islands.places import Layout
-from training.islands.sparse import Sparse
 from upcycle import plugin, strict
 
 WORTH = 2**-16  # of a weight: a difference that waits, see rules/dgs.py
@@ -125,8 +124,13 @@ class Center:
                 return answer.data
         raise Again(f"push {seq} of island {name} is older than what is remembered")
 
-    def read(self, name: str, data: bytes) -> tuple[dict[str, Any], Sparse]:
-        """A push's header and numbers; a ValueError for what no island sends."""
+    def read(self, data: bytes) -> None:
+        """Raises a ValueError for what no island sends."""
+        for _ in wire.pieces(self.head_of(data)[1], self.layout.size):
+            pass
+
+    def head_of(self, data: bytes) -> tuple[dict[str, Any], memoryview]:
+        """A push's header, and its numbers as they came."""
         head, rest = split(data)
         for key in ("steps", "tokens"):
             strict.held(head.get(key), strict.Count, f"a push's {key}")
@@ -141,16 +145,20 @@ class Center:
             )  # fmt: skip
             if not ok:
                 raise ValueError(f"a push's loads are not those of {len(self.bias)} routers")
-        return head, wire.decode(rest, self.layout.size)
+        return head, rest
 
     def push(self, name: str, seq: int, data: bytes) -> None:
-        """A push that `answer` did not know. The answer is there when its rule has one."""
+        """A push that `answer` did not know, and `read` did. The answer is there when its rule has one."""
         member = self.members[name]
         assert member.here and seq == member.seq + 1 and not member.waits, "answer was not asked"
-        head, sent = self.read(name, data)
+        head, rest = self.head_of(data)
         member.seq, member.came, member.all = seq, True, head.get("all") is True
         member.waits = hashlib.sha256(data).hexdigest()
-        if not member.all or len(sent.index):
+        many = 0
+        for sent in wire.pieces(rest, self.layout.size):
+            self.rule.take(member.number, sent)
+            many += len(sent.index)
+        if not member.all or many:
             self.pushes += 1
         self.steps += head["steps"]
         self.tokens += head["tokens"]
@@ -159,7 +167,7 @@ class Center:
             self.loads[member.number] = torch.tensor(head["loads"], dtype=torch.int64)
             rate = float(head.get("bias_rate", 0.0)) * head["steps"] / self.here
             update_bias_(self.bias, torch.stack(list(self.loads.values())).sum(0), rate)
-        self.rule.push(member.number, sent)
+        self.rule.done(member.number)
         self.settle()
 
     def settle(self) -> None:
@@ -167,9 +175,12 @@ class Center:
         for member in self.members.values():
             if not member.waits or not member.here:
                 continue
-            told = self.rule.pull(member.number, member.all)
+            told = self.rule.told(member.number, member.all)
             if told is None:
                 continue
+            writer = wire.Writer(self.layout.size)
+            for sparse, upto in told:
+                writer.add(sparse, upto)
             others = self.pushes - member.seen - 1
             head: dict[str, Any] = {
                 "islands": self.here,
@@ -179,7 +190,8 @@ class Center:
             }
             if self.bias is not None:
                 head["bias"] = self.bias.tolist()
-            data = join(head, wire.encode(told, self.layout.size))
+            data = join(head, *writer.parts())
+            del writer  # as long as the answer
             member.answers.append(Answer(member.seq, member.waits, data))
             member.waits, member.seen = "", self.pushes
             while len(member.answers) > 1 and (
@@ -252,9 +264,9 @@ class Center:
 # ---- a message: a header and numbers
 
 
-def join(head: Mapping[str, Any], numbers: bytes) -> bytes:
+def join(head: Mapping[str, Any], *numbers: bytes) -> bytes:
     text = json.dumps(head).encode()
-    return b"".join([len(text).to_bytes(4, "little"), text, numbers])
+    return b"".join([len(text).to_bytes(4, "little"), text, *numbers])
 
 
 def split(data: bytes) -> tuple[dict[str, Any], memoryview]:

@@ -5,7 +5,7 @@ as the server knows that this island has it, and `unsent`, what it has learned a
 these: weight decay is a number that all islands and the server keep, since in the deltas it would make every weight of
 every expert move. A step of the optimiser therefore decays nothing; an exchange does.
 
-    start = scale * (has - unsent)    ... H steps ...    delta = gain * (start - end) / scale
+    start = scale * (has - unsent)    ... H steps ...    delta = (start - end) / scale
 
 Nothing is gathered but what is sent: each rank chooses among its own numbers and tells their places in the whole.
 """
@@ -16,7 +16,7 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from training.data.mixture import DataConfig
 from training.islands import center, frames, wire
 from training.islands.center import Again
 from training.islands.link import Link
-from training.islands.places import Layout, Place, inside, share_of, whole
+from training.islands.places import NUMBERS, Layout, Place, inside, share_of, whole
 from training.islands.rules.dgs import Push
 from training.islands.serve import BLOCK
 from training.islands.sparse import Sparse
@@ -208,29 +208,25 @@ class Island:
         loads = self.loads()
         gain = self.config.gain or self.rule.gain(self.islands)
         shares = self.shares(loads)
-        sent: list[Sparse] = []
-        for part in sorted(self.parts, key=lambda part: part.place.first):
-            scale = self.scale(part)
-            start = part.has - part.unsent if self.keeps else part.has
-            delta = gain * (start - local(part.slot.master).view(-1) / scale)
-            push = Push(part.unsent.view(part.rows, -1), self.config.momentum if self.config.rule == "dgs" else 0.0)
-            if all:
-                push.momentum = 0.0
-            found = push.push(delta.view(part.rows, -1), self.counts(part, shares, all))
-            if part.owns:
-                index = whole(found.index, part.box, part.place.shape) + part.place.first
-                sent.append(Sparse(index.cpu(), found.value.float().cpu()))
-        numbers = self.merged(sent)
+        writer, count = wire.Writer(self.layout.size), 0
+        for last, parts in self.blocks(all):
+            numbers = self.merged(self.pushed(parts, shares, gain, all))
+            count += len(numbers.index)
+            if self.run.leads:
+                writer.add(numbers, last)
+            del numbers  # of a whole model numbers would be most of the host's memory
         tokens = self.steps * self.run.config.batch * self.run.config.data.sequence
         head: dict[str, Any] = {"steps": self.steps, "tokens": tokens, "decay": self.learned * gain, "all": all}
         if self.moves_bias:
             head |= {"loads": loads.tolist(), "bias_rate": self.run.config.balance.bias_rate}
         size = self.layout.size
-        data = center.join(head, wire.encode(numbers, size)) if self.run.leads else b""
+        data = center.join(head, *writer.parts()) if self.run.leads else b""
+        del writer  # as long as the push
         try:
             answer = self.ask(frames.PUSH, data, self.seq + 1)
         except Again as error:
             return self.anew(str(error))
+        del data
         told, rest = center.split(answer)
         self.seq += 1
         if self.link is not None:
@@ -238,17 +234,19 @@ class Island:
         self.islands, self.decay = told["islands"], told["decay"]
         self.learned, self.steps = 0.0, 0
         self.run.balance.load.since_NE.zero_()
-        got = wire.decode(rest, size)
-        for part, where, which in self.own(got.index):
-            part.has[where] += got.value[which].to(part.has)
+        received = 0
+        for got in wire.pieces(rest, size):
+            received += len(got.index)
+            for part, where, which in self.own(got.index):
+                part.has[where] += got.value[which].to(part.has)
         self.write()
         self.set_bias(told.get("bias"))
         figures = {
             "islands": self.islands,
             "stale": told["stale"],
             "steps": told["steps"],
-            "sent": len(numbers.index) / size,
-            "received": len(got.index) / size,
+            "sent": count / size,
+            "received": received / size,
             "seconds": time.perf_counter() - began,
             "age": float(self.ages.max()) if self.ages.numel() else 0.0,
             **self.norms(),
@@ -272,6 +270,37 @@ class Island:
 
     # ---- parts of an exchange
 
+    def blocks(self, all: bool) -> Iterator[tuple[int, list[Part]]]:
+        """Parts of this rank in order of place, as many together as tell some NUMBERS, and where they end in the
+        whole: the same on all ranks."""
+        parts = {part.place.name: part for part in self.parts}
+        share = self.rule.SHARE or self.config.share
+        block: list[Part] = []
+        told = 0.0
+        for place in self.layout.places.values():
+            more = place.size * (1.0 if all or place.dense else share)
+            if told and told + more > NUMBERS:
+                yield place.first, block
+                block, told = [], 0.0
+            told += more
+            block += [parts[place.name]] if place.name in parts else []
+        yield self.layout.size, block
+
+    def pushed(self, parts: Sequence[Part], shares: Tensor, gain: float, all: bool) -> list[Sparse]:
+        """What this rank sends of some parts."""
+        sent: list[Sparse] = []
+        for part in parts:
+            scale = self.scale(part)
+            start = part.has - part.unsent if self.keeps else part.has
+            delta = start - local(part.slot.master).view(-1) / scale
+            momentum = self.config.momentum if self.config.rule == "dgs" and not all else 0.0
+            push = Push(part.unsent.view(part.rows, -1), momentum, gain=gain)
+            found = push.push(delta.view(part.rows, -1), self.counts(part, shares, all))
+            if part.owns:
+                index = whole(found.index, part.box, part.place.shape) + part.place.first
+                sent.append(Sparse(index.cpu(), found.value.float().cpu()))
+        return sent
+
     @property
     def longest(self) -> int:
         """Bytes of the longest answer."""
@@ -291,8 +320,13 @@ class Island:
 
     def own(self, index: Tensor) -> list[tuple[Part, Tensor, Tensor]]:
         """Of places in the whole model, ascending: (part of this rank, where in it, which of the places)."""
-        found = []
+        found: list[tuple[Part, Tensor, Tensor]] = []
+        if not len(index):
+            return found
+        lowest, highest = int(index[0]), int(index[-1])
         for part in self.parts:
+            if part.place.last <= lowest or part.place.first > highest:
+                continue
             edges = torch.tensor([part.place.first, part.place.last])
             first, last = torch.searchsorted(index, edges).tolist()
             if first == last:
@@ -335,10 +369,10 @@ class Island:
         return [share_of(width, min(float(shares[row, first + i]), 1.0)) for i in range(part.rows)]
 
     def merged(self, sent: list[Sparse]) -> Sparse:
-        """On rank 0, what all ranks send, in order of place."""
+        """On rank 0, what all ranks send of a block, in order of place."""
         index = torch.cat([each.index for each in sent]) if sent else torch.zeros(0, dtype=torch.int64)
         value = torch.cat([each.value for each in sent]) if sent else torch.zeros(0)
-        sent.clear()  # of a whole model these are the most of the host's memory
+        sent.clear()
         if self.run.control is not None:
             counts = gather(len(index))
             most = max(counts)

@@ -62,7 +62,9 @@ class Journal:
         """An event: first on the disk, then in the center."""
         label = name.encode()
         event = EVENT.pack(kind, seq, len(label)) + label
-        digest = hashlib.sha256(event + data).digest()[:16]
+        made = hashlib.sha256(event)
+        made.update(data)
+        digest = made.digest()[:16]
         with disk.naming(self.log(self.number)):
             at = self.file.tell()
             try:

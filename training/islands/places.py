@@ -17,6 +17,7 @@ from torch import Tensor
 
 from training.islands.sparse import largest
 
+NUMBERS = 1 << 22  # that an exchange has as numbers at a time, or a tensor's; the rest of it is bytes
 Box = Sequence[tuple[int, int]]  # [first, last) in each dimension
 
 

@@ -15,14 +15,16 @@ import torch
 
 from training.config import TrainConfig
 from training.islands.config import IslandsConfig
-from training.islands.places import Layout, share_of
+from training.islands.places import NUMBERS, Layout, share_of
 from training.islands.wire import BITMAP, CHUNK, FEW, most
 from training.model.decoder import Decoder
 from training.model.lora import attach
 from training.optim import learning
 from upcycle.spec import DenseSpec, MoESpec
 
-EVERYTHING = 41  # bytes a number that an exchange of all numbers took at its highest, measured on an island of 140 M
+# bytes a number of an exchange of all numbers, as measured: its message and the copies of it that a socket needs; the
+# parts of it that are numbers at a time, and are no less than a tensor
+WHOLE, WRITTEN, PART = 9.0, 2.2, 36
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
@@ -72,6 +74,12 @@ def held(rule: str, islands: int, numbers: int) -> int:
     return 4 * numbers * (1 + islands + (2 if rule == "diloco" else 0))
 
 
+def everything(layout: Layout) -> float:
+    """Bytes of a host at an exchange of all numbers: while a push is written from numbers, or while it is answered."""
+    largest = max(place.size for place in layout.places.values())
+    return max(WRITTEN * layout.size + PART * largest, WHOLE * layout.size + PART * min(NUMBERS, layout.size))
+
+
 def table(spec: DenseSpec | MoESpec, config: TrainConfig, islands: int, link: str) -> str:
     layout, speed = layout_of(spec, config), bits_a_second(link)
     own = config.islands
@@ -86,7 +94,7 @@ def table(spec: DenseSpec | MoESpec, config: TrainConfig, islands: int, link: st
         f"{4 * layout.size / 1e9:.4g} GB in {32 * layout.size / speed:,.0f} s",
         f"memory: an island's GPUs together {8 * layout.size / 1e9:.4g} GB more than a run's (as moments), the server "
         f"{held(own.rule, islands, layout.size) / 1e9:.4g} GB; while everything is exchanged, as at the end, the "
-        f"hosts of both about {EVERYTHING * layout.size / 1e9:.4g} GB more",
+        f"hosts of both about {everything(layout) / 1e9:.4g} GB more",
         f"{'':28}  {'GB up':>9}  {'GB down':>9}  {'s an exchange':>13}  {'exchanges':>9}  {'GB in all':>10}  "
         f"{'hours':>8}",
     ]

@@ -213,7 +213,7 @@ class Server:
         member = self.center.members[name]
         data = self.center.answer(name, frame.seq, frame.payload)
         if data is None and member.seq < frame.seq:
-            self.center.read(name, frame.payload)  # what is no push is refused before it is an event
+            self.center.read(frame.payload)  # what is no push is refused before it is an event
             self.event(PUSH, name, frame.seq, frame.payload)
         while data is None:  # a round goes on
             data = self.center.answer(name, frame.seq, frame.payload)

@@ -6,19 +6,24 @@ The model is cut into chunks of 4,096 numbers. A chunk with more than 256 of the
 their places. Everything is little-endian and in order of place. A GPU's numbers leave it as bytes.
 
 `decode` reads what a stranger may have written: sizes are compared with the bytes that are there before anything is
-made of them, and what is made is bounded by those bytes and by the model.
+made of them, and what is made is bounded by those bytes and by the model. A message of a whole model would be forty
+bytes a number as tables: `Writer` and `pieces` have it in parts, so that all of it is only ever there as bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from training.islands.places import NUMBERS
 from training.islands.sparse import Sparse
 
 CHUNK = 4096
 FEW = 256  # as many places in a chunk take as many bytes as its bitmap
 BITMAP = CHUNK // 8
+PIECE = NUMBERS // CHUNK  # chunks that are read together
 GATHER = 0x0102040810204080  # times eight bytes of one bit each: its highest byte has these bits, the first one lowest
 
 
@@ -31,8 +36,43 @@ def most(size: int) -> int:
     return 4 + chunks_of(size) * (2 + BITMAP) + 2 * size
 
 
+class Writer:
+    """A message made of parts in order of place, so that no more than one part is there as numbers."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.at = size, 0  # chunks that are written
+        self.late = Sparse(torch.zeros(0, dtype=torch.int64), torch.zeros(0))  # of a chunk that is not whole yet
+        self.sections: tuple[list[bytes], ...] = ([], [], [], [])
+
+    def add(self, sparse: Sparse, upto: int) -> None:
+        """The next numbers, of places below `upto`."""
+        index, value = sparse.index, sparse.value
+        if len(self.late.index):
+            index, value = torch.cat([self.late.index.to(index), index]), torch.cat([self.late.value.to(value), value])
+        end = chunks_of(self.size) if upto >= self.size else upto // CHUNK
+        ready = int(torch.searchsorted(index, end * CHUNK))
+        self.late = Sparse(index[ready:].clone(), value[ready:].clone())  # not the storage that they are a part of
+        if end > self.at:
+            found = sections(Sparse(index[:ready] - self.at * CHUNK, value[:ready]), end - self.at)
+            for table, data in zip(self.sections, found, strict=True):
+                table.append(data)
+            self.at = end
+
+    def parts(self) -> list[bytes]:
+        """The message, to be joined."""
+        assert self.at == chunks_of(self.size), "some of the model was not told"
+        return [self.at.to_bytes(4, "little"), *(data for table in self.sections for data in table)]
+
+
 def encode(sparse: Sparse, size: int) -> bytes:
-    index, chunks = sparse.index, chunks_of(size)
+    writer = Writer(size)
+    writer.add(sparse, size)
+    return b"".join(writer.parts())
+
+
+def sections(sparse: Sparse, chunks: int) -> tuple[bytes, ...]:
+    """Counts, places, bitmaps and values of so many chunks."""
+    index = sparse.index
     count = torch.searchsorted(index, torch.arange(chunks + 1, device=index.device) << 12).diff()
     dense = count > FEW
     bits = torch.zeros(0, dtype=torch.uint8, device=index.device)
@@ -47,34 +87,58 @@ def encode(sparse: Sparse, size: int) -> bytes:
         bitmap[at] = 1
         bits = (bitmap.view(torch.int64) * GATHER >> 56).to(torch.uint8)
     place = index.to(torch.int16) & (CHUNK - 1)
-    halves = [part.view(torch.uint8) for part in (count.to(torch.int16), place)]
-    values = sparse.value.to(torch.bfloat16).view(torch.uint8)
-    head = chunks.to_bytes(4, "little")
-    return head + torch.cat([*halves, bits, values]).cpu().numpy().tobytes()
+    values = sparse.value.to(torch.bfloat16)
+    tables = (count.to(torch.int16), place, bits, values)
+    return tuple(table.view(torch.uint8).cpu().numpy().tobytes() for table in tables)
 
 
 def decode(data: bytes | memoryview, size: int, device: torch.device | str = "cpu") -> Sparse:
     """The numbers, in float32. Raises a ValueError for bytes that `encode` does not write about a model of `size`."""
-    chunks = chunks_of(size)
-    if len(data) < 4 + 2 * chunks or int.from_bytes(data[:4], "little") != chunks:
+    found = list(pieces(data, size, device))
+    return Sparse(*(torch.cat(parts) for parts in zip(*((each.index, each.value) for each in found), strict=True)))
+
+
+def pieces(data: bytes | memoryview, size: int, device: torch.device | str = "cpu") -> Iterator[Sparse]:
+    """What `decode` returns, one part of the model after the other; it raises before or at the part that is wrong."""
+    chunks, view = chunks_of(size), memoryview(data)
+    if len(data) < 4 + 2 * chunks or int.from_bytes(view[:4], "little") != chunks:
         raise ValueError(f"a message of {len(data)} bytes is not about a model of {size} numbers; are both the same?")
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    count = raw[4 : 4 + 2 * chunks].view(torch.int16).long() & 0xFFFF
+    count = copied(view[4 : 4 + 2 * chunks]).view(torch.int16).long() & 0xFFFF
     dense = count > FEW
     total, few, number = torch.stack([count.sum(), count[~dense].sum(), dense.sum()]).tolist()
-    at_bits = 4 + 2 * chunks + 2 * few
+    at_places = 4 + 2 * chunks
+    at_bits = at_places + 2 * few
     at_values = at_bits + BITMAP * number
     if len(data) != at_values + 2 * total:
         raise ValueError(f"a message of {len(data)} bytes says that it has {total} numbers, which take other bytes")
-    place = raw[4 + 2 * chunks : at_bits].view(torch.int16)
-    bases = torch.arange(chunks, device=raw.device) << 12
+    for first in range(0, chunks, PIECE):
+        here, thick = count[first : first + PIECE], dense[first : first + PIECE]
+        total, few, number = torch.stack([here.sum(), here[~thick].sum(), thick.sum()]).tolist()
+        ends = at_places + 2 * few, at_bits + BITMAP * number, at_values + 2 * total
+        places, bits, values = (
+            copied(view[a:b]).to(device) for a, b in zip((at_places, at_bits, at_values), ends, strict=True)
+        )
+        found = piece(here.to(device), thick.to(device), places, bits, values, size - first * CHUNK)
+        yield Sparse(found.index + first * CHUNK, found.value)
+        at_places, at_bits, at_values = ends
+
+
+def copied(data: memoryview) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+
+
+def piece(count: Tensor, dense: Tensor, places: Tensor, bits: Tensor, values: Tensor, size: int) -> Sparse:
+    """Of chunks with these counts, their numbers; places are from the first of these chunks on, and below `size`."""
+    chunks, few, number, total = len(count), len(places) // 2, len(bits) // BITMAP, len(values) // 2
+    place = places.view(torch.int16)
+    bases = torch.arange(chunks, device=count.device) << 12
     index = torch.repeat_interleave(bases[~dense], count[~dense], output_size=few)
     index += place
     ordered = bool(((place >= 0) & (place < CHUNK)).all() & (index[1:] > index[:-1]).all())
     if number:
-        shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
-        there = (raw[at_bits:at_values, None] >> shifts & 1).view(-1).nonzero().view(-1)
-        rows = torch.arange(number + 1, device=raw.device) << 12
+        shifts = torch.arange(8, dtype=torch.uint8, device=count.device)
+        there = (bits[:, None] >> shifts & 1).view(-1).nonzero().view(-1)
+        rows = torch.arange(number + 1, device=count.device) << 12
         if bool((torch.searchsorted(there, rows).diff() != count[dense]).any()):
             raise ValueError("a message's bitmaps hold other counts than it says")
         if number < chunks:
@@ -82,7 +146,7 @@ def decode(data: bytes | memoryview, size: int, device: torch.device | str = "cp
         index = mixed(torch.repeat_interleave(dense, count, output_size=total), there, index) if few else there
     if not ordered or (total and int(index[-1]) >= size):
         raise ValueError("a message's places are not in order, or beyond the model")
-    value = raw[at_values:].view(torch.bfloat16).float()
+    value = values.view(torch.bfloat16).float()
     if not bool(value.isfinite().all()):
         raise ValueError("a message has numbers that are not finite")
     return Sparse(index, value)

@@ -6,7 +6,7 @@ momentum, and all go on from there. Nobody is answered before the slowest has pu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -45,9 +45,11 @@ class Pull(dgs.Pull):
         self.pushed.discard(island)  # what it has pushed stays
         self.finish()
 
-    def push(self, island: int, sent: Sparse) -> None:
+    def take(self, island: int, sent: Sparse) -> None:
         assert island not in self.pushed, "it was not answered yet"
         self.sum[sent.index] += sent.value
+
+    def done(self, island: int) -> None:
         self.pushed.add(island)
         self.count += 1
         self.finish()
@@ -63,8 +65,8 @@ class Pull(dgs.Pull):
         self.pushed.clear()
         self.count = 0
 
-    def pull(self, island: int, all: bool = False) -> Sparse | None:
-        return None if island in self.pushed else super().pull(island, all)
+    def told(self, island: int, all: bool = False) -> Iterator[tuple[Sparse, int]] | None:
+        return None if island in self.pushed else super().told(island, all)
 
     def state(self) -> dict[str, Tensor]:
         pushed = torch.tensor([self.count, *sorted(self.pushed)], dtype=torch.int64)

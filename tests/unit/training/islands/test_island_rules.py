@@ -28,18 +28,20 @@ def some(generator: torch.Generator, share: float = 0.1, size: int = SIZE) -> Se
     return [0 if roll < 0.05 else size if roll > 0.95 else 1 + int(2 * share * size * roll)]
 
 
+@pytest.mark.parametrize("gain", [1.0, 0.25, 1 / 3])
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("wire", [exact, rounded])
-def test_what_was_sent_and_what_is_kept_are_all_that_was_learned(momentum: float, wire: dgs.Round) -> None:
+def test_what_was_sent_and_what_is_kept_are_all_that_was_learned(momentum: float, wire: dgs.Round, gain: float) -> None:
+    """The gain is of what is sent: what is kept is what was learned, whole."""
     generator = draw(1)
-    push = dgs.Push(torch.zeros(1, SIZE, dtype=torch.float64), momentum, wire)
+    push = dgs.Push(torch.zeros(1, SIZE, dtype=torch.float64), momentum, wire, gain)
     sent, learned = torch.zeros(SIZE, dtype=torch.float64), torch.zeros(SIZE, dtype=torch.float64)
     for _ in range(STEPS):
         delta = torch.randn(1, SIZE, generator=generator, dtype=torch.float64)
         learned += delta[0]
         found = push.push(delta, some(generator))
         sent[found.index] += found.value
-        assert (sent + push.residual[0] - learned).abs().max() < 1e-12
+        assert (sent / gain + push.residual[0] - learned).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("momentum", [0.3, 0.7])

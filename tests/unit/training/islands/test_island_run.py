@@ -18,10 +18,14 @@ from tests.unit.training.test_train import Stopped, config, losses, place, stops
 from training import train as train_module
 from training.checkpoint.state import found
 from training.config import TrainConfig
+from training.islands import island as island_module
 from training.islands import run as run_module
+from training.islands import wire
 from training.islands.config import IslandsConfig
 from training.islands.island import Island
+from training.islands.rules import dgs
 from training.islands.serve import Server
+from training.islands.sparse import Sparse
 from training.observe.metrics import read as read_metrics
 from training.train import train
 
@@ -100,6 +104,19 @@ def test_one_island_that_sends_everything_each_step_is_the_plain_run(place: Path
             assert (x is None and y is None) or math.isclose(x, y, rel_tol=2e-4), (x, y)
 
 
+def test_an_island_learns_at_its_own_pace_what_it_has_not_sent(place: Path, tmp_path: Path) -> None:
+    """Of four islands each one's delta counts a quarter, for the others: it goes on itself with all that it has learned,
+    or every exchange would throw three quarters of it away."""
+    whole = "optim.groups=[{match: '*norm', lr: 0}, {match: router, lr: 0}]"  # what is sent whole would count a quarter
+    more = ["islands.every=1", "balance.bias_rate=0", "schedule.peak=2e-3", "optim.weight_decay=0", whole]
+    plain = train(config(place, tmp_path / "plain", *more, steps=8))
+    few = [*more, "islands.share=1e-9", "islands.gain=0.25"]  # one number of a matrix
+    with server(served(place, tmp_path, *few)) as here:
+        run = train(joined(place, tmp_path, "one", here.port, *few, steps=8))
+    pairs = [(a[1], b[1]) for a, b in zip(losses(plain), losses(run), strict=True) if a[1] is not None]
+    assert len(pairs) >= 7 and all(math.isclose(a, b, rel_tol=1e-3) for a, b in pairs), pairs
+
+
 def test_a_run_and_its_server_stopped_anywhere_are_bitwise_the_run_that_never_stopped(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +155,39 @@ def test_islands_learn_from_each_other_and_the_export_is_the_servers_model(place
     assert 0 < row["islands/bytes_up"] < 4 * numbers
     late = read_metrics(tmp_path / "b")
     assert late[0]["valid/valid/loss"] < rows[0]["valid/valid/loss"]
+
+
+def test_an_exchange_is_in_parts_and_they_are_the_whole(place: Path, tmp_path: Path) -> None:
+    """Numbers are many bytes each while they are numbers, so few of them are at a time, on both sides; it is the same
+    exchange to the bit."""
+    more = ["islands.every=2", "islands.share=0.1"]
+    with server(served(place, tmp_path / "a", *more)) as here:
+        at_once = losses(train(joined(place, tmp_path / "a", "one", here.port, *more, steps=4)))
+        model, size = here.center.rule.model, here.center.layout.size
+        largest = max(p.size for p in here.center.layout.places.values())
+    seen: list[int] = []
+
+    def told(sparse: Sparse, chunks: int) -> tuple[bytes, ...]:
+        seen.append(len(sparse.index))
+        return sections(sparse, chunks)
+
+    def read(*given: Any) -> Sparse:
+        found = piece(*given)
+        seen.append(len(found.index))
+        return found
+
+    sections, piece = wire.sections, wire.piece
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(island_module, "NUMBERS", 1000)
+        patch.setattr(dgs, "PART", 2 * wire.CHUNK)
+        patch.setattr(wire, "PIECE", 2)
+        patch.setattr(wire, "sections", told)
+        patch.setattr(wire, "piece", read)
+        with server(served(place, tmp_path / "b", *more)) as here:
+            in_parts = losses(train(joined(place, tmp_path / "b", "one", here.port, *more, steps=4)))
+            assert torch.equal(here.center.rule.model, model)
+    assert in_parts == at_once
+    assert sum(seen) > size and max(seen) <= largest + wire.CHUNK < size // 4
 
 
 def test_what_does_not_go_with_islands_is_said(place: Path, tmp_path: Path) -> None:
