@@ -623,3 +623,8 @@ def test_an_update_of_mixed_dtypes_asks_the_device_for_no_number(monkeypatch: py
     assert not {name for name in called.names if "foreach" in name and name.endswith(".Tensor")}, called.names
     assert not {name for name in called.names if "_local_scalar" in name or ".item" in name}
     assert [float(slot.state["step"]) for slot in optimizer.slots] == [1.0, 1.0]
+
+
+def test_the_norm_counts_gradients_of_every_dtype() -> None:
+    gradients = [torch.tensor([3.0]), torch.tensor([12.0], dtype=torch.bfloat16), torch.tensor([4.0])]
+    assert float(global_norm(gradients)) == 13
