@@ -27,6 +27,7 @@ from training.seconds import (
     CLOCK,
     COMPILED,
     EAGER,
+    JOINED,
     NORM,
     PARTIAL,
     RANDOM,
@@ -39,7 +40,7 @@ from training.seconds import (
     step,
 )
 from upcycle.config import read
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.spec import DenseSpec, Latent, MoESpec
 
 PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
 NATURAL, IN_TURN, EVEN = Routing(RANDOM), Routing(0.0, in_turn=True), Routing(0.0, in_turn=True)
@@ -65,6 +66,7 @@ class Row:
 
 
 QWEN, LLAMA, MIXTRAL, QWEN2 = "bench-qwen3-30b", "bench-llama3-8b-e8t2", "bench-mixtral-8x22b", "bench-qwen2-57b"
+DEEPSEEK, GPT_OSS = "bench-deepseek-v3", "bench-gpt-oss-20b"
 HYBRID = " mesh.dispatcher=hybridep"
 SIXTEEN = "mesh.ep=4 batch=16 micro_batch=4 recompute=experts"
 ALL_32 = "mesh.ep=4 batch=8 micro_batch=2 recompute=experts moments=bfloat16 mesh.reshard=true"
@@ -163,6 +165,15 @@ ROWS = [
         ("Qwen2-57B, 7 layers, dropless, folded, hybridep", 15725, FOLDED + HYBRID),
         ("capacity 1, folded, hybridep, a host that made the device wait", 12525, FOLDED + HYBRID + " capacity=1"),
         ("the same, coupled, alltoall", 11625, COUPLED + " capacity=1"),
+    ),
+    *of(
+        "check", "h200", 1, DEEPSEEK,
+        ("DeepSeek-V3, 4 layers", 32309, "layers=4 stack=true micro_batch=2"),
+        ("not compiled", 30663, "layers=4 stack=true micro_batch=2 compile=false"),
+    ),
+    *of(
+        "check", "h200", 2, GPT_OSS,
+        ("GPT-OSS-20B, ep 2", 13007, "mesh.ep=2 optimizer=true moments=bfloat16 batch=4 micro_batch=2"),
     ),
     *of(
         "elsewhere", "h100", 8, QWEN,
@@ -348,6 +359,29 @@ def test_a_moe_step_by_hand() -> None:
         pytest.approx(1 - 0.2 / math.sqrt(2 * math.pi)),
         pytest.approx(1 - 0.2 / math.sqrt(2 * math.pi)),
     )
+
+
+def test_latents_by_hand() -> None:
+    """Queries and keys of 64, values of 32; every rank of tp makes the latents of 32, and of 48 and the turned 16."""
+    latent = Latent(q_rank=32, kv_rank=48, rope=16, value=32)
+    latents = replace(D, latent=latent)
+    tokens, made, rest = 8 * 64, (32 + 48 + 16) * 256, 4 * 64 * 32 + 4 * (64 - 16 + 32) * 48 + 4 * 32 * 256
+    found, plain, two = of_round(latents), of_round(D), of_round(latents, 2, tp=2)
+    head = CLOCK * 6 * 1024 * 256 * tokens / 1e12
+    ffn = 3 * 256 * 512
+    assert found.products - head == pytest.approx(CLOCK * 6 * 2 * (made + rest + ffn) * tokens / 1e12)
+    assert two.products - head / 2 == pytest.approx(CLOCK * 6 * 2 * (made + (rest + ffn) / 2) * tokens / 1e12)
+    assert found.attention == pytest.approx(CLOCK * 6 * 4 * (64 + 32) * 32 * 2 * tokens / 1e12)
+    # two norms, joined queries and keys; a part of each query and one part of all keys turn, and not each whole head
+    turned = (4 + 1) * 16 - (4 + 4) * 64
+    passes = NORM * (32 + 48) + JOINED * 2 * 4 * 64 + ROTATION * turned
+    more = 2 * passes * tokens * 2 / 1e15
+    weights = 2 * (made + rest - 4 * 256 * 256)
+    # of the optimiser's part alone a matrix more is a matrix more; in `memory`, its sums of four micro-batches too
+    assert found.optimizer - plain.optimizer == pytest.approx(weights * 32 / 1e15)
+    assert found.memory - plain.memory == pytest.approx(more + weights * (10 * 7 + 6) / 1e15)
+    alone = Clock(replace(latents, latent=replace(latent, q_rank=0)), PLAIN, 1, ROUND, EVEN, True)
+    assert alone.projections()[:2] == [(48 + 16, 256), (4 * 64, 256)], "queries of the hidden states themselves"
 
 
 def test_a_token_crosses_to_a_node_once() -> None:
