@@ -613,7 +613,9 @@ def of_bench(file: str, words: list[str], asked: PlanConfig, card: hardware.Hard
     if card is None:
         return table(spec, config, asked.gpus)
     balanced = row.routing == "balanced"
-    return clocked(spec, config, asked, card, routing=Routing(0.0 if balanced else RANDOM, in_turn=balanced))
+    found = clocked(spec, config, asked, card, routing=Routing(0.0 if balanced else RANDOM, in_turn=balanced))
+    half = f"\nMemory is of float32 weights; {row.weights}, as this config has them, takes half of theirs."
+    return found + (half if row.weights != "float32" else "")
 
 
 @cli.command()

@@ -20,6 +20,7 @@ from training.balance import BalanceConfig
 from training.config import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.hardware import Hardware, Link
+from training.observe.flops import model_flops
 from training.parallel.mesh import MeshConfig
 from training.plan import main as plan
 from training.seconds import (
@@ -42,7 +43,8 @@ from training.seconds import (
 from upcycle.config import read
 from upcycle.spec import DenseSpec, Latent, MoESpec
 
-PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE, PERFORMANCE = DOCS / "planning.md", DOCS / "performance.md"
 NATURAL, IN_TURN, EVEN = Routing(RANDOM), Routing(0.0, in_turn=True), Routing(0.0, in_turn=True)
 SMOL = DenseSpec(
     family="llama", layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, context=2048, tied=True
@@ -72,6 +74,7 @@ SIXTEEN = "mesh.ep=4 batch=16 micro_batch=4 recompute=experts"
 ALL_32 = "mesh.ep=4 batch=8 micro_batch=2 recompute=experts moments=bfloat16 mesh.reshard=true"
 TWELVE = "mesh.ep=4 batch=8 micro_batch=1 layers=12" + HYBRID
 SIX = "layers=6 compile=false batch=8 micro_batch=2"  # all that the search lists for two GPUs, in one process each
+AUTOMODEL = "moments=bfloat16 mesh.dispatcher=deepep"
 FOLDED, COUPLED = "mesh.tp=2 mesh.ep=4", "mesh.tp=2 mesh.ep=2 mesh.etp=2"
 PAPER = "batch=256 capacity=1 mesh.tp=2"
 
@@ -172,14 +175,45 @@ ROWS = [
         ("not compiled", 30663, "layers=4 stack=true micro_batch=2 compile=false"),
     ),
     *of(
+        "check", "h200", 2, DEEPSEEK,
+        ("DeepSeek-V3, 6 layers, ep 2", 18190, "layers=6 stack=true mesh.ep=2 batch=4 micro_batch=2"),
+    ),
+    *of(
+        "check", "h200", 1, GPT_OSS,
+        ("GPT-OSS-20B, 12 layers", 40096, "layers=12 stack=true batch=2 micro_batch=2"),
+    ),
+    *of(
         "check", "h200", 2, GPT_OSS,
         ("GPT-OSS-20B, ep 2", 13007, "mesh.ep=2 optimizer=true moments=bfloat16 batch=4 micro_batch=2"),
+        ("the same, balanced", 13685, "mesh.ep=2 optimizer=true moments=bfloat16 batch=4 micro_batch=2", IN_TURN),
     ),
     *of(
         "elsewhere", "h100", 8, QWEN,
         (
             "NeMo Automodel, Qwen3-30B-A3B, balanced", 12040,
-            "mesh.ep=8 mesh.dispatcher=deepep batch=512 micro_batch=4 recompute=full moments=bfloat16", IN_TURN,
+            f"{AUTOMODEL} mesh.ep=8 batch=512 micro_batch=4 recompute=full", IN_TURN,
+        ),
+    ),
+    *of(
+        "elsewhere", "h100", 8, GPT_OSS,
+        ("NeMo Automodel, GPT-OSS-20B, balanced", 13058, f"{AUTOMODEL} mesh.ep=8 batch=256 micro_batch=2", IN_TURN),
+    ),
+    *of(
+        "elsewhere", "h100", 64, "bench-gpt-oss-120b",
+        ("NeMo Automodel, GPT-OSS-120B, balanced", 7626, f"{AUTOMODEL} mesh.ep=64 batch=512 micro_batch=2", IN_TURN),
+    ),
+    *of(
+        "elsewhere", "h100", 256, DEEPSEEK,
+        (
+            "NeMo Automodel, DeepSeek-V3, balanced", 1002,
+            f"{AUTOMODEL} mesh.ep=64 mesh.pp=4 mesh.schedule=interleaved batch=512 micro_batch=1 recompute=full", IN_TURN,
+        ),
+    ),
+    *of(
+        "elsewhere", "h100", 256, "bench-kimi-k2",
+        (
+            "NeMo Automodel, Kimi-K2, balanced", 924,
+            f"{AUTOMODEL} mesh.ep=32 mesh.pp=8 mesh.schedule=interleaved batch=512 micro_batch=1 recompute=full", IN_TURN,
         ),
     ),
     *of(
@@ -228,6 +262,24 @@ def predicted(row: Row) -> tuple[float, Seconds]:
     return asked.batch * asked.sequence / found.total / row.gpus, found
 
 
+def teraflops(row: Row, rate: float) -> float:
+    asked = read(bench.BenchConfig, row.file, row.words.split(), bench.READY)
+    return model_flops(bench.spec_of(asked), asked.sequence) * rate / 1e12
+
+
+def published() -> str:
+    """The table of docs/performance.md that has what others publish of whole models, and what is computed of ours."""
+    lines = ["| whole model | GPUs | published, Automodel | ours, computed | command |", "|---|---|---|---|---|"]
+    for row in ROWS:
+        if not row.what.startswith("NeMo Automodel, "):
+            continue
+        rate, name = predicted(row)[0], row.what.split(", ")[1]
+        mine, theirs = (f"{each:,.0f} = {teraflops(row, each):.0f}" for each in (rate, row.measured))
+        command = f"python -m training.plan {row.file} gpus={row.gpus} hardware={row.card} routing=balanced {row.words}"
+        lines.append(f"| {name} | {row.gpus} {row.card.upper()} | {theirs} | *{mine}* | `{command}` |")
+    return "\n".join(lines)
+
+
 def error(row: Row) -> float:
     return predicted(row)[0] / row.measured - 1
 
@@ -245,8 +297,8 @@ def shown() -> str:
     return "\n".join(lines)
 
 
-def on_page(page: str) -> str:
-    return page[page.index("| step |") : page.index("\n\n", page.index("| step |"))]
+def on_page(page: str, head: str = "| step |") -> str:
+    return page[page.index(head) : page.index("\n\n", page.index(head))]
 
 
 def test_rows_that_were_measured_are_predicted() -> None:
@@ -258,6 +310,7 @@ def test_rows_that_were_measured_are_predicted() -> None:
 
 def test_the_page_has_these_rows() -> None:
     assert on_page(PAGE.read_text()) == shown(), "python -m tests.unit.training.test_seconds writes it anew"
+    assert on_page(PERFORMANCE.read_text(), "| whole model |") == published(), "so it does this one"
 
 
 def test_the_order_of_what_was_measured_in_turn() -> None:
@@ -497,6 +550,8 @@ def test_a_machines_own_file(
 def main() -> None:
     page = PAGE.read_text()
     PAGE.write_text(page.replace(on_page(page), shown()))
+    page = PERFORMANCE.read_text()
+    PERFORMANCE.write_text(page.replace(on_page(page, "| whole model |"), published()))
     for row in ROWS:
         parts = " ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in vars(predicted(row)[1]).items())
         print(f"{row.what:64} {row.card} {row.gpus:4} {error(row):+7.1%}  {parts}")
