@@ -433,6 +433,9 @@ def test_latents_by_hand() -> None:
     # of the optimiser's part alone a matrix more is a matrix more; in `memory`, its sums of four micro-batches too
     assert found.optimizer - plain.optimizer == pytest.approx(weights * 32 / 1e15)
     assert found.memory - plain.memory == pytest.approx(more + weights * (10 * 7 + 6) / 1e15)
+    across = Clock(latents, replace(PLAIN, mesh=MeshConfig(cp=2, context="ulysses")), 2, ROUND, EVEN, True)
+    moved = 2 * 4 * (64 + 32) * 64 * 2  # queries and outputs, keys and values, there and back
+    assert across.around(64, 4, 4, 0) == pytest.approx(2 * across.exchange(2, 1, moved))
     alone = Clock(replace(latents, latent=replace(latent, q_rank=0)), PLAIN, 1, ROUND, EVEN, True)
     assert alone.projections()[:2] == [(48 + 16, 256), (4 * 64, 256)], "queries of the hidden states themselves"
 
