@@ -7,6 +7,7 @@ usage: python -m training.plan [CONFIG] gpus=N [hardware=NAME] [budget=AMOUNT] [
   python -m training.plan llama3-8b-e8t2 model.upcycle.source=./llama gpus=16 mesh.ep=4 model.recompute=full
   python -m training.plan my.yaml gpus=8 hardware=h100 budget="100B tokens" price=2.5 seen=15T   # the fastest that fit
   python -m training.plan my.yaml gpus=1 islands=4 link=1Gb/s    # and what islands send each other
+  python -m training.plan bench-deepseek-v3 gpus=256 hardware=h100 mesh.ep=64 mesh.pp=4 batch=512   # of sizes alone
   python -m training.plan measure output=mine.yaml               # this machine's own hardware file, in a minute
 
 Weights, gradients and moments are counted, parameter by parameter. Gathered weights and activations are estimated from
@@ -45,7 +46,7 @@ from tqdm import tqdm
 
 from training import hardware
 from training.build import check_optim, held_in, source, taught_by, whole_on_meta
-from training.config import Stage, TrainConfig, read_config, stages_of, upcycle_config
+from training.config import READY, Stage, TrainConfig, read_config, stages_of, upcycle_config
 from training.dispatch import nvlink
 from training.islands import plan as islands
 from training.model.lora import LoraConfig, attach
@@ -57,10 +58,10 @@ from training.optim import learning, multiplier
 from training.parallel.mesh import MeshConfig, changed_to, check, grids, in_sizes, problem
 from training.parallel.pipeline import SINGLE, cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
-from training.seconds import Seconds, step
+from training.seconds import RANDOM, Routing, Seconds, step
 from training.teacher import check_teacher
-from upcycle import law
-from upcycle.config import read
+from upcycle import law, strict
+from upcycle.config import find, read
 from upcycle.size import dense_flops, dense_parameters
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 
@@ -426,6 +427,7 @@ def ranked(
     card: hardware.Hardware,
     teacher: DenseSpec | None = None,
     whole: TrainConfig | None = None,
+    routing: Routing | None = None,
 ) -> tuple[list[Timed], Timed]:
     """(the mappings that fit, the fastest first; the config's own, which may not). `whole`: of all stages."""
     model = Model(spec, config, teacher, whole)
@@ -435,7 +437,8 @@ def ranked(
         size = memory(spec, changed, world, model)
         if size.total + SPARE > card.memory * 1e9 and mesh != config.mesh:
             return Timed(mesh, size, Seconds())
-        return Timed(mesh, size, step(spec, changed, world, card, ranges=model.ranges(mesh.pp, mesh.schedule)))
+        ranges = model.ranges(mesh.pp, mesh.schedule)
+        return Timed(mesh, size, step(spec, changed, world, card, routing, ranges=ranges))
 
     own = timed(config.mesh)
     every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
@@ -461,9 +464,10 @@ def clocked(
     rows: int = 12,
     teacher: DenseSpec | None = None,
     whole: TrainConfig | None = None,
+    routing: Routing | None = None,
 ) -> str:
     """The table of the fastest mappings that fit, and what the budget takes with the first of them."""
-    fit, own = ranked(spec, config, asked.gpus, card, teacher, whole)
+    fit, own = ranked(spec, config, asked.gpus, card, teacher, whole, routing)
     if not fit:
         raise ValueError(
             f"no mapping of {asked.gpus} {card.name} holds this step, and the config's takes "
@@ -606,6 +610,27 @@ def of_frozen(spec: DenseSpec | MoESpec, config: TrainConfig) -> str:
     return ""
 
 
+def of_bench(file: str, words: list[str], asked: PlanConfig, card: hardware.Hardware | None) -> str:
+    """The table of a config of training.bench, whose model is sizes alone; its routing is the bench's."""
+    from training import bench  # all that trains
+
+    row = read(bench.BenchConfig, file, words, READY)
+    if row.stack or asked.seen or asked.islands:
+        raise ValueError(
+            "of a bench config whole steps of one machine or cluster are planned; leave stack, seen and islands out"
+        )
+    spec = bench.spec_of(row)
+    check(row.mesh, asked.gpus, spec, row.sequence)
+    data = asked.gpus // (row.mesh.tp * row.mesh.cp * row.mesh.pp)
+    config = bench.as_training(row, row.micro_batch or max(1, row.batch // data))
+    if card is None:
+        return table(spec, config, asked.gpus)
+    balanced = row.routing == "balanced"
+    found = clocked(spec, config, asked, card, routing=Routing(0.0 if balanced else RANDOM, in_turn=balanced))
+    half = f"\nMemory is of float32 weights; {row.weights}, as this config has them, takes half of theirs."
+    return found + (half if row.weights != "float32" else "")
+
+
 @cli.command()
 def main(words: list[str]) -> int:
     if words[:1] == ["measure"]:
@@ -615,6 +640,9 @@ def main(words: list[str]) -> int:
     file, words = cli.file_and_words(words)
     asked, words = split(words)
     card = hardware.read(asked.hardware) if asked.hardware else None
+    if "architecture" in (strict.read_yaml(find(file, READY)) if file else {}):
+        print(of_bench(file, words, asked, card))
+        return 0
     config = read_config(file, words)
     if asked.islands:  # memory is that of one of them
         config = replace(config, islands=replace(config.islands, local=0, join=config.islands.join or "server:29600"))

@@ -55,6 +55,7 @@ WAIT = 0.05  # of a MoE layer's host time is launched anew after each dispatch t
 # activation (9 with what is made again), and over logits the products, the loss and its gradient
 NORM, ROTATION, ACTIVATION, LOGITS = 8, 5, 9, 5
 SEPARATE = 14  # of a dense FFN's activation, where no kernel of ours and no compiler makes one pass of product and gate
+JOINED = 4  # of queries and keys of latents, whose turned part is put behind the rest and taken off their gradient
 ROUTER = 12  # of float32 logits: scores, choice, statistics, losses
 BUBBLES = {
     "gpipe": 1.0,
@@ -192,28 +193,47 @@ class Clock:
         window = len(d.window_layers) / d.layers if d.window else 0
         sequence = self.config.data.sequence
         context = window * mean_context(sequence, d.window) + (1 - window) * mean_context(sequence, None)
-        forward, both = attention_rates(card, d.head_dim, 2 * context)
-        core = CLOCK * 4 * heads * d.head_dim * context * seen / 1e12
+        width = (d.head_dim + d.value_dim) / 2  # of queries and keys, and of values
+        forward, both = attention_rates(card, width, 2 * context)
+        core = CLOCK * 4 * heads * width * context * seen / 1e12
         found: Parts = defaultdict(float)
-        found["products"] = self.product(0, seen, (heads + 2 * of_keys) * d.head_dim, d.hidden, again)
-        found["products"] += self.product(0, seen, d.hidden, heads * d.head_dim, again)
+        found["products"] = sum(self.product(0, seen, out, inner, again) for out, inner in self.projections())
         found["attention"] = 3 * core / both + core / forward * again
-        norms = 4 if d.block == "sandwich" else 2
-        passes = norms * NORM * (1.5 if again else 1) * d.hidden * self.tokens
-        passes += ROTATION * (heads + of_keys) * d.head_dim * seen
+        norms = (4 if d.block == "sandwich" else 2) * d.hidden * self.tokens
+        turned = (heads + of_keys) * d.head_dim
+        if d.latent is not None:
+            norms += (d.latent.q_rank + d.latent.kv_rank) * seen
+            turned = (heads + 1) * d.latent.rope
+        passes = NORM * (1.5 if again else 1) * norms + ROTATION * turned * seen
         found["memory"] = self.passing(passes * self.narrow) * (1 if self.config.model.compile else EAGER)
+        if d.latent is not None:
+            joined = JOINED * (1.5 if again else 1) * 2 * heads * d.head_dim * seen
+            found["memory"] += self.passing(joined * self.narrow)
         if mesh.tp > 1:
             found["tensor"] = (4 + 2 * again) * self.collective(mesh.tp, 1, seen * d.hidden * self.narrow)
         if mesh.cp > 1:
             found["tensor"] += self.around(seen, heads, of_keys, found["attention"])
         return found
 
+    def projections(self) -> list[tuple[float, float]]:
+        """(columns out, columns in) of the products around attention, on a rank of tp."""
+        d, tp = self.dense, self.mesh.tp
+        if d.latent is None:
+            return [((d.heads + 2 * d.kv_heads) * d.head_dim / tp, d.hidden), (d.hidden, d.heads * d.head_dim / tp)]
+        at = d.latent  # each rank of tp makes all latents
+        return [
+            (at.q_rank + at.kv_rank + at.rope, d.hidden),
+            (d.heads * d.head_dim / tp, at.q_rank or d.hidden),
+            (d.heads * (d.head_dim - at.rope + at.value) / tp, at.kv_rank),
+            (d.hidden, d.heads * at.value / tp),
+        ]
+
     def around(self, seen: float, heads: float, of_keys: float, core: float) -> float:
         """What context parallel moves: a ring's keys and values pass under its attention, ulysses' heads do not."""
-        mesh, width = self.mesh, self.dense.head_dim * self.narrow * seen
+        mesh, width = self.mesh, (self.dense.head_dim + self.dense.value_dim) * self.narrow * seen
         if mesh.context == "ulysses":
-            return 2 * self.exchange(mesh.cp, mesh.tp, 2 * (heads + of_keys) * width)
-        return max(0.0, 3 * self.collective(mesh.cp, mesh.tp, 2 * of_keys * width * mesh.cp) - core)
+            return 2 * self.exchange(mesh.cp, mesh.tp, (heads + of_keys) * width)
+        return max(0.0, 3 * self.collective(mesh.cp, mesh.tp, of_keys * width * mesh.cp) - core)
 
     def ffn(self, width: float) -> Parts:
         d, tp = self.dense, self.mesh.tp
@@ -324,7 +344,7 @@ class Clock:
         d, mesh, moe, size = self.dense, self.mesh, self.moe, self.sizes
         layers = dense_layers + moe_layers
         matrices = 3 if d.gated else 2
-        attention = d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads) / mesh.tp
+        attention = sum(out * inner for out, inner in self.projections())
         shared = (moe.shared if moe else 0) * matrices * d.hidden / mesh.tp
         dense = attention * layers + moe_layers * shared
         dense += dense_layers * d.ffn * matrices * d.hidden / mesh.tp

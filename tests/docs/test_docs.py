@@ -169,7 +169,10 @@ def understood(command: str) -> str:
             read(MeasureConfig, "", keys)
             return module
         keys = split(keys)[1] if module == "training.plan" else keys
-        read_config(file, keys)
+        if module == "training.plan" and file.startswith("bench-"):
+            read(bench.BenchConfig, file, keys, bench.READY)
+        else:
+            read_config(file, keys)
     elif module == "training.islands":
         assert words[0] == "serve", command
         read_config(*cli.file_and_words(words[1:]))

@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
     def forward(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, seen: Seen) -> Tensor:
         attended: Tensor
-        x_BSD, attended = self.region(self.attended, x_BSD, cos, sin, seen)
+        x_BSD, attended = self.region(self.attended)(x_BSD, cos, sin, seen)
         if self.block == "parallel":
             return x_BSD + attended + self.scaled(self.ffn(self.ffn_norm(x_BSD)))
         if self.block == "post":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,25 @@ from upcycle.ffn import ACTIVATIONS
 from upcycle.spec import DenseSpec
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x, a weight and a bias
-Region = Callable[..., Any]  # (function, *inputs) -> function(*inputs), kept for backward or computed once more
+# The function to call in place of one: what it makes is kept for backward, or computed once more. No function of ours
+# is around the call: where a graph breaks within, a compiler would make a frame of that, one for inputs of different
+# dimensions, whose sizes are symbols to it; and by a symbol no kernel can be chosen
+Region = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def once(function: Callable[..., Any], *inputs: Any) -> Any:
+def once(function: Callable[..., Any]) -> Callable[..., Any]:
     """The Region that keeps everything for backward."""
-    return function(*inputs)
+    return function
+
+
+def uncompiled(region: Region) -> Region:
+    """The same outside of what is compiled."""
+
+    def run(function: Callable[..., Any], *inputs: Any) -> Any:
+        return region(function)(*inputs)
+
+    alone = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+    return lambda function: partial(alone, function)
 
 
 class Linear(nn.Module):
@@ -98,7 +112,7 @@ class Norm(nn.Module):
         self.gain, self.normed, self.added, self.region = stored_gain, normed, added, once
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.region(self.normed, self, x)
+        y: Tensor = self.region(self.normed)(self, x)
         return y
 
 
@@ -291,12 +305,12 @@ class FeedForward(nn.Module):
         self.region = self.neurons_region = once
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.region(self.whole, x)
+        y: Tensor = self.region(self.whole)(x)
         return y
 
     def whole(self, x: Tensor) -> Tensor:
         gate = None if self.gate is None else self.gate(x)
-        y: Tensor = self.down(self.neurons_region(self.neurons, self.up(x), gate))
+        y: Tensor = self.down(self.neurons_region(self.neurons)(self.up(x), gate))
         return y
 
     def neurons(self, up: Tensor, gate: Tensor | None) -> Tensor:

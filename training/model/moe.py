@@ -48,7 +48,7 @@ class Router(nn.Module):
         self.region = once
 
     def forward(self, x_TD: Tensor) -> Routing:
-        routing: Routing = self.region(self.route, x_TD)
+        routing: Routing = self.region(self.route)(x_TD)
         return routing
 
     def route(self, x_TD: Tensor) -> Routing:
@@ -162,7 +162,7 @@ class MoE(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_TD = x_BSD.flatten(0, 1)
         routing = self.balanced(self.router(x_TD))
-        y_TD: Tensor = self.region(self.routed, x_TD, routing.weight_TK, routing.expert_TK, routing.room)
+        y_TD: Tensor = self.region(self.routed)(x_TD, routing.weight_TK, routing.expert_TK, routing.room)
         return y_TD.view_as(x_BSD)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it knows its layer: a compiler would begin anew in each

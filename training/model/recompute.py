@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,11 +47,11 @@ def recompute_stock(model: Stock, mode: str) -> None:
             block.region = again
 
 
-def again(function: Callable[..., Any], *inputs: Any) -> Any:
+def again(function: Callable[..., Any]) -> Callable[..., Any]:
     """The Region that keeps only its inputs."""
     if torch.compiler.is_compiling():  # the compiler itself leaves out what nobody reads
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -42,7 +42,7 @@ from training.dispatch.nvlink import NVLink
 from training.experts import ExpertWeights
 from training.kernels import updates
 from training.model.decoder import Decoder, Layer
-from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm
+from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm, uncompiled
 from training.model.moe import Experts, MoE, Router, low_rank
 from training.model.recompute import MOVES, recompute, recompute_stock
 from training.model.stock import Stock
@@ -83,7 +83,7 @@ def parallelize(
         for block in moe_blocks(model):
             if mesh.size("ep") * mesh.size("etp") > 1:
                 # the number of rows differs from call to call, and between our kernels there is nothing to fuse
-                block.region = torch.compiler.disable(block.region)  # type: ignore[no-untyped-call]
+                block.region = uncompiled(block.region)
         model.compile_parts()
     shard_data_parallel(model, mesh)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.parallel.models import SPECS
 from tests.parity import tiny
 from training import hardware
 from training.balance import BalanceConfig
+from training.bench import BenchConfig, as_training, spec_of
 from training.config import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch import nvlink
@@ -34,7 +36,8 @@ from training.plan import (
     table,
     why,
 )
-from training.seconds import Seconds
+from training.seconds import Routing, Seconds, step
+from upcycle.config import read
 from upcycle.spec import DenseSpec, MoESpec
 
 CONFIG = TrainConfig(model=ModelConfig(source="none"), data=DataConfig(sequence=32), batch=8, micro_batch=1)
@@ -336,3 +339,26 @@ def test_the_command_with_a_clock_and_the_law(tmp_path: Path, capsys: pytest.Cap
     assert "router.choice=each-slice" in said, "groups with a free router"
     assert main([f"model.source={source}", *words]) == 0
     assert "not upcycled" in capsys.readouterr().out
+
+
+def test_a_config_of_the_bench_is_planned_by_its_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 4096, "num_local_experts": 4,
+             "num_experts_per_tok": 2}  # fmt: skip
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"architecture: {json.dumps({'model_type': 'mixtral', **sizes})}\nsequence: 4096\nbatch: 8\n")
+    rates = {}
+    for routing in ("natural", "balanced"):
+        assert main([str(file), "gpus=2", "hardware=h200", "mesh.ep=2", f"routing={routing}"]) == 0
+        said = capsys.readouterr().out
+        own = next(line for line in said.splitlines() if "(this config)" in line)
+        assert "ep=2" in own and "float32 weights" in said
+        rates[routing] = float(own.split()[1].replace(",", ""))
+    assert rates["balanced"] > rates["natural"]
+    row = read(BenchConfig, str(file), ["mesh.ep=2", "routing=balanced"])
+    seconds = step(spec_of(row), as_training(row, 4), 2, hardware.read("h200"), Routing(0.0, in_turn=True)).total
+    assert rates["balanced"] == pytest.approx(8 * 4096 / seconds, abs=1)
+    assert main([str(file), "gpus=2"]) == 0 and "GB on the fullest" in capsys.readouterr().out
+    for word, says in {"stack=true": "leave stack", "batch=0": "batch is 0", "mesh.ep=3": "try mesh.ep=2"}.items():
+        assert main([str(file), "gpus=2", "hardware=h200", word]) == 2
+        assert says in capsys.readouterr().err

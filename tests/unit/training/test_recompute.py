@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -98,7 +97,7 @@ def test_a_region_around_the_balance_hook_would_be_seen() -> None:
     model, balance = made("moe", "none")
     for layer in model.layers.values():
         assert isinstance(layer, Layer) and isinstance(layer.ffn, MoE)
-        layer.ffn.forward = partial(again, layer.ffn.forward)  # type: ignore[method-assign]
+        layer.ffn.forward = again(layer.ffn.forward)  # type: ignore[method-assign]
     want, counts = step(*made("moe", "none"))
     have, counts_again = step(model, balance)
     assert counts != counts_again
@@ -207,3 +206,23 @@ def test_experts_of_narrow_copies_compile(mode: str) -> None:
     for name, tensor in want.items():
         assert tensor is not None and have[name].dtype == tensor.dtype == torch.float32
         torch.testing.assert_close(have[name], tensor, rtol=0.02, atol=0.02 * float(tensor.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_region_is_no_frame_of_a_compiler(mode: str) -> None:
+    """Where a graph breaks within a half of a layer, as it does around sinks, its region would be compiled for both
+    halves: for inputs of three dimensions and of two. A compiler then takes all sizes for symbols, and a kernel that is
+    chosen by a width cannot be."""
+    dense = replace(DENSE, sinks=True, window=8, window_layers=(0,))
+    model = layout.initialise(Decoder(MoESpec(dense, (0, 1), (12,) * 6, top_k=2, copies=3), experts="reference"))
+    recompute(model, mode)
+    torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    for layer in model.layers.values():
+        layer.compile(backend="eager")
+    for tokens, labels in micro_batches(2):
+        model.loss(tokens, labels).backward()
+    frames = {each.co_name for each in torch._dynamo.utils.get_compilation_metrics()}
+    torch._dynamo.reset()
+    assert mode == "full" or {"attended", "routed"} <= frames, "their graphs break, so they are frames"
+    assert not frames & {"once", "again"}

@@ -20,6 +20,7 @@ from training.balance import BalanceConfig
 from training.config import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.hardware import Hardware, Link
+from training.observe.flops import model_flops
 from training.parallel.mesh import MeshConfig
 from training.plan import main as plan
 from training.seconds import (
@@ -27,6 +28,7 @@ from training.seconds import (
     CLOCK,
     COMPILED,
     EAGER,
+    JOINED,
     NORM,
     PARTIAL,
     RANDOM,
@@ -39,9 +41,10 @@ from training.seconds import (
     step,
 )
 from upcycle.config import read
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.spec import DenseSpec, Latent, MoESpec
 
-PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE, PERFORMANCE = DOCS / "planning.md", DOCS / "performance.md"
 NATURAL, IN_TURN, EVEN = Routing(RANDOM), Routing(0.0, in_turn=True), Routing(0.0, in_turn=True)
 SMOL = DenseSpec(
     family="llama", layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, context=2048, tied=True
@@ -65,11 +68,13 @@ class Row:
 
 
 QWEN, LLAMA, MIXTRAL, QWEN2 = "bench-qwen3-30b", "bench-llama3-8b-e8t2", "bench-mixtral-8x22b", "bench-qwen2-57b"
+DEEPSEEK, GPT_OSS = "bench-deepseek-v3", "bench-gpt-oss-20b"
 HYBRID = " mesh.dispatcher=hybridep"
 SIXTEEN = "mesh.ep=4 batch=16 micro_batch=4 recompute=experts"
 ALL_32 = "mesh.ep=4 batch=8 micro_batch=2 recompute=experts moments=bfloat16 mesh.reshard=true"
 TWELVE = "mesh.ep=4 batch=8 micro_batch=1 layers=12" + HYBRID
 SIX = "layers=6 compile=false batch=8 micro_batch=2"  # all that the search lists for two GPUs, in one process each
+AUTOMODEL = "moments=bfloat16 mesh.dispatcher=deepep"
 FOLDED, COUPLED = "mesh.tp=2 mesh.ep=4", "mesh.tp=2 mesh.ep=2 mesh.etp=2"
 PAPER = "batch=256 capacity=1 mesh.tp=2"
 
@@ -165,10 +170,50 @@ ROWS = [
         ("the same, coupled, alltoall", 11625, COUPLED + " capacity=1"),
     ),
     *of(
+        "check", "h200", 1, DEEPSEEK,
+        ("DeepSeek-V3, 4 layers", 32309, "layers=4 stack=true micro_batch=2"),
+        ("not compiled", 30663, "layers=4 stack=true micro_batch=2 compile=false"),
+    ),
+    *of(
+        "check", "h200", 2, DEEPSEEK,
+        ("DeepSeek-V3, 6 layers, ep 2", 18190, "layers=6 stack=true mesh.ep=2 batch=4 micro_batch=2"),
+    ),
+    *of(
+        "check", "h200", 1, GPT_OSS,
+        ("GPT-OSS-20B, 12 layers", 40096, "layers=12 stack=true batch=2 micro_batch=2"),
+    ),
+    *of(
+        "check", "h200", 2, GPT_OSS,
+        ("GPT-OSS-20B, ep 2", 13007, "mesh.ep=2 optimizer=true moments=bfloat16 batch=4 micro_batch=2"),
+        ("the same, balanced", 13685, "mesh.ep=2 optimizer=true moments=bfloat16 batch=4 micro_batch=2", IN_TURN),
+    ),
+    *of(
         "elsewhere", "h100", 8, QWEN,
         (
             "NeMo Automodel, Qwen3-30B-A3B, balanced", 12040,
-            "mesh.ep=8 mesh.dispatcher=deepep batch=512 micro_batch=4 recompute=full moments=bfloat16", IN_TURN,
+            f"{AUTOMODEL} mesh.ep=8 batch=512 micro_batch=4 recompute=full", IN_TURN,
+        ),
+    ),
+    *of(
+        "elsewhere", "h100", 8, GPT_OSS,
+        ("NeMo Automodel, GPT-OSS-20B, balanced", 13058, f"{AUTOMODEL} mesh.ep=8 batch=256 micro_batch=2", IN_TURN),
+    ),
+    *of(
+        "elsewhere", "h100", 64, "bench-gpt-oss-120b",
+        ("NeMo Automodel, GPT-OSS-120B, balanced", 7626, f"{AUTOMODEL} mesh.ep=64 batch=512 micro_batch=2", IN_TURN),
+    ),
+    *of(
+        "elsewhere", "h100", 256, DEEPSEEK,
+        (
+            "NeMo Automodel, DeepSeek-V3, balanced", 1002,
+            f"{AUTOMODEL} mesh.ep=64 mesh.pp=4 mesh.schedule=interleaved batch=512 micro_batch=1 recompute=full", IN_TURN,
+        ),
+    ),
+    *of(
+        "elsewhere", "h100", 256, "bench-kimi-k2",
+        (
+            "NeMo Automodel, Kimi-K2, balanced", 924,
+            f"{AUTOMODEL} mesh.ep=32 mesh.pp=8 mesh.schedule=interleaved batch=512 micro_batch=1 recompute=full", IN_TURN,
         ),
     ),
     *of(
@@ -217,6 +262,24 @@ def predicted(row: Row) -> tuple[float, Seconds]:
     return asked.batch * asked.sequence / found.total / row.gpus, found
 
 
+def teraflops(row: Row, rate: float) -> float:
+    asked = read(bench.BenchConfig, row.file, row.words.split(), bench.READY)
+    return model_flops(bench.spec_of(asked), asked.sequence) * rate / 1e12
+
+
+def published() -> str:
+    """The table of docs/performance.md that has what others publish of whole models, and what is computed of ours."""
+    lines = ["| whole model | GPUs | published, Automodel | ours, computed | command |", "|---|---|---|---|---|"]
+    for row in ROWS:
+        if not row.what.startswith("NeMo Automodel, "):
+            continue
+        rate, name = predicted(row)[0], row.what.split(", ")[1]
+        mine, theirs = (f"{each:,.0f} = {teraflops(row, each):.0f}" for each in (rate, row.measured))
+        command = f"python -m training.plan {row.file} gpus={row.gpus} hardware={row.card} routing=balanced {row.words}"
+        lines.append(f"| {name} | {row.gpus} {row.card.upper()} | {theirs} | *{mine}* | `{command}` |")
+    return "\n".join(lines)
+
+
 def error(row: Row) -> float:
     return predicted(row)[0] / row.measured - 1
 
@@ -234,8 +297,8 @@ def shown() -> str:
     return "\n".join(lines)
 
 
-def on_page(page: str) -> str:
-    return page[page.index("| step |") : page.index("\n\n", page.index("| step |"))]
+def on_page(page: str, head: str = "| step |") -> str:
+    return page[page.index(head) : page.index("\n\n", page.index(head))]
 
 
 def test_rows_that_were_measured_are_predicted() -> None:
@@ -247,6 +310,7 @@ def test_rows_that_were_measured_are_predicted() -> None:
 
 def test_the_page_has_these_rows() -> None:
     assert on_page(PAGE.read_text()) == shown(), "python -m tests.unit.training.test_seconds writes it anew"
+    assert on_page(PERFORMANCE.read_text(), "| whole model |") == published(), "so it does this one"
 
 
 def test_the_order_of_what_was_measured_in_turn() -> None:
@@ -372,6 +436,32 @@ def test_copies_of_a_model_are_summed_once_a_step() -> None:
     assert few / 1.15 < many < few
 
 
+def test_latents_by_hand() -> None:
+    """Queries and keys of 64, values of 32; every rank of tp makes the latents of 32, and of 48 and the turned 16."""
+    latent = Latent(q_rank=32, kv_rank=48, rope=16, value=32)
+    latents = replace(D, latent=latent)
+    tokens, made, rest = 8 * 64, (32 + 48 + 16) * 256, 4 * 64 * 32 + 4 * (64 - 16 + 32) * 48 + 4 * 32 * 256
+    found, plain, two = of_round(latents), of_round(D), of_round(latents, 2, tp=2)
+    head = CLOCK * 6 * 1024 * 256 * tokens / 1e12
+    ffn = 3 * 256 * 512
+    assert found.products - head == pytest.approx(CLOCK * 6 * 2 * (made + rest + ffn) * tokens / 1e12)
+    assert two.products - head / 2 == pytest.approx(CLOCK * 6 * 2 * (made + (rest + ffn) / 2) * tokens / 1e12)
+    assert found.attention == pytest.approx(CLOCK * 6 * 4 * (64 + 32) * 32 * 2 * tokens / 1e12)
+    # two norms, joined queries and keys; a part of each query and one part of all keys turn, and not each whole head
+    turned = (4 + 1) * 16 - (4 + 4) * 64
+    passes = NORM * (32 + 48) + JOINED * 2 * 4 * 64 + ROTATION * turned
+    more = 2 * passes * tokens * 2 / 1e15
+    weights = 2 * (made + rest - 4 * 256 * 256)
+    # of the optimiser's part alone a matrix more is a matrix more; in `memory`, its sums of four micro-batches too
+    assert found.optimizer - plain.optimizer == pytest.approx(weights * 32 / 1e15)
+    assert found.memory - plain.memory == pytest.approx(more + weights * (10 * 7 + 6) / 1e15)
+    across = Clock(latents, replace(PLAIN, mesh=MeshConfig(cp=2, context="ulysses")), 2, ROUND, EVEN, True)
+    moved = 2 * 4 * (64 + 32) * 64 * 2  # queries and outputs, keys and values, there and back
+    assert across.around(64, 4, 4, 0) == pytest.approx(2 * across.exchange(2, 1, moved))
+    alone = Clock(replace(latents, latent=replace(latent, q_rank=0)), PLAIN, 1, ROUND, EVEN, True)
+    assert alone.projections()[:2] == [(48 + 16, 256), (4 * 64, 256)], "queries of the hidden states themselves"
+
+
 def test_a_token_crosses_to_a_node_once() -> None:
     """By a dispatcher that copies for no two experts of a node; alltoall sends a row for each choice."""
     card = replace(ROUND, rows={"alltoall": (100, 0), "hybridep": (100, 10)})
@@ -485,6 +575,8 @@ def test_a_machines_own_file(
 def main() -> None:
     page = PAGE.read_text()
     PAGE.write_text(page.replace(on_page(page), shown()))
+    page = PERFORMANCE.read_text()
+    PERFORMANCE.write_text(page.replace(on_page(page, "| whole model |"), published()))
     for row in ROWS:
         parts = " ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in vars(predicted(row)[1]).items())
         print(f"{row.what:64} {row.card} {row.gpus:4} {error(row):+7.1%}  {parts}")
