@@ -336,7 +336,8 @@ def check_free(folder: Path, size: int, count: int = 1) -> None:
 
 def write_shard(path: Path, own: Sequence[Piece], staged: Mapping[str, Tensor]) -> bytes:
     """Writes a shard front to back, hashed on the way; it is on the disk when this returns. Returns its lines of the
-    manifest: of the file, and of each piece the tensor's name, its entry, how many numbers it has, and the piece."""
+    manifest: of the file, and of each piece the tensor's name, its entry, how many numbers it and the whole have, and the
+    piece."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at, own = 0, sorted(own, key=lambda piece: -piece.dtype.itemsize)  # so that each is aligned
     for piece in own:
@@ -363,7 +364,8 @@ def write_shard(path: Path, own: Sequence[Piece], staged: Mapping[str, Tensor]) 
         start = 8 + len(head) + table[piece.key]["data_offsets"][0]
         place = {"file": path.name, "start": start, "offset": piece.offset, "shape": piece.shape}
         entry = encode({"dtype": plain(piece.dtype), "shape": piece.size})
-        lines.append(b"\t".join([encode(piece.name), entry, b"%d" % math.prod(piece.shape), encode(place)]))
+        counts = b"%d\t%d" % (math.prod(piece.shape), math.prod(piece.size))
+        lines.append(b"\t".join([encode(piece.name), entry, counts, encode(place)]))
     return b"\n".join(lines)
 
 
@@ -378,16 +380,17 @@ def joined(facts: Mapping[str, Any], every: Sequence[bytes]) -> bytes:
     """The manifest, of what each rank's write_shard has returned. Nothing of it is parsed: of a thousand ranks there
     are a million pieces."""
     files, pieces = [], dict[tuple[bytes, bytes], list[bytes]]()
-    filled: Counter[tuple[bytes, bytes]] = Counter()
+    missing: Counter[tuple[bytes, bytes]] = Counter()  # numbers of a tensor that no piece has
     for lines in filter(None, every):
         file, *rest = lines.split(b"\n")
         files.append(file)
         for line in rest:
-            name, entry, count, place = line.split(b"\t")
-            pieces.setdefault((name, entry), []).append(place)
-            filled[name, entry] += int(count)
-    for (name, entry), numbers in filled.items():
-        if numbers != math.prod(json.loads(entry)["shape"]):
+            name, entry, count, whole, place = line.split(b"\t")
+            held = pieces.setdefault((name, entry), [])
+            missing[name, entry] += (0 if held else int(whole)) - int(count)
+            held.append(place)
+    for (name, _), numbers in missing.items():
+        if numbers:
             raise ValueError(f"what the ranks hold of {name.decode()} does not fill it; shard it as its placements say")
     if len({name for name, _ in pieces}) < len(pieces):
         raise ValueError("ranks hold tensors of one name and different shapes or types; give them names of their own")

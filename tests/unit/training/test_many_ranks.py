@@ -125,7 +125,7 @@ def test_ranks_lines_are_a_manifest(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="does not fill it"):
             storage.joined({"step": 3}, bad)
     with pytest.raises(ValueError, match="one name and different shapes"):
-        storage.joined({"step": 3}, [*every, every[0].split(b"\n")[0] + b'\n"b"\t{"dtype":"int8","shape":[]}\t1\t{}'])
+        storage.joined({}, [*every, every[0].split(b"\n")[0] + b'\n"b"\t{"dtype":"int8","shape":[]}\t1\t1\t{}'])
 
 
 def test_each_rank_judges_its_share_of_a_manifest(tmp_path: Path) -> None:
