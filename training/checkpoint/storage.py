@@ -336,8 +336,8 @@ def check_free(folder: Path, size: int, count: int = 1) -> None:
 
 def write_shard(path: Path, own: Sequence[Piece], staged: Mapping[str, Tensor]) -> bytes:
     """Writes a shard front to back, hashed on the way; it is on the disk when this returns. Returns its lines of the
-    manifest: of the file, and of each piece the tensor's name, its entry, how many numbers it and the whole have, and the
-    piece."""
+    manifest: of the file, and of each piece the tensor's name, its entry, how many numbers it and the whole
+    tensor have, and the piece."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at, own = 0, sorted(own, key=lambda piece: -piece.dtype.itemsize)  # so that each is aligned
     for piece in own:
