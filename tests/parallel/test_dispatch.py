@@ -247,9 +247,10 @@ def test_a_plan_asks_the_device_once_and_with_room_not_at_all() -> None:
     assert run(4, values_asked_for, 10) == [[]] * 4
 
 
-def nvlink_alone(rank: int, world: int) -> tuple[list[str], int, Tensor, list[str]]:
-    """What is asked of the device in a training dispatch, forward and backward; of one with memory for too few rows how
-    many were computed and which tokens are nan; and what it says of that, asked twice."""
+def nvlink_alone(rank: int, world: int) -> tuple[tuple[int, int], int, Tensor, list[str]]:
+    """Of a training dispatch, forward and backward, which asks the device nothing, how many of this rank's choices were kept
+    and how many rows came; of one with memory for too few rows how many were computed and which tokens are nan; and
+    what it says of that, asked twice."""
     dispatcher, asked = made("nvlink", ParallelMesh(MeshConfig(ep=2))), []
     assert isinstance(dispatcher, NVLink)
     data, narrow = data_of(rank, "dropped"), data_of(rank, "one_rank")
@@ -264,15 +265,17 @@ def nvlink_alone(rank: int, world: int) -> tuple[list[str], int, Tensor, list[st
         for name in ("tolist", "item", "__int__", "__bool__", "__index__"):
             plain = getattr(Tensor, name)
             patch.setattr(Tensor, name, lambda self, name=name, plain=plain: (asked.append(name), plain(self))[1])
-        there_and_back(data)
+        came = there_and_back(data)[0].count_E
     assert dispatcher.trouble() == "" and not asked
+    kept = int((data.weight_TK != 0).sum()), int(came.sum())
     dispatcher.arrivals = 1.5  # and all rows go to one rank: 2 times as many
     sent, y_TD = there_and_back(narrow)
-    return asked, int(sent.count_E.sum()), y_TD.isnan().any(1), [dispatcher.trouble(), dispatcher.trouble()]
+    return kept, int(sent.count_E.sum()), y_TD.isnan().any(1), [dispatcher.trouble(), dispatcher.trouble()]
 
 
 def test_nvlink_asks_the_device_nothing_and_says_what_found_no_memory() -> None:
-    (_, none, lost, nothing), (_, rows, also_lost, said) = run(2, nvlink_alone)
+    (first, none, lost, nothing), (second, rows, also_lost, said) = run(2, nvlink_alone)
+    assert first[0] + second[0] == first[1] + second[1], "dropped choices do not travel"
     assert none == 0 and rows == 45 and nothing == ["", ""]
     # the last 15 of 60 rows, which are the last expert's: five of the first rank's tokens, and all of the second's
     assert lost.tolist() == [False] * 5 + [True] * 5 and also_lost.all()

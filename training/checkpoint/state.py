@@ -545,14 +545,13 @@ class Checkpoints:
 
 
 @contextmanager
-def first_reason(alone: int | None = None) -> Iterator[None]:
-    """Context that raises the first reason of DCP's exception, a table of tracebacks by rank. `alone`: the rank
-    that works without the others, which DCP calls 0."""
+def first_reason(rank: int) -> Iterator[None]:
+    """Context that raises the reason of DCP's exception, a table of tracebacks by rank, on a rank that works without
+    the others, which DCP calls 0."""
     try:
         yield
     except CheckpointException as error:
-        rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        rank = rank if alone is None else alone
+        reason, _ = next(iter(error.failures.values()))
         if isinstance(reason, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         if isinstance(reason, OSError | ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,36 @@ def test_of_many_that_hold_a_piece_one_writes_it() -> None:
     wrote = [key for own, mask in zip(keys, writes, strict=True) for key in own[mask]]
     assert sorted(wrote) == sorted(set(np.concatenate(keys).tolist()))
     assert [len(mask) for mask in writes] == [40] * 16 and max(mask.sum() for mask in writes) < 12, "spread over ranks"
+
+
+def test_who_writes_is_found_anew_when_any_rank_holds_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a stage thaws what had no moments; and is not asked again while nothing changes."""
+    others, asked = [["x", "y"]], [0]
+
+    def pieces(names: Sequence[str]) -> list[storage.Piece]:
+        return [storage.Piece(name, torch.float32, (2,), (0,), (2,)) for name in names]
+
+    def exchanged(keys: storage.Keys, group: object) -> list[storage.Keys]:
+        asked[0] += 1
+        return [keys, storage.digests(pieces(others[-1]))]
+
+    changed = [True]
+    monkeypatch.setattr(storage, "gather", lambda value, group: [value, changed[-1]])
+    monkeypatch.setattr(storage, "exchanged", exchanged)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    owners = storage.Owners("of two")  # type: ignore[arg-type]
+
+    def names(held: Sequence[str]) -> set[str]:
+        return {piece.name for piece in owners.own(pieces(held))}
+
+    both = names("xyz")
+    assert "z" in both and asked == [1]
+    changed.append(False)
+    assert names("xyz") == both and asked == [1]
+    assert "w" in names("xyw") and asked == [2], "this rank holds another one"
+    changed.append(True)
+    others.append(["w", "z"])
+    assert {"x", "y"} <= names("xyw") and asked == [3], "the other rank does"
 
 
 def test_ranks_lines_are_a_manifest(tmp_path: Path) -> None:
