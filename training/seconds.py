@@ -51,6 +51,8 @@ COMPILED = 0.5  # of a layer's host time with model.compile; an estimate
 # What the host does besides in a layer and micro-batch, of a MoE layer's host time: FSDP's hooks around its units (a
 # MoE layer took 9.5 ms with them and 5 without, `measure` on 2 H200), and what tp and cp send (six mappings on those)
 HOOKS, OVER_TP, OVER_CP = 0.8, 0.15, 0.4
+# A capacity's mask, of a MoE layer's host time: 100 of 1,731 of torch's calls forward and backward, on two CPU ranks
+DROPPING = 0.06
 WAIT = 0.05  # of a MoE layer's host time is launched anew after each dispatch that the host waits for: 25 ms in 24
 # Passes over data in elements, forward and backward: a norm with its residual addition, rotation and head norm, an
 # activation (9 with what is made again), and over logits the products, the loss and its gradient
@@ -184,6 +186,7 @@ class Clock:
         more = HOOKS * (self.sizes["dp_shard"] * self.mesh.cp * self.mesh.tp > 1)
         more += OVER_TP * (self.mesh.tp > 1) + OVER_CP * (self.mesh.cp > 1)
         beside = more * self.card.host[1] * (dense + moe)
+        beside += DROPPING * self.card.host[1] * moe * (self.config.balance.capacity_factor > 0)
         host = (eager * (COMPILED if self.config.model.compile else 1) + beside) * self.count / 1e3
         if not self.replayed:
             total["host"] = (compute**TURNS + host**TURNS) ** (1 / TURNS) - compute

@@ -32,6 +32,7 @@ from training.seconds import (
     ACTIVATION,
     CLOCK,
     COMPILED,
+    DROPPING,
     EAGER,
     JOINED,
     NORM,
@@ -537,6 +538,9 @@ def test_a_slow_host() -> None:
     assert waits.total == pytest.approx(2 * 8, rel=0.01) and waits.host > 0.99 * (16 - fast)
     compiled = replace(PLAIN, model=ModelConfig(source="x", compile=True, graph=False))
     assert step(M, compiled, 1, card).total == pytest.approx(2 * 8 * 2 * COMPILED, rel=0.01)
+    half = replace(M, layers=(0,))  # only its MoE layer has a mask
+    more = replace(compiled, balance=BalanceConfig(capacity_factor=1.0))
+    assert step(half, more, 1, card, EVEN).total == pytest.approx(8 * ((1 + 2) * COMPILED + 2 * DROPPING), rel=0.01)
 
 
 ALONE = replace(PLAIN, model=ModelConfig(source="x"))  # on one GPU: recorded
