@@ -65,7 +65,7 @@ class _Experts(torch.autograd.Function):
             up_a, up_b, down_a, down_b = adapters
             h_RH.add_(products(products(x_RD, up_a, ends_E), up_b.transpose(1, 2), ends_E), alpha=low)
         if up_bias_EH is not None:
-            add_biases(h_RH, up_bias_EH, ends_E)
+            h_RH += of_rows(up_bias_EH, ends_E, len(x_RD))
         ctx.save_for_backward(x_RD, weight_R, ends_E, up_EHD, down_EDF, down_bias_ED, h_RH, *adapters)
         ctx.options, ctx.low = (activation, gated), low
         if recomputed():
@@ -75,7 +75,7 @@ class _Experts(torch.autograd.Function):
         if low:
             y_RD.add_(products(products(a_RF, down_a, ends_E), down_b.transpose(1, 2), ends_E), alpha=low)
         if down_bias_ED is not None:
-            add_biases(y_RD, down_bias_ED, ends_E, weight_R)
+            y_RD += weight_R[:, None] * of_rows(down_bias_ED, ends_E, len(x_RD))
         return swiglu.zero_tail(y_RD, ends_E)
 
     @staticmethod
@@ -107,7 +107,9 @@ class _Experts(torch.autograd.Function):
         d_up_bias_EH = row_sums(d_h_RH, torch.ones_like(weight_R), ends_E) if needs_up_bias else None
         d_down_bias_ED = row_sums(d_y_RD, weight_R, ends_E) if needs_down_bias else None
         if down_bias_ED is not None:
-            d_weight_R += torch.where(swiglu.live(ends_E, len(x_RD)), times_biases(d_y_RD, down_bias_ED, ends_E), 0)
+            wide = torch.promote_types(d_y_RD.dtype, torch.float32)
+            share_R = (d_y_RD.to(wide) * of_rows(down_bias_ED, ends_E, len(x_RD))).sum(1)
+            d_weight_R += torch.where(swiglu.live(ends_E, len(x_RD)), share_R, 0)
         return d_x_RD, d_weight_R, None, d_up_EHD, d_down_EDF, d_up_bias_EH, d_down_bias_ED, None, None, None, *learned
 
 
@@ -149,34 +151,13 @@ def aligned(tensor: Tensor) -> bool:
     return all(s == 1 or s * tensor.element_size() % ALIGNED == 0 for s in tensor.stride())
 
 
-# Biases are rare in experts, so they have no place in the kernels. Each row's is found by a product with all experts',
-# which are few: one pass over the rows, where a copy of the biases for each row took three.
+# Biases are rare in experts, so they cost a pass of their own instead of a place in every kernel.
 
 
-def owners(ends_E: Tensor, rows: int) -> Tensor:
-    """Each row's expert, (R, 1). Rows of no expert get the last one; nobody reads them."""
+def of_rows(bias_EN: Tensor, ends_E: Tensor, rows: int) -> Tensor:
+    """The bias for each row, that of its expert. Rows of no expert get the last expert's; nobody reads them."""
     index_R = torch.searchsorted(ends_E, torch.arange(rows, dtype=torch.int32, device=ends_E.device), right=True)
-    return index_R.clamp_(max=len(ends_E) - 1)[:, None]
-
-
-def add_biases(y_RN: Tensor, bias_EN: Tensor, ends_E: Tensor, weight_R: Tensor | None = None) -> None:
-    """Adds to each row its expert's bias, times the row's weight."""
-    share_RE, owner_R1 = y_RN.new_zeros(len(y_RN), len(bias_EN)), owners(ends_E, len(y_RN))
-    if weight_R is None:
-        share_RE.scatter_(1, owner_R1, 1)
-    else:
-        share_RE.scatter_(1, owner_R1, weight_R[:, None].to(y_RN.dtype))
-    y_RN.addmm_(share_RE, bias_EN)
-
-
-def times_biases(d_y_RD: Tensor, bias_ED: Tensor, ends_E: Tensor) -> Tensor:
-    """Each row's product with its expert's bias, (R,), in float32 at least."""
-    wide = torch.promote_types(d_y_RD.dtype, torch.float32)
-    if d_y_RD.is_cuda and d_y_RD.dtype == torch.bfloat16:
-        every_RE = torch.mm(d_y_RD, bias_ED.t(), out_dtype=wide)
-    else:
-        every_RE = d_y_RD.to(wide) @ bias_ED.to(wide).t()
-    return every_RE.gather(1, owners(ends_E, len(d_y_RD)))[:, 0]
+    return bias_EN[index_R.clamp_(max=len(bias_EN) - 1)]
 
 
 def row_sums(d_RN: Tensor, weight_R: Tensor, ends_E: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ def rows_of_the_wrong_expert(x: Tensor, weight: Tensor, count: Tensor, w: Expert
 def bias_without_weight(x: Tensor, weight: Tensor, count: Tensor, w: ExpertWeights, activation: str) -> Tensor:
     assert w.down_bias_ED is not None
     y = grouped.experts(x, weight, count, replace(w, down_bias_ED=None), activation)
-    return y + w.down_bias_ED[grouped.owners(count.cumsum(0), len(x))[:, 0]]
+    return y + grouped.of_rows(w.down_bias_ED, count.cumsum(0), len(x))
 
 
 def weight_before_the_activation(x: Tensor, weight: Tensor, count: Tensor, w: ExpertWeights, activation: str) -> Tensor:

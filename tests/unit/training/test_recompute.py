@@ -82,7 +82,7 @@ def test_gradients_and_counts_are_those_without(shape: str, balance: str, mode: 
 @pytest.mark.parametrize("shape", ["moe", "moe, shared, sigmoid, one dense layer"])
 def test_experts_second_product_is_not_made_again(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for name in ("products", "add_biases"):
+    for name in ("products", "of_rows"):
         function = getattr(grouped, name)
         monkeypatch.setattr(grouped, name, lambda *a, f=function, n=name: (calls.append(n), f(*a))[1])
     step(*made(shape, "none", experts="grouped"))
