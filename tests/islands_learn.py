@@ -17,6 +17,7 @@ falls towards that end.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import json
@@ -47,6 +48,7 @@ from training.islands.places import Layout
 from training.islands.sparse import Sparse
 from training.observe.plots import COLORS
 from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.record import stepping
 from training.schedule import ScheduleConfig, schedule
 from training.step import train_step, validate
 from upcycle import plugin
@@ -70,6 +72,7 @@ class Size:
     copies: int = 8
     sequence: int = 128
     batch: int = 8  # sequences of an island's step
+    micro: int = 0  # of a micro-batch; 0: all of them
     steps: int = 800  # of all islands together
     base: int = 600  # of the dense model, of 8 such batches each
     held: int = 12000  # tokens of each held-out set
@@ -119,7 +122,7 @@ class Runner:
             "sequence": self.size.sequence, "seed": seed, "mask_documents": False,
         }  # fmt: skip
         given = {
-            "model": {"compute": self.size.compute, **model}, "data": data, "batch": batch, "micro_batch": self.size.batch,
+            "model": {"compute": self.size.compute, **model}, "data": data, "batch": batch, "micro_batch": self.size.micro or self.size.batch,
             "optim": {"weight_decay": 0.0}, "seed": seed, "device": self.device.type,
         }  # fmt: skip
         found: TrainConfig = built(TrainConfig, given, "")
@@ -154,7 +157,7 @@ class Runner:
 
     def loss(self, learner: build.Learner) -> float:
         """Mean over the held-out sets."""
-        config = replace(learner.config, batch=32, micro_batch=32)
+        config = replace(learner.config, batch=16, micro_batch=16)
         valid = open_validation(config.data, learner.model.dense.vocab)
         found = validate(replace(learner, config=config), valid, lambda: None)
         return statistics.fmean(found[f"valid/{name}/loss"] for name in self.size.valid.split(","))
@@ -169,6 +172,7 @@ class One:
         seeds = [config.data.seed + OTHER * (number + k) for k in range(islands)]
         self.samples = [open_training(replace(config.data, seed=seed), self.origin.dense.vocab) for seed in seeds]
         self.cursors, self.turn = [0] * islands, 0
+        self.make = stepping(self.learner, train_step)  # recorded on a GPU; what is put into it lies where it lay
         self.named = dict(sorted((n, p) for n, p in self.learner.model.named_parameters() if p.requires_grad))
         assert self.learner.optimizer is not None
         self.live = list(self.learner.optimizer.state_dict().values())
@@ -184,7 +188,7 @@ class One:
         for _ in range(config.batch // config.micro_batch):
             batches.append(self.samples[island].batch(self.cursors[island], config.micro_batch))
             self.cursors[island] += config.micro_batch
-        train_step(self.learner, batches, rate)
+        self.make(batches, rate)
 
     @torch.no_grad()
     def vector(self) -> Tensor:
@@ -378,6 +382,8 @@ ARMS = (
     Arm("error feedback, 1.4 % both ways", every=5),
     Arm("error feedback, 0.45 %", every=10, share=0.0045, answer=0.0),
     Arm("error feedback, 12 %", every=10, share=0.12, answer=0.0),
+    Arm("error feedback, 1.4 %, gain 0.375", every=10, answer=0.0, gain=0.375),
+    Arm("DiLoCo, Nesterov 1 / 0.3", rule="diloco", answer=0.0, rate=1.0, outer=0.3),
 )
 
 
@@ -407,6 +413,37 @@ def following(tuned: Sequence[Arm], seeds: Sequence[int], seconds: float) -> lis
     return [replace(arm, seconds=seconds, seed=seeds[0]) for arm in late if seconds] + found
 
 
+def together(
+    rates: dict[int, list[float]], again: Sequence[int], groups: Sequence[int], seeds: Sequence[int], first: int
+) -> tuple[list[tuple[int, Arm]], Any]:
+    """Tuning and what follows in one go: (what is asked at once, what follows on the rows that are there), each arm with
+    how soon it is wanted. Seeds of an arm follow when all its rates are known: before the rates of arms beyond `first`."""
+    asked = [
+        (place if place < first else 100 + place, replace(ARMS[number], peak=peak, seed=seeds[0]))
+        for place, (number, peaks) in enumerate(rates.items())
+        for peak in peaks
+    ]
+    told = set()
+
+    def follows(rows: Sequence[dict[str, Any]]) -> list[tuple[int, Arm]]:
+        found = []
+        for number in dict.fromkeys((*again, *groups)):
+            name = ARMS[number].name
+            own = [row for row in rows if row["name"] == name and row["seed"] == seeds[0] and row["model"] == "copies"]
+            if name in told or len(own) < len(rates[number]) or all("error" in row for row in own):
+                continue
+            told.add(name)
+            peak = min((row for row in own if "error" not in row), key=lambda row: row["flushed"])["peak"]
+            arm = replace(ARMS[number], peak=peak)
+            if number in again:
+                found += [(50 + place, replace(arm, seed=seed)) for place, seed in enumerate(seeds[1:])]
+            if number in groups:
+                found += [(60 if seed == seeds[0] else 200, replace(arm, seed=seed, model="groups")) for seed in seeds]
+        return found
+
+    return asked, follows
+
+
 def work(place: int, size: Size, tokens: Path, folder: Path, device: str, arms: Any, rows: Any) -> None:
     torch.set_num_threads(1)
     while not size.source and not (folder / "dense" / "config.json").exists():
@@ -417,6 +454,7 @@ def work(place: int, size: Size, tokens: Path, folder: Path, device: str, arms: 
             rows.put(run(runner, arm))
         except Exception as error:  # one arm that fails is told, and the others go on
             rows.put({**asdict(arm), "error": repr(error)[:500]})
+        gc.collect()  # a learner is in a circle with its hooks, and a recorded step has memory of its own
         if device.startswith("cuda"):
             torch.cuda.empty_cache()
 
@@ -491,6 +529,12 @@ def main() -> None:
     count = int(words.pop("workers", "1"))
     until = float(words.pop("until", "0"))
     tuned = words.pop("tuned", "")
+    rates = {
+        int(number): [float(peak) for peak in given.split(",")]
+        for number, given in (one.split(":") for one in words.pop("rates", "").split(";") if one)
+    }
+    again, groups = ([int(n) for n in words.pop(key, "").split(",") if n] for key in ("again", "groups"))
+    first = int(words.pop("first", "100"))
     devices = words.pop("devices", "cpu").split(",")
     size = SMALL if words.pop("size", "") == "small" else Size()
     kinds = {field.name: type(getattr(size, field.name)) for field in fields(size)}
@@ -500,28 +544,40 @@ def main() -> None:
         base(Runner(size, tokens, folder, devices[0]))
         return
     with workers(count, devices, size, tokens, folder) as (arms, rows), open(folder / "rows.jsonl", "a") as file:
-        asked = tuning(peaks, seeds[0])
-        if tuned:
-            known = [json.loads(line) for line in Path(tuned).read_text().splitlines()]
-            asked = following(best(known), seeds, until)
-        asked = [arm for arm in asked if not taken or arm.name in taken]
-        for arm in asked:
-            arms.put(arm)
+        asked: list[tuple[int, Arm]] = []
+        follows: Any = lambda rows: []  # noqa: E731
+        if rates:
+            asked, follows = together(rates, again, groups, seeds, first)
+        else:
+            known = [json.loads(line) for line in Path(tuned).read_text().splitlines()] if tuned else []
+            plain = following(best(known), seeds, until) if tuned else tuning(peaks, seeds[0])
+            asked = [(0, arm) for arm in plain if not taken or arm.name in taken]
         if not size.source and not (folder / "dense" / "config.json").exists():
             base(Runner(size, tokens, folder, devices[0]))
         every: list[dict[str, Any]] = []
-        while len(every) < len(asked) and time.monotonic() - began < limit:
+        out, total = 0, len(asked)
+        while (asked or out) and time.monotonic() - began < limit:
+            asked.sort(key=lambda pair: pair[0])
+            while asked and out < count:
+                arms.put(asked.pop(0)[1])
+                out += 1
             try:
                 row = rows.get(timeout=1.0)
             except queue.Empty:
                 continue
+            out -= 1
             every.append(row)
+            new = follows(every)
+            asked, total = asked + new, total + len(new)
             file.write(json.dumps(row) + "\n")
             file.flush()
             said = row.get("error") or f"{row['loss']:.4f} {row['flushed']:.4f}  wall {row['wall']:.0f}"
             print(f"{time.monotonic() - began:.0f} s  {row['name']}, {row['model']} {row['seed']}, peak {row['peak']:g}, H {row['every']}, "
                   f"{row['seconds']:.0f} s: {said}", flush=True)  # fmt: skip
-    print(f"{len(every)} of {len(asked)} arms in {time.monotonic() - began:.0f} s")
+            if len(every) % 6 == 0:
+                print(table(every), flush=True)
+        print(table(every), flush=True)
+    print(f"{len(every)} of {total} arms in {time.monotonic() - began:.0f} s")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
