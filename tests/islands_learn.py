@@ -118,13 +118,21 @@ class Runner:
         self.ones: dict[tuple[str, int], One] = {}  # what has learned before, and learns anew: its step is recorded
 
     def one(self, arm: Arm, batch: int, islands: int = 1) -> One:
-        """As it is before its first step, with the arm's seed."""
+        """As it is before its first step, with the arm's seed. Of one kind of model at a time."""
         config, kind = self.config(self.moe(arm), batch, arm.seed), (arm.model, batch)
+        if any(model != arm.model for model, _ in self.ones):
+            self.forget()  # a recorded step keeps its memory, and other processes need it
         if kind in self.ones:
             self.ones[kind].renew(config)
         else:
             self.ones[kind] = One(self, config, islands)
         return self.ones[kind]
+
+    def forget(self) -> None:
+        self.ones.clear()
+        gc.collect()  # a learner is in a circle with its hooks
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def config(self, model: dict[str, Any], batch: int, seed: int) -> TrainConfig:
         data = {
@@ -503,11 +511,8 @@ def work(place: int, size: Size, tokens: Path, folder: Path, device: str, arms: 
         try:
             rows.put((place, run(runner, arm)))
         except Exception as error:  # one arm that fails is told, and the others go on
-            runner.ones.clear()
             rows.put((place, {**asdict(arm), "error": repr(error)[:500]}))
-        gc.collect()  # a learner is in a circle with its hooks, and a recorded step has memory of its own
-        if device.startswith("cuda"):
-            torch.cuda.empty_cache()
+            runner.forget()
 
 
 def base(runner: Runner) -> None:

@@ -39,11 +39,16 @@ def test_what_a_process_has_learned_before_changes_no_bit_of_a_row(place: Path, 
     one = runner(place, tmp_path)
     rows = [told(run(one, arm)) for arm in arms]
     assert len(one.ones) == 2, "islands share a model, and so do big runs"
+    assert any(each.learner.balance.load.total_NE.any() for each in one.ones.values())
     again = [told(run(one, arm)) for arm in arms]
     assert again == rows
     alone = [told(run(runner(place, tmp_path), arm)) for arm in arms[1:]]
     assert alone == rows[1:]
     assert len({row["loss"] for row in rows}) == len(rows)
+    used = one.one(arms[0], 2, 4)
+    assert used in one.ones.values() and not used.learner.balance.load.total_NE.any()
+    other = one.one(replace(arms[0], model="groups"), 2, 4)
+    assert list(one.ones.values()) == [other], "of one kind at a time"
 
 
 def test_steps_are_whole_exchanges_of_all_islands() -> None:
