@@ -45,6 +45,7 @@ from training.islands import wire
 from training.islands.config import IslandsConfig
 from training.islands.island import OTHER, Island
 from training.islands.places import Layout
+from training.islands.rules import diloco
 from training.islands.sparse import Sparse
 from training.observe.plots import COLORS
 from training.parallel.mesh import MeshConfig, ParallelMesh
@@ -280,8 +281,6 @@ class Islands:
         self.one = runner.one(arm, runner.size.batch, len(SPEEDS))
         model = self.one.learner.model
         self.rule = plugin.load("training.islands.rules", arm.rule)
-        if arm.rule == "diloco":
-            self.rule.RATE, self.rule.MOMENTUM = arm.rate, arm.outer
         self.keeps = self.rule.KEEPS and arm.keep
         self.layout = Layout({name: tuple(p.shape) for name, p in self.one.named.items()})
         start = self.one.vector()
@@ -407,11 +406,23 @@ def check(size: Size, arm: Arm) -> None:
         )
 
 
+@contextmanager
+def outer(arm: Arm) -> Iterator[None]:
+    """Context in which DiLoCo's outer step is the arm's."""
+    before = diloco.RATE, diloco.MOMENTUM
+    diloco.RATE, diloco.MOMENTUM = arm.rate, arm.outer
+    try:
+        yield
+    finally:
+        diloco.RATE, diloco.MOMENTUM = before
+
+
 def run(runner: Runner, arm: Arm) -> dict[str, Any]:
     check(runner.size, arm)
     began = time.monotonic()
     torch.manual_seed(arm.seed)
-    found = Islands(runner, arm).run() if arm.rule else whole(runner, arm)
+    with outer(arm):
+        found = Islands(runner, arm).run() if arm.rule else whole(runner, arm)
     return {**asdict(arm), **found, "wall": time.monotonic() - began}
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.islands_learn import ARMS, MAIN, SMALL, Arm, Runner, Size, check, run, together
 from tests.unit.training.test_train import place
+from training.islands.rules import diloco
 
 __all__ = ["place"]  # a fixture
 
@@ -42,6 +43,7 @@ def test_what_a_process_has_learned_before_changes_no_bit_of_a_row(place: Path, 
     assert any(each.learner.balance.load.total_NE.any() for each in one.ones.values())
     again = [told(run(one, arm)) for arm in arms]
     assert again == rows
+    assert (diloco.RATE, diloco.MOMENTUM) == (0.7, 0.9), "as other tests expect them"
     alone = [told(run(runner(place, tmp_path), arm)) for arm in arms[1:]]
     assert alone == rows[1:]
     assert len({row["loss"] for row in rows}) == len(rows)
