@@ -44,6 +44,8 @@ def processes(
         kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     own = torch.device(kind)
     if own.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device is {device} and this machine has none; write device=cpu, or leave it out")
         torch.cuda.set_device(own)
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         check_alike(settings or {})
