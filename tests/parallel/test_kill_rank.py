@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.parallel.ranks import run as run_ranks
 from tests.parallel.runs import on_rank
 from tests.parallel.test_run import folder_of, rows, words
@@ -92,10 +94,11 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_no_rank_outlives_its_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_rank_outlives_its_torchrun(world: int, tmp_path: Path) -> None:
     (tmp_path / "deaf.py").write_text(DEAF)
-    files = [tmp_path / str(rank) for rank in range(2)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    files = [tmp_path / str(rank) for rank in range(world)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     run = subprocess.Popen([*torchrun, str(tmp_path / "deaf.py"), str(tmp_path)], cwd=ROOT, env=environment)
     pids = list[int]()

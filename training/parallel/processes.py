@@ -47,11 +47,11 @@ def processes(
         if not torch.cuda.is_available():
             raise ValueError(f"device is {device} and this machine has none; write device=cpu, or leave it out")
         torch.cuda.set_device(own)
+    end_with_torchrun()
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         check_alike(settings or {})
         yield own
         return
-    end_with_torchrun()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else to every peer at once, in each of its groups
     make_room(int(os.environ["WORLD_SIZE"]))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

@@ -19,14 +19,14 @@ import torch
 
 from training import bench, hardware, measure
 from training.balance import BalanceConfig
-from training.config import ModelConfig, TrainConfig
+from training.config import ModelConfig, Stage, TrainConfig
 from training.data.mixture import DataConfig
 from training.hardware import Hardware, Link
 from training.islands.config import IslandsConfig
 from training.observe.flops import model_flops
 from training.parallel.mesh import MeshConfig
+from training.plan import lasting, ranked, seconds_of
 from training.plan import main as plan
-from training.plan import ranked, seconds_of
 from training.record import MOST, obstacle
 from training.seconds import (
     ACTIVATION,
@@ -586,6 +586,8 @@ def test_a_plan_knows_how_much_a_recorded_step_takes(monkeypatch: pytest.MonkeyP
         _, own = ranked(D, ALONE, 1, card)
         assert (own.seconds.host > 0) == waits
         assert seconds_of(D, ALONE, 1, card) == own.seconds.total
+        long = lasting(Stage(1, "", 0, replace(ALONE, steps=3_600_000)), D, 1, card)
+        assert long.endswith(f" {1000 * own.seconds.total:,.1f} hours")
 
 
 def test_copies_of_a_token() -> None:
