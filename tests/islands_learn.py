@@ -733,14 +733,15 @@ def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
     """Held-out loss of copies: by steps, at each arm's best rate; and by seconds over the slowest link."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4), layout="constrained")
     tuned = {
         arm.name: arm.peak
         for arm in best([row for row in rows if row["model"] == "copies" and not row["seconds"] and not row["seed"]])
     }
     panels = (("Equal tokens", "steps of all islands", 0, 0.0), ("0.1 Gb/s", "seconds, counted", 1, LINKS[0]))
-    for number, (title, label, at, link) in enumerate(panels, 1):
-        axes = figure.add_subplot(1, 2, number)
+    shown = len(panels) if any(row["seconds"] for row in rows if "error" not in row) else 1
+    figure = Figure(figsize=(5.5 * shown, 4), layout="constrained")
+    for number, (title, label, at, link) in enumerate(panels[:shown], 1):
+        axes = figure.add_subplot(1, shown, number)
         axes.set_title(title, loc="left")
         axes.set_xlabel(label)
         axes.set_ylabel("held-out loss")
