@@ -1,5 +1,6 @@
 """Do islands learn? A small MoE, four islands of unequal speed, simulated clock and links.
 
+    python -m tests.islands_learn words FOLDER tokens=/data/tok vocab=1024               token shards of few words, for a toy
     python -m tests.islands_learn base FOLDER tokens=/data/tok                           a dense model, from nothing
     python -m tests.islands_learn arms FOLDER tokens=/data/tok                           each arm at each rate; appends to FOLDER/rows.jsonl
     python -m tests.islands_learn arms FOLDER tokens=/data/tok tuned=ROWS seeds=0,1,2    each at its best, and what follows
@@ -18,10 +19,12 @@ falls towards that end.
 from __future__ import annotations
 
 import gc
+import hashlib
 import heapq
 import itertools
 import json
 import queue
+import shutil
 import statistics
 import sys
 import time
@@ -32,6 +35,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
@@ -58,6 +62,7 @@ from upcycle.config import build as built
 SPEEDS = (1.0, 1.07, 1.21, 1.9)
 NUMBERS = 1e9  # of the model whose seconds are told
 LINKS = (1e8, 1e9, 1e10)
+KEPT = 3  # ids that few words keep: what begins and ends a document
 FINE = 1000  # parts of a run that the learning rate knows
 
 
@@ -526,6 +531,44 @@ def work(place: int, size: Size, tokens: Path, folder: Path, device: str, arms: 
             runner.forget()
 
 
+def few(size: Size, tokens: Path, output: Path) -> None:
+    """Copies the token shards of `train` and `valid` with the most frequent tokens of `train` alone; all others become one."""
+    counts = np.zeros(1 << 16, np.int64)
+    trained, held = size.train.split(","), size.valid.split(",")
+    for name in trained:
+        for ids in shards_of(tokens / name):
+            counts += np.bincount(ids, minlength=len(counts))
+    renamed = np.full(len(counts), size.vocab - 1, np.uint16)
+    renamed[:KEPT] = np.arange(KEPT)
+    often = np.argsort(-counts, kind="stable")
+    often = often[often >= KEPT][: size.vocab - 1 - KEPT]
+    renamed[often] = KEPT + np.arange(len(often))
+    for name in (*trained, *held):
+        folder = output / name
+        folder.mkdir(parents=True, exist_ok=True)
+        meta = json.loads((tokens / name / "meta.json").read_text()) | {"vocab": size.vocab}
+        assert max(meta["eos"], meta["start"]) < KEPT, f"{name}: eos and start are to stay as they are"
+        for shard, ids in zip(meta["shards"], shards_of(tokens / name), strict=True):
+            data = renamed[ids].tobytes()
+            (folder / shard["tokens"]["file"]).write_bytes(data)
+            shard["tokens"]["sha256"] = hashlib.sha256(data).hexdigest()
+            shutil.copy(tokens / name / shard["documents"]["file"], folder)
+        (folder / "meta.json").write_text(json.dumps(meta))
+        print(
+            f"{name}: {np.mean(renamed[ids] == size.vocab - 1):.1%} of the last shard's tokens are the one of all others"
+        )
+
+
+def shards_of(folder: Path) -> Iterator[Any]:
+    meta = json.loads((folder / "meta.json").read_text())
+    if meta["dtype"] != "uint16":
+        raise ValueError(
+            f"{folder} has {meta['dtype']} tokens, and few words are made of uint16; prepare it with a smaller vocabulary"
+        )
+    for shard in meta["shards"]:
+        yield np.fromfile(folder / shard["tokens"]["file"], np.uint16)
+
+
 def base(runner: Runner) -> None:
     """A dense model of this size, trained from nothing, as a checkpoint."""
     size, shape = runner.size, runner.folder / "shape"
@@ -611,6 +654,9 @@ def main() -> None:
     size = SMALL if words.pop("size", "") == "small" else Size()
     kinds = {field.name: type(getattr(size, field.name)) for field in fields(size)}
     size = replace(size, **{key: kinds[key](value) for key, value in words.items()})
+    if command == "words":
+        few(size, tokens, folder)
+        return
     check_tokens(Runner(size, tokens, folder, "cpu").config({"source": "x"}, size.batch, 0).data)
     if command == "base":
         base(Runner(size, tokens, folder, devices[0]))
@@ -687,14 +733,15 @@ def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
     """Held-out loss of copies: by steps, at each arm's best rate; and by seconds over the slowest link."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4), layout="constrained")
     tuned = {
         arm.name: arm.peak
         for arm in best([row for row in rows if row["model"] == "copies" and not row["seconds"] and not row["seed"]])
     }
     panels = (("Equal tokens", "steps of all islands", 0, 0.0), ("0.1 Gb/s", "seconds, counted", 1, LINKS[0]))
-    for number, (title, label, at, link) in enumerate(panels, 1):
-        axes = figure.add_subplot(1, 2, number)
+    shown = len(panels) if any(row["seconds"] for row in rows if "error" not in row) else 1
+    figure = Figure(figsize=(5.5 * shown, 4), layout="constrained")
+    for number, (title, label, at, link) in enumerate(panels[:shown], 1):
+        axes = figure.add_subplot(1, shown, number)
         axes.set_title(title, loc="left")
         axes.set_xlabel(label)
         axes.set_ylabel("held-out loss")

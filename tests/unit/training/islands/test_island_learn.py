@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.islands_learn import ARMS, MAIN, SMALL, Arm, Runner, Size, check, run, together
+from tests.islands_learn import ARMS, KEPT, MAIN, SMALL, Arm, Runner, Size, check, few, run, together
 from tests.unit.training.test_train import place
+from training.data.open import check_tokens
+from training.data.shards import TokenShards
 from training.islands.rules import diloco
 
 __all__ = ["place"]  # a fixture
@@ -81,3 +84,20 @@ def test_seeds_and_groups_follow_at_the_best_rate_and_later_arms_after_the_first
     assert not follows([*rows, other, other | {"seed": 1}]), "one rate of two"
     found = [arm for _, arm in follows([*rows, other, other | {"peak": 5e-4, "flushed": 1.8}])]
     assert [(arm.name, arm.peak, arm.seed) for arm in found] == [(ARMS[3].name, 1e-3, 1), (ARMS[3].name, 1e-3, 2)]
+
+
+def test_few_words_are_the_most_frequent_ones_and_all_others_are_one(place: Path, tmp_path: Path) -> None:
+    size = replace(SMALL, vocab=20, train="data", valid="valid")
+    few(size, place, tmp_path)
+    check_tokens(Runner(size, tmp_path, tmp_path, "cpu").config({"source": "x"}, size.batch, 0).data)
+    before, after = (TokenShards.open(str(folder / "data"), 400) for folder in (place, tmp_path))
+    assert after.vocab == 20 and after.eos == before.eos and after.start == before.start
+    old, new = (np.concatenate([shard.tokens for shard in shards.shards]) for shards in (before, after))
+    others, left = np.unique(old[new == 19], return_counts=True)
+    assert not set(others) & set(range(KEPT))
+    named = {int(a): int(b) for a, b in zip(old, new, strict=True) if b != 19}
+    assert {b for a, b in named.items() if a >= KEPT} == set(range(KEPT, 19)), "each has a place, and none of the kept"
+    assert all(a == b for a, b in named.items() if a < KEPT)
+    assert len(named) == len(set(named.values()))
+    counts = [int((old == token).sum()) for token in named if token >= KEPT]
+    assert min(counts) >= left.max(), "none left out is more frequent"
