@@ -91,12 +91,12 @@ class Recorded:
                 self.learned = self.train_step(run, self.batches, None)
             self.graph = graph
         except RuntimeError as error:
-            if torch.cuda.is_available():
-                release_generator()
+            assert run.optimizer is not None
+            if run.device.type == "cuda":
+                release_generator(run.optimizer.in_a_row)
             if run.config.model.graph:
                 raise
             self.failed = True
-            assert run.optimizer is not None
             run.optimizer.zero_grad(set_to_none=True)
             run.balance.routed.clear()
             torch.cuda.empty_cache()
@@ -106,10 +106,10 @@ class Recorded:
             )
 
 
-def release_generator() -> None:
+def release_generator(number: Tensor) -> None:
     """Lets torch's generator of random numbers draw again: a recording that fails leaves it waiting for the graph, and
-    every later draw on the device raises. One that ends as it should, of a single kernel, sets it free."""
+    every later draw on the device raises. One that ends as it should sets it free. `number`: any of the device, which
+    does not change, since what is recorded here is never replayed; new memory there may be none."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    number = torch.zeros((), device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
-        number.add_(1)
+        number.add_(0)
