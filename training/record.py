@@ -86,17 +86,19 @@ class Recorded:
                 raise RuntimeError(
                     f"it keeps its memory to itself, and a step takes {taken / total:.0%} of the device's"
                 )
-            # other threads load data and write checkpoints
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.learned = self.train_step(run, self.batches, None)
+            try:
+                # other threads load data and write checkpoints
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self.learned = self.train_step(run, self.batches, None)
+            except RuntimeError:
+                release_generator(self.batches[0].tokens)
+                raise
             self.graph = graph
         except RuntimeError as error:
-            assert run.optimizer is not None
-            if run.device.type == "cuda":
-                release_generator(run.optimizer.in_a_row)
             if run.config.model.graph:
                 raise
             self.failed = True
+            assert run.optimizer is not None
             run.optimizer.zero_grad(set_to_none=True)
             run.balance.routed.clear()
             torch.cuda.empty_cache()
