@@ -661,11 +661,10 @@ def main() -> None:
     if command == "base":
         base(Runner(size, tokens, folder, devices[0]))
         return
-    asked: list[tuple[int, Arm]] = []
-    follows: Any = lambda rows: []  # noqa: E731
-    if rates:
-        asked, follows = together(rates, again, groups, seeds, first)
-    else:
+    if odd := {*again, *groups} - rates.keys():
+        raise ValueError(f"again and groups name the arms {sorted(odd)}, of which rates has none; write rates={min(odd)}:1e-3 too")
+    asked, follows = together(rates, again, groups, seeds, first)
+    if not rates:
         known = [json.loads(line) for line in Path(tuned).read_text().splitlines()] if tuned else []
         plain = following(best(known), seeds, until) if tuned else tuning(peaks, seeds[0])
         asked = [(0, arm) for arm in plain if not taken or arm.name in taken]

@@ -31,7 +31,7 @@ from training.config import TrainConfig
 from training.hardware import Hardware, Link, attention_rates, rates
 from training.parallel.mesh import grids
 from training.parallel.pipeline import cut, stages
-from training.record import MOST
+from training.record import MOST, hindrance
 from upcycle.size import mean_context
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 
@@ -116,27 +116,31 @@ def step(
     mesh, layers = config.mesh, (spec.dense if isinstance(spec, MoESpec) else spec).layers
     if ranges is None:
         ranges = [range(layers)] if mesh.pp == 1 else cut(spec, mesh.pp, mesh.schedule)
-    clock = Clock(spec, config, world, card, routing or Routing(), blocks)
-    clock.replayed = not blocks and recorded(config, world, isinstance(spec, MoESpec), taken / card.memory / 1e9)
-    return clock.step(ranges)
+    replayed = not blocks and recorded(config, world, isinstance(spec, MoESpec), taken / card.memory / 1e9)
+    return Clock(spec, config, world, card, routing or Routing(), blocks, replayed).step(ranges)
 
 
 def recorded(config: TrainConfig, world: int, moe: bool, share: float) -> bool:
     """Whether a step is recorded once and replayed without its host (training/record.py): one GPU that trains alone,
     with nothing in the way; by itself only where the step takes half of the memory at most. `share`: of it."""
-    model = config.model
-    hindered = world > 1 or config.teacher.asked or config.islands.asked or bool(model.transformer_engine)
-    hindered |= moe and (model.experts != "grouped" or model.compute != "bfloat16")
-    return not hindered and (share <= MOST if model.graph is None else model.graph)
+    asked = config.model.graph
+    free = not hindrance(config, world, moe, taught=config.teacher.asked)
+    return free and (share <= MOST if asked is None else asked)
 
 
 class Clock:
-    replayed = False  # without a host
-
     def __init__(
-        self, spec: DenseSpec | MoESpec, config: TrainConfig, world: int, card: Hardware, routing: Routing, blocks: bool
+        self,
+        spec: DenseSpec | MoESpec,
+        config: TrainConfig,
+        world: int,
+        card: Hardware,
+        routing: Routing,
+        blocks: bool,
+        replayed: bool = False,  # without a host
     ) -> None:
         self.config, self.card, self.routing, self.blocks, self.mesh = config, card, routing, blocks, config.mesh
+        self.replayed = replayed
         self.moe = spec if isinstance(spec, MoESpec) else None
         self.dense = spec.dense if isinstance(spec, MoESpec) else spec
         self.world, self.mode = world, config.model.recompute
