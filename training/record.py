@@ -40,7 +40,7 @@ def obstacle(run: Learner) -> str:
         return f"there is no CUDA graph on a {run.device.type.upper()}"
     if run.model.dense.carried is not None:
         return "transformers' own code may ask the device in a step"
-    return hindrance(run.config, run.mesh.world, run.model.moe is not None, taught=run.teacher is not None)
+    return hindrance(run.config, run.mesh.world, bool(run.model.moe), taught=run.teacher is not None)
 
 
 def hindrance(config: TrainConfig, world: int, moe: bool, *, taught: bool) -> str:
