@@ -45,10 +45,8 @@ def rows(x_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
         member_NT = (cluster_T == torch.arange(count, device=x_TD.device)[:, None]).float()
         size_N = member_NT.sum(1, keepdim=True)  # sums as products: in the same order each time, on a GPU too
         centre_ND = torch.where(size_N > 0, member_NT @ apart_TD / size_N.clamp_min(1), centre_ND)
-    # -|x - c|^2 - price, as linear in x: what depends on no cluster is left out, and a constant is a row along `agreed`
     agreed_D = constant(x_TD, torch.cat([mean_D[None], centre_ND]))
-    offset_N = -(centre_ND**2).sum(1) - 2 * centre_ND @ mean_D - price_N
-    rows_ND = 2 * centre_ND + offset_N[:, None] * agreed_D
+    rows_ND = nearness(centre_ND, price_N, mean_D, agreed_D)
     unit = (x_TD @ rows_ND.T).std(1).mean()
     for step in range(LAST):  # the constant is not quite one
         loads_N = excess((x_TD @ rows_ND.T).argmax(1), count)
@@ -72,6 +70,13 @@ def first_centres(apart_TD: Tensor, count: int, seed: int, layer: int) -> Tensor
 def distances(apart_TD: Tensor, centre_ND: Tensor) -> Tensor:
     """Squared distances (T, N), without |x|^2, which is the same for all clusters."""
     return (centre_ND**2).sum(1) - 2 * apart_TD @ centre_ND.T
+
+
+def nearness(centre_ND: Tensor, price_N: Tensor, mean_D: Tensor, agreed_D: Tensor) -> Tensor:
+    """Rows that say -|x - mean - c|^2 - price of each centre c, less what is the same for all: linear in x, where a
+    constant is a row along the direction in which x is 1."""
+    offset_N = -(centre_ND**2).sum(1) - 2 * centre_ND @ mean_D - price_N
+    return 2 * centre_ND + offset_N[:, None] * agreed_D
 
 
 def excess(cluster_T: Tensor, count: int) -> Tensor:
