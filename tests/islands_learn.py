@@ -172,7 +172,7 @@ class Runner:
         }
 
     def learner(self, config: TrainConfig) -> tuple[build.Learner, layout.Origin]:
-        with build.source(config) as origin:
+        with build.source(config, build.observing(config, self.device)) as origin:
             layers = range(origin.dense.layers)
             model = build.divided(config, origin, self.mesh, layers, self.device)
             if config.model.random:
@@ -214,7 +214,7 @@ class One:
         learner = self.learner
         assert learner.optimizer is not None
         assert all(p.dtype == torch.float32 for p in self.named.values()), "a master of its own would stay as it is"
-        with build.source(config) as self.origin:
+        with build.source(config, build.observing(config, learner.device)) as self.origin:
             layout.load(learner.model, self.origin)
         states = (learner.guard.state_dict(), learner.balance.load.state_dict())
         for tensor in itertools.chain(self.live, *self.kept, *(state.values() for state in states)):
