@@ -502,8 +502,9 @@ def nothing(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str
 
 def observing(config: TrainConfig, device: torch.device) -> layout.Observe:
     """What measures for upcycling on this device: on texts that model.upcycle names, else on the run's first ones."""
-    data = stages_of(config)[0].config.data
-    return partial(standalone.measured_once, given=partial(first_tokens, data), device=device)
+    first = stages_of(config)[0].config
+    given = partial(first_tokens, first.data, first.steps * first.batch)
+    return partial(standalone.measured_once, given=given, device=device)
 
 
 def source(config: TrainConfig, observe: layout.Observe = nothing) -> AbstractContextManager[Origin]:

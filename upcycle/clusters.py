@@ -40,8 +40,9 @@ def rows(x_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
         far_TN = distances(apart_TD, centre_ND)
         unit = far_TN.std(1).mean()
         for _ in range(BIDS):
-            price_N = price_N + BID * unit * excess(members((far_TN + price_N).argmin(1), count))
-        member_NT = members((far_TN + price_N).argmin(1), count).float()
+            price_N = price_N + BID * unit * excess((far_TN + price_N).argmin(1), count)
+        cluster_T = (far_TN + price_N).argmin(1)
+        member_NT = (cluster_T == torch.arange(count, device=x_TD.device)[:, None]).float()
         size_N = member_NT.sum(1, keepdim=True)  # sums as products: in the same order each time, on a GPU too
         centre_ND = torch.where(size_N > 0, member_NT @ apart_TD / size_N.clamp_min(1), centre_ND)
     # -|x - c|^2 - price, as linear in x: what depends on no cluster is left out, and a constant is a row along `agreed`
@@ -50,7 +51,7 @@ def rows(x_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
     rows_ND = 2 * centre_ND + offset_N[:, None] * agreed_D
     unit = (x_TD @ rows_ND.T).std(1).mean()
     for step in range(LAST):  # the constant is not quite one
-        loads_N = excess(members((x_TD @ rows_ND.T).argmax(1), count))
+        loads_N = excess((x_TD @ rows_ND.T).argmax(1), count)
         rows_ND = rows_ND - BID * (1 - step / LAST) * unit * loads_N[:, None] * agreed_D
     rows_ND = rows_ND - rows_ND.mean(0)
     return rows_ND * (SPREAD / (x_TD @ rows_ND.T).std(1).mean().clamp_min(1e-12))
@@ -73,14 +74,9 @@ def distances(apart_TD: Tensor, centre_ND: Tensor) -> Tensor:
     return (centre_ND**2).sum(1) - 2 * apart_TD @ centre_ND.T
 
 
-def members(cluster_T: Tensor, count: int) -> Tensor:
-    """Whether a token is in a cluster, (N, T)."""
-    return cluster_T == torch.arange(count, device=cluster_T.device)[:, None]
-
-
-def excess(member_NT: Tensor) -> Tensor:
+def excess(cluster_T: Tensor, count: int) -> Tensor:
     """The logarithm of each cluster's load over the mean."""
-    return (member_NT.float().mean(1) * len(member_NT)).clamp_min(EMPTY).log()
+    return (torch.bincount(cluster_T, minlength=count) * (count / len(cluster_T))).float().clamp_min(EMPTY).log()
 
 
 def constant(x_TD: Tensor, span_MD: Tensor) -> Tensor:

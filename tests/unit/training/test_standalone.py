@@ -269,7 +269,7 @@ def test_first_rows_are_clusters_of_the_text_that_a_run_reads_first(
         assert origin.plan is not None and origin.plan.config.router.init.name == rows
     if rows == "normal":
         return
-    monkeypatch.setattr(opening, "TOKENS", 480)
+    monkeypatch.setattr(opening, "LEAST", 480)  # the run reads 384: 4 steps of 4 samples of 24
     with start(config, torch.device("cpu")) as run:
         begin(run)
         ids = open_training(config.data, run.origin.dense.vocab).batch(0, 20).tokens
