@@ -28,16 +28,17 @@ def measure(
     checkpoints: Sequence[Checkpoint],
     *,
     quiet: bool = False,
-    given: Tensor | None = None,
+    given: Callable[[], Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Runs the dense model on the texts that the config names, or on ids [sequence, token] that are given, and returns
-    what the plan needs. What costs most is computed on `device`."""
+    """Runs the dense model on the texts that the config names, or where it names none on the ids [sequence, token] that
+    `given` makes, and returns what the plan needs. What costs most is computed on `device`."""
     moe, init = plan.moe, plan.config.router.init
     if given is None or request.measured_texts(plan.config):
         ids, domain = tokens(plan, checkpoints)
     else:
-        ids, domain = given, torch.zeros(given.numel(), dtype=torch.int64)
+        ids = given()
+        domain = torch.zeros(ids.numel(), dtype=torch.int64)
     measured: dict[str, Tensor] = {}
     for view in observe.walk(plan.dense, reader(plan, checkpoints), ids, quiet=quiet, device=device):
         if view.layer not in moe.layers:

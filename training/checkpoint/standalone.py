@@ -14,6 +14,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -40,7 +41,6 @@ from upcycle.disk import make_folder, sweep, write_atomic
 from upcycle.inspect import Settings
 from upcycle.job import read_json
 from upcycle.plan import UpcyclePlan
-from upcycle.request import measured_texts
 from upcycle.strict import short
 from upcycle.targets.upcycled import MODELING
 
@@ -210,7 +210,7 @@ def measured_once(
     problem = ""
     if rank() == 0:
         try:
-            ids = None if given is None or measured_texts(plan.config) else given(plan.dense.vocab)
+            ids = None if given is None else partial(given, plan.dense.vocab)
             found = measure.measure(plan, checkpoints, given=ids, device=device)
         except (ValueError, OSError) as error:
             problem = str(error)

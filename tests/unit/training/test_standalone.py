@@ -136,8 +136,8 @@ def test_without_the_dense_model_and_the_text_a_run_resumes_is_asked_and_exports
     model = made(place)
     at_first = run_counted(words(place, "whole", model))
     assert at_first["load"] == at_first["measure"] == 1 and at_first["part"] and at_first["read"]
-    moved = routed(place / "whole", place / "data.jsonl", start=str(place / "whole"))["layers"][0]["moved"]
-    assert min(moved) > 0
+    first = routed(place / "whole", place / "data.jsonl", start=str(place / "whole"))["layers"][0]
+    assert min(first["moved"]) > 0 and 0 < first["router_moved"] < 0.2, "others than the run's first rows"
     shown = facts.plan_rows(place / "whole")
     stopped_on_rank(0, 1, words(place, "parts", model), 4)
     gone(place)
@@ -278,6 +278,13 @@ def test_first_rows_are_clusters_of_the_text_that_a_run_reads_first(
         for view in observe.walk(plan.dense, measure.reader(plan, sources), ids, quiet=True):
             want = clusters.rows(view.router_input, 4, 0, view.layer)
             assert torch.equal(run.model.get_parameter(f"layers.{view.layer}.ffn.router.weight")[::2], want)
+
+
+def test_text_that_a_config_names_is_read_instead(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "first_tokens", mock.Mock(side_effect=AssertionError))
+    named = {"texts": [str(place / "measured.txt")], "tokens": 128, "length": 32}
+    with start(read_config("", words(place, "run", slices(place, calibration=named))), torch.device("cpu")) as run:
+        assert run.origin.plan is not None and run.origin.plan.config.router.init.name == "clusters"
 
 
 @pytest.mark.parametrize("made", [calibrated, slices])
