@@ -19,11 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from training.experts import ExpertWeights
 from training.experts.common import recomputed
-from training.experts.grouped import products
-from training.kernels import permute, swiglu
+from training.kernels import permute
 
 # near to what was measured: 576 x 384, 32 and 64 experts, 65,536 tokens. Wide experts are faster by torch's products
 HIDDEN, WIDTH, EXPERTS, TOKENS = 1024, 512, 64, 8192
+ROWS = False  # copies tokens to rows before the first product
+KEEP = False  # what the activation made, for the backward
 
 
 def fits(x_TD: Tensor, up: Tensor, down: Tensor) -> bool:
@@ -58,11 +59,14 @@ class _FFN(torch.autograd.Function):
         )
         assert token_R is not None and weight_R is not None
         where = narrow_triton.cut(ends_E, len(back_R), narrow_triton.ROWS)
+        if ROWS:
+            x_TD, token_R = permute.spread(x_TD, back_R, k), None
         h_RH, a_RF = narrow_triton.up(x_TD, token_R, weight_R, up_EHD, where, activation)
-        ctx.save_for_backward(x_TD, weight_R, back_R, token_R, ends_E, where, up_EHD, down_EDF, h_RH)
+        kept = a_RF if KEEP else None
+        ctx.save_for_backward(x_TD, weight_R, back_R, token_R, ends_E, where, up_EHD, down_EDF, h_RH, kept)
         ctx.options = activation, k
         if recomputed():
-            return torch.empty_like(x_TD)
+            return x_TD.new_empty(len(weight_TK), x_TD.shape[1])
         return permute.gather(narrow_triton.products(a_RF, down_EDF, where, False), back_R, k)
 
     @staticmethod
@@ -70,14 +74,11 @@ class _FFN(torch.autograd.Function):
     def backward(ctx: Any, d_y_TD: Tensor) -> tuple[Tensor | None, ...]:
         from training.kernels import narrow_triton
 
-        x_TD, weight_R, back_R, token_R, ends_E, where, up_EHD, down_EDF, h_RH = ctx.saved_tensors
+        x_TD, weight_R, back_R, token_R, ends_E, where, up_EHD, down_EDF, h_RH, kept = ctx.saved_tensors
         needs_x, needs_weight, _, needs_up, needs_down, _ = ctx.needs_input_grad
         activation, k = ctx.options
-        d_y_TD = d_y_TD.contiguous()
-        # here a product that reads tokens and ends with this gradient was not faster than the three
-        d_y_RD = permute.spread(d_y_TD, back_R, k)
-        d_a_RF = products(d_y_RD, down_EDF, ends_E)
-        d_h_RH, d_weight_R, a_RF = swiglu.backward(d_a_RF, h_RH, weight_R, ends_E, activation, True)
+        d_y_RD = permute.spread(d_y_TD.contiguous(), back_R, k)
+        d_h_RH, d_weight_R, a_RF = narrow_triton.back(d_y_RD, down_EDF, h_RH, weight_R, where, activation, kept)
         d_x_TD = d_up_EHD = d_down_EDF = None
         d_weight_TK = d_weight_R[back_R].view(-1, k) if needs_weight else None
         if needs_up or needs_down:

@@ -288,8 +288,9 @@ def countable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_interpreter
+@pytest.mark.parametrize("width", [96, 128])  # of part of a tile and of whole ones
 @pytest.mark.parametrize(("favoured", "hidden"), [(False, 64), (True, 192)])  # tiles of one part and of two
-def test_narrow_experts(favoured: bool, hidden: int, countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_experts(favoured: bool, hidden: int, width: int, countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """From tokens to tokens, and all gradients, against dispatch=local and experts=grouped in float64; an expert has no
     row, and a favoured one several pieces."""
     from functools import partial
@@ -301,9 +302,9 @@ def test_narrow_experts(favoured: bool, hidden: int, countable: None, monkeypatc
 
     monkeypatch.setattr(narrow_triton, "ROWS", 32)
     monkeypatch.setattr(narrow_triton, "LONG", 64)
-    for name in ("up", "products", "sums"):
+    for name in ("up", "back", "products", "sums"):
         monkeypatch.setattr(narrow_triton, name, partial(getattr(narrow_triton, name), BM=32, BN=64, BK=16))
-    tokens, k, experts, width = 70, 2, 5, 96
+    tokens, k, experts = 70, 2, 5
     expert = router.choose(scores(tokens, experts), k)
     expert = torch.where(expert == 3, 4, expert)
     if favoured:
