@@ -34,10 +34,11 @@ def meet_kernel(pad_ptrs, state_ptr, me, PATIENCE, P: tl.constexpr):
         there = tl.load(pad_ptrs + p).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(there + me, meeting, sem="release", scope="sys")
     here = tl.load(pad_ptrs + me).to(tl.pointer_type(tl.int32))
+    waits = tl.where(tl.load(state_ptr + 1) == 0, PATIENCE, 0)  # who stayed away once is not waited for again
     for p in range(P):
         tries = 0
         seen = tl.atomic_add(here + p, 0, sem="acquire", scope="sys")
-        while (seen - meeting < 0) & (tries < PATIENCE):
+        while (seen - meeting < 0) & (tries < waits):
             seen = tl.atomic_add(here + p, 0, sem="acquire", scope="sys")
             tries += 1
         if seen - meeting < 0:

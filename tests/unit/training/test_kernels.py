@@ -288,9 +288,9 @@ def countable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("width", [96, 128])  # of part of a tile and of whole ones
+@pytest.mark.parametrize(("width", "keep", "rows"), [(96, False, False), (128, False, True), (128, True, False)])
 @pytest.mark.parametrize(("favoured", "hidden"), [(False, 64), (True, 192)])  # tiles of one part and of two
-def test_narrow_experts(favoured: bool, hidden: int, width: int, countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_experts(favoured: bool, hidden: int, width: int, keep: bool, rows: bool, countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """From tokens to tokens, and all gradients, against dispatch=local and experts=grouped in float64; an expert has no
     row, and a favoured one several pieces."""
     from functools import partial
@@ -300,6 +300,8 @@ def test_narrow_experts(favoured: bool, hidden: int, width: int, countable: None
     from training.kernels import narrow_triton
     from training.model import narrow
 
+    monkeypatch.setattr(narrow, "KEEP", keep)
+    monkeypatch.setattr(narrow, "ROWS", rows)
     monkeypatch.setattr(narrow_triton, "ROWS", 32)
     monkeypatch.setattr(narrow_triton, "LONG", 64)
     for name in ("up", "back", "products", "sums"):
@@ -320,8 +322,8 @@ def test_narrow_experts(favoured: bool, hidden: int, width: int, countable: None
     got = narrow.ffn(x, weight, expert, ExpertWeights(up, down, True), "silu")
     x, weight, up, down = wide
     sent = Local(experts).dispatch(x, weight, expert)
-    rows = grouped.experts(sent.x_RD, sent.weight_R, sent.count_E, ExpertWeights(up, down, True), "silu")
-    want = Local(experts).combine(rows, sent.handle)
+    came = grouped.experts(sent.x_RD, sent.weight_R, sent.count_E, ExpertWeights(up, down, True), "silu")
+    want = Local(experts).combine(came, sent.handle)
     assert (want.grad_fn is not None) and (torch.bincount(expert.flatten(), minlength=experts) == 0).any()
     for found, truth in zip((got, *torch.autograd.grad(got, given, d_y)), (want, *torch.autograd.grad(want, wide, d_y.double())), strict=True):
         assert found.shape == truth.shape and (found - truth).abs().max() < 2e-6 * truth.abs().max()
