@@ -68,8 +68,8 @@ def put(
     desc, ptr, tile, first, last, n, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STORE: tl.constexpr,
     STRIDE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile's rows up to the last one, to columns that begin at SHIFT and are N; whole rows at once if STORE, where
-    nothing is behind the columns or a tile does not reach there."""
+    """Writes a tile's rows up to the last one, to columns that begin at SHIFT and are N. All rows go at once if STORE,
+    which is for tiles that do not reach beyond the columns, or where nothing is behind them."""
     row, col = first + tl.arange(0, BM), n + tl.arange(0, BN)
     ptrs = ptr + SHIFT + row.to(tl.int64)[:, None] * STRIDE + col[None, :]
     keep = (row < last)[:, None] & (col < N)[None, :]
@@ -326,8 +326,8 @@ def back(
     d_y_RD: Tensor, down_EDF: Tensor, h_RH: Tensor, weight_R: Tensor, where: Tensor, activation: str,
     a_RF: Tensor | None = None, BM=ROWS, BN=64, BK=64, STORE=True, warps=8, stages=3, registers=128,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(d_h_RH, d_weight_R, a_RF): the gradient through the second product and the activation. `a_RF`: if it was kept."""
-    (rows, both), (_, hidden, width) = h_RH.shape, down_EDF.shape
+    """(d_h_RH, d_weight_R, a_RF): the gradient through the second product and the activation. `a_RF`: if kept."""
+    rows, (_, hidden, width) = len(h_RH), down_EDF.shape
     d_h_RH, kept = torch.empty_like(h_RH), a_RF is not None
     a_RF = h_RH.new_empty(rows, width) if a_RF is None else a_RF
     tiles = triton.cdiv(width, BN)
