@@ -91,6 +91,8 @@ class Recorded:
                 self.learned = self.train_step(run, self.batches, None)
             self.graph = graph
         except RuntimeError as error:
+            if torch.cuda.is_available():
+                release_generator()
             if run.config.model.graph:
                 raise
             self.failed = True
@@ -102,3 +104,12 @@ class Recorded:
             warnings.warn(
                 f"the step is not recorded, and each goes on by its host, which takes longer: {why}", stacklevel=2
             )
+
+
+def release_generator() -> None:
+    """Lets torch's generator of random numbers draw again: a recording that fails leaves it waiting for the graph, and
+    every later draw on the device raises. One that ends as it should, of a single kernel, sets it free."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    number = torch.zeros((), device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        number.add_(1)
