@@ -8,8 +8,8 @@ usage: python -m evaluation.demo [key=value ...]
 A small dense Llama learns to read Python's standard library, which lies on every machine. It is converted, twice:
 `copies`, 8 whole copies of each FFN of which a token takes 2, and `groups`, 4 copies cut into 4 parts of which a token
 takes each part from the copy that its router likes best: one whole FFN. Then the dense model and both mixtures go on,
-side by side, with the same tokens at the same learning rate, and are compared: loss on files that none has seen,
-lm-eval's items, which expert is used where.
+side by side, with the same tokens and the same settings but for those that a choice in each slice brings, which the end
+names, and are compared: loss on files that none has seen, lm-eval's items, which expert is used where.
 
 Each stage is commands that are printed before they run, so that a person can type them. A finished stage is skipped; an
 interrupted one goes on where it stopped. `demo` below is the table of contents.
@@ -40,7 +40,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import yaml
 
@@ -48,6 +48,9 @@ from upcycle import strict
 from upcycle.config import read
 from upcycle.disk import write_atomic
 from upcycle.sample import make_llama
+
+if TYPE_CHECKING:
+    from training.optim import OptimConfig
 
 DOMAINS = {  # the standard library by subject, as patterns of files
     "network": ("asyncio/*", "email/*", "http/*", "urllib/*", "xmlrpc/*", "wsgiref/*", "s*server.py", "socket.py",
@@ -371,6 +374,8 @@ def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
         f"{arm} {mean(r.difference for r in losses.at_equal_flops[arm]):+.4f} beside dense" for arm in (COPIES, GROUPS)
     )
     ratios = " and ".join(f"{(cost[arm] or 0) / (cost[DENSE] or 1):.2f}" for arm in (COPIES, GROUPS))
+    settings = {arm: asdict(settings_of(here / arm)) for arm in (COPIES, GROUPS)}
+    own = " ".join(f"optim.{key}={value}" for key, value in settings[GROUPS].items() if value != settings[COPIES][key])
     return [
         f"1. A dense Llama ({sizes[DENSE]}) read {first:,} tokens of the standard library: held-out loss {before:.4f} "
         "nats a token.",
@@ -378,11 +383,22 @@ def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
         "(verify).",
         f"3. All read the same {losses.tokens:,.0f} tokens more: dense {control:.4f}, "
         f"{against_control(losses.at_equal_tokens, COPIES)}, {against_control(losses.at_equal_tokens, GROUPS)}: "
-        f"{verdict(COPIES)}, {verdict(GROUPS)}.",
+        f"{verdict(COPIES)}, {verdict(GROUPS)}. "
+        f"All settings are the same, but for what {GROUPS} have by default: {own}.",
         f"4. A token of {COPIES} and {GROUPS} costs {ratios} times the FLOPs; at {losses.equal('FLOPs')}: {at_flops}.",
         f"5. {here / 'report.html'} shows all of it; took {stage.total('seconds'):.0f} s, "
         f"{stage.total('cpu_seconds'):.0f} s of CPU.",
     ]
+
+
+def settings_of(folder: Path) -> OptimConfig:
+    """The optimiser's settings that the model in a folder has where none are written."""
+    from training.checkpoint.layout import opened
+    from training.optim import OptimConfig, settled
+    from upcycle.spec import MoESpec
+
+    with opened(folder) as origin:
+        return settled(OptimConfig(), origin.spec if isinstance(origin.spec, MoESpec) else None)
 
 
 @cli.command(resumes=True)

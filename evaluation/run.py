@@ -26,12 +26,14 @@ from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import lm_eval.api.metrics
 import lm_eval.evaluator
 import lm_eval.evaluator_utils
+import torch
 import torch.distributed as dist
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model, model_registry
@@ -249,8 +251,15 @@ def model_to_ask(config: RunConfig) -> LM:
     if dist.is_initialized():
         raise ValueError(f"model={config.model} is lm-eval's, which divides its work itself; start it without torchrun")
     given = {"pretrained": config.checkpoint, **shared, **config.model_args}
-    lm: LM = get_model(config.model).create_from_arg_obj(given, {"device": config.device or None})
+    kind = get_model(config.model)
+    lm: LM = kind.create_from_arg_obj(given, {"device": config.device or device_instead(kind)})
     return lm
+
+
+def device_instead(kind: type[LM]) -> str | None:
+    """The CPU, where a model of lm-eval's would itself take CUDA and there is none."""
+    taken = getattr(signature(kind).parameters.get("device"), "default", None)
+    return "cpu" if taken == "cuda" and not torch.cuda.is_available() else None
 
 
 def about_of(lm: LM, config: RunConfig) -> Model:

@@ -1,5 +1,6 @@
 """Do islands learn? A small MoE, four islands of unequal speed, simulated clock and links.
 
+    python -m tests.islands_learn words FOLDER tokens=/data/tok vocab=1024               token shards of few words, for a toy
     python -m tests.islands_learn base FOLDER tokens=/data/tok                           a dense model, from nothing
     python -m tests.islands_learn arms FOLDER tokens=/data/tok                           each arm at each rate; appends to FOLDER/rows.jsonl
     python -m tests.islands_learn arms FOLDER tokens=/data/tok tuned=ROWS seeds=0,1,2    each at its best, and what follows
@@ -17,10 +18,13 @@ falls towards that end.
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import heapq
 import itertools
 import json
 import queue
+import shutil
 import statistics
 import sys
 import time
@@ -31,6 +35,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
@@ -44,9 +49,11 @@ from training.islands import wire
 from training.islands.config import IslandsConfig
 from training.islands.island import OTHER, Island
 from training.islands.places import Layout
+from training.islands.rules import diloco
 from training.islands.sparse import Sparse
 from training.observe.plots import COLORS
 from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.record import stepping
 from training.schedule import ScheduleConfig, schedule
 from training.step import train_step, validate
 from upcycle import plugin
@@ -55,6 +62,7 @@ from upcycle.config import build as built
 SPEEDS = (1.0, 1.07, 1.21, 1.9)
 NUMBERS = 1e9  # of the model whose seconds are told
 LINKS = (1e8, 1e9, 1e10)
+KEPT = 3  # ids that few words keep: what begins and ends a document
 FINE = 1000  # parts of a run that the learning rate knows
 
 
@@ -70,6 +78,7 @@ class Size:
     copies: int = 8
     sequence: int = 128
     batch: int = 8  # sequences of an island's step
+    micro: int = 0  # of a micro-batch; 0: all of them
     steps: int = 800  # of all islands together
     base: int = 600  # of the dense model, of 8 such batches each
     held: int = 12000  # tokens of each held-out set
@@ -77,6 +86,7 @@ class Size:
     train: str = "encyclopedia,techdocs"  # folders in `tokens`
     valid: str = "encyclopedia-val,techdocs-val"
     compute: str = "bfloat16"
+    points: int = 8  # of a run's curve, before its end
 
 
 SMALL = Size(
@@ -111,6 +121,24 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # Triton's kernels go to the current one
         self.mesh = ParallelMesh(MeshConfig(), device_type=self.device.type)
+        self.ones: dict[tuple[str, int], One] = {}  # what has learned before, and learns anew: its step is recorded
+
+    def one(self, arm: Arm, batch: int, islands: int = 1) -> One:
+        """As it is before its first step, with the arm's seed. Of one kind of model at a time."""
+        config, kind = self.config(self.moe(arm), batch, arm.seed), (arm.model, batch)
+        if any(model != arm.model for model, _ in self.ones):
+            self.forget()  # a recorded step keeps its memory, and other processes need it
+        if kind in self.ones:
+            self.ones[kind].renew(config)
+        else:
+            self.ones[kind] = One(self, config, islands)
+        return self.ones[kind]
+
+    def forget(self) -> None:
+        self.ones.clear()
+        gc.collect()  # a learner is in a circle with its hooks
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def config(self, model: dict[str, Any], batch: int, seed: int) -> TrainConfig:
         data = {
@@ -119,7 +147,7 @@ class Runner:
             "sequence": self.size.sequence, "seed": seed, "mask_documents": False,
         }  # fmt: skip
         given = {
-            "model": {"compute": self.size.compute, **model}, "data": data, "batch": batch, "micro_batch": self.size.batch,
+            "model": {"compute": self.size.compute, **model}, "data": data, "batch": batch, "micro_batch": self.size.micro or self.size.batch,
             "optim": {"weight_decay": 0.0}, "seed": seed, "device": self.device.type,
         }  # fmt: skip
         found: TrainConfig = built(TrainConfig, given, "")
@@ -154,7 +182,7 @@ class Runner:
 
     def loss(self, learner: build.Learner) -> float:
         """Mean over the held-out sets."""
-        config = replace(learner.config, batch=32, micro_batch=32)
+        config = replace(learner.config, batch=16, micro_batch=16)
         valid = open_validation(config.data, learner.model.dense.vocab)
         found = validate(replace(learner, config=config), valid, lambda: None)
         return statistics.fmean(found[f"valid/{name}/loss"] for name in self.size.valid.split(","))
@@ -166,13 +194,31 @@ class One:
 
     def __init__(self, runner: Runner, config: TrainConfig, islands: int = 1, number: int = 0) -> None:
         self.learner, self.origin = runner.learner(config)
-        seeds = [config.data.seed + OTHER * (number + k) for k in range(islands)]
-        self.samples = [open_training(replace(config.data, seed=seed), self.origin.dense.vocab) for seed in seeds]
-        self.cursors, self.turn = [0] * islands, 0
+        self.islands, self.number = islands, number
+        self.open(config)
+        self.make = stepping(self.learner, train_step)  # recorded on a GPU; what is put into it lies where it lay
         self.named = dict(sorted((n, p) for n, p in self.learner.model.named_parameters() if p.requires_grad))
         assert self.learner.optimizer is not None
         self.live = list(self.learner.optimizer.state_dict().values())
         self.kept = [[x.clone() for x in self.live] for _ in range(islands if islands > 1 else 0)]
+
+    def open(self, config: TrainConfig) -> None:
+        seeds = [config.data.seed + OTHER * (self.number + k) for k in range(self.islands)]
+        self.samples = [open_training(replace(config.data, seed=seed), self.origin.dense.vocab) for seed in seeds]
+        self.cursors, self.turn = [0] * self.islands, 0
+
+    @torch.no_grad()
+    def renew(self, config: TrainConfig) -> None:
+        """Another run of the same shape: weights are loaded into where they lay, and all else begins at 0."""
+        learner = self.learner
+        assert learner.optimizer is not None
+        assert all(p.dtype == torch.float32 for p in self.named.values()), "a master of its own would stay as it is"
+        with build.source(config) as self.origin:
+            layout.load(learner.model, self.origin)
+        states = (learner.guard.state_dict(), learner.balance.load.state_dict())
+        for tensor in itertools.chain(self.live, *self.kept, *(state.values() for state in states)):
+            tensor.zero_()
+        self.open(config)
 
     def step(self, rate: float, island: int = 0) -> None:
         if island != self.turn:
@@ -184,7 +230,7 @@ class One:
         for _ in range(config.batch // config.micro_batch):
             batches.append(self.samples[island].batch(self.cursors[island], config.micro_batch))
             self.cursors[island] += config.micro_batch
-        train_step(self.learner, batches, rate)
+        self.make(batches, rate)
 
     @torch.no_grad()
     def vector(self) -> Tensor:
@@ -207,12 +253,12 @@ def rates(arm: Arm) -> Any:
 def whole(runner: Runner, arm: Arm) -> dict[str, Any]:
     """One run over all islands: each step waits for the slowest, and sums dense bfloat16 gradients."""
     size = runner.size
-    one = One(runner, runner.config(runner.moe(arm), size.batch * len(SPEEDS), arm.seed))
+    one = runner.one(arm, size.batch * len(SPEEDS))
     a_step = {link: max(SPEEDS) + 2 * 16 * NUMBERS / link for link in LINKS}
     count = int(arm.seconds / a_step[arm.link]) if arm.seconds else size.steps // len(SPEEDS)
     rate, curve = rates(arm), []
     for step in range(count):
-        if step % max(count // 8, 1) == 0:
+        if step % max(count // size.points, 1) == 0:
             curve.append([step * len(SPEEDS), step * a_step[arm.link], runner.loss(one.learner)])
         one.step(rate(step / count))
     final = runner.loss(one.learner)
@@ -237,12 +283,9 @@ class Islands:
 
     def __init__(self, runner: Runner, arm: Arm) -> None:
         self.runner, self.arm = runner, arm
-        config = runner.config(runner.moe(arm), runner.size.batch, arm.seed)
-        self.one = One(runner, config, len(SPEEDS))
+        self.one = runner.one(arm, runner.size.batch, len(SPEEDS))
         model = self.one.learner.model
         self.rule = plugin.load("training.islands.rules", arm.rule)
-        if arm.rule == "diloco":
-            self.rule.RATE, self.rule.MOMENTUM = arm.rate, arm.outer
         self.keeps = self.rule.KEEPS and arm.keep
         self.layout = Layout({name: tuple(p.shape) for name, p in self.one.named.items()})
         start = self.one.vector()
@@ -323,7 +366,7 @@ class Islands:
                 now = until
                 break
             share = now / until if arm.seconds else self.done / steps
-            if share >= len(curve) / 8:
+            if share >= len(curve) / self.runner.size.points:
                 curve.append([self.done, now, self.loss()])
             if data is None:
                 if arm.seconds or self.done < steps:
@@ -357,10 +400,34 @@ class Islands:
         }  # fmt: skip
 
 
+def check(size: Size, arm: Arm) -> None:
+    """Refuses what would compare unequal numbers of tokens: arms that end after the size's steps count whole exchanges."""
+    least = len(SPEEDS) * arm.every
+    if not arm.seconds and size.steps % least:
+        near = max(size.steps // least, 1) * least
+        raise ValueError(
+            f"steps is {size.steps}, and {arm.name} exchanges every {arm.every} steps of each of {len(SPEEDS)} islands; it must be a "
+            f"multiple of {least}, {near} for instance"
+        )
+
+
+@contextmanager
+def outer(arm: Arm) -> Iterator[None]:
+    """Context in which DiLoCo's outer step is the arm's."""
+    before = diloco.RATE, diloco.MOMENTUM
+    diloco.RATE, diloco.MOMENTUM = arm.rate, arm.outer
+    try:
+        yield
+    finally:
+        diloco.RATE, diloco.MOMENTUM = before
+
+
 def run(runner: Runner, arm: Arm) -> dict[str, Any]:
+    check(runner.size, arm)
     began = time.monotonic()
     torch.manual_seed(arm.seed)
-    found = Islands(runner, arm).run() if arm.rule else whole(runner, arm)
+    with outer(arm):
+        found = Islands(runner, arm).run() if arm.rule else whole(runner, arm)
     return {**asdict(arm), **found, "wall": time.monotonic() - began}
 
 
@@ -378,6 +445,8 @@ ARMS = (
     Arm("error feedback, 1.4 % both ways", every=5),
     Arm("error feedback, 0.45 %", every=10, share=0.0045, answer=0.0),
     Arm("error feedback, 12 %", every=10, share=0.12, answer=0.0),
+    Arm("error feedback, 1.4 %, gain 0.375", every=10, answer=0.0, gain=0.375),
+    Arm("DiLoCo, Nesterov 1 / 0.3", rule="diloco", answer=0.0, rate=1.0, outer=0.3),
 )
 
 
@@ -407,6 +476,48 @@ def following(tuned: Sequence[Arm], seeds: Sequence[int], seconds: float) -> lis
     return [replace(arm, seconds=seconds, seed=seeds[0]) for arm in late if seconds] + found
 
 
+def together(
+    rates: dict[int, list[float]], again: Sequence[int], groups: Sequence[int], seeds: Sequence[int], first: int
+) -> tuple[list[tuple[int, Arm]], Any]:
+    """Tuning and what follows in one go: (what is asked at once, what follows on the rows that are there), each arm with
+    how soon it is wanted. Seeds of an arm follow when all its rates are known; arms beyond the `first` ones, when those of
+    the first ones are."""
+    asked = [
+        (place, replace(ARMS[number], peak=peak, seed=seeds[0]))
+        for place, (number, peaks) in enumerate(rates.items())
+        for peak in peaks
+    ]
+    later = [(100 + place, arm) for place, arm in asked if place >= first]
+    asked = [pair for pair in asked if pair[0] < first]
+    told = set()
+
+    def follows(rows: Sequence[dict[str, Any]]) -> list[tuple[int, Arm]]:
+        found = []
+        if len(rows) >= len(asked):
+            found += later
+            later.clear()
+        for number in dict.fromkeys((*again, *groups)):
+            name = ARMS[number].name
+            own = [row for row in rows if row["name"] == name and row["seed"] == seeds[0] and row["model"] == "copies"]
+            if name in told or len(own) < len(rates[number]) or all("error" in row for row in own):
+                continue
+            told.add(name)
+            peak = min((row for row in own if "error" not in row), key=lambda row: row["flushed"])["peak"]
+            arm = replace(ARMS[number], peak=peak)
+            if number in again:
+                found += [(50 + place, replace(arm, seed=seed)) for place, seed in enumerate(seeds[1:])]
+            if number in groups:
+                found += [(60 if seed == seeds[0] else 200, replace(arm, seed=seed, model="groups")) for seed in seeds]
+        return found
+
+    return asked, follows
+
+
+def kind_of(arm: Arm) -> tuple[str, bool]:
+    """What a process that has run one arm of a kind need not make again for another."""
+    return arm.model, bool(arm.rule)
+
+
 def work(place: int, size: Size, tokens: Path, folder: Path, device: str, arms: Any, rows: Any) -> None:
     torch.set_num_threads(1)
     while not size.source and not (folder / "dense" / "config.json").exists():
@@ -414,11 +525,48 @@ def work(place: int, size: Size, tokens: Path, folder: Path, device: str, arms: 
     runner = Runner(size, tokens, folder, device)
     while (arm := arms.get()) is not None:
         try:
-            rows.put(run(runner, arm))
+            rows.put((place, run(runner, arm)))
         except Exception as error:  # one arm that fails is told, and the others go on
-            rows.put({**asdict(arm), "error": repr(error)[:500]})
-        if device.startswith("cuda"):
-            torch.cuda.empty_cache()
+            rows.put((place, {**asdict(arm), "error": repr(error)[:500]}))
+            runner.forget()
+
+
+def few(size: Size, tokens: Path, output: Path) -> None:
+    """Copies the token shards of `train` and `valid` with the most frequent tokens of `train` alone; all others become one."""
+    counts = np.zeros(1 << 16, np.int64)
+    trained, held = size.train.split(","), size.valid.split(",")
+    for name in trained:
+        for ids in shards_of(tokens / name):
+            counts += np.bincount(ids, minlength=len(counts))
+    renamed = np.full(len(counts), size.vocab - 1, np.uint16)
+    renamed[:KEPT] = np.arange(KEPT)
+    often = np.argsort(-counts, kind="stable")
+    often = often[often >= KEPT][: size.vocab - 1 - KEPT]
+    renamed[often] = KEPT + np.arange(len(often))
+    for name in (*trained, *held):
+        folder = output / name
+        folder.mkdir(parents=True, exist_ok=True)
+        meta = json.loads((tokens / name / "meta.json").read_text()) | {"vocab": size.vocab}
+        assert max(meta["eos"], meta["start"]) < KEPT, f"{name}: eos and start are to stay as they are"
+        for shard, ids in zip(meta["shards"], shards_of(tokens / name), strict=True):
+            data = renamed[ids].tobytes()
+            (folder / shard["tokens"]["file"]).write_bytes(data)
+            shard["tokens"]["sha256"] = hashlib.sha256(data).hexdigest()
+            shutil.copy(tokens / name / shard["documents"]["file"], folder)
+        (folder / "meta.json").write_text(json.dumps(meta))
+        print(
+            f"{name}: {np.mean(renamed[ids] == size.vocab - 1):.1%} of the last shard's tokens are the one of all others"
+        )
+
+
+def shards_of(folder: Path) -> Iterator[Any]:
+    meta = json.loads((folder / "meta.json").read_text())
+    if meta["dtype"] != "uint16":
+        raise ValueError(
+            f"{folder} has {meta['dtype']} tokens, and few words are made of uint16; prepare it with a smaller vocabulary"
+        )
+    for shard in meta["shards"]:
+        yield np.fromfile(folder / shard["tokens"]["file"], np.uint16)
 
 
 def base(runner: Runner) -> None:
@@ -457,11 +605,16 @@ def base(runner: Runner) -> None:
 
 
 @contextmanager
-def workers(count: int, devices: Sequence[str], size: Size, tokens: Path, folder: Path) -> Iterator[tuple[Any, Any]]:
+def workers(
+    count: int, devices: Sequence[str], size: Size, tokens: Path, folder: Path
+) -> Iterator[tuple[list[Any], Any]]:
+    """Processes, each with a queue of arms, and one queue of (process, row)."""
     context = mp.get_context("spawn")
-    arms, rows = context.Queue(), context.Queue()
+    arms, rows = [context.Queue() for _ in range(count)], context.Queue()
     jobs = [
-        context.Process(target=work, args=(i, size, tokens, folder, devices[i % len(devices)], arms, rows), daemon=True)
+        context.Process(
+            target=work, args=(i, size, tokens, folder, devices[i % len(devices)], arms[i], rows), daemon=True
+        )
         for i in range(count)
     ]
     for job in jobs:
@@ -491,37 +644,61 @@ def main() -> None:
     count = int(words.pop("workers", "1"))
     until = float(words.pop("until", "0"))
     tuned = words.pop("tuned", "")
+    rates = {
+        int(number): [float(peak) for peak in given.split(",")]
+        for number, given in (one.split(":") for one in words.pop("rates", "").split(";") if one)
+    }
+    again, groups = ([int(n) for n in words.pop(key, "").split(",") if n] for key in ("again", "groups"))
+    first = int(words.pop("first", "100"))
     devices = words.pop("devices", "cpu").split(",")
     size = SMALL if words.pop("size", "") == "small" else Size()
     kinds = {field.name: type(getattr(size, field.name)) for field in fields(size)}
     size = replace(size, **{key: kinds[key](value) for key, value in words.items()})
+    if command == "words":
+        few(size, tokens, folder)
+        return
     check_tokens(Runner(size, tokens, folder, "cpu").config({"source": "x"}, size.batch, 0).data)
     if command == "base":
         base(Runner(size, tokens, folder, devices[0]))
         return
+    if odd := {*again, *groups} - rates.keys():
+        raise ValueError(f"again and groups name the arms {sorted(odd)}, of which rates has none; write rates={min(odd)}:1e-3 too")
+    asked, follows = together(rates, again, groups, seeds, first)
+    if not rates:
+        known = [json.loads(line) for line in Path(tuned).read_text().splitlines()] if tuned else []
+        plain = following(best(known), seeds, until) if tuned else tuning(peaks, seeds[0])
+        asked = [(0, arm) for arm in plain if not taken or arm.name in taken]
+    for _, arm in asked:
+        check(size, arm)
     with workers(count, devices, size, tokens, folder) as (arms, rows), open(folder / "rows.jsonl", "a") as file:
-        asked = tuning(peaks, seeds[0])
-        if tuned:
-            known = [json.loads(line) for line in Path(tuned).read_text().splitlines()]
-            asked = following(best(known), seeds, until)
-        asked = [arm for arm in asked if not taken or arm.name in taken]
-        for arm in asked:
-            arms.put(arm)
         if not size.source and not (folder / "dense" / "config.json").exists():
             base(Runner(size, tokens, folder, devices[0]))
         every: list[dict[str, Any]] = []
-        while len(every) < len(asked) and time.monotonic() - began < limit:
+        total, idle = len(asked), dict.fromkeys(range(count), ("", False))  # and of which kind it has a model
+        while (asked or len(idle) < count) and time.monotonic() - began < limit:
+            for worker in list(idle):
+                if asked:
+                    kind = idle.pop(worker)
+                    chosen = min(asked, key=lambda pair: (pair[0], kind_of(pair[1]) != kind))
+                    asked.remove(chosen)
+                    arms[worker].put(chosen[1])
             try:
-                row = rows.get(timeout=1.0)
+                worker, row = rows.get(timeout=1.0)
             except queue.Empty:
                 continue
+            idle[worker] = row["model"], bool(row["rule"])
             every.append(row)
+            new = follows(every)
+            asked, total = asked + new, total + len(new)
             file.write(json.dumps(row) + "\n")
             file.flush()
             said = row.get("error") or f"{row['loss']:.4f} {row['flushed']:.4f}  wall {row['wall']:.0f}"
             print(f"{time.monotonic() - began:.0f} s  {row['name']}, {row['model']} {row['seed']}, peak {row['peak']:g}, H {row['every']}, "
                   f"{row['seconds']:.0f} s: {said}", flush=True)  # fmt: skip
-    print(f"{len(every)} of {len(asked)} arms in {time.monotonic() - began:.0f} s")
+            if len(every) % 6 == 0:
+                print(table(every), flush=True)
+        print(table(every), flush=True)
+    print(f"{len(every)} of {total} arms in {time.monotonic() - began:.0f} s")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -555,14 +732,15 @@ def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
     """Held-out loss of copies: by steps, at each arm's best rate; and by seconds over the slowest link."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4), layout="constrained")
     tuned = {
         arm.name: arm.peak
         for arm in best([row for row in rows if row["model"] == "copies" and not row["seconds"] and not row["seed"]])
     }
     panels = (("Equal tokens", "steps of all islands", 0, 0.0), ("0.1 Gb/s", "seconds, counted", 1, LINKS[0]))
-    for number, (title, label, at, link) in enumerate(panels, 1):
-        axes = figure.add_subplot(1, 2, number)
+    shown = len(panels) if any(row["seconds"] for row in rows if "error" not in row) else 1
+    figure = Figure(figsize=(5.5 * shown, 4), layout="constrained")
+    for number, (title, label, at, link) in enumerate(panels[:shown], 1):
+        axes = figure.add_subplot(1, shown, number)
         axes.set_title(title, loc="left")
         axes.set_xlabel(label)
         axes.set_ylabel("held-out loss")

@@ -136,6 +136,7 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
             row = {
                 "hidden": dense.hidden, "layers": dense.layers, "parameters": dense_parameters(dense),
                 "first": first * BATCH * SEQUENCE, **row, "seed": again, "loss": judged(run), "seconds": time.monotonic() - began,
+                "texts": [f"{name}: {len(text):,}" for name, text in texts.items()],  # points compare on the same ones
             }  # fmt: skip
             with points.open("a") as file:  # a line at a time, by nine processes
                 file.write(json.dumps(row) + "\n")
@@ -276,24 +277,45 @@ def along(points: Any, loss: Any) -> Any:
     return lambda at: np.exp(terms(at, best[1]) @ best[2]) + law.FLOOR
 
 
-def judged(rows: list[dict[str, Any]]) -> list[str]:
-    """How far `along`, fitted to the 36 points alone, is off on the 12; and how far apart runs are that differ by their
-    seed alone."""
+def checked(rows: list[dict[str, Any]]) -> tuple[float, Any, Any]:
+    """(the factor by which losses of the rows' texts differ from those of the 36 points, how far `along`, fitted to the
+    36 alone, is off on each new row as it is, and with that factor). The factor is of what both have, size, D1 and D2,
+    with another seed: 1 to within noise where the texts are the same."""
     points, loss, _ = read()
-    predict = along(points, loss)
-    new = [row for row in rows if row["more"] and not row["seed"]]
-    values = np.array([[row[key] for key in ("parameters", "first", "more")] for row in new], float)
-    off = predict(values) / np.array([row["loss"] for row in new]) - 1
-    found = [
-        f"{row['hidden']} {row['first']:,} {row['more']:,}: {each:+.1%}" for row, each in zip(new, off, strict=True)
-    ]
-    found.append(f"of {len(new)}: {np.abs(off).mean():.1%} on average, {np.abs(off).max():.1%} at most")
     before = {(r["hidden"], r["first"], r["more"]): r["loss"] for r in json.loads(HERE.read_text())}
-    for key, first in before.items():
-        same = [first, *(r["loss"] for r in rows if (r["hidden"], r["first"], r["more"]) == key and r["seed"])]
-        if len(same) > 1:
-            found.append(f"{key}: seeds are {max(same) / min(same) - 1:.1%} apart")
-    return found
+    both = [math.log(r["loss"] / before[place(r)]) for r in rows if r["more"] and r["seed"] and place(r) in before]
+    factor = math.exp(sum(both) / len(both))
+    new = fresh(rows)
+    values = np.array([[row[key] for key in ("parameters", "first", "more")] for row in new], float)
+    said = along(points, loss)(values) / np.array([row["loss"] for row in new])
+    return factor, said - 1, said * factor - 1
+
+
+def place(row: dict[str, Any]) -> tuple[int, int, int]:
+    return row["hidden"], row["first"], row["more"]
+
+
+def fresh(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the 12 points that are there."""
+    return [row for row in rows if row["more"] and not row["seed"]]
+
+
+def noise(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], float]:
+    """How far apart runs are that differ by their seed alone, as a share of the lower."""
+    found: dict[tuple[int, int, int], list[float]] = {}
+    for row in rows:
+        if row["seed"]:
+            found.setdefault(place(row), []).append(row["loss"])
+    return {key: max(losses) / min(losses) - 1 for key, losses in found.items() if len(losses) > 1}
+
+
+def judged(rows: list[dict[str, Any]]) -> list[str]:
+    """How far off the law is on the new points, in lines."""
+    factor, plain, carried = checked(rows)
+    found = [f"{place(row)}: {a:+.1%}, {b:+.1%}" for row, a, b in zip(fresh(rows), plain, carried, strict=True)]
+    found.append(f"these texts have {factor:.3f} of the loss; of {len(plain)}, as they are and with that factor:")
+    found += [f"  {np.abs(off).mean():.1%} on average, {np.abs(off).max():.1%} at most" for off in (plain, carried)]
+    return [*found, *(f"{key}: seeds are {apart:.1%} apart" for key, apart in noise(rows).items())]
 
 
 def read(file: Path = HERE) -> tuple[Any, Any, Any]:

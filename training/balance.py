@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -355,7 +355,7 @@ class Balance:
             slope = torch.full_like(z, config.z_weight) * self.scale
             weight_TK = AuxLoss.apply(weight_TK, z, slope)  # type: ignore[no-untyped-call]
         self.measure(Routed(number, logits_TE.detach(), routing.expert_TK, share_SE, dropped))
-        return replace(routing, weight_TK=weight_TK, room=room)
+        return routing._replace(weight_TK=weight_TK, room=room)
 
     def counts(self, seen_E: Tensor, expert_TK: Tensor) -> Tensor:
         """(S, E): what the balance loss calls the load, of all ranks, of each sequence or of everything."""

@@ -284,7 +284,7 @@ def in_turn(then: Callable[[Routing], Routing], routing: Routing) -> Routing:
     equally many rows; a token's experts are neighbours."""
     count, k = routing.expert_TK.shape
     turn = torch.arange(count * k, device=routing.expert_TK.device) % routing.logits_TN.shape[1]
-    return then(replace(routing, expert_TK=turn.view(count, k)))
+    return then(routing._replace(expert_TK=turn.view(count, k)))
 
 
 def timed(step: Callable[[], None], device: torch.device, steps: int) -> float:

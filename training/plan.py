@@ -438,7 +438,7 @@ def ranked(
         if size.total + SPARE > card.memory * 1e9 and mesh != config.mesh:
             return Timed(mesh, size, Seconds())
         ranges = model.ranges(mesh.pp, mesh.schedule)
-        return Timed(mesh, size, step(spec, changed, world, card, routing, ranges=ranges))
+        return Timed(mesh, size, step(spec, changed, world, card, routing, ranges=ranges, taken=size.total))
 
     own = timed(config.mesh)
     every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
@@ -589,11 +589,16 @@ def split(words: list[str]) -> tuple[PlanConfig, list[str]]:
     return asked, [word for word in words if not word.startswith(own)]
 
 
+def seconds_of(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, card: hardware.Hardware) -> float:
+    """Of a step of this very mapping."""
+    return step(spec, config, world, card, taken=memory(spec, config, world).total).total
+
+
 def lasting(stage: Stage, spec: DenseSpec | MoESpec, world: int, card: hardware.Hardware) -> str:
     """How long a stage takes with its mapping."""
     config = stage.config
     tokens = config.steps * config.batch * config.data.sequence
-    hours = config.steps * step(spec, config, world, card).total / 3600
+    hours = config.steps * seconds_of(spec, config, world, card) / 3600
     return f"{stage.name or 'stage'}: {config.steps:,} steps, {tokens / 1e9:,.3f} B tokens, {hours:,.1f} hours"
 
 
@@ -678,7 +683,7 @@ def main(words: list[str]) -> int:
         for stage in stages if len(stages) > 1 else []:
             print(lasting(stage, origin.spec, asked.gpus, card))
         if asked.seen:
-            own = step(origin.spec, config, asked.gpus, card).total
+            own = seconds_of(origin.spec, config, asked.gpus, card)
             rate = config.batch * config.data.sequence / own / asked.gpus
             print(advised(origin.spec, config, asked, rate))
     return 0

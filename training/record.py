@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from training.build import Learner
+from training.config import TrainConfig
 from training.data.batch import Batch
 
 MOST = 0.5  # share of the device's memory that a step may take: validation finds none of it free
@@ -35,17 +36,24 @@ def stepping(run: Learner, train_step: TrainStep) -> Step:
 
 def obstacle(run: Learner) -> str:
     """Why the run's step cannot be recorded; "" if nothing is known to be in the way."""
-    model = run.config.model
+    if run.device.type != "cuda":
+        return f"there is no CUDA graph on a {run.device.type.upper()}"
+    if run.model.dense.carried is not None:
+        return "transformers' own code may ask the device in a step"
+    return hindrance(run.config, run.mesh.world, bool(run.model.moe), taught=run.teacher is not None)
+
+
+def hindrance(config: TrainConfig, world: int, moe: bool, *, taught: bool) -> str:
+    """What of a config is in the way of recording, on any device; "" if nothing is. `moe`: whether the model has
+    experts; `taught`: whether a teacher's loss is a part of a step's."""
+    model = config.model
     reasons = {
-        f"there is no CUDA graph on a {run.device.type.upper()}": run.device.type != "cuda",
-        f"{run.mesh.world} ranks wait for each other in a step": run.mesh.world > 1,
-        "a teacher's share of the loss changes from step to step": run.teacher is not None,
-        "islands exchange their weights between steps": run.config.islands.asked,
-        "transformers' own code may ask the device in a step": run.model.dense.carried is not None,
+        f"{world} ranks wait for each other in a step": world > 1,
+        "a teacher's share of the loss changes from step to step": taught,
+        "islands exchange their weights between steps": config.islands.asked,
         f"model.transformer_engine is {list(model.transformer_engine)}": bool(model.transformer_engine),
-        f"model.experts={model.experts} asks the device in a step": run.model.moe and model.experts != "grouped",
-        f"experts wait for the device where model.compute is {model.compute}": run.model.moe
-        and model.compute != "bfloat16",
+        f"model.experts={model.experts} asks the device in a step": moe and model.experts != "grouped",
+        f"experts wait for the device where model.compute is {model.compute}": moe and model.compute != "bfloat16",
     }
     return next((reason for reason, stands in reasons.items() if stands), "")
 
@@ -86,13 +94,15 @@ class Recorded:
                 raise RuntimeError(
                     f"it keeps its memory to itself, and a step takes {taken / total:.0%} of the device's"
                 )
-            # other threads load data and write checkpoints
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.learned = self.train_step(run, self.batches, None)
+            try:
+                # other threads load data and write checkpoints
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self.learned = self.train_step(run, self.batches, None)
+            except RuntimeError:
+                release_generator(self.batches[0].tokens)
+                raise
             self.graph = graph
         except RuntimeError as error:
-            if torch.cuda.is_available():
-                release_generator()
             if run.config.model.graph:
                 raise
             self.failed = True
@@ -106,10 +116,10 @@ class Recorded:
             )
 
 
-def release_generator() -> None:
+def release_generator(number: Tensor) -> None:
     """Lets torch's generator of random numbers draw again: a recording that fails leaves it waiting for the graph, and
-    every later draw on the device raises. One that ends as it should, of a single kernel, sets it free."""
+    every later draw on the device raises. One that ends as it should sets it free. `number`: any of the device, which
+    does not change, since what is recorded here is never replayed; new memory there may be none."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    number = torch.zeros((), device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
-        number.add_(1)
+        number.add_(0)

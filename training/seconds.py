@@ -11,7 +11,7 @@ What is summed, of the slowest rank:
     gathers     FSDP's gathers and sums, as far as they are longer than the computation that they are hidden under
     bubble      a pipeline's idle time, and what its stages send
     optimizer   weights, moments and gradients, read and written once
-    host        what is left waiting where the host launches more slowly than the device computes
+    host        what is left waiting where the host launches more slowly than the device computes, unless recorded
 
 Recomputation is in the part that it repeats. Constants of the model stand below with where they are from; all else is
 counted, or a rate of the hardware file. docs/planning.md holds it to what was measured.
@@ -31,6 +31,7 @@ from training.config import TrainConfig
 from training.hardware import Hardware, Link, attention_rates, rates
 from training.parallel.mesh import grids
 from training.parallel.pipeline import cut, stages
+from training.record import MOST, hindrance
 from upcycle.size import mean_context
 from upcycle.spec import BYTES, DenseSpec, MoESpec
 
@@ -50,6 +51,8 @@ COMPILED = 0.5  # of a layer's host time with model.compile; an estimate
 # What the host does besides in a layer and micro-batch, of a MoE layer's host time: FSDP's hooks around its units (a
 # MoE layer took 9.5 ms with them and 5 without, `measure` on 2 H200), and what tp and cp send (six mappings on those)
 HOOKS, OVER_TP, OVER_CP = 0.8, 0.15, 0.4
+# A capacity's mask, of a MoE layer's host time: 100 of 1,731 of torch's calls forward and backward, on two CPU ranks
+DROPPING = 0.06
 WAIT = 0.05  # of a MoE layer's host time is launched anew after each dispatch that the host waits for: 25 ms in 24
 # Passes over data in elements, forward and backward: a norm with its residual addition, rotation and head norm, an
 # activation (9 with what is made again), and over logits the products, the loss and its gradient
@@ -106,20 +109,38 @@ def step(
     *,
     blocks: bool = False,
     ranges: Sequence[range] | None = None,
+    taken: float = 0.0,
 ) -> Seconds:
     """Of a step of `config` on `world` GPUs. `blocks`: no head and no optimiser, as a bench's stack of layers.
-    `ranges`: the layers of each stage, where they are known."""
+    `ranges`: the layers of each stage, where they are known. `taken`: bytes of a GPU that the step takes, if known."""
     mesh, layers = config.mesh, (spec.dense if isinstance(spec, MoESpec) else spec).layers
     if ranges is None:
         ranges = [range(layers)] if mesh.pp == 1 else cut(spec, mesh.pp, mesh.schedule)
-    return Clock(spec, config, world, card, routing or Routing(), blocks).step(ranges)
+    replayed = not blocks and recorded(config, world, isinstance(spec, MoESpec), taken / card.memory / 1e9)
+    return Clock(spec, config, world, card, routing or Routing(), blocks, replayed).step(ranges)
+
+
+def recorded(config: TrainConfig, world: int, moe: bool, share: float) -> bool:
+    """Whether a step is recorded once and replayed without its host (training/record.py): one GPU that trains alone,
+    with nothing in the way; by itself only where the step takes half of the memory at most. `share`: of it."""
+    asked = config.model.graph
+    free = not hindrance(config, world, moe, taught=config.teacher.asked)
+    return free and (share <= MOST if asked is None else asked)
 
 
 class Clock:
     def __init__(
-        self, spec: DenseSpec | MoESpec, config: TrainConfig, world: int, card: Hardware, routing: Routing, blocks: bool
+        self,
+        spec: DenseSpec | MoESpec,
+        config: TrainConfig,
+        world: int,
+        card: Hardware,
+        routing: Routing,
+        blocks: bool,
+        replayed: bool = False,  # without a host
     ) -> None:
         self.config, self.card, self.routing, self.blocks, self.mesh = config, card, routing, blocks, config.mesh
+        self.replayed = replayed
         self.moe = spec if isinstance(spec, MoESpec) else None
         self.dense = spec.dense if isinstance(spec, MoESpec) else spec
         self.world, self.mode = world, config.model.recompute
@@ -169,8 +190,10 @@ class Clock:
         more = HOOKS * (self.sizes["dp_shard"] * self.mesh.cp * self.mesh.tp > 1)
         more += OVER_TP * (self.mesh.tp > 1) + OVER_CP * (self.mesh.cp > 1)
         beside = more * self.card.host[1] * (dense + moe)
+        beside += DROPPING * self.card.host[1] * moe * (self.config.balance.capacity_factor > 0)
         host = (eager * (COMPILED if self.config.model.compile else 1) + beside) * self.count / 1e3
-        total["host"] = (compute**TURNS + host**TURNS) ** (1 / TURNS) - compute
+        if not self.replayed:
+            total["host"] = (compute**TURNS + host**TURNS) ** (1 / TURNS) - compute
         total["optimizer"] = once["optimizer"]
         return total
 

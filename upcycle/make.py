@@ -120,6 +120,11 @@ class Maker:
             raise ValueError(f"the plan makes no tensor {name!r}; it makes for instance {self.plan.outputs[0].name!r}")
         return self.plan.by_name[name]
 
+    def alike(self, name: str) -> Hashable | None:
+        """The same for outputs that hold the same numbers, of copies of a slice; None where that is not known."""
+        recipe, *more = self.output(name).parts
+        return None if more or recipe.kind != "expert" else self.made_of(recipe)
+
     # ---- one part
 
     def part(self, recipe: Recipe) -> Tensor:
@@ -163,8 +168,7 @@ class Maker:
     # ---- experts
 
     def expert(self, recipe: Recipe) -> Tensor:
-        plan, moe = self.plan, self.plan.moe
-        place = Place(recipe.layer, recipe.expert, moe.copies, moe.granularity, moe.cut_widths, plan.config.seed)
+        plan, place = self.plan, self.place(recipe)
 
         def make() -> Tensor:
             donors = [self.carved(self.ffn(recipe, [source]), recipe.layer, shared=False) for source in recipe.sources]
@@ -172,9 +176,17 @@ class Maker:
             w = self.held(ffn).scaled(plan.factors(recipe.layer))[recipe.matrix]
             return self.finish(recipe, filled(w, recipe.shape))
 
-        if plan.method.same is None:
-            return make()
-        return self.kept.get(("expert", recipe.layer, plan.method.same(place), recipe.matrix, recipe.dtype), make)
+        made_of = self.made_of(recipe)
+        return make() if made_of is None else self.kept.get(made_of, make)
+
+    def place(self, recipe: Recipe) -> Place:
+        moe = self.plan.moe
+        return Place(recipe.layer, recipe.expert, moe.copies, moe.granularity, moe.cut_widths, self.plan.config.seed)
+
+    def made_of(self, recipe: Recipe) -> Hashable | None:
+        """What tells an expert's matrix from others; None: it is of its own."""
+        same = self.plan.method.same
+        return same and ("expert", recipe.layer, same(self.place(recipe)), recipe.matrix, recipe.shape, recipe.dtype)
 
     def ffn(self, recipe: Recipe, sources: Sequence[Source]) -> FFN:
         """The layer's dense FFN (the mean, if there are several sources) with only the matrix that the recipe needs."""

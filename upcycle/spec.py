@@ -279,7 +279,7 @@ class MoESpec:
     @property
     def cut_widths(self) -> tuple[int, ...]:
         """Of each routed expert the neurons that are cut out of the dense FFN."""
-        return tuple(width - self.padding for width in self.widths)
+        return tuple(width - self.padding for width in self.widths) if self.padding else self.widths
 
     @property
     def cut_shared(self) -> int:

@@ -68,7 +68,7 @@ MODELS = {
 # what each config is for: (target, exact, experts, total parameters in billions)
 PROMISES = {
     "llama3-8b-e8t2": ("mixtral", True, 8, 47.5),
-    "llama3-8b-e64t8": ("glm4_moe", True, 64, 48.2),  # with a shared expert of zeros, which GLM-4 always has
+    "llama3-8b-e64t8": ("upcycled", True, 64, 47.5),
     "nemotron4-15b-e64t8": ("upcycled", False, 64, 83.3),
     "qwen3-8b-e56t7-shared": ("glm4_moe", True, 56, 41.5),
     "mistral-7b-drop": ("mixtral", False, 8, 46.7),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from evaluation.__main__ import main as study
 from evaluation.study.plan import flops, read_study, steps, trials
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.__main__ import main as train_command
+from training.checkpoint.layout import online
 from training.data.shards import META
 from training.observe import metrics
 from training.prepare import main as prepare
 from training.train import train
+from upcycle.checkpoint import Checkpoint
+from upcycle.config import UpcycleConfig, build
 from upcycle.sample import make_llama
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +37,7 @@ SMOLLM2 = {
     "dtype": "bfloat16",
 }  # fmt: skip
 
+KINDS = ("embed", "attn", "gate", "experts")  # of tensors, by what is in their names; gate is the router
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}{{ eos_token }}{% endif %}{% endfor %}"
 
 
@@ -132,29 +137,58 @@ def test_the_smollm2_study_plans_what_it_says(tmp_path: Path) -> None:
     assert plan.means == {"in": ("encyclopedia", "techdocs", "fiction"), "law": ("law",), "code": ("code",)}
 
 
-def test_the_chat_study_plans_what_it_says_and_its_arms_train(tmp_path: Path) -> None:
-    """A tiny model with its keys: the arms with a teacher differ from those without by its divergence alone."""
-    make_llama(tmp_path / "dense", {**SMOLLM2, "hidden_size": 36, "intermediate_size": 48, "vocab_size": 400})
-    tokenizer = make_tokenizer(tmp_path / "dense", bos=False)
+def tiny_chat(folder: Path) -> list[str]:
+    """A tiny model with a chat template, conversations and two sets that are held out: the words of a study with it."""
+    make_llama(folder / "dense", {**SMOLLM2, "hidden_size": 36, "intermediate_size": 48, "vocab_size": 400})
+    tokenizer = make_tokenizer(folder / "dense", bos=False)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": TEMPLATE}
-    (tmp_path / "dense" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "dense" / "tokenizer_config.json").write_text(json.dumps(settings))
     for name, seed in (("talks", 0), ("talks-held-out", 1)):
         rows = [{"prompt": text[:40], "completion": text[:90]} for text in texts(20, seed)]
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words = [f"tokenizer={tokenizer}", f"sources=[{tmp_path / 'rows.jsonl'}]", "kind=chat", "sequence=64"]
-        assert prepare([str(tmp_path / name), *words]) == 0
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = [f"tokenizer={tokenizer}", f"sources=[{folder / 'rows.jsonl'}]", "kind=chat", "sequence=64"]
+        assert prepare([str(folder / name), *words]) == 0
     for name in ("law", "code"):
-        source = jsonl(tmp_path / f"{name}.jsonl", texts(9, 2))
-        assert prepare([str(tmp_path / name), f"tokenizer={tokenizer}", f"sources=[{source}]"]) == 0
-    words = [f"source={tmp_path / 'dense'}", f"tokens={tmp_path}", f"output={tmp_path / 'out'}"]
+        source = jsonl(folder / f"{name}.jsonl", texts(9, 2))
+        assert prepare([str(folder / name), f"tokenizer={tokenizer}", f"sources=[{source}]"]) == 0
+    return [f"source={folder / 'dense'}", f"tokens={folder}", f"output={folder / 'out'}"]
+
+
+SHORT = ["steps=2", "batch=2", "micro_batch=2", "schedule.warmup=0", "valid_every=0", "data.sequence=64"]
+
+
+def test_the_chat_study_plans_what_it_says_and_its_arms_train(tmp_path: Path) -> None:
+    """A tiny model with its keys: the arms with a teacher differ from those without by its divergence alone."""
+    words = tiny_chat(tmp_path)
     plan = read_study("sft", words)
     assert steps(plan, flops(plan), {}) == dict.fromkeys(plan.arms, 300) and len(plan.arms) == 4
     assert len(trials(plan, steps(plan, flops(plan), {}))) == 12
-    small = ["steps=2", "batch=2", "micro_batch=2", "schedule.warmup=0", "valid_every=0", "data.sequence=64"]
-    plan = read_study("sft", [*words, *(f"base.{word}" for word in [*small, "model.compute=float32"])])
+    plan = read_study("sft", [*words, *(f"base.{word}" for word in [*SHORT, "model.compute=float32"])])
     for arm in ("dense-taught", "upcycled-taught"):
         rows = metrics.read(train(plan.trial(arm, 0).config))
         assert rows[-1]["loss/teacher"] < 0.1 and {"valid/talks-held-out/loss", "valid/law/loss"} <= rows[-1].keys()
+
+
+def test_the_adapters_study_plans_what_it_says_and_its_arms_learn_what_their_names_say(tmp_path: Path) -> None:
+    words = tiny_chat(tmp_path)
+    plan = read_study("adapters", words)
+    arms = ("full", "dense", "lora", "lora-fast", "router")
+    assert steps(plan, costs := flops(plan), {}) == dict.fromkeys(arms, 300) and plan.control == "full"
+    assert len(trials(plan, steps(plan, costs, {}))) == 15
+    assert costs["full"] == costs["lora"] == costs["router"] > costs["dense"]
+    peaks = {arm: plan.trial(arm, 0).config.schedule.peak for arm in arms}
+    assert peaks == {"full": 3e-4, "dense": 3e-4, "lora": 1e-3, "lora-fast": 3e-3, "router": 3e-3}
+    assert plan.trial("router", 0).config.model.upcycle["method"] == {"name": "noise", "std": 0.02}
+    more = [*SHORT, "model.compute=float32"]
+    plan = read_study("adapters", [*words, *(f"base.{word}" for word in more)])
+    learned = {"full": set(KINDS), "lora": {"attn", "gate", "experts"}, "router": {"gate"}}
+    for arm, changed in learned.items():
+        config = plan.trial(arm, 0).config
+        train(replace(config, export=str(tmp_path / f"{arm}-out")))
+        upcycle = build(UpcycleConfig, config.model.upcycle)
+        with online(upcycle) as origin, Checkpoint.open(tmp_path / f"{arm}-out") as out:
+            moved = {name for name in out.entries if not torch.equal(out.read(name), origin.read(name))}
+        assert {kind for name in moved for kind in KINDS if kind in name} == changed, arm
 
 
 def test_stages_are_no_arm(tmp_path: Path) -> None:

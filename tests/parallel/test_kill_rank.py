@@ -1,5 +1,5 @@
 """One rank of a run is killed in the middle of a step: the other names it and ends, torchrun starts both again, and the
-run ends with the bytes of one that nobody touched."""
+run ends with the bytes of one that nobody touched. And torchrun is killed: its ranks end."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from tests.parallel.ranks import run as run_ranks
 from tests.parallel.runs import on_rank
@@ -69,3 +71,51 @@ def test_a_killed_rank_is_named_and_the_restarted_run_is_the_same(tmp_path: Path
     name = "model.safetensors"
     assert (place / "killed" / "export" / name).read_bytes() == (place / "whole" / "export" / name).read_bytes()
     assert [row["step"] for row in rows(place / "killed")] == [row["step"] for row in rows(place / "whole")]
+
+
+DEAF = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from training.parallel.processes import processes
+torch.set_num_threads(1)
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, signal.SIG_IGN)  # as one that waits for its device
+with processes("cpu"):
+    (Path(sys.argv[1]) / os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(100)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_rank_outlives_its_torchrun(world: int, tmp_path: Path) -> None:
+    (tmp_path / "deaf.py").write_text(DEAF)
+    files = [tmp_path / str(rank) for rank in range(world)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen([*torchrun, str(tmp_path / "deaf.py"), str(tmp_path)], cwd=ROOT, env=environment)
+    pids = list[int]()
+    try:
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline and not all(file.exists() and file.read_text() for file in files):
+            assert run.poll() is None
+            time.sleep(0.05)
+        pids = [int(file.read_text()) for file in files]
+        assert all(map(alive, pids))
+        run.kill()
+        deadline = time.monotonic() + 10
+        while any(map(alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(alive, pids))
+    finally:
+        run.kill()
+        run.wait()
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)

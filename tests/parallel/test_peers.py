@@ -111,6 +111,19 @@ def test_rows_begin_where_the_ones_before_end() -> None:
     assert here_E.tolist() == [int(end_E[0]), int(total_E[1]) - 1, 0]
 
 
+@interpreted
+def test_who_is_only_late_is_not_blamed_for_who_stayed_away() -> None:
+    """Rank 0 of three: rank 1 never comes, rank 2 once. Nobody is waited for any more, so that it may well be late."""
+    from training.kernels import peers_triton
+
+    here, state = torch.tensor([0, 0, 1], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    there = [torch.zeros(3, dtype=torch.int32) for _ in range(2)]
+    pads = torch.tensor([each.data_ptr() for each in (here, *there)])
+    for meeting in (1, 2):
+        peers_triton.meet_kernel[(1,)](pads, state, 0, 50, 3)
+        assert state.tolist() == [meeting, 1 + 1, 0] and [int(each[0]) for each in there] == [meeting, meeting]
+
+
 def alone(rank: int, world: int, folder: Path) -> tuple[bool, str]:
     """Rank 0's tokens and what it says, once rank 1 has stopped coming."""
     mapped(folder, rank, world, unwritten=0)

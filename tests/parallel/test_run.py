@@ -164,7 +164,7 @@ def test_frozen_parts_answers_and_a_teacher_are_the_same_on_any_mesh(place: Path
 
 def test_adapters_learn_and_are_merged_alike_on_any_mesh(place: Path, tmp_path: Path) -> None:
     """In two stages, of which the first adapts routers alone; with frozen weights in bfloat16 on two ranks, of which
-    attention's units are frozen at first. And it goes on bitwise where one stage has ended."""
+    attention's units are frozen at first. And it goes on where one stage has ended: bitwise, and on any other mapping."""
     more = ["lora.rank=2", "steps=3", "schedule.peak=1e-2", "data.valid=[]", "model.upcycle.dtype=bfloat16"]
     router = "optim: {groups: [{match: '*', lr: 0}, {match: router}]}, schedule: {warmup: 0}"
     more += [f"stages=[{{steps: 1, {router}}}, {{steps: 2, batch: 4, data: {{sequence: 64}}, schedule: {{warmup: 1}}}}]"]
@@ -175,18 +175,23 @@ def test_adapters_learn_and_are_merged_alike_on_any_mesh(place: Path, tmp_path: 
         run(2, on_rank, arguments) if mesh else on_rank(0, 1, arguments)
     for name in ("run", "slices", "stages"):
         same_run(tmp_path / name, tmp_path / "one")
-    shutil.copytree(tmp_path / "run", tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-00000003")
-    again = [word.replace(str(tmp_path / "run"), str(tmp_path / "again")) for word in arguments]
-    shutil.rmtree(tmp_path / "again" / "out"), shutil.rmtree(tmp_path / "again" / "peft")
-    run(2, on_rank, again)
+    elsewhere = {"heads": meshes["slices"], "stage": meshes["stages"], "alone": []}
+    for name, mesh in ({"again": ["micro_batch=2", "mesh.ep=2", "model.frozen=bfloat16"]} | elsewhere).items():
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000003")
+        shutil.rmtree(tmp_path / name / "out"), shutil.rmtree(tmp_path / name / "peft")
+        alone = [f"export={tmp_path / name / 'out'}", f"lora.export={tmp_path / name / 'peft'}"]
+        arguments = words(place, tmp_path / name, *more, *alone, *mesh)
+        run(2, on_rank, arguments) if mesh else on_rank(0, 1, arguments)
     assert rows(tmp_path / "again") == rows(tmp_path / "run")
     whole, parts = (exported(tmp_path / name / "out") for name in ("run", "again"))
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    for name in elsewhere:
+        same_run(tmp_path / name, tmp_path / "one")
     # the export is bfloat16, where a difference in the last bits may move a number to its neighbour
     for file, step in {"out/model.safetensors": 2**-7, "peft/adapter_model.safetensors": 0.0}.items():
         want = load_file(tmp_path / "one" / file)
-        for folder in ("run", "slices", "stages"):
+        for folder in ("run", "slices", "stages", *elsewhere):
             have = load_file(tmp_path / folder / file)
             assert have.keys() == want.keys() and len(have) > 20
             for name in want:

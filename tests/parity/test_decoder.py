@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from training.config import ModelConfig
 from training.model.decoder import Decoder
 from training.model.loss import linear_cross_entropy
 from upcycle.__main__ import main
-from upcycle.config import UpcycleConfig, read
+from upcycle.config import UpcycleConfig, build, read
 
 # (dense variant, target, upcycle words): every target, every form of router, shared experts, mixed layers
 SLICES = ["router.choice=each-slice", "router.init.name=independent"]
@@ -151,6 +152,25 @@ def test_an_moe_is_transformers_model_online_and_from_disk(case: str, tmp_path: 
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in after)
     assert relative(reference(out)(tiny.tokens()).logits, online(tiny.tokens())) < 2e-6
+
+
+def test_what_copies_of_a_slice_hold_is_made_once(tmp_path: Path) -> None:
+    dense = tiny.make_variant("llama", tmp_path / "dense")
+    config = {"source": str(dense), "experts": 8, "granularity": 2, "top_k": 2, "method": "virtual_group"}
+    made: list[str] = []
+    with layout.online(build(UpcycleConfig, config | {"target": "upcycled"})) as origin:
+
+        def counted(name: str, rows: tuple[int, int] | None = None) -> Tensor:
+            made.append(name)
+            return origin.read(name, rows)
+
+        want = layout.load(Decoder(origin.spec), replace(origin, alike=lambda _: None, read=counted))
+        each = sum(".experts." in name for name in made)
+        made.clear()
+        have = layout.load(Decoder(origin.spec), replace(origin, read=counted))
+    assert sum(".experts." in name for name in made) == each / 8 > 0
+    for (name, a), (_, b) in zip(have.state_dict().items(), want.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
 
 
 def test_the_twin_fails(tmp_path: Path) -> None:

@@ -287,8 +287,16 @@ def test_options_of_lm_eval_reach_the_run(
         loaded.times = 0
 
 
-def test_a_model_of_lm_evals_own_is_asked_by_our_command(place: Path, three: dict[str, Path]) -> None:
-    folder = ours(place, "own-hf", "model=hf", "model_args={batch_size: 4}")
+def test_a_model_of_lm_evals_own_is_asked_by_our_command(
+    place: Path, three: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the CPU where there is no GPU, which its own default would not be."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    folder = ours(place, "own-hf", "model=hf", "model_args={batch_size: 4}", "device=")
+    for model in ("hf", "upcycle"):
+        words = [f"include_path={place / 'tasks'}", "tasks=[words]", f"model={model}", "device=cuda"]
+        assert main(["run", str(place / "a"), *words, f"output={place / 'none'}"]) == 2
+        assert "device is cuda and this machine has none; write device=cpu" in capsys.readouterr().err
     mine, theirs = told(folder), told(three["hf"])
     assert mine.keys() == theirs.keys()
     assert all(mine[key].scores == item.scores and mine[key].logprobs == item.logprobs for key, item in theirs.items())

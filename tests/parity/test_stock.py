@@ -21,9 +21,11 @@ import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.parallel.ranks import run
@@ -243,12 +245,21 @@ def test_a_run_learns_resumes_to_the_bit_is_exported_and_asked(
         assert all(torch.allclose(ours[key], theirs[key], rtol=0, atol=2e-4) for key in ours)
 
 
+def found(unit: nn.Module, _: Any, output: Any) -> None:
+    """Asserts that any FSDP finds a tensor of what a unit returns, by which it knows when to gather for backward: that
+    of torch 2.11 looks into no dataclass."""
+    tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    assert any(each.requires_grad for each in tensors), f"{type(unit).__name__} returns {type(output).__name__}"
+
+
 def gradients_on(rank: int, world: int, folder: Path) -> dict[str, Tensor]:
     """Gradients of two sequences, of which each of two ranks has one; whole, by role, from the first rank."""
     with in_float64(), layout.opened(folder) as origin:
         mesh = ParallelMesh(MeshConfig(ep=world))
         model = Stock(origin.spec, experts="reference", compute=torch.float64).double()
         parallelize(model, mesh, recomputed="experts" if world > 1 else "none")
+        for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+            unit.register_forward_hook(found)
         layout.load(model.to_empty(device="cpu"), origin)
         tokens, target = (part.chunk(world)[rank] for part in ids())
         (model.loss(tokens, target) / 10).backward()

@@ -11,7 +11,7 @@ import itertools
 import json
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
@@ -78,6 +78,8 @@ class Origin:
     files: tuple[Path, ...]  # tokenizer and the like
     plan: UpcyclePlan | None = None  # if it is made as it is read
     settings: Mapping[str, Any] | None = None  # of the plan that made it, if one is known
+    # of a tensor's name: the same for tensors that hold the same numbers, None where that is not known
+    alike: Callable[[str], Hashable | None] = lambda _: None
 
     @property
     def dense(self) -> DenseSpec:
@@ -121,7 +123,8 @@ def online(config: UpcycleConfig, observe: Observe = measure.measure) -> Iterato
 
         files = checkpoints[0].copied_files()
         entries = {each.name: (each.shape, each.dtype) for each in plan.outputs}
-        yield replace(described(names[0], plan.hf_config, read, files, card.settings(plan), entries), plan=plan)
+        origin = described(names[0], plan.hf_config, read, files, card.settings(plan), entries)
+        yield replace(origin, plan=plan, alike=maker.alike)
 
 
 def described(
@@ -321,16 +324,29 @@ def boxes(tensor: DTensor) -> dict[tuple[int, int], dict[int, Box]]:
 @torch.no_grad()
 def load(model: Decoder, origin: Origin, *, exact: bool = False) -> Decoder:
     """Fills every parameter from the origin; nothing may be missing. If the model is divided over ranks (or is a stage
-    of a pipeline), each rank reads, or makes, only the rows that it holds something of. `exact`: refuses to round."""
+    of a pipeline), each rank reads, or makes, only the rows that it holds something of. `exact`: refuses to round.
+
+    What copies of a slice hold is made once, and copied within the model: each way to a GPU that others compute on
+    waits for its turn."""
     target = pieces(model)
+    first: dict[Hashable, Tensor] = {}
     left = set(target)
     for tensor in model.parameters():
         tensor.zero_()  # the padding of uneven experts
     for stored in tqdm(origin.tensors, "weights", delay=2):
         here = [role for role, _ in stored.roles if role in target]
         left.difference_update(here)
-        if any(target[role].part.numel() for role in here):
-            copy(origin, stored, target, exact)
+        if not any(target[role].part.numel() for role in here):
+            continue
+        alike = origin.alike(stored.name) if len(stored.roles) == 1 else None
+        if alike is not None:
+            piece = target[here[0]]
+            alike = alike, piece.part.dtype, *((each.start, each.stop) for each in piece.slices)
+            if alike in first:
+                piece.part.copy_(first[alike])
+                continue
+            first[alike] = piece.part
+        copy(origin, stored, target, exact)
     assert not left, f"no tensor for {sorted(left)[:3]}"
     return model
 

@@ -41,7 +41,7 @@ def meet_kernel(pad_ptrs, state_ptr, me, PATIENCE, P: tl.constexpr):
         while (seen - meeting < 0) & (tries < waits):
             seen = tl.atomic_add(here + p, 0, sem="acquire", scope="sys")
             tries += 1
-        if seen - meeting < 0:
+        if (seen - meeting < 0) & (waits > 0):  # later, others may only be late
             tl.store(state_ptr + 1, 1 + p)
     tl.debug_barrier()
     tl.store(state_ptr, meeting)

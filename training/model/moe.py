@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from upcycle.spec import MoESpec
 ExpertFunction = Callable[[Tensor, Tensor, Tensor, ExpertWeights, str], Tensor]
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
+    """What the router says of each token. A tuple, because FSDP of torch 2.11 finds the tensors of tuples and of no
+    dataclass: where a router is divided by itself, it would not be gathered for backward."""
+
     weight_TK: Tensor
     expert_TK: Tensor
     logits_TN: Tensor  # float32

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import resource
+import signal
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +29,7 @@ PATIENCE = timedelta(minutes=30)
 # gloo opens a socket to a peer when it first has something to say to it: rings and trees need a few of each rank, and
 # rank 0's gathers of checkpoints one to everybody
 OTHER_FILES = 512
+DEATH = 1  # Linux's PR_SET_PDEATHSIG
 REMEMBERED = 2000  # collectives that torch's flight recorder keeps, for a run that hangs (watch.py writes them down)
 
 
@@ -40,7 +44,10 @@ def processes(
         kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     own = torch.device(kind)
     if own.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device is {device} and this machine has none; write device=cpu, or leave it out")
         torch.cuda.set_device(own)
+    end_with_torchrun()
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         check_alike(settings or {})
         yield own
@@ -58,6 +65,14 @@ def processes(
     check_alike(settings or {})
     yield own
     dist.destroy_process_group()  # not after an error: the others still wait for this rank, until torchrun ends them
+
+
+def end_with_torchrun() -> None:
+    """Asks Linux to kill this process as soon as its torchrun is dead. torchrun ends its ranks itself, after 30 seconds
+    by force; where it is killed before, nobody does, because each rank has a session of its own, and one that waits for
+    the device, for a rank that does not come, hears no signal and keeps its GPU's memory."""
+    if sys.platform == "linux" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        ctypes.CDLL(None).prctl(DEATH, int(signal.SIGKILL))
 
 
 def make_room(world: int) -> None:

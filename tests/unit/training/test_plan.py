@@ -341,6 +341,15 @@ def test_the_command_with_a_clock_and_the_law(tmp_path: Path, capsys: pytest.Cap
     assert "not upcycled" in capsys.readouterr().out
 
 
+def test_the_law_is_asked_at_the_rate_of_the_configs_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose memory is known: a step that takes little of one GPU is recorded."""
+    source, rates = tiny.make("llama", tmp_path / "dense"), list[float]()
+    monkeypatch.setattr("training.plan.seconds_of", lambda *_: 2.0)
+    monkeypatch.setattr("training.plan.advised", lambda *asked: rates.append(asked[-1]))
+    words = ["data.sequence=32", "batch=8", "gpus=2", "hardware=h100", "budget=1B tokens", "seen=1T"]
+    assert main([f"model.source={source}", *words]) == 0 and rates == [8 * 32 / 2.0 / 2]
+
+
 def test_a_config_of_the_bench_is_planned_by_its_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 4096, "num_local_experts": 4,

@@ -11,22 +11,28 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from training import bench, hardware, measure
 from training.balance import BalanceConfig
-from training.config import ModelConfig, TrainConfig
+from training.config import ModelConfig, Stage, TrainConfig
 from training.data.mixture import DataConfig
 from training.hardware import Hardware, Link
+from training.islands.config import IslandsConfig
 from training.observe.flops import model_flops
 from training.parallel.mesh import MeshConfig
+from training.plan import lasting, ranked, seconds_of
 from training.plan import main as plan
+from training.record import MOST, obstacle
 from training.seconds import (
     ACTIVATION,
     CLOCK,
     COMPILED,
+    DROPPING,
     EAGER,
     JOINED,
     NORM,
@@ -40,6 +46,7 @@ from training.seconds import (
     distinct,
     step,
 )
+from training.teacher import TeacherConfig
 from upcycle.config import read
 from upcycle.spec import DenseSpec, Latent, MoESpec
 
@@ -50,6 +57,7 @@ SMOL = DenseSpec(
     family="llama", layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, context=2048, tied=True
 )  # fmt: skip
 SLICES = MoESpec(SMOL, tuple(range(30)), (384,) * 32, top_k=4, copies=8, granularity=4)
+MORE_SLICES = replace(SLICES, widths=(384,) * 64, copies=16)
 COPIES = MoESpec(SMOL, tuple(range(30)), (1536,) * 8, top_k=2, copies=8)
 
 
@@ -65,6 +73,7 @@ class Row:
     routing: Routing = NATURAL
     spec: DenseSpec | MoESpec | None = None  # of a run of training, 64 sequences of 1,024 tokens
     micro_batch: int = 32
+    graph: bool | None = False  # of a run of training: steps were recorded only later
 
 
 QWEN, LLAMA, MIXTRAL, QWEN2 = "bench-qwen3-30b", "bench-llama3-8b-e8t2", "bench-mixtral-8x22b", "bench-qwen2-57b"
@@ -88,6 +97,14 @@ def small(kind: str, card: str, what: str, rate: float, spec: DenseSpec | MoESpe
     return Row(f"SmolLM2-135M, {what}", card, 1, rate, kind, spec=spec, micro_batch=micro_batch)
 
 
+# On one H200 in one run, with steps that are recorded (training/record.py): no constant was set by these
+RECORDED = [
+    replace(small("check", "h200", f"{what}, recorded", rate, spec, 64), graph=None)
+    for what, rate, spec in (
+        ("dense", 382770, SMOL), ("8 x 4 slices", 315343, SLICES), ("16 x 4 slices", 301116, MORE_SLICES),
+        ("8 copies, top-2", 229853, COPIES),
+    )
+]  # fmt: skip
 ROWS = [
     *of(
         "calibration", "h100", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks", 240500, "compile=true"),
@@ -131,6 +148,7 @@ ROWS = [
     small("calibration", "h200", "8 x 4 slices, on the file's machine", 186770, SLICES),
     small("own", "h200", "8 copies, top-2, one micro-batch", 230011, COPIES, 64),
     small("own", "h200", "8 copies, top-2", 186109, COPIES),
+    *RECORDED,
     *of(
         "own", "h200", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks", 254324, "compile=true"),
         ("the same, balanced", 267257, "compile=true", IN_TURN), ("not compiled", 258034, ""),
@@ -250,8 +268,9 @@ def predicted(row: Row) -> tuple[float, Seconds]:
     card = hardware.read(row.card)
     if row.spec is not None:
         config = TrainConfig(
-            model=ModelConfig(source="x"), data=DataConfig(sequence=1024), batch=64, micro_batch=row.micro_batch
-        )
+            model=ModelConfig(source="x", graph=row.graph), data=DataConfig(sequence=1024), batch=64,
+            micro_batch=row.micro_batch,
+        )  # fmt: skip
         found = step(row.spec, config, row.gpus, card, row.routing)
         return 65536 / found.total, found
     asked = read(bench.BenchConfig, row.file, row.words.split(), bench.READY)
@@ -515,9 +534,60 @@ def test_groups_that_do_not_fill_their_nodes() -> None:
 def test_a_slow_host() -> None:
     """The sum of fourth powers: never below either, and near the larger."""
     fast, card = of_round(D).total, replace(ROUND, host=(1e3, 2e3))
-    waits = step(D, replace(PLAIN, model=ModelConfig(source="x")), 1, card)
+    waits = step(D, replace(PLAIN, model=ModelConfig(source="x", graph=False)), 1, card)
     assert waits.total == pytest.approx(2 * 8, rel=0.01) and waits.host > 0.99 * (16 - fast)
-    assert step(M, PLAIN, 1, card).total == pytest.approx(2 * 8 * 2 * COMPILED, rel=0.01)
+    compiled = replace(PLAIN, model=ModelConfig(source="x", compile=True, graph=False))
+    assert step(M, compiled, 1, card).total == pytest.approx(2 * 8 * 2 * COMPILED, rel=0.01)
+    half = replace(M, layers=(0,))  # only its MoE layer has a mask
+    more = replace(compiled, balance=BalanceConfig(capacity_factor=1.0))
+    assert step(half, more, 1, card, EVEN).total == pytest.approx(8 * ((1 + 2) * COMPILED + 2 * DROPPING), rel=0.01)
+
+
+ALONE = replace(PLAIN, model=ModelConfig(source="x"))  # on one GPU: recorded
+SLOW = replace(ROUND, host=(1e3, 2e3))
+
+
+def asking(**model: Any) -> TrainConfig:
+    return replace(ALONE, model=replace(ALONE.model, **model))
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "spec", "taken", "waits"),
+    [
+        (ALONE, 1, D, 0, False), (ALONE, 1, M, 40e9, False), (ALONE, 1, M, 41e9, True), (ALONE, 2, M, 0, True),
+        (asking(graph=True), 1, M, 41e9, False), (asking(graph=False), 1, D, 0, True),
+        (asking(compute="float32"), 1, D, 0, False), (asking(compute="float32"), 1, M, 0, True),
+        (asking(experts="reference"), 1, D, 0, False), (asking(experts="reference"), 1, M, 0, True),
+        (asking(transformer_engine=("norm",)), 1, D, 0, True),
+        (replace(ALONE, teacher=TeacherConfig(source="y", weight=0.5)), 1, D, 0, True),
+        (replace(ALONE, islands=IslandsConfig(join="here:1")), 1, D, 0, True),
+    ],
+)  # fmt: skip
+def test_a_recorded_step_has_no_host(
+    config: TrainConfig, world: int, spec: DenseSpec | MoESpec, taken: float, waits: bool
+) -> None:
+    """In the model where it has none in training: by the same conditions as `record.obstacle`. 80 GB has the card."""
+    found = step(spec, config, world, SLOW, EVEN, taken=taken)
+    assert (found.host > 0) == waits
+    assert step(spec, config, world, SLOW, EVEN, blocks=True).host > 0, "a stack of layers has no steps"
+    run = SimpleNamespace(
+        config=config, device=torch.device("cuda"), mesh=SimpleNamespace(world=world),
+        teacher=config.teacher.asked or None,
+        model=SimpleNamespace(moe=isinstance(spec, MoESpec), dense=SimpleNamespace(carried=None)),
+    )  # fmt: skip
+    small = taken <= MOST * 80e9 or config.model.graph
+    assert waits == (config.model.graph is False or bool(obstacle(cast(Any, run))) or not small)
+
+
+def test_a_plan_knows_how_much_a_recorded_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that takes more than half of the memory is not recorded, in the table, for a stage, and for the law."""
+    for memory, waits in ((1000.0, False), (1e-3, True)):
+        card = replace(SLOW, memory=memory)
+        _, own = ranked(D, ALONE, 1, card)
+        assert (own.seconds.host > 0) == waits
+        assert seconds_of(D, ALONE, 1, card) == own.seconds.total
+        long = lasting(Stage(1, "", 0, replace(ALONE, steps=3_600_000)), D, 1, card)
+        assert long.endswith(f" {1000 * own.seconds.total:,.1f} hours")
 
 
 def test_copies_of_a_token() -> None:

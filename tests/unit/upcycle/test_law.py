@@ -110,3 +110,28 @@ def test_points_of_our_own(tmp_path: Path) -> None:
     rows = [{"parameters": n, "first": d1, "more": d2, "loss": upcycled(n, d1, d2)} for n, d1, d2 in points.tolist()]
     (tmp_path / "exact.json").write_text(json.dumps(rows))
     assert max(most for _, most in law_points.held_out(tmp_path / "exact.json")) < 1e-9
+
+
+def test_points_that_were_fixed_before_they_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/planning.md says of them: of other texts than the 36, so that a factor carries them over; 2 % is missed."""
+    rows = json.loads(law_points.CHECKS.read_text())
+    factor, plain, carried = law_points.checked(rows)
+    assert len(plain) == 9 and factor == pytest.approx(0.927, abs=6e-4)
+    assert (np.abs(plain).mean(), np.abs(plain).max()) == pytest.approx((0.075, 0.104), abs=6e-4)
+    assert (np.abs(carried).mean(), np.abs(carried).max()) == pytest.approx((0.011, 0.023), abs=6e-4)
+    apart = law_points.noise(rows)
+    assert len(apart) == 5 and max(apart.values()) == pytest.approx(0.009, abs=6e-4)
+    assert sorted(apart.values())[-2] < 0.0025
+    # losses that follow the form, of texts that have 0.9 of it, are met
+    points, loss, _ = law_points.read()
+    exact = law_points.along(points, loss)
+    old = json.loads(law_points.HERE.read_text())
+    keys = ("parameters", "first", "more")
+    for row in old:
+        row["loss"] = float(exact(np.array([[row[key] for key in keys]], float))[0])
+    (tmp_path / "exact.json").write_text(json.dumps(old))
+    monkeypatch.setattr(law_points, "HERE", tmp_path / "exact.json")
+    for row in rows:
+        row["loss"] = 0.9 * float(exact(np.array([[row[key] for key in keys]], float))[0])
+    factor, _, carried = law_points.checked(rows)
+    assert factor == pytest.approx(0.9) and np.abs(carried).max() < 1e-3

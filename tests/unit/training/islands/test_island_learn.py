@@ -1,0 +1,103 @@
+"""The learning experiment: what a process has learned before, changes no bit of what it learns next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.islands_learn import ARMS, KEPT, MAIN, SMALL, Arm, Runner, Size, check, few, run, together
+from tests.unit.training.test_train import place
+from training.data.open import check_tokens
+from training.data.shards import TokenShards
+from training.islands.rules import diloco
+
+__all__ = ["place"]  # a fixture
+
+
+def runner(place: Path, tmp_path: Path) -> Runner:
+    size = replace(
+        SMALL,
+        source=str(place / "dense"),
+        train="data",
+        valid="valid",
+        sequence=32,
+        batch=2,
+        held=600,
+        points=2,
+        steps=16,
+    )
+    return Runner(size, place, tmp_path, "cpu")
+
+
+def told(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "wall"}
+
+
+def test_what_a_process_has_learned_before_changes_no_bit_of_a_row(place: Path, tmp_path: Path) -> None:
+    arms = [replace(MAIN, every=2, share=0.05, seed=seed) for seed in (1, 0)] + [replace(ARMS[0], seed=1), ARMS[3]]
+    arms[-1] = replace(arms[-1], every=4)
+    one = runner(place, tmp_path)
+    rows = [told(run(one, arm)) for arm in arms]
+    assert len(one.ones) == 2, "islands share a model, and so do big runs"
+    assert any(each.learner.balance.load.total_NE.any() for each in one.ones.values())
+    again = [told(run(one, arm)) for arm in arms]
+    assert again == rows
+    assert (diloco.RATE, diloco.MOMENTUM) == (0.7, 0.9), "as other tests expect them"
+    alone = [told(run(runner(place, tmp_path), arm)) for arm in arms[1:]]
+    assert alone == rows[1:]
+    assert len({row["loss"] for row in rows}) == len(rows)
+    used = one.one(arms[0], 2, 4)
+    assert used in one.ones.values() and not used.learner.balance.load.total_NE.any()
+    other = one.one(replace(arms[0], model="groups"), 2, 4)
+    assert list(one.ones.values()) == [other], "of one kind at a time"
+
+
+def test_steps_are_whole_exchanges_of_all_islands() -> None:
+    size = replace(Size(), steps=160)
+    for arm in (ARMS[0], MAIN, ARMS[3], Arm("", every=30, seconds=100.0)):
+        check(size, arm)
+    with pytest.raises(ValueError, match="multiple of 120, 120 for instance"):
+        check(size, replace(MAIN, every=30))
+    with pytest.raises(ValueError, match="multiple of 40, 160 for instance"):
+        check(replace(size, steps=170), MAIN)
+
+
+def test_seeds_and_groups_follow_at_the_best_rate_and_later_arms_after_the_first() -> None:
+    asked, follows = together({1: [1e-3, 2e-3], 3: [1e-3, 5e-4]}, again=(1, 3), groups=(1,), seeds=(0, 1, 2), first=1)
+    assert [(arm.name, arm.peak, arm.seed) for _, arm in asked] == [(MAIN.name, 1e-3, 0), (MAIN.name, 2e-3, 0)]
+    row = {"name": MAIN.name, "seed": 0, "model": "copies"}
+    rows: list[dict[str, Any]] = [row | {"peak": 1e-3, "flushed": 2.0}]
+    assert not follows(rows)
+    rows.append(row | {"peak": 2e-3, "flushed": 1.9})
+    found = [arm for _, arm in sorted(follows(rows), key=lambda pair: pair[0])]
+    assert [(arm.name, arm.peak, arm.model, arm.seed) for arm in found] == [
+        (MAIN.name, 2e-3, "copies", 1), (MAIN.name, 2e-3, "copies", 2), (MAIN.name, 2e-3, "groups", 0),
+        (ARMS[3].name, 1e-3, "copies", 0), (ARMS[3].name, 5e-4, "copies", 0),
+        (MAIN.name, 2e-3, "groups", 1), (MAIN.name, 2e-3, "groups", 2),
+    ]  # fmt: skip
+    assert not follows(rows), "asked for once"
+    other = row | {"name": ARMS[3].name, "peak": 1e-3, "flushed": 1.7}
+    assert not follows([*rows, other, other | {"seed": 1}]), "one rate of two"
+    found = [arm for _, arm in follows([*rows, other, other | {"peak": 5e-4, "flushed": 1.8}])]
+    assert [(arm.name, arm.peak, arm.seed) for arm in found] == [(ARMS[3].name, 1e-3, 1), (ARMS[3].name, 1e-3, 2)]
+
+
+def test_few_words_are_the_most_frequent_ones_and_all_others_are_one(place: Path, tmp_path: Path) -> None:
+    size = replace(SMALL, vocab=20, train="data", valid="valid")
+    few(size, place, tmp_path)
+    check_tokens(Runner(size, tmp_path, tmp_path, "cpu").config({"source": "x"}, size.batch, 0).data)
+    before, after = (TokenShards.open(str(folder / "data"), 400) for folder in (place, tmp_path))
+    assert after.vocab == 20 and after.eos == before.eos and after.start == before.start
+    old, new = (np.concatenate([shard.tokens for shard in shards.shards]) for shards in (before, after))
+    others, left = np.unique(old[new == 19], return_counts=True)
+    assert not set(others) & set(range(KEPT))
+    named = {int(a): int(b) for a, b in zip(old, new, strict=True) if b != 19}
+    assert {b for a, b in named.items() if a >= KEPT} == set(range(KEPT, 19)), "each has a place, and none of the kept"
+    assert all(a == b for a, b in named.items() if a < KEPT)
+    assert len(named) == len(set(named.values()))
+    counts = [int((old == token).sum()) for token in named if token >= KEPT]
+    assert min(counts) >= left.max(), "none left out is more frequent"
