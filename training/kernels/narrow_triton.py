@@ -88,24 +88,26 @@ def up_kernel(
     D: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, GATHER: tl.constexpr, STORE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """h = x up^T, each row of x read from its token if GATHER, and a = act(gate) * up * weight of it."""
+    """h = x up^T, each row of x read from its token if GATHER, and a = act(gate) * up * weight of it.
+
+    BN neurons' gates and ups are one product, 2 * BN wide: shared memory is what bounds two of 64."""
     tiles: tl.constexpr = (F + BN - 1) // BN
     WHOLE: tl.constexpr = STORE and F % BN == 0
     piece, n = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BN
     first, last = tl.load(map_ptr + P + piece), tl.load(map_ptr + 2 * P + piece)
     if first == last:
         return
-    at = tl.load(map_ptr + piece) * (2 * F) + n
+    expert = tl.load(map_ptr + piece)
     row = first + tl.arange(0, BM)
     live = row < last
     if GATHER:
         token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
         x_ptrs = x_ptr + token[:, None] * D + tl.arange(0, BK)[None, :]
-    gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    both = tl.zeros((BM, 2 * BN), tl.float32)
     for k in range(0, D, BK):
         x = tl.load(x_ptrs + k) if GATHER else x_desc.load([first, k])
-        gate = tl.dot(x, up_desc.load([at, k]).T, gate)
-        up = tl.dot(x, up_desc.load([at + F, k]).T, up)
+        both = tl.dot(x, up_desc.load([2 * expert, n, k]).reshape(2 * BN, BK).T, both)
+    gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
     weight = tl.load(weight_ptr + row, mask=live, other=0.0).to(tl.float32)
     gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
     act, _ = act_and_slope(gate.to(tl.float32), ACT)
@@ -309,15 +311,16 @@ def flat(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 def up(
     x: Tensor, token_R: Tensor | None, weight_R: Tensor, up_EHD: Tensor, where: Tensor, activation: str,
-    BM=ROWS, BN=64, BK=64, STORE=True, warps=8, stages=3,
+    BM=ROWS, BN=64, BK=64, STORE=True, warps=8, stages=3, registers=128,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(h_RH, a_RF) of gated experts. Given `token_R`, x are tokens, else rows."""
     rows, (_, both, hidden) = len(weight_R), up_EHD.shape
-    h_RH, a_RF = x.new_empty(rows, both), x.new_empty(rows, both // 2)
-    up_kernel[(where.shape[1] * triton.cdiv(both // 2, BN),)](
-        x, flat(x, BM, BK), token_R, flat(up_EHD, BN, BK), flat(h_RH, BM, BN), flat(a_RF, BM, BN), weight_R, where,
-        h_RH, a_RF, where.shape[1], hidden, both // 2, ACT=activation, GATHER=token_R is not None, STORE=STORE,
-        BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages,
+    h_RH, a_RF, width = x.new_empty(rows, both), x.new_empty(rows, both // 2), both // 2
+    halves = TensorDescriptor.from_tensor(up_EHD.view(-1, width, hidden), [2, BN, BK])
+    up_kernel[(where.shape[1] * triton.cdiv(width, BN),)](
+        x, flat(x, BM, BK), token_R, halves, flat(h_RH, BM, BN), flat(a_RF, BM, BN), weight_R, where,
+        h_RH, a_RF, where.shape[1], hidden, width, ACT=activation, GATHER=token_R is not None, STORE=STORE,
+        BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     return h_RH, a_RF
 
@@ -343,7 +346,7 @@ def back(
 
 def products(
     a_RK: Tensor, b_E: Tensor, where: Tensor, turned: bool,
-    BM=ROWS, BN=128, BN2=None, BK=64, STORE=True, stages=None,
+    BM=ROWS, BN=128, BN2=None, BK=64, STORE=True, warps=8, stages=None, registers=None,
 ) -> Tensor:  # fmt: skip
     """Each row of a with its expert's matrix of (E, N, K), or of (E, K, N) if turned."""
     k, n = b_E.shape[1:] if turned else b_E.shape[:0:-1]
@@ -352,14 +355,15 @@ def products(
     descs += [flat(out, BM, size) for size in (BN, second or BN)]
     rows_kernel[(where.shape[1] * triton.cdiv(n, BN + second),)](
         flat(a_RK, BM, BK), *descs, where, out, where.shape[1], k, n, b_E.shape[1], TURNED=turned, STORE=STORE,
-        BM=BM, BN=BN, BN2=second, BK=BK, num_warps=8, num_stages=stages or (4 if second else 3),
+        BM=BM, BN=BN, BN2=second, BK=BK, num_warps=warps, num_stages=stages or (4 if second else 3),
+        maxnreg=registers,
     )  # fmt: skip
     return out
 
 
 def sums(
     a_RM: Tensor, b: Tensor, token_R: Tensor | None, ends_E: Tensor, where: Tensor, size: int, turned: bool,
-    BM=ROWS, BN=128, BK=64, BN2=None, stages=None,
+    BM=ROWS, BN=128, BK=64, BN2=None, warps=8, stages=None,
 ) -> Tensor:  # fmt: skip
     """a^T b over each expert's rows: (E, M, N), or (E, N, M) if turned. Given `token_R`, b's rows are of tokens.
     `where`: cut(ends_E, rows, size, 1)."""
@@ -370,7 +374,7 @@ def sums(
     sums_kernel[(pieces * triton.cdiv(m, BM) * triton.cdiv(n, BN + second),)](
         a_RM, flat(a_RM, BK, BM), b, flat(b, BK, BN), flat(b, BK, second or BN), token_R, where, out, part, pieces,
         m, n, TURNED=turned, BM=BM, BN=BN, BN2=second, BK=BK, GATHER=token_R is not None,
-        num_warps=8, num_stages=stages or (4 if second else 3),
+        num_warps=warps, num_stages=stages or (4 if second else 3),
     )  # fmt: skip
     total_kernel[(triton.cdiv(m, 64) * triton.cdiv(n, 64), experts)](
         ends_E, part, out, experts, m, n, TURNED=turned, SIZE=size, BM=64, BN=64,
