@@ -361,6 +361,24 @@ def test_route(tokens: int, experts: int, normalize: bool, monkeypatch: pytest.M
 
 
 @needs_interpreter
+@pytest.mark.parametrize("read", [True, False])
+def test_routed_tokens_have_one_gradient(read: bool) -> None:
+    """What reads tokens after the router, and the router itself, against float64; and the router alone."""
+    x, weight = rng.normal((40, 64), 0, "x"), rng.normal((16, 64), 0, "w") * 0.3
+    d_weight, d_x = rng.normal((40, 4), 1, "w"), rng.normal((40, 64), 1, "x")
+    given, wide = [[t.to(dtype).requires_grad_() for t in (x, weight)] for dtype in (torch.float32, torch.float64)]
+    *_, expert, chosen_weight, tokens = router.route(*given, 4, True, 2.0)
+    taken = (wide[0] @ wide[1].T).softmax(-1).gather(1, expert)
+    want = 2 * taken / taken.sum(1, keepdim=True)
+    assert torch.equal(tokens, x)
+    found = torch.autograd.grad((chosen_weight, tokens * 1) if read else chosen_weight, given, (d_weight, d_x) if read else d_weight)
+    outputs, slopes = (want, wide[0] * 1), (d_weight.double(), d_x.double())
+    truth = torch.autograd.grad(outputs if read else want, wide, slopes if read else slopes[0])
+    for ours, theirs in zip(found, truth, strict=True):
+        assert (ours - theirs).abs().max() < 2e-4 * theirs.abs().max()
+
+
+@needs_interpreter
 @pytest.mark.parametrize(("tokens", "experts", "k", "slices"), [(70, 32, 4, 4), (300, 24, 6, 4), (9, 8, 2, 1)])
 def test_figures_of_a_router(tokens: int, experts: int, k: int, slices: int) -> None:
     from training.balance import coherence, token_entropy, z_loss
