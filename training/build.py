@@ -26,7 +26,7 @@ from training.checkpoint.state import Checkpoints, TrainState, found
 from training.config import ModelConfig, Stage, TrainConfig, stage_of, stages_of, upcycle_config
 from training.data.batch import Samples
 from training.data.mixture import DataConfig, Loader
-from training.data.open import check_tokens, open_training
+from training.data.open import check_tokens, first_tokens, open_training
 from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.lora import attach, check_match, is_adapter
@@ -163,7 +163,7 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
         check_tokens(stage.config.data)
     folder, world = Path(config.output), dist.get_world_size() if dist.is_initialized() else 1
     resumes, has_origin = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
-    opened = source(config, nothing if resumes else standalone.measured_once)
+    opened = source(config, nothing if resumes else observing(config, device))
     if resumes and has_origin:
         opened = nullcontext(standalone.kept(folder))
     with opened as origin:
@@ -500,7 +500,14 @@ def nothing(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str
     return {}
 
 
+def observing(config: TrainConfig, device: torch.device) -> layout.Observe:
+    """What measures for upcycling on this device: on the texts that model.upcycle names, else on the run's first ones."""
+    data = stages_of(config)[0].config.data
+    return partial(standalone.measured_once, given=partial(first_tokens, data), device=device)
+
+
 def source(config: TrainConfig, observe: layout.Observe = nothing) -> AbstractContextManager[Origin]:
     """The Origin of the config's model. Without `observe` nothing is measured on text: enough for the model's sizes."""
-    model = config.model
-    return layout.online(upcycle_config(model), observe) if model.upcycle else layout.opened(model.source)
+    model, data = config.model, stages_of(config)[0].config.data
+    text = bool(data.train) and not data.stream
+    return layout.online(upcycle_config(model), observe, text=text) if model.upcycle else layout.opened(model.source)

@@ -89,7 +89,9 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     yield "method", ", ".join(f"{k}={v}" if k != "name" else v for k, v in settings(plan)["method"].items())
     norm = "normalised over the chosen" if moe.weights_sum_to_one else "not normalised"
     each = f", {moe.top_k // moe.slices} of each of {moe.slices} slices" if moe.slices > 1 else ""
-    rows = "rows of the source" if plan.grown else f"rows {config.router.init.name}, std {config.router.init.std:g}"
+    init = config.router.init
+    drawn = f"rows {init.name}" + ("" if init.name == "clusters" else f", std {init.std:g}")
+    rows = "rows of the source" if plan.grown else drawn
     yield "router", f"{moe.score}, {moe.order}, {norm}{each}; {rows}"
     yield "scale", scale_text(plan)
     yield "function", promise_text(plan.promise)

@@ -30,10 +30,13 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 @dataclass(frozen=True)
 class RouterInit:
-    # normal, virtual_group: rows from N(0, std), one for each copy | independent: one for each expert | hidden: means
-    # of hidden states, one text per copy | neurons: a representative neuron each
-    name: str = "normal"
-    # of the rows; 0.01 keeps the logits' own std below 1 up to H=8192; for hidden and neurons: of a row's elements
+    # normal, virtual_group: rows from N(0, std), one for each copy | independent: one for each expert | clusters: text
+    # in balanced clusters, one for each copy | hidden: means of hidden states, one text per copy | neurons: a
+    # representative neuron each | auto: clusters where the router chooses in each slice and there is text
+    # (calibration.texts; in training its own data will do), else normal
+    name: str = "auto"
+    # of the rows; 0.01 keeps the logits' own std below 1 up to H=8192; for hidden and neurons: of a row's elements; of
+    # clusters it says nothing
     std: float = 0.01
     texts: tuple[str, ...] = ()  # hidden: one file per copy (a domain, or a donor's data)
 
@@ -55,7 +58,8 @@ class Router:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Text for what is measured instead of assumed: scale=calibrated, router.init=hidden, split by activation."""
+    """Text for what is measured instead of assumed: scale=calibrated, router.init=clusters or hidden, split by
+    activation. In training its own data is read where no texts are named."""
 
     texts: tuple[str, ...] = ()  # what is measured on: .txt, .jsonl or .jsonl.zst (key `text`)
     tokens: int = 8192  # how many of them are read

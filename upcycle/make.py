@@ -262,6 +262,6 @@ def router_rows(plan: UpcyclePlan, layer: int, measured: Tensor | None = None) -
     init, moe = plan.config.router.init, plan.moe
     if init.name in routers.MEASURED:
         assert measured is not None, "measure() comes before the first tensor"
-        return routers.centred(measured, init.std)
+        return measured.float() if init.name == "clusters" else routers.centred(measured, init.std)
     own = init.name == "independent" or moe.disjoint
     return routers.normal(moe.experts if own else moe.copies, moe.dense.hidden, init.std, plan.config.seed, layer)

@@ -1,6 +1,7 @@
 """`measure`: the numbers that a plan needs from the dense model on text, from one streamed pass over its layers.
 
-layers.L.rows    directions for the router's rows: domain means, or gate rows of representative neurons
+layers.L.rows    the router's rows that divide text into clusters, or directions for rows: domain means, gate rows of
+                 representative neurons
 layers.L.order   the order of the neurons: the shared expert's first, then expert after expert
 layers.L.mass    the mean, over tokens, of the sum of the chosen weights
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from upcycle import observe, plugin, request, routers, text
+from upcycle import clusters, observe, plugin, request, routers, text
 from upcycle.checkpoint import Checkpoint, read_header
 from upcycle.make import Maker, router_rows
 from upcycle.plan import UpcyclePlan
@@ -22,15 +23,29 @@ from upcycle.plan import UpcyclePlan
 TOP = 10  # the most active neurons that mark a token, as in CMoE
 
 
-def measure(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], *, quiet: bool = False) -> dict[str, Tensor]:
+def measure(
+    plan: UpcyclePlan,
+    checkpoints: Sequence[Checkpoint],
+    *,
+    quiet: bool = False,
+    given: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """Runs the dense model on the texts that the config names, or on ids [sequence, token] that are given, and returns
+    what the plan needs. What costs most is computed on `device`."""
     moe, init = plan.moe, plan.config.router.init
-    ids, domain = tokens(plan, checkpoints)
+    if given is None or request.measured_texts(plan.config):
+        ids, domain = tokens(plan, checkpoints)
+    else:
+        ids, domain = given, torch.zeros(given.numel(), dtype=torch.int64)
     measured: dict[str, Tensor] = {}
-    for view in observe.walk(plan.dense, reader(plan, checkpoints), ids, quiet=quiet):
+    for view in observe.walk(plan.dense, reader(plan, checkpoints), ids, quiet=quiet, device=device):
         if view.layer not in moe.layers:
             continue
-        prefix, x_TD = f"layers.{view.layer}", view.router_input
-        rows = None
+        prefix, rows = f"layers.{view.layer}", None
+        if init.name == "clusters":
+            rows = clusters.rows(view.router_input, moe.copies, plan.config.seed, view.layer).cpu()
+        x_TD = view.router_input.cpu()
         if plan.method.needs.order:
             marks_TF = observe.neuron_activity(view.ffn, x_TD, plan.dense.activation, TOP)
             order, representatives = observe.cluster_neurons(marks_TF, moe.cut_shared, moe.cut_widths, plan.config.seed)

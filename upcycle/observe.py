@@ -37,10 +37,13 @@ class LayerView:
     output: Tensor  # (T, D), the input of the next layer, which overwrites it
 
 
-def walk(spec: DenseSpec, read: Read, ids: Tensor, *, quiet: bool = False) -> Iterator[LayerView]:
-    """Yield a LayerView of each layer on ids [sequence, token]. If the caller stops early, the rest is never read."""
+def walk(
+    spec: DenseSpec, read: Read, ids: Tensor, *, quiet: bool = False, device: torch.device | str = "cpu"
+) -> Iterator[LayerView]:
+    """Yield a LayerView of each layer on ids [sequence, token], computed on a device, where the hidden states stay. If
+    the caller stops early, the rest is never read."""
     # only rows that occur are made float32: an embedding can be larger than all hidden states
-    x_BSD = functional.embedding(ids, read("embed.weight")).float() * spec.embed_scale
+    x_BSD = functional.embedding(ids, read("embed.weight")).to(device).float() * spec.embed_scale
     for layer in tqdm(range(spec.layers), "observe", unit="layer", delay=2, disable=quiet):
         router_input_TD = run_layer(spec, read, layer, x_BSD)
         yield LayerView(layer, router_input_TD, layer_ffn(spec, read, layer), x_BSD.flatten(0, 1))
@@ -59,11 +62,11 @@ def run_layer(spec: DenseSpec, read: Read, index: int, x_BSD: Tensor) -> Tensor:
     weights = {}
     for role in spec.attention_shapes() | spec.ffn_shapes():
         part, kind = role.rsplit(".", 1)
-        weights[f"{common.LLAMA[part]}.{kind}"] = read(f"layers.{index}.{role}").float()
+        weights[f"{common.LLAMA[part]}.{kind}"] = read(f"layers.{index}.{role}").to(x_BSD.device).float()
     layer.load_state_dict(weights, assign=True)
     seen: list[Tensor] = []
     layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
-    positions = torch.arange(x_BSD.shape[1]).unsqueeze(0)
+    positions = torch.arange(x_BSD.shape[1], device=x_BSD.device).unsqueeze(0)
     kind = (config.layer_types or [])[index]
     angles = model.UpcycledRotaryEmbedding(config, kind)(x_BSD, positions)
     for part_BSD in torch.split(x_BSD, max(1, CHUNK // x_BSD.shape[1])):

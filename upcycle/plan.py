@@ -190,10 +190,15 @@ def read_dense(source_family: Any, checkpoint: Checkpoint) -> DenseSpec:
 
 
 def build(
-    config: UpcycleConfig, checkpoints: Sequence[Checkpoint], observed: Mapping[str, Tensor] | None = None
+    config: UpcycleConfig,
+    checkpoints: Sequence[Checkpoint],
+    observed: Mapping[str, Tensor] | None = None,
+    *,
+    text: bool = False,
 ) -> UpcyclePlan:
     """Plan every tensor and check all that can be checked before the first write. `checkpoints`: base, then donors.
-    `observed`: what was measured on text, if it was: then the text is not looked for.
+    `observed`: what was measured on text, if it was: then the text is not looked for. `text`: whether there is some
+    that the config does not name.
 
     A ValueError says in one sentence what cannot be done and what can.
     """
@@ -207,6 +212,8 @@ def build(
     dense = replace(dense, dtype=stored_dtype(base))
     method = request.read_method(config, len(checkpoints) - 1)
     moe, why_score = scored(config, request.moe_spec(config, dense, method))
+    known = any(name.endswith(".rows") for name in observed or {})
+    config = request.with_rows(config, moe, text=(text or known) and dense.carried is None)
     kind = scale.parse(config.scale)
     request.check_router(config, moe, kind)
     name, why = choose_target(config, moe)
@@ -242,7 +249,7 @@ def build(
             "scale=exact, router.init.name=normal and a method that measures nothing"
         )
     if plan.needs_text and observed is None:
-        request.check_text(config, kind, method, base.folder)
+        request.check_text(config, kind, method, base.folder, text=text)
     return plan
 
 

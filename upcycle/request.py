@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -177,6 +178,15 @@ def whole_rows(width: int, dtype: str) -> bool:
     return width * BYTES[dtype] % 16 == 0
 
 
+def with_rows(config: UpcycleConfig, moe: MoESpec, *, text: bool) -> UpcycleConfig:
+    """The config with the router's rows decided. `text`: whether there is some that it does not name."""
+    if config.router.init.name != "auto":
+        return config
+    clusters = moe.slices > 1 and bool(text or config.calibration.texts)
+    init = replace(config.router.init, name="clusters" if clusters else "normal")
+    return replace(config, router=replace(config.router, init=init))
+
+
 def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None:
     init = config.router.init
     if init.name not in routers.NAMES:
@@ -200,6 +210,11 @@ def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None
         raise ValueError(
             "router.init.name=neurons needs method.name=split: only disjoint experts have neurons of their own"
         )
+    if init.name == "clusters" and (moe.disjoint or moe.copies < 2):
+        raise ValueError(
+            "router.init.name=clusters divides text among copies, and this config makes none; write "
+            "router.init.name=normal"
+        )
     if init.name == "hidden" and len(init.texts) != moe.copies:
         raise ValueError(
             f"router.init.name=hidden needs one text per copy in router.init.texts, got {len(init.texts)} for "
@@ -222,13 +237,16 @@ def measured_texts(config: UpcycleConfig) -> tuple[str, ...]:
     return config.router.init.texts if config.router.init.name == "hidden" else config.calibration.texts
 
 
-def check_text(config: UpcycleConfig, kind: str | float, method: Method, folder: Path) -> None:
-    """Raise a ValueError unless there are text files to measure on and a tokenizer in the donor's `folder`."""
+def check_text(config: UpcycleConfig, kind: str | float, method: Method, folder: Path, *, text: bool) -> None:
+    """Raise a ValueError unless there are text files to measure on and a tokenizer in the donor's `folder`. `text`:
+    whether there is some that the config does not name, in ids."""
     init = config.router.init
     if init.name == "neurons" and not method.needs.order:
         raise ValueError("router.init.name=neurons needs method.by=activation, which finds the representative neurons")
     if not config.calibration.texts and init.name != "hidden":
-        what = "scale=calibrated" if kind == "calibrated" else method.needs.order
+        if text:
+            return
+        what = "scale=calibrated" if kind == "calibrated" else method.needs.order or "router.init.name=clusters"
         raise ValueError(
             f"{what} is measured on text and calibration.texts is empty; name .txt, .jsonl or .jsonl.zst files"
         )

@@ -2,6 +2,7 @@
 
     normal      N(0, std). Also named `virtual_group`: with granularity > 1 the experts of one copy share a row.
     independent N(0, std), a row for each expert; not exact when granularity > 1.
+    clusters    balanced clusters of what the router reads on text (clusters.py).
     hidden      means of hidden states per domain or donor, taken at the router's input: after the post-attention norm.
     neurons     the gate row of a representative neuron of each expert (method `split`).
 
@@ -19,8 +20,8 @@ from torch import Tensor
 from upcycle import rng
 from upcycle.spec import MoESpec
 
-NAMES = ("normal", "virtual_group", "independent", "hidden", "neurons")
-MEASURED = ("hidden", "neurons")  # need a pass over text
+NAMES = ("auto", "normal", "virtual_group", "independent", "clusters", "hidden", "neurons")
+MEASURED = ("clusters", "hidden", "neurons")  # need a pass over text
 
 
 def normal(count: int, hidden: int, std: float, seed: int, layer: int) -> Tensor:

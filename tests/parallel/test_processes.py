@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -112,3 +114,24 @@ def test_a_start_meets_in_a_part_of_the_store_of_its_own() -> None:
         parts[0].set("key", "4")
     first[0].set("only", "here")
     assert not any(part.check(["only"]) for part in third)
+
+
+DONE = """
+import os, signal
+from training.parallel import processes
+from torch._inductor.async_compile import AsyncCompile
+processes.COMPILERS = 1.0
+with processes.processes("cpu"):
+    pool = AsyncCompile.process_pool()
+    pool.submit(int).result()
+    os.kill(pool.process.pid, signal.SIGSTOP)
+    print(pool.process.pid)
+"""
+
+
+def test_a_rank_that_is_done_ends_though_torchs_compile_workers_do_not() -> None:
+    environ = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    environ.pop("WORLD_SIZE", None)
+    done = subprocess.run([sys.executable, "-c", DONE], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not Path(f"/proc/{int(done.stdout)}").exists()  # torch waits for it for 300 seconds

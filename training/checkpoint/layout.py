@@ -105,15 +105,15 @@ Observe = Callable[[UpcyclePlan, Sequence[Checkpoint]], Mapping[str, Tensor]]
 
 
 @contextmanager
-def online(config: UpcycleConfig, observe: Observe = measure.measure) -> Iterator[Origin]:
+def online(config: UpcycleConfig, observe: Observe = measure.measure, *, text: bool = False) -> Iterator[Origin]:
     """Context that yields the Origin of what `upcycle convert` would write, made as it is read. `observe`: returns what
-    is measured on text, if the plan needs any."""
+    is measured on text, if the plan needs any. `text`: whether it has some that the config does not name."""
     if not (config.source or config.donors):
         raise ValueError("model.upcycle names no dense model; write model.upcycle.source=FOLDER, or a hub id")
     with ExitStack() as stack:
         names = [config.source or config.donors[0], *config.donors]
         checkpoints = [stack.enter_context(Checkpoint.open(name)) for name in names]
-        plan = build(config, checkpoints)
+        plan = build(config, checkpoints, text=text)
         if plan.needs_text:
             plan = replace(plan, observed=observe(plan, checkpoints))
         maker = Maker(plan, checkpoints)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -34,12 +34,13 @@ from training.model.lora import LoraConfig, attach
 from training.parallel.collectives import broadcast, broadcast_tensors
 from training.parallel.processes import rank
 from upcycle import card, measure, strict
-from upcycle.checkpoint import COPIED, TERMS, Checkpoint, own
+from upcycle.checkpoint import COPIED, TERMS, Checkpoint, own, read_header
 from upcycle.config import UpcycleConfig, build
 from upcycle.disk import make_folder, sweep, write_atomic
 from upcycle.inspect import Settings
 from upcycle.job import read_json
 from upcycle.plan import UpcyclePlan
+from upcycle.request import measured_texts
 from upcycle.strict import short
 from upcycle.targets.upcycled import MODELING
 
@@ -129,9 +130,17 @@ class Record(TypedDict):
 
 
 def upcycled(folder: Path) -> UpcycleConfig | None:
-    """The config by which the run's model was upcycled as it loaded; None if it was not."""
-    record = recorded(folder)
-    return build(UpcycleConfig, record["model"]["upcycle"]) if record and record["model"]["upcycle"] else None
+    """The config by which the run's model was upcycled as it loaded, with rows of routers as they were decided; None if
+    it was not."""
+    record, measured = recorded(folder), folder / FOLDER / OBSERVED
+    if not (record and record["model"]["upcycle"]):
+        return None
+    config = build(UpcycleConfig, record["model"]["upcycle"])
+    if config.router.init.name != "auto":
+        return config
+    known = measured.is_file() and any(name.endswith(".rows") for name in read_header(measured))
+    init = replace(config.router.init, name="clusters" if known else "normal")
+    return replace(config, router=replace(config.router, init=init))
 
 
 def plan_rows(folder: Path) -> list[tuple[str, str]]:
@@ -188,13 +197,21 @@ def load_step(model: Decoder, run: Path, folder: Path | None) -> int:
 # ---- what upcycling measures on text
 
 
-def measured_once(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str, Tensor]:
-    """Measures on the first rank, while the others wait; all return its findings."""
+def measured_once(
+    plan: UpcyclePlan,
+    checkpoints: Sequence[Checkpoint],
+    *,
+    given: Callable[[int], Tensor] | None = None,
+    device: torch.device | str = "cpu",
+) -> Mapping[str, Tensor]:
+    """Measures on the first rank, while the others wait; all return its findings. `given`: makes ids [sequence, token]
+    of a vocabulary, to be read where the config names no text."""
     found: Mapping[str, Tensor] = {}
     problem = ""
     if rank() == 0:
         try:
-            found = measure.measure(plan, checkpoints)
+            ids = None if given is None or measured_texts(plan.config) else given(plan.dense.vocab)
+            found = measure.measure(plan, checkpoints, given=ids, device=device)
         except (ValueError, OSError) as error:
             problem = str(error)
     problem = broadcast(problem)

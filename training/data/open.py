@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from training.data.batch import Samples
@@ -14,6 +15,8 @@ from training.data.shards import TokenShards, check_file, remember, unchecked
 from training.data.stream import Stream
 from training.parallel.collectives import gather
 from training.parallel.processes import rank
+
+TOKENS, LENGTH = 16384, 512  # of a run's own text that upcycling measures on; and of a sample, so that many have a say
 
 
 def check_tokens(config: DataConfig) -> None:
@@ -40,6 +43,12 @@ def open_training(config: DataConfig, vocab: int, state: Mapping[str, Any] | Non
         return Stream(config, vocab, state)
     parts = [(source.name, TokenShards.open(source.path, vocab), source.weight) for source in config.train]
     return Mixture(parts, config.sequence, config.seed, mask_documents=config.mask_documents, state=state)
+
+
+def first_tokens(config: DataConfig, vocab: int) -> Tensor:
+    """Ids [sequence, token] that a run reads first, to measure the dense model on."""
+    length = min(config.sequence, LENGTH)
+    return open_training(config, vocab).batch(0, -(-TOKENS // length)).tokens[:, :length]
 
 
 def open_validation(config: DataConfig, vocab: int) -> list[Validation]:

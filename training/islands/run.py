@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from training.build import divided, source
-from training.checkpoint import layout, standalone
+from training.build import divided, observing, source
+from training.checkpoint import layout
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import Stop
 from training.config import TrainConfig
@@ -46,7 +46,7 @@ def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> t
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("a server of islands is one process; start it without torchrun")
     secret = frames.secret_of(config.islands.secret)
-    with alone(Path(config.output)), Stop() as stop, source(config, standalone.measured_once) as origin:
+    with alone(Path(config.output)), Stop() as stop, source(config, observing(config, torch.device("cpu"))) as origin:
         mesh = ParallelMesh(MeshConfig(), device_type="cpu")
         model = made(config, origin, mesh)
         center = Center(layout_of(model), vector(model), config.islands, bias_of(config, model))

@@ -8,12 +8,14 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ PATIENCE = timedelta(minutes=30)
 # gloo opens a socket to a peer when it first has something to say to it: rings and trees need a few of each rank, and
 # rank 0's gathers of checkpoints one to everybody
 OTHER_FILES = 512
+COMPILERS = 10.0  # seconds that an ending process waits for torch's compile workers, which have nothing left to do
 DEATH = 1  # Linux's PR_SET_PDEATHSIG
 REMEMBERED = 2000  # collectives that torch's flight recorder keeps, for a run that hangs (watch.py writes them down)
 
@@ -50,7 +53,10 @@ def processes(
     end_with_torchrun()
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         check_alike(settings or {})
-        yield own
+        try:
+            yield own
+        finally:
+            hurry_compilers()
         return
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else to every peer at once, in each of its groups
     make_room(int(os.environ["WORLD_SIZE"]))
@@ -63,7 +69,10 @@ def processes(
         backend, timeout=patience, device_id=own if own.type == "cuda" else None, **meeting_place(patience)
     )
     check_alike(settings or {})
-    yield own
+    try:
+        yield own
+    finally:
+        hurry_compilers()
     dist.destroy_process_group()  # not after an error: the others still wait for this rank, until torchrun ends them
 
 
@@ -73,6 +82,23 @@ def end_with_torchrun() -> None:
     the device, for a rank that does not come, hears no signal and keeps its GPU's memory."""
     if sys.platform == "linux" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         ctypes.CDLL(None).prctl(DEATH, int(signal.SIGKILL))
+
+
+def hurry_compilers() -> None:
+    """Bounds what this process waits at its end for the process that torch compiles in: torch waits 300 seconds, and a
+    rank that is done would hold its GPU's memory as long. Does nothing where nothing was compiled."""
+    for pool in getattr(sys.modules.get("torch._inductor.async_compile"), "_pool_set", ()):
+        if isinstance(worker := getattr(pool, "process", None), subprocess.Popen):
+            worker.wait = partial(ended, worker, worker.wait)  # type: ignore[method-assign]
+
+
+def ended(worker: subprocess.Popen[bytes], wait: Callable[[float | None], int], timeout: float | None = None) -> int:
+    """The exit code of a process that is to end, by force if it does not."""
+    try:
+        return wait(COMPILERS if timeout is None else min(timeout, COMPILERS))
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        return wait(None)
 
 
 def make_room(world: int) -> None:
