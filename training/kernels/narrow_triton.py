@@ -65,15 +65,15 @@ def cut_kernel(
 
 @triton.jit
 def put(
-    desc, ptr, tile, first, last, n, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STORE: tl.constexpr,
+    desc, ptr, tile, first, last, n, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WHOLE: tl.constexpr,
     STRIDE: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile's rows up to the last one, to columns that begin at SHIFT and are N. All rows go at once if STORE,
+    """Writes a tile's rows up to the last one, to columns that begin at SHIFT and are N. All rows go at once if WHOLE,
     which is for tiles that do not reach beyond the columns, or where nothing is behind them."""
     row, col = first + tl.arange(0, BM), n + tl.arange(0, BN)
     ptrs = ptr + SHIFT + row.to(tl.int64)[:, None] * STRIDE + col[None, :]
     keep = (row < last)[:, None] & (col < N)[None, :]
-    if STORE:
+    if WHOLE:
         if last - first == BM:
             desc.store([first, n + SHIFT], tile)
         else:
@@ -84,50 +84,47 @@ def put(
 
 @triton.jit
 def up_kernel(
-    x_ptr, x_desc, token_ptr, up_desc, h_desc, a_desc, weight_ptr, map_ptr, h_ptr, a_ptr, P,
-    D: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, GATHER: tl.constexpr, STORE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x_ptr, token_ptr, up_desc, weight_ptr, map_ptr, h_ptr, a_ptr, P, D: tl.constexpr, F: tl.constexpr,
+    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """h = x up^T, each row of x read from its token if GATHER, and a = act(gate) * up * weight of it.
-
-    BN neurons' gates and ups are one product, 2 * BN wide: shared memory is what bounds two of 64."""
+    """h = x up^T, each row of x read from its token, and a = act(gate) * up * weight of it."""
     tiles: tl.constexpr = (F + BN - 1) // BN
-    WHOLE: tl.constexpr = STORE and F % BN == 0
     piece, n = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BN
     first, last = tl.load(map_ptr + P + piece), tl.load(map_ptr + 2 * P + piece)
     if first == last:
         return
-    expert = tl.load(map_ptr + piece)
+    at = tl.load(map_ptr + piece) * (2 * F) + n
     row = first + tl.arange(0, BM)
     live = row < last
-    if GATHER:
-        token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
-        x_ptrs = x_ptr + token[:, None] * D + tl.arange(0, BK)[None, :]
-    both = tl.zeros((BM, 2 * BN), tl.float32)
+    token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
+    x_ptrs = x_ptr + token[:, None] * D + tl.arange(0, BK)[None, :]
+    gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     for k in range(0, D, BK):
-        x = tl.load(x_ptrs + k) if GATHER else x_desc.load([first, k])
-        both = tl.dot(x, up_desc.load([2 * expert, n, k]).reshape(2 * BN, BK).T, both)
-    gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
+        x = tl.load(x_ptrs + k)
+        gate = tl.dot(x, up_desc.load([at, k]).T, gate)
+        up = tl.dot(x, up_desc.load([at + F, k]).T, up)
     weight = tl.load(weight_ptr + row, mask=live, other=0.0).to(tl.float32)
+    col = n + tl.arange(0, BN)
+    keep = live[:, None] & (col < F)[None, :]
+    wide = row.to(tl.int64)[:, None]
     gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
+    h_ptrs = h_ptr + wide * (2 * F) + col[None, :]
+    tl.store(h_ptrs, gate, mask=keep)
+    tl.store(h_ptrs + F, up, mask=keep)
     act, _ = act_and_slope(gate.to(tl.float32), ACT)
     factor, _ = factor_and_slope(up.to(tl.float32), ACT)
-    a = (act * factor * weight[:, None]).to(a_ptr.dtype.element_ty)
-    put(h_desc, h_ptr, gate, first, last, n, F, BM, BN, WHOLE, 2 * F, 0)
-    put(h_desc, h_ptr, up, first, last, n, F, BM, BN, WHOLE, 2 * F, F)
-    put(a_desc, a_ptr, a, first, last, n, F, BM, BN, WHOLE, F, 0)
+    a = act * factor * weight[:, None]
+    tl.store(a_ptr + wide * F + col[None, :], a.to(a_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
 def back_kernel(
-    d_y_desc, down_desc, h_desc, d_h_desc, a_desc, weight_ptr, map_ptr, d_h_ptr, a_ptr, part_ptr, P, R,
-    D: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, STORE: tl.constexpr, KEPT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    d_y_desc, down_desc, h_desc, d_h_desc, weight_ptr, map_ptr, d_h_ptr, part_ptr, P, R,
+    D: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """d_a = d_y down, which never leaves: d_h and, unless it was KEPT, a as `up_kernel` made it, and a tile's share of
-    the gradients of the rows' weights."""
+    """d_a = d_y down, which never leaves: d_h, and a tile's share of the gradients of the rows' weights."""
     tiles: tl.constexpr = (F + BN - 1) // BN
-    WHOLE: tl.constexpr = STORE and F % BN == 0
+    WHOLE: tl.constexpr = F % BN == 0
     piece, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     n = tile * BN
     first, last = tl.load(map_ptr + P + piece), tl.load(map_ptr + 2 * P + piece)
@@ -148,23 +145,19 @@ def back_kernel(
         d_a, at_n = halves[half], n + half * HALF
         act, slope = act_and_slope(h_desc.load([first, at_n]).to(tl.float32), ACT)
         factor, bent = factor_and_slope(h_desc.load([first, at_n + F]).to(tl.float32), ACT)
-        a = act * factor
-        d_weight += tl.sum(tl.where((at_n + tl.arange(0, HALF) < F)[None, :], d_a * a, 0.0), 1)
+        d_weight += tl.sum(tl.where((at_n + tl.arange(0, HALF) < F)[None, :], d_a * (act * factor), 0.0), 1)
         d_a *= weight[:, None]
         d_gate = (d_a * slope * factor).to(d_h_ptr.dtype.element_ty)
         put(d_h_desc, d_h_ptr, d_gate, first, last, at_n, F, BM, HALF, WHOLE, 2 * F, 0)
         d_up = (d_a * act * bent).to(d_h_ptr.dtype.element_ty)
         put(d_h_desc, d_h_ptr, d_up, first, last, at_n, F, BM, HALF, WHOLE, 2 * F, F)
-        if not KEPT:
-            a = (a * weight[:, None]).to(a_ptr.dtype.element_ty)
-            put(a_desc, a_ptr, a, first, last, at_n, F, BM, HALF, WHOLE, F, 0)
     tl.store(part_ptr + tile * R + row, d_weight, mask=live)
 
 
 @triton.jit
 def rows_kernel(
     a_desc, b_desc, b2_desc, out_desc, out2_desc, map_ptr, out_ptr, P,
-    K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr, STORE: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Each row with its expert's matrix, which is (N, K), or (K, N) if TURNED. ROWS: of a matrix. A tile is BN + BN2
@@ -183,9 +176,9 @@ def rows_kernel(
         y = tl.dot(a, b_desc.load([at + k, n]) if TURNED else b_desc.load([at + n, k]).T, y)
         if BN2:
             y2 = tl.dot(a, b2_desc.load([at + k, n + BN]) if TURNED else b2_desc.load([at + n + BN, k]).T, y2)
-    put(out_desc, out_ptr, y.to(out_ptr.dtype.element_ty), first, last, n, N, BM, BN, STORE, N, 0)
+    put(out_desc, out_ptr, y.to(out_ptr.dtype.element_ty), first, last, n, N, BM, BN, True, N, 0)
     if BN2:
-        put(out2_desc, out_ptr, y2.to(out_ptr.dtype.element_ty), first, last, n + BN, N, BM, BN2, STORE, N, 0)
+        put(out2_desc, out_ptr, y2.to(out_ptr.dtype.element_ty), first, last, n + BN, N, BM, BN2, True, N, 0)
 
 
 @triton.jit
@@ -301,8 +294,8 @@ def cut(ends_E: Tensor, rows: int, size: int, least: int = 0) -> Tensor:
     return where
 
 
-# Tiles, warps and stages below are those that were the fastest of five or six, each product by itself, for experts of
-# 576 x 384 on an H200 (docs/performance.md).
+# Tiles, warps, stages and registers below are those that were the fastest of those tried, each product by itself, for
+# experts of 576 x 384 on an H200 (docs/performance.md).
 
 
 def flat(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -310,71 +303,63 @@ def flat(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def up(
-    x: Tensor, token_R: Tensor | None, weight_R: Tensor, up_EHD: Tensor, where: Tensor, activation: str,
-    BM=ROWS, BN=64, BK=64, STORE=True, warps=8, stages=3, registers=128,
+    x_TD: Tensor, token_R: Tensor, weight_R: Tensor, up_EHD: Tensor, where: Tensor, activation: str,
+    BM=ROWS, BN=64, BK=64,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(h_RH, a_RF) of gated experts. Given `token_R`, x are tokens, else rows."""
+    """(h_RH, a_RF) of gated experts."""
     rows, (_, both, hidden) = len(weight_R), up_EHD.shape
-    h_RH, a_RF, width = x.new_empty(rows, both), x.new_empty(rows, both // 2), both // 2
-    halves = TensorDescriptor.from_tensor(up_EHD.view(-1, width, hidden), [2, BN, BK])
-    up_kernel[(where.shape[1] * triton.cdiv(width, BN),)](
-        x, flat(x, BM, BK), token_R, halves, flat(h_RH, BM, BN), flat(a_RF, BM, BN), weight_R, where,
-        h_RH, a_RF, where.shape[1], hidden, width, ACT=activation, GATHER=token_R is not None, STORE=STORE,
-        BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages, maxnreg=registers,
+    h_RH, a_RF = x_TD.new_empty(rows, both), x_TD.new_empty(rows, both // 2)
+    up_kernel[(where.shape[1] * triton.cdiv(both // 2, BN),)](
+        x_TD, token_R, flat(up_EHD, BN, BK), weight_R, where, h_RH, a_RF, where.shape[1], hidden, both // 2,
+        ACT=activation, BM=BM, BN=BN, BK=BK, num_warps=8, num_stages=3,
     )  # fmt: skip
     return h_RH, a_RF
 
 
 def back(
     d_y_RD: Tensor, down_EDF: Tensor, h_RH: Tensor, weight_R: Tensor, where: Tensor, activation: str,
-    a_RF: Tensor | None = None, BM=ROWS, BN=64, BK=64, STORE=True, warps=8, stages=3, registers=128,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(d_h_RH, d_weight_R, a_RF): the gradient through the second product and the activation. `a_RF`: if kept."""
+    BM=ROWS, BN=64, BK=64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(d_h_RH, d_weight_R): the gradient through the second product and the activation."""
     rows, (_, hidden, width) = len(h_RH), down_EDF.shape
-    d_h_RH, kept = torch.empty_like(h_RH), a_RF is not None
-    a_RF = h_RH.new_empty(rows, width) if a_RF is None else a_RF
-    tiles = triton.cdiv(width, BN)
+    d_h_RH, tiles = torch.empty_like(h_RH), triton.cdiv(width, BN)
     part = torch.empty(tiles, rows, dtype=torch.float32, device=h_RH.device)
     back_kernel[(where.shape[1] * tiles,)](
         flat(d_y_RD, BM, BK), flat(down_EDF, BK, BN), flat(h_RH, BM, BN // 2), flat(d_h_RH, BM, BN // 2),
-        flat(a_RF, BM, BN // 2), weight_R, where, d_h_RH, a_RF, part, where.shape[1], rows, hidden, width,
-        ACT=activation, STORE=STORE, KEPT=kept, BM=BM, BN=BN, BK=BK, num_warps=warps, num_stages=stages,
-        maxnreg=registers,
+        weight_R, where, d_h_RH, part, where.shape[1], rows, hidden, width,
+        ACT=activation, BM=BM, BN=BN, BK=BK, num_warps=8, num_stages=4, maxnreg=128,
     )  # fmt: skip
-    return d_h_RH, part.sum(0).to(weight_R.dtype), a_RF
+    return d_h_RH, part.sum(0).to(weight_R.dtype)
 
 
-def products(
-    a_RK: Tensor, b_E: Tensor, where: Tensor, turned: bool,
-    BM=ROWS, BN=128, BN2=None, BK=64, STORE=True, warps=8, stages=None, registers=None,
-) -> Tensor:  # fmt: skip
+def products(a_RK: Tensor, b_E: Tensor, where: Tensor, turned: bool, BM=ROWS, BN=128, BK=None) -> Tensor:
     """Each row of a with its expert's matrix of (E, N, K), or of (E, K, N) if turned."""
     k, n = b_E.shape[1:] if turned else b_E.shape[:0:-1]
-    out, second = a_RK.new_empty(len(a_RK), n), (beside(n) if turned else 0) if BN2 is None else BN2
+    out, second = a_RK.new_empty(len(a_RK), n), beside(n)
+    BK, stages, registers = (BK or 32, 5, 128) if second else (BK or 64, 3, None)
     descs = [flat(b_E, *((BK, size) if turned else (size, BK))) for size in (BN, second or BN)]
     descs += [flat(out, BM, size) for size in (BN, second or BN)]
     rows_kernel[(where.shape[1] * triton.cdiv(n, BN + second),)](
-        flat(a_RK, BM, BK), *descs, where, out, where.shape[1], k, n, b_E.shape[1], TURNED=turned, STORE=STORE,
-        BM=BM, BN=BN, BN2=second, BK=BK, num_warps=warps, num_stages=stages or (4 if second else 3),
-        maxnreg=registers,
+        flat(a_RK, BM, BK), *descs, where, out, where.shape[1], k, n, b_E.shape[1],
+        TURNED=turned, BM=BM, BN=BN, BN2=second, BK=BK, num_warps=8, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     return out
 
 
 def sums(
     a_RM: Tensor, b: Tensor, token_R: Tensor | None, ends_E: Tensor, where: Tensor, size: int, turned: bool,
-    BM=ROWS, BN=128, BK=64, BN2=None, warps=8, stages=None,
+    BM=ROWS, BN=128, BK=64,
 ) -> Tensor:  # fmt: skip
     """a^T b over each expert's rows: (E, M, N), or (E, N, M) if turned. Given `token_R`, b's rows are of tokens.
     `where`: cut(ends_E, rows, size, 1)."""
     (_, m), n, experts, pieces = a_RM.shape, b.shape[1], len(ends_E), where.shape[1]
     out = a_RM.new_empty((experts, n, m) if turned else (experts, m, n))
     part = torch.empty(pieces, m, n, dtype=torch.float32, device=b.device)
-    second = (beside(n) if token_R is None else 0) if BN2 is None else BN2
+    second = beside(n) if token_R is None else 0
     sums_kernel[(pieces * triton.cdiv(m, BM) * triton.cdiv(n, BN + second),)](
         a_RM, flat(a_RM, BK, BM), b, flat(b, BK, BN), flat(b, BK, second or BN), token_R, where, out, part, pieces,
         m, n, TURNED=turned, BM=BM, BN=BN, BN2=second, BK=BK, GATHER=token_R is not None,
-        num_warps=warps, num_stages=stages or (4 if second else 3),
+        num_warps=8, num_stages=4 if second else 3,
     )  # fmt: skip
     total_kernel[(triton.cdiv(m, 64) * triton.cdiv(n, 64), experts)](
         ends_E, part, out, experts, m, n, TURNED=turned, SIZE=size, BM=64, BN=64,
