@@ -145,7 +145,7 @@ def back_kernel(
         d_a, at_n = halves[half], n + half * HALF
         act, slope = act_and_slope(h_desc.load([first, at_n]).to(tl.float32), ACT)
         factor, bent = factor_and_slope(h_desc.load([first, at_n + F]).to(tl.float32), ACT)
-        d_weight += tl.sum(tl.where((at_n + tl.arange(0, HALF) < F)[None, :], d_a * (act * factor), 0.0), 1)
+        d_weight += tl.sum(d_a * (act * factor), 1)  # d_a is 0 beyond the columns, where nothing was loaded
         d_a *= weight[:, None]
         d_gate = (d_a * slope * factor).to(d_h_ptr.dtype.element_ty)
         put(d_h_desc, d_h_ptr, d_gate, first, last, at_n, F, BM, HALF, WHOLE, 2 * F, 0)

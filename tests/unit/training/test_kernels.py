@@ -287,10 +287,21 @@ def countable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
+def test_which_experts_are_narrow() -> None:
+    from training.model.narrow import near
+
+    measured = (65536, 32, 576, 384), (65536, 64, 576, 384), (65536, 8, 576, 1536)
+    assert all(near(*sizes) for sizes in measured)
+    beyond = (4096, 8, 576, 384), (65536, 65, 576, 384), (65536, 9, 576, 1536), (65536, 8, 576, 1600)
+    odd = (65536, 8, 1088, 384), (65536, 8, 600, 384), (65536, 8, 576, 400)
+    assert not any(near(*sizes) for sizes in (*beyond, *odd))
+
+
 @needs_interpreter
-@pytest.mark.parametrize("width", [96, 128])  # the last tile is half full, or full
+# the last tile is half full, or full; values that a clamp cuts
+@pytest.mark.parametrize(("width", "act"), [(96, "silu"), (128, "silu"), (128, "clamped_swiglu")])
 @pytest.mark.parametrize(("favoured", "hidden"), [(False, 64), (True, 192)])  # tiles of one part and of two
-def test_narrow_experts(favoured: bool, hidden: int, width: int, countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_experts(favoured: bool, hidden: int, width: int, act: str, countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """From tokens to tokens, and all gradients, against dispatch=local and experts=grouped in float64; an expert has no
     row, and a favoured one several pieces."""
     from functools import partial
@@ -314,13 +325,15 @@ def test_narrow_experts(favoured: bool, hidden: int, width: int, countable: None
     assert (expert == 0).sum() % 16 == 1
     sizes = {"x": (tokens, hidden), "w": (tokens, k), "up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}
     given = [(rng.normal(size, 0, name) / (8 if name in ("up", "down") else 1)).requires_grad_() for name, size in sizes.items()]
+    if act != "silu":
+        given[0] = (4 * given[0].detach()).requires_grad_()
     wide = [tensor.detach().double().requires_grad_() for tensor in given]
     d_y = rng.normal((tokens, hidden), 0, "d_y")
     x, weight, up, down = given
-    got = narrow.ffn(x, weight, expert, ExpertWeights(up, down, True), "silu")
+    got = narrow.ffn(x, weight, expert, ExpertWeights(up, down, True), act)
     x, weight, up, down = wide
     sent = Local(experts).dispatch(x, weight, expert)
-    came = grouped.experts(sent.x_RD, sent.weight_R, sent.count_E, ExpertWeights(up, down, True), "silu")
+    came = grouped.experts(sent.x_RD, sent.weight_R, sent.count_E, ExpertWeights(up, down, True), act)
     want = Local(experts).combine(came, sent.handle)
     assert (want.grad_fn is not None) and (torch.bincount(expert.flatten(), minlength=experts) == 0).any()
     for found, truth in zip((got, *torch.autograd.grad(got, given, d_y)), (want, *torch.autograd.grad(want, wide, d_y.double())), strict=True):
