@@ -269,7 +269,8 @@ def started(source: str) -> Iterator[Origin]:
     """Opens what training began with: a folder or hub id, or what a run upcycled as it loaded."""
     run = Path(source)
     made = standalone.upcycled(run)
-    with layout.online(made, standalone.measured_before(run)) if made else layout.opened(source) as origin:
+    begun = layout.online(made, standalone.measured_before(run), text=True) if made else layout.opened(source)
+    with begun as origin:
         yield origin
 
 

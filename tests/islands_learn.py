@@ -5,6 +5,7 @@
     python -m tests.islands_learn arms FOLDER tokens=/data/tok                           each arm at each rate; appends to FOLDER/rows.jsonl
     python -m tests.islands_learn arms FOLDER tokens=/data/tok tuned=ROWS seeds=0,1,2    each at its best, and what follows
     python -m tests.islands_learn table FOLDER/rows.jsonl [plot=curves.png]              what docs/islands.md has
+    python -m tests.islands_learn table tests/islands_smollm2.jsonl                      its runs of SmolLM2 on GPUs
 
 Steps are real (the trainer's own: upcycled as it is loaded, AdamW, clipping, balance), and so are the rules of push and
 pull and every message's bytes. Only time is counted instead of waited for, in one process: events (an island has made its
@@ -171,7 +172,7 @@ class Runner:
         }
 
     def learner(self, config: TrainConfig) -> tuple[build.Learner, layout.Origin]:
-        with build.source(config) as origin:
+        with build.source(config, build.observing(config, self.device)) as origin:
             layers = range(origin.dense.layers)
             model = build.divided(config, origin, self.mesh, layers, self.device)
             if config.model.random:
@@ -213,7 +214,7 @@ class One:
         learner = self.learner
         assert learner.optimizer is not None
         assert all(p.dtype == torch.float32 for p in self.named.values()), "a master of its own would stay as it is"
-        with build.source(config) as self.origin:
+        with build.source(config, build.observing(config, learner.device)) as self.origin:
             layout.load(learner.model, self.origin)
         states = (learner.guard.state_dict(), learner.balance.load.state_dict())
         for tensor in itertools.chain(self.live, *self.kept, *(state.values() for state in states)):
@@ -701,15 +702,30 @@ def main() -> None:
     print(f"{len(every)} of {total} arms in {time.monotonic() - began:.0f} s")
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """By model and link: the mean of seeds, and the range."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+def behind(rows: Sequence[dict[str, Any]]) -> list[float | None]:
+    """How much more loss each run of equal tokens ends with than one big run of its model and seed, at the rate that is
+    best on the first seed; None: there is none, or it is one itself."""
+    bigs = [row for row in rows if "error" not in row and not row["rule"] and not row["seconds"]]
+    tuned = {arm.name: arm.peak for arm in best([row for row in bigs if row["seed"] == bigs[0]["seed"]])}
+    big = {(row["model"], row["seed"]): row["flushed"] for row in bigs if row["peak"] == tuned[row["name"]]}
+    found: list[float | None] = []
     for row in rows:
+        other = big.get((row["model"], row["seed"]))
+        runs = "error" not in row and row["rule"] and not row["seconds"]
+        found.append(row["flushed"] / other - 1 if runs and other is not None else None)
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """By model and link: the mean of seeds, and the range; how far behind, seed by seed."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row, more in zip(rows, behind(rows), strict=True):
+        row = {**row, "behind": more}
         if "error" not in row:
             key = (row["model"], row["link"] if row["seconds"] else 0, row["name"], row["every"], row["peak"], row["gain"],
                    row["share"], row["answer"])  # fmt: skip
             groups.setdefault(key, []).append(row)
-    lines = ["| model, until | arm | loss, mean (min-max) | after the last exchange | up, % of dense | down, % | up, % of the synchronous run's | steps | s at 0.1 Gb/s |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| model, until | arm | loss, mean (min-max) | after the last exchange | behind one big run of its seed, % | up, % of dense | down, % | up, % of the synchronous run's | steps | s at 0.1 Gb/s |", "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for (model, link, name, every, peak, _, share, answer), runs in groups.items():
         mean = {k: statistics.fmean(r[k] for r in runs) for k in ("up", "down", "dense", "steps", "clock", "exchanges")}
         # the last exchange of what keeps something back is of everything
@@ -720,9 +736,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         for key in ("loss", "flushed"):
             losses = [r[key] for r in runs]
             spans.append(f"{statistics.fmean(losses):.4f} ({min(losses):.4f}-{max(losses):.4f})")
+        more = ", ".join("" if r["behind"] is None else f"{100 * r['behind']:.2f}" for r in runs).strip(", ")
         lines.append(
             f"| {model}, {f'{link / 1e9:g} Gb/s' if link else 'equal tokens'} | {name}, H {every}, {peak:g}, {share:g}/{answer:g}, {len(runs)} seeds | "
-            f"{spans[0]} | {spans[1]} | {100 * mean['up'] / mean['dense']:.1f} | {100 * mean['down'] / mean['dense']:.1f} | "
+            f"{spans[0]} | {spans[1]} | {more} | {100 * mean['up'] / mean['dense']:.1f} | {100 * mean['down'] / mean['dense']:.1f} | "
             f"{100 * sent / (mean['steps'] * mean['dense']):.2f} | {mean['steps']:.0f} | {runs[0]['seconds'] or mean['clock'] + waits:.0f} |"
         )
     return "\n".join(lines)

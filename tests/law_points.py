@@ -1,9 +1,10 @@
 """The law of upcycling, held to runs of our own: (size, D1, D2) points of small models on real text.
 
-  python -m tests.law_points run TOKENS POINTS 150  # on GPUs: one process a (size, D1), at most 150 s; a line a point
-  python -m tests.law_points fit POINTS             # keeps them in tests/law_points.json; says how far the law is off
-  python -m tests.law_points check TOKENS POINTS 75 # 12 other points, and two that were run before with other seeds
-  python -m tests.law_points judge POINTS           # keeps those in tests/law_checks.json; says how far off they were
+  python -m tests.law_points all TOKENS POINTS 150  # on GPUs: one process a (size, D1), at most 150 s; a line a point
+  python -m tests.law_points fit POINTS             # keeps the 36 in tests/law_points.json; says how far the law is off
+  python -m tests.law_points judge POINTS           # keeps the 12 in tests/law_checks.json; says how far off they were
+  python -m tests.law_points run TOKENS POINTS 150  # the 36 alone
+  python -m tests.law_points check TOKENS POINTS 75 # the 12 alone, and two chains of the 36 with other seeds
 
 A dense model of each size learns from D1 tokens, to a rate of zero; each FFN becomes eight copies with top-2, which go on
 for D2 tokens. The rate is constant but for the last fifth of D2, so that one run has all its D2s: each ends in a fifth of
@@ -12,6 +13,7 @@ its own, after which the run goes on where that began. Loss is in nats a token o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -27,6 +29,8 @@ from upcycle import law
 
 HERE = Path(__file__).parent / "law_points.json"
 CHECKS = HERE.with_name("law_checks.json")
+# of an earlier day, nine of the 12, and two other seeds of a chain of the 36; nobody wrote their texts down
+BEFORE = HERE.with_name("law_before.json")
 SEQUENCE, BATCH = 512, 32
 # hidden, layers, heads: 7, 18 and 43 million parameters, of which the embedding has 6, 13 and 22
 SIZES = ((128, 4, 4), (256, 6, 4), (448, 8, 7))
@@ -38,6 +42,7 @@ CHAINS = {
     "run": [(size, first, 0) for size in range(len(SIZES)) for first in FIRST],
     "check": [(3, 384, 0), (3, 768, 0), (4, 384, 0), (4, 768, 0), (1, 512, 1), (1, 512, 2)],
 }
+CHAINS["all"] = CHAINS["run"] + CHAINS["check"][:4]
 RATE, WARM, COOL = 3e-3, 20, 0.2  # the rate of the smallest; they fall with the root of the width
 
 
@@ -79,6 +84,7 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
     torch.set_num_threads(2)
     folders = sorted(folder for folder in tokens.iterdir() if (folder / "meta.json").exists())
     texts = {folder.name: np.memmap(next(folder.glob("tokens-*.bin")), np.uint16, "r") for folder in folders}
+    of_texts = {name: f"{len(text):,} tokens, sha256 {hashlib.sha256(text).hexdigest()}" for name, text in texts.items()}
     learned = [text for name, text in texts.items() if not name.endswith("-val")]
     held = [text for name, text in texts.items() if name.endswith("-val")]
     batch_size = 2 if short else BATCH
@@ -136,7 +142,7 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
             row = {
                 "hidden": dense.hidden, "layers": dense.layers, "parameters": dense_parameters(dense),
                 "first": first * BATCH * SEQUENCE, **row, "seed": again, "loss": judged(run), "seconds": time.monotonic() - began,
-                "texts": [f"{name}: {len(text):,}" for name, text in texts.items()],  # points compare on the same ones
+                "texts": of_texts,  # points compare on the same ones
             }  # fmt: skip
             with points.open("a") as file:  # a line at a time, by nine processes
                 file.write(json.dumps(row) + "\n")
@@ -258,110 +264,138 @@ def refitted(points: Any, loss: Any) -> Any:
     return found
 
 
+def terms(share: float, at: Any) -> Any:
+    size, tokens = np.log(at[:, 0] / law.MIDDLE[0]), np.log((at[:, 1] + share * at[:, 2]) / law.MIDDLE[1])
+    return np.stack([np.ones(len(at)), size, tokens, size * tokens, tokens**2], 1)
+
+
+def continued(constants: Any, at: Any) -> Any:
+    """What `law.continued` says with these constants."""
+    return np.exp(terms(constants[0], at) @ constants[1:]) + law.FLOOR
+
+
 def along(points: Any, loss: Any) -> Any:
-    """A law of another form, of the same six constants: what is upcycled goes on along a dense curve, as if D1 had been
-    longer by a share of D2. ln(L - floor) is quadratic in ln(D1 + share * D2), and larger models fall faster. Returns
-    its predictions as a function of points."""
-
-    def terms(at: Any, share: float) -> Any:
-        size, tokens = np.log(at[:, 0] / 1.8e7), np.log((at[:, 1] + share * at[:, 2]) / 1.5e7)
-        return np.stack([np.ones(len(at)), size, tokens, size * tokens, tokens**2], 1)
-
+    """The constants of `law.continued`, of as many as the published form has, with the least squares of ln(L - floor)."""
     best = None
     for share in np.arange(0.3, 1.5, 0.01):
-        x, y = terms(points, share), np.log(loss - law.FLOOR)
+        x, y = terms(share, points), np.log(loss - law.FLOOR)
         constants = np.linalg.lstsq(x, y, rcond=None)[0]
         left = np.square(x @ constants - y).sum()
-        best = (left, share, constants) if best is None or left < best[0] else best
+        best = (left, [share, *constants]) if best is None or left < best[0] else best
     assert best is not None
-    return lambda at: np.exp(terms(at, best[1]) @ best[2]) + law.FLOOR
+    return np.array(best[1])
 
 
-def checked(rows: list[dict[str, Any]]) -> tuple[float, Any, Any]:
-    """(the factor by which losses of the rows' texts differ from those of the 36 points, how far `along`, fitted to the
-    36 alone, is off on each new row as it is, and with that factor). The factor is of what both have, size, D1 and D2,
-    with another seed: 1 to within noise where the texts are the same."""
-    points, loss, _ = read()
-    before = {(r["hidden"], r["first"], r["more"]): r["loss"] for r in json.loads(HERE.read_text())}
-    both = [math.log(r["loss"] / before[place(r)]) for r in rows if r["more"] and r["seed"] and place(r) in before]
-    factor = math.exp(sum(both) / len(both))
-    new = fresh(rows)
-    values = np.array([[row[key] for key in ("parameters", "first", "more")] for row in new], float)
-    said = along(points, loss)(values) / np.array([row["loss"] for row in new])
-    return factor, said - 1, said * factor - 1
+# (constants from points, what they say of others)
+FORMS = {"along": (along, continued), "refitted": (refitted, losses)}
 
 
 def place(row: dict[str, Any]) -> tuple[int, int, int]:
     return row["hidden"], row["first"], row["more"]
 
 
-def fresh(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the 12 points that are there."""
-    return [row for row in rows if row["more"] and not row["seed"]]
-
-
-def noise(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], float]:
-    """How far apart runs are that differ by their seed alone, as a share of the lower."""
-    found: dict[tuple[int, int, int], list[float]] = {}
+def noise() -> dict[tuple[int, int, int], tuple[float, float]]:
+    """(how far apart runs of one place are, as a share of the lowest; those of them that share the seed too)"""
+    rows = [row for file in (HERE, CHECKS, BEFORE) for row in known(file)[0] if row["more"]]
+    found: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["seed"]:
-            found.setdefault(place(row), []).append(row["loss"])
-    return {key: max(losses) / min(losses) - 1 for key, losses in found.items() if len(losses) > 1}
+        found.setdefault(place(row), []).append(row)
+
+    def apart(of: list[dict[str, Any]]) -> float:
+        return float(max(row["loss"] for row in of) / min(row["loss"] for row in of) - 1)
+
+    return {
+        key: (apart(of), apart([row for row in of if not row["seed"]])) for key, of in found.items() if len(of) > 1
+    }
 
 
-def judged(rows: list[dict[str, Any]]) -> list[str]:
-    """How far off the law is on the new points, in lines."""
-    factor, plain, carried = checked(rows)
-    found = [f"{place(row)}: {a:+.1%}, {b:+.1%}" for row, a, b in zip(fresh(rows), plain, carried, strict=True)]
-    found.append(f"these texts have {factor:.3f} of the loss; of {len(plain)}, as they are and with that factor:")
-    found += [f"  {np.abs(off).mean():.1%} on average, {np.abs(off).max():.1%} at most" for off in (plain, carried)]
-    return [*found, *(f"{key}: seeds are {apart:.1%} apart" for key, apart in noise(rows).items())]
+def known(file: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """(points, the texts that all of them learned and were held to; none: nobody wrote them down)"""
+    found = json.loads(file.read_text())
+    return found["points"], found["texts"]
 
 
-def read(file: Path = HERE) -> tuple[Any, Any, Any]:
+def values(rows: list[dict[str, Any]]) -> tuple[Any, Any]:
+    """(parameters, D1 and D2 of each; its loss)"""
+    at = np.array([[row[key] for key in ("parameters", "first", "more")] for row in rows], float)
+    return at, np.array([row["loss"] for row in rows])
+
+
+def read(file: Path | None = None) -> tuple[Any, Any, Any]:
     """(parameters, D1 and D2 of each point; its loss; which third it is of: of each size, D1 and D2 there are as many)"""
-    rows = [row for row in json.loads(file.read_text()) if row["more"]]
-    places = [sorted({row[key] for row in rows}) for key in ("parameters", "first", "more")]
-    values = np.array([[row[key] for key in ("parameters", "first", "more")] for row in rows], float)
-    third = [sum(place.index(value) for place, value in zip(places, each, strict=True)) % 3 for each in values]
-    return values, np.array([row["loss"] for row in rows]), np.array(third)
+    at, loss = values([row for row in known(file or HERE)[0] if row["more"]])
+    places = [sorted(set(column)) for column in at.T]
+    third = [sum(place.index(value) for place, value in zip(places, each, strict=True)) % 3 for each in at]
+    return at, loss, np.array(third)
 
 
-def held_out(file: Path = HERE) -> list[tuple[float, float]]:
-    """(mean, most) that the law refitted on two thirds of the points is off on the other 12, for each third."""
-    points, loss, third = read(file)
+def held_out(form: str, file: Path | None = None) -> list[tuple[float, float]]:
+    """(mean, most) that a form fitted to two thirds of the points is off on the other 12, for each third."""
+    (points, loss, third), (fit, say) = read(file), FORMS[form]
     found = []
     for held in range(3):
-        constants = refitted(points[third != held], loss[third != held])
-        off = np.abs(losses(constants, points[third == held]) / loss[third == held] - 1)
+        constants = fit(points[third != held], loss[third != held])
+        off = np.abs(say(constants, points[third == held]) / loss[third == held] - 1)
         found.append((float(off.mean()), float(off.max())))
     return found
 
 
+def checked() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(the 12 points, how far off on each the law is that was fitted to the 36 alone: by form, and as published)"""
+    points, loss, _ = read()
+    rows, texts = known(CHECKS)
+    if texts != known(HERE)[1]:
+        raise ValueError(
+            f"{CHECKS.name} is of the texts {texts} and {HERE.name} of {known(HERE)[1]}; losses compare on the same ones: "
+            "run all points in one go (python -m tests.law_points all)"
+        )
+    new = [row for row in rows if row["more"]]
+    at, real = values(new)
+    found = {name: say(fit(points, loss), at) / real - 1 for name, (fit, say) in FORMS.items()}
+    return new, {**found, "as published": losses(PUBLISHED, at) / real - 1}
+
+
+def keep(file: Path, points: Path, between: bool) -> None:
+    """Writes those points of a run that a law is fitted to, or those that judge it, and once the texts they have."""
+    sizes = {hidden for hidden, *_ in (BETWEEN if between else SIZES)}
+    rows = [row for row in map(json.loads, points.read_text().splitlines()) if row["hidden"] in sizes and not row["seed"]]
+    texts = [row.pop("texts") for row in rows]
+    if not rows or any(each != texts[0] for each in texts):
+        raise ValueError(
+            f"{points} has {len(rows)} points of hidden {sorted(sizes)}, which must be some and all of the same texts; "
+            "run them in one go (python -m tests.law_points all)"
+        )
+    rows.sort(key=lambda row: (row["parameters"], row["first"], row["more"]))
+    lines = ",\n".join(map(json.dumps, rows))
+    file.write_text(f'{{"texts": {json.dumps(texts[0], indent=1)},\n"points": [\n{lines}\n]}}\n')
+
+
 def main() -> int:
     match sys.argv[1:]:
-        case ["run" | "check" as which, tokens, points, limit]:
+        case ["run" | "check" | "all" as which, tokens, points, limit]:
             return run(Path(tokens), Path(points), float(limit), CHAINS[which])
         case ["chain", tokens, points, *numbers]:
             chain(Path(tokens), Path(points), *map(int, numbers))
             return 0
-        case ["judge", points]:
-            rows = sorted(
-                map(json.loads, Path(points).read_text().splitlines()), key=lambda row: list(row.values())[:6]
-            )
-            CHECKS.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-            for found in judged(rows):
-                print(found)
+        case ["fit", file]:
+            keep(HERE, Path(file), between=False)
+            points, loss, _ = read()
+            off = losses(PUBLISHED, points) / loss - 1
+            print(f"{len(loss)} points; as published {off.mean():+.1%}, {np.abs(off).max():.1%} at most")
+            for form, (fit, _) in FORMS.items():
+                thirds = ", ".join(f"{mean:.1%} ({most:.1%})" for mean, most in held_out(form))
+                print(f"{form}: on a third that was held out, on average (at most) {thirds}; constants of all:")
+                print("  " + ", ".join(f"{number:.6g}" for number in fit(points, loss)))
             return 0
-        case ["fit", points]:
-            rows = sorted(
-                map(json.loads, Path(points).read_text().splitlines()), key=lambda row: list(row.values())[:5]
-            )
-            HERE.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-            values, loss, _ = read()
-            off = losses(PUBLISHED, values) / loss - 1
-            print(f"as published {off.mean():+.1%}, {np.abs(off).max():.1%} at most; refitted on two thirds, held out:")
-            print("".join(f"  {mean:.1%}, {most:.1%} at most\n" for mean, most in held_out()))
+        case ["judge", file]:
+            keep(CHECKS, Path(file), between=True)
+            rows, off = checked()
+            for number, row in enumerate(rows):
+                print(f"{place(row)}: " + ", ".join(f"{form} {of[number]:+.1%}" for form, of in off.items()))
+            for form, of in off.items():
+                print(f"{form}: {np.abs(of).mean():.1%} on average, {np.abs(of).max():.1%} at most")
+            for key, (apart, same) in noise().items():
+                print(f"{key}: runs are {apart:.1%} apart, {same:.1%} with the same seed")
             return 0
     print(__doc__)
     return 2

@@ -501,13 +501,13 @@ def nothing(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str
 
 
 def observing(config: TrainConfig, device: torch.device) -> layout.Observe:
-    """What measures for upcycling on this device: on the texts that model.upcycle names, else on the run's first ones."""
-    data = stages_of(config)[0].config.data
-    return partial(standalone.measured_once, given=partial(first_tokens, data), device=device)
+    """What measures for upcycling on this device: on texts that model.upcycle names, else on the run's first ones."""
+    first = stages_of(config)[0].config
+    given = partial(first_tokens, first.data, first.steps * first.batch)
+    return partial(standalone.measured_once, given=given, device=device)
 
 
 def source(config: TrainConfig, observe: layout.Observe = nothing) -> AbstractContextManager[Origin]:
     """The Origin of the config's model. Without `observe` nothing is measured on text: enough for the model's sizes."""
-    model, data = config.model, stages_of(config)[0].config.data
-    text = bool(data.train) and not data.stream
+    model, text = config.model, bool(stages_of(config)[0].config.data.train)
     return layout.online(upcycle_config(model), observe, text=text) if model.upcycle else layout.opened(model.source)

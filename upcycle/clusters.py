@@ -17,7 +17,8 @@ from upcycle import rng
 SPREAD = 0.3  # standard deviation of a token's logits over the clusters
 ROUNDS = 12  # of k-means
 BIDS = 25  # changes of the prices in a round
-LAST = 200  # of the prices, when the rows are made
+BID = 0.08  # of a change, in deviations of the distances: of one that has e times its share of tokens
+LAST = 200  # changes when the rows are made, each smaller
 EMPTY = 0.05  # of its fair share counts as an empty cluster's load, so that its price does not fall for ever
 CONSTANT = 1e-4  # ridge of the direction along which all tokens agree
 
@@ -39,19 +40,17 @@ def rows(x_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
         far_TN = distances(apart_TD, centre_ND)
         unit = far_TN.std(1).mean()
         for _ in range(BIDS):
-            price_N = price_N + 0.08 * unit * excess((far_TN + price_N).argmin(1), count)
-        member_T = (far_TN + price_N).argmin(1)
-        size_N = counts(member_T, count)
-        mean_ND = torch.zeros_like(centre_ND).index_add_(0, member_T, apart_TD) / size_N.clamp_min(1)[:, None]
-        centre_ND = torch.where((size_N > 0)[:, None], mean_ND, centre_ND)
-    # -|x - c|^2 - price, as linear in x: what depends on no cluster is left out, and a constant is a row along `agreed`
+            price_N = price_N + BID * unit * excess((far_TN + price_N).argmin(1), count)
+        cluster_T = (far_TN + price_N).argmin(1)
+        member_NT = (cluster_T == torch.arange(count, device=x_TD.device)[:, None]).float()
+        size_N = member_NT.sum(1, keepdim=True)  # sums as products: in the same order each time, on a GPU too
+        centre_ND = torch.where(size_N > 0, member_NT @ apart_TD / size_N.clamp_min(1), centre_ND)
     agreed_D = constant(x_TD, torch.cat([mean_D[None], centre_ND]))
-    offset_N = -(centre_ND**2).sum(1) - 2 * centre_ND @ mean_D - price_N
-    rows_ND = 2 * centre_ND + offset_N[:, None] * agreed_D
+    rows_ND = nearness(centre_ND, price_N, mean_D, agreed_D)
     unit = (x_TD @ rows_ND.T).std(1).mean()
     for step in range(LAST):  # the constant is not quite one
-        rate = 0.08 * (1 - step / LAST)
-        rows_ND = rows_ND - rate * unit * excess((x_TD @ rows_ND.T).argmax(1), count)[:, None] * agreed_D
+        loads_N = excess((x_TD @ rows_ND.T).argmax(1), count)
+        rows_ND = rows_ND - BID * (1 - step / LAST) * unit * loads_N[:, None] * agreed_D
     rows_ND = rows_ND - rows_ND.mean(0)
     return rows_ND * (SPREAD / (x_TD @ rows_ND.T).std(1).mean().clamp_min(1e-12))
 
@@ -73,13 +72,16 @@ def distances(apart_TD: Tensor, centre_ND: Tensor) -> Tensor:
     return (centre_ND**2).sum(1) - 2 * apart_TD @ centre_ND.T
 
 
-def counts(member_T: Tensor, count: int) -> Tensor:
-    return torch.zeros(count, device=member_T.device).index_add_(0, member_T, torch.ones_like(member_T).float())
+def nearness(centre_ND: Tensor, price_N: Tensor, mean_D: Tensor, agreed_D: Tensor) -> Tensor:
+    """Rows that say -|x - mean - c|^2 - price of each centre c, less what is the same for all: linear in x, where a
+    constant is a row along the direction in which x is 1."""
+    offset_N = -(centre_ND**2).sum(1) - 2 * centre_ND @ mean_D - price_N
+    return 2 * centre_ND + offset_N[:, None] * agreed_D
 
 
-def excess(member_T: Tensor, count: int) -> Tensor:
-    """By how much a cluster's price is to rise: the logarithm of its load over the mean."""
-    return (counts(member_T, count) * count / len(member_T)).clamp_min(EMPTY).log()
+def excess(cluster_T: Tensor, count: int) -> Tensor:
+    """The logarithm of each cluster's load over the mean."""
+    return (torch.bincount(cluster_T, minlength=count) * (count / len(cluster_T))).float().clamp_min(EMPTY).log()
 
 
 def constant(x_TD: Tensor, span_MD: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Upcycling:
         """Make the folder `output`, or the config's, and return it. If this plan made it already, nothing is done."""
         if output:
             self.config = replace(self.config, output=fspath(output))
-            self.plan = replace(self.plan, config=self.config)
+            self.plan = replace(self.plan, config=replace(self.plan.config, output=fspath(output)))
         with self.opened() as checkpoints:
             return convert(self.plan, checkpoints, worker, quiet=quiet)
 

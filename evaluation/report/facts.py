@@ -346,7 +346,7 @@ def plan_rows(folder: Path) -> Rows:
     try:
         with ExitStack() as stack:
             sources = [config.source or config.donors[0], *config.donors]
-            upcycle_plan = plan.build(config, [stack.enter_context(at_hand(name)) for name in sources])
+            upcycle_plan = plan.build(config, [stack.enter_context(at_hand(name)) for name in sources], {})
             return [*card.rows(upcycle_plan), *old]
     except (ValueError, OSError) as error:
         stated = [(name, str(value)) for name, value in asdict(config).items() if name != "output"]

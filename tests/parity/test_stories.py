@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from evaluation import routing
 from tests.parity import tiny
 from upcycle.__main__ import main
 from upcycle.verify import Report, verify
@@ -151,6 +152,23 @@ def test_router_rows_from_domains_send_the_domains_to_their_experts(tmp_path: Pa
         share = [torch.bincount(layer.argmax(-1), minlength=3).double() for layer in logits]
         right += sum(int(s.argmax()) == i for s in share)
     assert right >= 11, f"in {right} of 15 (layer, domain) pairs the domain's own expert is chosen most"
+
+
+def test_clusters_of_text_begin_exact_and_evenly(tmp_path: Path) -> None:
+    """Slices that choose, with rows made of a text: the dense model's function, and another text is divided better than
+    by rows drawn at random."""
+    words = ["target=upcycled", "experts=8", "granularity=2", "top_k=2", "method=virtual_group"]
+    given = f"calibration.texts={texts('fiction', 'code', 'law')}"
+    found = convert(tmp_path / "found", *words, given)
+    other = str(CORPUS / "encyclopedia.val.jsonl.zst")
+    report = verify(STORIES, found, [other], count=512)
+    assert report.held and not report.faults and report.kl < 1e-9
+    drawn = convert(tmp_path / "drawn", *words, given, "router.init.name=normal")
+    fullest = []
+    for folder in (found, drawn):
+        (loads,) = routing.analyse(routing.RoutingConfig(str(folder), (other,), tokens=2048, length=256))["load"].values()
+        fullest.append(max(max(layer) / (sum(layer) / len(layer)) for layer in loads))
+    assert fullest[0] < 0.6 * fullest[1], fullest
 
 
 def test_clustered_splits_keep_more_of_the_model_than_random_ones(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from training.data.stream import Stream
 from training.parallel.collectives import gather
 from training.parallel.processes import rank
 
-TOKENS, LENGTH = 16384, 512  # of a run's own text that upcycling measures on; and of a sample, so that many have a say
+TOKENS, LEAST = 16384, 1024  # of a run's own text that upcycling measures on, at most and at least
+LENGTH = 512  # of a sample, so that many have a say
 
 
 def check_tokens(config: DataConfig) -> None:
@@ -45,10 +46,11 @@ def open_training(config: DataConfig, vocab: int, state: Mapping[str, Any] | Non
     return Mixture(parts, config.sequence, config.seed, mask_documents=config.mask_documents, state=state)
 
 
-def first_tokens(config: DataConfig, vocab: int) -> Tensor:
-    """Ids [sequence, token] that a run reads first, to measure the dense model on."""
+def first_tokens(config: DataConfig, samples: int, vocab: int) -> Tensor:
+    """Ids [sequence, token] to measure the dense model on, of the first samples of a run that reads so many."""
     length = min(config.sequence, LENGTH)
-    return open_training(config, vocab).batch(0, -(-TOKENS // length)).tokens[:, :length]
+    wanted = min(max(samples * length, LEAST), TOKENS)
+    return open_training(config, vocab).batch(0, -(-wanted // length)).tokens[:, :length]
 
 
 def open_validation(config: DataConfig, vocab: int) -> list[Validation]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,9 +26,11 @@ from training.build import begin, start
 from training.checkpoint import layout, standalone
 from training.checkpoint.standalone import keep, keeps, kept
 from training.config import ModelConfig, read_config
+from training.data import open as opening
+from training.data.open import open_training
 from training.observe.metrics import read as read_metrics
 from training.prepare import main as prepare
-from upcycle import measure
+from upcycle import clusters, measure, observe
 from upcycle.checkpoint import Checkpoint
 from upcycle.make import Maker
 
@@ -55,6 +58,15 @@ def calibrated(place: Path, **more: Any) -> str:
         "source": str(place / "dense"), "experts": 4, "granularity": 2, "method": "virtual_group", "top_k": 2,
         "router": {"normalize": False, "init": {"std": 0.3}}, "scale": "calibrated",
         "calibration": {"texts": [str(place / "measured.txt")], "tokens": 128, "length": 32}, **more,
+    }  # fmt: skip
+    return f"model.upcycle={json.dumps(settings)}"
+
+
+def slices(place: Path, **more: Any) -> str:
+    """Slices that choose, whose routers' rows nothing is said of: they are made of the run's own text."""
+    settings = {
+        "source": str(place / "dense"), "experts": 4, "granularity": 2, "method": "virtual_group", "top_k": 2,
+        "target": "upcycled", **more,
     }  # fmt: skip
     return f"model.upcycle={json.dumps(settings)}"
 
@@ -115,8 +127,13 @@ def gone(place: Path) -> None:
     (place / "measured.txt").rename(place / "elsewhere.txt")
 
 
-def test_without_the_dense_model_and_the_text_a_run_resumes_is_asked_and_exports(place: Path) -> None:
-    model = calibrated(place)
+@pytest.mark.parametrize(
+    ("made", "row", "says"), [(calibrated, "scale", "calibrated"), (slices, "router", "rows clusters")]
+)
+def test_without_the_dense_model_and_the_text_a_run_resumes_is_asked_and_exports(
+    place: Path, made: Callable[[Path], str], row: str, says: str
+) -> None:
+    model = made(place)
     at_first = run_counted(words(place, "whole", model))
     assert at_first["load"] == at_first["measure"] == 1 and at_first["part"] and at_first["read"]
     moved = routed(place / "whole", place / "data.jsonl", start=str(place / "whole"))["layers"][0]["moved"]
@@ -136,7 +153,7 @@ def test_without_the_dense_model_and_the_text_a_run_resumes_is_asked_and_exports
     assert alone["granularity"] == 2
     for name in ("load", "together"):
         assert alone[name] == routed(place / "parts-out", place / "elsewhere.txt", granularity=2)[name]  # type: ignore[arg-type]
-    assert facts.plan_rows(place / "parts") == shown and dict(shown)["scale"].startswith("calibrated")
+    assert facts.plan_rows(place / "parts") == shown and says in dict(shown)[row]
     assert f"from {place / 'dense'}" in dict(facts.settings(place / "parts"))["model"]
 
 
@@ -224,8 +241,9 @@ def refusal_on_rank(rank: int, world: int, words: list[str]) -> str:
             return str(error)
 
 
-def test_two_ranks_measure_once_and_have_the_same_weights(place: Path) -> None:
-    model = calibrated(place)
+@pytest.mark.parametrize("made", [calibrated, slices])
+def test_two_ranks_measure_once_and_have_the_same_weights(place: Path, made: Callable[[Path], str]) -> None:
+    model = made(place)
     ((_, alone),) = ranks.run(1, weights_on_rank, words(place, "one", model))
     found = ranks.run(2, weights_on_rank, words(place, "two", model, "mesh.dp_replicate=2"))
     assert [measured for measured, _ in found] == [1, 0]
@@ -236,7 +254,34 @@ def test_two_ranks_measure_once_and_have_the_same_weights(place: Path) -> None:
     assert saids == ["there is no text in it"] * 2
 
 
-def test_the_plan_of_memory_measures_nothing(place: Path) -> None:
-    source = build.source(read_config("", words(place, "run", calibrated(place))))
+@pytest.mark.parametrize(
+    ("more", "rows"),
+    [
+        ([], "clusters"),
+        (["data.train=[]", "data.stream=nowhere.jsonl"], "normal"),
+    ],
+)
+def test_first_rows_are_clusters_of_the_text_that_a_run_reads_first(
+    place: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], rows: str
+) -> None:
+    config = read_config("", words(place, "run", slices(place), *more))
+    with build.source(config) as origin:
+        assert origin.plan is not None and origin.plan.config.router.init.name == rows
+    if rows == "normal":
+        return
+    monkeypatch.setattr(opening, "LEAST", 480)  # the run reads 384: 4 steps of 4 samples of 24
+    with start(config, torch.device("cpu")) as run:
+        begin(run)
+        ids = open_training(config.data, run.origin.dense.vocab).batch(0, 20).tokens
+        assert run.origin.plan is not None and ids.shape == (20, 24)
+        plan, sources = run.origin.plan, [Checkpoint.open(str(place / "dense"))]
+        for view in observe.walk(plan.dense, measure.reader(plan, sources), ids, quiet=True):
+            want = clusters.rows(view.router_input, 4, 0, view.layer)
+            assert torch.equal(run.model.get_parameter(f"layers.{view.layer}.ffn.router.weight")[::2], want)
+
+
+@pytest.mark.parametrize("made", [calibrated, slices])
+def test_the_plan_of_memory_measures_nothing(place: Path, made: Callable[[Path], str]) -> None:
+    source = build.source(read_config("", words(place, "run", made(place))))
     with mock.patch.object(measure, "measure", side_effect=AssertionError), source as origin:
         assert origin.spec.experts == 8  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.islands_learn import ARMS, KEPT, MAIN, SMALL, Arm, Runner, Size, check, few, run, together
+from tests.islands_learn import ARMS, KEPT, MAIN, SMALL, Arm, Runner, Size, behind, check, few, run, table, together
 from tests.unit.training.test_train import place
 from training.data.open import check_tokens
 from training.data.shards import TokenShards
@@ -101,3 +102,33 @@ def test_few_words_are_the_most_frequent_ones_and_all_others_are_one(place: Path
     assert len(named) == len(set(named.values()))
     counts = [int((old == token).sum()) for token in named if token >= KEPT]
     assert min(counts) >= left.max(), "none left out is more frequent"
+
+
+def test_runs_are_behind_the_big_run_of_their_seed_and_model() -> None:
+    big = {"name": ARMS[0].name, "rule": "", "model": "copies", "seed": 0, "seconds": 0.0}
+    rows = [big | {"peak": 1e-3, "flushed": 2.0}, big | {"peak": 2e-3, "flushed": 2.5}]
+    rows += [big | {"peak": 1e-3, "flushed": 4.0, "seed": 1}, big | {"peak": 2e-3, "flushed": 1.0, "seed": 1}]
+    own = big | {"name": MAIN.name, "rule": "dgs", "peak": 5e-4, "flushed": 2.1}
+    rows += [own, own | {"seed": 1}, own | {"seed": 2}, own | {"model": "groups"}, own | {"seconds": 9.0}, own | {"error": "x"}]
+    assert behind(rows) == [None] * 4 + [pytest.approx(0.05), pytest.approx(2.1 / 4 - 1)] + [None] * 4
+    assert behind(rows[4:]) == [None] * 6
+
+
+def test_what_the_docs_say_of_smollm2_is_in_its_rows() -> None:
+    """docs/islands.md, two GPUs with rates and seeds."""
+    rows = [json.loads(line) for line in Path("tests/islands_smollm2.jsonl").read_text().splitlines()]
+    lines = [line.split(" | ") for line in table(rows).splitlines()[2:]]
+    said = {(line[0].split(",")[0], line[1].rsplit(",", 2)[0]): (line[3][:6], line[4]) for line in lines}
+    assert said == {
+        ("| copies", "one big run, H 1, 0.0005"): ("2.1857", ""),
+        ("| copies", "one big run, H 1, 0.001"): ("2.1702", ""),
+        ("| copies", "error feedback, 1.4 %, H 10, 0.0005"): ("2.2316", "2.64, 2.71"),
+        ("| copies", "error feedback, 1.4 %, H 10, 0.001"): ("2.2347", "2.79"),
+        ("| copies", "DiLoCo, plain mean, H 20, 0.0005"): ("2.2256", "2.37"),
+        ("| copies", "DiLoCo, plain mean, H 20, 0.001"): ("2.2086", "1.62, 1.61"),
+        ("| groups", "one big run, H 1, 0.001"): ("2.1762", ""),
+        ("| groups", "error feedback, 1.4 %, H 10, 0.0005"): ("2.2315", "2.49"),
+    }  # fmt: skip
+    begins = [row["curve"][0][2] for row in rows]
+    gained = [(begins[0] - row["flushed"]) / (begins[0] - 2.1741) for row in rows if row["seed"] == 0 and row["rule"]]
+    assert max(begins) - min(begins) < 2e-4 and min(gained) > 0.855 and max(gained) < 0.92

@@ -1,0 +1,151 @@
+"""Router rows of balanced clusters: what they find, how evenly they send, and when a plan makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity import tiny
+from tests.unit.upcycle.plans import load
+from upcycle import card, clusters
+
+DIM, TOKENS = 48, 4096
+
+
+def tokens(kinds: int, seed: int, *, mean: float = 3.0) -> tuple[Tensor, Tensor]:
+    """(what a router reads, which kind each is of): kinds of unequal size around a mean that all share, as in models."""
+    draw = torch.Generator().manual_seed(seed)
+    places = torch.Generator().manual_seed(0)
+    centre_KD = 2 * torch.randn(kinds, DIM, generator=places)
+    shift_D = mean * torch.randn(DIM, generator=places)
+    kind_T = torch.multinomial(torch.arange(1.0, kinds + 1), TOKENS, replacement=True, generator=draw)
+    return centre_KD[kind_T] + torch.randn(TOKENS, DIM, generator=draw) + shift_D, kind_T
+
+
+def fullest(x_TD: Tensor, rows_ND: Tensor) -> float:
+    load_N = torch.bincount((x_TD @ rows_ND.T).argmax(1), minlength=len(rows_ND)).double()
+    return float(load_N.max() / load_N.mean())
+
+
+@pytest.mark.parametrize("count", [2, 8, 16])
+def test_each_cluster_gets_its_share_of_new_text_too(count: int) -> None:
+    seen, new = tokens(40, 1)[0], tokens(40, 2)[0]
+    rows = clusters.rows(seen, count, seed=0, layer=3)
+    assert rows.shape == (count, DIM) and rows.dtype == torch.float32
+    assert fullest(seen, rows) < 1.05
+    assert fullest(new, rows) < 1.25
+    if count > 2:
+        drawn = 0.01 * torch.randn(count, DIM, generator=torch.Generator().manual_seed(0))
+        assert fullest(new, drawn) > 2, "random rows send most tokens to a few; else this test shows nothing"
+
+
+def test_tokens_of_a_kind_go_together() -> None:
+    x, kind = tokens(16, 1)
+    chosen = (x @ clusters.rows(x, 16, seed=0, layer=0).T).argmax(1)
+    pairs = torch.zeros(16, 16).index_put_((kind, chosen), torch.ones(len(x)), accumulate=True)
+    together = float((pairs**2).sum() / (pairs.sum(1) ** 2).sum())  # of two tokens of a kind; 1 / 16 by chance
+    assert together > 0.5, together
+
+
+def test_first_centres_lie_in_different_kinds() -> None:
+    kinds = 100 * torch.randn(6, DIM, generator=torch.Generator().manual_seed(1))
+    x = kinds[torch.arange(600) % 6] + torch.randn(600, DIM, generator=torch.Generator().manual_seed(2))
+    for layer in range(5):
+        found = torch.cdist(clusters.first_centres(x, 6, 0, layer), kinds).argmin(1)
+        assert sorted(found.tolist()) == list(range(6))
+
+
+def test_rounds_bring_centres_nearer_to_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = tokens(40, 1)[0]
+
+    def apart() -> float:
+        chosen = (x @ clusters.rows(x, 8, seed=0, layer=0).T).argmax(1)
+        return sum(float(((own := x[chosen == n]) - own.mean(0)).square().sum()) for n in range(8))
+
+    after = apart()
+    monkeypatch.setattr(clusters, "ROUNDS", 1)
+    assert after < 0.98 * apart()
+
+
+def test_rows_say_how_near_each_centre_is() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, centre, price, mean = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((50, 8), (5, 8), (5,), (8,))
+    )
+    agreed = torch.zeros(8, dtype=torch.float64)
+    agreed[0], x[:, 0] = 0.5, 2.0
+    far = ((x - mean)[:, None] - centre).square().sum(2) + price
+    score = x @ clusters.nearness(centre, price, mean, agreed).T
+    assert torch.allclose(score - score[:, :1], far[:, :1] - far, rtol=1e-12)
+
+
+def test_logits_have_one_spread_whatever_the_size_of_what_is_read() -> None:
+    x = tokens(12, 1)[0]
+    for scale in (1e-3, 1.0, 1e3):
+        rows = clusters.rows(scale * x, 8, seed=0, layer=0)
+        logits = scale * x @ rows.T
+        assert float(rows.mean(0).abs().max()) < 1e-5 * float(rows.abs().max())
+        assert float(logits.std(1).mean()) == pytest.approx(clusters.SPREAD, rel=1e-3)
+
+
+def test_rows_follow_from_text_seed_and_layer_alone() -> None:
+    x = tokens(40, 1)[0]
+    rows = clusters.rows(x, 8, seed=0, layer=1)
+    torch.randn(7)
+    assert torch.equal(rows, clusters.rows(x, 8, seed=0, layer=1))
+    assert not torch.equal(rows, clusters.rows(x, 8, seed=1, layer=1))
+    assert not torch.equal(rows, clusters.rows(x, 8, seed=0, layer=2))
+
+
+def test_tokens_that_are_all_alike_make_finite_rows() -> None:
+    assert clusters.rows(torch.ones(64, DIM), 4, seed=0, layer=0).isfinite().all()
+
+
+@pytest.mark.parametrize(("count", "given"), [(8, 15), (1, 100)])
+def test_what_cannot_be_divided_is_one_sentence(count: int, given: int) -> None:
+    with pytest.raises(ValueError, match=r"^\d+ tokens of text cannot be divided into \d+ clusters .*=normal$"):
+        clusters.rows(torch.randn(given, DIM), count, seed=0, layer=0)
+
+
+SLICES = ("target=upcycled", "method.name=virtual_group", "granularity=2", "top_k=2", "experts=4")
+
+
+@pytest.mark.parametrize(
+    ("words", "texts", "kind"),
+    [
+        (SLICES, True, "clusters"),
+        (SLICES, False, "normal"),
+        ((*SLICES, "router.init.name=virtual_group"), True, "virtual_group"),
+        ((*SLICES, "router.choice=any"), True, "normal"),
+        (("target=mixtral", "experts=4"), True, "normal"),
+        (("target=mixtral", "experts=4", "router.init.name=clusters"), True, "clusters"),
+    ],
+)
+def test_rows_are_clusters_by_themselves_where_slices_choose_and_text_is_named(
+    tmp_path: Path, words: tuple[str, ...], texts: bool, kind: str
+) -> None:
+    source = tiny.make("llama", tmp_path / "dense")
+    (tmp_path / "dense" / "tokenizer.json").write_text("{}")
+    (tmp_path / "a.txt").write_text("text")
+    more = [f"calibration.texts=[{tmp_path / 'a.txt'}]"] if texts else []
+    made, _ = load(f"source={source}", *words, *more)
+    assert made.config.router.init.name == kind
+    assert made.needs_text == (kind == "clusters")
+    router = dict(card.rows(made))["router"]
+    assert router.endswith("rows clusters" if kind == "clusters" else f"rows {kind}, std 0.01")
+    assert any("name calibration.texts" in note for note in made.notes) == (made.moe.slices > 1 and kind == "normal")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("router.init.name=clusters",), "router.init.name=clusters is measured on text and calibration.texts is empty"),
+        (("router.init.name=clusters", "method.name=split", "experts=2"), "divides text among copies"),
+    ],
+)
+def test_clusters_without_text_or_copies_are_one_sentence(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        load(f"source={tiny.make('llama', tmp_path / 'dense')}", *words)
