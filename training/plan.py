@@ -51,6 +51,7 @@ from training.dispatch import nvlink
 from training.islands import plan as islands
 from training.model.lora import LoraConfig, attach
 from training.model.loss import COPIES, LOGITS, TAUGHT
+from training.model.narrow import near
 from training.model.recompute import MOVES
 from training.model.stock import LAYER, dense_of, model_of
 from training.observe.flops import model_flops
@@ -187,7 +188,7 @@ def by_place(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: 
         for unit in model.of(own):
             if unit not in shares:
                 shares[unit] = share(*model.units[unit], config, attention | experts, count)
-    moe_layer, dense_layer = (of_layer(spec, config, moe) for moe in (True, False))
+    moe_layer, dense_layer = (of_layer(spec, config, moe, world) for moe in (True, False))
     kept = dict.fromkeys(spec.layers, moe_layer) if isinstance(spec, MoESpec) else {}
     found = []
     for place, numbers in enumerate(ranks):
@@ -294,7 +295,7 @@ def in_flight(mesh: MeshConfig, count: int, place: int, parts: int) -> int:
     return count if mesh.schedule == "gpipe" else min(count, mesh.pp - place if parts == 1 else mesh.pp)
 
 
-def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool) -> int:
+def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool, world: int) -> int:
     """Bytes that one layer, with routed experts or without, keeps for backward, of each token outside of attention."""
     mesh, narrow, mode = config.mesh, BYTES[config.model.compute], config.model.recompute
     moe = spec if isinstance(spec, MoESpec) and routed else None
@@ -326,7 +327,10 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool) -> in
     elif mesh.dispatcher == "nvlink" and mesh.ep > 1:
         rows = nvlink.rows_a_token(moe.top_k, mesh.ep, moe.experts // mesh.ep, mesh.arrivals)
     # x and its products; over etp each rank has a slice of the neurons of etp times as many rows
-    return bytes_kept + round(rows * narrow * (d.hidden * mesh.etp + matrices * max(moe.widths))) + router
+    kept = d.hidden * mesh.etp + matrices * max(moe.widths)
+    if world == 1 and near(config.micro_batch * config.data.sequence, moe.experts, d.hidden, max(moe.widths)):
+        kept = max(kept, (matrices + 1) * max(moe.widths))  # products and their activation; x is there as tokens
+    return bytes_kept + round(rows * narrow * kept) + router
 
 
 # ---- the table

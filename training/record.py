@@ -95,8 +95,10 @@ class Recorded:
                     f"it keeps its memory to itself, and a step takes {taken / total:.0%} of the device's"
                 )
             try:
-                # other threads load data and write checkpoints
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                # other threads load data and write checkpoints; a recording that fails stays on the stream that it was
+                # made on (torch 2.13 too), and so would all later steps, so this one is entered once more around it
+                home = torch.cuda.stream(torch.cuda.current_stream())
+                with home, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     self.learned = self.train_step(run, self.batches, None)
             except RuntimeError:
                 release_generator(self.batches[0].tokens)

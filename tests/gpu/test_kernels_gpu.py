@@ -152,7 +152,7 @@ def test_totals(first: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("favoured", [False, True])
-@pytest.mark.parametrize(("tokens", "copies", "hidden", "width"), [(9000, 8, 576, 384), (65_536, 16, 576, 384), (8192, 2, 64, 128)])
+@pytest.mark.parametrize(("tokens", "copies", "hidden", "width"), [(9000, 8, 576, 384), (65_536, 16, 576, 384), (9000, 2, 576, 1536), (8192, 2, 64, 128)])
 def test_narrow_experts(tokens: int, copies: int, hidden: int, width: int, favoured: bool) -> None:
     """From tokens to tokens against dispatch=local and experts=grouped, and both against float64."""
     torch.manual_seed(0)
@@ -193,7 +193,7 @@ def test_route(experts: int, normalize: bool) -> None:
     x = torch.randn(5000, 576, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (0.02 * torch.randn(experts, 576, device="cuda")).requires_grad_()
     assert router.fused(x, weight, 4, 4)
-    logits, score, expert, chosen = router.route(x, weight, 4, normalize, 1.5)
+    logits, score, expert, chosen, again = router.route(x, weight, 4, normalize, 1.5)
     assert torch.equal(expert, router.choose(logits, 4, 4))
     wide = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     truth = wide[0] @ wide[1].T
@@ -202,8 +202,10 @@ def test_route(experts: int, normalize: bool) -> None:
     want = 1.5 * (taken / taken.sum(1, keepdim=True) if normalize else taken)
     assert (logits - truth).abs().max() < 1e-5 and (score - softmax).abs().max() < 1e-5 and (chosen - want).abs().max() < 3e-5
     d_chosen, d_score = torch.randn_like(chosen), torch.randn(1, experts, device="cuda").expand_as(score)
-    got = torch.autograd.grad((chosen, score), (x, weight), (d_chosen, d_score))
-    d_x, d_w = torch.autograd.grad((want, softmax), wide, (d_chosen.double(), d_score.double()))
+    d_again = torch.randn_like(again)
+    assert torch.equal(again, x)
+    d_x, d_w = torch.autograd.grad((want, softmax, wide[0] * 1), wide, (d_chosen.double(), d_score.double(), d_again.double()))
+    got = torch.autograd.grad((chosen, score, again * 1), (x, weight), (d_chosen, d_score, d_again))
     assert ((got[0] - d_x).abs() <= 2**-8 * d_x.abs() + 1e-4 * d_x.abs().max()).all()
     assert (got[1] - d_w).abs().max() < 3e-5 * d_w.abs().max()
     means = router.summed(logits, expert, 4)

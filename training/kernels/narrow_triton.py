@@ -64,6 +64,25 @@ def cut_kernel(
 
 
 @triton.jit
+def put(
+    desc, ptr, tile, first, last, n, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WHOLE: tl.constexpr,
+    STRIDE: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile's rows up to the last one, to columns that begin at SHIFT and are N. All rows go at once if WHOLE,
+    which is for tiles that do not reach beyond the columns, or where nothing is behind them."""
+    row, col = first + tl.arange(0, BM), n + tl.arange(0, BN)
+    ptrs = ptr + SHIFT + row.to(tl.int64)[:, None] * STRIDE + col[None, :]
+    keep = (row < last)[:, None] & (col < N)[None, :]
+    if WHOLE:
+        if last - first == BM:
+            desc.store([first, n + SHIFT], tile)
+        else:
+            tl.store(ptrs, tile, mask=keep)
+    else:
+        tl.store(ptrs, tile, mask=keep)
+
+
+@triton.jit
 def up_kernel(
     x_ptr, token_ptr, up_desc, weight_ptr, map_ptr, h_ptr, a_ptr, P, D: tl.constexpr, F: tl.constexpr,
     ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -99,9 +118,47 @@ def up_kernel(
 
 
 @triton.jit
+def back_kernel(
+    d_y_desc, down_desc, h_desc, d_h_desc, weight_ptr, map_ptr, d_h_ptr, part_ptr, P, R,
+    D: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """d_a = d_y down, which never leaves: d_h, and a tile's share of the gradients of the rows' weights."""
+    tiles: tl.constexpr = (F + BN - 1) // BN
+    WHOLE: tl.constexpr = F % BN == 0
+    piece, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    n = tile * BN
+    first, last = tl.load(map_ptr + P + piece), tl.load(map_ptr + 2 * P + piece)
+    if first == last:
+        return
+    at = tl.load(map_ptr + piece) * D
+    d_a = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, D, BK):
+        d_a = tl.dot(d_y_desc.load([first, k]), down_desc.load([at + k, n]), d_a)
+    row = first + tl.arange(0, BM)
+    live = row < last
+    weight = tl.load(weight_ptr + row, mask=live, other=0.0).to(tl.float32)
+    d_weight = tl.zeros((BM,), tl.float32)
+    # all of it at once would take more registers than two programs of a processor have
+    HALF: tl.constexpr = BN // 2
+    halves = d_a.reshape(BM, 2, HALF).permute(0, 2, 1).split()
+    for half in tl.static_range(2):
+        d_a, at_n = halves[half], n + half * HALF
+        act, slope = act_and_slope(h_desc.load([first, at_n]).to(tl.float32), ACT)
+        factor, bent = factor_and_slope(h_desc.load([first, at_n + F]).to(tl.float32), ACT)
+        d_weight += tl.sum(d_a * (act * factor), 1)  # d_a is 0 beyond the columns, where nothing was loaded
+        d_a *= weight[:, None]
+        d_gate = (d_a * slope * factor).to(d_h_ptr.dtype.element_ty)
+        put(d_h_desc, d_h_ptr, d_gate, first, last, at_n, F, BM, HALF, WHOLE, 2 * F, 0)
+        d_up = (d_a * act * bent).to(d_h_ptr.dtype.element_ty)
+        put(d_h_desc, d_h_ptr, d_up, first, last, at_n, F, BM, HALF, WHOLE, 2 * F, F)
+    tl.store(part_ptr + tile * R + row, d_weight, mask=live)
+
+
+@triton.jit
 def rows_kernel(
-    a_desc, b_desc, b2_desc, map_ptr, out_ptr, P, K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-    TURNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr,
+    a_desc, b_desc, b2_desc, out_desc, out2_desc, map_ptr, out_ptr, P,
+    K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Each row with its expert's matrix, which is (N, K), or (K, N) if TURNED. ROWS: of a matrix. A tile is BN + BN2
     wide, because 576 columns are three times 192, which is no power of two."""
@@ -119,13 +176,9 @@ def rows_kernel(
         y = tl.dot(a, b_desc.load([at + k, n]) if TURNED else b_desc.load([at + n, k]).T, y)
         if BN2:
             y2 = tl.dot(a, b2_desc.load([at + k, n + BN]) if TURNED else b2_desc.load([at + n + BN, k]).T, y2)
-    row, col = first + tl.arange(0, BM), n + tl.arange(0, BN)
-    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * N
-    live = (row < last)[:, None]
-    tl.store(out_ptrs + col[None, :], y.to(out_ptr.dtype.element_ty), mask=live & (col < N)[None, :])
+    put(out_desc, out_ptr, y.to(out_ptr.dtype.element_ty), first, last, n, N, BM, BN, True, N, 0)
     if BN2:
-        col = n + BN + tl.arange(0, BN2)
-        tl.store(out_ptrs + col[None, :], y2.to(out_ptr.dtype.element_ty), mask=live & (col < N)[None, :])
+        put(out2_desc, out_ptr, y2.to(out_ptr.dtype.element_ty), first, last, n + BN, N, BM, BN2, True, N, 0)
 
 
 @triton.jit
@@ -241,8 +294,8 @@ def cut(ends_E: Tensor, rows: int, size: int, least: int = 0) -> Tensor:
     return where
 
 
-# Tiles, warps and stages below are those that were the fastest of five or six, each product by itself, for experts of
-# 576 x 384 on an H200 (docs/performance.md).
+# Tiles, warps, stages and registers below are those that were the fastest of those tried, each product by itself, for
+# experts of 576 x 384 on an H200 (docs/performance.md).
 
 
 def flat(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -263,14 +316,32 @@ def up(
     return h_RH, a_RF
 
 
-def products(a_RK: Tensor, b_E: Tensor, where: Tensor, turned: bool, BM=ROWS, BN=128, BK=64) -> Tensor:
+def back(
+    d_y_RD: Tensor, down_EDF: Tensor, h_RH: Tensor, weight_R: Tensor, where: Tensor, activation: str,
+    BM=ROWS, BN=64, BK=64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(d_h_RH, d_weight_R): the gradient through the second product and the activation."""
+    rows, (_, hidden, width) = len(h_RH), down_EDF.shape
+    d_h_RH, tiles = torch.empty_like(h_RH), triton.cdiv(width, BN)
+    part = torch.empty(tiles, rows, dtype=torch.float32, device=h_RH.device)
+    back_kernel[(where.shape[1] * tiles,)](
+        flat(d_y_RD, BM, BK), flat(down_EDF, BK, BN), flat(h_RH, BM, BN // 2), flat(d_h_RH, BM, BN // 2),
+        weight_R, where, d_h_RH, part, where.shape[1], rows, hidden, width,
+        ACT=activation, BM=BM, BN=BN, BK=BK, num_warps=8, num_stages=4, maxnreg=128,
+    )  # fmt: skip
+    return d_h_RH, part.sum(0).to(weight_R.dtype)
+
+
+def products(a_RK: Tensor, b_E: Tensor, where: Tensor, turned: bool, BM=ROWS, BN=128, BK=None) -> Tensor:
     """Each row of a with its expert's matrix of (E, N, K), or of (E, K, N) if turned."""
     k, n = b_E.shape[1:] if turned else b_E.shape[:0:-1]
-    out, second = a_RK.new_empty(len(a_RK), n), beside(n) if turned else 0
+    out, second = a_RK.new_empty(len(a_RK), n), beside(n)
+    BK, stages, registers = (BK or 32, 5, 128) if second else (BK or 64, 3, None)
     descs = [flat(b_E, *((BK, size) if turned else (size, BK))) for size in (BN, second or BN)]
+    descs += [flat(out, BM, size) for size in (BN, second or BN)]
     rows_kernel[(where.shape[1] * triton.cdiv(n, BN + second),)](
         flat(a_RK, BM, BK), *descs, where, out, where.shape[1], k, n, b_E.shape[1],
-        TURNED=turned, BM=BM, BN=BN, BN2=second, BK=BK, num_warps=8, num_stages=4 if second else 3,
+        TURNED=turned, BM=BM, BN=BN, BN2=second, BK=BK, num_warps=8, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     return out
 

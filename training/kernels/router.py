@@ -113,12 +113,17 @@ class _Route(torch.autograd.Function):
         ctx.options = normalize, scale
         ctx.mark_non_differentiable(expert_TK)
         ctx.set_materialize_grads(False)
-        return logits_TN, scores_TN, expert_TK, weight_TK
+        return logits_TN, scores_TN, expert_TK, weight_TK, x_TD.view_as(x_TD)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, d_logits_TN: Tensor | None, d_scores_TN: Tensor | None, _: None, d_weight_TK: Tensor | None
+        ctx: Any,
+        d_logits_TN: Tensor | None,
+        d_scores_TN: Tensor | None,
+        _: None,
+        d_weight_TK: Tensor | None,
+        d_x_TD: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         from training.kernels import router_triton
 
@@ -128,7 +133,9 @@ class _Route(torch.autograd.Function):
             scores_TN, expert_TK, d_weight_TK, d_scores_TN, d_logits_TN, x_TD.dtype, *ctx.options
         )
         size = scores_TN.shape[1]
-        d_x_TD = d[:, size:] @ parts if ctx.needs_input_grad[0] else None  # 16 bits of each factor, as in SplitLinear
+        if ctx.needs_input_grad[0]:  # 16 bits of each factor, as in SplitLinear
+            # in place: what read these tokens has made a gradient for this alone
+            d_x_TD = d[:, size:] @ parts if d_x_TD is None else d_x_TD.addmm_(d[:, size:], parts)
         d_weight_ND = None
         if ctx.needs_input_grad[1]:
             third, first, second = torch.split(product(d[:, : 3 * size].t(), x_TD), size)
@@ -138,10 +145,11 @@ class _Route(torch.autograd.Function):
 
 def route(
     x_TD: Tensor, weight_ND: Tensor, slices: int, normalize: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(logits_TN, scores_TN, expert_TK, weight_TK) where `fused`: softmax, the best expert of each class n % slices,
-    and their scores times `scale`, over their sum if `normalize`; one pass each way for a dozen."""
-    out: tuple[Tensor, Tensor, Tensor, Tensor] = _Route.apply(  # type: ignore[no-untyped-call]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(logits_TN, scores_TN, expert_TK, weight_TK, x_TD) where `fused`: softmax, the best expert of each class
+    n % slices, and their scores times `scale`, over their sum if `normalize`; one pass each way for a dozen. The last
+    is x for the experts to read: the router's share is added to their gradient where that lies."""
+    out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Route.apply(  # type: ignore[no-untyped-call]
         x_TD, weight_ND, slices, normalize, scale
     )
     return out

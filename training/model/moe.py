@@ -29,6 +29,7 @@ class Routing(NamedTuple):
     logits_TN: Tensor  # float32
     scores_TN: Tensor  # softmax or sigmoid of the logits
     room: int | None = None  # how many rows of these tokens any expert takes at most; None: as many as come
+    x_TD: Tensor | None = None  # the tokens to go on with, where their gradient then needs no sum (kernels/router.py)
 
 
 class Router(nn.Module):
@@ -60,8 +61,8 @@ class Router(nn.Module):
             plain = self.spec.score == "softmax" and self.bias is None and self.offset is None and self.spec.groups == 1
             if plain and router.fused(x_TD, weight_ND, self.spec.top_k, self.spec.slices):
                 options = self.spec.slices, self.spec.weights_sum_to_one, self.spec.output_scale
-                logits_TN, scores_TN, expert_TK, weight_TK = router.route(x_TD, weight_ND, *options)
-                return Routing(weight_TK, expert_TK, logits_TN, scores_TN)
+                logits_TN, scores_TN, expert_TK, weight_TK, x_TD = router.route(x_TD, weight_ND, *options)
+                return Routing(weight_TK, expert_TK, logits_TN, scores_TN, x_TD=x_TD)
             logits_TN = router.logits(x_TD, weight_ND)
             if self.offset is not None:
                 logits_TN = logits_TN + self.offset.to(wide)
@@ -164,6 +165,7 @@ class MoE(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_TD = x_BSD.flatten(0, 1)
         routing = self.balanced(self.router(x_TD))
+        x_TD = x_TD if routing.x_TD is None else routing.x_TD
         y_TD: Tensor = self.region(self.routed)(x_TD, routing.weight_TK, routing.expert_TK, routing.room)
         return y_TD.view_as(x_BSD)
 

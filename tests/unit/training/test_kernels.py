@@ -287,9 +287,21 @@ def countable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
+def test_which_experts_are_narrow() -> None:
+    from training.model.narrow import near
+
+    measured = (65536, 32, 576, 384), (65536, 64, 576, 384), (65536, 8, 576, 1536)
+    assert all(near(*sizes) for sizes in measured)
+    beyond = (4096, 8, 576, 384), (65536, 65, 576, 384), (65536, 9, 576, 1536), (65536, 8, 576, 1600)
+    odd = (65536, 8, 1088, 384), (65536, 8, 600, 384), (65536, 8, 576, 400)
+    assert not any(near(*sizes) for sizes in (*beyond, *odd))
+
+
 @needs_interpreter
+# the last tile is half full, or full; values that a clamp cuts
+@pytest.mark.parametrize(("width", "act"), [(96, "silu"), (128, "silu"), (128, "clamped_swiglu")])
 @pytest.mark.parametrize(("favoured", "hidden"), [(False, 64), (True, 192)])  # tiles of one part and of two
-def test_narrow_experts(favoured: bool, hidden: int, countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_experts(favoured: bool, hidden: int, width: int, act: str, countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """From tokens to tokens, and all gradients, against dispatch=local and experts=grouped in float64; an expert has no
     row, and a favoured one several pieces."""
     from functools import partial
@@ -301,9 +313,9 @@ def test_narrow_experts(favoured: bool, hidden: int, countable: None, monkeypatc
 
     monkeypatch.setattr(narrow_triton, "ROWS", 32)
     monkeypatch.setattr(narrow_triton, "LONG", 64)
-    for name in ("up", "products", "sums"):
+    for name in ("up", "back", "products", "sums"):
         monkeypatch.setattr(narrow_triton, name, partial(getattr(narrow_triton, name), BM=32, BN=64, BK=16))
-    tokens, k, experts, width = 70, 2, 5, 96
+    tokens, k, experts = 70, 2, 5
     expert = router.choose(scores(tokens, experts), k)
     expert = torch.where(expert == 3, 4, expert)
     if favoured:
@@ -313,14 +325,16 @@ def test_narrow_experts(favoured: bool, hidden: int, countable: None, monkeypatc
     assert (expert == 0).sum() % 16 == 1
     sizes = {"x": (tokens, hidden), "w": (tokens, k), "up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}
     given = [(rng.normal(size, 0, name) / (8 if name in ("up", "down") else 1)).requires_grad_() for name, size in sizes.items()]
+    if act != "silu":
+        given[0] = (4 * given[0].detach()).requires_grad_()
     wide = [tensor.detach().double().requires_grad_() for tensor in given]
     d_y = rng.normal((tokens, hidden), 0, "d_y")
     x, weight, up, down = given
-    got = narrow.ffn(x, weight, expert, ExpertWeights(up, down, True), "silu")
+    got = narrow.ffn(x, weight, expert, ExpertWeights(up, down, True), act)
     x, weight, up, down = wide
     sent = Local(experts).dispatch(x, weight, expert)
-    rows = grouped.experts(sent.x_RD, sent.weight_R, sent.count_E, ExpertWeights(up, down, True), "silu")
-    want = Local(experts).combine(rows, sent.handle)
+    came = grouped.experts(sent.x_RD, sent.weight_R, sent.count_E, ExpertWeights(up, down, True), act)
+    want = Local(experts).combine(came, sent.handle)
     assert (want.grad_fn is not None) and (torch.bincount(expert.flatten(), minlength=experts) == 0).any()
     for found, truth in zip((got, *torch.autograd.grad(got, given, d_y)), (want, *torch.autograd.grad(want, wide, d_y.double())), strict=True):
         assert found.shape == truth.shape and (found - truth).abs().max() < 2e-6 * truth.abs().max()
@@ -355,6 +369,24 @@ def test_route(tokens: int, experts: int, normalize: bool, monkeypatch: pytest.M
         assert (top + middle + third - truth).abs().max() < 2e-6 * truth.abs().max() and torch.equal(top, again)
     x[0] = float("nan")
     assert router_triton.route(x, weight, 4, normalize, 2.0)[2][0].tolist() == [0, 1, 2, 3]  # such a step is skipped
+
+
+@needs_interpreter
+@pytest.mark.parametrize("read", [True, False])
+def test_routed_tokens_have_one_gradient(read: bool) -> None:
+    """What reads tokens after the router, and the router itself, against float64; and the router alone."""
+    x, weight = rng.normal((40, 64), 0, "x"), rng.normal((16, 64), 0, "w") * 0.3
+    d_weight, d_x = rng.normal((40, 4), 1, "w"), rng.normal((40, 64), 1, "x")
+    given, wide = [[t.to(dtype).requires_grad_() for t in (x, weight)] for dtype in (torch.float32, torch.float64)]
+    *_, expert, chosen_weight, tokens = router.route(*given, 4, True, 2.0)
+    taken = (wide[0] @ wide[1].T).softmax(-1).gather(1, expert)
+    want = 2 * taken / taken.sum(1, keepdim=True)
+    assert torch.equal(tokens, x)
+    found = torch.autograd.grad((chosen_weight, tokens * 1) if read else chosen_weight, given, (d_weight, d_x) if read else d_weight)
+    outputs, slopes = (want, wide[0] * 1), (d_weight.double(), d_x.double())
+    truth = torch.autograd.grad(outputs if read else want, wide, slopes if read else slopes[0])
+    for ours, theirs in zip(found, truth, strict=True):
+        assert (ours - theirs).abs().max() < 2e-4 * theirs.abs().max()
 
 
 @needs_interpreter

@@ -10,6 +10,7 @@ import pytest
 
 from tests.parallel.models import SPECS
 from tests.parity import tiny
+from tests.unit.training.test_seconds import COPIES, MORE_SLICES, SLICES, SMOL
 from training import hardware
 from training.balance import BalanceConfig
 from training.bench import BenchConfig, as_training, spec_of
@@ -158,6 +159,18 @@ def test_experts_of_one_rank_alone() -> None:
     assert on(mesh, exact).gathered == on(mesh, replace(exact, model=replace(exact.model, recompute="full"))).gathered
     again = {mode: on(mesh, replace(CONFIG, model=replace(CONFIG.model, recompute=mode))) for mode in MODES}
     assert again["full"].gathered == again["experts"].gathered < several.gathered == again["attention"].gathered
+
+
+def test_what_kernels_of_narrow_experts_keep() -> None:
+    """Their activation too, and their rows as tokens, which are counted already; and no run took more than is planned."""
+    config = replace(CONFIG, data=DataConfig(sequence=1024), batch=128, micro_batch=64)
+    alone, divided = (memory(COPIES, config, world).activations for world in (1, 2))
+    a_row, (tokens, layers, rows) = 2 * (3 * 1536 - (576 + 2 * 1536)), (65536, 30, 2)
+    assert alone - divided == tokens * layers * rows * a_row  # weights that FSDP divides are for torch's products
+    more = replace(COPIES, widths=(1536,) * 9)  # one expert more than anybody measured, and 12 bytes of its router
+    assert alone - memory(more, config, 1).activations == tokens * layers * (rows * a_row - 12)
+    for spec, seen in ((SMOL, 36.7e9), (SLICES, 45.2e9), (MORE_SLICES, 54.3e9), (COPIES, 63.0e9)):
+        assert seen < memory(spec, replace(config, batch=64), 1).total < 1.5 * seen
 
 
 def test_buffers_that_are_padded_grow_with_the_capacity() -> None:
