@@ -88,8 +88,10 @@ class DemoConfig:
 def demo(config: DemoConfig) -> int:
     here = Path(config.output)
     stage, dense, suite, unseen = Stages(here, config), here / DENSE, here / "suite.yaml", texts(here, "valid")
-    ways = {COPIES: ["experts=8", "top_k=2"], GROUPS: ["tiny", "target=upcycled"]}
     # tiny is a ready config: 4 copies of 4 parts; with the free choice of a stock Mixtral groups fall apart
+    learned = ",".join(map(str, texts(here, "train")))
+    groups = ["tiny", "target=upcycled", "router.init.name=auto", f"calibration.texts=[{learned}]"]
+    ways = {COPIES: ["experts=8", "top_k=2"], GROUPS: groups}
     routing = {arm: here / f"routing-{arm}.json" for arm in ways}
     dense_model(stage, config)
     for arm, words in ways.items():

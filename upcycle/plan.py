@@ -350,7 +350,7 @@ def drawn(config: UpcycleConfig, moe: MoESpec) -> Iterator[str]:
     if moe.slices > 1 and config.router.init.name == "normal":
         yield (
             "routers begin with rows drawn at random; name calibration.texts and leave router.init.name out, and they "
-            "divide that text evenly from the first step, which was worth 0.006 nats on a real model (docs/study.md)"
+            "divide that text evenly from the first step, which was worth 0.004 nats on a real model (docs/study.md)"
         )
 
 
