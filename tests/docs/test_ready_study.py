@@ -116,9 +116,9 @@ def test_the_smollm2_study_plans_what_it_says(tmp_path: Path) -> None:
         (tmp_path / name / META).touch()
     plan = read_study("smollm2", [f"source={tmp_path / 'dense'}", f"tokens={tmp_path}", f"output={tmp_path / 'out'}"])
     costs = flops(plan)
-    lengths = steps(plan, costs, {})
+    lengths = steps(plan, costs, {"slices": 0.21, "dense-seconds": 0.168})
     some = trials(plan, lengths)
-    assert len(some) == 18 and plan.control == "dense"
+    assert len(some) == 21 and plan.control == "dense"
     assert {(t.config.batch, t.config.data.sequence, t.config.schedule.warmup) for t in some} == {(64, 1024, 40)}
     assert lengths == {
         "dense": 400,
@@ -127,6 +127,7 @@ def test_the_smollm2_study_plans_what_it_says(tmp_path: Path) -> None:
         "groups-frozen": 400,
         "slices": 400,
         "dense-flops": lengths["dense-flops"],
+        "dense-seconds": 500,
     }
     assert lengths["dense-flops"] == round(400 * costs["copies"] / costs["dense"])
     assert costs["groups"] == costs["groups-frozen"] == costs["slices"] == costs["dense"] < costs["copies"]
