@@ -4,6 +4,8 @@
     python -m tests.islands_learn base FOLDER tokens=/data/tok                           a dense model, from nothing
     python -m tests.islands_learn arms FOLDER tokens=/data/tok                           each arm at each rate; appends to FOLDER/rows.jsonl
     python -m tests.islands_learn arms FOLDER tokens=/data/tok tuned=ROWS seeds=0,1,2    each at its best, and what follows
+    python -m tests.islands_learn arms FOLDER tokens=/data/tok "named=1:copies:2:5e-4;3:copies:0:1e-3:70:794:1e8"
+                                                    these alone: number, model, seed, rate, and every, seconds, link if other
     python -m tests.islands_learn table FOLDER/rows.jsonl [plot=curves.png]              what docs/islands.md has
     python -m tests.islands_learn table tests/islands_smollm2.jsonl                      its runs of SmolLM2 on GPUs
 
@@ -514,6 +516,22 @@ def together(
     return asked, follows
 
 
+def named(words: str) -> list[tuple[int, Arm]]:
+    """Arms that are named one by one, NUMBER:MODEL:SEED:RATE[:EVERY[:SECONDS[:LINK]]], the sooner the earlier; between
+    semicolons are those that are wanted equally soon."""
+    kinds = (("model", str), ("seed", int), ("peak", float), ("every", int), ("seconds", float), ("link", float))
+    found = []
+    for place, part in enumerate(words.split(";")):
+        for word in part.split(","):
+            number, *given = word.split(":")
+            known = number in map(str, range(len(ARMS))) and given[:1] in (["copies"], ["groups"])
+            if not known or not 3 <= len(given) <= len(kinds):
+                raise ValueError(f"named has {word}; it must be like 1:copies:2:5e-4, or with every, seconds and link behind that")
+            made: dict[str, Any] = {key: kind(value) for (key, kind), value in zip(kinds, given, strict=False)}
+            found.append((place, replace(ARMS[int(number)], **made)))
+    return found
+
+
 def kind_of(arm: Arm) -> tuple[str, bool]:
     """What a process that has run one arm of a kind need not make again for another."""
     return arm.model, bool(arm.rule)
@@ -638,7 +656,8 @@ def main() -> None:
         return
     folder, tokens = Path(place), Path(words.pop("tokens"))
     folder.mkdir(parents=True, exist_ok=True)
-    began, limit = time.monotonic(), float(words.pop("limit", "1e9"))
+    began, limit = time.monotonic(), float(words.pop("limit", "1e9"))  # seconds after which nothing is waited for
+    last = float(words.pop("last", "1e9"))  # seconds after which no arm begins
     taken = [ARMS[int(number)].name for number in words.pop("arms", "").split(",") if number]
     seeds = [int(seed) for seed in words.pop("seeds", "0").split(",")]
     peaks = [float(peak) for peak in words.pop("peaks", "1.5e-4,4e-4,1e-3").split(",")]
@@ -651,6 +670,7 @@ def main() -> None:
     }
     again, groups = ([int(n) for n in words.pop(key, "").split(",") if n] for key in ("again", "groups"))
     first = int(words.pop("first", "100"))
+    wanted = words.pop("named", "")
     devices = words.pop("devices", "cpu").split(",")
     size = SMALL if words.pop("size", "") == "small" else Size()
     kinds = {field.name: type(getattr(size, field.name)) for field in fields(size)}
@@ -665,7 +685,9 @@ def main() -> None:
     if odd := {*again, *groups} - rates.keys():
         raise ValueError(f"again and groups name the arms {sorted(odd)}, of which rates has none; write rates={min(odd)}:1e-3 too")
     asked, follows = together(rates, again, groups, seeds, first)
-    if not rates:
+    if wanted:
+        asked = named(wanted)
+    elif not rates:
         known = [json.loads(line) for line in Path(tuned).read_text().splitlines()] if tuned else []
         plain = following(best(known), seeds, until) if tuned else tuning(peaks, seeds[0])
         asked = [(0, arm) for arm in plain if not taken or arm.name in taken]
@@ -677,6 +699,8 @@ def main() -> None:
         every: list[dict[str, Any]] = []
         total, idle = len(asked), dict.fromkeys(range(count), ("", False))  # and of which kind it has a model
         while (asked or len(idle) < count) and time.monotonic() - began < limit:
+            if time.monotonic() - began > last:
+                asked = []
             for worker in list(idle):
                 if asked:
                     kind = idle.pop(worker)
@@ -695,7 +719,7 @@ def main() -> None:
             file.flush()
             said = row.get("error") or f"{row['loss']:.4f} {row['flushed']:.4f}  wall {row['wall']:.0f}"
             print(f"{time.monotonic() - began:.0f} s  {row['name']}, {row['model']} {row['seed']}, peak {row['peak']:g}, H {row['every']}, "
-                  f"{row['seconds']:.0f} s: {said}", flush=True)  # fmt: skip
+                  f"{row['seconds']:.0f} s at {row['link'] / 1e9:g} Gb/s: {said}", flush=True)  # fmt: skip
             if len(every) % 6 == 0:
                 print(table(every), flush=True)
         print(table(every), flush=True)

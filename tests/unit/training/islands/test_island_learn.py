@@ -10,7 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.islands_learn import ARMS, KEPT, MAIN, SMALL, Arm, Runner, Size, behind, check, few, run, table, together
+from tests.islands_learn import (
+    ARMS,
+    KEPT,
+    MAIN,
+    SMALL,
+    Arm,
+    Runner,
+    Size,
+    behind,
+    check,
+    few,
+    named,
+    run,
+    table,
+    together,
+)
 from tests.unit.training.test_train import place
 from training.data.open import check_tokens
 from training.data.shards import TokenShards
@@ -85,6 +100,17 @@ def test_seeds_and_groups_follow_at_the_best_rate_and_later_arms_after_the_first
     assert not follows([*rows, other, other | {"seed": 1}]), "one rate of two"
     found = [arm for _, arm in follows([*rows, other, other | {"peak": 5e-4, "flushed": 1.8}])]
     assert [(arm.name, arm.peak, arm.seed) for arm in found] == [(ARMS[3].name, 1e-3, 1), (ARMS[3].name, 1e-3, 2)]
+
+
+def test_arms_that_are_named_are_these_and_as_soon_as_they_are_named() -> None:
+    assert named("3:copies:2:1e-3,1:groups:1:5e-4;1:copies:0:5e-4:20:794:1e9") == [
+        (0, replace(ARMS[3], seed=2, peak=1e-3)),
+        (0, replace(MAIN, model="groups", seed=1, peak=5e-4)),
+        (1, replace(MAIN, peak=5e-4, every=20, seconds=794.0, link=1e9)),
+    ]
+    for word in ("1:copies:2", "1:copy:2:1e-3", "99:copies:2:1e-3", "x:copies:2:1e-3", "1:copies:2:1e-3:1:1:1:1", ""):
+        with pytest.raises(ValueError, match="it must be like 1:copies:2:5e-4"):
+            named(f"0:copies:0:1e-3,{word}")
 
 
 def test_few_words_are_the_most_frequent_ones_and_all_others_are_one(place: Path, tmp_path: Path) -> None:
