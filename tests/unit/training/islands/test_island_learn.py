@@ -20,7 +20,9 @@ from tests.islands_learn import (
     Size,
     behind,
     check,
+    ended,
     few,
+    lines,
     named,
     run,
     table,
@@ -138,6 +140,37 @@ def test_runs_are_behind_the_big_run_of_their_seed_and_model() -> None:
     rows += [own, own | {"seed": 1}, own | {"seed": 2}, own | {"model": "groups"}, own | {"seconds": 9.0}, own | {"error": "x"}]
     assert behind(rows) == [None] * 4 + [pytest.approx(0.05), pytest.approx(2.1 / 4 - 1)] + [None] * 4
     assert behind(rows[4:]) == [None] * 6
+
+
+def test_a_curve_ends_when_all_is_told() -> None:
+    """1e9 numbers in bfloat16 bytes and bitmaps, over 0.1 Gb/s: 170 s more for what keeps something back."""
+    shared = {"model": "copies", "seed": 0, "seconds": 0.0, "link": 1e8, "peak": 1e-3, "dense": 2e8, "steps": 80, "flushed": 2.0}
+    big = shared | {"name": ARMS[0].name, "rule": "", "every": 1, "exchanges": 20, "clock": 6440.0, "curve": [[0, 0.0, 4.0], [80, 6440.0, 2.0]]}
+    own = shared | {"name": MAIN.name, "rule": "dgs", "every": 10, "clock": 150.0, "curve": [[0, 10.0, 4.0], [80, 150.0, 3.0]]}
+    late = own | {"every": 20, "seconds": 700.0, "flushed": 1.5}
+    assert ended(big) == 6440 and ended(own) == pytest.approx(150 + 80 * (2 + 514 / 4096), abs=0.01) and ended(late) == 700
+    rows = [big, own, late, own | {"peak": 2e-3, "flushed": 2.5}, own | {"model": "groups"}, late | {"link": 1e9}, own | {"error": "x"}]
+    drawn = [(label, style, x, y) for label, style, _, x, y in lines(rows, 0, 1e8)]
+    assert drawn == [
+        (ARMS[0].name, "-", [0, 80], [4.0, 2.0]),
+        (f"{MAIN.name}, H 10", "-", [0, 80, 80], [4.0, 3.0, 2.0]),
+    ]
+    drawn = [(label, style, x, y) for label, style, _, x, y in lines(rows, 1, 1e8)]
+    assert drawn == [
+        (ARMS[0].name, "-", [322.0, 6440.0], [4.0, 2.0]),
+        (f"{MAIN.name}, H 10", "-", [10.0, 150.0, ended(own)], [4.0, 3.0, 2.0]),
+        (f"{MAIN.name}, H 20, until 700 s", "--", [10.0, 150.0, 700.0], [4.0, 3.0, 1.5]),
+    ]
+
+
+def test_three_seeds_have_an_interval() -> None:
+    shared = {"model": "copies", "seconds": 0.0, "link": 1e8, "dense": 2e8, "steps": 80, "loss": 1.0, "clock": 1.0, "exchanges": 8,
+              "up": 1e6, "down": 1e6, "gain": 0.0, "share": 0.014, "answer": 0.0, "peak": 1e-3, "every": 1}  # fmt: skip
+    big = shared | {"name": ARMS[0].name, "rule": "", "flushed": 2.0}
+    own = shared | {"name": MAIN.name, "rule": "dgs"}
+    rows = [big | {"seed": k} for k in range(3)] + [own | {"seed": k, "flushed": f} for k, f in enumerate((2.04, 2.06, 2.08))]
+    assert "| 2.00, 3.00, 4.00: 3.00, 95 % 0.52 to 5.48 |" in table(rows)
+    assert "| 2.00, 3.00 |" in table(rows[:-1]), "two have none"
 
 
 def test_what_the_docs_say_of_smollm2_is_in_its_rows() -> None:
