@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evaluation.seeds import paired
 from tests.islands_learn import (
     ARMS,
     KEPT,
@@ -191,3 +193,32 @@ def test_what_the_docs_say_of_smollm2_is_in_its_rows() -> None:
     begins = [row["curve"][0][2] for row in rows]
     gained = [(begins[0] - row["flushed"]) / (begins[0] - 2.1741) for row in rows if row["seed"] == 0 and row["rule"]]
     assert max(begins) - min(begins) < 2e-4 and min(gained) > 0.855 and max(gained) < 0.92
+
+
+def test_what_the_docs_say_of_equal_seconds_is_in_the_toys_rows() -> None:
+    """docs/islands.md, over three links: each line is of three seeds of one arm, and the first of a link is the best."""
+    rows = [json.loads(line) for line in Path("tests/islands_toy.jsonl").read_text().splitlines()]
+    assert all(row["seconds"] and "error" not in row for row in rows)
+    arms: dict[tuple[str, ...], dict[int, float]] = {}
+    for row in rows:
+        key = (f"{row['link'] / 1e9:g} Gb/s, {row['seconds']:.0f} s", row["name"], str(row["every"]), str(row["peak"]))
+        arms.setdefault(key, {})[row["seed"]] = row["flushed"]
+    made = {}
+    for (link, *_), found in arms.items():
+        if len(found) == 3:
+            values = list(found.values())
+            made[link, f"{statistics.fmean(values):.4f} ({min(values):.4f}-{max(values):.4f})"] = found
+    page = Path("docs/islands.md").read_text().split("**At equal seconds, over three links")[1].split("Over 0.1 and 1 Gb/s")[0]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")][1:]
+    seen: list[str] = []
+    for where, _, _, loss, ahead in lines:
+        seen += [where] if where else []
+        found = made[seen[-1], loss.replace("**", "")]
+        if where:
+            first = found
+            of_link = [value for (link, _), values in made.items() if link == where for value in values.values()]
+            assert min(of_link) in found.values(), "the first of a link is the best"
+        if ahead:
+            told = paired([100 * (1 - first[seed] / value) for seed, value in found.items()])
+            assert ahead == f"{told.mean:.2f} % ({told.low:.2f} to {told.high:.2f})"
+    assert seen == ["0.1 Gb/s, 794 s", "1 Gb/s, 200 s", "10 Gb/s, 200 s"] and len(lines) == 12
