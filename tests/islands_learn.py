@@ -4,6 +4,8 @@
     python -m tests.islands_learn base FOLDER tokens=/data/tok                           a dense model, from nothing
     python -m tests.islands_learn arms FOLDER tokens=/data/tok                           each arm at each rate; appends to FOLDER/rows.jsonl
     python -m tests.islands_learn arms FOLDER tokens=/data/tok tuned=ROWS seeds=0,1,2    each at its best, and what follows
+    python -m tests.islands_learn arms FOLDER tokens=/data/tok "named=1:copies:2:5e-4;3:copies:0:1e-3:70:794:1e8"
+                                                    these alone: number, model, seed, rate, and every, seconds, link if other
     python -m tests.islands_learn table FOLDER/rows.jsonl [plot=curves.png]              what docs/islands.md has
     python -m tests.islands_learn table tests/islands_smollm2.jsonl                      its runs of SmolLM2 on GPUs
 
@@ -42,6 +44,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch import Tensor
 
+from evaluation.seeds import paired
 from training import build
 from training.checkpoint import layout
 from training.config import TrainConfig
@@ -514,6 +517,22 @@ def together(
     return asked, follows
 
 
+def named(words: str) -> list[tuple[int, Arm]]:
+    """Arms that are named one by one, NUMBER:MODEL:SEED:RATE[:EVERY[:SECONDS[:LINK]]], the sooner the earlier; between
+    semicolons are those that are wanted equally soon."""
+    kinds = (("model", str), ("seed", int), ("peak", float), ("every", int), ("seconds", float), ("link", float))
+    found = []
+    for place, part in enumerate(words.split(";")):
+        for word in part.split(","):
+            number, *given = word.split(":")
+            known = number in map(str, range(len(ARMS))) and given[:1] in (["copies"], ["groups"])
+            if not known or not 3 <= len(given) <= len(kinds):
+                raise ValueError(f"named has {word}; it must be like 1:copies:2:5e-4, or with every, seconds and link behind that")
+            made: dict[str, Any] = {key: kind(value) for (key, kind), value in zip(kinds, given, strict=False)}
+            found.append((place, replace(ARMS[int(number)], **made)))
+    return found
+
+
 def kind_of(arm: Arm) -> tuple[str, bool]:
     """What a process that has run one arm of a kind need not make again for another."""
     return arm.model, bool(arm.rule)
@@ -638,7 +657,8 @@ def main() -> None:
         return
     folder, tokens = Path(place), Path(words.pop("tokens"))
     folder.mkdir(parents=True, exist_ok=True)
-    began, limit = time.monotonic(), float(words.pop("limit", "1e9"))
+    began, limit = time.monotonic(), float(words.pop("limit", "1e9"))  # seconds after which nothing is waited for
+    last = float(words.pop("last", "1e9"))  # seconds after which no arm begins
     taken = [ARMS[int(number)].name for number in words.pop("arms", "").split(",") if number]
     seeds = [int(seed) for seed in words.pop("seeds", "0").split(",")]
     peaks = [float(peak) for peak in words.pop("peaks", "1.5e-4,4e-4,1e-3").split(",")]
@@ -651,6 +671,7 @@ def main() -> None:
     }
     again, groups = ([int(n) for n in words.pop(key, "").split(",") if n] for key in ("again", "groups"))
     first = int(words.pop("first", "100"))
+    wanted = words.pop("named", "")
     devices = words.pop("devices", "cpu").split(",")
     size = SMALL if words.pop("size", "") == "small" else Size()
     kinds = {field.name: type(getattr(size, field.name)) for field in fields(size)}
@@ -665,7 +686,9 @@ def main() -> None:
     if odd := {*again, *groups} - rates.keys():
         raise ValueError(f"again and groups name the arms {sorted(odd)}, of which rates has none; write rates={min(odd)}:1e-3 too")
     asked, follows = together(rates, again, groups, seeds, first)
-    if not rates:
+    if wanted:
+        asked = named(wanted)
+    elif not rates:
         known = [json.loads(line) for line in Path(tuned).read_text().splitlines()] if tuned else []
         plain = following(best(known), seeds, until) if tuned else tuning(peaks, seeds[0])
         asked = [(0, arm) for arm in plain if not taken or arm.name in taken]
@@ -677,6 +700,8 @@ def main() -> None:
         every: list[dict[str, Any]] = []
         total, idle = len(asked), dict.fromkeys(range(count), ("", False))  # and of which kind it has a model
         while (asked or len(idle) < count) and time.monotonic() - began < limit:
+            if time.monotonic() - began > last:
+                asked = []
             for worker in list(idle):
                 if asked:
                     kind = idle.pop(worker)
@@ -695,7 +720,7 @@ def main() -> None:
             file.flush()
             said = row.get("error") or f"{row['loss']:.4f} {row['flushed']:.4f}  wall {row['wall']:.0f}"
             print(f"{time.monotonic() - began:.0f} s  {row['name']}, {row['model']} {row['seed']}, peak {row['peak']:g}, H {row['every']}, "
-                  f"{row['seconds']:.0f} s: {said}", flush=True)  # fmt: skip
+                  f"{row['seconds']:.0f} s at {row['link'] / 1e9:g} Gb/s: {said}", flush=True)  # fmt: skip
             if len(every) % 6 == 0:
                 print(table(every), flush=True)
         print(table(every), flush=True)
@@ -725,59 +750,76 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             key = (row["model"], row["link"] if row["seconds"] else 0, row["name"], row["every"], row["peak"], row["gain"],
                    row["share"], row["answer"])  # fmt: skip
             groups.setdefault(key, []).append(row)
-    lines = ["| model, until | arm | loss, mean (min-max) | after the last exchange | behind one big run of its seed, % | up, % of dense | down, % | up, % of the synchronous run's | steps | s at 0.1 Gb/s |", "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = ["| model, until | arm | loss, mean (min-max) | after the last exchange | behind one big run of its seed, % | up, % of dense | down, % | up, % of the synchronous run's | steps | s |", "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for (model, link, name, every, peak, _, share, answer), runs in groups.items():
         mean = {k: statistics.fmean(r[k] for r in runs) for k in ("up", "down", "dense", "steps", "clock", "exchanges")}
         # the last exchange of what keeps something back is of everything
         last = wire.most(int(mean["dense"] / 2)) if runs[0]["rule"] == "dgs" else 0.0
         sent = mean["up"] * mean["exchanges"] * (1 if runs[0]["rule"] else len(SPEEDS)) + last * len(SPEEDS)
-        waits = 0 if link else last * NUMBERS / (mean["dense"] / 2) * 8 / runs[0]["link"]
         spans = []
         for key in ("loss", "flushed"):
             losses = [r[key] for r in runs]
             spans.append(f"{statistics.fmean(losses):.4f} ({min(losses):.4f}-{max(losses):.4f})")
-        more = ", ".join("" if r["behind"] is None else f"{100 * r['behind']:.2f}" for r in runs).strip(", ")
+        gaps = [100 * r["behind"] for r in runs if r["behind"] is not None]
+        more = ", ".join(f"{gap:.2f}" for gap in gaps)
+        if gaps and (found := paired(gaps)).low is not None:
+            more += f": {found.mean:.2f}, 95 % {found.low:.2f} to {found.high:.2f}"
         lines.append(
             f"| {model}, {f'{link / 1e9:g} Gb/s' if link else 'equal tokens'} | {name}, H {every}, {peak:g}, {share:g}/{answer:g}, {len(runs)} seeds | "
             f"{spans[0]} | {spans[1]} | {more} | {100 * mean['up'] / mean['dense']:.1f} | {100 * mean['down'] / mean['dense']:.1f} | "
-            f"{100 * sent / (mean['steps'] * mean['dense']):.2f} | {mean['steps']:.0f} | {runs[0]['seconds'] or mean['clock'] + waits:.0f} |"
+            f"{100 * sent / (mean['steps'] * mean['dense']):.2f} | {mean['steps']:.0f} | {statistics.fmean(ended(r) for r in runs):.0f} |"
         )
     return "\n".join(lines)
+
+
+def ended(row: dict[str, Any]) -> float:
+    """Seconds until a run is at its end, the last exchange of what keeps something back included."""
+    if row["seconds"]:
+        return float(row["seconds"])
+    last = wire.most(int(row["dense"] / 2)) if row["rule"] == "dgs" else 0.0
+    return float(row["clock"] + last * NUMBERS / (row["dense"] / 2) * 8 / row["link"])
+
+
+def lines(rows: Sequence[dict[str, Any]], at: int, link: float) -> list[tuple[str, str, str, list[float], list[float]]]:
+    """(label, style, color, x, y) of runs of copies: by steps (0), those that end after as many; or by seconds (1) over a
+    link. What ends after its steps is there at its best rate."""
+    found = [row for row in rows if "error" not in row and row["model"] == "copies"]
+    tuned = {arm.name: arm.peak for arm in best([r for r in found if not r["seconds"] and not r["seed"]])}
+    found = [row for row in found if row["seconds"] or row["peak"] == tuned.get(row["name"])]
+    found = [row for row in found if row["link"] == link and (at or not row["seconds"])]
+    drawn = []
+    for row in found:
+        curve = [c[at] for c in row["curve"]], [c[2] for c in row["curve"]]
+        if at and not row["rule"]:
+            curve[0][0] = row["clock"] / row["exchanges"]  # as it began, to the end of its first step
+        if row["rule"] == "dgs":
+            curve[0].append(ended(row) if at else row["steps"])
+            curve[1].append(row["flushed"])
+        everies = sorted({(r["seconds"], r["every"]) for r in found if r["name"] == row["name"]})
+        label = row["name"] + (f", H {row['every']}" if row["rule"] else "")
+        label += f", until {row['seconds']:g} s" if row["seconds"] else ""
+        color = COLORS[[arm.name for arm in ARMS].index(row["name"]) % len(COLORS)]
+        style = ("-", "--", ":", "-.")[everies.index((row["seconds"], row["every"])) % 4]
+        drawn.append((label, style, color, *curve))
+    return drawn
 
 
 def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
     """Held-out loss of copies: by steps, at each arm's best rate; and by seconds over the slowest link."""
     from matplotlib.figure import Figure
 
-    tuned = {
-        arm.name: arm.peak
-        for arm in best([row for row in rows if row["model"] == "copies" and not row["seconds"] and not row["seed"]])
-    }
-    panels = (("Equal tokens", "steps of all islands", 0, 0.0), ("0.1 Gb/s", "seconds, counted", 1, LINKS[0]))
-    shown = len(panels) if any(row["seconds"] for row in rows if "error" not in row) else 1
-    figure = Figure(figsize=(5.5 * shown, 4), layout="constrained")
-    for number, (title, label, at, link) in enumerate(panels[:shown], 1):
-        axes = figure.add_subplot(1, shown, number)
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    panels = (("Equal tokens", "steps of all islands", 0), ("0.1 Gb/s", "seconds, counted", 1))
+    for number, (title, label, at) in enumerate(panels, 1):
+        axes = figure.add_subplot(1, len(panels), number)
         axes.set_title(title, loc="left")
         axes.set_xlabel(label)
         axes.set_ylabel("held-out loss")
-        seen: dict[tuple[str, int], str] = {}
-        for row in rows:
-            of_panel = (
-                row["link"] == link and row["seconds"]
-                if link
-                else not row["seconds"] and tuned[row["name"]] == row["peak"]
-            )
-            if "error" not in row and row["model"] == "copies" and of_panel:
-                key = (row["name"], row["every"])
-                seen.setdefault(key, COLORS[list(tuned).index(row["name"]) % len(COLORS)])
-                first = row["name"] + (f", H {row['every']}" if row["rule"] else "")
-                known = first in axes.get_legend_handles_labels()[1]
-                style = "-" if row["every"] in (1, 10, 20) else "--" if row["every"] < 100 else ":"
-                end = [[row["steps"], row["seconds"] or row["clock"], row["flushed"]]]  # after the last exchange
-                curve = row["curve"] + (end if row["rule"] == "dgs" else [])
-                axes.plot([c[at] for c in curve], [c[2] for c in curve], style, color=seen[key],
-                          alpha=0.9, linewidth=1, label=None if known else first)  # fmt: skip
+        for name, style, color, x, y in lines(rows, at, LINKS[0]):
+            known = name in axes.get_legend_handles_labels()[1]
+            axes.plot(x, y, style, color=color, alpha=0.9, linewidth=1, marker=".", markersize=4, label=None if known else name)
+        if at:
+            axes.set_xscale("log")
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize="x-small")
     figure.savefig(output, dpi=90)
