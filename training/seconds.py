@@ -53,7 +53,10 @@ COMPILED = 0.5  # of a layer's host time with model.compile; an estimate
 HOOKS, OVER_TP, OVER_CP = 0.8, 0.15, 0.4
 # A capacity's mask, of a MoE layer's host time: 100 of 1,731 of torch's calls forward and backward, on two CPU ranks
 DROPPING = 0.06
-WAIT = 0.05  # of a MoE layer's host time is launched anew after each dispatch that the host waits for: 25 ms in 24
+# Of a MoE layer's host time, for how long the device has nothing to do at a dispatch that the host waits for: by how
+# much that takes longer than the way home, which has the same rows (628, 341, 254 microseconds, docs/performance.md)
+WAITS = {"alltoall": 0.112, "deepep": 0.061, "hybridep": 0.045}
+BOTH = 1.15  # times that, where rows go over ep and etp: 54 of torch's calls instead of 47, counted on four CPU ranks
 # Passes over data in elements, forward and backward: a norm with its residual addition, rotation and head norm, an
 # activation (9 with what is made again), and over logits the products, the loss and its gradient
 NORM, ROTATION, ACTIVATION, LOGITS = 8, 5, 9, 5
@@ -287,7 +290,8 @@ class Clock:
         found["memory"] = self.passing(ACTIVATION * rows * kept * width * self.narrow)
         found["memory"] += self.passing(ROUTER * self.tokens * moe.experts * 4)
         found["products"] = 3 * self.product(0, self.tokens, moe.experts, d.hidden, False)  # float32 out of three
-        found["rows"] = (2 + again) * self.out(moe, kept) + 2 * self.home(moe, kept)
+        # backward goes by the plan of forward, and waits for nobody
+        found["rows"] = (1 + again) * self.waiting() + (4 + again) * self.home(moe, kept)
         if mesh.dispatcher == "hybridep" and mesh.ep > 1:  # every rank gets the choices of all, a byte an expert
             choices = self.tokens * mesh.ep * moe.experts
             found["rows"] += (1 + again) * self.collective(mesh.ep, mesh.etp, choices)
@@ -306,10 +310,6 @@ class Clock:
             kept = 1 - spread * (normal.pdf(z) - z * (1 - normal.cdf(z)))
         fullest = kept * (1 + spread / math.sqrt(moe.experts / ranks) * highest)
         return kept, min(fullest, room) if room else fullest
-
-    def out(self, moe: MoESpec, kept: float) -> float:
-        waits = not (self.config.balance.pad_to_capacity or self.alone or self.mesh.dispatcher == "nvlink")
-        return self.home(moe, kept) + (self.waiting() if waits else 0)
 
     def home(self, moe: MoESpec, kept: float) -> float:
         """Rows from tokens to experts or back: sorted where they leave and where they arrive, and on the wires."""
@@ -427,7 +427,10 @@ class Clock:
         return size / (self.card.bandwidth * 1e9)
 
     def waiting(self) -> float:
-        return self.card.host[1] * WAIT / 1e3
+        mesh = self.mesh
+        asks = not (self.config.balance.pad_to_capacity or self.alone)
+        both = BOTH if min(mesh.ep, mesh.etp) > 1 else 1
+        return asks * both * self.card.host[1] * WAITS.get(mesh.dispatcher, 0) / 1e3
 
     @property
     def alone(self) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from tests.many_ranks import checkpoint, start
 from training.checkpoint import storage
 from training.dispatch.deepep import check_nodes
 from training.parallel.processes import OTHER_FILES, make_room
@@ -190,3 +191,13 @@ def test_what_is_not_read_is_not_passed_over(tmp_path: Path) -> None:
     assert reader.prepare_local_plan(LoadPlan(items)).items == items
     with pytest.raises(ValueError, match="does not hold all of 'a'"):
         reader.prepare_local_plan(LoadPlan(items[1:]))
+
+
+def test_what_the_page_says_of_a_thousand_ranks_can_be_timed_again(tmp_path: Path) -> None:
+    """By the commands beside its table, here with few: each rank adds as many lines to a manifest, more than eight ranks
+    gather experts too, and with a copy in each node some of that is summed instead."""
+    two, four, six = (checkpoint(world, tmp_path) for world in (2, 4, 6))
+    for what in ("manifest, MB", "rank 0 is sent, MB"):
+        assert six[what] - four[what] == pytest.approx(four[what] - two[what], rel=0.05) and two[what] > 0
+    eight, many, copies = (start(*case)["collectives of a step"] for case in ((8, False), (16, False), (16, True)))
+    assert 0 < eight < copies < many

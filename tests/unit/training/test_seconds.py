@@ -9,6 +9,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from training.plan import main as plan
 from training.record import MOST, obstacle
 from training.seconds import (
     ACTIVATION,
+    BOTH,
     CLOCK,
     COMPILED,
     DROPPING,
@@ -40,6 +42,7 @@ from training.seconds import (
     RANDOM,
     ROTATION,
     SEPARATE,
+    WAITS,
     Clock,
     Routing,
     Seconds,
@@ -74,8 +77,12 @@ class Row:
     spec: DenseSpec | MoESpec | None = None  # of a run of training, 64 sequences of 1,024 tokens
     micro_batch: int = 32
     graph: bool | None = False  # of a run of training: steps were recorded only later
+    host: float = 1.0  # of the hardware file's host times: a machine's whose cores were slower
 
 
+# Of the machine of the Qwen2-57B rows with a capacity, by the third row of that run, which is in bold. The four rows of
+# Qwen3-30B-A3B of "slower cores" ran in the same session; whether on the same machine, nobody wrote down
+SLOW_CORES = 2.5
 QWEN, LLAMA, MIXTRAL, QWEN2 = "bench-qwen3-30b", "bench-llama3-8b-e8t2", "bench-mixtral-8x22b", "bench-qwen2-57b"
 DEEPSEEK, GPT_OSS = "bench-deepseek-v3", "bench-gpt-oss-20b"
 HYBRID = " mesh.dispatcher=hybridep"
@@ -88,9 +95,9 @@ FOLDED, COUPLED = "mesh.tp=2 mesh.ep=4", "mesh.tp=2 mesh.ep=2 mesh.etp=2"
 PAPER = "batch=256 capacity=1 mesh.tp=2"
 
 
-def of(kind: str, card: str, gpus: int, file: str, *rows: tuple[Any, ...]) -> list[Row]:
+def of(kind: str, card: str, gpus: int, file: str, *rows: tuple[Any, ...], host: float = 1.0) -> list[Row]:
     """Rows of one bench config: what, tokens/s of a GPU, words, and routing where it is not natural."""
-    return [Row(what, card, gpus, rate, kind, file, words, *routing) for what, rate, words, *routing in rows]
+    return [Row(what, card, gpus, rate, kind, file, words, *routing, host=host) for what, rate, words, *routing in rows]
 
 
 def small(kind: str, card: str, what: str, rate: float, spec: DenseSpec | MoESpec, micro_batch: int = 32) -> Row:
@@ -103,6 +110,14 @@ RECORDED = [
     for what, rate, spec in (
         ("dense", 390220, SMOL), ("8 x 4 slices", 326221, SLICES), ("16 x 4 slices", 309171, MORE_SLICES),
         ("8 copies, top-2", 246062, COPIES),
+    )
+]  # fmt: skip
+# The same on another day's H200, plain
+PLAIN_STEPS = [
+    small("check", "h200", f"{what}, one micro-batch, plain", rate, spec, 64)
+    for what, rate, spec in (
+        ("dense", 365300, SMOL), ("8 x 4 slices", 266200, SLICES), ("16 x 4 slices", 253400, MORE_SLICES),
+        ("8 copies, top-2", 215800, COPIES),
     )
 ]  # fmt: skip
 ROWS = [
@@ -120,6 +135,8 @@ ROWS = [
     ),
     *of(
         "check", "h200", 2, QWEN,
+        ("the same, another day", 47409, "layers=12 mesh.ep=2 batch=16 micro_batch=4"),
+        ("the same, nvlink", 56615, "layers=12 mesh.ep=2 batch=16 micro_batch=4 mesh.dispatcher=nvlink"),
         ("Qwen3-30B-A3B, 6 layers, ep 2", 60692, f"{SIX} mesh.ep=2"),
         ("pp 2", 58061, f"{SIX} mesh.pp=2"),
         ("etp 2", 54714, f"{SIX} mesh.etp=2"),
@@ -141,13 +158,15 @@ ROWS = [
     small("check", "h200", "dense", 361000, SMOL),
     small("check", "h200", "8 copies, top-2", 185000, COPIES),
     small("check", "h200", "dense, one micro-batch", 355500, SMOL, 64),
-    small("check", "h200", "8 x 4 slices, one micro-batch, after fewer launches", 240900, SLICES, 64),
+    small("check", "h200", "8 x 4 slices, one micro-batch, by the bench", 328921, SLICES, 64),
+    small("check", "h200", "8 x 4 slices, by the bench", 151424, SLICES),
     small("own", "h200", "dense, one micro-batch", 379570, SMOL, 64),
     small("own", "h200", "dense", 358285, SMOL),
     small("own", "h200", "8 x 4 slices, one micro-batch", 266927, SLICES, 64),
     small("calibration", "h200", "8 x 4 slices, on the file's machine", 186770, SLICES),
     small("own", "h200", "8 copies, top-2, one micro-batch", 230011, COPIES, 64),
     small("own", "h200", "8 copies, top-2", 186109, COPIES),
+    *PLAIN_STEPS,
     *RECORDED,
     *of(
         "own", "h200", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks", 254324, "compile=true"),
@@ -158,11 +177,16 @@ ROWS = [
         "check", "h200", 4, QWEN,
         ("Qwen3-30B-A3B, hybridep, recompute experts", 13349, SIXTEEN + HYBRID),
         ("the same, balanced", 14670, SIXTEEN + HYBRID, IN_TURN),
-        ("the same, natural, slower host", 12475, SIXTEEN + HYBRID),
-        ("the same, deepep, slower host", 10835, SIXTEEN + " mesh.dispatcher=deepep"),
-        ("the same, alltoall, slower host", 10606, SIXTEEN),
         ("hybridep, recompute full", 12409, SIXTEEN + HYBRID + " recompute=full"),
         ("the same, two of 2, an earlier state", 10173, SIXTEEN + HYBRID + " recompute=full micro_batch=2"),
+    ),
+    *of(
+        "check", "h200", 4, QWEN,
+        ("recompute experts, natural, slower cores", 12475, SIXTEEN + HYBRID),
+        ("the same, balanced, slower cores", 13944, SIXTEEN + HYBRID, IN_TURN),
+        ("the same, deepep, slower cores", 10835, SIXTEEN + " mesh.dispatcher=deepep"),
+        ("the same, alltoall, slower cores", 10606, SIXTEEN),
+        host=SLOW_CORES,
     ),
     *of(
         "check", "h200", 4, LLAMA,
@@ -184,8 +208,15 @@ ROWS = [
     *of(
         "check", "h200", 4, QWEN2,
         ("Qwen2-57B, 7 layers, dropless, folded, hybridep", 15725, FOLDED + HYBRID),
-        ("capacity 1, folded, hybridep, a host that made the device wait", 12525, FOLDED + HYBRID + " capacity=1"),
-        ("the same, coupled, alltoall", 11625, COUPLED + " capacity=1"),
+    ),
+    *of(
+        "calibration", "h200", 4, QWEN2, ("dropless, coupled, alltoall, slower cores", 44514 / 4, COUPLED), host=SLOW_CORES
+    ),
+    *of(
+        "check", "h200", 4, QWEN2,
+        ("capacity 1, folded, hybridep, slower cores", 12532, FOLDED + HYBRID + " capacity=1"),
+        ("capacity 1, coupled, alltoall, slower cores", 11617, COUPLED + " capacity=1"),
+        host=SLOW_CORES,
     ),
     *of(
         "check", "h200", 1, DEEPSEEK,
@@ -199,6 +230,7 @@ ROWS = [
     *of(
         "check", "h200", 1, GPT_OSS,
         ("GPT-OSS-20B, 12 layers", 40096, "layers=12 stack=true batch=2 micro_batch=2"),
+        ("compiled", 43510, "layers=12 stack=true batch=2 micro_batch=2 compile=true"),
     ),
     *of(
         "check", "h200", 2, GPT_OSS,
@@ -252,20 +284,23 @@ ROWS = [
         ),
     ),
 ]  # fmt: skip
-# Rows of machines whose host was slower than the one of the hardware file: the model has no such machine; and one whose
-# turns took from 0.70 to 0.93 s
-MISSED = {
-    "SmolLM2-135M, 8 x 4 slices, one micro-batch, after fewer launches",
-    "all on FSDP, the first in its process, never steady", "capacity 1, folded, hybridep, a host that made the device wait",
-    "the same, coupled, alltoall",
-}  # fmt: skip
+# One of a process whose host was slower than the hardware file's, beside one of the same minute that was faster than
+# predicted; and one whose turns took from 0.70 to 0.93 s
+MISSED = {"SmolLM2-135M, 8 x 4 slices, by the bench", "all on FSDP, the first in its process, never steady"}
 WITHIN = {"own": 0.10, "calibration": 0.10, "check": 0.15}
 HEAD = ("measured on", "tokens/s of a GPU", "predicted", "error", "used for")
 
 
+@lru_cache
+def card_of(name: str, host: float) -> Hardware:
+    """A hardware file's, with so many times its host times."""
+    card = hardware.read(name)
+    return replace(card, host=(card.host[0] * host, card.host[1] * host))
+
+
 def predicted(row: Row) -> tuple[float, Seconds]:
     """(tokens/s of a GPU, the step)"""
-    card = hardware.read(row.card)
+    card = card_of(row.card, row.host)
     if row.spec is not None:
         config = TrainConfig(
             model=ModelConfig(source="x", graph=row.graph), data=DataConfig(sequence=1024), batch=64,
@@ -333,22 +368,24 @@ def test_the_page_has_these_rows() -> None:
 
 
 def test_the_order_of_what_was_measured_in_turn() -> None:
-    rows = {(row.file, row.words, row.routing.in_turn): row for row in ROWS}
+    rows = {(row.file, row.words, row.routing.in_turn, row.host): row for row in ROWS}
 
-    def rate(file: str, words: str, in_turn: bool = False) -> float:
-        return predicted(rows[file, words, in_turn])[0]
+    def rate(file: str, words: str, in_turn: bool = False, host: float = 1.0) -> float:
+        return predicted(rows[file, words, in_turn, host])[0]
 
     for more in (" capacity=1", ""):
         order = (f"layers=3 {FOLDED}{more}{HYBRID}", f"layers=3 {FOLDED}{more}", f"layers=3 {COUPLED}{more}")
         rates = [rate(MIXTRAL, words) for words in order]
         assert rates == sorted(rates, reverse=True), more
-    dispatchers = [rate(QWEN, SIXTEEN + word) for word in (HYBRID, " mesh.dispatcher=deepep", "")]
+    dispatchers = [rate(QWEN, SIXTEEN + word, host=SLOW_CORES) for word in (HYBRID, " mesh.dispatcher=deepep", "")]
     assert dispatchers == sorted(dispatchers, reverse=True)
-    assert rate(QWEN, SIXTEEN + HYBRID, True) > rate(QWEN, SIXTEEN + HYBRID)
+    for host in (1.0, SLOW_CORES):
+        assert rate(QWEN, SIXTEEN + HYBRID, True, host) > rate(QWEN, SIXTEEN + HYBRID, host=host)
     again = [rate(QWEN, SIXTEEN + HYBRID + more) for more in ("", " recompute=full", " recompute=full micro_batch=2")]
     assert again == sorted(again, reverse=True)
     assert rate(LLAMA, TWELVE + " capacity=1") > rate(LLAMA, TWELVE)
-    assert rate(QWEN2, FOLDED + HYBRID + " capacity=1") > rate(QWEN2, COUPLED + " capacity=1")
+    folded, coupled = (rate(QWEN2, f"{words} capacity=1", host=SLOW_CORES) for words in (FOLDED + HYBRID, COUPLED))
+    assert folded > coupled
 
 
 def test_the_order_of_all_mappings_of_two() -> None:
@@ -360,18 +397,46 @@ def test_the_order_of_all_mappings_of_two() -> None:
             assert predicted(one)[0] > predicted(other)[0], (one.what, other.what)
 
 
+# what, the folded row and the coupled one
+PAIRS = (
+    ("Megatron, Mixtral-8x22B, 128 H100", "Megatron, Mixtral-8x22B, folded", "Megatron, Mixtral-8x22B, coupled"),
+    ("Megatron, Qwen2-57B, 64 H100", "Megatron, Qwen2-57B, folded", "Megatron, Qwen2-57B, coupled"),
+    (
+        "Mixtral-8x22B, capacity 1, hybridep over alltoall", "Mixtral-8x22B, 3 layers, capacity 1, folded, hybridep",
+        "coupled, alltoall",
+    ),
+    ("the same, alltoall both", "folded, alltoall", "coupled, alltoall"),
+    ("dropless, hybridep over alltoall", "dropless, folded, hybridep", "dropless, coupled, alltoall"),
+    ("the same, alltoall both", "dropless, folded, alltoall", "dropless, coupled, alltoall"),
+    (
+        "Qwen2-57B, capacity 1, hybridep over alltoall", "capacity 1, folded, hybridep, slower cores",
+        "capacity 1, coupled, alltoall, slower cores",
+    ),
+)  # fmt: skip
+NEAR_ENOUGH = 0.03  # of such a ratio
+FAR = {"Mixtral-8x22B, capacity 1, hybridep over alltoall"}
+
+
+def ratios() -> list[tuple[str, float, float]]:
+    """(what folding wins, as measured, as predicted)"""
+    by_name = {row.what: row for row in ROWS}
+    pairs = [(what, by_name[folded], by_name[coupled]) for what, folded, coupled in PAIRS]
+    return [(what, a.measured / b.measured, predicted(a)[0] / predicted(b)[0]) for what, a, b in pairs]
+
+
+def folding() -> str:
+    """The page's table of that."""
+    lines = ["| folded over coupled | measured | predicted | |", "|---|---|---|---|"]
+    for what, measured, said in ratios():
+        lines.append(f"| {what} | {measured:.3f} | {said:.3f} | {'missed' if what in FAR else ''} |")
+    return "\n".join(lines)
+
+
 def test_what_folding_wins() -> None:
-    """1.065 and 1.105 were published, 1.062 and 1.018 measured here over alltoall: within 0.03. Not so 1.101 and 1.079,
-    of which one had two dispatchers and the other a host that made the device wait."""
-    by_name = {row.what: predicted(row)[0] for row in ROWS}
-
-    def ratio(what: str) -> float:
-        return by_name[f"{what}folded"] / by_name[f"{what}coupled"]
-
-    assert abs(ratio("Megatron, Mixtral-8x22B, ") - 1.065) <= 0.03
-    assert abs(ratio("Megatron, Qwen2-57B, ") - 1.105) <= 0.03
-    assert abs(by_name["folded, alltoall"] / by_name["coupled, alltoall"] - 1.062) <= 0.03
-    assert abs(by_name["dropless, folded, alltoall"] / by_name["dropless, coupled, alltoall"] - 1.018) <= 0.03
+    """Within 0.03, but for the one of two dispatchers that the page calls missed."""
+    for what, measured, said in ratios():
+        assert (abs(said - measured) <= NEAR_ENOUGH) == (what not in FAR), (what, measured, said)
+    assert on_page(PAGE.read_text(), "| folded over") == folding(), "python -m tests.unit.training.test_seconds writes it"
 
 
 # A card of round numbers, whose every rate is 1 TFLOP/s, and wires without latency
@@ -445,6 +510,27 @@ def test_choices_of_all_ranks_are_gathered() -> None:
     gathered = 2 * 4 * 64 * 2 * 8 / 2 / 100e9  # in two layers, of four micro-batches
     assert rows("none") == pytest.approx(gathered, rel=1e-3)
     assert rows("full") == pytest.approx(2 * gathered, rel=1e-3)
+
+
+def test_a_dispatch_waits_for_the_device_once() -> None:
+    """As long as its dispatcher says of the host; again where it is recomputed, never in backward, and not at all where
+    sizes are known or one rank has all."""
+    card = replace(ROUND, host=(0, 1e3), rows={"alltoall": (1e9, 0), "hybridep": (1e9, 0), "nvlink": (1e9, 0)})
+
+    def rows(mode: str = "none", ep: int = 2, pad: bool = False, dispatcher: str = "alltoall") -> float:
+        config = replace(PLAIN, mesh=MeshConfig(ep=ep, dispatcher=dispatcher, reshard=False))
+        balance = BalanceConfig(capacity_factor=1.0 if pad else 0.0, pad_to_capacity=pad)
+        config = replace(config, model=replace(config.model, recompute=mode), balance=balance)
+        return step(M, config, ep, card, EVEN).rows
+
+    often = 2 * 4  # layers and micro-batches
+    assert rows() == pytest.approx(often * WAITS["alltoall"], rel=1e-3)
+    assert rows("full") == pytest.approx(2 * often * WAITS["alltoall"], rel=1e-3)
+    assert rows(dispatcher="hybridep") == pytest.approx(often * WAITS["hybridep"], rel=1e-3)
+    assert max(rows(ep=1), rows(pad=True), rows(dispatcher="nvlink")) < 1e-3
+    mapped = replace(PLAIN, mesh=MeshConfig(ep=2, etp=2, reshard=False))
+    both = step(M, mapped, 4, card, EVEN).rows
+    assert both == pytest.approx(2 * 2 * BOTH * WAITS["alltoall"], rel=1e-3), "half as many micro-batches on each rank"
 
 
 def test_copies_of_a_model_are_summed_once_a_step() -> None:
@@ -644,7 +730,8 @@ def test_a_machines_own_file(
 
 def main() -> None:
     page = PAGE.read_text()
-    PAGE.write_text(page.replace(on_page(page), shown()))
+    page = page.replace(on_page(page), shown())
+    PAGE.write_text(page.replace(on_page(page, "| folded over"), folding()))
     page = PERFORMANCE.read_text()
     PERFORMANCE.write_text(page.replace(on_page(page, "| whole model |"), published()))
     for row in ROWS:

@@ -1,0 +1,187 @@
+"""What a thousand ranks cost before the first of them computes, on one machine: the table of docs/planning.md.
+
+  python -m tests.many_ranks start 1024 [copies]  # one rank of torch's "fake" group: meshes and FSDP, the host of a step
+  python -m tests.many_ranks checkpoint 1024      # plans, lines and manifest of so many ranks, on one
+  python -m tests.many_ranks sockets 16           # real gloo processes in three groups, connected as asked, and all at once
+
+`start` is of 24 MoE layers whose products are tiny, ep 8, two micro-batches, FSDP over all ranks (`copies`: inside a node
+of 8, and a copy in each); nothing is sent, so what a rank computes is rubbish. `checkpoint` is of 1,100 tensors, of which
+each rank has two rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+LAYERS, NODE, TENSORS = 24, 8, 1100
+GROUPS = 3  # of all ranks, as a run has for its gradients, its checkpoints and what it says
+
+
+def start(world: int, copies: bool) -> dict[str, Any]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from training import bench, measure
+    from training.parallel.mesh import MeshConfig
+
+    sent: Counter[str] = Counter()
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            sent.update(str(function).split(".")[:1])
+            return function(*args, **(kwargs or {}))
+
+    built: list[float] = []
+    steps: list[float] = []
+    real = bench.learner
+
+    def learner(*inputs: Any, **named: Any) -> Any:
+        made = real(*inputs, **named)
+        built.append(time.process_time() - began)
+        return made
+
+    def timed(step: Any, device: torch.device, often: int) -> float:
+        at = time.process_time()
+        step()
+        steps.append(time.process_time() - at)
+        return steps[-1]
+
+    def counted(step: Any, device: torch.device, often: int) -> float:
+        sent.clear()
+        with Counted():
+            step()
+        return 1.0
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    config = bench.BenchConfig(
+        architecture={
+            **measure.TINY, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
+            "num_hidden_layers": LAYERS, "hidden_size": 128, "intermediate_size": 128,
+        },
+        sequence=8, batch=2 * world, micro_batch=1, capacity=1.0, pad=True, experts="reference", compute="float32",
+        weights="float32", warmup=1, steps=1,
+        mesh=MeshConfig(ep=8, reshard=True, dp_replicate=world // NODE if copies else 1),
+    )  # fmt: skip
+    with patch.object(bench, "learner", learner), patch.object(bench, "timed", timed):
+        began = time.process_time()
+        bench.measured(config, bench.spec_of(config), torch.device("cpu"))
+    with patch.object(bench, "timed", counted):
+        bench.measured(config, bench.spec_of(config), torch.device("cpu"))
+    dist.destroy_process_group()
+    collectives = sent["c10d"] + sent["_c10d_functional"]
+    return {"start, s": built[0], "host of a step, s": min(steps), "collectives of a step": collectives}
+
+
+def checkpoint(world: int, folder: Path) -> dict[str, Any]:
+    """Of rank 0, and of a rank that loads. What is written of the shards is not timed."""
+    from training.checkpoint import storage
+    from training.checkpoint.storage import Piece
+
+    def pieces(rank: int) -> list[Piece]:
+        return [Piece(f"layers.{n}.weight", torch.float32, (2 * world, 4), (2 * rank, 0), (2, 4)) for n in range(TENSORS)]
+
+    def lines(rank: int) -> bytes:
+        made = storage.write_shard(folder / f"shard-{rank:05d}.safetensors", pieces(rank), staged)
+        os.truncate(folder / f"shard-{rank:05d}.safetensors", 0)
+        return made
+
+    staged = {piece.name: torch.zeros(2, 4) for piece in pieces(0)}
+    keys = [storage.digests(pieces(rank)) for rank in range(world)]
+    every = [lines(rank) for rank in range(world)]
+    own = pieces(0)
+    began = time.process_time()
+    storage.digests(own)
+    mine = storage.written(keys)[0]
+    text = storage.joined({"step": 3}, every)
+    saved = time.process_time() - began
+    assert mine.all(), "nobody else holds what rank 0 does"
+    began = time.process_time()
+    storage.sealed(text)
+    signed = time.process_time() - began
+    (folder / storage.MANIFEST).write_bytes(text)
+    places = {piece.name: torch.empty(piece.shape) for piece in own}
+    with patch.object(storage, "rows_of", lambda tensor: (0, 2)):  # as meshes would say
+        began = time.process_time()
+        manifest = storage.read_manifest(folder, slice(0, None, world))
+        reader = storage.Reader(folder, manifest)
+        reader.want(places)
+        loaded = time.process_time() - began
+    assert len(reader.metadata.storage_data) == TENSORS, "a rank keeps the pieces that it reads"
+    return {
+        "manifest, MB": len(text) / 1e6, "rank 0 is sent, MB": sum(map(len, every[1:])) / 1e6,
+        "saving, rank 0, s": saved, "of that signing, s": signed, "loading, each rank, s": loaded,
+    }  # fmt: skip
+
+
+def sockets(world: int) -> dict[str, Any]:
+    """The most that a rank has open, after each group has summed and gathered on rank 0; connected when first needed,
+    as `processes` asks for, and all at once."""
+    found = {}
+    for name, lazy in (("as needed", "1"), ("all at once", "0")):
+        environ = {**os.environ, "TORCH_GLOO_LAZY_INIT": lazy, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", "29731"]
+        said = subprocess.run(
+            [*command, "-m", "tests.many_ranks", "of-one"], env=environ, capture_output=True, text=True, check=True
+        ).stdout
+        found[f"sockets, {name}"] = max(map(int, said.split()))
+    return found
+
+
+def of_one() -> int:
+    def opened() -> int:
+        links = []
+        for each in Path("/proc/self/fd").iterdir():
+            try:
+                links.append(os.readlink(each))
+            except OSError:  # the folder's own
+                continue
+        return sum(link.startswith("socket:") for link in links)
+
+    from training.parallel.collectives import all_reduce, gather
+    from training.parallel.processes import processes
+
+    before = opened()
+    with processes("cpu"):
+        groups = [dist.new_group(backend="gloo") for _ in range(GROUPS - 1)]
+        for group in (dist.group.WORLD, *groups):
+            all_reduce(torch.ones(1), group)
+            gather(1, group)
+        count = torch.tensor([opened() - before])
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        if dist.get_rank() == 0:
+            print(int(count))
+    return 0
+
+
+def main() -> int:
+    match sys.argv[1:]:
+        case ["of-one"]:
+            return of_one()
+        case ["start", world, *copies] if copies in ([], ["copies"]):
+            found = start(int(world), bool(copies))
+        case ["checkpoint", world]:
+            with tempfile.TemporaryDirectory() as folder:
+                found = checkpoint(int(world), Path(folder))
+        case ["sockets", world]:
+            found = sockets(int(world))
+        case _:
+            print(__doc__)
+            return 2
+    print(json.dumps({"ranks": int(sys.argv[2]), **{key: round(value, 3) for key, value in found.items()}}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
