@@ -215,6 +215,8 @@ def test_copies_of_slices_choose_in_each_slice_where_that_can_be_said(llama: Pat
         (GROUPS, "0.26 nats behind the dense control after 26 M tokens", ""),
         ([*GROUPS, "method.name=noise"], "use target=upcycled, whose router chooses in each slice (no stock target holds that", ""),
         ([*GROUPS, "router.choice=each-slice"], "", "no stock target, mixtral and qwen3_moe among them"),
+        ([*GROUPS, "router.choice=each-slice", "router.normalize=false", "scale=published"], "not divided by their sum", "no stock target"),
+        ([*GROUPS, "router.choice=each-slice", "router.normalize=false", "router.order=topk-then-softmax"], "", "no stock target"),
         ([*GROUPS, "experts=1"], "", ""),  # every expert is chosen
         (["method.name=split", "granularity=4", "top_k=4"], "", ""),  # no copies
         (["method.name=copy"], "", ""),
