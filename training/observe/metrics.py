@@ -20,9 +20,11 @@ import os
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from statistics import median_low
 from typing import IO, Any
 
 import torch
@@ -36,7 +38,7 @@ from upcycle.disk import naming, write_atomic
 FILE = "metrics.jsonl"
 BEFORE = "metrics.before.jsonl"  # of a run that left no checkpoint to resume from
 LOAD = "balance/max_over_mean"
-SMOOTH = 0.9  # weight of the old mean, against the newest interval
+RECENT = 9  # intervals that the time left is estimated by
 Value = Tensor | float
 
 
@@ -66,7 +68,7 @@ class Metrics:
         self.resumed, self.line = resume_step, Line(stream or sys.stderr)
         self.pending: dict[str, list[Value]] = {}
         self.tokens = self.taken = 0  # since the run began; steps since the last line
-        self.pace = Smooth()
+        self.paces: deque[float] = deque(maxlen=RECENT)
         self.outlets: list[Any] = []
         if self.quiet:
             return
@@ -145,7 +147,9 @@ class Metrics:
                 row["mfu"] = found.mfu
         row["memory_gb"] = memory_gb()
         if self.steps:
-            row["eta_s"] = (self.steps - step) * self.pace.add(row["seconds_per_step"])
+            # the median, the lower of two: an interval that compiled or waited says nothing of those to come
+            self.paces.append(row["seconds_per_step"])
+            row["eta_s"] = (self.steps - step) * median_low(self.paces)
         return row
 
     def restart(self) -> None:
@@ -169,17 +173,6 @@ class Metrics:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Smooth:
-    """An exponential mean that starts at its first value."""
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-
-    def add(self, value: float) -> float:
-        self.value = value if self.value is None else SMOOTH * self.value + (1 - SMOOTH) * value
-        return self.value
 
 
 def fetch(values: Mapping[str, list[Value]]) -> dict[str, Any]:

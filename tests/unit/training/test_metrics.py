@@ -435,9 +435,19 @@ def test_smoothing_neither_lags_nor_shifts() -> None:
     assert plots.smoothed([]) == [] and plots.smoothed([3.0]) == [3.0]
 
 
-def test_the_eta_is_of_the_recent_pace() -> None:
-    pace = metrics.Smooth()
-    assert [pace.add(value) for value in (3.0, 5.0)] == [3.0, pytest.approx(0.9 * 3 + 0.1 * 5)]
+def test_the_time_left_is_not_of_an_interval_that_compiled_or_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock)
+    with Metrics(tmp_path, steps=100, stream=io.StringIO()) as log:
+        for step, seconds in enumerate([60.0, 2.0, 2.0, 500.0, *[2.0] * 4, *[1.0] * 6], 1):
+            clock += seconds
+            log.step(step, tokens=10)
+            log.log(step)
+    left = [row["eta_s"] for row in read(tmp_path / FILE)]
+    assert left[0] == 99 * 60 and left[1:5] == [98 * 2, 97 * 2, 96 * 2, 95 * 2]
+    assert left[-1] == 86, "of the newest intervals"
 
 
 def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
