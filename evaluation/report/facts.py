@@ -358,6 +358,8 @@ def at_hand(name: str) -> Checkpoint:
     if not name or not Path(name).is_dir():
         raise ValueError(f"{name!r} is no folder here, and a report fetches no model")
     return Checkpoint(Path(name))
+
+
 class TrainedModel(TypedDict):
     source: str
     compute: str
