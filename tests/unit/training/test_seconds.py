@@ -581,11 +581,24 @@ def test_a_dispatch_waits_for_the_device_once() -> None:
     assert both == pytest.approx(2 * 2 * BOTH * WAITS["alltoall"], rel=1e-3), "half as many micro-batches on each rank"
 
 
+FOUR = replace(D, layers=4)  # of 262,144 parameters of attention each, 393,216 of an FFN, 512 of norms
+FAST = replace(ROUND, bandwidth=1e12)
+
+
 def test_copies_of_a_model_are_summed_once_a_step() -> None:
     """However many micro-batches it has."""
     card, mesh = replace(ROUND, link=Link(0, 1e9), network=Link(0, 1e-6)), MeshConfig(dp_replicate=2)
     few, many = (step(D, replace(PLAIN, mesh=mesh, batch=batch), 4, card).gathers for batch in (8, 64))
     assert many == pytest.approx(few), "a sum after each would make eight times as much"
+    # a scatter and a gather of half of the weights, in float32; those of layers under the last backward, the ends' under nothing
+    found = step(
+        D, replace(PLAIN, mesh=replace(mesh, reshard=False)), 4, replace(FAST, link=card.link, network=Link(0, 3))
+    )
+    layers, ends = 2 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256), 2 * 1024 * 256
+    micro = (found.products + found.attention) / 2
+    across = 2 * 4 * 0.5 / 2 / 3e9
+    assert 2 / 3 * micro < layers * across < 2 * micro, "or it would not show"
+    assert found.gathers == pytest.approx((layers + ends) * across - 2 / 3 * micro, rel=1e-3)
 
 
 def test_latents_by_hand() -> None:
@@ -639,10 +652,6 @@ def test_weights_that_stay_are_gathered_under_one_micro_batch() -> None:
     assert second > 1.9 * first
 
 
-FOUR = replace(D, layers=4)  # of 262,144 parameters of attention each, 393,216 of an FFN, 512 of norms
-FAST = replace(ROUND, bandwidth=1e12)
-
-
 def fsdp(batch: int, reshard: bool, card: Hardware = ROUND) -> Seconds:
     return step(FOUR, replace(PLAIN, batch=batch, mesh=MeshConfig(reshard=reshard)), 2, card)
 
@@ -689,13 +698,15 @@ def test_what_hides_fsdps_wires(reshard: bool) -> None:
     assert near.gathers == pytest.approx((exposed - ffn + under) / 100, rel=1e-4)
 
 
-def test_experts_sums_hide_under_rows_too() -> None:
+@pytest.mark.parametrize(("mode", "share"), [("none", 2 / 3), ("attention", 3 / 4)])
+def test_experts_sums_hide_under_rows_too(mode: str, share: float) -> None:
     """Two ranks that share all experts: they are summed while rows are on their way home and attention goes backward."""
-    clock = Clock(M, PLAIN, 2, replace(ROUND, link=Link(0, 0.02), bandwidth=0.01), EVEN, False)
-    half, experts = 0.5 / 0.02e9, 8 * 3 * 256 * 512
+    config = replace(PLAIN, model=replace(PLAIN.model, recompute=mode))
+    clock = Clock(M, config, 2, replace(ROUND, link=Link(0, 0.01), bandwidth=0.01), EVEN, False)
+    half, experts = 0.5 / 0.01e9, 8 * 3 * 256 * 512
     attention, small, ends = 4 * 256 * 256, 2 * 256 + 8 * 256, 2 * 1024 * 256
     home = (64 + 64 * 2) * 512 / 0.01e9
-    under = 2 / 3 * sum(clock.attending().values()) + home
+    under = share * sum(clock.attending().values()) + home
     assert 4 * experts * half > under > 1.01 * (under - home), "or it would not show"
     once = clock.once(0, 2, True)
     gathers = half * 2 * (2 * (attention + experts) + 4 * small)
