@@ -8,7 +8,7 @@ What is summed, of the slowest rank:
     memory      what passes over the data cost: norms, rotation, activations, routers, the loss, casts, sums
     rows        to the experts and home, sorting included; this trainer hides nothing of it
     tensor      what tp and cp move within a layer
-    gathers     FSDP's gathers and sums, as far as they are longer than the computation that they are hidden under
+    gathers     FSDP's gathers and sums, as far as nothing hides them: see `once`
     bubble      a pipeline's idle time, and what its stages send
     optimizer   weights, moments and gradients, read and written once
     host        what is left waiting where the host launches more slowly than the device computes, unless recorded
@@ -63,6 +63,13 @@ NORM, ROTATION, ACTIVATION, LOGITS = 8, 5, 9, 5
 SEPARATE = 14  # of a dense FFN's activation, where no kernel of ours and no compiler makes one pass of product and gate
 JOINED = 4  # of queries and keys of latents, whose turned part is put behind the rest and taken off their gradient
 ROUTER = 12  # of float32 logits: scores, choice, statistics, losses
+# How much longer than a copy's a byte takes in passes of torch's own, in profiles of steps on two H200: float32 +=
+# bfloat16 (2.6 and 2.5 TB/s in two rows with ep 2, where copies have 4.2; our kernel for experts had 4.2), and AdamW
+# with all in float32 (2.9 TB/s in three)
+MIXED, FUSED = 1.64, 1.45
+# As long as a copy of so many bytes takes torch to put an element of FSDP's gradients where they are summed: 660 M of
+# them in 1.91 ms, of bfloat16, in the profile of two layers with ep 2. (Of float32: 736 M in less than 2.37)
+TOGETHER = 12
 BUBBLES = {
     "gpipe": 1.0,
     "1f1b": 1.0,
@@ -180,11 +187,13 @@ class Clock:
                 total[name] += seconds * often * self.count
         for name, seconds in self.ends(first, last and not self.blocks).items():
             total[name] += seconds * self.count
-        once = self.once(dense, moe, first or last)
         compute = sum(total.values())
         micro = compute / self.count
-        hidden = micro if self.weights_once else compute
+        once = self.once(dense, moe, first or last)
+        # a forward is a third; weights that stay are gathered in the first, and their sums cross in the last backward
+        hidden = micro / 3 if self.weights_once else compute
         total["gathers"] += max(0.0, once["gathers"] - hidden) + once["exposed"]
+        total["gathers"] += max(0.0, once["across"] - 2 * micro / 3)
         total["memory"] += 0 if self.blocks else once["memory"]
         if self.mesh.pp > 1:
             total["bubble"] = self.sent(chunks)
@@ -195,8 +204,9 @@ class Clock:
         beside = more * self.card.host[1] * (dense + moe)
         beside += DROPPING * self.card.host[1] * moe * (self.config.balance.capacity_factor > 0)
         host = (eager * (COMPILED if self.config.model.compile else 1) + beside) * self.count / 1e3
-        if not self.replayed:
-            total["host"] = (compute**TURNS + host**TURNS) ** (1 / TURNS) - compute
+        if not self.replayed:  # what FSDP does is in every layer's hooks, and fills a slow host's gaps too
+            busy = compute + total["gathers"] + (0 if self.blocks else once["memory"])
+            total["host"] = (busy**TURNS + host**TURNS) ** (1 / TURNS) - busy
         total["optimizer"] = once["optimizer"]
         return total
 
@@ -363,51 +373,79 @@ class Clock:
         return not self.mesh.reshard or self.mesh.pp > 1
 
     def once(self, dense_layers: int, moe_layers: int, edge: bool) -> Parts:
-        """FSDP's part, casts, sums and the optimiser: of the parameters of a rank's layers, by kind."""
+        """FSDP's part, casts, sums and the optimiser: of the parameters of a rank's layers, by kind.
+
+        FSDP asks for a layer's weights while the layer before computes. The first layer asks for the second's before
+        its own attention and experts come to ask for theirs, so the gathers of two have nothing to hide under. A unit's
+        gradients are not put together for their sum before the sum of the unit before is done: experts' (or an FFN's)
+        hide under their rows' way home and the backward of their layer's attention, attention's under nothing, the rest
+        of a layer under the next one's FFN."""
         d, mesh, moe, size = self.dense, self.mesh, self.moe, self.sizes
         layers = dense_layers + moe_layers
         matrices = 3 if d.gated else 2
-        attention = sum(out * inner for out, inner in self.projections())
-        shared = (moe.shared if moe else 0) * matrices * d.hidden / mesh.tp
-        dense = attention * layers + moe_layers * shared
-        dense += dense_layers * d.ffn * matrices * d.hidden / mesh.tp
+        attention = sum(out * inner for out, inner in self.projections()) * layers
+        ffn = moe_layers * (moe.shared if moe else 0) * matrices * d.hidden / mesh.tp
+        ffn += dense_layers * d.ffn * matrices * d.hidden / mesh.tp
         routed = moe_layers * sum(moe.widths) / mesh.ep / mesh.etp * matrices * d.hidden if moe else 0
         small = layers * 2 * d.hidden + moe_layers * d.hidden * (moe.experts if moe else 0)
         ends = edge * d.vocab * d.hidden * (1 if d.tied or mesh.pp > 1 else 2)
         over = size["dp_shard"] * mesh.cp
-        # (parameters, ranks of FSDP, stride, bytes that are gathered of each, units in each layer, ranks of copies)
+        # (parameters, ranks of FSDP, stride, bytes that are gathered of each, units in each layer, ranks of copies,
+        # which of the sums above)
         kinds = [
-            (dense, over, mesh.tp, self.narrow, 1.5, mesh.dp_replicate),
-            (routed, size["edp_shard"], mesh.ep * mesh.etp, self.narrow, 1, size["edp_replicate"]),
-            (small, over * mesh.tp, 1, 4, 1, mesh.dp_replicate),
-            (0 if self.blocks else ends, over * mesh.tp, 1, self.narrow, 0, mesh.dp_replicate),
+            (attention, over, mesh.tp, self.narrow, 1, mesh.dp_replicate, "attention"),
+            (ffn, over, mesh.tp, self.narrow, 0.5, mesh.dp_replicate, "ffn"),
+            (routed, size["edp_shard"], mesh.ep * mesh.etp, self.narrow, 1, size["edp_replicate"], "ffn"),
+            (small, over * mesh.tp, 1, 4, 1, mesh.dp_replicate, "small"),
+            (0 if self.blocks else ends, over * mesh.tp, 1, self.narrow, 0, mesh.dp_replicate, "ends"),
         ]
         times = 1 if self.weights_once else self.count  # sums a step; gathers are twice as many where weights are freed
         gathers = 1 if self.weights_once else 2 * self.count
         found: Parts = defaultdict(float)
+        sums: Parts = defaultdict(float)
         shards = 0.0
-        for number, (parameters, ranks, stride, width, units, copies) in enumerate(kinds):
+        for parameters, ranks, stride, width, units, copies, place in kinds:
             shard = parameters / ranks
             shards += shard
-            held = parameters if self.weights_once else shard
-            found["memory"] += self.passing(10 * (self.count - 1) * held + 6 * shard * max(1, gathers * (ranks > 1)))
+            if not parameters:
+                continue
+            found["memory"] += self.passing(self.kept(parameters, ranks, width, gathers, times))
             calls = units * layers + (units == 0)
             gathered, summed = (
                 calls * self.collective(ranks, stride, parameters * each / calls) if ranks > 1 else 0.0
                 for each in (width, 4)
             )
-            across = 0.0  # over copies, once a step: a scatter and a gather
-            if copies > 1:
+            if copies > 1:  # over copies, once a step: a scatter and a gather
                 across = 2 * calls * self.collective(copies, ranks * stride, shard * 4 / calls)
-            seconds = gathers * gathered + times * summed + across
-            found["exposed" if number == 3 else "gathers"] += seconds
-        found["exposed"] += found["gathers"] / max(1, layers * gathers)  # the first layer's has nothing to hide under
+                found["exposed" if place == "ends" else "across"] += across
+            found["exposed" if place == "ends" else "gathers"] += gathers * gathered
+            sums[place] += times * summed
+        again = self.mode in ("attention", "full")
+        under = layers * sum(self.attending().values()) * (2 + again) / (3 + again)
+        under += moe_layers * self.home(moe, self.load(moe)[0]) if moe else 0.0
+        found["exposed"] += sums["ends"] + sums["attention"] + max(0.0, sums["ffn"] - times * under)
+        found["exposed"] += 2 * found["gathers"] / max(2, layers)
         if not self.blocks:
             moments = {"adamw": 2, "muon": 1}[self.config.optim.name] * BYTES[self.config.optim.moments]
             single = self.count == 1 and size["edp_shard"] == 1 and routed > shards / 2
             gradients = self.narrow if single else 4
-            found["optimizer"] = self.passing(shards * (8 + 2 * moments + 2 * gradients))
+            mixed = min(gradients, BYTES[self.config.optim.moments]) < 4  # then a kernel of ours does it
+            update = (8 + 2 * moments + gradients) * (1 if mixed else FUSED)
+            found["optimizer"] = self.passing(shards * (update + gradients))
         return found
+
+    def kept(self, parameters: float, ranks: int, width: float, gathers: int, times: int) -> float:
+        """Bytes that pass through memory for weights that are cast and gathered and gradients that are added up. (Norms
+        and routers are float32 throughout; they are too few to be counted in another way.)"""
+        shard = parameters / ranks
+        if ranks == 1:
+            return (10 * (self.count - 1) + 6) * shard
+        # cast, put where the others read it, and taken apart
+        size = gathers * ((6 + 2 * width) * shard + 2 * width * parameters)
+        if not self.weights_once:
+            return size + times * TOGETHER * parameters + 12 * (self.count - 1) * shard
+        added = 6 + 10 * (self.count - 1) if self.count > 1 else 0  # made float32, and others added
+        return size + (added * MIXED + TOGETHER) * parameters
 
     def sent(self, chunks: int) -> float:
         """What a pipeline's stages send in a step, forward and back; they wait for it."""
