@@ -12,7 +12,8 @@ with the first of B and so on: trainings of one seed, which read the same sample
     difference  B - A, the mean over seeds
     interval    95 %, over seeds (Student's t), of three runs each or more
     Holm        p over seeds, corrected for how many comparisons there are; headlines (whole suites and groups) are one
-                family, their parts (subjects, domains) another. B is better or worse where it is at most 0.05
+                family, their parts (subjects, domains) another, losses (means of all sets, at equal tokens and, where
+                that is something else, at equal FLOPs) a third. B is better or worse where it is at most 0.05
     over items  a diagnostic: the 95 % interval for other items and these very models, over clusters of items that come
                 from one file, passage or document (`cluster` names the key). It says nothing about another training,
                 whose data in another order may change hundreds of answers, so of one run each there is no verdict
@@ -41,7 +42,7 @@ from numpy.typing import NDArray
 from evaluation import intervals, logged, measures, results
 from evaluation.measures import Measure
 from evaluation.results import Evaluation, Item
-from evaluation.seeds import LEAST, Paired, paired
+from evaluation.seeds import LEAST, Paired, holm, paired, together
 from training.observe import plots
 from training.observe.metrics import FILE as METRICS
 from upcycle import cli, strict
@@ -79,15 +80,6 @@ def resampled(table_NC: Array, rng: np.random.Generator) -> Iterator[Array]:
         return
     for draws in chunks(items):
         yield table_NC[rng.integers(0, items, (draws, items))].sum(1)
-
-
-def holm(p: Sequence[float]) -> list[float]:
-    """Holm's step-down correction, in the given order."""
-    corrected, largest = [0.0] * len(p), 0.0
-    for rank, at in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        largest = max(largest, min(1.0, (len(p) - rank) * p[at]))
-        corrected[at] = largest
-    return corrected
 
 
 def generator(*key: str) -> np.random.Generator:
@@ -425,6 +417,30 @@ class Losses:
         """Says what is equal, tokens or FLOPs, and whether a loss is interpolated for that."""
         return f"equal {what}, interpolated" if self.midway.get(what) else f"equal {what}"
 
+    def over_sets(self) -> dict[tuple[str, str], Paired]:
+        """The difference of the mean over sets, over seeds, corrected by Holm: by (tokens | FLOPs, group)."""
+        return {key: found for key, (found, _) in self._judged().items()}
+
+    def verdict(self, what: str, name: str) -> str:
+        """Says how far a group is from the first at equal tokens or FLOPs, on the mean of the sets."""
+        seeds, judged = self._judged()[what, name]
+        if seeds.low is None or seeds.high is None or seeds.p_holm is None:
+            return f"{seeds.mean:+.4f}, {'one run' if seeds.seeds == 1 else f'{seeds.seeds} runs'} each: no verdict"
+        interval = f"95 % interval over {seeds.seeds} seeds {seeds.low:+.4f} to {seeds.high:+.4f}"
+        p = f"p {p_text(seeds.p_holm)}" + f", corrected by Holm for {judged} comparisons" * (judged > 1)
+        return f"{seeds.mean:+.4f}, {interval}, {p}: {seeds.verdict()}"
+
+    def _judged(self) -> dict[tuple[str, str], tuple[Paired, int]]:
+        """(the difference, with how many it is judged). Where a token costs as much, equal FLOPs are equal tokens: one
+        comparison, not two."""
+        sides = (("tokens", self.at_equal_tokens), ("FLOPs", self.at_equal_flops))
+        rows = {(what, name): over_sets(found) for what, by_run in sides for name, found in by_run.items()}
+        marks = {key: tuple(round(difference, 9) for difference in found) for key, found in rows.items()}
+        distinct = list(dict.fromkeys(marks.values()))
+        first = [next(rows[key] for key, mark in marks.items() if mark == each) for each in distinct]
+        corrected = dict(zip(distinct, together([paired(each) for each in first]), strict=True))
+        return {key: (corrected[mark], len(distinct)) for key, mark in marks.items()}
+
 
 def compare_losses(groups: Sequence[Name | Sequence[Name]]) -> Losses:
     folders = as_groups(groups)
@@ -506,9 +522,9 @@ def losses_at(
     return found
 
 
-def over_sets(rows: Sequence[Loss]) -> Paired:
-    """The difference of the mean over validation sets, over seeds."""
-    return paired([math.fsum(apart) / len(rows) for apart in zip(*(row.by_seed for row in rows), strict=True)])
+def over_sets(rows: Sequence[Loss]) -> list[float]:
+    """The difference of the mean over validation sets, of each seed."""
+    return [math.fsum(apart) / len(rows) for apart in zip(*(row.by_seed for row in rows), strict=True)]
 
 
 # ---- as text
@@ -583,21 +599,13 @@ def loss_table(found: Losses) -> str:
                 f"B = {inert(name)}", "",
                 "| | A | B | B - A |", "|---|---|---|---|",
                 *(f"| {inert(r.domain)} | {r.a:.4f} | {r.b:.4f} | {r.difference:+.4f} |" for r in rows), "",
-                f"Mean of sets: {loss_verdict(rows)}", "",
+                f"Mean of sets: {found.verdict(what, name)}", "",
             ]  # fmt: skip
         if names := found.midway.get(what):
             lines += [inert(midway_text(names)), ""]
     if found.flops is None:
         lines.append("No comparison at equal FLOPs: a log has no FLOPs (written by an older version).")
     return "\n".join(lines).rstrip()
-
-
-def loss_verdict(rows: Sequence[Loss]) -> str:
-    seeds = over_sets(rows)
-    if seeds.low is None or seeds.high is None:
-        return f"{seeds.mean:+.4f}, {'one run' if seeds.seeds == 1 else f'{seeds.seeds} runs'} each: no verdict"
-    interval = f"95 % interval over {seeds.seeds} seeds {seeds.low:+.4f} to {seeds.high:+.4f}"
-    return f"{seeds.mean:+.4f}, {interval}: {seeds.verdict()}"
 
 
 def midway_text(names: Sequence[str]) -> str:

@@ -269,6 +269,8 @@ def started(source: str) -> Iterator[Origin]:
     """Opens what training began with: a folder or hub id, or what a run upcycled as it loaded."""
     run = Path(source)
     made = standalone.upcycled(run)
+    # text=True: a run may have measured its training data, which its model's config does not name, and kept what it
+    # found. How its routers began is decided in `made`
     begun = layout.online(made, standalone.measured_before(run), text=True) if made else layout.opened(source)
     with begun as origin:
         yield origin

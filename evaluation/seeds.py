@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 LEVEL = 0.95
@@ -23,11 +23,12 @@ class Paired:
     low: float | None = None  # None: fewer than LEAST seeds have no interval
     high: float | None = None
     p: float | None = None  # two-sided, of no difference
+    p_holm: float | None = None  # corrected for others that are judged with it (`together`); None: it is judged alone
 
     def verdict(self, higher_is_better: bool = False) -> str:
         if self.low is None or self.high is None:
             return "no interval"
-        if self.low <= 0 <= self.high:
+        if self.low <= 0 <= self.high or (self.p_holm is not None and self.p_holm > 1 - LEVEL):
             return "no difference shown"
         return "better" if (self.mean > 0) == higher_is_better else "worse"
 
@@ -49,6 +50,21 @@ def paired(differences: Sequence[float], grain: float = 0.0) -> Paired:
     reach = student(seeds - 1) * error
     p = 1 - inside(abs(mean) / error, seeds - 1) if error else float(mean == 0)
     return Paired(seeds, mean, mean - reach, mean + reach, p)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Holm's step-down correction, in the given order."""
+    corrected, largest = [0.0] * len(p), 0.0
+    for rank, at in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+        largest = max(largest, min(1.0, (len(p) - rank) * p[at]))
+        corrected[at] = largest
+    return corrected
+
+
+def together(found: Sequence[Paired]) -> list[Paired]:
+    """The same, each corrected for how many of them are judged."""
+    corrected = iter(holm([each.p for each in found if each.p is not None]))
+    return [each if each.p is None else replace(each, p_holm=next(corrected)) for each in found]
 
 
 @cache

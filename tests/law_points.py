@@ -344,27 +344,36 @@ def checked() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """(the 12 points, how far off on each the law is that was fitted to the 36 alone: by form, and as published)"""
     points, loss, _ = read()
     rows, texts = known(CHECKS)
-    if texts != known(HERE)[1]:
-        raise ValueError(
-            f"{CHECKS.name} is of the texts {texts} and {HERE.name} of {known(HERE)[1]}; losses compare on the same ones: "
-            "run all points in one go (python -m tests.law_points all)"
-        )
+    same(texts)
     new = [row for row in rows if row["more"]]
     at, real = values(new)
     found = {name: say(fit(points, loss), at) / real - 1 for name, (fit, say) in FORMS.items()}
     return new, {**found, "as published": losses(PUBLISHED, at) / real - 1}
 
 
+def same(texts: dict[str, str], which: str = CHECKS.name) -> None:
+    """ValueError unless these are the texts of the 36."""
+    if texts != known(HERE)[1]:
+        raise ValueError(
+            f"{which} is of the texts {texts} and {HERE.name} of {known(HERE)[1]}; losses compare on the same ones: "
+            "run all points in one go (python -m tests.law_points all), and write fit before judge"
+        )
+
+
 def keep(file: Path, points: Path, between: bool) -> None:
-    """Writes those points of a run that a law is fitted to, or those that judge it, and once the texts they have."""
+    """Writes those points of a run that a law is fitted to, or those that judge it, and once the texts they have. Nothing
+    is written if texts differ: those of any of the run's points, or of the 12 from the 36's."""
     sizes = {hidden for hidden, *_ in (BETWEEN if between else SIZES)}
-    rows = [row for row in map(json.loads, points.read_text().splitlines()) if row["hidden"] in sizes and not row["seed"]]
-    texts = [row.pop("texts") for row in rows]
+    every = [json.loads(line) for line in points.read_text().splitlines()]
+    texts = [row.pop("texts") for row in every]
+    rows = [row for row in every if row["hidden"] in sizes and not row["seed"]]
     if not rows or any(each != texts[0] for each in texts):
         raise ValueError(
-            f"{points} has {len(rows)} points of hidden {sorted(sizes)}, which must be some and all of the same texts; "
-            "run them in one go (python -m tests.law_points all)"
+            f"{points} has {len(rows)} points of hidden {sorted(sizes)}, which must be some, and all that it has of the "
+            "same texts; run them in one go (python -m tests.law_points all)"
         )
+    if between:
+        same(texts[0], str(points))
     rows.sort(key=lambda row: (row["parameters"], row["first"], row["more"]))
     lines = ",\n".join(map(json.dumps, rows))
     file.write_text(f'{{"texts": {json.dumps(texts[0], indent=1)},\n"points": [\n{lines}\n]}}\n')

@@ -228,7 +228,7 @@ def run_push(options: argparse.Namespace) -> int:
         print(f"      stays  {name}")
     print(f"{card.human(what.bytes, 'B'):>10}  in {len(what.files)} files to {options.name}", flush=True)
     if not options.dry_run:
-        print(hub.push(options.folder, options.name, private=options.private))
+        print(hub.send(what, options.name, private=options.private))
     return 0
 
 

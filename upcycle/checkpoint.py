@@ -120,7 +120,10 @@ class Checkpoint:
             return Checkpoint(Path(source))
         hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", str(source), re.ASCII)
         if isinstance(source, Path) or not hub_id or Path(source).exists():
-            raise ValueError(f"{str(source)!r} is not a folder, nor a hub id such as org/name or org/name@revision")
+            raise ValueError(
+                f"{str(source)!r} is not a folder, nor a hub id such as org/name or org/name@revision; name one, or "
+                "download the model there (hf download org/name --local-dir FOLDER)"
+            )
         from huggingface_hub import snapshot_download  # imported here: a folder needs no hub
 
         try:

@@ -79,8 +79,9 @@ def headers(source: str | Path) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Upload:
-    """What `push` sends: (name, bytes of its content, or the file with them), and the names that stay."""
+    """What `push` sends of a folder: (name, bytes of its content, or the file with them), and the names that stay."""
 
+    folder: Path
     files: tuple[tuple[str, Path | bytes], ...]
     left: tuple[str, ...]
 
@@ -106,7 +107,7 @@ def upload(folder: str | Path) -> Upload:
     if not (folder / "README.md").is_file():
         raise ValueError(f"{folder} has no README.md, the card that says what this is; write one")
     files = tuple((path.name, public_manifest(path) if path.name == MANIFEST else path) for path in there)
-    return Upload(files, tuple(sorted(path.name for path in folder.iterdir() if path.name not in names)))
+    return Upload(folder, files, tuple(sorted(path.name for path in folder.iterdir() if path.name not in names)))
 
 
 def public_manifest(path: Path) -> bytes:
@@ -127,7 +128,11 @@ def public_manifest(path: Path) -> bytes:
 def push(folder: str | Path, hub_id: str, *, private: bool = False) -> str:
     """Makes the repository unless it is there, sends the folder in one commit, and returns its address."""
     check_id(hub_id)
-    what = upload(folder)
+    return send(upload(folder), hub_id, private=private)
+
+
+def send(what: Upload, hub_id: str, *, private: bool = False) -> str:
+    """`push` of what is looked through already: every header was read, and the manifest made."""
     import huggingface_hub
     from huggingface_hub import CommitOperationAdd
 
@@ -138,7 +143,7 @@ def push(folder: str | Path, hub_id: str, *, private: bool = False) -> str:
         done = api.create_commit(hub_id, operations, commit_message="Upload a model made by upcycle")
     except Exception as error:  # of three libraries, below one function
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{folder} cannot be put to {hub_id}: {reason}; is `hf auth login` done?") from error
+        raise ValueError(f"{what.folder} cannot be put to {hub_id}: {reason}; is `hf auth login` done?") from error
     return str(done.commit_url)
 
 

@@ -134,7 +134,8 @@ def verify(
             faults += rebuild.faults(plan, checkpoints, b, manifest)
             again = rebuild.weights(plan, checkpoints, b)
             faults += again.wrong
-            rebuilt = f"{again.tensors} of {len(plan.outputs)} tensors, {again.share:.3g} of the bytes, bit for bit"
+            bytes_again = f"{100 * again.share:.3g} % of the bytes"
+            rebuilt = f"{again.tensors} of {len(plan.outputs)} tensors, {bytes_again}, bit for bit"
         if not math.isfinite(tolerance or 0):
             raise ValueError(f"--tolerance is {tolerance}; give a number")
         report = compared(a, b, rows, plan, checkpoints, [*faults], rebuilt, dtype, tolerance, device)
@@ -142,7 +143,8 @@ def verify(
         if exact and len(report.faults) == 1 and EXACT < report.relative < ROUNDED:
             why = f"float64, because float32 rounds: there logits differ by {report.relative:.3g} of the largest"
             finer = compared(a, b, rows, plan, checkpoints, [], rebuilt, "float64", tolerance, device)
-            return replace(finer, computed=why)
+            # which kernels a user can load it with is what float32 said: some know no float64
+            return replace(finer, computed=why, kernels=report.kernels)
         return report
 
 

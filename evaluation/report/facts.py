@@ -422,8 +422,9 @@ def opening(facts: Facts) -> str:
 def effects(facts: Facts) -> Iterator[tuple[str, str, int, str, str]]:
     """(model, the first, seeds, verdict, difference in words): of losses, else of the first suite's first headline."""
     if losses := facts.losses:
-        for name, rows in losses.at_equal_tokens.items():
-            d = compare.over_sets(rows)
+        for (what, name), d in losses.over_sets().items():
+            if what != "tokens":
+                continue
             over = "" if d.low is None else f", 95 % interval over {d.seeds} seeds {d.low:+.4f} to {d.high:+.4f}"
             said = f"validation loss {d.mean:+.4f} nats a token at {equal(facts, 'tokens', name)}{over}"
             yield name, losses.runs[0], d.seeds, d.verdict(), said
@@ -499,7 +500,7 @@ def loss_sentences(facts: Facts, losses: Losses) -> Iterator[str]:
             means = f"{mean(r.a for r in rows):.4f} to {mean(r.b for r in rows):.4f}"
             yield (
                 f"At {equal(facts, title, name)}, the validation loss of {name} is lower than that of {losses.runs[0]} "
-                f"on {lower} of {len(rows)} sets; mean {means} nats a token; difference {compare.loss_verdict(rows)}."
+                f"on {lower} of {len(rows)} sets; mean {means} nats a token; difference {losses.verdict(title, name)}."
             )
 
 

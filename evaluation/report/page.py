@@ -89,7 +89,7 @@ def tiles(facts: Facts) -> Iterator[str]:
             for name, rows in list(by_run.items())[:HEADLINES]:
                 change = mean(row.difference for row in rows)
                 lower = f"nats a token; lower on {sum(r.difference < 0 for r in rows)} of {len(rows)} sets"
-                verdict = compare.over_sets(rows).verdict()
+                verdict = facts.losses.over_sets()[title, name].verdict()
                 lower += f"; {verdict}"
                 kind = {"better": "good", "worse": "bad"}.get(verdict, "")  # of one run each neither
                 about = f"Loss at {equal(facts, title, name)}, {name} − {facts.losses.runs[0]}"
@@ -277,8 +277,9 @@ def loss_tables(facts: Facts, losses: Losses) -> str:
             )
     midway = tuple(dict.fromkeys(name for names in losses.midway.values() for name in names))
     note = (
-        "Means over seeds. Of one run each there is no interval: another seed would give other digits. Between two "
-        "validations the loss is taken on the straight line. FLOPs are those of continued training alone."
+        "Means over seeds. A verdict is of the mean of all sets, by p over seeds, corrected by Holm for all such "
+        "means; of one run each there is none: another seed would give other digits. Between two validations the loss "
+        "is taken on the straight line. FLOPs are those of continued training alone."
     ) + (f" {escape(compare.midway_text(midway))}" if midway else "")
     return f'<div class="tables">{tables}</div><p class="note">{note}</p>'
 

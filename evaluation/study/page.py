@@ -103,7 +103,14 @@ def table(judged: Judged) -> str:
     if not rows:
         return next(sentences(judged))
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    return "\n".join("  ".join(f"{c:{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows))
+    lines = ["  ".join(f"{c:{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
+    return "\n".join([*lines, *by_chance([one.difference for one in headlines(judged)])])
+
+
+def by_chance(found: Sequence[Paired]) -> Iterator[str]:
+    """Says how many of several intervals are wrong, as none is corrected for the others."""
+    if (count := sum(each.low is not None for each in found)) > 1:
+        yield f"Of {count} such intervals {count / 20:.2g} miss the truth by chance."
 
 
 def between(paired: Paired, one: Contrast) -> str:
@@ -124,13 +131,13 @@ def differences_section(judged: Judged, color: Palette) -> str:
         body += draw.folded(f"Each validation set by itself: {len(parts)} differences", forests(parts, color, ""))
     if not body:
         return ""
-    count = len(judged.contrasts)
+    losses = [one.difference for one in judged.contrasts if one.unit == "nats a token"]
     return draw.section(
         "Differences",
         "Of final validation losses, in nats a token; lower is better. Two runs of a seed read the same samples in the "
         "same order; a dot is the mean of their differences, its bar Student's 95 % interval over seeds. A difference "
         "is called better or worse where that leaves out 0. At equal FLOPs and at equal seconds the other arm is a run "
-        f"of its own with its own whole schedule. Of {count} such intervals {count / 20:.1f} miss the truth by chance.",
+        f"of its own with its own whole schedule. {' '.join(by_chance(losses))}",
         body,
     )
 
@@ -199,6 +206,8 @@ def suites_section(judged: Judged, color: Palette) -> str:
             ))  # fmt: skip
     if not rows:
         return ""
+    every = [change for task in judged.kept for arm, change in task.change.items() if task.after.get(arm)]
+    every += [one.difference for one in judged.contrasts if one.unit != "nats a token"]
     head = ("task", "metric", "arm", "before", "after", "change", "95 % interval", "")
     body = draw.table(head, rows)
     for unit in dict.fromkeys(c.unit for c in judged.contrasts if c.unit != "nats a token"):
@@ -208,7 +217,8 @@ def suites_section(judged: Judged, color: Palette) -> str:
     return draw.section(
         "Suites",
         "Before: the model that an arm began with; of an upcycled one the dense model, which is the same function. "
-        "After: mean over seeds. Intervals are over seeds, paired by seed where two arms are compared.",
+        "After: mean over seeds. Intervals are over seeds, paired by seed where two arms are compared. "
+        f"{' '.join(by_chance(every))}",
         body,
     )
 

@@ -107,7 +107,8 @@ Observe = Callable[[UpcyclePlan, Sequence[Checkpoint]], Mapping[str, Tensor]]
 @contextmanager
 def online(config: UpcycleConfig, observe: Observe = measure.measure, *, text: bool = False) -> Iterator[Origin]:
     """Context that yields the Origin of what `upcycle convert` would write, made as it is read. `observe`: returns what
-    is measured on text, if the plan needs any. `text`: whether it has some that the config does not name."""
+    is measured on text, if the plan needs any. `text`: whether `observe` can return that though the config
+    names no text. Without it such a plan is refused; with it router.init.name=auto may be clusters."""
     if not (config.source or config.donors):
         raise ValueError("model.upcycle names no dense model; write model.upcycle.source=FOLDER, or a hub id")
     with ExitStack() as stack:

@@ -122,7 +122,9 @@ class Experts(nn.Module):
         plain = self.compute is grouped.experts and self.gated and not self.low and self.up_bias is None
         # what FSDP divides it gathers around a call of this module alone
         plain = plain and self.down_bias is None and type(self.up) is nn.Parameter
-        return plain and narrow.fits(x_TD, self.up, self.down)
+        # and so do hooks that somebody registers wait for one
+        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        return plain and not hooked and narrow.fits(x_TD, self.up, self.down)
 
     def of_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
         return narrow.ffn(x_TD, weight_TK, expert_TK, self.weights(self, x_TD.dtype), self.activation)

@@ -15,6 +15,7 @@ import pytest
 from evaluation import compare, results
 from evaluation.__main__ import main as evaluate
 from evaluation.results import Evaluation, Group, Item, Model, Task
+from evaluation.seeds import holm
 
 CHOICES = ("A", "B", "C", "D")
 Answers = Sequence[int]
@@ -75,11 +76,6 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 
 
 # ---- statistics
-
-
-def test_holm_by_hand() -> None:
-    assert compare.holm([0.04, 0.01, 0.03, 0.5]) == pytest.approx([0.09, 0.04, 0.09, 0.5])
-    assert compare.holm([0.6, 0.7]) == [1.0, 1.0]
 
 
 def test_bootstrap_has_the_paired_standard_error_and_repeats() -> None:
@@ -175,7 +171,7 @@ def test_seeds_decide_and_items_do_not(tmp_path: Path) -> None:
     reach = stats.t.ppf(0.975, 2) * np.std(hand, ddof=1) / math.sqrt(3)
     assert (row.low, row.high) == pytest.approx((row.difference - reach, row.difference + reach))
     assert row.p == pytest.approx(stats.ttest_1samp(hand, 0).pvalue)
-    assert row.p_holm == compare.holm([c.differences[0].p for c in found])[0] >= 2 * row.p  # three beside the first
+    assert row.p_holm == holm([c.differences[0].p for c in found])[0] >= 2 * row.p  # three beside the first
     assert found[0].a.name == "a-0, a-1, a-2" and not found[0].flips and row.only_a is None
     assert noisy and found[1].differences[0].low < 0
 
@@ -399,11 +395,34 @@ def test_losses_of_seeds_have_an_interval(tmp_path: Path) -> None:
     ]
     found = compare.compare_losses(groups)
     assert found.runs == ("a0, a1, a2", "b0, b1, b2", "c0, c1, c2")
-    [b], [c] = found.at_equal_tokens["b0, b1, b2"], found.at_equal_tokens["c0, c1, c2"]
+    [b] = found.at_equal_tokens["b0, b1, b2"]
     assert b.by_seed == pytest.approx((-0.5, -0.49, -0.5)) and (b.a, b.b) == pytest.approx((3.0, 7.51 / 3))
-    assert compare.loss_verdict([b]).endswith(": better")
-    assert compare.loss_verdict([c]).endswith(": no difference shown")
+    assert found.verdict("tokens", "b0, b1, b2").endswith("p < 0.001, corrected by Holm for 2 comparisons: better")
+    assert found.verdict("FLOPs", "c0, c1, c2").endswith("p 1.000, corrected by Holm for 2 comparisons: no difference shown")
     assert "95 % interval over 3 seeds -0.51" in compare.loss_table(found)
+
+
+def test_losses_are_judged_together(tmp_path: Path) -> None:
+    """Better by its interval alone, and not beside others; equal FLOPs are another comparison where a token costs more."""
+    ends = {"a": (3.0, 3.0, 3.0), "b": (2.975, 2.95, 2.955), "c": (3.01, 2.99, 3.02), "d": (3.0, 3.1, 3.0)}
+    groups = [
+        [
+            log(tmp_path / f"{name}{seed}", 20.0 if name == "d" else 10.0, {0: 5.0, 10: end}, steps=10)
+            for seed, end in enumerate(of)
+        ]
+        for name, of in ends.items()
+    ]
+    # only d is read elsewhere at equal FLOPs, and there it is worse with a p below that of b, which is second of four
+    for arms, count, place in ((2, 1, 1), (3, 2, 1), (4, 4, 2)):
+        found = compare.compare_losses(groups[:arms])
+        every = found.over_sets()
+        b = every["tokens", "b0, b1, b2"]
+        assert len(every) == 2 * (arms - 1) and b.p is not None and b.low is not None and b.high is not None
+        assert b.high < 0 and 0.025 < b.p < 0.05
+        assert b.p_holm == pytest.approx((count - place + 1) * b.p) and b.verdict() == ("better" if count == 1 else "no difference shown")
+        said = f"Mean of sets: -0.0400, 95 % interval over 3 seeds {b.low:+.4f} to {b.high:+.4f}, p {b.p_holm:.3f}"
+        more = f", corrected by Holm for {count} comparisons" * (count > 1)
+        assert f"{said}{more}: {b.verdict()}" in compare.loss_table(found)
 
 
 def test_losses_of_other_sets_are_refused(tmp_path: Path) -> None:

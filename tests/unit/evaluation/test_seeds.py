@@ -1,4 +1,4 @@
-"""Intervals over seeds, against scipy's, and how often they call a method better that is none."""
+"""Intervals over seeds, against scipy's, and how often they call a method better that is none, alone and together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from evaluation.seeds import LEAST, paired, student
+from evaluation.seeds import LEAST, holm, paired, student, together
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 9, 30, 199])
@@ -48,6 +48,27 @@ def test_an_arm_beside_itself_is_called_better_at_most_one_time_in_twenty(seeds:
     share = {word: verdicts.count(word) / len(verdicts) for word in ("better", "worse")}
     assert max(share.values()) <= 0.05
     assert sum(share.values()) == pytest.approx(0.05, abs=0.01)  # and it is no interval of everything
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.04, 0.01, 0.03, 0.5]) == pytest.approx([0.09, 0.04, 0.09, 0.5])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+
+
+def test_what_is_judged_together_is_called_better_at_most_one_time_in_twenty_all_in_all() -> None:
+    """Null studies of six means: two arms beside themselves and one that is better, each at equal tokens and FLOPs."""
+    noise = np.random.default_rng(0).normal(scale=0.01, size=(2000, 6, 3))
+    noise[:, 4:] -= 1
+    alone = [[paired([*row]) for row in study] for study in noise]
+    every = [together(study) for study in alone]
+    assert all(found.verdict() == "better" for study in every for found in study[4:]), "it does not hide what is there"
+    share, called = (
+        sum(any(found.verdict() != "no difference shown" for found in study[:4]) for study in studies) / len(studies)
+        for studies in (every, alone)
+    )
+    assert 0.02 < share <= 0.055 and called > 0.15  # sampling error: 0.005
+    few = together([paired([0.1]), paired([-0.02, -0.021, -0.019]), paired([-0.02, -0.021, -0.019])])
+    assert [found.p_holm for found in few] == [None, *(pytest.approx(2 * (few[1].p or 0)) for _ in range(2))]
 
 
 def test_a_grain_is_the_least_spread_that_is_believed() -> None:

@@ -431,6 +431,8 @@ def test_the_page_the_json_and_the_table_say_the_same(
         f"python -m training {done.run_folder('moe', 2)}.yaml", "moe, seed 2", "1.50",
     ):  # fmt: skip
         assert said in text
+    assert "Of 4 such intervals 0.2 miss the truth by chance" in shown, "in and out, at equal tokens and at equal FLOPs"
+    assert "Of 8 such intervals 0.4 miss the truth by chance" in text, "and each set"
     assert figures["failures"] == ["moe, seed 9 failed: a & b"]
     assert not [word for word in ("p <", "p-value", "p =") if word in text]
 
@@ -475,6 +477,7 @@ def test_suites_before_and_after(done: Plan) -> None:
     study.show(plan, "c", {})
     page = (plan.folder / "study.html").read_text()
     assert "Last word (tiny)" in page and "+31.00" in page
+    assert "Of 5 such intervals 0.25 miss the truth by chance" in page, "three changes, and two arms beside another"
 
 
 # ---- running

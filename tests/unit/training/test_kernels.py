@@ -297,6 +297,38 @@ def test_which_experts_are_narrow() -> None:
     assert not any(near(*sizes) for sizes in (*beyond, *odd))
 
 
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"],
+)
+def test_hooks_of_narrow_experts_are_called(register: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shorter way passes by Experts.forward, and so do not those whose experts somebody looks at."""
+    from training.experts import grouped
+    from training.model import narrow
+    from training.model.moe import MoE
+    from upcycle.spec import DenseSpec, MoESpec
+
+    monkeypatch.setattr(narrow, "fits", lambda *_: True)  # of sizes and devices that there are not here
+    monkeypatch.setattr(narrow, "ffn", lambda x_TD, *_: x_TD * 2)
+    dense = DenseSpec(
+        family="llama", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=16, context=8, tied=True
+    )
+    block = MoE(MoESpec(dense, (0,), (32,) * 4, top_k=2, copies=4), grouped.experts)
+    for name, parameter in block.named_parameters():
+        parameter.data = rng.normal(tuple(parameter.shape), 0, name) / 4
+    x = rng.normal((1, 8, 16), 0, "x").requires_grad_()
+    assert torch.equal(block(x), x * 2), "nobody looks"
+    seen: list[str] = []
+    outside = block.register_forward_hook(lambda *_: seen.append("block"))  # sees either way
+    handle = getattr(block.experts, register)(lambda *_: seen.append("experts"))
+    y = block(x)
+    y.sum().backward()
+    assert not torch.equal(y, x * 2) and sorted(seen) == ["block", "experts"]
+    handle.remove()
+    assert torch.equal(block(x), x * 2) and seen.count("block") == 2
+    outside.remove()
+
+
 @needs_interpreter
 # the last tile is half full, or full; values that a clamp cuts
 @pytest.mark.parametrize(("width", "act"), [(96, "silu"), (128, "silu"), (128, "clamped_swiglu")])

@@ -263,7 +263,7 @@ def test_what_is_neither_a_folder_nor_a_hub_id(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
-    with pytest.raises(ValueError, match="not a folder, nor a hub id"):
+    with pytest.raises(ValueError, match=r"not a folder, nor a hub id.*hf download org/name"):
         Checkpoint.open(source)
 
 

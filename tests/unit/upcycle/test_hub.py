@@ -158,7 +158,14 @@ def test_push_lists_what_it_would_send_and_sends_that(
             sent["files"] = {each.path_in_repo: each for each in operations}
             return SimpleNamespace(commit_url=f"https://example.org/{name}")
 
+    looked, upload = list[hub.Upload](), hub.upload
+
+    def look(folder: Any) -> hub.Upload:
+        looked.append(upload(folder))
+        return looked[-1]
+
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(hub, "upload", look)
     (moe / "notes.txt").write_text("mine")
     capsys.readouterr()
     assert main(["push", str(moe), "org/moe", "--dry-run"]) == 0
@@ -166,6 +173,8 @@ def test_push_lists_what_it_would_send_and_sends_that(
     assert not sent and "stays  notes.txt" in shown and "to org/moe" in shown
     assert main(["push", str(moe), "org/moe", "--private"]) == 0
     assert sent["repo"] == ("org/moe", {"private": True, "exist_ok": True})
+    assert len(looked) == 2, "each command looks through the folder once, and sends what it listed"
+    assert [*sent["files"]] == [name for name, _ in looked[1].files]
     assert {"config.json", "model.safetensors", "README.md", "LICENSE", "upcycle.json"} <= sent["files"].keys()
     assert "notes.txt" not in sent["files"] and all(f"  {name}\n" in shown for name in sent["files"])
     everything = b"".join(
@@ -178,6 +187,7 @@ def test_push_lists_what_it_would_send_and_sends_that(
         content = each.path_or_fileobj
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else Path(content).read_bytes())
     assert verify(str(dense), str(tmp_path), [], 32, 16).held
+    assert hub.push(moe, "org/again") == "https://example.org/org/again" and sent["repo"][1]["private"] is False
     (moe / "notes.txt").unlink()
 
 

@@ -158,10 +158,34 @@ def test_points_are_kept(tmp_path: Path) -> None:
     for own, between in ((law_points.HERE, False), (law_points.CHECKS, True)):
         law_points.keep(file, points, between)
         assert file.read_text() == own.read_text()
-    lines[0]["texts"] = {}
-    points.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(ValueError, match="all of the same texts"):
-        law_points.keep(file, points, between=False)
+    kept = file.read_text()
+    for at, between in ((0, False), (len(rows), False), (-1, True)):  # one of the 36; of the 12; of another seed
+        mixed = [dict(line) for line in lines]
+        mixed[at]["texts"] = {}
+        points.write_text("".join(json.dumps(line) + "\n" for line in mixed))
+        with pytest.raises(ValueError, match="all that it has of the same texts"):
+            law_points.keep(file, points, between)
+    assert file.read_text() == kept
+
+
+def test_the_12_are_not_kept_where_the_36_are_of_other_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree stays as it was; fit takes texts that are new, and judge goes on with them."""
+    (rows, _), (others, _) = law_points.known(law_points.HERE), law_points.known(law_points.CHECKS)
+    points = tmp_path / "points.jsonl"
+    points.write_text("".join(json.dumps({**row, "texts": {"new": "1 token"}}) + "\n" for row in (*rows, *others)))
+    for name in ("HERE", "CHECKS"):
+        copy = tmp_path / getattr(law_points, name).name
+        copy.write_bytes(getattr(law_points, name).read_bytes())
+        monkeypatch.setattr(law_points, name, copy)
+    before = law_points.CHECKS.read_bytes()
+    monkeypatch.setattr("sys.argv", ["law_points", "judge", str(points)])
+    with pytest.raises(ValueError, match="losses compare on the same ones"):
+        law_points.main()
+    assert law_points.CHECKS.read_bytes() == before
+    for command in ("fit", "judge"):
+        monkeypatch.setattr("sys.argv", ["law_points", command, str(points)])
+        assert law_points.main() == 0
+    assert law_points.known(law_points.CHECKS)[1] == {"new": "1 token"}
 
 
 def test_advice_where_our_runs_were() -> None:

@@ -184,6 +184,8 @@ def test_what_float32_rounds_is_judged_in_float64(
     monkeypatch.setattr("upcycle.verify.EXACT", (finer + plain.relative) / 2)
     again = verify(llama, folder, count=64)
     assert again.held and again.relative == finer and "float64, because float32 rounds" in str(again)
+    assert not plain.kernels and not again.kernels, "transformers' default fails in float64 alone, in which nobody loads it"
+    assert "100 % of the bytes" in again.rebuilt
     monkeypatch.setattr("upcycle.verify.EXACT", finer / 2)
     assert not verify(llama, folder, count=64).held
 

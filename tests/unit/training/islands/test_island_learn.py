@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from evaluation.seeds import paired
+from tests import islands_learn
 from tests.islands_learn import (
     ARMS,
     KEPT,
@@ -115,6 +120,42 @@ def test_arms_that_are_named_are_these_and_as_soon_as_they_are_named() -> None:
     for word in ("1:copies:2", "1:copy:2:1e-3", "99:copies:2:1e-3", "x:copies:2:1e-3", "1:copies:2:1e-3:1:1:1:1", ""):
         with pytest.raises(ValueError, match="it must be like 1:copies:2:5e-4"):
             named(f"0:copies:0:1e-3,{word}")
+
+
+def test_no_arm_begins_late_and_those_that_began_are_waited_for(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`last=`, with a clock by which one of two workers is done every ten seconds."""
+    now, begun = [0.0], list[tuple[float, int, Arm]]()
+    waiting: list[tuple[int, Arm]] = []
+
+    def put(worker: int, arm: Arm) -> None:
+        begun.append((now[0], worker, arm))
+        waiting.append((worker, arm))
+
+    def get(timeout: float) -> tuple[int, dict[str, Any]]:
+        now[0] += 10
+        worker, arm = waiting.pop(0)
+        return worker, asdict(arm) | {"error": "nothing was learned"}
+
+    @contextmanager
+    def workers(count: int, *_: Any) -> Iterator[Any]:
+        yield [SimpleNamespace(put=partial(put, number)) for number in range(count)], SimpleNamespace(get=get)
+
+    monkeypatch.setattr(islands_learn, "workers", workers)
+    monkeypatch.setattr(islands_learn, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    named = "named=" + ",".join(f"1:copies:{seed}:1e-3" for seed in range(6))
+    words = ["size=small", f"source={place / 'dense'}", "train=data", "valid=valid", "sequence=32", "held=600", "workers=2", named]
+    for last, starts in (("last=25", [0, 0, 10, 20]), ("limit=1e9", [0, 0, 10, 20, 30, 40])):
+        now[0] = 0.0
+        begun.clear()
+        monkeypatch.setattr("sys.argv", ["islands_learn", "arms", str(tmp_path / last), f"tokens={place}", *words, last])
+        islands_learn.main()
+        assert [when for when, *_ in begun] == starts and not waiting
+        assert [arm.seed for *_, arm in begun] == list(range(len(starts)))
+        rows = (tmp_path / last / "rows.jsonl").read_text().splitlines()
+        assert [json.loads(row)["seed"] for row in rows] == list(range(len(starts)))
+        assert f"{len(starts)} of 6 arms in" in capsys.readouterr().out
 
 
 def test_few_words_are_the_most_frequent_ones_and_all_others_are_one(place: Path, tmp_path: Path) -> None:
