@@ -407,6 +407,8 @@ class PlanConfig:
 
 COPIED = 64  # mappings that are also tried with a copy of the model in each node
 SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take, and no plan counts
+FEW = 1024  # tokens of a step for each GPU, below which a mapping is chosen among bad ones
+BATCH = 2**22  # tokens of a step: more and fewer were worse where large models were upcycled (arXiv 2410.07524)
 AMOUNT = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?([KMBT]?) ?(tokens|FLOPs|GPU-hours|)", re.IGNORECASE)
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 # which keys of a hardware file a part of a step depends on
@@ -501,6 +503,12 @@ def clocked(
     if unsure and parts[0][1] > 0:
         keys = ", ".join(dict.fromkeys(key for _, key in unsure))
         lines.append(f"Not measured on this card: {keys}. Measure first what {unsure[0][0]} takes, then rent many.")
+    if tokens < FEW * asked.gpus:
+        lines.append(
+            f"A step has {tokens:,} tokens, {tokens / asked.gpus:,.0f} a GPU, which leaves {asked.gpus:,} GPUs idle in "
+            f"any mapping; write batch={math.ceil(BATCH / config.data.sequence)} for the 4 M that were best in "
+            "upcycling (arXiv 2410.07524), or take fewer GPUs."
+        )
     left = [name for name, there in uncounted(config).items() if there]
     if left:
         lines.append(f"Not in these seconds, which are of plain training: {', '.join(left)}.")

@@ -250,6 +250,15 @@ def test_the_fastest_that_fit_come_first() -> None:
     assert f"1 B tokens in {hours:,.1f} hours, {4 * hours:,.0f} GPU-hours, {8 * hours:,.0f} at 2" in "\n".join(lines)
 
 
+@pytest.mark.parametrize(("batch", "idle"), [(8, True), (4 * 1024 // 32, False), (4 * 1024 // 32 - 4, True)])
+def test_a_batch_that_leaves_all_gpus_idle_is_told(batch: int, idle: bool) -> None:
+    """Config of a few GPUs, asked for many: its best mapping is the best of bad ones, which no rank in a table says."""
+    config = replace(CONFIG, batch=batch, micro_batch=1)
+    shown = clocked(SPECS["moe"], config, PlanConfig(gpus=4, hardware="h200"), hardware.read("h200"))
+    each = f"A step has {batch * 32:,} tokens, {batch * 32 / 4:,.0f} a GPU, which leaves 4 GPUs idle in any mapping; "
+    assert (f"\n{each}write batch={2**22 // 32} for the 4 M" in shown) == idle
+
+
 def test_what_does_not_fit_is_not_ranked() -> None:
     """A card that the smallest mapping just fits has that one alone; one byte less, and nothing does."""
     sizes = [memory(SPECS["moe"], replace(CONFIG, mesh=mesh), 4).total for mesh in (MeshConfig(), MeshConfig(ep=4))]
