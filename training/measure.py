@@ -51,6 +51,7 @@ TINY = {
     "max_position_embeddings": 64, "rope_theta": 1e4, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
 LAYERS = (2, 6)  # the host's time for a layer is the difference of two models' by this many layers
+TRIES = 5  # at a difference that noise hid
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,19 @@ def seconds(
     return float(middle)
 
 
+def longer(what: str, times: Callable[[], tuple[float, float]], by: float = 1.0) -> tuple[float, float]:
+    """The first two seconds of `times` of which the second is over `by` times the first: noise alone would make a host
+    or wires that take no time, which flatter every plan."""
+    for _ in range(TRIES):
+        short, long = times()
+        if long > by * short:
+            return short, long
+    raise ValueError(
+        f"{what} cannot be measured: {long * 1e3:.3g} ms holds {short * 1e3:.3g} ms of other things and must be over "
+        f"{by:g} times as long, was not {TRIES} times in a row; measure again when the machine has nothing else to do"
+    )
+
+
 def random(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(*shape, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
 
@@ -194,33 +208,45 @@ def hosted(device: torch.device) -> tuple[float, float]:
     """Milliseconds of the host for a dense and a MoE layer, forward and backward: of layers whose kernels are tiny, in
     steps of the bench, which are training's own."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    found = []
-    for more in ({"model_type": "llama"}, {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}):
-        timed = []
-        for layers in LAYERS:
-            asked = bench.BenchConfig(
-                architecture={**TINY, **more, "num_hidden_layers": layers}, sequence=64, batch=world, micro_batch=1,
-                warmup=2, steps=4, experts="grouped" if device.type == "cuda" else "reference",
-                compute="bfloat16" if device.type == "cuda" else "float32",
-                weights="bfloat16" if device.type == "cuda" else "float32",
-            )  # fmt: skip
-            timed.append(bench.measured(asked, bench.spec_of(asked), device)["seconds"])
-        found.append(round(max(timed[1] - timed[0], 1e-6) / (LAYERS[1] - LAYERS[0]) * 1e3, 3))
-    return found[0], found[1]
+
+    def stepped(more: dict[str, Any], layers: int) -> float:
+        asked = bench.BenchConfig(
+            architecture={**TINY, **more, "num_hidden_layers": layers}, sequence=64, batch=world, micro_batch=1,
+            warmup=2, steps=4, experts="grouped" if device.type == "cuda" else "reference",
+            compute="bfloat16" if device.type == "cuda" else "float32",
+            weights="bfloat16" if device.type == "cuda" else "float32",
+        )  # fmt: skip
+        return float(bench.measured(asked, bench.spec_of(asked), device)["seconds"])
+
+    def of_a_layer(kind: str, more: dict[str, Any]) -> float:
+        few, many = longer(
+            f"the host's time for a {kind} layer", lambda: (stepped(more, LAYERS[0]), stepped(more, LAYERS[1]))
+        )
+        return digits((many - few) / (LAYERS[1] - LAYERS[0]) * 1e3)
+
+    sparse = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    return of_a_layer("dense", {"model_type": "llama"}), of_a_layer("MoE", sparse)
 
 
 def linked(device: torch.device) -> Link:
     """Latency and rate of an all-gather between all ranks."""
     world = dist.get_world_size()
-    sizes = [1 << 10, 1 << (27 if device.type == "cuda" else 20)]  # bytes of each rank
+    few, many = 1 << 10, 0  # bytes of each rank
+    first = 27 if device.type == "cuda" else 20
+    sizes = iter([1 << power for power in range(first, first + TRIES)])  # more, where a busy host hides what they take
 
     def gathered(size: int) -> float:
         own = torch.empty(size, dtype=torch.uint8, device=device)
         whole = torch.empty(size * world, dtype=torch.uint8, device=device)
         return seconds(lambda: dist.all_gather_into_tensor(whole, own), device)
 
-    short, long = (gathered(size) for size in sizes)
-    rate = (sizes[1] - sizes[0]) * (world - 1) / max(long - short, 1e-9) / 1e9
+    def both() -> tuple[float, float]:
+        nonlocal many
+        many = next(sizes)
+        return gathered(few), gathered(many)
+
+    short, long = longer("the rate of the wires between ranks", both, by=2)
+    rate = (many - few) * (world - 1) / (long - short) / 1e9
     return Link(latency=digits(short / (world - 1) * 1e6), rate=digits(rate))
 
 
@@ -238,7 +264,8 @@ def travelled(device: torch.device, bandwidth: float) -> float:
 
     size = x.element_size() * hidden * tokens
     local = 2 * size * (1 + k + 2 * k) / (bandwidth * 1e9)  # out and home: leaving and arriving rows are sorted
-    return digits(2 * size * k * (1 - 1 / world) / max(seconds(both, device) - local, 1e-9) / 1e9)
+    _, whole = longer("the rate of rows to other ranks", lambda: (local, seconds(both, device)))
+    return digits(2 * size * k * (1 - 1 / world) / (whole - local) / 1e9)
 
 
 def digits(number: float) -> float:

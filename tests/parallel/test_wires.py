@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.parallel.ranks import run
 from training import hardware, measure
@@ -26,3 +29,31 @@ def test_wires_between_two_ranks() -> None:
     rate, more = first.rows["hybridep"]
     assert rate == pytest.approx(ratio * first.rows["alltoall"][0], rel=1e-3) and more == like.rows["hybridep"][1]
     assert not {"link", "rows"} & set(first.sheet) and "network" in first.sheet
+
+
+def of_a_busy_machine(rank: int, world: int) -> tuple[float, float, list[int], str]:
+    """What `linked` finds where 1 ms is noise until a rank sends 4 MiB, and what it says where that never ends."""
+    sent: list[int] = []
+
+    def seconds(work: Callable[[], None], device: torch.device) -> float:
+        work()
+        return 1e-3 if sent[-1] < 1 << 22 else 1e-3 + sent[-1] / 1e9
+
+    def gathered(whole: torch.Tensor, own: torch.Tensor) -> None:
+        sent.append(own.numel())
+
+    with mock.patch.object(measure, "seconds", seconds), mock.patch.object(dist, "all_gather_into_tensor", gathered):
+        found = measure.linked(torch.device("cpu"))
+    with mock.patch.object(measure, "seconds", lambda *_: 2e-3), pytest.raises(ValueError) as refused:
+        measure.travelled(torch.device("cpu"), 1e-4)
+    return found.latency, found.rate, sent, str(refused.value)
+
+
+def test_noise_does_not_pass_for_wires_that_take_no_time() -> None:
+    for latency, rate, sent, refused in run(2, of_a_busy_machine):
+        assert latency == 1000 and rate == pytest.approx(1, rel=1e-3), "of two ranks a rate of 1 GB/s"
+        assert sent == [1 << 10, 1 << 20, 1 << 10, 1 << 21, 1 << 10, 1 << 22]
+        assert (
+            refused.startswith("the rate of rows to other ranks cannot be measured: 2 ms holds ")
+            and "nothing else" in refused
+        )
