@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
+
+# A shell that runs the suite in its background has it ignore Ctrl-C, which what it starts would inherit: some tests send one.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `make test` gives each of two processes whole files, so that what a file makes is made once. Those that take longest
 # come first: else one process would end with a long file when the other has none left.

@@ -141,6 +141,26 @@ def test_a_rank_that_never_left_a_sign_is_named() -> None:
         assert said == ("rank 2 (host unknown) died or froze, in the start" if now > SILENCE else "")
 
 
+class Gone(dist.HashStore):
+    """A store whose host is dead, which this rank's other thread knows already: what is sent fails at once."""
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Broken pipe")
+
+
+def test_a_store_that_is_gone_is_said_by_the_thread_before_the_error_of_a_peer_ends_the_process() -> None:
+    ended: list[str] = []
+
+    def end(sentence: str) -> None:
+        ended.append(sentence)
+        watch._stop.set()  # a process would be gone
+
+    watch = Watch(1, 3, Gone(), interval=0.05, end=end, _beats=1)  # it waits for its next beat
+    watch.start()
+    watch.failed(RuntimeError("Connection closed by peer"))
+    assert ended and ended[0].startswith("the store of the processes is gone, and with it rank 0 or torchrun")
+
+
 @pytest.mark.filterwarnings("ignore:Running all_to_all_single")
 def test_a_stack_names_the_collective_and_who_called_it() -> None:
     """Of a thread whose dispatch stands in its all-to-all, and of one that stands in none."""

@@ -182,13 +182,14 @@ class Watch:
         thread to find out which one and to end the run."""
         if self.store is None:
             return
-        with suppress(RuntimeError):  # where the store is gone the thread will notice
-            if any(word in str(error) for word in PEERS) or isinstance(error, dist.DistError):
+        if any(word in str(error) for word in PEERS) or isinstance(error, dist.DistError):
+            with suppress(RuntimeError):  # where the store is gone the thread notices too, and has to be waited for
                 self.store.set("doubt", "1")
-                self._stop.wait(10 * self.interval)
-            else:
-                self._stop.set()
-                words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            self._stop.wait(10 * self.interval)
+        else:
+            self._stop.set()
+            words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            with suppress(RuntimeError):
                 self.store.compare_set("verdict", "", f"rank {self.rank} failed in {self._what[1]} ({words})")
 
     def verdict(self, now: float) -> str:
