@@ -44,12 +44,12 @@ def gradients(run: Learner, batches: Sequence[Batch]) -> Tensor:
     parts = [own_part(batch.to(run.device), run.mesh) for batch in batches]
     scored = run.reduce(torch.stack([part.scored.sum() for part in parts]).sum())
     if run.pipeline is not None:
-        with run.phases("forward and backward"), one_step(run.model, run.pipeline.micro_batches):
+        with run.phases("forward and backward"), one_step(run.balance.blocks, run.pipeline.micro_batches):
             whole = Batch(*(torch.cat(tensors) for tensors in zip(*(vars(p).values() for p in parts), strict=True)))
             return run.reduce(run.pipeline.step(seen(run, whole), scored, run.config.data.sequence))
     wide = torch.promote_types(run.model.compute, torch.float32)
     nats, diverged = (torch.zeros((), dtype=wide, device=run.device) for _ in range(2))
-    with one_step(run.model, len(parts)):
+    with one_step(run.balance.blocks, len(parts)):
         for number, part in enumerate(parts, 1):
             synchronize(run.model, run.mesh, number == len(parts))
             with run.phases("forward"):

@@ -325,7 +325,7 @@ def steps_with_narrow_experts(rank: int, world: int, split: bool, count: int, mo
     seen, summed = [], shard.Summed.apply
     for step in range(3):
         made: list[Tensor] = []
-        with one_step(model, count), pytest.MonkeyPatch.context() as patch:
+        with one_step(blocks(model), count), pytest.MonkeyPatch.context() as patch:
             patch.setattr(shard.Summed, "apply", lambda p, copy, made=made: (made.append(copy), summed(p, copy))[1])
             for seed in range(count):
                 batch = own_part(models.batch(2, 100 * step + 10 * rank + seed), mesh)
@@ -394,7 +394,7 @@ def test_a_step_that_breaks_off_leaves_no_copies() -> None:
     model = models.make("moe", torch.float32, compute=torch.bfloat16)
     parallelize(model, ParallelMesh(MeshConfig(), device_type="cpu"))
     batch = models.batch(2)
-    with pytest.raises(KeyboardInterrupt), one_step(model, 2):
+    with pytest.raises(KeyboardInterrupt), one_step(blocks(model), 2):
         model.loss(batch.tokens, batch.labels, batch.positions, batch.documents)
         assert all(local_experts(block).copies for block in blocks(model))
         raise KeyboardInterrupt

@@ -278,10 +278,10 @@ class LocalExperts:
 
 
 @contextmanager
-def one_step(model: nn.Module, micro_batches: int) -> Iterator[None]:
+def one_step(blocks: Iterable[MoE], micro_batches: int) -> Iterator[None]:
     """Context around the micro-batches of a step: no weight changes within it, so experts are copied once. Autograd
     holds copies from forward to backward anyway, so keeping them raises no peak, unless backward makes new ones."""
-    found = [block.experts.weights for block in moe_blocks(model)]
+    found = [block.experts.weights for block in blocks]
     keeping = [each for each in found if isinstance(each, LocalExperts) and each.keep]
     for each in keeping:
         each.copies, each.left = {}, micro_batches

@@ -197,7 +197,7 @@ def test_experts_of_narrow_copies_compile(mode: str) -> None:
             for layer in model.layers.values():
                 layer.compile(backend="aot_eager")
         losses = []
-        with one_step(model, 2):
+        with one_step(moe_blocks(model), 2):
             for tokens, labels in micro_batches(2):
                 losses.append(model.loss(tokens, labels))
                 losses[-1].backward()
