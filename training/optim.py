@@ -252,7 +252,7 @@ class Optimizer(torch.optim.Optimizer):
         later = dict[str, int]()  # copies of those whose update pulls their gradients as it reads them
         for slot in self.copies if self.share else []:
             whole = slot.rule == "adamw" and len(local(slot.gradient)) == len(slot.gradient)
-            if whole and updates.mixed(tensors_of(slot)):
+            if whole and updates.mixed(tensors_of(slot)[0]):
                 later[slot.name] = len(slot.gradient) // self.slices
             else:
                 pull_(slot.gradient, self.slices, self.share)
@@ -418,10 +418,11 @@ def make_buckets(slots: Sequence[Slot]) -> list[list[Slot]]:
     return [bucket for same in buckets.values() for bucket in same]
 
 
-def tensors_of(slot: Slot) -> list[Tensor]:
-    """What an update by AdamW reads and writes, of this rank: weight, master, gradient and moments."""
-    moments = slot.state["exp_avg"], slot.state["exp_avg_sq"]
-    return [local(t) for t in (slot.parameter, slot.master, slot.gradient, *moments)]
+def tensors_of(slot: Slot) -> tuple[list[Tensor], Tensor]:
+    """What an update by AdamW reads and writes, of this rank: weight, master, gradient and moments; and its steps."""
+    state, own = slot.state, local(slot.parameter)
+    master = local(state["master"]) if "master" in state else own
+    return [own, master, *(local(t) for t in (slot.gradient, state["exp_avg"], state["exp_avg_sq"]))], state["step"]
 
 
 def adamw_(
@@ -435,7 +436,7 @@ def adamw_(
     mixed: list[tuple[list[Tensor], Tensor, int]] = []
     same: list[tuple[list[Tensor], Tensor]] = []
     for slot in slots:
-        parts, step = tensors_of(slot), slot.state["step"]
+        parts, step = tensors_of(slot)
         if updates.mixed(parts):
             mixed.append((parts, step, copies.get(slot.name, 0)))
         else:
