@@ -307,7 +307,10 @@ class Summed(torch.autograd.Function):
         if grad.dtype.itemsize > parameter.dtype.itemsize:
             grad = grad.to(parameter.dtype)
         if parameter.grad is not None:
-            grad = updates.total(local(parameter.grad), grad, parameter.dtype)
+            before = local(parameter.grad)
+            grad = updates.total(before, grad, parameter.dtype)
+            if grad is before:  # added where it lies
+                return None, None
             parameter.grad = None
         parameter.grad_dtype = None  # any dtype
         if isinstance(parameter, DTensor):
