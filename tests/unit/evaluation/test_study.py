@@ -544,6 +544,8 @@ signal.signal(signal.SIGINT, lambda *_: ((folder / "saved").touch(), sys.exit(0)
 time.sleep(pause)
 if mode == "bad":
     print("training: it went\\n\\n", file=sys.stderr); sys.exit(2)
+if mode == "killed":
+    print("step 3/24  loss 5.4", flush=True); os.kill(os.getpid(), signal.SIGKILL)
 if mode == "good":
     (folder / "done").touch()
 """
@@ -580,6 +582,13 @@ def test_one_that_fails_is_a_sentence_and_does_not_stop_the_others(script: Any) 
     # once more: what is done is not done again
     assert set(Workers(1).run(jobs)) == {"b", "c"}
     assert [len(began(job)) for job in jobs] == [1, 2, 2, 1, 1]
+
+
+def test_one_that_is_killed_did_not_fail_by_its_last_line(script: Any) -> None:
+    """A machine without memory kills it, and what it logged last says nothing of that."""
+    job = script("a", "killed")
+    (said,) = Workers(1).run([job]).values()
+    assert said == f"a was ended by signal 9 (Killed, as where memory runs out), after: step 3/24  loss 5.4 ({job.log})"
 
 
 def test_a_run_that_an_earlier_study_left_behind_is_not_run_twice(script: Any) -> None:
