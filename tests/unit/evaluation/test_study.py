@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from evaluation import curves, results
+from evaluation.__main__ import COMMANDS
 from evaluation.__main__ import main as evaluate
 from evaluation.results import Evaluation, Model, Task
 from evaluation.seeds import Paired
@@ -628,6 +629,18 @@ def test_ctrl_c_lets_all_save_and_starts_no_other(script: Any, number: int) -> N
     for job in jobs[:2]:
         with pytest.raises(ProcessLookupError):
             os.kill(int(began(job)[0][0]), 0)
+
+
+@pytest.mark.parametrize(("command", "goes_on"), [("study", True), ("run", True), ("routing", False)])
+def test_a_command_that_is_stopped_says_whether_it_goes_on(
+    command: str, goes_on: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"{COMMANDS[command]}.main", stopped)
+    assert evaluate([command, "x"]) == 130
+    assert capfd.readouterr().err == f"evaluation: stopped{'; the same command goes on from here' * goes_on}\n"
 
 
 def wait_for(file: Path) -> None:
