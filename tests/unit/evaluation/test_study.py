@@ -213,6 +213,38 @@ def test_flops_are_those_that_training_logs(tmp_path: Path) -> None:
     assert costs["long"] == costs["dense"]
 
 
+def test_runs_of_other_data_or_of_another_model_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense, shards = tmp_path / "dense", tmp_path / "d"
+    make_llama(dense, SHAPE)
+    shards.mkdir()
+    (shards / META).touch()
+    data = {"train": [str(shards)], "valid": [{"name": n, "path": str(shards)} for n in "xyz"], "sequence": 10}
+    words = [f"arms.{arm}.model.source={dense}" for arm in ("dense", "long")]
+    words += [f"arms.moe.model.upcycle.source={dense}", "seeds=[0]"]
+    file = written(tmp_path, base={**STUDY["base"], "data": data})
+    monkeypatch.setattr(study.Workers, "run", lambda *_: {})
+
+    def said() -> str:
+        code = evaluate(["study", file, *words])
+        shown = capsys.readouterr().err
+        assert (code, shown.count("\n")) == ((2, 1) if shown else (0, 0))
+        return shown
+
+    assert not said()
+    (shards / META).write_text("made again")
+    assert not said()  # nothing had begun
+    log(tmp_path / "study" / "runs" / "dense" / "seed-0", [{"step": 10}])
+    assert not said()
+    (shards / META).write_text("and again")
+    assert f"{shards} is not what the runs in {tmp_path / 'study'} began with" in said()
+    (shards / META).write_text("made again")
+    assert not said()
+    make_llama(dense, SHAPE, seed=1)
+    assert f"{dense} is not what the runs" in said()
+
+
 def test_speed_is_measured_by_a_short_run_without_validation(tmp_path: Path) -> None:
     trial = timed(planned(tmp_path, "timing=9"), "moe")
     config = trial.config
@@ -461,6 +493,7 @@ def scored(folder: Path, value: float, command: str = "c") -> None:
 def test_suites_before_and_after(done: Plan) -> None:
     plan = replace(done, config=replace(done.config, suites=("tiny",)))
     scored(plan.folder / "before" / "0-dense" / "tiny", 0.5)
+    runs = [plan.run_folder(arm, seed) for arm in plan.arms for seed in (0, 1, 2)]
     for seed in (0, 1, 2):
         scored(plan.run_folder("dense", seed) / "suites" / "tiny", 0.5 + 0.01 * seed)
         scored(plan.run_folder("moe", seed) / "suites" / "tiny", 0.8 + 0.01 * seed)
@@ -478,6 +511,8 @@ def test_suites_before_and_after(done: Plan) -> None:
     study.show(plan, "c", {})
     page = (plan.folder / "study.html").read_text()
     assert "Last word (tiny)" in page and "+31.00" in page
+    for checkpoint, folder in (("dense", plan.folder / "before" / "0-dense"), *((r, r / "suites") for r in runs)):
+        assert f"python -m evaluation run tiny {checkpoint} output={folder / 'tiny'}" in page
     assert "Of 5 such intervals 0.25 miss the truth by chance" in page, "three changes, and two arms beside another"
 
 
@@ -524,6 +559,7 @@ def test_a_changed_config_stops_the_study_before_it_starts(
     done: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "flops", lambda plan: COST)
+    monkeypatch.setattr(planning, "check_inputs", lambda plan: None)
     monkeypatch.setattr(study.Workers, "run", lambda *_: pytest.fail("something was started"))
     assert evaluate(["study", str(done.folder.parent / "study.yaml"), "base.steps=101"]) == 2
     assert "trained with steps=100 and the study now says 101" in capsys.readouterr().err
