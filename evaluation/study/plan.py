@@ -315,7 +315,7 @@ def trials(plan: Plan, lengths: Mapping[str, int]) -> list[Trial]:
 
 def timed(plan: Plan, arm: str) -> Trial:
     """A short run that measures how fast an arm is, without validation, checkpoints and suites."""
-    trial, folder, least = plan.trial(arm, plan.config.seeds[0]), plan.folder / "timing" / arm, plan.config.timing
+    trial, folder, least = plan.trial(arm, 0), plan.folder / "timing" / arm, plan.config.timing
     data = {**trial.values["data"], "valid": []}
     rate = {**trial.values.get("schedule", {}), "warmup": 0}
     short = {"steps": least, "log_every": -(-least // 3), "valid_every": 0, "checkpoint": {"every": 0}, "eval": {}}

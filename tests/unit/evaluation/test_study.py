@@ -251,6 +251,7 @@ def test_speed_is_measured_by_a_short_run_without_validation(tmp_path: Path) -> 
     assert (config.steps, config.log_every, config.data.valid, config.checkpoint.every) == (9, 3, (), 0)
     assert config.model.upcycle["experts"] == 4
     assert trial.folder == tmp_path / "study" / "timing" / "moe"
+    assert timed(planned(tmp_path, "timing=9", "seeds=[3,4]"), "moe").values == trial.values  # it stays when seeds change
 
 
 def test_the_first_interval_of_a_timing_is_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
