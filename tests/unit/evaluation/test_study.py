@@ -26,7 +26,7 @@ from evaluation.study import plan as planning
 from evaluation.study import study
 from evaluation.study.judging import Contrast, Judged, judge
 from evaluation.study.outcome import outcome
-from evaluation.study.page import table
+from evaluation.study.page import sentences, table, tiles
 from evaluation.study.plan import Plan, changed, read_study, timed, trials
 from evaluation.study.running import Job, Workers
 from evaluation.study.suites import suite_of
@@ -469,6 +469,18 @@ def test_the_page_the_json_and_the_table_say_the_same(
     assert "Of 8 such intervals 0.4 miss the truth by chance" in text, "and each set"
     assert figures["failures"] == ["moe, seed 9 failed: a & b"]
     assert not [word for word in ("p <", "p-value", "p =") if word in text]
+
+
+def test_what_was_not_as_equal_as_it_should_be_is_said(done: Plan) -> None:
+    """Two at once on a device, or a host that was busy while speed was measured."""
+    judged = judge(done)
+    assert "not equal" not in table(judged) + " ".join(sentences(judged))
+    slower = tuple(replace(c, ratio=0.742) if c.question == "flops" else c for c in judged.contrasts)
+    judged = replace(judged, contrasts=slower)
+    said = "not equal: 0.742 : 1"
+    for lines in (table(judged).splitlines(), list(sentences(judged)), list(tiles(judged))):
+        assert [said in line for line in lines if "equal FLOPs" in line] == [True, True]
+        assert not [line for line in lines if "equal tokens" in line and said in line]
 
 
 def test_a_study_that_has_just_begun_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
