@@ -216,14 +216,15 @@ def test_flops_are_those_that_training_logs(tmp_path: Path) -> None:
 def test_runs_of_other_data_or_of_another_model_are_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dense, other, shards = tmp_path / "dense", tmp_path / "other", tmp_path / "d"
-    make_llama(dense, SHAPE)
-    make_llama(other, SHAPE)
+    dense, other, teacher, shards = (tmp_path / name for name in ("dense", "other", "teacher", "d"))
+    for model in (dense, other, teacher):
+        make_llama(model, SHAPE)
     shards.mkdir()
     (shards / META).touch()
     data = {"train": [str(shards)], "valid": [{"name": n, "path": str(shards)} for n in "xyz"], "sequence": 10}
     words = [f"arms.{arm}.model.source={dense}" for arm in ("dense", "long")]
     words += [f"arms.moe.model.upcycle.source={other}", "seeds=[0]"]
+    words += [f"arms.long.teacher={{source: {teacher}, weight: 1.0}}"]
     file = written(tmp_path, base={**STUDY["base"], "data": data})
     monkeypatch.setattr(study.Workers, "run", lambda *_: {})
 
@@ -242,7 +243,7 @@ def test_runs_of_other_data_or_of_another_model_are_not_compared(
     assert f"{shards} is not what the runs in {tmp_path / 'study'} began with" in said()
     (shards / META).write_text("made again")
     assert not said()
-    for model in (dense, other):
+    for model in (dense, other, teacher):
         make_llama(model, SHAPE, seed=1)
         assert f"{model} is not what the runs" in said()
         make_llama(model, SHAPE)
