@@ -21,6 +21,7 @@ usage: python -m evaluation COMMAND ... [key=value ...]
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 from upcycle import cli
@@ -33,10 +34,15 @@ COMMANDS = {  # each a module with a main(words), whose docstring is its help
     "study": "evaluation.study.study",
     "report": "evaluation.report.report",
 }
+RESUME = ("run", "study")  # started again these go on where they were: answers and runs are kept
 
 
-@cli.command()
-def main(words: list[str]) -> int:
+def main(words: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if words is None else words)
+    return cli.exit_code(__name__, lambda: command(given), resumes=bool(given) and given[0] in RESUME)
+
+
+def command(words: list[str]) -> int:
     name, *rest = words or cli.HELP
     if name in cli.HELP:
         print(cli.about("evaluation.__main__"))

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from tqdm import tqdm
 
-from upcycle import grow, methods, plugin, publish, siblings, strict
+from upcycle import grow, methods, plugin, publish, siblings, strict, typed
 from upcycle.card import human
 from upcycle.checkpoint import Checkpoint
 from upcycle.cli import printable
@@ -23,6 +23,7 @@ from upcycle.spec import MoESpec
 from upcycle.strict import Count
 
 BLOCK = 16 << 20
+CHOOSES = "chooses in each of {} slices, so a choice is whole FFNs whatever its rows are"
 
 
 class Method(TypedDict):
@@ -100,6 +101,8 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
                 raise ValueError(
                     f"config.json of {folder} is not the one that was converted to ({error!r}); convert again"
                 ) from None
+        elif config.get("model_type") == "upcycled" and (slices := typed.whole(config, "expert_slices", 1)) > 1:
+            lines["router"] = CHOOSES.format(slices)  # a trained model, whose manifest lists its files alone
         text = "\n".join(f"{name:<20} {printable(value)}" for name, value in lines.items())
         if tensors:
             text += "\n\n" + "\n".join(
@@ -141,7 +144,7 @@ def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator
         if not moe.copies_of_slices:
             return
         if moe.slices > 1:
-            yield "router", f"chooses in each of {moe.slices} slices, so a choice is whole FFNs whatever its rows are"
+            yield "router", CHOOSES.format(moe.slices)
             return
         found = {role: slot.name for slot in target.slots(moe) for role in slot.roles if role.endswith("router.weight")}
         names = {layer: found[f"layers.{layer}.router.weight"] for layer in moe.layers}

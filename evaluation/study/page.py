@@ -24,6 +24,7 @@ OF_LAYERS = {  # what is measured of a layer -> title, unit, whether from zero
     "dropped": ("Tokens dropped", "share", True),
 }
 FEW = f"no interval: fewer than {LEAST} seeds"
+UNEQUAL = 0.02  # share by which what a question holds equal may differ without a word
 Rows = Sequence[tuple[str, str]]
 
 
@@ -65,9 +66,14 @@ def interval(one: Contrast) -> str:
     """The interval over seeds and the verdict, in short."""
     d = one.difference
     if d.low is None or d.high is None:
-        return f"{d.seeds} seed{'s' * (d.seeds > 1)}, {FEW}"
+        return f"{d.seeds} seed{'s' * (d.seeds > 1)}, {FEW}{uneven(one)}"
     low, high = (shown(value, one) for value in (d.low, d.high))
-    return f"{low} to {high} over {d.seeds} seeds, {one.verdict}"
+    return f"{low} to {high} over {d.seeds} seeds, {one.verdict}{uneven(one)}"
+
+
+def uneven(one: Contrast) -> str:
+    """A warning where what a question holds equal came out unequal: seconds, if something else ran beside."""
+    return f", not equal: {one.ratio:.3f} : 1" if abs(one.ratio - 1) > UNEQUAL else ""
 
 
 def shown(value: float, one: Contrast) -> str:
@@ -96,7 +102,8 @@ def table(judged: Judged) -> str:
     rows = [
         (
             QUESTIONS[one.question], one.what, one.arm, plain(one.value, one), one.against, plain(one.other, one),
-            shown(one.difference.mean, one), between(one.difference, one), str(one.difference.seeds), one.verdict,
+            shown(one.difference.mean, one), between(one.difference, one), str(one.difference.seeds),
+            one.verdict + uneven(one),
         )
         for one in headlines(judged)
     ]  # fmt: skip

@@ -6,6 +6,7 @@ of `base`, over them the arm's own, over them what the study sets: output, steps
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from training.data.shards import META
 from training.observe.metrics import FILE as METRICS
 from training.schedule import schedule
 from upcycle import strict
+from upcycle.checkpoint import Checkpoint
 from upcycle.config import READY as UPCYCLE_READY
 from upcycle.config import build, keys_of, literal, read
 from upcycle.disk import write_atomic
@@ -35,6 +37,7 @@ READY = Path(__file__).parents[2] / "configs" / "study"
 MATCHES = ("flops", "seconds")
 OWN = ("config", "match", "of")  # keys of an arm that are not training's
 SET = ("output", "export", "seed", "data.seed", "model.upcycle.seed")  # set by the study, for each trial
+INPUTS = "inputs.json"  # in the study's folder
 NAME = re.compile(r"\w[\w.-]*")
 ABOUT = """\
 # {name} of a study. Alone: python -m training {file}
@@ -261,6 +264,29 @@ def flops(plan: Plan) -> dict[str, float]:
     return costs
 
 
+def check_inputs(plan: Plan) -> None:
+    """Writes down what the models and data that are read are, by path. ValueError if runs have begun with others."""
+    file, found = plan.folder / INPUTS, {}
+    for arm in plan.arms.values():
+        config, made = arm.config, arm.config.model.upcycle or {}
+        for part in (*config.data.train, *config.data.valid):
+            found[part.path] = hashlib.sha256((Path(part.path) / META).read_bytes()).hexdigest()
+        models = {config.model.source, config.teacher.source, made.get("source", ""), *made.get("donors", ())}
+        for name in models - {"", *found}:
+            with Checkpoint.open(name) as checkpoint:
+                found[name] = checkpoint.fingerprint()
+    known: dict[str, str] = {}
+    if file.is_file() and any(plan.folder.glob(f"runs/*/*/{METRICS}")):
+        known = strict.held(strict.read_json(file), dict[str, str], str(file))
+    for name, now in found.items():
+        if known.get(name, now) != now:
+            raise ValueError(
+                f"{name} is not what the runs in {plan.folder} began with, so they cannot be compared with what is "
+                "trained now; put it back, or write output=ANOTHER-FOLDER"
+            )
+    write_atomic(file, (json.dumps(known | found, indent=1) + "\n").encode())
+
+
 def steps(plan: Plan, costs: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, int]:
     """Steps of each arm. costs: FLOPs of a token by arm; seconds: of a step, of the arms that are matched by them."""
     out = {}
@@ -289,7 +315,7 @@ def trials(plan: Plan, lengths: Mapping[str, int]) -> list[Trial]:
 
 def timed(plan: Plan, arm: str) -> Trial:
     """A short run that measures how fast an arm is, without validation, checkpoints and suites."""
-    trial, folder, least = plan.trial(arm, plan.config.seeds[0]), plan.folder / "timing" / arm, plan.config.timing
+    trial, folder, least = plan.trial(arm, 0), plan.folder / "timing" / arm, plan.config.timing
     data = {**trial.values["data"], "valid": []}
     rate = {**trial.values.get("schedule", {}), "warmup": 0}
     short = {"steps": least, "log_every": -(-least // 3), "valid_every": 0, "checkpoint": {"every": 0}, "eval": {}}

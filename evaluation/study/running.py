@@ -114,9 +114,14 @@ class Workers:
     def ended(self, worker: int, child: Child) -> None:
         del self.children[worker]
         child.lock.close()
-        if child.process.returncode:
-            said = last_line(child.job.log) or f"exit code {child.process.returncode}"
-            self.failures[child.job.name] = f"{child.job.name} failed: {said} ({child.job.log})"
+        if code := child.process.returncode:
+            said, log = last_line(child.job.log), child.job.log
+            if code < 0:  # its last line tells of its work and not of its end
+                often = ", as where memory runs out" * (code == -signal.SIGKILL)
+                why = f"was ended by signal {-code} ({signal.strsignal(-code)}{often}), after: {said}"
+            else:
+                why = f"failed: {said or f'exit code {code}'}"
+            self.failures[child.job.name] = f"{child.job.name} {why} ({log})"
         else:
             self.start(worker, child.job, child.command)
 

@@ -64,6 +64,7 @@ def study(plan: Plan, command: str) -> dict[str, str]:
     if plan.config.sample:
         sample(plan)
     costs = planning.flops(plan)
+    planning.check_inputs(plan)
     trials = planning.trials(plan, planning.steps(plan, costs, timings(plan)))
     for trial in trials:
         trial.write()
@@ -192,12 +193,17 @@ def show(plan: Plan, command: str, failures: Mapping[str, str]) -> Judged:
 
 
 def commands(plan: Plan, command: str) -> dict[str, str]:
-    """Title -> text: the study's command, each run's, and an arm's config."""
-    runs = []
-    for number, (arm, seed) in enumerate((arm, seed) for seed in plan.config.seeds for arm in plan.arms):
+    """Title -> text: the study's command, each run's, each suite's, and an arm's config."""
+    runs, folders = [], [plan.run_folder(arm, seed) for seed in plan.config.seeds for arm in plan.arms]
+    for number, folder in enumerate(folders):
         where = "".join(f"{k}={v} " for k, v in device(plan.config.devices, number % plan.config.workers).items())
-        runs.append(f"{where}python -m training {shlex.quote(str(plan.run_folder(arm, seed)))}.yaml")
+        runs.append(f"{where}python -m training {shlex.quote(str(folder))}.yaml")
     texts = {"The study": command, "Each run by itself": "\n".join(runs)}
+    if suites := suites_of(plan):
+        asked = [(checkpoint, before_folder(plan, checkpoint)) for checkpoint in dict.fromkeys(starts(plan).values())]
+        asked += [(str(folder), folder / "suites") for folder in folders]
+        lines = [shlex.join(["python", "-m", *suite.command(*where)]) for where in asked for suite in suites]
+        texts["What they are asked"] = "\n".join(lines)
     for arm in plan.arms:
         file = plan.run_folder(arm, plan.config.seeds[0]).with_suffix(".yaml")
         if file.is_file():

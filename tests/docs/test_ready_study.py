@@ -76,13 +76,13 @@ def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(tmp_path: Path
     assert 9 <= reached < 24, "it ended before it was stopped; stop it sooner"
     for arm in ("dense", "copies"):  # those that ran have saved, and no other has begun
         assert list((home / "runs" / arm / "seed-0" / "checkpoints").glob("step-*"))
-    assert not list(home.glob("runs/groups/seed-0/*"))
+    assert not list(home.glob("runs/slices/seed-0/*"))
 
     torch.set_num_threads(1)  # as the runs have, of which one is taken again here
     assert study(["study", "tiny", *words]) == 0
     figures = json.loads((home / "study.json").read_text())
     ended = {(run["arm"], run["finished"]) for run in figures["outcomes"]}
-    assert ended == {(arm, True) for arm in ("dense", "copies", "groups", "dense-flops")}
+    assert ended == {(arm, True) for arm in ("dense", "copies", "slices", "dense-flops")}
     assert stopped.with_suffix(".log").read_text().count("step 3/24") == 1  # resumed, not begun again
 
     # the run that was stopped is the run that never was: by the command that the page gives
@@ -100,8 +100,8 @@ def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(tmp_path: Path
     by = {(one["question"], one["what"], one["arm"], one["against"]): one for one in figures["contrasts"]}
     flops_ratio = by["flops", "code", "copies", "dense-flops"]["ratio"]
     assert flops_ratio == pytest.approx(1, abs=0.05)  # whole steps
-    assert by["tokens", "prose", "groups", "dense"]["verdict"] == "no interval"
-    assert ("flops", "prose", "groups", "dense") in by  # a token costs what the control's costs
+    assert by["tokens", "prose", "slices", "dense"]["verdict"] == "no interval"
+    assert ("flops", "prose", "slices", "dense") in by  # a token costs what the control's costs
 
     runs = {path: path.stat().st_mtime_ns for path in home.rglob("metrics.jsonl")}
     assert study(["study", "tiny", *words]) == 0

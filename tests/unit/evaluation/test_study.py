@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from evaluation import curves, results
+from evaluation.__main__ import COMMANDS
 from evaluation.__main__ import main as evaluate
 from evaluation.results import Evaluation, Model, Task
 from evaluation.seeds import Paired
@@ -25,7 +26,7 @@ from evaluation.study import plan as planning
 from evaluation.study import study
 from evaluation.study.judging import Contrast, Judged, judge
 from evaluation.study.outcome import outcome
-from evaluation.study.page import table
+from evaluation.study.page import sentences, table, tiles
 from evaluation.study.plan import Plan, changed, read_study, timed, trials
 from evaluation.study.running import Job, Workers
 from evaluation.study.suites import suite_of
@@ -212,12 +213,50 @@ def test_flops_are_those_that_training_logs(tmp_path: Path) -> None:
     assert costs["long"] == costs["dense"]
 
 
+def test_runs_of_other_data_or_of_another_model_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense, other, teacher, shards = (tmp_path / name for name in ("dense", "other", "teacher", "d"))
+    for model in (dense, other, teacher):
+        make_llama(model, SHAPE)
+    shards.mkdir()
+    (shards / META).touch()
+    data = {"train": [str(shards)], "valid": [{"name": n, "path": str(shards)} for n in "xyz"], "sequence": 10}
+    words = [f"arms.{arm}.model.source={dense}" for arm in ("dense", "long")]
+    words += [f"arms.moe.model.upcycle.source={other}", "seeds=[0]"]
+    words += [f"arms.long.teacher={{source: {teacher}, weight: 1.0}}"]
+    file = written(tmp_path, base={**STUDY["base"], "data": data})
+    monkeypatch.setattr(study.Workers, "run", lambda *_: {})
+
+    def said() -> str:
+        code = evaluate(["study", file, *words])
+        shown = capsys.readouterr().err
+        assert (code, shown.count("\n")) == ((2, 1) if shown else (0, 0))
+        return shown
+
+    assert not said()
+    (shards / META).write_text("made again")
+    assert not said()  # nothing had begun
+    log(tmp_path / "study" / "runs" / "dense" / "seed-0", [{"step": 10}])
+    assert not said()
+    (shards / META).write_text("and again")
+    assert f"{shards} is not what the runs in {tmp_path / 'study'} began with" in said()
+    (shards / META).write_text("made again")
+    assert not said()
+    for model in (dense, other, teacher):
+        make_llama(model, SHAPE, seed=1)
+        assert f"{model} is not what the runs" in said()
+        make_llama(model, SHAPE)
+    assert not said()
+
+
 def test_speed_is_measured_by_a_short_run_without_validation(tmp_path: Path) -> None:
     trial = timed(planned(tmp_path, "timing=9"), "moe")
     config = trial.config
     assert (config.steps, config.log_every, config.data.valid, config.checkpoint.every) == (9, 3, (), 0)
     assert config.model.upcycle["experts"] == 4
     assert trial.folder == tmp_path / "study" / "timing" / "moe"
+    assert timed(planned(tmp_path, "timing=9", "seeds=[3,4]"), "moe").values == trial.values  # it stays when seeds change
 
 
 def test_the_first_interval_of_a_timing_is_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,6 +476,18 @@ def test_the_page_the_json_and_the_table_say_the_same(
     assert not [word for word in ("p <", "p-value", "p =") if word in text]
 
 
+def test_what_was_not_as_equal_as_it_should_be_is_said(done: Plan) -> None:
+    """Two at once on a device, or a host that was busy while speed was measured."""
+    judged = judge(done)
+    assert "not equal" not in table(judged) + " ".join(sentences(judged))
+    slower = tuple(replace(c, ratio=0.742) if c.question == "flops" else c for c in judged.contrasts)
+    judged = replace(judged, contrasts=slower)
+    said = "not equal: 0.742 : 1"
+    for lines in (table(judged).splitlines(), list(sentences(judged)), list(tiles(judged))):
+        assert [said in line for line in lines if "equal FLOPs" in line] == [True, True]
+        assert not [line for line in lines if "equal tokens" in line and said in line]
+
+
 def test_a_study_that_has_just_begun_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path)
     assert evaluate(["study", file, "judge=true"]) == 0
@@ -460,6 +511,7 @@ def scored(folder: Path, value: float, command: str = "c") -> None:
 def test_suites_before_and_after(done: Plan) -> None:
     plan = replace(done, config=replace(done.config, suites=("tiny",)))
     scored(plan.folder / "before" / "0-dense" / "tiny", 0.5)
+    runs = [plan.run_folder(arm, seed) for arm in plan.arms for seed in (0, 1, 2)]
     for seed in (0, 1, 2):
         scored(plan.run_folder("dense", seed) / "suites" / "tiny", 0.5 + 0.01 * seed)
         scored(plan.run_folder("moe", seed) / "suites" / "tiny", 0.8 + 0.01 * seed)
@@ -477,6 +529,8 @@ def test_suites_before_and_after(done: Plan) -> None:
     study.show(plan, "c", {})
     page = (plan.folder / "study.html").read_text()
     assert "Last word (tiny)" in page and "+31.00" in page
+    for checkpoint, folder in (("dense", plan.folder / "before" / "0-dense"), *((r, r / "suites") for r in runs)):
+        assert f"python -m evaluation run tiny {checkpoint} output={folder / 'tiny'}" in page
     assert "Of 5 such intervals 0.25 miss the truth by chance" in page, "three changes, and two arms beside another"
 
 
@@ -523,6 +577,7 @@ def test_a_changed_config_stops_the_study_before_it_starts(
     done: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "flops", lambda plan: COST)
+    monkeypatch.setattr(planning, "check_inputs", lambda plan: None)
     monkeypatch.setattr(study.Workers, "run", lambda *_: pytest.fail("something was started"))
     assert evaluate(["study", str(done.folder.parent / "study.yaml"), "base.steps=101"]) == 2
     assert "trained with steps=100 and the study now says 101" in capsys.readouterr().err
@@ -544,6 +599,8 @@ signal.signal(signal.SIGINT, lambda *_: ((folder / "saved").touch(), sys.exit(0)
 time.sleep(pause)
 if mode == "bad":
     print("training: it went\\n\\n", file=sys.stderr); sys.exit(2)
+if mode == "killed":
+    print("step 3/24  loss 5.4", flush=True); os.kill(os.getpid(), signal.SIGKILL)
 if mode == "good":
     (folder / "done").touch()
 """
@@ -580,6 +637,13 @@ def test_one_that_fails_is_a_sentence_and_does_not_stop_the_others(script: Any) 
     # once more: what is done is not done again
     assert set(Workers(1).run(jobs)) == {"b", "c"}
     assert [len(began(job)) for job in jobs] == [1, 2, 2, 1, 1]
+
+
+def test_one_that_is_killed_did_not_fail_by_its_last_line(script: Any) -> None:
+    """A machine without memory kills it, and what it logged last says nothing of that."""
+    job = script("a", "killed")
+    (said,) = Workers(1).run([job]).values()
+    assert said == f"a was ended by signal 9 (Killed, as where memory runs out), after: step 3/24  loss 5.4 ({job.log})"
 
 
 def test_a_run_that_an_earlier_study_left_behind_is_not_run_twice(script: Any) -> None:
@@ -619,6 +683,18 @@ def test_ctrl_c_lets_all_save_and_starts_no_other(script: Any, number: int) -> N
     for job in jobs[:2]:
         with pytest.raises(ProcessLookupError):
             os.kill(int(began(job)[0][0]), 0)
+
+
+@pytest.mark.parametrize(("command", "goes_on"), [("study", True), ("run", True), ("routing", False)])
+def test_a_command_that_is_stopped_says_whether_it_goes_on(
+    command: str, goes_on: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"{COMMANDS[command]}.main", stopped)
+    assert evaluate([command, "x"]) == 130
+    assert capfd.readouterr().err == f"evaluation: stopped{'; the same command goes on from here' * goes_on}\n"
 
 
 def wait_for(file: Path) -> None:

@@ -71,3 +71,5 @@ def test_a_choice_in_each_slice_is_whole_and_its_slices_are_the_models(tmp_path:
     for read in (describe, lambda folder: opened(folder).__enter__()):
         with pytest.raises(ValueError, match=r"granularity=4, config\.json expert_slices=2"):
             read(folder)
+    (folder / "upcycle.json").unlink()  # as training exports it
+    assert "chooses in each of 2 slices" in describe(folder)
