@@ -104,7 +104,10 @@ def test_a_mean_that_a_checkpoint_lacks_is_not_of_zeros(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of other settings
             run = train(config(place, tmp_path / "run", *every, *words, steps=steps))
-    with start(config(place, run, *every, *parts[-1], steps=6), torch.device("cpu")) as again, warnings.catch_warnings():
+    with (
+        start(config(place, run, *every, *parts[-1], steps=6), torch.device("cpu")) as again,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         checkpoints_of(again).load(again.state)
         assert again.optimizer is not None and again.optimizer.param_groups[0]["averaged"] == counted
