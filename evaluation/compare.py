@@ -649,8 +649,8 @@ def main(words: Sequence[str]) -> int:
     folders = [folder for group in groups for folder in group]
     if missing := [folder for folder in folders if not Path(folder).exists()]:
         raise ValueError(
-            f"{', '.join(missing)}: there is no such folder; give folders of `python -m evaluation run`, of lm-eval, or "
-            "of training runs"
+            f"{', '.join(missing)}: there is no such folder; give folders of `python -m evaluation run`, of lm-eval, "
+            "or of training runs"
         )
     output: dict[str, Any] = {}
     if all(logged.is_run(folder) for folder in folders):
