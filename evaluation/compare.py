@@ -647,6 +647,11 @@ def main(words: Sequence[str]) -> int:
             "compare A1,A2,A3 -- B1,B2,B3"
         )
     folders = [folder for group in groups for folder in group]
+    if missing := [folder for folder in folders if not Path(folder).exists()]:
+        raise ValueError(
+            f"{', '.join(missing)}: there is no such folder; give folders of `python -m evaluation run`, of lm-eval, "
+            "or of training runs"
+        )
     output: dict[str, Any] = {}
     if all(logged.is_run(folder) for folder in folders):
         found = compare(groups, config.cluster)

@@ -277,6 +277,8 @@ class Optimizer(torch.optim.Optimizer):
         """After a step: what a run's end needs of it, and after the last one what ends the run."""
         if self.config.average:
             self.average(step, steps)
+        else:
+            self.param_groups[0]["averaged"] = 0  # the next checkpoint has no mean
         if step == steps and self.shrink:
             for slot in self.copies:
                 pull_(slot.master, self.slices, self.shrink)

@@ -170,9 +170,13 @@ def makes_no_copies(config: Mapping[str, Any]) -> bool:
 def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
     """`moe` with the copies and granularity of the plan's `config`, which a config.json does not hold.
 
-    Experts of a method that makes no copies are left as one copy each. A ValueError if the two files disagree.
+    Experts of a method that makes no copies are `disjoint`; so are those of a mixture of experts that was grown or
+    pruned, where numbers do not say which are copies of each other. A ValueError if the two files disagree.
     """
     granularity = 1 if makes_no_copies(config) else int(config["granularity"])
+    grown = (
+        config["method"]["name"] in grow.METHODS or int(config["experts"]) * int(config["granularity"]) != moe.experts
+    )
     if granularity < 1 or moe.experts % granularity:
         raise ValueError(
             f"{MANIFEST} says granularity={granularity}, which does not divide the {moe.experts} experts of "
@@ -183,7 +187,8 @@ def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
             f"{MANIFEST} says granularity={granularity}, config.json expert_slices={moe.slices}; do the two belong "
             "together?"
         )
-    return replace(moe, copies=moe.experts // granularity, granularity=granularity)
+    apart = grown or makes_no_copies(config)
+    return replace(moe, copies=moe.experts // granularity, granularity=granularity, disjoint=apart)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -145,9 +145,12 @@ class TrainState:
                 else:
                     group[key] = value
         for name, (optimizer, parameter) in self.trained().items():
+            own, saved = optimizer.state.get(parameter, {}), dict[str, Any]()
             if f"optimizer.state.{name}{JSON}" in loaded:  # else it was frozen, and its moments start anew
-                own = optimizer.state.pop(parameter, {})
-                optimizer.state[parameter] = moments(own, get(loaded, f"optimizer.state.{name}"))
+                saved = get(loaded, f"optimizer.state.{name}")
+                own = optimizer.state[parameter] = moments(own, saved)
+            if "mean" in own and "mean" not in saved:  # as if the steps that are counted had all had these weights
+                own["mean"].copy_(own.get("master", parameter).detach())
         for name, part in self.named_parts(rank).items():
             if name + JSON in loaded:
                 part.load_state_dict(get(loaded, name))

@@ -452,6 +452,8 @@ def test_folders_of_two_kinds_are_refused(two: tuple[Path, Path], tmp_path: Path
     run = log(tmp_path / "run", 1.0, {0: 5.0, 10: 4.0})
     with pytest.raises(ValueError, match="are not all of one kind"):
         compare.main([str(two[0]), str(run)])
+    with pytest.raises(ValueError, match=r"^\S*nowhere: there is no such folder"):
+        compare.main([str(two[0]), str(tmp_path / "nowhere")])
     with pytest.raises(ValueError, match="compare needs two runs or more"):
         compare.main([str(run)])
     with pytest.raises(ValueError, match="compare needs two runs or more"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +84,39 @@ def test_more_steps_have_a_mean_of_their_own(place: Path, tmp_path: Path) -> Non
     with start(words, torch.device("cpu")) as run:
         checkpoints_of(run).load(run.state)
         assert run.optimizer is not None and run.optimizer.param_groups[0]["averaged"] == 4
+
+
+@pytest.mark.parametrize(
+    ("parts", "counted"),
+    [
+        ([["optim.average=1"], ["optim.average=0"], ["optim.average=1"]], 2),  # the mean ends, and begins again
+        ([["optim.average=1", "optim.groups=[{match: embed, lr: 0}]"], ["optim.average=1"], ["optim.average=1"]], 6),
+        ([["optim.average=1", "optim.name=muon"], *[["optim.average=1", "resume.allow=[optim.name]"]] * 2], 6),
+    ],
+    ids=["off and on", "frozen", "another rule"],
+)
+def test_a_mean_that_a_checkpoint_lacks_is_not_of_zeros(
+    place: Path, tmp_path: Path, parts: list[list[str]], counted: int
+) -> None:
+    """Two steps by each part's words. Nothing moves far in six steps, so a mean of them is as long as the weights are."""
+    every = ["checkpoint.every=1", "checkpoint.keep=9", "schedule.warmup=0"]
+    for steps, words in zip((2, 4, 6), parts, strict=True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other settings
+            run = train(config(place, tmp_path / "run", *every, *words, steps=steps))
+    with (
+        start(config(place, run, *every, *parts[-1], steps=6), torch.device("cpu")) as again,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        checkpoints_of(again).load(again.state)
+        assert again.optimizer is not None and again.optimizer.param_groups[0]["averaged"] == counted
+    export(run / "checkpoints" / "step-00000001", tmp_path / "first")
+    export(run, tmp_path / "last")
+    first, last = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "last"))
+    for name, tensor in last.items():
+        if not name.endswith("e_score_correction_bias"):
+            assert float(tensor.norm()) == pytest.approx(float(first[name].norm()), rel=0.02), name
 
 
 def test_moments_of_another_dtype_go_on_with_a_mean_beside_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from training.optim import OptimConfig, Optimizer, multiplier, settled
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import parallelize
 from training.preflight import preflight
+from upcycle.__main__ import main as upcycle
 from upcycle.spec import MoESpec
 
 SLICES = models.SPECS["slices"]
@@ -140,3 +142,26 @@ def test_a_run_knows_its_copies_and_refuses_to_have_none(place: Path, tmp_path: 
     dense = ["model.upcycle=null", f"model.source={place / 'dense'}", "optim.share=0.5"]
     with pytest.raises(ValueError, match=r"optim.share is 0.5, but no expert"):
         preflight(config(place, tmp_path / "dense", *dense), None)
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "copies"),
+    [
+        ("dense", ["experts=4"], True),
+        ("dense", ["method.name=virtual_group", "experts=4", "granularity=2"], True),
+        ("dense", ["method.name=split", "experts=4"], False),  # parts of one FFN
+        ("moe", ["experts=2", "top_k=4"], False),  # copies lie beside each other, not a whole FFN apart
+    ],
+    ids=["copies", "slices", "split", "grown"],
+)
+def test_a_folder_says_whether_its_experts_are_copies(
+    place: Path, tmp_path: Path, source: str, words: list[str], copies: bool
+) -> None:
+    """Else optim.shrink would end a run by mixing what has nothing in common."""
+    moe, folder = tmp_path / "copies", tmp_path / "moe"
+    assert upcycle(["convert", f"source={place / 'dense'}", f"output={moe}", "target=qwen2_moe", "experts=4"]) == 0
+    base = moe if source == "moe" else place / "dense"
+    assert upcycle(["convert", f"source={base}", f"output={folder}", "target=auto", *words]) == 0
+    own = ["model.upcycle=null", f"model.source={folder}", "balance.bias_rate=0", "optim.shrink=0.3"]
+    with nullcontext() if copies else pytest.raises(ValueError, match=r"optim.shrink is 0.3, but no expert"):
+        preflight(config(place, tmp_path / "run", *own), None)
