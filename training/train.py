@@ -144,7 +144,7 @@ def train(config: TrainConfig, suite: Suite | None = None) -> Path:
                     metrics.sync()
                     checkpoints.save(state.step, state)
                 checkpoints.settle(state)
-        if run.leads:
+        if run.leads and (state.step > first or not stopped):  # before its first step it may have no loss
             draw(run.folder)
         if config.export and not stopped and not exported:
             watch.enter("export")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.training.test_train import place
+from training import train
 from training.__main__ import main
 from training.checkpoint import layout, standalone, storage
 
@@ -46,6 +47,22 @@ def test_ctrl_c_while_weights_are_read(
             assert main(more) == 130, name
             assert said in capfd.readouterr().err
     assert main(more) == 0
+
+
+def test_ctrl_c_in_the_first_validation(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """There is no loss yet, and no picture of it: the sentence is that of any other stop."""
+    run, data = tmp_path / "run", place / "data"
+    words = [f"data.train=[{data}]", f"data.valid=[{data}]", f"model.source={place / 'dense'}", f"output={run}"]
+    more = ["data.sequence=24", "batch=2", "micro_batch=2", "schedule.warmup=0", "steps=2", "device=cpu"]
+    drawn: list[Path] = []
+    monkeypatch.setattr(train, "draw", drawn.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "measured", interrupted(train.measured))
+        assert main([*words, *more]) == 75
+    assert "stopped after step 0" in capfd.readouterr().out and not drawn
+    assert main([*words, *more]) == 0 and drawn == [run]
 
 
 @pytest.mark.parametrize(
