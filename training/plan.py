@@ -46,7 +46,8 @@ from tqdm import tqdm
 
 from training import hardware
 from training.build import check_optim, held_in, source, taught_by, whole_on_meta
-from training.config import READY, Stage, TrainConfig, read_config, stages_of, upcycle_config
+from training.checkpoint.layout import Origin
+from training.config import READY, Stage, TrainConfig, read_config, stages_of
 from training.dispatch import nvlink
 from training.islands import plan as islands
 from training.model.lora import LoraConfig, attach
@@ -351,11 +352,28 @@ def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iter
         stages_of_all = mesh.pp * (1 if mesh.schedule in SINGLE else 2)
         if stages_of_all > layers or problem(mesh, world, spec, config.data.sequence):
             continue
-        count, rest = divmod(config.batch, config.micro_batch * world // (mesh.tp * mesh.cp * mesh.pp))
         if dense_of(spec).carried is not None and mesh.tp * mesh.cp * mesh.pp * mesh.etp > 1:
             continue  # build.check_stock
-        if count and not rest and (mesh.pp == 1 or count >= mesh.pp) and goes_with(config, mesh):
+        if micro_batches(config, mesh, world) >= mesh.pp and goes_with(config, mesh):
             yield mesh
+
+
+def micro_batches(config: TrainConfig, mesh: MeshConfig, world: int) -> int:
+    """How many a rank has in a step; 0: its batch cannot be cut into them."""
+    count, rest = divmod(config.batch, config.micro_batch * world // (mesh.tp * mesh.cp * mesh.pp))
+    return 0 if rest else count
+
+
+def uncut(config: TrainConfig, world: int) -> str:
+    """Why training refuses this batch with the config's own mapping, which is in no ranking then; "": it does not."""
+    if micro_batches(config, config.mesh, world):
+        return ""
+    ranks = world // (config.mesh.tp * config.mesh.cp * config.mesh.pp)
+    least = math.ceil(config.batch / (config.micro_batch * ranks)) * config.micro_batch * ranks
+    return (
+        f"batch={config.batch} cannot be cut into micro-batches of micro_batch={config.micro_batch} on the {ranks} "
+        f"data-parallel ranks of this config, which is not ranked and does not train; try batch={least}"
+    )
 
 
 def goes_with(config: TrainConfig, mesh: MeshConfig) -> bool:
@@ -387,7 +405,7 @@ def table(
         cells = "  ".join(f"{getattr(size, name) / 1e9:11.2f}" for name in names)
         axes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
         lines.append(f"{cells}   {axes}{said}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *filter(None, (uncut(stage.config, world) for stage in stages_of(config)))])
 
 
 # ---- the same with a clock
@@ -410,6 +428,8 @@ SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take, and no pla
 FEW = 1024  # tokens of a step for each GPU, below which a mapping is chosen among bad ones
 BATCH = 2**22  # tokens of a step: more and fewer were worse where large models were upcycled (arXiv 2410.07524)
 AMOUNT = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?([KMBT]?) ?(tokens|FLOPs|GPU-hours|)", re.IGNORECASE)
+ABSURD = 1e30  # FLOPs, tokens or GPU-hours, of which nobody has so many
+MOST_GPUS = 100_000  # that a search of all mappings still ends for
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 # which keys of a hardware file a part of a step depends on
 DEPENDS = {
@@ -435,7 +455,7 @@ def ranked(
     whole: TrainConfig | None = None,
     routing: Routing | None = None,
 ) -> tuple[list[Timed], Timed]:
-    """(the mappings that fit, the fastest first; the config's own, which may not). `whole`: of all stages."""
+    """(the mappings that fit, the fastest first; the config's own, which may not run). `whole`: of all stages."""
     model = Model(spec, config, teacher, whole)
 
     def timed(mesh: MeshConfig) -> Timed:
@@ -449,7 +469,8 @@ def ranked(
     own = timed(config.mesh)
     every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
     found = [own, *(timed(mesh) for mesh in every if mesh != config.mesh)]
-    fit = sorted((each for each in found if fits(each, card)), key=lambda each: each.seconds.total)
+    runs = found[1:] if uncut(config, world) else found
+    fit = sorted((each for each in runs if fits(each, card)), key=lambda each: each.seconds.total)
     # a copy of the model in each node: of the best, for it takes as much memory as a node's GPUs alone have
     best = [each.mesh for each in fit[:COPIED] if world > each.mesh.pp * card.node]
     copied = [replace(mesh, dp_replicate=world // (mesh.pp * card.node)) for mesh in best]
@@ -474,14 +495,16 @@ def clocked(
 ) -> str:
     """The table of the fastest mappings that fit, and what the budget takes with the first of them."""
     fit, own = ranked(spec, config, asked.gpus, card, teacher, whole, routing)
+    refused = uncut(config, asked.gpus)
     if not fit:
         raise ValueError(
-            f"no mapping of {asked.gpus} {card.name} holds this step, and the config's takes "
+            refused
+            or f"no mapping of {asked.gpus} {card.name} holds this step, and the config's takes "
             f"{own.memory.total / 1e9:.0f} GB of {card.memory:g}; try more gpus, a smaller micro_batch or "
             "model.recompute=full"
         )
     tokens, flops = config.batch * config.data.sequence, model_flops(spec, config.data.sequence)
-    shown = fit[:rows] + ([] if own in fit[:rows] else [own])
+    shown = fit[:rows] + ([] if own in fit[:rows] or refused else [own])
     lines = ["  rank   tokens/s    of a GPU   ms a step    MFU      GB   mapping; what takes longer than in the first"]
     for each in shown:
         rate = tokens / each.seconds.total
@@ -503,6 +526,8 @@ def clocked(
     if unsure and parts[0][1] > 0:
         keys = ", ".join(dict.fromkeys(key for _, key in unsure))
         lines.append(f"Not measured on this card: {keys}. Measure first what {unsure[0][0]} takes, then rent many.")
+    if refused:
+        lines.append(refused)
     if tokens < FEW * asked.gpus:
         lines.append(
             f"A step has {tokens:,} tokens, {tokens / asked.gpus:,.0f} a GPU, which leaves {asked.gpus:,} GPUs idle in "
@@ -514,7 +539,7 @@ def clocked(
         lines.append(f"Not in these seconds, which are of plain training: {', '.join(left)}.")
     if asked.budget:
         for name, each in {"this config": own, "the first": first}.items():
-            if fits(each, card) and (name == "this config" or own is not first):
+            if each in fit and (name == "this config" or own is not first):
                 lines.append(f"{asked.budget} with {name}: {bill(asked, tokens, flops, each.seconds.total)}")
     return "\n".join(lines)
 
@@ -541,9 +566,15 @@ def why(each: Timed, first: Timed) -> str:
 def bill(asked: PlanConfig, tokens: int, flops: float, seconds: float) -> str:
     count = budgeted(asked, flops, tokens / seconds / asked.gpus)
     hours = count / tokens * seconds / 3600
-    money = f", {hours * asked.gpus * asked.price:,.0f} at {asked.price:g} a GPU-hour" if asked.price else ""
-    said = f"{law.short(count)} tokens in {hours:,.1f} hours, {hours * asked.gpus:,.0f} GPU-hours{money}"
+    of_all = hours * asked.gpus
+    money = f", {few(of_all * asked.price)} at {asked.price:g} a GPU-hour" if asked.price else ""
+    said = f"{law.short(count)} tokens in {few(hours, 1)} hours, {few(of_all)} GPU-hours{money}"
     return f"{said} (of training alone; predictions here were off by up to 15 %, see docs/planning.md)"
+
+
+def few(number: float, digits: int = 0) -> str:
+    """With so many digits behind the point, or two of those that count where it is small."""
+    return f"{number:,.{digits}f}" if number >= 10 else f"{number:.2g}"
 
 
 def budgeted(asked: PlanConfig, flops: float, rate: float) -> float:
@@ -559,23 +590,28 @@ def amount(key: str, text: str) -> tuple[float, str]:
         number = float(found[1]) * UNITS[found[2].lower()] if found else 0.0
     except ValueError:
         number = 0.0
-    if not found or not number or (key == "seen" and found[3].lower() not in ("", "tokens")):
+    if not 0 < number < ABSURD or not found or (key == "seen" and found[3].lower() not in ("", "tokens")):
         units = "" if key == "seen" else ', "1e22 FLOPs" or "5000 GPU-hours"'
         raise ValueError(f'{key} is {text!r}; write for instance {key}="100B tokens"{units}')
     return number, found[3].lower() or "tokens"
 
 
-def advised(spec: DenseSpec | MoESpec, config: TrainConfig, asked: PlanConfig, rate: float) -> str:
+def advised(origin: Origin, config: TrainConfig, asked: PlanConfig, rate: float) -> str:
     """What the law of upcycling expects of the budget. `rate`: tokens/s of a GPU."""
-    if not config.model.upcycle or not isinstance(spec, MoESpec):
+    plan = origin.plan
+    if plan is None:
         return "The law of upcycling says nothing of a model that is not upcycled (model.upcycle is not set)."
-    made = upcycle_config(config.model)
-    flops, sequence = model_flops(spec, config.data.sequence), config.data.sequence
+    if plan.grown:
+        return "The law of upcycling says nothing of a mixture that is made larger or smaller; it is of dense models."
+    # of the plan: where a target's config has one width for all, what is read back has that of an expert
+    dense, spec, method = plan.dense, plan.moe, plan.config.method
+    sequence = config.data.sequence
+    flops = model_flops(origin.spec, sequence)
     case = law.Case(
-        parameters=dense_parameters(spec.dense), first=amount("seen", asked.seen)[0],
+        parameters=dense_parameters(dense), first=amount("seen", asked.seen)[0],
         more=budgeted(asked, flops, rate), copies=spec.copies, top_k=max(1, spec.top_k // spec.granularity),
-        granularity=spec.granularity, choice=spec.choice, cost=flops / dense_flops(spec.dense, sequence),
-        method=made.method if isinstance(made.method, str) else made.method["name"],
+        granularity=spec.granularity, choice=spec.choice, cost=flops / dense_flops(dense, sequence),
+        method=method if isinstance(method, str) else method["name"],
     )  # fmt: skip
     return law.advice(case)
 
@@ -586,18 +622,23 @@ def split(words: list[str]) -> tuple[PlanConfig, list[str]]:
     counts = [word.removeprefix("gpus=") for word in words if word.startswith("gpus=")]
     if len(counts) != 1 or not counts[0].isdecimal() or counts[0] == "0":
         raise ValueError("say for how many GPUs to plan, for instance gpus=8")
+    if int(counts[0]) > MOST_GPUS:
+        raise ValueError(f"gpus is {counts[0]}, and at most {MOST_GPUS:,} are planned for; write fewer")
     asked = read(PlanConfig, "", [word for word in words if word.startswith(own)])
     for name in ("budget", "seen"):
         if getattr(asked, name):
             amount(name, getattr(asked, name))
     if bool(asked.islands) != bool(asked.link) or asked.islands < 0:
         raise ValueError("say how many islands, and over what link, for instance islands=4 link=1Gb/s")
-    if asked.price < 0:
-        raise ValueError(f"price is {asked.price:g}; it must be at least 0, of a GPU-hour")
+    if not 0 <= asked.price < math.inf:
+        raise ValueError(f"price is {asked.price:g}; it must be finite and at least 0, of a GPU-hour")
     if not asked.hardware and (asked.price or asked.budget):
         raise ValueError("budget and price need seconds, and hardware is not set; write for instance hardware=h100")
-    if asked.seen and not asked.budget:
-        raise ValueError('seen is for what a budget brings, and none is set; write for instance budget="100B tokens"')
+    for key in ("seen", "price"):
+        if getattr(asked, key) and not asked.budget:
+            raise ValueError(
+                f'{key} is for what a budget brings, and none is set; write for instance budget="100B tokens"'
+            )
     return asked, [word for word in words if not word.startswith(own)]
 
 
@@ -609,9 +650,11 @@ def seconds_of(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, card:
 def lasting(stage: Stage, spec: DenseSpec | MoESpec, world: int, card: hardware.Hardware) -> str:
     """How long a stage takes with its mapping."""
     config = stage.config
+    if refused := uncut(config, world):
+        return f"{stage.name or 'stage'}: {refused}"
     tokens = config.steps * config.batch * config.data.sequence
     hours = config.steps * seconds_of(spec, config, world, card) / 3600
-    return f"{stage.name or 'stage'}: {config.steps:,} steps, {tokens / 1e9:,.3f} B tokens, {hours:,.1f} hours"
+    return f"{stage.name or 'stage'}: {config.steps:,} steps, {tokens / 1e9:,.3f} B tokens, {few(hours, 1)} hours"
 
 
 def of_frozen(spec: DenseSpec | MoESpec, config: TrainConfig) -> str:
@@ -643,9 +686,13 @@ def of_bench(file: str, words: list[str], asked: PlanConfig, card: hardware.Hard
     if card is None:
         return table(spec, config, asked.gpus)
     balanced = row.routing == "balanced"
-    found = clocked(spec, config, asked, card, routing=Routing(0.0 if balanced else RANDOM, in_turn=balanced))
-    half = f"\nMemory is of float32 weights; {row.weights}, as this config has them, takes half of theirs."
-    return found + (half if row.weights != "float32" else "")
+    half = f"Memory is of float32 weights; {row.weights}, as this config has them, takes half of theirs."
+    half *= row.weights != "float32"
+    try:
+        found = clocked(spec, config, asked, card, routing=Routing(0.0 if balanced else RANDOM, in_turn=balanced))
+    except ValueError as error:
+        raise ValueError(f"{error}. {half}" if half else str(error)) from error
+    return f"{found}\n{half}" if half else found
 
 
 @cli.command()
@@ -694,8 +741,8 @@ def main(words: list[str]) -> int:
         print(clocked(origin.spec, config, asked, card, teacher=teacher, whole=whole))
         for stage in stages if len(stages) > 1 else []:
             print(lasting(stage, origin.spec, asked.gpus, card))
-        if asked.seen:
+        if asked.seen and not uncut(config, asked.gpus):
             own = seconds_of(origin.spec, config, asked.gpus, card)
             rate = config.batch * config.data.sequence / own / asked.gpus
-            print(advised(origin.spec, config, asked, rate))
+            print(advised(origin, config, asked, rate))
     return 0

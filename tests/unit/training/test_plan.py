@@ -14,6 +14,7 @@ from tests.unit.training.test_seconds import COPIES, MORE_SLICES, SLICES, SMOL
 from training import hardware
 from training.balance import BalanceConfig
 from training.bench import BenchConfig, as_training, spec_of
+from training.checkpoint.layout import opened
 from training.config import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch import nvlink
@@ -38,7 +39,9 @@ from training.plan import (
     why,
 )
 from training.seconds import Routing, Seconds, step
+from upcycle import law
 from upcycle.config import read
+from upcycle.size import dense_parameters
 from upcycle.spec import DenseSpec, MoESpec
 
 CONFIG = TrainConfig(model=ModelConfig(source="none"), data=DataConfig(sequence=32), batch=8, micro_batch=1)
@@ -326,8 +329,12 @@ def test_budgets() -> None:
     for budget, tokens in (("3600 tokens", 3600), ("3.6e6 FLOPs", 3600), ("0.08 GPU-hours", 3600)):
         asked = PlanConfig(gpus=4, budget=budget, price=10)
         said = bill(asked, 100, 1000.0, 2.0)
-        assert said.startswith(f"{tokens / 1000:.3g} K tokens in 0.0 hours, 0 GPU-hours, 1 at 10"), (budget, said)
-    for key, wrong in (("budget", "100 euros"), ("budget", "0B"), ("budget", "1.2.3B tokens"), ("seen", "5 FLOPs")):
+        assert said.startswith(f"{tokens / 1000:.3g} K tokens in 0.02 hours, 0.08 GPU-hours, 0.8 at 10"), (budget, said)
+    assert bill(PlanConfig(gpus=4, budget="9B", price=10), 100, 1.0, 2.0).startswith(
+        "9 B tokens in 50,000.0 hours, 200,000 GPU-hours, 2,000,000 at 10 a GPU-hour"
+    )
+    wrong_ones = ("100 euros", "0B", "1.2.3B tokens", "1e400 tokens", "1e30T tokens", "nan")
+    for key, wrong in (*(("budget", each) for each in wrong_ones), ("seen", "5 FLOPs"), ("seen", "1e300")):
         with pytest.raises(ValueError, match=f"{key} is .*100B tokens"):
             amount(key, wrong)
 
@@ -338,11 +345,66 @@ def test_words_of_planning_and_of_training() -> None:
     for words, says in (
         (["budget=1T"], "hardware is not set"),
         (["hardware=h100", "price=-1"], "price is -1"),
+        (["hardware=h100", "budget=1T", "price=nan"], "price is nan"),
+        (["hardware=h100", "budget=1T", "price=inf"], "price is inf"),
+        (["hardware=h100", "price=2"], "price is for"),
         (["hardware=h100", "seen=15T"], "seen is for"),
         (["hardware=h100", "budget=lots"], "budget is 'lots'"),
     ):
         with pytest.raises(ValueError, match=says):
             split(["gpus=8", *words])
+    with pytest.raises(ValueError, match="gpus is 99999999999999999999, and at most 100,000 are"):  # it never ended
+        split(["gpus=99999999999999999999"])
+
+
+@pytest.mark.parametrize("method", ["virtual_group", "split", "copy"])
+def test_the_law_is_asked_of_the_dense_model_itself(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a target's config has one width, what is read back of slices is a dense model as narrow as a slice."""
+    dense = tiny.make("llama", tmp_path / "dense")
+    words = {"virtual_group": ["experts=2", "granularity=4", "top_k=4"], "split": ["experts=4", "top_k=4"]}
+    made = [f"model.upcycle.{word}" for word in words.get(method, ["experts=2", "top_k=1"])]
+    cases = list[law.Case]()
+    monkeypatch.setattr("upcycle.law.advice", lambda case: cases.append(case) or "advice")
+    run = [f"model.upcycle.source={dense}", f"model.upcycle.method={method}", "model.upcycle.target=mixtral", *made]
+    asked = ["data.sequence=32", "batch=8", "gpus=1", "hardware=h100", "budget=1B tokens", "seen=1T"]
+    assert main([*run, *asked]) == 0
+    (case,) = cases
+    with opened(dense) as origin:
+        assert case.parameters == dense_parameters(origin.dense)
+    assert case.cost == pytest.approx(1), "slices and top-1 of copies compute what the dense model does"
+    assert case.method == method and case.granularity == (4 if method == "virtual_group" else 1)
+
+
+def test_the_law_says_nothing_of_a_mixture_that_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tiny.make("mixtral", tmp_path / "moe")
+    with opened(source) as origin:
+        assert isinstance(origin.spec, MoESpec)
+        top_k = 2 * origin.spec.top_k
+    run = [f"model.upcycle.source={source}", "model.upcycle.experts=2", f"model.upcycle.top_k={top_k}"]
+    asked = ["data.sequence=32", "batch=8", "gpus=1", "hardware=h100", "budget=1B tokens", "seen=1T"]
+    assert main([*run, *asked]) == 0
+    said = capsys.readouterr().out
+    assert "nothing of a mixture" in said and "Expected loss" not in said
+
+
+def test_a_batch_that_the_config_cannot_cut_is_not_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training refuses it; the plan had it as the fastest, with hours, of a step that nobody can take."""
+    dense = tiny.make("llama", tmp_path / "dense")
+    words = [f"model.source={dense}", "data.sequence=32", "batch=4", "micro_batch=2", "gpus=4"]
+    refused = "batch=4 cannot be cut into micro-batches of micro_batch=2 on the 4 data-parallel ranks of this config"
+    for more in ([], ["hardware=h100", "budget=1B tokens", "seen=1T"]):
+        assert main([*words, *more]) == 0
+        said = capsys.readouterr().out
+        assert f"\n{refused}, " in said and "try batch=8\n" in said and "tp=2" in said
+        assert not more or ("this config)" not in said and "with this config" not in said and "law" not in said)
+        assert main([*words, *more, "batch=8"]) == 0
+        said = capsys.readouterr().out
+        assert "cannot be cut" not in said and "(this config)" in said
+        assert not more or ("with this config" in said and "law" in said)
+    assert main([*words[:-1], "gpus=3", "hardware=h100"]) == 2
+    assert "try batch=6" in capsys.readouterr().err
 
 
 def test_the_command_with_a_clock_and_the_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -393,3 +455,8 @@ def test_a_config_of_the_bench_is_planned_by_its_sizes(tmp_path: Path, capsys: p
     for word, says in {"stack=true": "leave stack", "batch=0": "batch is 0", "mesh.ep=3": "try mesh.ep=2"}.items():
         assert main([str(file), "gpus=2", "hardware=h200", word]) == 2
         assert says in capsys.readouterr().err
+    small = tmp_path / "small.yaml"
+    small.write_text((hardware.READY / "h200.yaml").read_text().replace("memory: 141", "memory: 4"))
+    assert main([str(file), "gpus=2", f"hardware={small}"]) == 2
+    said = capsys.readouterr().err
+    assert "no mapping of 2 " in said and "Memory is of float32 weights; bfloat16" in said
