@@ -57,6 +57,7 @@ from training.model.recompute import MOVES
 from training.model.stock import LAYER, dense_of, model_of
 from training.observe.flops import model_flops
 from training.optim import learning, multiplier
+from training.parallel import pipeline
 from training.parallel.mesh import MeshConfig, changed_to, check, grids, in_sizes, problem
 from training.parallel.pipeline import SINGLE, cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
@@ -354,7 +355,8 @@ def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iter
             continue
         if dense_of(spec).carried is not None and mesh.tp * mesh.cp * mesh.pp * mesh.etp > 1:
             continue  # build.check_stock
-        if micro_batches(config, mesh, world) >= mesh.pp and goes_with(config, mesh):
+        enough = micro_batches(config, mesh, world) >= mesh.pp
+        if enough and not refusal(config, mesh, world) and goes_with(config, mesh):
             yield mesh
 
 
@@ -364,16 +366,27 @@ def micro_batches(config: TrainConfig, mesh: MeshConfig, world: int) -> int:
     return 0 if rest else count
 
 
-def uncut(config: TrainConfig, world: int) -> str:
-    """Why training refuses this batch with the config's own mapping, which is in no ranking then; "": it does not."""
-    if micro_batches(config, config.mesh, world):
-        return ""
-    ranks = world // (config.mesh.tp * config.mesh.cp * config.mesh.pp)
-    least = math.ceil(config.batch / (config.micro_batch * ranks)) * config.micro_batch * ranks
-    return (
-        f"batch={config.batch} cannot be cut into micro-batches of micro_batch={config.micro_batch} on the {ranks} "
-        f"data-parallel ranks of this config, which is not ranked and does not train; try batch={least}"
-    )
+def refusal(config: TrainConfig, mesh: MeshConfig, world: int) -> str:
+    """Why training refuses to cut the batch for a mapping; "": it does not."""
+    count = micro_batches(config, mesh, world)
+    if not count:
+        ranks = world // (mesh.tp * mesh.cp * mesh.pp)
+        least = math.ceil(config.batch / (config.micro_batch * ranks)) * config.micro_batch * ranks
+        return (
+            f"batch={config.batch} cannot be cut into micro-batches of micro_batch={config.micro_batch} sequences on "
+            f"{ranks} data-parallel ranks; try batch={least}"
+        )
+    try:
+        pipeline.check(mesh, count, recomputed=config.model.recompute, compiled=config.model.compile)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refused(config: TrainConfig, world: int) -> str:
+    """A sentence where the config's own mapping does not train, for which there are no seconds then."""
+    reason = refusal(config, config.mesh, world)
+    return f"This config does not train on {world} GPUs: {reason}" if reason else ""
 
 
 def goes_with(config: TrainConfig, mesh: MeshConfig) -> bool:
@@ -405,7 +418,8 @@ def table(
         cells = "  ".join(f"{getattr(size, name) / 1e9:11.2f}" for name in names)
         axes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
         lines.append(f"{cells}   {axes}{said}")
-    return "\n".join([*lines, *filter(None, (uncut(stage.config, world) for stage in stages_of(config)))])
+    unfit = dict.fromkeys(refused(stage.config, world) for stage in stages)
+    return "\n".join([*lines, *filter(None, unfit)])
 
 
 # ---- the same with a clock
@@ -469,7 +483,7 @@ def ranked(
     own = timed(config.mesh)
     every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
     found = [own, *(timed(mesh) for mesh in every if mesh != config.mesh)]
-    runs = found[1:] if uncut(config, world) else found
+    runs = found[1:] if refused(config, world) else found
     fit = sorted((each for each in runs if fits(each, card)), key=lambda each: each.seconds.total)
     # a copy of the model in each node: of the best, for it takes as much memory as a node's GPUs alone have
     best = [each.mesh for each in fit[:COPIED] if world > each.mesh.pp * card.node]
@@ -495,16 +509,16 @@ def clocked(
 ) -> str:
     """The table of the fastest mappings that fit, and what the budget takes with the first of them."""
     fit, own = ranked(spec, config, asked.gpus, card, teacher, whole, routing)
-    refused = uncut(config, asked.gpus)
+    unfit = refused(config, asked.gpus)
     if not fit:
         raise ValueError(
-            refused
+            unfit
             or f"no mapping of {asked.gpus} {card.name} holds this step, and the config's takes "
             f"{own.memory.total / 1e9:.0f} GB of {card.memory:g}; try more gpus, a smaller micro_batch or "
             "model.recompute=full"
         )
     tokens, flops = config.batch * config.data.sequence, model_flops(spec, config.data.sequence)
-    shown = fit[:rows] + ([] if own in fit[:rows] or refused else [own])
+    shown = fit[:rows] + ([] if own in fit[:rows] or unfit else [own])
     lines = ["  rank   tokens/s    of a GPU   ms a step    MFU      GB   mapping; what takes longer than in the first"]
     for each in shown:
         rate = tokens / each.seconds.total
@@ -526,8 +540,8 @@ def clocked(
     if unsure and parts[0][1] > 0:
         keys = ", ".join(dict.fromkeys(key for _, key in unsure))
         lines.append(f"Not measured on this card: {keys}. Measure first what {unsure[0][0]} takes, then rent many.")
-    if refused:
-        lines.append(refused)
+    if unfit:
+        lines.append(unfit)
     if tokens < FEW * asked.gpus:
         lines.append(
             f"A step has {tokens:,} tokens, {tokens / asked.gpus:,.0f} a GPU, which leaves {asked.gpus:,} GPUs idle in "
@@ -650,8 +664,8 @@ def seconds_of(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, card:
 def lasting(stage: Stage, spec: DenseSpec | MoESpec, world: int, card: hardware.Hardware) -> str:
     """How long a stage takes with its mapping."""
     config = stage.config
-    if refused := uncut(config, world):
-        return f"{stage.name or 'stage'}: {refused}"
+    if unfit := refused(config, world):
+        return f"{stage.name or 'stage'}: {unfit}"
     tokens = config.steps * config.batch * config.data.sequence
     hours = config.steps * seconds_of(spec, config, world, card) / 3600
     return f"{stage.name or 'stage'}: {config.steps:,} steps, {tokens / 1e9:,.3f} B tokens, {few(hours, 1)} hours"
@@ -741,7 +755,7 @@ def main(words: list[str]) -> int:
         print(clocked(origin.spec, config, asked, card, teacher=teacher, whole=whole))
         for stage in stages if len(stages) > 1 else []:
             print(lasting(stage, origin.spec, asked.gpus, card))
-        if asked.seen and not uncut(config, asked.gpus):
+        if asked.seen and not refused(config, asked.gpus):
             own = seconds_of(origin.spec, config, asked.gpus, card)
             rate = config.batch * config.data.sequence / own / asked.gpus
             print(advised(origin, config, asked, rate))

@@ -393,11 +393,11 @@ def test_a_batch_that_the_config_cannot_cut_is_not_ranked(tmp_path: Path, capsys
     """Training refuses it; the plan had it as the fastest, with hours, of a step that nobody can take."""
     dense = tiny.make("llama", tmp_path / "dense")
     words = [f"model.source={dense}", "data.sequence=32", "batch=4", "micro_batch=2", "gpus=4"]
-    refused = "batch=4 cannot be cut into micro-batches of micro_batch=2 on the 4 data-parallel ranks of this config"
+    refused = "This config does not train on 4 GPUs: batch=4 cannot be cut into micro-batches of micro_batch=2 "
     for more in ([], ["hardware=h100", "budget=1B tokens", "seen=1T"]):
         assert main([*words, *more]) == 0
         said = capsys.readouterr().out
-        assert f"\n{refused}, " in said and "try batch=8\n" in said and "tp=2" in said
+        assert f"\n{refused}" in said and "try batch=8\n" in said and "tp=2" in said
         assert not more or ("this config)" not in said and "with this config" not in said and "law" not in said)
         assert main([*words, *more, "batch=8"]) == 0
         said = capsys.readouterr().out
@@ -432,6 +432,30 @@ def test_the_law_is_asked_at_the_rate_of_the_configs_own_step(tmp_path: Path, mo
     monkeypatch.setattr("training.plan.advised", lambda *asked: rates.append(asked[-1]))
     words = ["data.sequence=32", "batch=8", "gpus=2", "hardware=h100", "budget=1B tokens", "seen=1T"]
     assert main([f"model.source={source}", *words]) == 0 and rates == [8 * 32 / 2.0 / 2]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "batch", "says"),
+    [
+        ("1f1b", 2, "needs 2 micro-batches a step, got 1"),
+        ("interleaved", 10, "needs a multiple of 2 micro-batches a step, got 5; try 4"),
+        ("gpipe", 2, ""),
+        ("interleaved", 8, ""),
+    ],
+)
+def test_a_schedule_that_refuses_the_batch_is_not_ranked(schedule: str, batch: int, says: str) -> None:
+    """Neither the config's own mapping nor another with so many stages."""
+    spec = replace(SPECS["dense"], layers=8)
+    config = replace(CONFIG, batch=batch, mesh=MeshConfig(pp=2, schedule=schedule))
+    fit, own = ranked(spec, config, 4, hardware.read("h200"))
+    assert (own in fit) == (not says) and any(each.mesh.pp == 1 for each in fit)
+    for mesh in (each.mesh for each in fit if each is not own and each.mesh.pp > 1):
+        count = batch * mesh.tp * mesh.cp * mesh.pp // 4
+        assert count >= mesh.pp and (schedule != "interleaved" or count % (count // mesh.pp) == 0)
+    shown = clocked(spec, config, PlanConfig(gpus=4), hardware.read("h200"))
+    assert (f"\nThis config does not train on 4 GPUs: mesh.schedule={schedule} with mesh.pp=2 {says}" in shown) == bool(
+        says
+    )
 
 
 def test_a_config_of_the_bench_is_planned_by_its_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
