@@ -63,7 +63,7 @@ from training.parallel.pipeline import SINGLE, cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
 from training.seconds import RANDOM, Routing, Seconds, step
 from training.teacher import check_teacher
-from upcycle import law, strict
+from upcycle import law, plugin, strict
 from upcycle.config import find, read
 from upcycle.size import dense_flops, dense_parameters
 from upcycle.spec import BYTES, DenseSpec, MoESpec
@@ -440,6 +440,7 @@ class PlanConfig:
 COPIED = 64  # mappings that are also tried with a copy of the model in each node
 SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take, and no plan counts
 FEW = 1024  # tokens of a step for each GPU, below which a mapping is chosen among bad ones
+HOSTED = 0.3  # of a step; below, a larger micro_batch wins little
 BATCH = 2**22  # tokens of a step: more and fewer were worse where large models were upcycled (arXiv 2410.07524)
 AMOUNT = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?([KMBT]?) ?(tokens|FLOPs|GPU-hours|)", re.IGNORECASE)
 ABSURD = 1e30  # FLOPs, tokens or GPU-hours, of which nobody has so many
@@ -542,6 +543,11 @@ def clocked(
         lines.append(f"Not measured on this card: {keys}. Measure first what {unsure[0][0]} takes, then rent many.")
     if unfit:
         lines.append(unfit)
+    if first.seconds.host > HOSTED * first.seconds.total and config.micro_batch < config.batch:
+        lines.append(
+            f"The host takes {first.seconds.host / first.seconds.total:.0%} of the first: it launches more slowly than "
+            f"the GPUs compute; try micro_batch={2 * config.micro_batch}, or more if it fits."
+        )
     if tokens < FEW * asked.gpus:
         lines.append(
             f"A step has {tokens:,} tokens, {tokens / asked.gpus:,.0f} a GPU, which leaves {asked.gpus:,} GPUs idle in "
@@ -566,6 +572,7 @@ def uncounted(config: TrainConfig) -> dict[str, bool]:
         "frozen parameters": any(group.lr == 0 for group in config.optim.groups),
         "Muon's products": config.optim.name == "muon",
         "documents (less attention)": config.data.mask_documents,
+        f"{config.model.compute} (they are bfloat16's)": config.model.compute != "bfloat16",
         "FP8": "fp8" in config.model.experts or "linear_fp8" in config.model.transformer_engine,
     }
 
@@ -671,6 +678,12 @@ def lasting(stage: Stage, spec: DenseSpec | MoESpec, world: int, card: hardware.
     return f"{stage.name or 'stage'}: {config.steps:,} steps, {tokens / 1e9:,.3f} B tokens, {few(hours, 1)} hours"
 
 
+def check_names(config: TrainConfig) -> None:
+    """Refuses a dispatcher and experts that are not there: they would count as those that wait for nothing."""
+    plugin.load("training.dispatch", config.mesh.dispatcher)
+    plugin.load("training.experts", config.model.experts)
+
+
 def of_frozen(spec: DenseSpec | MoESpec, config: TrainConfig) -> str:
     """A sentence where weights that never learn are not held as the checkpoint has them, or could take half."""
     names = [name for name, _ in whole_on_meta(spec, config).named_parameters()]
@@ -697,6 +710,7 @@ def of_bench(file: str, words: list[str], asked: PlanConfig, card: hardware.Hard
     check(row.mesh, asked.gpus, spec, row.sequence)
     data = asked.gpus // (row.mesh.tp * row.mesh.cp * row.mesh.pp)
     config = bench.as_training(row, row.micro_batch or max(1, row.batch // data))
+    check_names(config)
     if card is None:
         return table(spec, config, asked.gpus)
     balanced = row.routing == "balanced"
@@ -729,6 +743,7 @@ def main(words: list[str]) -> int:
         for stage in stages:
             check(config.mesh, asked.gpus, origin.spec, stage.config.data.sequence)
         check_optim(config, origin.spec)
+        check_names(config)
         teacher = None
         for asking in [stage.config for stage in stages if stage.config.teacher.asked][:1]:
             with taught_by(asking) as its_origin:

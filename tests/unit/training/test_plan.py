@@ -307,6 +307,7 @@ def test_what_is_not_in_the_seconds_is_said() -> None:
     frozen = replace(plain, optim=OptimConfig(groups=({"match": "*.router.*", "lr": 0.0},)))
     for config, says in (
         (plain, ""), (CONFIG, "documents (less attention)"), (frozen, "frozen parameters"),
+        (replace(plain, model=replace(plain.model, compute="float32")), "float32 (they are bfloat16's)"),
         (replace(plain, lora=LoraConfig(rank=4)), "adapters"), (replace(plain, optim=OptimConfig(name="muon")), "Muon"),
     ):  # fmt: skip
         text = clocked(SPECS["moe"], config, PlanConfig(gpus=1), card)
@@ -432,6 +433,30 @@ def test_the_law_is_asked_at_the_rate_of_the_configs_own_step(tmp_path: Path, mo
     monkeypatch.setattr("training.plan.advised", lambda *asked: rates.append(asked[-1]))
     words = ["data.sequence=32", "batch=8", "gpus=2", "hardware=h100", "budget=1B tokens", "seen=1T"]
     assert main([f"model.source={source}", *words]) == 0 and rates == [8 * 32 / 2.0 / 2]
+
+
+def test_a_step_that_waits_for_its_host_is_told_of_larger_micro_batches() -> None:
+    """One that is the whole batch cannot grow, and where the host is fast nothing is said."""
+    slow = hardware.read("h200")
+    for card, config, says in (
+        (slow, CONFIG, True), (replace(slow, host=(0.0, 0.0)), CONFIG, False),
+        (slow, replace(CONFIG, batch=1), False),
+    ):  # fmt: skip
+        shown = clocked(
+            SPECS["moe"], replace(config, model=replace(config.model, graph=False)), PlanConfig(gpus=1), card
+        )
+        assert ("% of the first: it launches" in shown and "try micro_batch=2, " in shown) == says
+
+
+@pytest.mark.parametrize("word", ["mesh.dispatcher=alltoal", "model.experts=alltoal"])
+def test_names_that_nobody_has_are_refused(word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They would be predicted faster than any that is there: without waits."""
+    words = [f"model.source={tiny.make('mixtral', tmp_path / 'moe')}", "data.sequence=32", "batch=8", "gpus=2"]
+    for more in ([], ["hardware=h100"]):
+        assert main([*words, *more, word]) == 2 and "'alltoal' is not one of" in capsys.readouterr().err
+    if word.startswith("mesh"):
+        assert main(["bench-qwen3-30b", "gpus=8", "hardware=h100", word]) == 2
+        assert "'alltoal' is not one of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
