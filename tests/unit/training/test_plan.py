@@ -404,6 +404,9 @@ def test_a_batch_that_the_config_cannot_cut_is_not_ranked(tmp_path: Path, capsys
         said = capsys.readouterr().out
         assert "cannot be cut" not in said and "(this config)" in said
         assert not more or ("with this config" in said and "law" in said)
+    assert main([*words, "batch=12"]) == 0 and "batch=12 cannot be cut" in capsys.readouterr().out, (
+        "one and a half each"
+    )
     assert main([*words[:-1], "gpus=3", "hardware=h100"]) == 2
     assert "try batch=6" in capsys.readouterr().err
 

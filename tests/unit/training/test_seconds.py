@@ -805,6 +805,8 @@ def test_a_plan_knows_how_much_a_recorded_step_takes(monkeypatch: pytest.MonkeyP
         assert seconds_of(D, ALONE, 1, card) == own.seconds.total
         long = lasting(Stage(1, "", 0, replace(ALONE, steps=3_600_000)), D, 1, card)
         assert long.endswith(f" {1000 * own.seconds.total:,.1f} hours")
+        none = lasting(Stage(2, "decay", 0, replace(ALONE, batch=1, micro_batch=1)), D, 2, card)
+        assert none.startswith("decay: This config does not train on 2 GPUs: batch=1 ") and "hours" not in none
 
 
 def test_copies_of_a_token() -> None:
