@@ -35,7 +35,7 @@ SEQUENCE, BATCH = 512, 32
 # hidden, layers, heads: 7, 18 and 43 million parameters, of which the embedding has 6, 13 and 22
 SIZES = ((128, 4, 4), (256, 6, 4), (448, 8, 7))
 FIRST, MORE = (256, 512, 1024), (96, 192, 384, 768)  # steps of 16,384 tokens
-# between those: 10 and 25 million parameters; chosen, and the form of the law too, before any of them was run
+# between those: 12 and 25 million parameters; chosen, and the form of the law too, before any of them was run
 BETWEEN, MORE_BETWEEN = ((192, 5, 3), (320, 7, 5)), (128, 256, 576)
 # (size, D1, which seed)
 CHAINS = {

@@ -120,7 +120,8 @@ def checkpoint(world: int, folder: Path) -> dict[str, Any]:
         loaded = time.process_time() - began
     assert len(reader.metadata.storage_data) == TENSORS, "a rank keeps the pieces that it reads"
     return {
-        "manifest, MB": len(text) / 1e6, "rank 0 is sent, MB": sum(map(len, every[1:])) / 1e6,
+        "manifest, MB": len(text) / 1e6,
+        "rank 0 is sent, MB": sum(len(said) + digests.nbytes for said, digests in zip(every[1:], keys[1:], strict=True)) / 1e6,
         "saving, rank 0, s": saved, "of that signing, s": signed, "loading, each rank, s": loaded,
     }  # fmt: skip
 

@@ -49,16 +49,23 @@ class Hardware:
     source: str = ""  # where the numbers are from
 
     def __post_init__(self) -> None:
-        for name in ("memory", "node", "peak", "bandwidth"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"hardware {self.name!r}: {name} is {getattr(self, name)}; it must be above 0")
-        if not self.products or not self.attention or min(min(row) for row in (*self.products, *self.attention)) <= 0:
+        if not self.products or not self.attention:
             raise ValueError(
-                f"hardware {self.name!r}: products and attention need a row at least, and numbers above 0; "
+                f"hardware {self.name!r}: products and attention need a row at least; "
                 "python -m training.plan measure writes them"
             )
         if "alltoall" not in self.rows:
             raise ValueError(f"hardware {self.name!r}: rows has no alltoall, the dispatcher of every machine; add it")
+        above = [(name, getattr(self, name)) for name in ("memory", "node", "peak", "bandwidth")]
+        above += [(name, n) for name in ("products", "attention") for row in getattr(self, name) for n in row]
+        above += [("link.rate", self.link.rate), ("network.rate", self.network.rate)]
+        above += [(f"rows.{name}", rate) for name, (rate, _) in self.rows.items()]
+        waits = [("link.latency", self.link.latency), ("network.latency", self.network.latency)]
+        waits += [*(("host", wait) for wait in self.host), *((f"rows.{name}", w) for name, (_, w) in self.rows.items())]
+        wrong = [(name, n, "above 0") for name, n in above if not 0 < n < math.inf]
+        wrong += [(name, n, "at least 0") for name, n in waits if not 0 <= n < math.inf]
+        for name, n, bound in wrong:
+            raise ValueError(f"hardware {self.name!r}: {name} is {n}; it must be finite and {bound}")
         known = {field.name for field in fields(self)}
         for name in self.sheet:
             if name not in known:

@@ -65,13 +65,21 @@ class MeasureConfig:
 def main(words: list[str]) -> int:
     asked = config.read(MeasureConfig, *cli_words(words))
     base = hardware.read(asked.like)
-    if Path(asked.output).exists():
+    output = Path(asked.output)
+    if output.exists():
         raise ValueError(f"output={asked.output} exists already; remove it or choose another file")
+    if not os.access(output.parent, os.W_OK):
+        raise ValueError(f"output={asked.output} cannot be written: make the folder {output.parent}, or choose another")
+    if asked.node < 0:
+        raise ValueError(f"node is {asked.node}; it must be at least 1, or 0 for this machine's GPUs")
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world != os.environ.get("LOCAL_WORLD_SIZE", world):
+        raise ValueError("measure was started on several machines, whose wires are not a node's; start it on one")
     alone = hosted(placed(asked.device))  # before there are others: FSDP's part is what they add
     with processes(asked.device) as device:
         found = measured(device, base, alone, asked.node)
     if rank() == 0:
-        disk.write_atomic(Path(asked.output), written(found).encode())
+        disk.write_atomic(output, written(found).encode())
         rest = f"; from {asked.like}: {', '.join(found.sheet)}" if found.sheet else ""
         print(f"{asked.output} has what was measured on {found.name}{rest}; use it with hardware={asked.output}")
     return 0
@@ -86,6 +94,10 @@ def cli_words(words: list[str]) -> tuple[str, list[str]]:
 def placed(device: str) -> torch.device:
     """This process's device, before `processes` says so."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
+        raise ValueError(
+            f"device is {kind}, and cuda or cpu of this machine are measured; write device=cpu, or leave it out"
+        )
     found = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if kind == "cuda" else kind)
     if found.type == "cuda":
         torch.cuda.set_device(found)

@@ -46,7 +46,8 @@ from tqdm import tqdm
 
 from training import hardware
 from training.build import check_optim, held_in, source, taught_by, whole_on_meta
-from training.config import READY, Stage, TrainConfig, read_config, stages_of, upcycle_config
+from training.checkpoint.layout import Origin
+from training.config import READY, Stage, TrainConfig, read_config, stages_of
 from training.dispatch import nvlink
 from training.islands import plan as islands
 from training.model.lora import LoraConfig, attach
@@ -56,12 +57,13 @@ from training.model.recompute import MOVES
 from training.model.stock import LAYER, dense_of, model_of
 from training.observe.flops import model_flops
 from training.optim import learning, multiplier
+from training.parallel import pipeline
 from training.parallel.mesh import MeshConfig, changed_to, check, grids, in_sizes, problem
 from training.parallel.pipeline import SINGLE, cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
 from training.seconds import RANDOM, Routing, Seconds, step
 from training.teacher import check_teacher
-from upcycle import law, strict
+from upcycle import law, plugin, strict
 from upcycle.config import find, read
 from upcycle.size import dense_flops, dense_parameters
 from upcycle.spec import BYTES, DenseSpec, MoESpec
@@ -351,11 +353,40 @@ def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iter
         stages_of_all = mesh.pp * (1 if mesh.schedule in SINGLE else 2)
         if stages_of_all > layers or problem(mesh, world, spec, config.data.sequence):
             continue
-        count, rest = divmod(config.batch, config.micro_batch * world // (mesh.tp * mesh.cp * mesh.pp))
         if dense_of(spec).carried is not None and mesh.tp * mesh.cp * mesh.pp * mesh.etp > 1:
             continue  # build.check_stock
-        if count and not rest and (mesh.pp == 1 or count >= mesh.pp) and goes_with(config, mesh):
+        enough = micro_batches(config, mesh, world) >= mesh.pp
+        if enough and not refusal(config, mesh, world) and goes_with(config, mesh):
             yield mesh
+
+
+def micro_batches(config: TrainConfig, mesh: MeshConfig, world: int) -> int:
+    """How many a rank has in a step; 0: its batch cannot be cut into them."""
+    count, rest = divmod(config.batch, config.micro_batch * world // (mesh.tp * mesh.cp * mesh.pp))
+    return 0 if rest else count
+
+
+def refusal(config: TrainConfig, mesh: MeshConfig, world: int) -> str:
+    """Why training refuses to cut the batch for a mapping; "": it does not."""
+    count = micro_batches(config, mesh, world)
+    if not count:
+        ranks = world // (mesh.tp * mesh.cp * mesh.pp)
+        least = math.ceil(config.batch / (config.micro_batch * ranks)) * config.micro_batch * ranks
+        return (
+            f"batch={config.batch} cannot be cut into micro-batches of micro_batch={config.micro_batch} sequences on "
+            f"{ranks} data-parallel ranks; try batch={least}"
+        )
+    try:
+        pipeline.check(mesh, count, recomputed=config.model.recompute, compiled=config.model.compile)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refused(config: TrainConfig, world: int) -> str:
+    """A sentence where the config's own mapping does not train, for which there are no seconds then."""
+    reason = refusal(config, config.mesh, world)
+    return f"This config does not train on {world} GPUs: {reason}" if reason else ""
 
 
 def goes_with(config: TrainConfig, mesh: MeshConfig) -> bool:
@@ -387,7 +418,8 @@ def table(
         cells = "  ".join(f"{getattr(size, name) / 1e9:11.2f}" for name in names)
         axes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
         lines.append(f"{cells}   {axes}{said}")
-    return "\n".join(lines)
+    unfit = dict.fromkeys(refused(stage.config, world) for stage in stages)
+    return "\n".join([*lines, *filter(None, unfit)])
 
 
 # ---- the same with a clock
@@ -408,8 +440,11 @@ class PlanConfig:
 COPIED = 64  # mappings that are also tried with a copy of the model in each node
 SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take, and no plan counts
 FEW = 1024  # tokens of a step for each GPU, below which a mapping is chosen among bad ones
+HOSTED = 0.3  # of a step; below, a larger micro_batch wins little
 BATCH = 2**22  # tokens of a step: more and fewer were worse where large models were upcycled (arXiv 2410.07524)
 AMOUNT = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?([KMBT]?) ?(tokens|FLOPs|GPU-hours|)", re.IGNORECASE)
+ABSURD = 1e30  # FLOPs, tokens or GPU-hours, of which nobody has so many
+MOST_GPUS = 100_000  # that a search of all mappings still ends for
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 # which keys of a hardware file a part of a step depends on
 DEPENDS = {
@@ -435,7 +470,7 @@ def ranked(
     whole: TrainConfig | None = None,
     routing: Routing | None = None,
 ) -> tuple[list[Timed], Timed]:
-    """(the mappings that fit, the fastest first; the config's own, which may not). `whole`: of all stages."""
+    """(the mappings that fit, the fastest first; the config's own, which may not run). `whole`: of all stages."""
     model = Model(spec, config, teacher, whole)
 
     def timed(mesh: MeshConfig) -> Timed:
@@ -449,7 +484,8 @@ def ranked(
     own = timed(config.mesh)
     every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
     found = [own, *(timed(mesh) for mesh in every if mesh != config.mesh)]
-    fit = sorted((each for each in found if fits(each, card)), key=lambda each: each.seconds.total)
+    runs = found[1:] if refused(config, world) else found
+    fit = sorted((each for each in runs if fits(each, card)), key=lambda each: each.seconds.total)
     # a copy of the model in each node: of the best, for it takes as much memory as a node's GPUs alone have
     best = [each.mesh for each in fit[:COPIED] if world > each.mesh.pp * card.node]
     copied = [replace(mesh, dp_replicate=world // (mesh.pp * card.node)) for mesh in best]
@@ -474,14 +510,16 @@ def clocked(
 ) -> str:
     """The table of the fastest mappings that fit, and what the budget takes with the first of them."""
     fit, own = ranked(spec, config, asked.gpus, card, teacher, whole, routing)
+    unfit = refused(config, asked.gpus)
     if not fit:
         raise ValueError(
-            f"no mapping of {asked.gpus} {card.name} holds this step, and the config's takes "
+            unfit
+            or f"no mapping of {asked.gpus} {card.name} holds this step, and the config's takes "
             f"{own.memory.total / 1e9:.0f} GB of {card.memory:g}; try more gpus, a smaller micro_batch or "
             "model.recompute=full"
         )
     tokens, flops = config.batch * config.data.sequence, model_flops(spec, config.data.sequence)
-    shown = fit[:rows] + ([] if own in fit[:rows] else [own])
+    shown = fit[:rows] + ([] if own in fit[:rows] or unfit else [own])
     lines = ["  rank   tokens/s    of a GPU   ms a step    MFU      GB   mapping; what takes longer than in the first"]
     for each in shown:
         rate = tokens / each.seconds.total
@@ -503,6 +541,13 @@ def clocked(
     if unsure and parts[0][1] > 0:
         keys = ", ".join(dict.fromkeys(key for _, key in unsure))
         lines.append(f"Not measured on this card: {keys}. Measure first what {unsure[0][0]} takes, then rent many.")
+    if unfit:
+        lines.append(unfit)
+    if first.seconds.host > HOSTED * first.seconds.total and config.micro_batch < config.batch:
+        lines.append(
+            f"The host takes {first.seconds.host / first.seconds.total:.0%} of the first: it launches more slowly than "
+            f"the GPUs compute; try micro_batch={2 * config.micro_batch}, or more if it fits."
+        )
     if tokens < FEW * asked.gpus:
         lines.append(
             f"A step has {tokens:,} tokens, {tokens / asked.gpus:,.0f} a GPU, which leaves {asked.gpus:,} GPUs idle in "
@@ -514,7 +559,7 @@ def clocked(
         lines.append(f"Not in these seconds, which are of plain training: {', '.join(left)}.")
     if asked.budget:
         for name, each in {"this config": own, "the first": first}.items():
-            if fits(each, card) and (name == "this config" or own is not first):
+            if each in fit and (name == "this config" or own is not first):
                 lines.append(f"{asked.budget} with {name}: {bill(asked, tokens, flops, each.seconds.total)}")
     return "\n".join(lines)
 
@@ -527,6 +572,7 @@ def uncounted(config: TrainConfig) -> dict[str, bool]:
         "frozen parameters": any(group.lr == 0 for group in config.optim.groups),
         "Muon's products": config.optim.name == "muon",
         "documents (less attention)": config.data.mask_documents,
+        f"{config.model.compute} (they are bfloat16's)": config.model.compute != "bfloat16",
         "FP8": "fp8" in config.model.experts or "linear_fp8" in config.model.transformer_engine,
     }
 
@@ -541,9 +587,15 @@ def why(each: Timed, first: Timed) -> str:
 def bill(asked: PlanConfig, tokens: int, flops: float, seconds: float) -> str:
     count = budgeted(asked, flops, tokens / seconds / asked.gpus)
     hours = count / tokens * seconds / 3600
-    money = f", {hours * asked.gpus * asked.price:,.0f} at {asked.price:g} a GPU-hour" if asked.price else ""
-    said = f"{law.short(count)} tokens in {hours:,.1f} hours, {hours * asked.gpus:,.0f} GPU-hours{money}"
+    of_all = hours * asked.gpus
+    money = f", {few(of_all * asked.price)} at {asked.price:g} a GPU-hour" if asked.price else ""
+    said = f"{law.short(count)} tokens in {few(hours, 1)} hours, {few(of_all)} GPU-hours{money}"
     return f"{said} (of training alone; predictions here were off by up to 15 %, see docs/planning.md)"
+
+
+def few(number: float, digits: int = 0) -> str:
+    """With so many digits behind the point, or two of those that count where it is small."""
+    return f"{number:,.{digits}f}" if number >= 10 else f"{number:.2g}"
 
 
 def budgeted(asked: PlanConfig, flops: float, rate: float) -> float:
@@ -559,23 +611,28 @@ def amount(key: str, text: str) -> tuple[float, str]:
         number = float(found[1]) * UNITS[found[2].lower()] if found else 0.0
     except ValueError:
         number = 0.0
-    if not found or not number or (key == "seen" and found[3].lower() not in ("", "tokens")):
+    if not 0 < number < ABSURD or not found or (key == "seen" and found[3].lower() not in ("", "tokens")):
         units = "" if key == "seen" else ', "1e22 FLOPs" or "5000 GPU-hours"'
         raise ValueError(f'{key} is {text!r}; write for instance {key}="100B tokens"{units}')
     return number, found[3].lower() or "tokens"
 
 
-def advised(spec: DenseSpec | MoESpec, config: TrainConfig, asked: PlanConfig, rate: float) -> str:
+def advised(origin: Origin, config: TrainConfig, asked: PlanConfig, rate: float) -> str:
     """What the law of upcycling expects of the budget. `rate`: tokens/s of a GPU."""
-    if not config.model.upcycle or not isinstance(spec, MoESpec):
+    plan = origin.plan
+    if plan is None:
         return "The law of upcycling says nothing of a model that is not upcycled (model.upcycle is not set)."
-    made = upcycle_config(config.model)
-    flops, sequence = model_flops(spec, config.data.sequence), config.data.sequence
+    if plan.grown:
+        return "The law of upcycling says nothing of a mixture that is made larger or smaller; it is of dense models."
+    # of the plan: where a target's config has one width for all, what is read back has that of an expert
+    dense, spec, method = plan.dense, plan.moe, plan.config.method
+    sequence = config.data.sequence
+    flops = model_flops(origin.spec, sequence)
     case = law.Case(
-        parameters=dense_parameters(spec.dense), first=amount("seen", asked.seen)[0],
+        parameters=dense_parameters(dense), first=amount("seen", asked.seen)[0],
         more=budgeted(asked, flops, rate), copies=spec.copies, top_k=max(1, spec.top_k // spec.granularity),
-        granularity=spec.granularity, choice=spec.choice, cost=flops / dense_flops(spec.dense, sequence),
-        method=made.method if isinstance(made.method, str) else made.method["name"],
+        granularity=spec.granularity, choice=spec.choice, cost=flops / dense_flops(dense, sequence),
+        method=method if isinstance(method, str) else method["name"],
     )  # fmt: skip
     return law.advice(case)
 
@@ -586,18 +643,23 @@ def split(words: list[str]) -> tuple[PlanConfig, list[str]]:
     counts = [word.removeprefix("gpus=") for word in words if word.startswith("gpus=")]
     if len(counts) != 1 or not counts[0].isdecimal() or counts[0] == "0":
         raise ValueError("say for how many GPUs to plan, for instance gpus=8")
+    if int(counts[0]) > MOST_GPUS:
+        raise ValueError(f"gpus is {counts[0]}, and at most {MOST_GPUS:,} are planned for; write fewer")
     asked = read(PlanConfig, "", [word for word in words if word.startswith(own)])
     for name in ("budget", "seen"):
         if getattr(asked, name):
             amount(name, getattr(asked, name))
     if bool(asked.islands) != bool(asked.link) or asked.islands < 0:
         raise ValueError("say how many islands, and over what link, for instance islands=4 link=1Gb/s")
-    if asked.price < 0:
-        raise ValueError(f"price is {asked.price:g}; it must be at least 0, of a GPU-hour")
+    if not 0 <= asked.price < math.inf:
+        raise ValueError(f"price is {asked.price:g}; it must be finite and at least 0, of a GPU-hour")
     if not asked.hardware and (asked.price or asked.budget):
         raise ValueError("budget and price need seconds, and hardware is not set; write for instance hardware=h100")
-    if asked.seen and not asked.budget:
-        raise ValueError('seen is for what a budget brings, and none is set; write for instance budget="100B tokens"')
+    for key in ("seen", "price"):
+        if getattr(asked, key) and not asked.budget:
+            raise ValueError(
+                f'{key} is for what a budget brings, and none is set; write for instance budget="100B tokens"'
+            )
     return asked, [word for word in words if not word.startswith(own)]
 
 
@@ -609,9 +671,17 @@ def seconds_of(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, card:
 def lasting(stage: Stage, spec: DenseSpec | MoESpec, world: int, card: hardware.Hardware) -> str:
     """How long a stage takes with its mapping."""
     config = stage.config
+    if unfit := refused(config, world):
+        return f"{stage.name or 'stage'}: {unfit}"
     tokens = config.steps * config.batch * config.data.sequence
     hours = config.steps * seconds_of(spec, config, world, card) / 3600
-    return f"{stage.name or 'stage'}: {config.steps:,} steps, {tokens / 1e9:,.3f} B tokens, {hours:,.1f} hours"
+    return f"{stage.name or 'stage'}: {config.steps:,} steps, {tokens / 1e9:,.3f} B tokens, {few(hours, 1)} hours"
+
+
+def check_names(config: TrainConfig) -> None:
+    """Refuses a dispatcher and experts that are not there: they would count as those that wait for nothing."""
+    plugin.load("training.dispatch", config.mesh.dispatcher)
+    plugin.load("training.experts", config.model.experts)
 
 
 def of_frozen(spec: DenseSpec | MoESpec, config: TrainConfig) -> str:
@@ -640,12 +710,17 @@ def of_bench(file: str, words: list[str], asked: PlanConfig, card: hardware.Hard
     check(row.mesh, asked.gpus, spec, row.sequence)
     data = asked.gpus // (row.mesh.tp * row.mesh.cp * row.mesh.pp)
     config = bench.as_training(row, row.micro_batch or max(1, row.batch // data))
+    check_names(config)
     if card is None:
         return table(spec, config, asked.gpus)
     balanced = row.routing == "balanced"
-    found = clocked(spec, config, asked, card, routing=Routing(0.0 if balanced else RANDOM, in_turn=balanced))
-    half = f"\nMemory is of float32 weights; {row.weights}, as this config has them, takes half of theirs."
-    return found + (half if row.weights != "float32" else "")
+    half = f"Memory is of float32 weights; {row.weights}, as this config has them, takes half of theirs."
+    half *= row.weights != "float32"
+    try:
+        found = clocked(spec, config, asked, card, routing=Routing(0.0 if balanced else RANDOM, in_turn=balanced))
+    except ValueError as error:
+        raise ValueError(f"{error}. {half}" if half else str(error)) from error
+    return f"{found}\n{half}" if half else found
 
 
 @cli.command()
@@ -668,6 +743,7 @@ def main(words: list[str]) -> int:
         for stage in stages:
             check(config.mesh, asked.gpus, origin.spec, stage.config.data.sequence)
         check_optim(config, origin.spec)
+        check_names(config)
         teacher = None
         for asking in [stage.config for stage in stages if stage.config.teacher.asked][:1]:
             with taught_by(asking) as its_origin:
@@ -694,8 +770,8 @@ def main(words: list[str]) -> int:
         print(clocked(origin.spec, config, asked, card, teacher=teacher, whole=whole))
         for stage in stages if len(stages) > 1 else []:
             print(lasting(stage, origin.spec, asked.gpus, card))
-        if asked.seen:
+        if asked.seen and not refused(config, asked.gpus):
             own = seconds_of(origin.spec, config, asked.gpus, card)
             rate = config.batch * config.data.sequence / own / asked.gpus
-            print(advised(origin.spec, config, asked, rate))
+            print(advised(origin, config, asked, rate))
     return 0

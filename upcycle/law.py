@@ -24,8 +24,9 @@ FLOOR = 0.165
 DENSE, SCRATCH, UPCYCLED = (8.83, 12.3, 0.088, 0.116), (32.0, 7.05, 0.161, 0.080), (16.3, 8.53, 0.043, 0.112)
 SECOND, TOGETHER = 0.085, 7.98e-4  # a2 and a3
 # Where it may be read without a mark: small models, and no D1 as OLMoE's 2 T, where the fit never crosses from scratch
-# and OLMoE saw it cross at 500 to 600 B. Below a billion tokens of D2 a power law says nothing: it begins at infinity.
-PARAMETERS, FIRST_TOKENS, MORE_TOKENS, COPIES, TOP_K = 1.1e9, 3e11, 1e9, 8, 2
+# and OLMoE saw it cross at 500 to 600 B. Below a billion tokens a power law says nothing: it begins at infinity; and
+# FLOPs or GPU-hours of a small model are soon trillions of tokens, more than anybody fitted.
+PARAMETERS, TOKENS, COPIES, TOP_K = (1e8, 1.1e9), (1e9, 3e11), 8, 2
 # `continued`: the share of D2; the constants of 1, ln N, ln D, their product and (ln D)^2, N and D over those of MIDDLE
 CONTINUED, MIDDLE = (0.96, 1.4787, -0.017066, -0.178439, -0.0264344, -0.0195051), (1.8e7, 1.5e7)
 # of what runs: parameters, D1, D2; eight copies with top-2
@@ -105,13 +106,23 @@ class Case:
 def outside(case: Case) -> list[str]:
     """Why the law's numbers are extrapolated here; empty: they are not."""
     found = []
-    if case.parameters > PARAMETERS:
+    few, many = TOKENS
+    if case.parameters > PARAMETERS[1]:
         found.append(f"{short(case.parameters)} parameters, fitted up to about 1 B")
-    if case.first > FIRST_TOKENS:
+    if case.parameters < PARAMETERS[0]:
+        found.append(f"{short(case.parameters)} parameters, fewer than it may be read for")
+    if case.first > many:
         found.append(f"{short(case.first)} tokens before, and at 2 T it misses what was seen (arXiv 2409.02060)")
-    if case.more < MORE_TOKENS:
-        found.append(f"{short(case.more)} tokens more, too few for a power law")
-    if (case.copies, case.top_k) != (COPIES, TOP_K):
+    found += [
+        f"{short(tokens)} tokens {when}, too few for a power law"
+        for tokens, when in ((case.first, "before"), (case.more, "more"))
+        if tokens < few
+    ]
+    if case.more > many:
+        found.append(f"{short(case.more)} tokens more, fitted for hundreds of billions")
+    if case.granularity > 1 or case.method not in ("copy", "virtual_group"):
+        found.append(f"granularity {case.granularity} by method {case.method}, fitted for copies of whole FFNs")
+    elif (case.copies, case.top_k) != (COPIES, TOP_K):
         found.append(f"{case.copies} copies, top-{case.top_k}, fitted for {COPIES}, top-{TOP_K}")
     return found
 
@@ -119,11 +130,11 @@ def outside(case: Case) -> list[str]:
 def advice(case: Case) -> str:
     """A table of what may be done with the same tokens and with the same FLOPs, and warnings."""
     why, n, first, more = outside(case), case.parameters, case.first, case.more
-    mark = "  extrapolated" if why else ""
+    mark, kind = "  extrapolated" if why else "", "slices" if case.method == "split" else "copies"
     arms = [
         ("dense, same tokens", dense(n, first + more), "at best: read off its one-stage curve at D1 + D2"),
         ("dense, same FLOPs", dense(n, first + more * case.cost), "the same, for as many FLOPs as the copies take"),
-        (f"{case.copies} copies, top-{case.top_k}", upcycled(n, first, more), "upcycled"),
+        (f"{case.copies} {kind}, top-{case.top_k}", upcycled(n, first, more), "upcycled"),
         ("MoE from scratch", scratch(n, more), "none of D1"),
     ]
     lines = [f"Expected loss after {short(more)} tokens more ({SOURCE}; differences count, not the numbers):"]

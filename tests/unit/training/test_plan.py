@@ -14,6 +14,7 @@ from tests.unit.training.test_seconds import COPIES, MORE_SLICES, SLICES, SMOL
 from training import hardware
 from training.balance import BalanceConfig
 from training.bench import BenchConfig, as_training, spec_of
+from training.checkpoint.layout import opened
 from training.config import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch import nvlink
@@ -38,7 +39,9 @@ from training.plan import (
     why,
 )
 from training.seconds import Routing, Seconds, step
+from upcycle import law
 from upcycle.config import read
+from upcycle.size import dense_parameters
 from upcycle.spec import DenseSpec, MoESpec
 
 CONFIG = TrainConfig(model=ModelConfig(source="none"), data=DataConfig(sequence=32), batch=8, micro_batch=1)
@@ -304,6 +307,7 @@ def test_what_is_not_in_the_seconds_is_said() -> None:
     frozen = replace(plain, optim=OptimConfig(groups=({"match": "*.router.*", "lr": 0.0},)))
     for config, says in (
         (plain, ""), (CONFIG, "documents (less attention)"), (frozen, "frozen parameters"),
+        (replace(plain, model=replace(plain.model, compute="float32")), "float32 (they are bfloat16's)"),
         (replace(plain, lora=LoraConfig(rank=4)), "adapters"), (replace(plain, optim=OptimConfig(name="muon")), "Muon"),
     ):  # fmt: skip
         text = clocked(SPECS["moe"], config, PlanConfig(gpus=1), card)
@@ -326,8 +330,12 @@ def test_budgets() -> None:
     for budget, tokens in (("3600 tokens", 3600), ("3.6e6 FLOPs", 3600), ("0.08 GPU-hours", 3600)):
         asked = PlanConfig(gpus=4, budget=budget, price=10)
         said = bill(asked, 100, 1000.0, 2.0)
-        assert said.startswith(f"{tokens / 1000:.3g} K tokens in 0.0 hours, 0 GPU-hours, 1 at 10"), (budget, said)
-    for key, wrong in (("budget", "100 euros"), ("budget", "0B"), ("budget", "1.2.3B tokens"), ("seen", "5 FLOPs")):
+        assert said.startswith(f"{tokens / 1000:.3g} K tokens in 0.02 hours, 0.08 GPU-hours, 0.8 at 10"), (budget, said)
+    assert bill(PlanConfig(gpus=4, budget="9B", price=10), 100, 1.0, 2.0).startswith(
+        "9 B tokens in 50,000.0 hours, 200,000 GPU-hours, 2,000,000 at 10 a GPU-hour"
+    )
+    wrong_ones = ("100 euros", "0B", "1.2.3B tokens", "1e400 tokens", "1e30T tokens", "nan")
+    for key, wrong in (*(("budget", each) for each in wrong_ones), ("seen", "5 FLOPs"), ("seen", "1e300")):
         with pytest.raises(ValueError, match=f"{key} is .*100B tokens"):
             amount(key, wrong)
 
@@ -338,11 +346,69 @@ def test_words_of_planning_and_of_training() -> None:
     for words, says in (
         (["budget=1T"], "hardware is not set"),
         (["hardware=h100", "price=-1"], "price is -1"),
+        (["hardware=h100", "budget=1T", "price=nan"], "price is nan"),
+        (["hardware=h100", "budget=1T", "price=inf"], "price is inf"),
+        (["hardware=h100", "price=2"], "price is for"),
         (["hardware=h100", "seen=15T"], "seen is for"),
         (["hardware=h100", "budget=lots"], "budget is 'lots'"),
     ):
         with pytest.raises(ValueError, match=says):
             split(["gpus=8", *words])
+    with pytest.raises(ValueError, match="gpus is 99999999999999999999, and at most 100,000 are"):  # it never ended
+        split(["gpus=99999999999999999999"])
+
+
+@pytest.mark.parametrize("method", ["virtual_group", "split", "copy"])
+def test_the_law_is_asked_of_the_dense_model_itself(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a target's config has one width, what is read back of slices is a dense model as narrow as a slice."""
+    dense = tiny.make("llama", tmp_path / "dense")
+    words = {"virtual_group": ["experts=2", "granularity=4", "top_k=4"], "split": ["experts=4", "top_k=4"]}
+    made = [f"model.upcycle.{word}" for word in words.get(method, ["experts=2", "top_k=1"])]
+    cases = list[law.Case]()
+    monkeypatch.setattr("upcycle.law.advice", lambda case: cases.append(case) or "advice")
+    run = [f"model.upcycle.source={dense}", f"model.upcycle.method={method}", "model.upcycle.target=mixtral", *made]
+    asked = ["data.sequence=32", "batch=8", "gpus=1", "hardware=h100", "budget=1B tokens", "seen=1T"]
+    assert main([*run, *asked]) == 0
+    (case,) = cases
+    with opened(dense) as origin:
+        assert case.parameters == dense_parameters(origin.dense)
+    assert case.cost == pytest.approx(1), "slices and top-1 of copies compute what the dense model does"
+    assert case.method == method and case.granularity == (4 if method == "virtual_group" else 1)
+
+
+def test_the_law_says_nothing_of_a_mixture_that_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tiny.make("mixtral", tmp_path / "moe")
+    with opened(source) as origin:
+        assert isinstance(origin.spec, MoESpec)
+        top_k = 2 * origin.spec.top_k
+    run = [f"model.upcycle.source={source}", "model.upcycle.experts=2", f"model.upcycle.top_k={top_k}"]
+    asked = ["data.sequence=32", "batch=8", "gpus=1", "hardware=h100", "budget=1B tokens", "seen=1T"]
+    assert main([*run, *asked]) == 0
+    said = capsys.readouterr().out
+    assert "nothing of a mixture" in said and "Expected loss" not in said
+
+
+def test_a_batch_that_the_config_cannot_cut_is_not_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training refuses it; the plan had it as the fastest, with hours, of a step that nobody can take."""
+    dense = tiny.make("llama", tmp_path / "dense")
+    words = [f"model.source={dense}", "data.sequence=32", "batch=4", "micro_batch=2", "gpus=4"]
+    refused = "This config does not train on 4 GPUs: batch=4 cannot be cut into micro-batches of micro_batch=2 "
+    for more in ([], ["hardware=h100", "budget=1B tokens", "seen=1T"]):
+        assert main([*words, *more]) == 0
+        said = capsys.readouterr().out
+        assert f"\n{refused}" in said and "try batch=8\n" in said and "tp=2" in said
+        assert not more or ("this config)" not in said and "with this config" not in said and "law" not in said)
+        assert main([*words, *more, "batch=8"]) == 0
+        said = capsys.readouterr().out
+        assert "cannot be cut" not in said and "(this config)" in said
+        assert not more or ("with this config" in said and "law" in said)
+    assert main([*words, "batch=12"]) == 0 and "batch=12 cannot be cut" in capsys.readouterr().out, (
+        "one and a half each"
+    )
+    assert main([*words[:-1], "gpus=3", "hardware=h100"]) == 2
+    assert "try batch=6" in capsys.readouterr().err
 
 
 def test_the_command_with_a_clock_and_the_law(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,6 +438,54 @@ def test_the_law_is_asked_at_the_rate_of_the_configs_own_step(tmp_path: Path, mo
     assert main([f"model.source={source}", *words]) == 0 and rates == [8 * 32 / 2.0 / 2]
 
 
+def test_a_step_that_waits_for_its_host_is_told_of_larger_micro_batches() -> None:
+    """One that is the whole batch cannot grow, and where the host is fast nothing is said."""
+    slow = hardware.read("h200")
+    for card, config, says in (
+        (slow, CONFIG, True), (replace(slow, host=(0.0, 0.0)), CONFIG, False),
+        (slow, replace(CONFIG, batch=1), False),
+    ):  # fmt: skip
+        shown = clocked(
+            SPECS["moe"], replace(config, model=replace(config.model, graph=False)), PlanConfig(gpus=1), card
+        )
+        assert ("% of the first: it launches" in shown and "try micro_batch=2, " in shown) == says
+
+
+@pytest.mark.parametrize("word", ["mesh.dispatcher=alltoal", "model.experts=alltoal"])
+def test_names_that_nobody_has_are_refused(word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They would be predicted faster than any that is there: without waits."""
+    words = [f"model.source={tiny.make('mixtral', tmp_path / 'moe')}", "data.sequence=32", "batch=8", "gpus=2"]
+    for more in ([], ["hardware=h100"]):
+        assert main([*words, *more, word]) == 2 and "'alltoal' is not one of" in capsys.readouterr().err
+    if word.startswith("mesh"):
+        assert main(["bench-qwen3-30b", "gpus=8", "hardware=h100", word]) == 2
+        assert "'alltoal' is not one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("schedule", "batch", "says"),
+    [
+        ("1f1b", 2, "needs 2 micro-batches a step, got 1"),
+        ("interleaved", 10, "needs a multiple of 2 micro-batches a step, got 5; try 4"),
+        ("gpipe", 2, ""),
+        ("interleaved", 8, ""),
+    ],
+)
+def test_a_schedule_that_refuses_the_batch_is_not_ranked(schedule: str, batch: int, says: str) -> None:
+    """Neither the config's own mapping nor another with so many stages."""
+    spec = replace(SPECS["dense"], layers=8)
+    config = replace(CONFIG, batch=batch, mesh=MeshConfig(pp=2, schedule=schedule))
+    fit, own = ranked(spec, config, 4, hardware.read("h200"))
+    assert (own in fit) == (not says) and any(each.mesh.pp == 1 for each in fit)
+    for mesh in (each.mesh for each in fit if each is not own and each.mesh.pp > 1):
+        count = batch * mesh.tp * mesh.cp * mesh.pp // 4
+        assert count >= mesh.pp and (schedule != "interleaved" or count % (count // mesh.pp) == 0)
+    shown = clocked(spec, config, PlanConfig(gpus=4), hardware.read("h200"))
+    assert (f"\nThis config does not train on 4 GPUs: mesh.schedule={schedule} with mesh.pp=2 {says}" in shown) == bool(
+        says
+    )
+
+
 def test_a_config_of_the_bench_is_planned_by_its_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 4096, "num_local_experts": 4,
@@ -393,3 +507,8 @@ def test_a_config_of_the_bench_is_planned_by_its_sizes(tmp_path: Path, capsys: p
     for word, says in {"stack=true": "leave stack", "batch=0": "batch is 0", "mesh.ep=3": "try mesh.ep=2"}.items():
         assert main([str(file), "gpus=2", "hardware=h200", word]) == 2
         assert says in capsys.readouterr().err
+    small = tmp_path / "small.yaml"
+    small.write_text((hardware.READY / "h200.yaml").read_text().replace("memory: 141", "memory: 4"))
+    assert main([str(file), "gpus=2", f"hardware={small}"]) == 2
+    said = capsys.readouterr().err
+    assert "no mapping of 2 " in said and "Memory is of float32 weights; bfloat16" in said

@@ -805,6 +805,8 @@ def test_a_plan_knows_how_much_a_recorded_step_takes(monkeypatch: pytest.MonkeyP
         assert seconds_of(D, ALONE, 1, card) == own.seconds.total
         long = lasting(Stage(1, "", 0, replace(ALONE, steps=3_600_000)), D, 1, card)
         assert long.endswith(f" {1000 * own.seconds.total:,.1f} hours")
+        none = lasting(Stage(2, "decay", 0, replace(ALONE, batch=1, micro_batch=1)), D, 2, card)
+        assert none.startswith("decay: This config does not train on 2 GPUs: batch=1 ") and "hours" not in none
 
 
 def test_copies_of_a_token() -> None:
@@ -836,8 +838,23 @@ def test_hardware_that_is_wrong_is_one_sentence(tmp_path: Path) -> None:
         ("sheet: [memory", "sheet: [colour", "'colour'"),
         ("link: {latency: 3, rate: 350}", "", "link"),
         ("rows: {alltoall", "rows: {others", "no alltoall"),
-        ("[128, 4096, 566, 434]", "[128, 4096, 0, 434]", "numbers above 0"),
+        ("[128, 4096, 566, 434]", "[128, 4096, 0, 434]", "attention is 0; it must be finite and above 0"),
+        ("[128, 4096, 566, 434]", "[128, .nan, 566, 434]", "attention is nan"),
+        ("memory: 141", "memory: .inf", "memory is inf"),
+        ("peak: 989.5", "peak: .nan", "peak is nan"),
+        ("link: {latency: 3, rate: 350}", "link: {latency: 3, rate: 0}", "link.rate is 0"),
+        ("link: {latency: 3, rate: 350}", "link: {latency: -3, rate: 350}", "link.latency is -3"),
+        ("network: {latency: 6, rate: 45}", "network: {latency: 6, rate: -45}", "network.rate is -45"),
+        ("network: {latency: 6, rate: 45}", "network: {latency: .nan, rate: 45}", "network.latency is nan"),
+        ("rows: {alltoall: [190, 0]", "rows: {alltoall: [0, 0]", "rows.alltoall is 0; it must be finite and above 0"),
+        (
+            "rows: {alltoall: [190, 0]",
+            "rows: {alltoall: [190, -1]",
+            "rows.alltoall is -1; it must be finite and at least",
+        ),
+        ("host: [2.3, 5.6]", "host: [2.3, -5.6]", "host is -5.6; it must be finite and at least 0"),
     ):
+        assert old in good
         (tmp_path / "mine.yaml").write_text(good.replace(old, new))
         with pytest.raises(ValueError, match=re.escape(says)):
             hardware.read(str(tmp_path / "mine.yaml"))
@@ -857,6 +874,34 @@ def test_a_machines_own_file(
     assert all(0 < number < 10 for row in card.products for number in row[4:]) and min(card.host) > 0
     assert card.bandwidth > 0.1 and "hardware=" in capsys.readouterr().out
     assert plan(["measure", f"output={file}"]) == 2 and "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "says"),
+    [
+        (["output=no/such/mine.yaml"], {}, "make the folder no/such"),
+        (["device=xpu"], {}, "device is xpu"),
+        (["node=-1"], {}, "node is -1; it must be at least 1"),
+        ([], {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "start it on one"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before(
+    words: list[str],
+    environ: dict[str, str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In one sentence, with nothing measured and nothing written."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(measure.bench, "measured", lambda *_: pytest.fail("it began to measure"))
+    assert plan(["measure", *words]) == 2 and says in capsys.readouterr().err
+    assert (plan(["measure", "device=cuda"]) == 2 and "device=cpu" in capsys.readouterr().err) or environ
+    assert not any(tmp_path.iterdir())
 
 
 def main() -> None:

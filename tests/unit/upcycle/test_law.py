@@ -59,6 +59,12 @@ def test_the_table_has_these_losses() -> None:
         ({"more": 26e6}, "26 M tokens more"),
         ({"copies": 16}, "16 copies"),
         ({"top_k": 1}, "top-1"),
+        ({"parameters": 2e7}, "20 M parameters"),
+        ({"first": 20e6}, "20 M tokens before, too few"),
+        ({"more": 5.85e12}, "5.85 T tokens more"),
+        ({"granularity": 4, "method": "virtual_group"}, "granularity 4"),
+        ({"method": "drop"}, "method drop"),
+        ({"method": "split", "copies": 16, "top_k": 4}, "method split"),
     ],
 )
 def test_what_is_extrapolated_says_so_on_every_line(change: dict[str, float], says: str) -> None:
@@ -90,7 +96,12 @@ def test_each_warning_has_its_case_and_its_source(change: dict[str, object], say
 def test_warnings_that_do_not_apply() -> None:
     assert "! " not in advice(WITHIN)
     assert "each-slice" not in advice(replace(WITHIN, granularity=4, choice="each-slice"))
-    assert "drop" not in advice(replace(WITHIN, method="drop", more=600e9, parameters=7e9))
+    assert "method drop won" not in advice(replace(WITHIN, method="drop", more=600e9, parameters=7e9))
+
+
+def test_slices_are_not_called_copies() -> None:
+    assert "  16 slices, top-4 " in advice(replace(WITHIN, method="split", copies=16, top_k=4))
+    assert "  16 copies, top-4 " in advice(replace(WITHIN, copies=16, top_k=4))
 
 
 def test_short_numbers() -> None:
@@ -105,7 +116,10 @@ def test_points_of_our_own(tmp_path: Path) -> None:
     off = published / loss - 1
     assert [(third == held).sum() for held in range(3)] == [12, 12, 12]
     assert off.mean() == pytest.approx(-0.083, abs=6e-4) and np.abs(off).max() == pytest.approx(0.175, abs=6e-4)
-    said = {"refitted": [(0.013, 0.032), (0.015, 0.038), (0.011, 0.019)], "along": [(0.008, 0.015), (0.007, 0.013), (0.008, 0.013)]}
+    said = {
+        "refitted": [(0.013, 0.032), (0.015, 0.038), (0.011, 0.019)],
+        "along": [(0.008, 0.015), (0.007, 0.013), (0.008, 0.013)],
+    }
     for form, pairs in said.items():
         assert law_points.held_out(form) == [pytest.approx(pair, abs=6e-4) for pair in pairs]
     # losses that follow a form exactly are met where they were held out
