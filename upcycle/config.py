@@ -205,6 +205,10 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
             if isinstance(default, DictConfig) and OmegaConf.get_type(default) is not dict:
                 inner = build(cast(type[Any], OmegaConf.get_type(default)), value, f"{where}{key}.")
                 values = {**values, key: dataclasses.asdict(inner)}
+            elif isinstance(value, list) and isinstance(default, DictConfig):
+                raise ValueError(f"{where}{key} is {strict.short(value)}; it must be keys and values")
+            elif isinstance(value, Mapping) and isinstance(fields[key].default, tuple):
+                raise ValueError(f"{where}{key} is {strict.short(value)}; it must be a list, as in {where}{key}=[...]")
             elif isinstance(value, str) and isinstance(fields[key].default, tuple):
                 values = {**values, key: [value]}  # one text, one donor: no brackets needed
         return OmegaConf.to_object(OmegaConf.merge(schema, literal(values)))  # type: ignore[return-value]

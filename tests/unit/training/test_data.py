@@ -933,6 +933,7 @@ def test_configs(folder: Path, tmp_path: Path) -> None:
         ("train=[{path: x, weight: heavy}]", "data.train.0.weight"),
         ("train=[a/x,b/x]", "data.train has two sources named 'x'"),
         ("train=[3]", "data.train.0. is 3; it must be keys and values"),
+        ("valid={a: b}", r"^valid is \{'a': 'b'\}; it must be a list, as in valid=\[\.\.\.\]$"),
         ("sequence=0", "data.sequence=0 must be at least 1"),
     ],
 )
