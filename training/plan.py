@@ -543,7 +543,8 @@ def clocked(
         lines.append(f"Not measured on this card: {keys}. Measure first what {unsure[0][0]} takes, then rent many.")
     if unfit:
         lines.append(unfit)
-    if first.seconds.host > HOSTED * first.seconds.total and config.micro_batch < config.batch:
+    halves, odd = divmod(micro_batches(config, first.mesh, asked.gpus), 2)
+    if first.seconds.host > HOSTED * first.seconds.total and not odd and halves >= first.mesh.pp:
         lines.append(
             f"The host takes {first.seconds.host / first.seconds.total:.0%} of the first: it launches more slowly than "
             f"the GPUs compute; try micro_batch={2 * config.micro_batch}, or more if it fits."

@@ -119,7 +119,7 @@ def outside(case: Case) -> list[str]:
         if tokens < few
     ]
     if case.more > many:
-        found.append(f"{short(case.more)} tokens more, fitted for hundreds of billions")
+        found.append(f"{short(case.more)} tokens more, more than it may be read for")
     if case.granularity > 1 or case.method not in ("copy", "virtual_group"):
         found.append(f"granularity {case.granularity} by method {case.method}, fitted for copies of whole FFNs")
     elif (case.copies, case.top_k) != (COPIES, TOP_K):

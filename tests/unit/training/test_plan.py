@@ -439,11 +439,11 @@ def test_the_law_is_asked_at_the_rate_of_the_configs_own_step(tmp_path: Path, mo
 
 
 def test_a_step_that_waits_for_its_host_is_told_of_larger_micro_batches() -> None:
-    """One that is the whole batch cannot grow, and where the host is fast nothing is said."""
+    """One that is the whole batch cannot grow, nor one by twice which the batch is not cut; a fast host is no reason."""
     slow = hardware.read("h200")
     for card, config, says in (
         (slow, CONFIG, True), (replace(slow, host=(0.0, 0.0)), CONFIG, False),
-        (slow, replace(CONFIG, batch=1), False),
+        (slow, replace(CONFIG, batch=1), False), (slow, replace(CONFIG, batch=3), False),
     ):  # fmt: skip
         shown = clocked(
             SPECS["moe"], replace(config, model=replace(config.model, graph=False)), PlanConfig(gpus=1), card
