@@ -1,9 +1,9 @@
 """Upcycling: the converter for notebooks and scripts, the commands with values instead of words.
 
-    moe = Upcycling("llama3-8b-e8t2", source="./llama", output="./moe")
-    print(moe.plan)
-    moe.convert()
-    print(moe.verify())
+moe = Upcycling("llama3-8b-e8t2", source="./llama", output="./moe")
+print(moe.plan)
+moe.convert()
+print(moe.verify())
 """
 
 from __future__ import annotations
