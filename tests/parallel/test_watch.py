@@ -155,7 +155,7 @@ def test_a_store_that_is_gone_is_said_by_the_thread_before_the_error_of_a_peer_e
         ended.append(sentence)
         watch._stop.set()  # a process would be gone
 
-    watch = Watch(1, 3, Gone(), interval=0.05, end=end, _beats=1)  # it waits for its next beat
+    watch = Watch(1, 3, Gone(), interval=0.3, end=end, _beats=1)  # it waits for its next beat
     watch.start()
     watch.failed(RuntimeError("Connection closed by peer"))
     assert ended and ended[0].startswith("the store of the processes is gone, and with it rank 0 or torchrun")
