@@ -36,7 +36,7 @@ from training.observe.flops import model_flops
 from training.observe.profiling import Phases
 from training.optim import Optimizer, SpikeGuard, check_groups, freeze, settled
 from training.parallel.collectives import all_reduce, broadcast
-from training.parallel.mesh import ParallelMesh, check
+from training.parallel.mesh import MeshConfig, ParallelMesh, check
 from training.parallel.pipeline import Pipeline, cut, stages
 from training.parallel.pipeline import check as check_schedule
 from training.parallel.placement import rule
@@ -171,13 +171,7 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
             check(config.mesh, world, origin.spec, stage.config.data.sequence)
         mesh = ParallelMesh(config.mesh, device_type=device.type)
         for stage in stages:
-            check_batch(stage.config, mesh)
-            check_schedule(
-                config.mesh,
-                stage.config.batch // (stage.config.micro_batch * mesh.dp),
-                recomputed=config.model.recompute,
-                compiled=config.model.compile,
-            )
+            check_batch(stage.config, config.mesh, mesh.dp)
         parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
         teacher = teacher_of(config, origin, mesh, device)
         core, place = learner(stages[-1].config, parts, mesh, device, teacher=teacher), Reading()
@@ -393,13 +387,16 @@ def whole_on_meta(spec: DenseSpec | MoESpec, config: TrainConfig) -> Decoder:
     return whole
 
 
-def check_batch(config: TrainConfig, mesh: ParallelMesh) -> None:
-    at_once = config.micro_batch * mesh.dp
+def check_batch(config: TrainConfig, mesh: MeshConfig, ranks: int) -> None:
+    """Refuses a batch that so many data-parallel ranks cannot cut, or of which the schedule wants other pieces."""
+    at_once = config.micro_batch * ranks
     if config.batch % at_once:
         raise ValueError(
             f"batch={config.batch} cannot be cut into micro-batches of micro_batch={config.micro_batch} sequences on "
-            f"{mesh.dp} data-parallel ranks; try batch={-(-config.batch // at_once) * at_once}"
+            f"{ranks} data-parallel ranks; try batch={-(-config.batch // at_once) * at_once}"
         )
+    count, model = config.batch // at_once, config.model
+    check_schedule(mesh, count, recomputed=model.recompute, compiled=model.compile)
 
 
 def stages_of_rank(spec: DenseSpec | MoESpec, mesh: ParallelMesh) -> list[range]:

@@ -45,7 +45,7 @@ import torch
 from tqdm import tqdm
 
 from training import hardware
-from training.build import check_optim, held_in, source, taught_by, whole_on_meta
+from training.build import check_batch, check_optim, held_in, source, taught_by, whole_on_meta
 from training.checkpoint.layout import Origin
 from training.config import READY, Stage, TrainConfig, read_config, stages_of
 from training.dispatch import nvlink
@@ -57,7 +57,6 @@ from training.model.recompute import MOVES
 from training.model.stock import LAYER, dense_of, model_of
 from training.observe.flops import model_flops
 from training.optim import learning, multiplier
-from training.parallel import pipeline
 from training.parallel.mesh import MeshConfig, changed_to, check, grids, in_sizes, problem
 from training.parallel.pipeline import SINGLE, cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
@@ -360,24 +359,18 @@ def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iter
             yield mesh
 
 
+def data_ranks(mesh: MeshConfig, world: int) -> int:
+    return world // (mesh.tp * mesh.cp * mesh.pp)
+
+
 def micro_batches(config: TrainConfig, mesh: MeshConfig, world: int) -> int:
-    """How many a rank has in a step; 0: its batch cannot be cut into them."""
-    count, rest = divmod(config.batch, config.micro_batch * world // (mesh.tp * mesh.cp * mesh.pp))
-    return 0 if rest else count
+    return config.batch // (config.micro_batch * data_ranks(mesh, world))
 
 
 def refusal(config: TrainConfig, mesh: MeshConfig, world: int) -> str:
     """Why training refuses to cut the batch for a mapping; "": it does not."""
-    count = micro_batches(config, mesh, world)
-    if not count:
-        ranks = world // (mesh.tp * mesh.cp * mesh.pp)
-        least = math.ceil(config.batch / (config.micro_batch * ranks)) * config.micro_batch * ranks
-        return (
-            f"batch={config.batch} cannot be cut into micro-batches of micro_batch={config.micro_batch} sequences on "
-            f"{ranks} data-parallel ranks; try batch={least}"
-        )
     try:
-        pipeline.check(mesh, count, recomputed=config.model.recompute, compiled=config.model.compile)
+        check_batch(config, mesh, data_ranks(mesh, world))
     except ValueError as error:
         return str(error)
     return ""
@@ -709,8 +702,7 @@ def of_bench(file: str, words: list[str], asked: PlanConfig, card: hardware.Hard
         )
     spec = bench.spec_of(row)
     check(row.mesh, asked.gpus, spec, row.sequence)
-    data = asked.gpus // (row.mesh.tp * row.mesh.cp * row.mesh.pp)
-    config = bench.as_training(row, row.micro_batch or max(1, row.batch // data))
+    config = bench.as_training(row, row.micro_batch or max(1, row.batch // data_ranks(row.mesh, asked.gpus)))
     check_names(config)
     if card is None:
         return table(spec, config, asked.gpus)
