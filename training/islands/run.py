@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from training.build import divided, observing, source
+from training.build import CHECKPOINTS, divided, observing, source
 from training.checkpoint import layout
 from training.checkpoint.layout import Origin
-from training.checkpoint.state import Stop
+from training.checkpoint.state import Stop, found, step_of
 from training.config import TrainConfig
 from training.islands import frames
 from training.islands.center import Center
@@ -37,12 +37,15 @@ Ready = Callable[[Server], Callable[[], bool]]
 
 
 def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> tuple[str, bool]:
-    """A server until all islands have left, or it is asked to stop; returns what to say, and whether all have. `ready`:
-    told when it listens, and returns what says that it should stop."""
+    """A server until all islands have left, or it is asked to stop; returns what to say, and whether all have. Where all
+    had left before it only exports, if that is still to be done. `ready`: told when it listens, and returns what says
+    that it should stop."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for what the server keeps")
     check_writable("output", Path(config.output))
-    check_export(config, 0)
+    folder = Path(config.output) / FOLDER
+    if not folder.exists():  # else its journal says whether the export may be this server's own
+        check_export(config, 0)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("a server of islands is one process; start it without torchrun")
     secret = frames.secret_of(config.islands.secret)
@@ -51,21 +54,24 @@ def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> t
         model = made(config, origin, mesh)
         center = Center(layout_of(model), vector(model), config.islands, bias_of(config, model))
         del model
-        journal = Journal(Path(config.output) / FOLDER, center)
+        journal = Journal(folder, center)
         try:
-            server = Server(center, journal, config.islands, secret)
-            print(f"islands: {center.layout.size:,} numbers, listening on port {server.port}", flush=True)
-            asked = ready(server)
-            server.run(lambda: stop.signal is not None or asked())
-            journal.save()
+            check_export(config, config.steps if center.done else 0)
+            if not center.done:
+                server = Server(center, journal, config.islands, secret)
+                print(f"islands: {center.layout.size:,} numbers, listening on port {server.port}", flush=True)
+                asked = ready(server)
+                server.run(lambda: stop.signal is not None or asked())
+                journal.save()
         finally:
             journal.close()
         said = (
             f"{center.pushes} pushes, {center.steps} steps, {center.tokens:,} tokens of {len(center.members)} islands"
         )
         if config.export and center.done:
-            model = filled(config, made(config, origin, mesh), center)
-            layout.export(model, origin, config.export, mesh=mesh)
+            if not layout.exported(Path(config.export)):
+                model = filled(config, made(config, origin, mesh), center)
+                layout.export(model, origin, config.export, mesh=mesh)
             said += f"; {config.export} is the model"
         return said, center.done
 
@@ -162,4 +168,11 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
         codes = [island.wait() for island in islands]
     if any(codes):
         raise ValueError(f"{sum(map(bool, codes))} of {count} islands ended early; the same command goes on")
-    return f"{said}; the islands are in {folder}/island-0 and so on"
+    for number in range(count) if done and not islands else ():  # all had left before
+        saved = found(folder / f"island-{number}" / CHECKPOINTS)
+        if saved and step_of(saved[0]) < config.steps:
+            raise ValueError(
+                f"steps={config.steps}, and the islands in {folder} have left for good after {step_of(saved[0])}; for "
+                "more steps choose another output, and their export as model.source"
+            )
+    return f"{folder} is trained: {said}; the islands are in {folder}/island-0 and so on"

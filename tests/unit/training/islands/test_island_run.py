@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +16,9 @@ import pytest
 import torch
 
 from tests.islands import SECRET
-from tests.unit.training.test_train import Stopped, config, losses, place, stops_before
+from tests.unit.training.test_train import WORDS, Stopped, config, losses, moe, place, stops_before
 from training import train as train_module
+from training.__main__ import main
 from training.checkpoint.state import found
 from training.config import TrainConfig
 from training.islands import island as island_module
@@ -28,6 +31,7 @@ from training.islands.serve import Server
 from training.islands.sparse import Sparse
 from training.observe.metrics import read as read_metrics
 from training.train import train
+from upcycle import publish
 
 __all__ = ["place"]  # a fixture
 
@@ -155,6 +159,38 @@ def test_islands_learn_from_each_other_and_the_export_is_the_servers_model(place
     assert 0 < row["islands/bytes_up"] < 4 * numbers
     late = read_metrics(tmp_path / "b")
     assert late[0]["valid/valid/loss"] < rows[0]["valid/valid/loss"]
+
+
+def test_local_islands_begun_again_after_their_end_say_so_and_write_nothing(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a run does. What ended between the last island's leave and its export is exported by the same command."""
+    run, export = tmp_path / "try", tmp_path / "model"
+    given = [
+        f"output={run}", f"export={export}", f"model.upcycle={json.dumps(moe(place))}", f"data.train=[{place / 'data'}]",
+        *WORDS, "schedule.warmup=0", "islands.local=2", "islands.every=1", "device=cpu", "valid_every=0",
+    ]  # fmt: skip
+
+    def local(steps: int = 1) -> tuple[int, str, str]:
+        return main([*given, f"steps={steps}"]), *capsys.readouterr()
+
+    def files() -> dict[Path, tuple[int, bytes]]:
+        every = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != publish.LOCK]
+        return {path: (path.stat().st_ino, path.read_bytes()) for path in every}
+
+    code, out, err = local()
+    said = out.splitlines(keepends=True)[-1]
+    assert code == 0 and f"{run} is trained: " in said and f" 2 islands; {export} is the model" in said, (out, err)
+    before = files()
+    assert local() == (0, said, "") and files() == before
+    export.rename(tmp_path / "kept")
+    assert local()[0] == 0
+    assert (export / "model.safetensors").read_bytes() == (tmp_path / "kept" / "model.safetensors").read_bytes()
+    code, out, err = local(steps=2)
+    assert code == 2 and "steps=2, and the islands in" in err and "have left for good after 1; for more steps" in err
+    shutil.rmtree(run)
+    code, out, err = local()
+    assert code == 2 and f"export={export} exists already; remove it" in err
 
 
 def test_an_exchange_is_in_parts_and_they_are_the_whole(place: Path, tmp_path: Path) -> None:
