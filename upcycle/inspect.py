@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from tqdm import tqdm
 
@@ -53,6 +53,7 @@ class Listed(TypedDict):
 
     files: Mapping[str, Written]
     sum: str
+    config: NotRequired[Settings]  # of what was converted, as far as in_slices reads it
 
 
 Manifest = TypedDict(
@@ -197,7 +198,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def read_files(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder that was exported, None if it has none: it lists the files, and says no more."""
+    """The manifest of a folder that was exported, None if it has none: its files, and of what was converted how."""
     return held(folder / publish.FILES, Listed, "an export wrote", "export")
 
 

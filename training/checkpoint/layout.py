@@ -12,7 +12,7 @@ import json
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -93,12 +93,20 @@ class Origin:
 def opened(source: str | Path) -> Iterator[Origin]:
     """Context that yields the Origin of a checkpoint folder or hub id, dense or MoE."""
     with Checkpoint.open(source) as checkpoint:
-        manifest = read_manifest(checkpoint.folder)
         entries = {name: (entry.shape, entry.dtype) for name, entry in checkpoint.entries.items()}
-        settings = manifest and manifest["config"]
-        origin = described(source, checkpoint.config, checkpoint.read, checkpoint.copied_files(), settings, entries)
+        settings, files = settings_of(checkpoint.folder), checkpoint.copied_files()
+        origin = described(source, checkpoint.config, checkpoint.read, files, settings, entries)
         check_shapes(checkpoint, origin.tensors)
         yield origin
+
+
+def settings_of(folder: Path) -> Mapping[str, Any] | None:
+    """What a folder that was converted, or exported after that, says of how its experts were made."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        with suppress(ValueError):  # a stranger's file may have the name of an export's list
+            manifest = read_files(folder)
+    return None if manifest is None else manifest.get("config")
 
 
 Observe = Callable[[UpcyclePlan, Sequence[Checkpoint]], Mapping[str, Tensor]]
@@ -149,13 +157,14 @@ def described(
     if model_type in targets:
         target = plugin.load("upcycle.targets", model_type)
         moe: MoESpec = target.read(config)
-        moe = moe if settings is None else in_slices(moe, settings)
+        # without a word of how they were made, only a router that chooses in each slice says that experts are copies
+        moe = replace(moe, disjoint=moe.slices == 1) if settings is None else in_slices(moe, settings)
         code = getattr(target, "MODELING", None)
         files += (code,) if code is not None and code.name not in {file.name for file in files} else ()
         return Origin(moe, stored_slots(moe, target.slots(moe)), read, config, files, settings=settings)
     if model_type in natives:
         native = plugin.load("upcycle.natives", model_type)
-        moe = native.read(config)
+        moe = replace(native.read(config), disjoint=True)  # what no dense model becomes
         return Origin(moe, stored_slots(moe, native.slots(moe)), read, config, files)
     if entries is not None and known(model_type):
         spec, found = stock.read(config, entries)
@@ -503,7 +512,11 @@ def export(
             for name, path in copied.items():
                 disk.copy(path, partial / name)
             files |= publish.listed(partial / name for name in (*texts, *copied))
-            disk.write_atomic(partial / publish.FILES, publish.signed({"format": 1, "files": files}))
+            facts: dict[str, Any] = {"format": 1, "files": files}
+            if origin.settings is not None:  # which experts are copies of each other, for who trains on
+                keys = origin.settings.keys() & {"method", "experts", "granularity"}
+                facts["config"] = {key: origin.settings[key] for key in sorted(keys)}
+            disk.write_atomic(partial / publish.FILES, publish.signed(facts))
             publish.rename(partial, folder)
             shutil.rmtree(folder / JOB, ignore_errors=True)
     if mesh is not None and mesh.world > 1:

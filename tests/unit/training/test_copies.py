@@ -15,12 +15,17 @@ from tests.parallel.ranks import run
 from tests.unit.training.test_train import config
 from tests.unit.training.test_train import place as place
 from training.build import start
+from training.checkpoint.layout import described, opened
+from training.checkpoint.standalone import no_weights
 from training.copies import pull_
 from training.optim import OptimConfig, Optimizer, multiplier, settled
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import parallelize
 from training.preflight import preflight
+from training.train import train
 from upcycle.__main__ import main as upcycle
+from upcycle.convert import MANIFEST
+from upcycle.inspect import check
 from upcycle.spec import MoESpec
 
 SLICES = models.SPECS["slices"]
@@ -165,3 +170,52 @@ def test_a_folder_says_whether_its_experts_are_copies(
     own = ["model.upcycle=null", f"model.source={folder}", "balance.bias_rate=0", "optim.shrink=0.3"]
     with nullcontext() if copies else pytest.raises(ValueError, match=r"optim.shrink is 0.3, but no expert"):
         preflight(config(place, tmp_path / "run", *own), None)
+
+
+SLICED = ["target=upcycled", "method.name=virtual_group", "experts=4", "granularity=2", "top_k=2", "router.choice=each-slice"]
+
+
+@pytest.mark.parametrize(
+    ("words", "copies"),
+    [(["target=mixtral", "experts=4"], False), (SLICED, True)],
+    ids=["mixtral", "each-slice"],
+)
+def test_a_strangers_folder_has_no_copies_unless_its_router_says_so(
+    place: Path, tmp_path: Path, words: list[str], copies: bool
+) -> None:
+    """Nothing says how a plain mixture of experts was made, and another tool's upcycle.json is none. Of one that the
+    decoder alone knows, OLMoE say, nothing can."""
+    folder = tmp_path / "moe"
+    assert upcycle(["convert", f"source={place / 'dense'}", f"output={folder}", *words]) == 0
+    own = ["model.upcycle=null", f"model.source={folder}", "balance.bias_rate=0", "optim.share=0.3"]
+    preflight(config(place, tmp_path / "run", *own), None)
+    (folder / MANIFEST).unlink()
+    (folder / "files.json").write_text("[]")  # a stranger's file of that name, too
+    with nullcontext() if copies else pytest.raises(ValueError, match=r"optim.share is 0.3, but no expert"):
+        preflight(config(place, tmp_path / "run", *own), None)
+    facts = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "num_experts": 8}
+    facts |= {"intermediate_size": 16, "num_experts_per_tok": 2}
+    olmoe = described("olmoe", {"model_type": "olmoe", **facts}, no_weights, ())
+    with pytest.raises(ValueError, match=r"optim.shrink is 0.3, but no expert"):
+        settled(OptimConfig(shrink=0.3), olmoe.spec)
+
+
+@pytest.mark.parametrize("online", [True, False], ids=["upcycled as it loads", "a converted folder"])
+def test_copies_stay_known_over_a_resume_and_an_export(place: Path, tmp_path: Path, online: bool) -> None:
+    """An export says which slices its experts are copies of, or all would be pulled to one mean."""
+    words, folder = ["balance.bias_rate=0", "optim.shrink=0.3", "schedule.warmup=0", "device=cpu"], tmp_path / "moe"
+    if not online:
+        made = ["target=mixtral", "method.name=virtual_group", "experts=4", "granularity=2", "top_k=2"]
+        assert upcycle(["convert", f"source={place / 'dense'}", f"output={folder}", *made]) == 0
+        words += ["model.upcycle=null", f"model.source={folder}"]
+    train(config(place, tmp_path / "run", *words, steps=1))
+    out = tmp_path / "out"
+    train(config(place, tmp_path / "run", *words, f"export={out}", steps=2))
+    with opened(out) as origin:
+        assert isinstance(origin.spec, MoESpec)
+        assert (origin.spec.copies, origin.spec.granularity, origin.spec.disjoint) == (4, 2, False)
+    again = [*words, "model.upcycle=null", f"model.source={out}"]
+    train(config(place, tmp_path / "again", *again, f"export={tmp_path / 'third'}", steps=1))
+    with opened(tmp_path / "third") as origin:
+        assert isinstance(origin.spec, MoESpec) and origin.spec.granularity == 2
+    assert check(out)
