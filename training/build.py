@@ -32,7 +32,7 @@ from training.model.decoder import Decoder
 from training.model.lora import attach, check_match, is_adapter
 from training.model.moe import MoE
 from training.model.stock import dense_of, model_of
-from training.observe.flops import model_flops
+from training.observe.flops import model_flops, spared_flops
 from training.observe.profiling import Phases
 from training.optim import Optimizer, SpikeGuard, check_groups, freeze, settled
 from training.parallel.collectives import all_reduce, broadcast
@@ -291,8 +291,10 @@ def taught_by(config: TrainConfig) -> AbstractContextManager[Origin]:
 
 
 def flops_a_token(config: TrainConfig, spec: DenseSpec | MoESpec) -> float:
-    """Of training: the model's, and the forward of its teacher."""
-    flops = model_flops(spec, config.data.sequence)
+    """Of training: the model's, without gradients that nothing learns from, and the forward of its teacher."""
+    whole = whole_on_meta(spec, config)
+    freeze(whole, config.optim)
+    flops = model_flops(spec, config.data.sequence) - spared_flops(whole, spec, config.data.sequence)
     if config.teacher.asked:
         with taught_by(config) as teacher:
             flops += model_flops(teacher.spec, config.data.sequence) / 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
+from tests.parallel import models
 from tests.unit.training.test_plan import CONFIG, EXPERTS, M
 from tests.unit.training.test_train import Stopped, config, stops_before
 from tests.unit.training.test_train import place as place
@@ -18,7 +22,9 @@ from training.build import begin, loader_of, start
 from training.config import TrainConfig
 from training.data.mixture import DataConfig
 from training.data.open import open_training
-from training.optim import OptimConfig, Optimizer, ParameterGroup, check_groups, multiplier
+from training.model.lora import LoraConfig, attach, is_adapter
+from training.observe.flops import spared_flops
+from training.optim import OptimConfig, Optimizer, ParameterGroup, check_groups, freeze, multiplier
 from training.parallel.mesh import MeshConfig
 from training.plan import memory
 from training.step import gradients
@@ -168,3 +174,47 @@ def test_the_plan_counts_no_gradients_and_no_moments_of_what_is_frozen() -> None
         assert free.moments - frozen.moments == 2 * learned and free.gradients - frozen.gradients == learned
         head = memory(M, replace(config, optim=OptimConfig(groups=({"match": "head", "lr": 0},))), world)
         assert free.loss - head.loss == (4 + 2) * 10 * 4
+
+
+# ---- FLOPs
+
+
+def products(name: str, groups: Sequence[dict[str, Any]] = (), rank: int = 0) -> tuple[float, float]:
+    """Of a forward and backward: (FLOPs a token of all matrices, counted as torch runs them; what we say is spared, and
+    beside it the little that we do not count: routers, gates of shared experts, what the first layer passes on)."""
+    model = models.make(name)
+    attach(model, LoraConfig(rank=rank, match=("attention", "experts", "shared", "ffn.down")))
+    for key, parameter in model.named_parameters():
+        if is_adapter(key):
+            parameter.data = torch.ones_like(parameter, dtype=torch.float64)
+    freeze(model, OptimConfig(groups=groups))
+    part, parameters = models.batch(2), dict(model.named_parameters())
+    with FlopCounterMode(display=False) as counted:
+        model(part.tokens, part.positions, part.documents).square().sum().backward()
+    spared, by_kind = spared_flops(model, models.SPECS[name], models.SEQUENCE), counted.get_flop_counts()["Global"]
+    idle = not any(p.requires_grad for key, p in parameters.items() if key.startswith(("layers.0.", "embed")))
+    spared -= idle * 4 * 4 * (8 + 8) * models.SEQUENCE / 2  # of attention, which is no such product
+    for key, parameter in parameters.items():
+        first = rank and re.match(r"layers.0.attention.[qkv].(weight|lora_a)", key)
+        if first or (not parameter.requires_grad and re.search(r"(router|shared_gate).weight", key)):
+            spared += 2 * parameter.numel() * (2 if idle and key.startswith("layers.0.") else 1)
+    return sum(by_kind.get(kind, 0) for kind in (torch.ops.aten.mm, torch.ops.aten.addmm)) / part.tokens.numel(), spared
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "sandwich", "slices"])
+@pytest.mark.parametrize(
+    ("groups", "rank"),
+    [
+        ([{"match": "experts", "lr": 0}], 0),
+        ([{"match": "*", "lr": 0}, {"match": "layers.1", "lr": 1}], 0),
+        ([{"match": "embed", "lr": 0}, {"match": "head", "lr": 0}], 0),
+        ([], 3),
+    ],
+    ids=["experts", "all but one layer", "embedding and head", "adapters"],
+)
+def test_what_does_not_learn_is_spared_its_gradients_flops(name: str, groups: list[dict[str, Any]], rank: int) -> None:
+    """The flops that runs log, and that a study holds equal, are those that torch makes."""
+    whole, nothing = products(name)
+    assert nothing == 0
+    part, spared = products(name, groups, rank)
+    assert spared == pytest.approx(whole - part), whole
