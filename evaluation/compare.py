@@ -33,6 +33,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -419,17 +420,18 @@ class Losses:
 
     def over_sets(self) -> dict[tuple[str, str], Paired]:
         """The difference of the mean over sets, over seeds, corrected by Holm: by (tokens | FLOPs, group)."""
-        return {key: found for key, (found, _) in self._judged().items()}
+        return {key: found for key, (found, _) in self._judged.items()}
 
     def verdict(self, what: str, name: str) -> str:
         """Says how far a group is from the first at equal tokens or FLOPs, on the mean of the sets."""
-        seeds, judged = self._judged()[what, name]
+        seeds, judged = self._judged[what, name]
         if seeds.low is None or seeds.high is None or seeds.p_holm is None:
             return f"{seeds.mean:+.4f}, {'one run' if seeds.seeds == 1 else f'{seeds.seeds} runs'} each: no verdict"
         interval = f"95 % interval over {seeds.seeds} seeds {seeds.low:+.4f} to {seeds.high:+.4f}"
         p = f"p {p_text(seeds.p_holm)}" + f", corrected by Holm for {judged} comparisons" * (judged > 1)
         return f"{seeds.mean:+.4f}, {interval}, {p}: {seeds.verdict()}"
 
+    @cached_property
     def _judged(self) -> dict[tuple[str, str], tuple[Paired, int]]:
         """(the difference, with how many it is judged). Where a token costs as much, equal FLOPs are equal tokens: one
         comparison, not two."""

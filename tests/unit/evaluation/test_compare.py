@@ -376,6 +376,16 @@ def test_losses_at_equal_tokens_and_equal_flops(tmp_path: Path) -> None:
     assert "Mean of sets: -0.5000, one run each: no verdict" in said
 
 
+def test_all_verdicts_are_of_one_correction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is over all of them, however often one is asked for."""
+    made, real = [], compare.together
+    monkeypatch.setattr(compare, "together", lambda found: made.append(len(found)) or real(found))
+    runs = [log(tmp_path / name, flops, {0: 5.0, 20: 3.0 + flops / 100}, steps=20) for name, flops in (("a", 10.0), ("b", 20.0))]
+    found = compare.compare_losses(runs)
+    said = [found.verdict(what, "b") for what in ("tokens", "FLOPs", "tokens")]
+    assert said[0] == said[2] != said[1] and len(found.over_sets()) == 2 and made == [2]
+
+
 def test_a_run_that_ends_there_is_no_interpolation(tmp_path: Path) -> None:
     moe = log(tmp_path / "moe", 20.0, {0: 5.0, 10: 3.5}, steps=10)
     own = log(tmp_path / "own", 10.0, {0: 5.0, 20: 3.4}, steps=20)  # as many FLOPs, by a schedule of its own
