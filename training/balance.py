@@ -199,7 +199,7 @@ class LayerLoad:
     histogram: tuple[int, ...]  # choices an expert
     max_over_mean: float  # 1 in balance; what the slowest rank waits for
     entropy: float  # of the histogram, divided by log E: 1 in balance
-    dropped: float  # share of the choices
+    dropped: float  # share of the choices, where a capacity drops any
     router_entropy: float  # mean over tokens, see token_entropy
     aux: float  # the balance loss before its weight: 1 in balance
     z: float  # the z-loss before its weight
@@ -390,6 +390,7 @@ class Balance:
         spec, experts = self.blocks[0].spec, routed[0].logits_TE.shape[1]
         shared = [r.share_SE for r in routed if r.share_SE is not None]
         share_NSE = torch.stack(shared) if shared else None
+        figures: dict[str, Tensor | None]
         aux = dropped = None
         sums = None
         if spec.score == "softmax" and (share_NSE is None or share_NSE.shape[1] == 1):
@@ -410,7 +411,7 @@ class Balance:
             whole = coherence(torch.stack([r.expert_TK for r in routed]), spec.granularity)
         if self.config.capacity_factor:
             dropped = torch.stack([r.dropped for r in routed if r.dropped is not None])
-        figures["dropped"] = torch.zeros_like(self.load.nothing) if dropped is None else dropped
+        figures["dropped"] = dropped
         if spec.copies_of_slices:
             figures |= dict(zip(("whole", "missing", "doubled"), whole, strict=True))
         self.load.average(routed[0].layer, len(routed[0].logits_TE), **figures)

@@ -311,6 +311,7 @@ FORMS: dict[str, Callable[[float], str]] = {
     "memory_gb": lambda v: f"{v:.1f} GB",
     LOAD: lambda v: f"load {v:.2f}",
     "balance/whole": lambda v: f"whole {100 * v:.3g}%",
+    "balance/dropped": lambda v: f"dropped {100 * v:.3g}%",  # where there is a capacity
     "lr": lambda v: f"lr {v:.2e}",
     "grad_norm": lambda v: f"grad {v:.3g}",
     "eta_s": lambda v: f"ETA {duration(v)}",

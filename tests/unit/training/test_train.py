@@ -119,7 +119,9 @@ def balances(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k.startswith(kept)} for row in read_metrics(folder) if "loss" in row]
 
 
-def test_what_a_resumed_run_says_of_its_routers_is_what_the_whole_one_says(place: Path, tmp_path: Path) -> None:
+def test_what_a_resumed_run_says_of_its_routers_is_what_the_whole_one_says(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The checkpoint of step 3 lies between two lines, and holds what was counted since the first."""
     words = ["log_every=4", "balance.capacity_factor=1", "balance.z_weight=1e-3"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -131,13 +133,18 @@ def test_what_a_resumed_run_says_of_its_routers_is_what_the_whole_one_says(place
     assert balances(whole) == balances(parts)
     first = balances(whole)[0]
     assert first["step"] == 4 and 0 < first["balance/whole"] < 1 and first["balance/dropped"] > 0
+    assert f"  dropped {100 * first['balance/dropped']:.3g}%  " in capsys.readouterr().err
 
 
-def test_choices_are_whole_until_rows_of_a_group_differ(place: Path, tmp_path: Path) -> None:
+def test_choices_are_whole_until_rows_of_a_group_differ(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the first step of an exact upcycle every choice is a whole FFN, whether it is made as it is read or before."""
     still = ["balance.bias_rate=0", "optim.router_lr=0"]
     stays = balances(train(config(place, tmp_path / "stays", *still, steps=3)))
     assert [row["balance/whole"] for row in stays] == [1, 1, 1]
+    said = capsys.readouterr().err
+    assert "whole 100%" in said and "dropped" not in said, "no capacity drops any"
     for row in stays:
         assert row["balance/missing"] == row["balance/doubled"] == row["balance/1/missing"] == 0
         assert 0.9 < row["balance/aux"] < 8 and row["balance/z"] > 0 and 0 < row["balance/router_entropy"] < 1.0001
