@@ -323,8 +323,8 @@ def settled(config: OptimConfig, moe: MoESpec | None) -> OptimConfig:
     for name in ("share", "shrink"):
         if apart and getattr(config, name):
             raise ValueError(
-                f"optim.{name} is {getattr(config, name)}, but no expert of this model is known to be a copy of another "
-                "one; leave it out"
+                f"optim.{name} is {getattr(config, name)}, but no expert of this model is known to be a copy of "
+                "another one; leave it out"
             )
     share, shrink, router_lr = (0.5, 0.3, 0.3) if moe is not None and moe.choice == "each-slice" else (0.0, 0.0, 1.0)
     return replace(

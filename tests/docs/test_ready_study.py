@@ -176,8 +176,8 @@ def test_the_adapters_study_plans_what_it_says_and_its_arms_learn_what_their_nam
     arms = ("full", "dense", "lora", "lora-fast", "router")
     assert steps(plan, costs := flops(plan), {}) == dict.fromkeys(arms, 300) and plan.control == "full"
     assert len(trials(plan, steps(plan, costs, {}))) == 15
-    assert costs["full"] > costs["lora"] > costs["router"] > 0.6 * costs["full"]  # what is frozen has no gradient
-    assert costs["full"] > costs["dense"]
+    assert costs["full"] > costs["router"] and costs["full"] > costs["dense"]  # what is frozen has no gradient
+    assert costs["lora"] == costs["lora-fast"] > costs["router"], "adapters of rank 16 are no less than these matrices"
     peaks = {arm: plan.trial(arm, 0).config.schedule.peak for arm in arms}
     assert peaks == {"full": 3e-4, "dense": 3e-4, "lora": 1e-3, "lora-fast": 3e-3, "router": 3e-3}
     assert plan.trial("router", 0).config.model.upcycle["method"] == {"name": "noise", "std": 0.02}

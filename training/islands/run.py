@@ -37,9 +37,9 @@ Ready = Callable[[Server], Callable[[], bool]]
 
 
 def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> tuple[str, bool]:
-    """A server until all islands have left, or it is asked to stop; returns what to say, and whether all have. Where all
-    had left before it only exports, if that is still to be done. `ready`: told when it listens, and returns what says
-    that it should stop."""
+    """A server until all islands have left, or it is asked to stop; returns what to say, and whether all have. Where
+    all had left before it only exports, if that is still to be done. `ready`: told when it listens, and returns what
+    says that it should stop."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for what the server keeps")
     check_writable("output", Path(config.output))

@@ -30,8 +30,8 @@ def spared_flops(model: nn.Module, spec: DenseSpec | MoESpec, sequence: int) -> 
     """FLOPs a token that model_flops counts and a model does not cost, because not all of it learns; less those of its
     adapters. `model`: the whole one, in which what does not learn is frozen.
 
-    Of the 6 FLOPs a weight 2 make the gradient of a matrix, and 2 pass a token's gradient on; nothing is passed on below
-    the first layer that learns.
+    Of the 6 FLOPs a weight 2 make the gradient of a matrix, and 2 pass a token's gradient on; nothing is passed on
+    below the first layer that learns.
     """
     dense = spec.dense if isinstance(spec, MoESpec) else spec
     first = min((place(name, dense.layers) for name, p in model.named_parameters() if p.requires_grad), default=0)
@@ -46,10 +46,10 @@ def spared_flops(model: nn.Module, spec: DenseSpec | MoESpec, sequence: int) -> 
         elif not parameter.requires_grad and multiplies(name, parameter, tied=dense.tied):
             at = place(name, dense.layers)  # of an embedding that is the head, after all layers
             spared += 2 * each if not 0 <= at < first else 4 * each
-    if 0 < first and dense.carried is None:
+    if first > 0 and dense.carried is None:
         windows = tuple(layer for layer in dense.window_layers if layer < first)
         spared += 4 / 6 * flops_per_token(replace(dense, layers=first, window_layers=windows), 0, sequence)
-    elif 0 < first:
+    elif first > 0:
         spared += 4 / 6 * flops_per_token(dense, 0, sequence) * first / dense.layers
     return spared
 
