@@ -62,7 +62,7 @@ class HybridEP:
                 non_blocking=room is not None,
             )
             count_E = count_E.to(x_TD.device, torch.int32, non_blocking=True)
-            route = Route(self.buffer, handle, most, len(x_RD), expert_TK, kept_TK, weight_TK.dtype)
+            route = Route(self.buffer, handle, most, len(x_RD), expert_TK, kept_TK, weight_TK.dtype, count_E)
             return x_RD, weight_R.to(weight_TK.dtype), count_E, route
 
         return common.dispatch(first, x_TD, weight_TK)
@@ -86,6 +86,7 @@ class Route:
     expert_TK: Tensor
     kept_TK: Tensor
     weights: torch.dtype
+    count_E: Tensor
 
     def out(self, x_TD: Tensor) -> Tensor:
         x_RD, *_ = self.buffer.dispatch_with_permute(
@@ -96,7 +97,7 @@ class Route:
     def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weight_R = None if weight_R is None else weight_R.float().contiguous()
         y_TD, weight_TE = self.buffer.combine_with_unpermute(
-            hidden=y_RD.contiguous(), probs=weight_R, handle=self.handle
+            hidden=common.cleared(y_RD, self.count_E), probs=weight_R, handle=self.handle
         )
         y_TD = y_TD[: len(self.expert_TK)]
         if weight_TE is None:
