@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from training.dispatch import Dispatched
-from training.kernels import swiglu
 
 
 class Route(Protocol):
@@ -96,12 +95,6 @@ def put(weight_C: Tensor, back_C: Tensor, rows: int) -> Tensor:
 def take(weight_R: Tensor, back_C: Tensor) -> Tensor:
     """The weight of row back_C[c] for choice c, 0 for a row beyond the last."""
     return torch.cat([weight_R, weight_R.new_zeros(1)])[back_C.clamp(max=len(weight_R))]
-
-
-def cleared(y_RD: Tensor, count_E: Tensor) -> Tensor:
-    """y_RD with zeros, in place, in the rows that no expert made: for packages, of whose kernels nobody promises that
-    they leave these rows alone."""
-    return swiglu.zero_tail(y_RD.contiguous(), count_E.cumsum(0, dtype=torch.int32))
 
 
 # ---- refusals

@@ -87,7 +87,7 @@ class Second:
                 do_cpu_sync=True,
             )
             count_E = handle.num_unaligned_recv_tokens_per_expert
-            route = SecondRoute(self.buffer, handle, kept(weight_TK, expert_TK) >= 0, weight_TK.dtype, count_E)
+            route = SecondRoute(self.buffer, handle, kept(weight_TK, expert_TK) >= 0, weight_TK.dtype)
             return x_RD, weight_R.to(weight_TK.dtype), count_E, route
 
         return common.dispatch(first, x_TD, weight_TK)
@@ -112,7 +112,6 @@ class SecondRoute:
     handle: Any
     kept_TK: Tensor
     weights: torch.dtype
-    count_E: Tensor
 
     def out(self, x_TD: Tensor) -> Tensor:
         # with a handle, 2.x asks for the number of multiprocessors before it looks into the handle
@@ -123,7 +122,7 @@ class SecondRoute:
 
     def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weight_R = None if weight_R is None else weight_R.float().contiguous()
-        y_TD, weight_TK, _ = self.buffer.combine(common.cleared(y_RD, self.count_E), self.handle, topk_weights=weight_R)
+        y_TD, weight_TK, _ = self.buffer.combine(y_RD.contiguous(), self.handle, topk_weights=weight_R)
         return y_TD, None if weight_TK is None else weight_TK.where(self.kept_TK, 0).to(self.weights)
 
 

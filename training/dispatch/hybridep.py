@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from training.dispatch import Dispatched, common
+from training.kernels import swiglu
 
 CHUNK = 64  # tokens that its kernels take at a time
 
@@ -96,8 +97,10 @@ class Route:
 
     def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weight_R = None if weight_R is None else weight_R.float().contiguous()
+        # nobody promises that its kernels leave rows of no expert alone
+        y_RD = swiglu.zero_tail(y_RD.contiguous(), self.count_E.cumsum(0, dtype=torch.int32))
         y_TD, weight_TE = self.buffer.combine_with_unpermute(
-            hidden=common.cleared(y_RD, self.count_E), probs=weight_R, handle=self.handle
+            hidden=y_RD, probs=weight_R, handle=self.handle
         )
         y_TD = y_TD[: len(self.expert_TK)]
         if weight_TE is None:
