@@ -95,6 +95,8 @@ def test_places_spread_gather(tokens: int, experts: int, k: int) -> None:
     assert torch.equal(rows, permute_triton.spread(x, back, k, len(back)))
     assert torch.allclose(permute.gather(rows * 2, back, k), permute_triton.gather(rows * 2, back, k), rtol=1e-6)
     assert torch.allclose(permute.gather(rows, back, k), x * k, rtol=1e-6)
+    for gather in (permute.gather, permute_triton.gather):
+        assert torch.allclose(gather(rows, back, k, 10 * x), x * (k + 10), rtol=1e-6)
 
 
 def ready(x: torch.Tensor, heads: list[int], gains: list, eps: float, cos: torch.Tensor, sin: torch.Tensor) -> list:
@@ -370,6 +372,46 @@ def test_narrow_experts(favoured: bool, hidden: int, width: int, act: str, count
     assert (want.grad_fn is not None) and (torch.bincount(expert.flatten(), minlength=experts) == 0).any()
     for found, truth in zip((got, *torch.autograd.grad(got, given, d_y)), (want, *torch.autograd.grad(want, wide, d_y.double())), strict=True):
         assert found.shape == truth.shape and (found - truth).abs().max() < 2e-6 * truth.abs().max()
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("shared", "mode", "hooked", "experts"), [(0, "none", False, 16), (8, "none", False, 16), (0, "full", False, 16), (0, "none", True, 16), (0, "none", False, 8)])
+def test_layers_of_narrow_experts(shared: int, mode: str, hooked: bool, experts: int, countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder whose experts add their rows to the stream and leave those of a gradient to the router, against plain
+    layers in float64; a shared expert, or a hook, sees what is added without the stream."""
+    from functools import partial
+
+    from tests.parallel import tiny
+    from training.checkpoint.layout import initialise
+    from training.kernels import narrow_triton, permute_triton, router_triton
+    from training.model import narrow
+    from training.model.decoder import Decoder
+    from training.model.recompute import recompute
+    from upcycle.spec import MoESpec
+
+    monkeypatch.setattr(narrow_triton, "ROWS", 32)
+    for name in ("up", "back", "products", "sums"):
+        monkeypatch.setattr(narrow_triton, name, partial(getattr(narrow_triton, name), BM=32, BN=64, BK=16))
+    monkeypatch.setattr(narrow, "fits", lambda x, *_: x.dtype == torch.float32)
+    monkeypatch.setattr(router, "fused", lambda x, *_: x.dtype == torch.float32)
+    monkeypatch.setattr(permute, "kernels_run", lambda x: x.dtype == torch.float32)
+    joined, left = [], []
+    gather, gathered = permute_triton.gather, router_triton.gathered
+    monkeypatch.setattr(permute_triton, "gather", lambda *given: (joined.append(len(given) > 3 and given[3] is not None), gather(*given))[1])
+    monkeypatch.setattr(router_triton, "gathered", lambda *given: (left.append(given[5] is not None), gathered(*given))[1])
+    spec = MoESpec(tiny.dense(hidden=64), (0, 1), (64,) * experts, 4, experts // 4, 4, shared, choice="each-slice")
+    batch, seen, slopes, losses = tiny.batch(2, 9, documents=False), [], [], []
+    for dtype in (torch.float64, torch.float32):
+        net = initialise(Decoder(spec, experts="grouped", compute=dtype).to(dtype), seed=5)
+        recompute(net, mode)
+        if hooked:
+            net.layers["0"].ffn.register_forward_hook(lambda _, given, out: seen.append((len(given), out.detach())))
+        losses.append(net.loss(batch.tokens, batch.labels))
+        slopes.append(dict(zip(dict(net.named_parameters()), torch.autograd.grad(losses[-1], list(net.parameters())), strict=True)))
+    # of a router's gradient 16 bits of each factor are taken
+    assert abs(losses[1] - losses[0]) < 1e-6 * losses[0] and tiny.worst(slopes[1], slopes[0]) < 1e-4
+    assert joined.count(True) == (0 if shared else 1 if hooked else 2) and left == ([] if experts < 16 else [bool(shared)] * 2)
+    assert not hooked or (seen[0][0] == seen[1][0] == 1 and (seen[0][1] - seen[1][1]).abs().max() < 1e-5 * seen[0][1].abs().max())
 
 
 @needs_interpreter
