@@ -99,9 +99,7 @@ class Route:
         weight_R = None if weight_R is None else weight_R.float().contiguous()
         # nobody promises that its kernels leave rows of no expert alone
         y_RD = swiglu.zero_tail(y_RD.contiguous(), self.count_E.cumsum(0, dtype=torch.int32))
-        y_TD, weight_TE = self.buffer.combine_with_unpermute(
-            hidden=y_RD, probs=weight_R, handle=self.handle
-        )
+        y_TD, weight_TE = self.buffer.combine_with_unpermute(hidden=y_RD, probs=weight_R, handle=self.handle)
         y_TD = y_TD[: len(self.expert_TK)]
         if weight_TE is None:
             return y_TD, None

@@ -172,9 +172,7 @@ def back_kernel(
             F, ACT, BM, HALF, WHOLE,
         )  # fmt: skip
     if BN2:
-        d_weight = bent(
-            d_a2, weight, d_weight, h_desc, d_h_desc, d_h_ptr, first, last, n + BN, F, ACT, BM, BN2, WHOLE
-        )
+        d_weight = bent(d_a2, weight, d_weight, h_desc, d_h_desc, d_h_ptr, first, last, n + BN, F, ACT, BM, BN2, WHOLE)
     tl.store(part_ptr + tile * R + row, d_weight, mask=live)
 
 

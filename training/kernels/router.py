@@ -148,7 +148,8 @@ class _Route(torch.autograd.Function):
         size = scores_TN.shape[1]
         rows = ctx.rows.taken()
         if rows is not None:
-            d_x_TD = router_triton.gathered(*rows, d, parts, d_x_TD)
+            d_x_RD, back_R, k = rows
+            d_x_TD = router_triton.gathered(d_x_RD, back_R, k, d, parts, d_x_TD)
         elif ctx.needs_input_grad[0]:  # 16 bits of each factor, as in SplitLinear
             # in place: what read these tokens has made a gradient for this alone
             d_x_TD = d[:, size:] @ parts if d_x_TD is None else d_x_TD.addmm_(d[:, size:], parts)

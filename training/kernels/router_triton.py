@@ -191,9 +191,7 @@ def gathered_kernel(
     tl.store(out_ptr + wide * D + col, (total + share).to(out_ptr.dtype.element_ty), mask=live)
 
 
-def gathered(
-    y_RD: Tensor, back_R: Tensor, k: int, d: Tensor, parts: Tensor, onto_TD: Tensor | None
-) -> Tensor:
+def gathered(y_RD: Tensor, back_R: Tensor, k: int, d: Tensor, parts: Tensor, onto_TD: Tensor | None) -> Tensor:
     """permute.gather(y_RD, back_R, k, onto_TD) + d[:, N:] @ parts, rounded once; of at least 16 experts."""
     tokens, (threefold, hidden) = len(d), parts.shape
     out = y_RD.new_empty(tokens, hidden)

@@ -169,8 +169,11 @@ class MoE(nn.Module):
         self.shared_gate = Linear(spec.dense.hidden, 1) if spec.shared_gate else None
         self.balance, self.region = None, once
 
-    def forward(self, x_BSD: Tensor, onto_BSD: Tensor | None = None) -> Tensor:
-        """What the layer adds to its stream; where it `joins` that, given it, the sum of both."""
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.added(x_BSD, None)
+
+    def added(self, x_BSD: Tensor, onto_BSD: Tensor | None) -> Tensor:
+        """What the experts make of x, added to `onto_BSD` where it `joins`."""
         x_TD = x_BSD.flatten(0, 1)
         routing = self.balanced(self.router(x_TD))
         x_TD = x_TD if routing.x_TD is None else routing.x_TD
