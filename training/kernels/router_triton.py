@@ -191,14 +191,16 @@ def gathered_kernel(
     tl.store(out_ptr + wide * D + col, (total + share).to(out_ptr.dtype.element_ty), mask=live)
 
 
-def gathered(y_RD: Tensor, back_R: Tensor, k: int, d: Tensor, parts: Tensor, onto_TD: Tensor | None) -> Tensor:
+def gathered(
+    y_RD: Tensor, back_R: Tensor, k: int, d: Tensor, parts: Tensor, onto_TD: Tensor | None, rows=SUMMED, warps=4
+) -> Tensor:
     """permute.gather(y_RD, back_R, k, onto_TD) + d[:, N:] @ parts, rounded once; of at least 16 experts."""
     tokens, (threefold, hidden) = len(d), parts.shape
     out = y_RD.new_empty(tokens, hidden)
     if tokens:
-        gathered_kernel[(triton.cdiv(tokens, SUMMED) * (hidden // STEP),)](
+        gathered_kernel[(triton.cdiv(tokens, rows) * (hidden // STEP),)](
             y_RD, back_R, d, parts, None if onto_TD is None else onto_TD.contiguous(), out, tokens, hidden, k,
-            threefold // 3, ONTO=onto_TD is not None, ROWS=SUMMED, STEP=STEP, num_warps=4,
+            threefold // 3, ONTO=onto_TD is not None, ROWS=rows, STEP=STEP, num_warps=warps,
         )  # fmt: skip
     return out
 

@@ -395,7 +395,8 @@ def test_layers_of_narrow_experts(shared: int, mode: str, hooked: bool, experts:
     monkeypatch.setattr(narrow, "fits", lambda x, *_: x.dtype == torch.float32)
     monkeypatch.setattr(router, "fused", lambda x, *_: x.dtype == torch.float32)
     monkeypatch.setattr(permute, "kernels_run", lambda x: x.dtype == torch.float32)
-    joined, left = [], []
+    joined, left, on_the_way = [], [], []
+    monkeypatch.setattr(router, "Rows", lambda own=router.Rows: (on_the_way.append(own()), on_the_way[-1])[1])
     gather, gathered = permute_triton.gather, router_triton.gathered
     monkeypatch.setattr(permute_triton, "gather", lambda *given: (joined.append(len(given) > 3 and given[3] is not None), gather(*given))[1])
     monkeypatch.setattr(router_triton, "gathered", lambda *given: (left.append(given[5] is not None), gathered(*given))[1])
@@ -410,6 +411,7 @@ def test_layers_of_narrow_experts(shared: int, mode: str, hooked: bool, experts:
         slopes.append(dict(zip(dict(net.named_parameters()), torch.autograd.grad(losses[-1], list(net.parameters())), strict=True)))
     # of a router's gradient 16 bits of each factor are taken
     assert abs(losses[1] - losses[0]) < 1e-6 * losses[0] and tiny.worst(slopes[1], slopes[0]) < 1e-4
+    assert len(on_the_way) >= 2 and not any(rows.given for rows in on_the_way), "rows are held no longer than needed"
     assert joined.count(True) == (0 if shared else 1 if hooked else 2) and left == ([] if experts < 16 else [bool(shared)] * 2)
     assert not hooked or (seen[0][0] == seen[1][0] == 1 and (seen[0][1] - seen[1][1]).abs().max() < 1e-5 * seen[0][1].abs().max())
 
