@@ -64,6 +64,7 @@ def gather(y_RD: Tensor, back_R: Tensor, k: int, onto_TD: Tensor | None = None) 
     if kernels_run(y_RD):
         from training.kernels import permute_triton
 
+        onto_TD = None if onto_TD is None else onto_TD.contiguous()
         out: Tensor = permute_triton.gather(y_RD.contiguous(), back_R, k, onto_TD)
         return out
     rows, hidden = y_RD.shape

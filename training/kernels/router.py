@@ -106,10 +106,15 @@ class Rows:
     would have them summed before, and the sum written and read once more."""
 
     given: tuple[Tensor, Tensor, int] | None = None  # rows, back_R and k of permute.gather
+    turn: int = -1  # the backward pass that they are of
+
+    def give(self, d_x_RD: Tensor, back_R: Tensor, k: int) -> None:
+        self.given, self.turn = (d_x_RD, back_R, k), torch._C._current_graph_task_id()
 
     def taken(self) -> tuple[Tensor, Tensor, int] | None:
+        """None too if they are left of a pass that asked for the experts' gradients and not for the router's."""
         given, self.given = self.given, None
-        return given
+        return given if self.turn == torch._C._current_graph_task_id() else None
 
 
 class _Route(torch.autograd.Function):
@@ -147,7 +152,7 @@ class _Route(torch.autograd.Function):
         )
         size = scores_TN.shape[1]
         rows = ctx.rows.taken()
-        if rows is not None:
+        if rows is not None and ctx.needs_input_grad[0]:
             d_x_RD, back_R, k = rows
             d_x_TD = router_triton.gathered(d_x_RD, back_R, k, d, parts, d_x_TD)
         elif ctx.needs_input_grad[0]:  # 16 bits of each factor, as in SplitLinear

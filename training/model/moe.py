@@ -125,14 +125,19 @@ class Experts(nn.Module):
         # what FSDP divides it gathers around a call of this module alone
         plain = plain and self.down_bias is None and type(self.up) is nn.Parameter
         # and so do hooks that somebody registers wait for one
-        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
-        return plain and not hooked and narrow.fits(x_TD, self.up, self.down)
+        return plain and not hooked(self) and narrow.fits(x_TD, self.up, self.down)
 
     def of_tokens(
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, onto_TD: Tensor | None, rows: router.Rows | None
     ) -> Tensor:
         w = self.weights(self, x_TD.dtype)
         return narrow.ffn(x_TD, weight_TK, expert_TK, w, self.activation, onto_TD, rows)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody waits for a call of the module."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
 
 
 def whole_weights(experts: Experts, dtype: torch.dtype) -> ExpertWeights:
@@ -173,7 +178,7 @@ class MoE(nn.Module):
         return self.added(x_BSD, None)
 
     def added(self, x_BSD: Tensor, onto_BSD: Tensor | None) -> Tensor:
-        """What the experts make of x, added to `onto_BSD` where it `joins`."""
+        """What the experts make of x, added to `onto_BSD`."""
         x_TD = x_BSD.flatten(0, 1)
         routing = self.balanced(self.router(x_TD))
         x_TD = x_TD if routing.x_TD is None else routing.x_TD
@@ -186,8 +191,7 @@ class MoE(nn.Module):
         """Whether the last pass over the experts' rows can add them to the stream. Not where hooks take what a layer
         adds: those of ranks that divide a sequence, and those that look at it."""
         alone = self.shared is None and isinstance(self.dispatcher, Local)
-        hooked = self._forward_hooks or self._forward_pre_hooks
-        return alone and not hooked and self.experts.narrow(x_BSD.flatten(0, 1))
+        return alone and not hooked(self) and self.experts.narrow(x_BSD.flatten(0, 1))
 
     def left(self, routing: Routing) -> router.Rows | None:
         """Where the experts leave the rows of their tokens' gradient for the router to add up: its tiles want 16
@@ -208,6 +212,7 @@ class MoE(nn.Module):
             sent = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK, room)
             y_RD = self.experts(sent.x_RD, sent.weight_R, sent.count_E)
             y_TD = self.dispatcher.combine(y_RD, sent.handle).to(x_TD.dtype)
+            y_TD = y_TD if onto_TD is None else onto_TD + y_TD
         if self.shared is not None:
             shared_TD = self.shared(x_TD)
             y_TD = y_TD + (shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid())

@@ -96,7 +96,7 @@ class _FFN(torch.autograd.Function):
             if rows is None:
                 d_x_TD = permute.gather(d_x_RD, back_R, k)
             else:
-                rows.given = d_x_RD, back_R, k
+                rows.give(d_x_RD, back_R, k)
         return d_x_TD, d_weight_TK, None, d_up_EHD, d_down_EDF, None, d_y_TD if needs_onto else None, None
 
 

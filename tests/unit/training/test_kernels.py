@@ -80,7 +80,7 @@ def test_choose(tokens: int, experts: int, k: int) -> None:
 
 @needs_interpreter
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (33, 3, 2), (200, 128, 8)])
-def test_places_spread_gather(tokens: int, experts: int, k: int) -> None:
+def test_places_spread_gather(tokens: int, experts: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from training.kernels import permute_triton
 
     expert = router.choose(scores(tokens, experts), k)
@@ -97,6 +97,9 @@ def test_places_spread_gather(tokens: int, experts: int, k: int) -> None:
     assert torch.allclose(permute.gather(rows, back, k), x * k, rtol=1e-6)
     for gather in (permute.gather, permute_triton.gather):
         assert torch.allclose(gather(rows, back, k, 10 * x), x * (k + 10), rtol=1e-6)
+    monkeypatch.setattr(permute, "kernels_run", lambda _: True)
+    apart = torch.cat([10 * x, x], 1)[:, : x.shape[1]]  # rows that do not follow each other in memory
+    assert torch.allclose(permute.gather(rows, back, k, apart), x * (k + 10), rtol=1e-6)
 
 
 def ready(x: torch.Tensor, heads: list[int], gains: list, eps: float, cos: torch.Tensor, sin: torch.Tensor) -> list:
@@ -329,6 +332,64 @@ def test_hooks_of_narrow_experts_are_called(register: str, monkeypatch: pytest.M
     handle.remove()
     assert torch.equal(block(x), x * 2) and seen.count("block") == 2
     outside.remove()
+
+
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"],
+)
+def test_whose_experts_join_the_stream(register: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of a block that somebody looks at; whoever asks for the sum gets it, whatever the experts."""
+    from dataclasses import replace
+
+    from tests.parallel import tiny
+    from training.experts import grouped
+    from training.model import narrow
+    from training.model.decoder import Layer
+    from training.model.moe import MoE
+
+    monkeypatch.setattr(narrow, "fits", lambda *_: True)  # of sizes and devices that there are not here
+    monkeypatch.setattr(narrow, "ffn", lambda x_TD, weight_TK, expert_TK, w, act, onto_TD, rows: x_TD * 2 + (0 if onto_TD is None else onto_TD))
+    layer = Layer(tiny.dense(), replace(tiny.moe(), shared=0), 0, grouped.experts)
+    for name, parameter in layer.named_parameters():
+        parameter.data = rng.normal(tuple(parameter.shape), 0, name) / 4
+    block, (x, stream) = layer.ffn, (rng.normal((2, 5, tiny.dense().hidden), 0, name) for name in ("x", "stream"))
+    x.requires_grad_()
+    seen: list[str] = []
+    assert isinstance(block, MoE) and block.joins(x)
+    handle = getattr(block, register)(lambda *_: seen.append("block"))
+    assert not block.joins(x)
+    monkeypatch.setattr(layer, "attended", lambda x_BSD, *_: (x_BSD, stream))
+    layer(x, None, None, None).sum().backward()
+    handle.remove()
+    assert seen == ["block"] and block.joins(x)
+    monkeypatch.setattr(narrow, "fits", lambda *_: False)
+    assert not block.joins(x) and torch.equal(block.added(x, stream), stream + block(x))
+
+
+@needs_interpreter
+def test_rows_of_another_backward_pass_are_not_added(countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for the gradients of experts alone leaves rows that no router took; one who asks for a router's gradient
+    later gets that alone."""
+    from functools import partial
+
+    from training.experts import ExpertWeights
+    from training.kernels import narrow_triton
+    from training.model import narrow
+
+    for name in ("up", "back", "products", "sums"):
+        monkeypatch.setattr(narrow_triton, name, partial(getattr(narrow_triton, name), BM=32, BN=64, BK=16))
+    x, gate = (rng.normal(size, 0, name).requires_grad_() for name, size in (("x", (20, 64)), ("gate", (16, 64))))
+    up, down = ((rng.normal(size, 0, name) / 8).requires_grad_() for name, size in (("up", (16, 128, 64)), ("down", (16, 64, 64))))
+    rows = router.Rows()
+    logits, _, expert, weight, same = router.route(x, gate, 4, True, 1.0, rows)
+    y = narrow.ffn(same, weight, expert, ExpertWeights(up, down, True), "silu", None, rows)
+    (alone,) = torch.autograd.grad(logits.square().sum(), x, retain_graph=True)
+    (whole,) = torch.autograd.grad(y.sum() + logits.square().sum(), x, retain_graph=True)
+    torch.autograd.grad(y.sum(), (up, down), retain_graph=True)
+    (after,) = torch.autograd.grad(logits.square().sum(), x, retain_graph=True)
+    (again,) = torch.autograd.grad(y.sum() + logits.square().sum(), x)
+    assert torch.equal(after, alone) and torch.equal(again, whole) and not torch.allclose(alone, whole)
 
 
 @needs_interpreter
