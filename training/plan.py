@@ -554,7 +554,8 @@ def clocked(
     if asked.budget:
         for name, each in {"this config": own, "the first": first}.items():
             if each in fit and (name == "this config" or own is not first):
-                lines.append(f"{asked.budget} with {name}: {bill(asked, tokens, flops, each.seconds.total)}")
+                said = bill(asked.budget, asked.price, asked.gpus, tokens, flops, each.seconds.total)
+                lines.append(f"{asked.budget} with {name}: {said}")
     return "\n".join(lines)
 
 
@@ -578,11 +579,12 @@ def why(each: Timed, first: Timed) -> str:
     return "; " + ", ".join(f"{name} +{value * 1e3:,.0f} ms" for name, value in most) if most else ""
 
 
-def bill(asked: PlanConfig, tokens: int, flops: float, seconds: float) -> str:
-    count = budgeted(asked, flops, tokens / seconds / asked.gpus)
+def bill(budget: str, price: float, gpus: int, tokens: int, flops: float, seconds: float) -> str:
+    """Hours and money. `price`: of a GPU-hour; `tokens`, `seconds`: of a step; `flops`: of a token."""
+    count = budgeted(budget, flops, tokens / seconds / gpus)
     hours = count / tokens * seconds / 3600
-    of_all = hours * asked.gpus
-    money = f", {few(of_all * asked.price)} at {asked.price:g} a GPU-hour" if asked.price else ""
+    of_all = hours * gpus
+    money = f", {few(of_all * price)} at {price:g} a GPU-hour" if price else ""
     said = f"{law.short(count)} tokens in {few(hours, 1)} hours, {few(of_all)} GPU-hours{money}"
     return f"{said} (of training alone; predictions here were off by up to 15 %, see docs/planning.md)"
 
@@ -592,9 +594,9 @@ def few(number: float, digits: int = 0) -> str:
     return f"{number:,.{digits}f}" if number >= 10 else f"{number:.2g}"
 
 
-def budgeted(asked: PlanConfig, flops: float, rate: float) -> float:
-    """Tokens that the budget buys. `rate`: tokens/s of a GPU."""
-    number, unit = amount("budget", asked.budget)
+def budgeted(budget: str, flops: float, rate: float) -> float:
+    """Tokens that it buys. `flops`: of a token; `rate`: tokens/s of a GPU."""
+    number, unit = amount("budget", budget)
     return number / flops if unit == "flops" else number * 3600 * rate if unit == "gpu-hours" else number
 
 
@@ -611,7 +613,7 @@ def amount(key: str, text: str) -> tuple[float, str]:
     return number, found[3].lower() or "tokens"
 
 
-def advised(origin: Origin, config: TrainConfig, asked: PlanConfig, rate: float) -> str:
+def advised(origin: Origin, sequence: int, budget: str, seen: str, rate: float) -> str:
     """What the law of upcycling expects of the budget. `rate`: tokens/s of a GPU."""
     plan = origin.plan
     if plan is None:
@@ -620,11 +622,10 @@ def advised(origin: Origin, config: TrainConfig, asked: PlanConfig, rate: float)
         return "The law of upcycling says nothing of a mixture that is made larger or smaller; it is of dense models."
     # of the plan: where a target's config has one width for all, what is read back has that of an expert
     dense, spec, method = plan.dense, plan.moe, plan.config.method
-    sequence = config.data.sequence
     flops = model_flops(origin.spec, sequence)
     case = law.Case(
-        parameters=dense_parameters(dense), first=amount("seen", asked.seen)[0],
-        more=budgeted(asked, flops, rate), copies=spec.copies, top_k=max(1, spec.top_k // spec.granularity),
+        parameters=dense_parameters(dense), first=amount("seen", seen)[0],
+        more=budgeted(budget, flops, rate), copies=spec.copies, top_k=max(1, spec.top_k // spec.granularity),
         granularity=spec.granularity, choice=spec.choice, cost=flops / dense_flops(dense, sequence),
         method=method if isinstance(method, str) else method["name"],
     )  # fmt: skip
@@ -766,5 +767,5 @@ def main(words: list[str]) -> int:
         if asked.seen and not refused(config, asked.gpus):
             own = seconds_of(origin.spec, config, asked.gpus, card)
             rate = config.batch * config.data.sequence / own / asked.gpus
-            print(advised(origin, config, asked, rate))
+            print(advised(origin, config.data.sequence, asked.budget, asked.seen, rate))
     return 0

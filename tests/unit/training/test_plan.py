@@ -328,10 +328,9 @@ def test_budgets() -> None:
     assert amount("budget", "5K GPU-hours") == (5000, "gpu-hours")
     # 100 tokens in 2 seconds on 4 GPUs: 12.5 a second and GPU
     for budget, tokens in (("3600 tokens", 3600), ("3.6e6 FLOPs", 3600), ("0.08 GPU-hours", 3600)):
-        asked = PlanConfig(gpus=4, budget=budget, price=10)
-        said = bill(asked, 100, 1000.0, 2.0)
+        said = bill(budget, 10, 4, 100, 1000.0, 2.0)
         assert said.startswith(f"{tokens / 1000:.3g} K tokens in 0.02 hours, 0.08 GPU-hours, 0.8 at 10"), (budget, said)
-    assert bill(PlanConfig(gpus=4, budget="9B", price=10), 100, 1.0, 2.0).startswith(
+    assert bill("9B", 10, 4, 100, 1.0, 2.0).startswith(
         "9 B tokens in 50,000.0 hours, 200,000 GPU-hours, 2,000,000 at 10 a GPU-hour"
     )
     wrong_ones = ("100 euros", "0B", "1.2.3B tokens", "1e400 tokens", "1e30T tokens", "nan")
