@@ -18,9 +18,9 @@ from training.build import begin, loader_of, start
 from training.config import TrainConfig
 from training.data.mixture import DataConfig
 from training.data.open import open_training
+from training.memory import memory
 from training.optim import OptimConfig, Optimizer, ParameterGroup, check_groups, multiplier
 from training.parallel.mesh import MeshConfig
-from training.plan import memory
 from training.step import gradients
 from training.train import train
 

@@ -14,30 +14,18 @@ from tests.unit.training.test_seconds import COPIES, MORE_SLICES, SLICES, SMOL
 from training import hardware
 from training.balance import BalanceConfig
 from training.bench import BenchConfig, as_training, spec_of
+from training.budget import amount, bill
 from training.checkpoint.layout import opened
 from training.config import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch import nvlink
+from training.mappings import SPARE, Timed, ranked
+from training.memory import Memory, in_flight, memory
 from training.model.lora import LoraConfig
 from training.model.recompute import MODES
 from training.optim import OptimConfig
 from training.parallel.mesh import MeshConfig
-from training.plan import (
-    SPARE,
-    Memory,
-    PlanConfig,
-    Timed,
-    amount,
-    bill,
-    clocked,
-    in_flight,
-    main,
-    memory,
-    ranked,
-    split,
-    table,
-    why,
-)
+from training.plan import PlanConfig, clocked, main, split, table, why
 from training.seconds import Routing, Seconds, step
 from upcycle import law
 from upcycle.config import read
