@@ -101,7 +101,7 @@ def ranked(
     def timed(mesh: MeshConfig) -> Timed:
         changed = replace(config, mesh=mesh)
         size = memory(spec, changed, world, model)
-        if size.total + SPARE > card.memory * 1e9 and mesh != config.mesh:
+        if not fits(size, card) and mesh != config.mesh:
             return Timed(mesh, size, Seconds())
         ranges = model.ranges(mesh.pp, mesh.schedule)
         return Timed(mesh, size, step(spec, changed, world, card, routing, ranges=ranges, taken=size.total))
@@ -110,14 +110,14 @@ def ranked(
     every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
     found = [own, *(timed(mesh) for mesh in every if mesh != config.mesh)]
     runs = found[1:] if refused(config, world) else found
-    fit = sorted((each for each in runs if fits(each, card)), key=lambda each: each.seconds.total)
+    fit = sorted((each for each in runs if fits(each.memory, card)), key=lambda each: each.seconds.total)
     # a copy of the model in each node: of the best, for it takes as much memory as a node's GPUs alone have
     best = [each.mesh for each in fit[:COPIED] if world > each.mesh.pp * card.node]
     copied = [replace(mesh, dp_replicate=world // (mesh.pp * card.node)) for mesh in best]
     copied = [m for m in copied if m != config.mesh and not problem(m, world, spec, config.data.sequence)]
-    fit += [each for each in map(timed, copied) if fits(each, card)]
+    fit += [each for each in map(timed, copied) if fits(each.memory, card)]
     return sorted(fit, key=lambda each: each.seconds.total), own
 
 
-def fits(each: Timed, card: hardware.Hardware) -> bool:
-    return each.memory.total + SPARE <= card.memory * 1e9
+def fits(size: Memory, card: hardware.Hardware) -> bool:
+    return size.total + SPARE <= card.memory * 1e9
