@@ -34,7 +34,7 @@ class Timed:
 
 def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iterator[MeshConfig]:
     """All mappings that can run, without copies of the model."""
-    axes, layers = ("tp", "cp", "pp", "ep", "etp"), (spec.dense if isinstance(spec, MoESpec) else spec).layers
+    axes, layers = ("tp", "cp", "pp", "ep", "etp"), dense_of(spec).layers
     sharded = replace(config.mesh, dp_replicate=1)
 
     def alone(axis: str, size: int) -> bool:

@@ -23,7 +23,7 @@ from training.model.lora import LoraConfig, attach
 from training.model.loss import COPIES, LOGITS, TAUGHT
 from training.model.narrow import near
 from training.model.recompute import MOVES
-from training.model.stock import LAYER, model_of
+from training.model.stock import LAYER, dense_of, model_of
 from training.optim import learning, multiplier
 from training.parallel.mesh import MeshConfig, grids
 from training.parallel.pipeline import cut, stages
@@ -86,7 +86,7 @@ class Model:
         self.all = [stage.config.optim for stage in stages_of(whole or config)]
         self.narrow = held_in(config.model, spec).itemsize
         self.teacher = Model(teacher, replace(config, lora=LoraConfig())) if teacher is not None else None
-        self.dense = spec.dense if isinstance(spec, MoESpec) else spec
+        self.dense = dense_of(spec)
         self.units: list[tuple[bool, Unit]] = []  # whether of a layer, and its parameters; all are different
         self.parts: dict[range, Counter[int]] = {}  # by range of layers: how often each unit occurs
         self.cuts: dict[tuple[int, str], list[range]] = {}
@@ -263,7 +263,7 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool, world
     """Bytes that one layer, with routed experts or without, keeps for backward, of each token outside of attention."""
     mesh, narrow, mode = config.mesh, BYTES[config.model.compute], config.model.recompute
     moe = spec if isinstance(spec, MoESpec) and routed else None
-    d = spec.dense if isinstance(spec, MoESpec) else spec
+    d = dense_of(spec)
     router = 4 * 3 * moe.experts + 8 * 2 * moe.top_k if moe else 0
     sandwich = d.block == "sandwich"  # its last norms keep the outputs of attention and FFN
     halves = narrow * (4 if sandwich else 3) * d.hidden  # the stream twice, the FFN's input; in a sandwich its output
