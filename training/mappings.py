@@ -21,6 +21,7 @@ from training.parallel.pipeline import SINGLE
 from training.seconds import Routing, Seconds, step
 from upcycle.spec import DenseSpec, MoESpec
 
+AXES = ("tp", "cp", "pp", "ep", "etp")  # that are divided in all ways; dp_replicate is of the best
 COPIED = 64  # mappings that are also tried with a copy of the model in each node
 SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take, and no plan counts
 
@@ -34,16 +35,15 @@ class Timed:
 
 def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iterator[MeshConfig]:
     """All mappings that can run, without copies of the model."""
-    axes, layers = ("tp", "cp", "pp", "ep", "etp"), dense_of(spec).layers
-    sharded = replace(config.mesh, dp_replicate=1)
+    sharded, layers = replace(config.mesh, dp_replicate=1), dense_of(spec).layers
 
     def alone(axis: str, size: int) -> bool:
-        mesh = changed_to(changed_to(sharded, axes, [1] * len(axes)), [axis], [size])
+        mesh = changed_to(changed_to(sharded, AXES, [1] * len(AXES)), [axis], [size])
         return not in_sizes(mesh, world, spec, config.data.sequence)
 
-    possible = [[n for n in range(1, world + 1) if world % n == 0 and alone(axis, n)] for axis in axes]
+    possible = [[n for n in range(1, world + 1) if world % n == 0 and alone(axis, n)] for axis in AXES]
     for values in itertools.product(*possible):
-        mesh = changed_to(sharded, axes, values)
+        mesh = changed_to(sharded, AXES, values)
         stages_of_all = mesh.pp * (1 if mesh.schedule in SINGLE else 2)
         if stages_of_all > layers or problem(mesh, world, spec, config.data.sequence):
             continue

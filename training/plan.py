@@ -44,11 +44,11 @@ from training.budget import advised, amount, bill, few
 from training.build import check_optim, held_in, source, taught_by, whole_on_meta
 from training.config import READY, Stage, TrainConfig, read_config, stages_of
 from training.islands import plan as islands
-from training.mappings import Timed, data_ranks, mappings, micro_batches, ranked, refused
+from training.mappings import AXES, Timed, data_ranks, mappings, micro_batches, ranked, refused
 from training.memory import Model, memory
 from training.observe.flops import model_flops
 from training.optim import learning
-from training.parallel.mesh import check
+from training.parallel.mesh import MeshConfig, check
 from training.seconds import RANDOM, Routing, step
 from training.teacher import check_teacher
 from upcycle import plugin, strict
@@ -98,10 +98,13 @@ def table(
     says = [f"   (this config{f', {stage.name}' if stage.name else ''})" for stage in stages] + [""] * len(found)
     for (mesh, size), said in zip([*((own, size) for size in planned), *found], says, strict=True):
         cells = "  ".join(f"{getattr(size, name) / 1e9:11.2f}" for name in names)
-        axes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
-        lines.append(f"{cells}   {axes}{said}")
+        lines.append(f"{cells}   {axes(mesh)}{said}")
     unfit = dict.fromkeys(refused(stage.config, world) for stage in stages)
     return "\n".join([*lines, *filter(None, unfit)])
+
+
+def axes(mesh: MeshConfig) -> str:
+    return " ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
 
 
 def clocked(
@@ -130,12 +133,11 @@ def clocked(
     for each in shown:
         rate = tokens / each.seconds.total
         share = rate * flops / asked.gpus / card.peak / 1e12
-        axes = " ".join(f"{axis}={getattr(each.mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
-        axes += f" dp_replicate={each.mesh.dp_replicate}" if each.mesh.dp_replicate > 1 else ""
+        words = axes(each.mesh) + (f" dp_replicate={each.mesh.dp_replicate}" if each.mesh.dp_replicate > 1 else "")
         place = f"{fit.index(each) + 1}" if each in fit else "no fit"
         lines.append(
             f"{place:>6} {rate:10,.0f}  {rate / asked.gpus:10,.0f}  {each.seconds.total * 1e3:10,.0f} {share:6.1%} "
-            f"{each.memory.total / 1e9:7.1f}   {axes}{' (this config)' if each is own else ''}{why(each, fit[0])}"
+            f"{each.memory.total / 1e9:7.1f}   {words}{' (this config)' if each is own else ''}{why(each, fit[0])}"
         )
     first = fit[0]
     parts = sorted(vars(first.seconds).items(), key=lambda item: -item[1])
