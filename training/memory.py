@@ -67,6 +67,12 @@ class Parameter(NamedTuple):
     kept: bool  # its moments: in any stage
     held: int  # bytes a weight
 
+    def divided(self, sizes: Mapping[str, int]) -> tuple[int, int, int, bool]:
+        """(numbers of what its ranks share, of a rank's shard, filled up; how many ranks; whether FSDP has it)"""
+        part, (ranks, copies) = self.rule.part(self.shape, sizes), self.rule.ranks(sizes)
+        whole, dim = math.prod(part), sharded_dim(part, ranks)
+        return whole, whole // part[dim] * -(-part[dim] // ranks), ranks, ranks * copies > 1
+
 
 Unit = tuple[Parameter, ...]  # what is gathered for one layer, or for no layer
 
@@ -171,12 +177,10 @@ def of_teacher(teacher: Model, config: TrainConfig, sizes: Mapping[str, int]) ->
     total = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp) * teacher.dense.hidden * narrow
     for number, often in teacher.of(range(teacher.dense.layers)).items():
         of_a_layer, unit = teacher.units[number]
-        for placed, shape, *_ in unit:
-            left, (ranks, copies) = placed.part(shape, sizes), placed.ranks(sizes)
-            whole, dim = math.prod(left), sharded_dim(left, ranks)
-            shard = whole // left[dim] * -(-left[dim] // ranks)
-            gathered = shard * ranks if ranks * copies > 1 and not of_a_layer else 0
-            total += (shard + gathered) * often * (MASTER if placed.exact else narrow)
+        for parameter in unit:
+            _, shard, ranks, fsdp = parameter.divided(sizes)
+            gathered = shard * ranks if fsdp and not of_a_layer else 0
+            total += (shard + gathered) * often * (MASTER if parameter.rule.exact else narrow)
     return total
 
 
@@ -185,11 +189,9 @@ def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str,
     mesh, narrow = config.mesh, BYTES[config.model.compute]
     weights = with_moments = gradients = late = resident = passing = 0
     summed: Counter[Rule] = Counter()
-    for placed, shape, learns, kept, held in unit:
-        left, (ranks, copies) = placed.part(shape, sizes), placed.ranks(sizes)
-        whole, dim = math.prod(left), sharded_dim(left, ranks)
-        shard = whole // left[dim] * -(-left[dim] // ranks)
-        fsdp = ranks * copies > 1
+    for parameter in unit:
+        placed, _, learns, kept, held = parameter
+        whole, shard, ranks, fsdp = parameter.divided(sizes)
         weights += shard * held
         with_moments += shard * kept
         gathered = shard * ranks  # where the ranks do not divide the dimension, padding is gathered too
