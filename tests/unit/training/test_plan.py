@@ -72,6 +72,8 @@ def test_a_small_model_by_hand() -> None:
     assert by_hand(2, 8) == Memory(
         weights=856, gradients=856, moments=1712, gathered=2 * ENDS + 4 * NORM + 3 * 480, activations=2816, loss=LOSS
     )
+    # two copies: nothing is divided, and FSDP gathers units all the same
+    assert by_hand(2, 8, dp_replicate=2) == replace(by_hand(1, 8), gathered=2 * ENDS + 4 * NORM + 3 * 480)
     # two with an expert pair each: no experts are gathered, a bf16 copy of the own ones stays, and a dense layer is
     # the largest that passes
     passing = max(4 * NORMS + 2 * (ATTENTION + FFN), 4 * (NORMS + ROUTER) + 2 * ATTENTION)
