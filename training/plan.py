@@ -33,362 +33,51 @@ from upcycle import cli
 if __name__ == "__main__":  # before the imports below, which take seconds
     sys.exit(cli.start("training.plan"))
 
-import itertools
 import math
-import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from training import hardware
-from training.build import check_batch, check_optim, held_in, source, taught_by, whole_on_meta
-from training.checkpoint.layout import Origin
+from training.budget import advised, amount, bill, few
+from training.build import check_optim, held_in, source, taught_by, whole_on_meta
 from training.config import READY, Stage, TrainConfig, read_config, stages_of
-from training.dispatch import nvlink
 from training.islands import plan as islands
-from training.model.lora import LoraConfig, attach
-from training.model.loss import COPIES, LOGITS, TAUGHT
-from training.model.narrow import near
-from training.model.recompute import MOVES
-from training.model.stock import LAYER, dense_of, model_of
+from training.mappings import AXES, Timed, data_ranks, mappings, micro_batches, ranked, refused
+from training.memory import Model, memory
 from training.observe.flops import model_flops
-from training.optim import learning, multiplier
-from training.parallel.mesh import MeshConfig, changed_to, check, grids, in_sizes, problem
-from training.parallel.pipeline import SINGLE, cut, stages
-from training.parallel.placement import Rule, rule, sharded_dim
-from training.seconds import RANDOM, Routing, Seconds, step
+from training.optim import learning
+from training.parallel.mesh import MeshConfig, check
+from training.seconds import RANDOM, Routing, step
 from training.teacher import check_teacher
-from upcycle import law, plugin, strict
+from upcycle import plugin, strict
 from upcycle.config import find, read
-from upcycle.size import dense_flops, dense_parameters
-from upcycle.spec import BYTES, DenseSpec, MoESpec
-
-MASTER = 4  # bytes of a weight, and of a sum of gradients
-MOMENTS = {"adamw": 2, "muon": 1}
+from upcycle.spec import DenseSpec, MoESpec
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of one rank, by what they are for."""
-
-    weights: int  # float32; those that never learn perhaps bfloat16
-    gradients: int
-    moments: int
-    gathered: int  # what a layer computes with, in the compute dtype; nvlink's buffers
-    activations: int
-    loss: int  # the head's logits and gradient
-    # activations that are gone by the time the last backward has made the gradients, or has made them wide
-    freed: int = 0
-    teacher: int = 0  # a dense teacher's weights, its head while it is gathered, and what it says of a micro-batch
-
-    @property
-    def total(self) -> int:
-        held = self.weights + self.gradients + self.moments + self.gathered + self.activations + self.loss
-        held += self.teacher
-        return held - self.freed
-
-    @property
-    def host(self) -> int:
-        """In host memory: the copies that an asynchronous checkpoint is written from."""
-        return self.weights + self.moments
+class PlanConfig:
+    gpus: int = 0  # how many to plan for
+    hardware: str = ""  # h100 | h200 | b200, or a file of `training.plan measure`: predicts seconds
+    # "100B tokens", "1e22 FLOPs" or "5000 GPU-hours" of training: says hours, GPU-hours and money
+    budget: str = ""
+    price: float = 0.0  # of a GPU-hour, in any currency
+    seen: str = ""  # tokens that the dense model was trained on, such as 15T: what the law of upcycling expects
+    islands: int = 0  # how many of as many GPUs each (islands.join): says what they send each other
+    link: str = ""  # between the islands and their server, such as 1Gb/s
 
 
-class Parameter(NamedTuple):
-    rule: Rule
-    shape: tuple[int, ...]
-    learns: bool  # in this stage
-    kept: bool  # its moments: in any stage
-    held: int  # bytes a weight
-
-
-Unit = tuple[Parameter, ...]  # what is gathered for one layer, or for no layer
-
-
-class Model:
-    """A model's units and the cuts of its layers, each made once: a table asks for the same ones thousands of times."""
-
-    def __init__(
-        self,
-        spec: DenseSpec | MoESpec,
-        config: TrainConfig,
-        teacher: DenseSpec | None = None,
-        whole: TrainConfig | None = None,
-    ) -> None:
-        """`whole`: of all stages, where `config` is that of one."""
-        self.spec, self.optim, self.lora = spec, config.optim, config.lora
-        self.all = [stage.config.optim for stage in stages_of(whole or config)]
-        self.narrow = held_in(config.model, spec).itemsize
-        self.teacher = Model(teacher, replace(config, lora=LoraConfig())) if teacher is not None else None
-        self.dense = spec.dense if isinstance(spec, MoESpec) else spec
-        self.units: list[tuple[bool, Unit]] = []  # whether of a layer, and its parameters; all are different
-        self.parts: dict[range, Counter[int]] = {}  # by range of layers: how often each unit occurs
-        self.cuts: dict[tuple[int, str], list[range]] = {}
-
-    def ranges(self, pp: int, schedule: str) -> list[range]:
-        """The layers of each stage."""
-        if (pp, schedule) not in self.cuts:
-            whole = [range(self.dense.layers)]
-            self.cuts[pp, schedule] = whole if pp == 1 else cut(self.spec, pp, schedule)
-        return self.cuts[pp, schedule]
-
-    def of(self, part: range) -> Counter[int]:
-        if part not in self.parts:
-            with torch.device("meta"):
-                model = model_of(self.spec, part=part, experts="reference")
-                attach(model, self.lora)
-            names = [name for name, _ in model.named_parameters()]
-            learned, kept = learning(self.optim, names), set[str]().union(*(learning(o, names) for o in self.all))
-            found: dict[str, Unit] = {}
-            for name, parameter in model.named_parameters():
-                of_layer = LAYER.match(name)
-                layer = of_layer[2] if of_layer else ""
-                placed = rule(name, model.dense)
-                held = MASTER if name in kept or placed.exact else self.narrow
-                each = Parameter(placed, tuple(parameter.shape), name in learned, name in kept, held)
-                found[layer] = (*found.get(layer, ()), each)
-            self.parts[part] = Counter(self.number((layer != "", unit)) for layer, unit in found.items())
-        return self.parts[part]
-
-    def number(self, unit: tuple[bool, Unit]) -> int:
-        if unit not in self.units:
-            self.units.append(unit)
-        return self.units.index(unit)
-
-
-class Share(NamedTuple):
-    """Bytes (and of what has moments, numbers) of one unit on a rank."""
-
-    weights: int = 0
-    kept: int = 0  # of the weights, those with moments
-    gradients: int = 0
-    late: int = 0  # of the gradients, those that only the last backward makes
-    resident: int = 0  # copies in the compute dtype that stay for the backward
-    passing: int = 0  # gathered or copied for the layer's forward, and again for its backward
-    summed: int = 0  # the largest of the sums that FSDP makes at once
-
-
-def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Model | None = None) -> Memory:
-    """The fullest rank's Memory for `config` on `world` GPUs. `model`: of the same spec and optimiser, with the teacher
-    of the config if it has one."""
-    return max(by_place(spec, config, world, model), key=lambda memory: memory.total)
-
-
-def by_place(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Model | None = None) -> list[Memory]:
-    """A rank's Memory at each place in the pipeline."""
-    model, mesh = model or Model(spec, config), config.mesh
-    ranks = [[0]] if mesh.pp == 1 else stages(mesh.pp, mesh.schedule)
-    ranges = model.ranges(mesh.pp, mesh.schedule)
-    attention, experts = grids(mesh, world)
-    count = max(1, config.batch // (config.micro_batch * attention["dp_shard"] * mesh.dp_replicate))
-    shares: dict[int, Share] = {}
-    for own in ranges:
-        for unit in model.of(own):
-            if unit not in shares:
-                shares[unit] = share(*model.units[unit], config, attention | experts, count)
-    moe_layer, dense_layer = (of_layer(spec, config, moe, world) for moe in (True, False))
-    kept = dict.fromkeys(spec.layers, moe_layer) if isinstance(spec, MoESpec) else {}
-    found = []
-    for place, numbers in enumerate(ranks):
-        parts = [ranges[stage] for stage in numbers]
-        units = sum((model.of(part) for part in parts), Counter())
-        layers = sum(kept.get(layer, dense_layer) for part in parts for layer in part)
-        rank = of_rank(model, config, count, place, parts, [(shares[u], n) for u, n in units.items()], layers)
-        found.append(replace(rank, teacher=of_teacher(model.teacher, config, attention) if model.teacher else 0))
-    return found
-
-
-def of_teacher(teacher: Model, config: TrainConfig, sizes: Mapping[str, int]) -> int:
-    """Bytes of its weights, in the dtype that they are computed in; of embedding and head while they are gathered; and
-    of its last hidden states of a micro-batch. Its layers pass while the model's own do not."""
-    mesh, narrow = config.mesh, BYTES[config.model.compute]
-    total = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp) * teacher.dense.hidden * narrow
-    for number, often in teacher.of(range(teacher.dense.layers)).items():
-        of_a_layer, unit = teacher.units[number]
-        for placed, shape, *_ in unit:
-            left, (ranks, copies) = placed.part(shape, sizes), placed.ranks(sizes)
-            whole, dim = math.prod(left), sharded_dim(left, ranks)
-            shard = whole // left[dim] * -(-left[dim] // ranks)
-            gathered = shard * ranks if ranks * copies > 1 and not of_a_layer else 0
-            total += (shard + gathered) * often * (MASTER if placed.exact else narrow)
-    return total
-
-
-def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str, int], count: int) -> Share:
-    """What one unit takes; `count`: micro-batches a step."""
-    mesh, narrow = config.mesh, BYTES[config.model.compute]
-    weights = with_moments = gradients = late = resident = passing = 0
-    summed: Counter[Rule] = Counter()
-    for placed, shape, learns, kept, held in unit:
-        left, (ranks, copies) = placed.part(shape, sizes), placed.ranks(sizes)
-        whole, dim = math.prod(left), sharded_dim(left, ranks)
-        shard = whole // left[dim] * -(-left[dim] // ranks)
-        fsdp = ranks * copies > 1
-        weights += shard * held
-        with_moments += shard * kept
-        gathered = shard * ranks  # where the ranks do not divide the dimension, padding is gathered too
-        apart = placed.kind == "experts" and not fsdp and narrow < held  # see LocalExperts
-        # torch's pipelines sum gradients and free weights once a step, whatever mesh.reshard says
-        once = fsdp and (not mesh.reshard or mesh.pp > 1)
-        size, first = whole if once else shard, narrow if apart else MASTER
-        if once and mesh.pp > 1 and learns:  # after its last backward a stage copies a unit's gradients to send them
-            summed[placed] += whole * MASTER
-        most = first if count == 1 else MASTER  # the first micro-batch's may be narrow
-        there = (0, first, MASTER)[min(count, 3) - 1]  # when the last one's backward begins
-        gradients += size * most * learns
-        late += size * (most - there) * learns
-        regathered = not once if fsdp else apart and config.model.recompute in MOVES
-        computed = MASTER if placed.exact else narrow
-        if regathered and of_a_layer:
-            passing += gathered * computed
-        elif fsdp or computed != held:  # without FSDP the copy in the compute dtype stays for the backward
-            resident += gathered * computed
-    return Share(weights, with_moments, gradients, late, resident, passing, max(summed.values(), default=0))
-
-
-def of_rank(
-    model: Model,
-    config: TrainConfig,
-    count: int,
-    place: int,
-    parts: Sequence[range],
-    units: Sequence[tuple[Share, int]],
-    layers: int,
-) -> Memory:
-    """The Memory of the rank at a place in the pipeline, with its units and how often it has each; `layers`: bytes of a
-    token in all of its layers."""
-    mesh, narrow, dense = config.mesh, BYTES[config.model.compute], model.dense
-    total = Share(*(sum(each[i] * often for each, often in units) for i in range(len(Share._fields))))
-    most_summed = max(each.summed for each, _ in units)
-    buffers = total.resident + 3 * max(each.passing for each, _ in units) + most_summed
-    moments = total.kept * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
-    moments += total.kept * MASTER * (model.all[-1].average > 0)  # the mean of the last steps' weights
-    moments += total.kept * MASTER * 2 * config.islands.asked  # what the server knows, and what it is not told yet
-    tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
-    if isinstance(model.spec, MoESpec) and mesh.dispatcher == "nvlink" and mesh.ep > 1:
-        buffers += nvlink.buffer_bytes(tokens, mesh.ep, dense.hidden, model.spec.top_k, narrow)
-    if mesh.dispatcher == "hybridep" and mesh.ep > 1 and isinstance(model.spec, MoESpec):
-        buffers += tokens * mesh.ep * model.spec.experts  # the choices of all ranks' tokens, a byte an expert
-    flight = in_flight(mesh, count, place, len(parts))
-    activations = flight * tokens * layers
-    loss = 0
-    if any(part.stop == dense.layers for part in parts):
-        # a chunk of logits, whose gradient takes their place; the head's gradient, in float32 and as it is handed on
-        logits = min(LOGITS, tokens * dense.vocab) * narrow
-        if dense.logit_cap:  # torch's lines in place of the kernel: a smaller chunk, and three copies of it in float32
-            logits = min(LOGITS // 4, tokens * dense.vocab) * (narrow + 3 * MASTER)
-        if model.teacher:
-            logits = min(TAUGHT, tokens * dense.vocab) * (2 * narrow + COPIES * MASTER)
-        learns = not config.lora.rank and multiplier(config.optim, "embed.weight" if dense.tied else "head.weight")
-        of_head = MASTER + narrow if learns else 0
-        loss = logits + of_head * dense.vocab * dense.hidden
-    freed = min(activations, total.late + most_summed)
-    return Memory(total.weights, total.gradients, moments, buffers, activations, loss, freed)
-
-
-def in_flight(mesh: MeshConfig, count: int, place: int, parts: int) -> int:
-    """How many of the `count` micro-batches of a step have their activations on a rank at once."""
-    if mesh.pp == 1:
-        return 1
-    return count if mesh.schedule == "gpipe" else min(count, mesh.pp - place if parts == 1 else mesh.pp)
-
-
-def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool, world: int) -> int:
-    """Bytes that one layer, with routed experts or without, keeps for backward, of each token outside of attention."""
-    mesh, narrow, mode = config.mesh, BYTES[config.model.compute], config.model.recompute
-    moe = spec if isinstance(spec, MoESpec) and routed else None
-    d = spec.dense if isinstance(spec, MoESpec) else spec
-    router = 4 * 3 * moe.experts + 8 * 2 * moe.top_k if moe else 0
-    sandwich = d.block == "sandwich"  # its last norms keep the outputs of attention and FFN
-    halves = narrow * (4 if sandwich else 3) * d.hidden  # the stream twice, the FFN's input; in a sandwich its output
-    if mode == "full":
-        return halves + router
-    # attention sees tp times as many tokens, with a tp-th of the heads: its inputs grow, its heads do not
-    heads = (d.heads + 2 * d.kv_heads) * d.head_dim
-    attention = narrow * (d.hidden * mesh.tp + 2 * heads + d.heads * d.head_dim) + 4 * d.heads
-    if d.latent is not None:  # latents before and after their norms; queries, keys, what made keys and values, outputs
-        inputs = d.hidden + 2 * (d.latent.q_rank + d.latent.kv_rank) + d.latent.rope
-        heads = d.heads * (3 * d.head_dim - d.latent.rope + 2 * d.latent.value)
-        attention = narrow * (inputs * mesh.tp + heads) + 4 * d.heads
-    if mode == "experts" and moe:
-        return attention + halves + router
-    stream = narrow * d.hidden * (4 if mode == "none" else 2) * (2 if sandwich else 1)
-    width, matrices = moe.shared if moe else d.ffn, 2 if d.gated else 1
-    ffn = narrow * (width * (matrices + (2 if mode == "none" else 0)) + (d.hidden * mesh.tp if width else 0))
-    bytes_kept = (halves if mode == "attention" else attention + stream) + ffn
-    if moe is None:
-        return bytes_kept
-    # rows of a token; padded to a capacity (which DeepEP 2.x does not do), as many as there is room for
-    rows: float = moe.top_k
-    if config.balance.pad_to_capacity and mesh.ep * mesh.etp > 1:
-        rows = min(rows * config.balance.capacity_factor, moe.experts)
-    elif mesh.dispatcher == "nvlink" and mesh.ep > 1:
-        rows = nvlink.rows_a_token(moe.top_k, mesh.ep, moe.experts // mesh.ep, mesh.arrivals)
-    # x and its products; over etp each rank has a slice of the neurons of etp times as many rows
-    kept = d.hidden * mesh.etp + matrices * max(moe.widths)
-    if world == 1 and near(config.micro_batch * config.data.sequence, moe.experts, d.hidden, max(moe.widths)):
-        kept = max(kept, (matrices + 1) * max(moe.widths))  # products and their activation; x is there as tokens
-    return bytes_kept + round(rows * narrow * kept) + router
-
-
-# ---- the table
-
-
-def mappings(spec: DenseSpec | MoESpec, config: TrainConfig, world: int) -> Iterator[MeshConfig]:
-    """All mappings that can run, without copies of the model."""
-    axes, layers = ("tp", "cp", "pp", "ep", "etp"), (spec.dense if isinstance(spec, MoESpec) else spec).layers
-    sharded = replace(config.mesh, dp_replicate=1)
-
-    def alone(axis: str, size: int) -> bool:
-        mesh = changed_to(changed_to(sharded, axes, [1] * len(axes)), [axis], [size])
-        return not in_sizes(mesh, world, spec, config.data.sequence)
-
-    possible = [[n for n in range(1, world + 1) if world % n == 0 and alone(axis, n)] for axis in axes]
-    for values in itertools.product(*possible):
-        mesh = changed_to(sharded, axes, values)
-        stages_of_all = mesh.pp * (1 if mesh.schedule in SINGLE else 2)
-        if stages_of_all > layers or problem(mesh, world, spec, config.data.sequence):
-            continue
-        if dense_of(spec).carried is not None and mesh.tp * mesh.cp * mesh.pp * mesh.etp > 1:
-            continue  # build.check_stock
-        enough = micro_batches(config, mesh, world) >= mesh.pp
-        if enough and not refusal(config, mesh, world) and goes_with(config, mesh):
-            yield mesh
-
-
-def data_ranks(mesh: MeshConfig, world: int) -> int:
-    return world // (mesh.tp * mesh.cp * mesh.pp)
-
-
-def micro_batches(config: TrainConfig, mesh: MeshConfig, world: int) -> int:
-    return config.batch // (config.micro_batch * data_ranks(mesh, world))
-
-
-def refusal(config: TrainConfig, mesh: MeshConfig, world: int) -> str:
-    """Why training refuses to cut the batch for a mapping; "": it does not."""
-    try:
-        check_batch(config, mesh, data_ranks(mesh, world))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def refused(config: TrainConfig, world: int) -> str:
-    """A sentence where the config's own mapping does not train, for which there are no seconds then."""
-    reason = refusal(config, config.mesh, world)
-    return f"This config does not train on {world} GPUs: {reason}" if reason else ""
-
-
-def goes_with(config: TrainConfig, mesh: MeshConfig) -> bool:
-    """Whether a config's other keys allow a mapping: a teacher or an evaluation, for instance, allows no pipeline."""
-    try:
-        replace(config, mesh=mesh)
-    except ValueError:
-        return False
-    return True
+FEW = 1024  # tokens of a step for each GPU, below which a mapping is chosen among bad ones
+HOSTED = 0.3  # of a step; below, a larger micro_batch wins little
+BATCH = 2**22  # tokens of a step: more and fewer were worse where large models were upcycled (arXiv 2410.07524)
+MOST_GPUS = 100_000  # that a search of all mappings still ends for
+# which keys of a hardware file a part of a step depends on
+DEPENDS = {
+    "products": ("products",), "experts": ("products",), "attention": ("attention",), "memory": ("bandwidth",),
+    "rows": ("rows", "network"), "tensor": ("link", "network"), "gathers": ("link", "network"),
+    "bubble": ("products", "network"), "optimizer": ("bandwidth",), "host": ("host",),
+}  # fmt: skip
 
 
 def table(
@@ -409,86 +98,13 @@ def table(
     says = [f"   (this config{f', {stage.name}' if stage.name else ''})" for stage in stages] + [""] * len(found)
     for (mesh, size), said in zip([*((own, size) for size in planned), *found], says, strict=True):
         cells = "  ".join(f"{getattr(size, name) / 1e9:11.2f}" for name in names)
-        axes = " ".join(f"{axis}={getattr(mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
-        lines.append(f"{cells}   {axes}{said}")
+        lines.append(f"{cells}   {axes(mesh)}{said}")
     unfit = dict.fromkeys(refused(stage.config, world) for stage in stages)
     return "\n".join([*lines, *filter(None, unfit)])
 
 
-# ---- the same with a clock
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    gpus: int = 0  # how many to plan for
-    hardware: str = ""  # h100 | h200 | b200, or a file of `training.plan measure`: predicts seconds
-    # "100B tokens", "1e22 FLOPs" or "5000 GPU-hours" of training: says hours, GPU-hours and money
-    budget: str = ""
-    price: float = 0.0  # of a GPU-hour, in any currency
-    seen: str = ""  # tokens that the dense model was trained on, such as 15T: what the law of upcycling expects
-    islands: int = 0  # how many of as many GPUs each (islands.join): says what they send each other
-    link: str = ""  # between the islands and their server, such as 1Gb/s
-
-
-COPIED = 64  # mappings that are also tried with a copy of the model in each node
-SPARE = 3e9  # bytes of a GPU that NCCL, CUDA and the allocator take, and no plan counts
-FEW = 1024  # tokens of a step for each GPU, below which a mapping is chosen among bad ones
-HOSTED = 0.3  # of a step; below, a larger micro_batch wins little
-BATCH = 2**22  # tokens of a step: more and fewer were worse where large models were upcycled (arXiv 2410.07524)
-AMOUNT = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?([KMBT]?) ?(tokens|FLOPs|GPU-hours|)", re.IGNORECASE)
-ABSURD = 1e30  # FLOPs, tokens or GPU-hours, of which nobody has so many
-MOST_GPUS = 100_000  # that a search of all mappings still ends for
-UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-# which keys of a hardware file a part of a step depends on
-DEPENDS = {
-    "products": ("products",), "experts": ("products",), "attention": ("attention",), "memory": ("bandwidth",),
-    "rows": ("rows", "network"), "tensor": ("link", "network"), "gathers": ("link", "network"),
-    "bubble": ("products", "network"), "optimizer": ("bandwidth",), "host": ("host",),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Timed:
-    mesh: MeshConfig
-    memory: Memory
-    seconds: Seconds
-
-
-def ranked(
-    spec: DenseSpec | MoESpec,
-    config: TrainConfig,
-    world: int,
-    card: hardware.Hardware,
-    teacher: DenseSpec | None = None,
-    whole: TrainConfig | None = None,
-    routing: Routing | None = None,
-) -> tuple[list[Timed], Timed]:
-    """(the mappings that fit, the fastest first; the config's own, which may not run). `whole`: of all stages."""
-    model = Model(spec, config, teacher, whole)
-
-    def timed(mesh: MeshConfig) -> Timed:
-        changed = replace(config, mesh=mesh)
-        size = memory(spec, changed, world, model)
-        if size.total + SPARE > card.memory * 1e9 and mesh != config.mesh:
-            return Timed(mesh, size, Seconds())
-        ranges = model.ranges(mesh.pp, mesh.schedule)
-        return Timed(mesh, size, step(spec, changed, world, card, routing, ranges=ranges, taken=size.total))
-
-    own = timed(config.mesh)
-    every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
-    found = [own, *(timed(mesh) for mesh in every if mesh != config.mesh)]
-    runs = found[1:] if refused(config, world) else found
-    fit = sorted((each for each in runs if fits(each, card)), key=lambda each: each.seconds.total)
-    # a copy of the model in each node: of the best, for it takes as much memory as a node's GPUs alone have
-    best = [each.mesh for each in fit[:COPIED] if world > each.mesh.pp * card.node]
-    copied = [replace(mesh, dp_replicate=world // (mesh.pp * card.node)) for mesh in best]
-    copied = [m for m in copied if m != config.mesh and not problem(m, world, spec, config.data.sequence)]
-    fit += [each for each in map(timed, copied) if fits(each, card)]
-    return sorted(fit, key=lambda each: each.seconds.total), own
-
-
-def fits(each: Timed, card: hardware.Hardware) -> bool:
-    return each.memory.total + SPARE <= card.memory * 1e9
+def axes(mesh: MeshConfig) -> str:
+    return " ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
 
 
 def clocked(
@@ -517,12 +133,11 @@ def clocked(
     for each in shown:
         rate = tokens / each.seconds.total
         share = rate * flops / asked.gpus / card.peak / 1e12
-        axes = " ".join(f"{axis}={getattr(each.mesh, axis)}" for axis in ("tp", "cp", "pp", "ep", "etp"))
-        axes += f" dp_replicate={each.mesh.dp_replicate}" if each.mesh.dp_replicate > 1 else ""
+        words = axes(each.mesh) + (f" dp_replicate={each.mesh.dp_replicate}" if each.mesh.dp_replicate > 1 else "")
         place = f"{fit.index(each) + 1}" if each in fit else "no fit"
         lines.append(
             f"{place:>6} {rate:10,.0f}  {rate / asked.gpus:10,.0f}  {each.seconds.total * 1e3:10,.0f} {share:6.1%} "
-            f"{each.memory.total / 1e9:7.1f}   {axes}{' (this config)' if each is own else ''}{why(each, fit[0])}"
+            f"{each.memory.total / 1e9:7.1f}   {words}{' (this config)' if each is own else ''}{why(each, fit[0])}"
         )
     first = fit[0]
     parts = sorted(vars(first.seconds).items(), key=lambda item: -item[1])
@@ -554,7 +169,8 @@ def clocked(
     if asked.budget:
         for name, each in {"this config": own, "the first": first}.items():
             if each in fit and (name == "this config" or own is not first):
-                lines.append(f"{asked.budget} with {name}: {bill(asked, tokens, flops, each.seconds.total)}")
+                said = bill(asked.budget, asked.price, asked.gpus, tokens, flops, each.seconds.total)
+                lines.append(f"{asked.budget} with {name}: {said}")
     return "\n".join(lines)
 
 
@@ -576,59 +192,6 @@ def why(each: Timed, first: Timed) -> str:
     more = {name: value - getattr(first.seconds, name) for name, value in vars(each.seconds).items()}
     most = sorted((item for item in more.items() if item[1] >= 5e-4), key=lambda item: -item[1])[:2]
     return "; " + ", ".join(f"{name} +{value * 1e3:,.0f} ms" for name, value in most) if most else ""
-
-
-def bill(asked: PlanConfig, tokens: int, flops: float, seconds: float) -> str:
-    count = budgeted(asked, flops, tokens / seconds / asked.gpus)
-    hours = count / tokens * seconds / 3600
-    of_all = hours * asked.gpus
-    money = f", {few(of_all * asked.price)} at {asked.price:g} a GPU-hour" if asked.price else ""
-    said = f"{law.short(count)} tokens in {few(hours, 1)} hours, {few(of_all)} GPU-hours{money}"
-    return f"{said} (of training alone; predictions here were off by up to 15 %, see docs/planning.md)"
-
-
-def few(number: float, digits: int = 0) -> str:
-    """With so many digits behind the point, or two of those that count where it is small."""
-    return f"{number:,.{digits}f}" if number >= 10 else f"{number:.2g}"
-
-
-def budgeted(asked: PlanConfig, flops: float, rate: float) -> float:
-    """Tokens that the budget buys. `rate`: tokens/s of a GPU."""
-    number, unit = amount("budget", asked.budget)
-    return number / flops if unit == "flops" else number * 3600 * rate if unit == "gpu-hours" else number
-
-
-def amount(key: str, text: str) -> tuple[float, str]:
-    """(a number, its unit in small letters)"""
-    found = AMOUNT.fullmatch(text.strip())
-    try:
-        number = float(found[1]) * UNITS[found[2].lower()] if found else 0.0
-    except ValueError:
-        number = 0.0
-    if not 0 < number < ABSURD or not found or (key == "seen" and found[3].lower() not in ("", "tokens")):
-        units = "" if key == "seen" else ', "1e22 FLOPs" or "5000 GPU-hours"'
-        raise ValueError(f'{key} is {text!r}; write for instance {key}="100B tokens"{units}')
-    return number, found[3].lower() or "tokens"
-
-
-def advised(origin: Origin, config: TrainConfig, asked: PlanConfig, rate: float) -> str:
-    """What the law of upcycling expects of the budget. `rate`: tokens/s of a GPU."""
-    plan = origin.plan
-    if plan is None:
-        return "The law of upcycling says nothing of a model that is not upcycled (model.upcycle is not set)."
-    if plan.grown:
-        return "The law of upcycling says nothing of a mixture that is made larger or smaller; it is of dense models."
-    # of the plan: where a target's config has one width for all, what is read back has that of an expert
-    dense, spec, method = plan.dense, plan.moe, plan.config.method
-    sequence = config.data.sequence
-    flops = model_flops(origin.spec, sequence)
-    case = law.Case(
-        parameters=dense_parameters(dense), first=amount("seen", asked.seen)[0],
-        more=budgeted(asked, flops, rate), copies=spec.copies, top_k=max(1, spec.top_k // spec.granularity),
-        granularity=spec.granularity, choice=spec.choice, cost=flops / dense_flops(dense, sequence),
-        method=method if isinstance(method, str) else method["name"],
-    )  # fmt: skip
-    return law.advice(case)
 
 
 def split(words: list[str]) -> tuple[PlanConfig, list[str]]:
@@ -766,5 +329,5 @@ def main(words: list[str]) -> int:
         if asked.seen and not refused(config, asked.gpus):
             own = seconds_of(origin.spec, config, asked.gpus, card)
             rate = config.batch * config.data.sequence / own / asked.gpus
-            print(advised(origin, config, asked, rate))
+            print(advised(origin, config.data.sequence, asked.budget, asked.seen, rate))
     return 0

@@ -35,8 +35,8 @@ from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training import hardware
 from training.build import source
 from training.config import read_config
+from training.memory import memory
 from training.observe.metrics import read as read_metrics
-from training.plan import memory
 from training.seconds import step
 
 README = (ROOT / "README.md").read_text()

@@ -275,6 +275,7 @@ class HybridBase:
     ) -> tuple[Tensor, Tensor | None]:
         assert hidden.is_contiguous() and len(hidden) == rows
         sizes = [len(move.arrivals) for move in moves]
+        assert not hidden[sum(sizes) :].any(), "the real one may read them"
         there = hidden[: sum(sizes)]
         parts = [move.home(part.contiguous()) for move, part in zip(moves, there.split(sizes), strict=True)]
         total = torch.stack(parts).sum(0)

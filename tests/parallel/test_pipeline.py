@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from tests.parallel import models, ranks, test_run, tiny
-from training import plan
+from training import memory
 from training.balance import Balance, BalanceConfig
 from training.build import learner, stages_of_rank
 from training.config import ModelConfig, TrainConfig
@@ -168,7 +168,7 @@ def held_now(parts: Sequence[nn.Module]) -> Held:
     return Held(gradients + sum(local(p.grad).nbytes for p in alone), gathered, largest)
 
 
-def held_in_a_step(rank: int, world: int) -> tuple[Held, plan.Memory]:
+def held_in_a_step(rank: int, world: int) -> tuple[Held, memory.Memory]:
     """A stage of bfloat16 activations and float32 weights on two ranks, and what the plan says of it."""
     mesh, spec = ParallelMesh(MeshConfig(pp=2)), models.SPECS["moe"]
     config = TrainConfig(
@@ -204,7 +204,7 @@ def held_in_a_step(rank: int, world: int) -> tuple[Held, plan.Memory]:
     assert validate(run, [valid], lambda: None)["valid/of/loss"] > 0  # type: ignore[list-item]
     assert documents == [None] * 6, "without mask_documents no stage sees documents, in training or in validation"
     most = Held(*(max(getattr(held, name) for held in seen) for name in ("gradients", "gathered", "unit")))
-    return most, plan.by_place(spec, config, world)[mesh.index("pp")]
+    return most, memory.by_place(spec, config, world)[mesh.index("pp")]
 
 
 def test_the_plan_counts_what_a_sharded_stage_holds_in_a_step() -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 from tests.parallel import models
 from tests.parallel.ranks import run
 from training import balance as balance_module
-from training import plan
 from training.balance import Balance, BalanceConfig, LayerLoad
 from training.build import data_rank, learner, stages_of_rank
 from training.config import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch.alltoall import AllToAll
+from training.memory import memory
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.optim import OptimConfig, Optimizer
@@ -284,7 +284,7 @@ def test_a_mapping_is_one_process(found: dict[Case, list[Result]], case: Case) -
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_plan_counts_what_the_fullest_rank_holds(found: dict[Case, list[Result]], case: Case) -> None:
-    planned = plan.memory(models.SPECS[case.model], config_of(case, 1), case.world)
+    planned = memory(models.SPECS[case.model], config_of(case, 1), case.world)
     assert planned.weights == 4 * max(rank.held for rank in found[case])
 
 

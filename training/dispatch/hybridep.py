@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from training.dispatch import Dispatched, common
+from training.kernels import swiglu
 
 CHUNK = 64  # tokens that its kernels take at a time
 
@@ -62,7 +63,7 @@ class HybridEP:
                 non_blocking=room is not None,
             )
             count_E = count_E.to(x_TD.device, torch.int32, non_blocking=True)
-            route = Route(self.buffer, handle, most, len(x_RD), expert_TK, kept_TK, weight_TK.dtype)
+            route = Route(self.buffer, handle, most, len(x_RD), expert_TK, kept_TK, weight_TK.dtype, count_E)
             return x_RD, weight_R.to(weight_TK.dtype), count_E, route
 
         return common.dispatch(first, x_TD, weight_TK)
@@ -86,6 +87,7 @@ class Route:
     expert_TK: Tensor
     kept_TK: Tensor
     weights: torch.dtype
+    count_E: Tensor
 
     def out(self, x_TD: Tensor) -> Tensor:
         x_RD, *_ = self.buffer.dispatch_with_permute(
@@ -95,9 +97,9 @@ class Route:
 
     def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weight_R = None if weight_R is None else weight_R.float().contiguous()
-        y_TD, weight_TE = self.buffer.combine_with_unpermute(
-            hidden=y_RD.contiguous(), probs=weight_R, handle=self.handle
-        )
+        # nobody promises that its kernels leave rows of no expert alone
+        y_RD = swiglu.zero_tail(y_RD.contiguous(), self.count_E.cumsum(0, dtype=torch.int32))
+        y_TD, weight_TE = self.buffer.combine_with_unpermute(hidden=y_RD, probs=weight_R, handle=self.handle)
         y_TD = y_TD[: len(self.expert_TK)]
         if weight_TE is None:
             return y_TD, None

@@ -4,8 +4,9 @@
     experts(x_RD, weight_R, count_E, w, activation) -> y_RD
 
 Shapes: R routed rows, sorted by local expert; D hidden; E local experts; F neurons.
-`count_E` (int32, on x's device) says how many rows each expert has; it may be 0, and rows beyond its sum (buffers
-larger than what was routed) come back as zeros. The routing weight is applied inside, before `down`, so that combining
+`count_E` (int32, on x's device) says how many rows each expert has; it may be 0. Rows beyond its sum (buffers
+larger than what was routed) may come back as anything, as do their gradients: nobody reads them, and to write zeros
+there would be a pass over memory. The routing weight is applied inside, before `down`, so that combining
 the experts of a token is a plain sum: y = down(act(gate x) * up x * weight) + weight * down_bias.
 """
 

@@ -76,7 +76,7 @@ class _Experts(torch.autograd.Function):
             y_RD.add_(products(products(a_RF, down_a, ends_E), down_b.transpose(1, 2), ends_E), alpha=low)
         if down_bias_ED is not None:
             y_RD += weight_R[:, None] * of_rows(down_bias_ED, ends_E, len(x_RD))
-        return swiglu.zero_tail(y_RD, ends_E)
+        return y_RD
 
     @staticmethod
     @once_differentiable
@@ -103,7 +103,6 @@ class _Experts(torch.autograd.Function):
             d_x_RD = products(d_h_RH, up_EHD, ends_E)
             if low:
                 d_x_RD += products(d_u_Rr, up_a.transpose(1, 2), ends_E)
-            swiglu.zero_tail(d_x_RD, ends_E)
         d_up_bias_EH = row_sums(d_h_RH, torch.ones_like(weight_R), ends_E) if needs_up_bias else None
         d_down_bias_ED = row_sums(d_y_RD, weight_R, ends_E) if needs_down_bias else None
         if down_bias_ED is not None:

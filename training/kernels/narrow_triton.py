@@ -64,22 +64,14 @@ def cut_kernel(
 
 
 @triton.jit
-def put(
-    desc, ptr, tile, first, last, n, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WHOLE: tl.constexpr,
-    STRIDE: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Writes a tile's rows up to the last one, to columns that begin at SHIFT and are N. All rows go at once if WHOLE,
-    which is for tiles that do not reach beyond the columns, or where nothing is behind them."""
-    row, col = first + tl.arange(0, BM), n + tl.arange(0, BN)
-    ptrs = ptr + SHIFT + row.to(tl.int64)[:, None] * STRIDE + col[None, :]
-    keep = (row < last)[:, None] & (col < N)[None, :]
-    if WHOLE:
-        if last - first == BM:
-            desc.store([first, n + SHIFT], tile)
-        else:
-            tl.store(ptrs, tile, mask=keep)
+def put(desc, ptr, tile, first, last, n, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Writes a tile's rows up to the last one; all of them at once, if none is another's."""
+    if last - first == BM:
+        desc.store([first, n], tile)
     else:
-        tl.store(ptrs, tile, mask=keep)
+        row, col = first + tl.arange(0, BM), n + tl.arange(0, BN)
+        keep = (row < last)[:, None] & (col < N)[None, :]
+        tl.store(ptr + row.to(tl.int64)[:, None] * N + col[None, :], tile, mask=keep)
 
 
 @triton.jit
@@ -118,22 +110,48 @@ def up_kernel(
 
 
 @triton.jit
-def back_kernel(
-    d_y_desc, down_desc, h_desc, d_h_desc, weight_ptr, map_ptr, d_h_ptr, part_ptr, P, R,
-    D: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def bent(
+    d_a, weight, d_weight, h_desc, d_h_ptr, first, last, n, F: tl.constexpr, ACT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """d_a = d_y down, which never leaves: d_h, and a tile's share of the gradients of the rows' weights."""
-    tiles: tl.constexpr = (F + BN - 1) // BN
-    WHOLE: tl.constexpr = F % BN == 0
+    """Writes d_h of some columns; returns d_weight and their share of it."""
+    act, slope = act_and_slope(h_desc.load([first, n]).to(tl.float32), ACT)
+    factor, bent = factor_and_slope(h_desc.load([first, n + F]).to(tl.float32), ACT)
+    d_weight += tl.sum(d_a * (act * factor), 1)  # d_a is 0 beyond the columns, where nothing was loaded
+    d_a *= weight[:, None]
+    row, col = first + tl.arange(0, BM), n + tl.arange(0, BN)
+    keep = (row < last)[:, None] & (col < F)[None, :]
+    d_h_ptrs = d_h_ptr + row.to(tl.int64)[:, None] * (2 * F) + col[None, :]
+    # by pointers: a descriptor's store waits until its shared memory is free again, which took 6 % longer
+    tl.store(d_h_ptrs, (d_a * slope * factor).to(d_h_ptr.dtype.element_ty), mask=keep)
+    tl.store(d_h_ptrs + F, (d_a * act * bent).to(d_h_ptr.dtype.element_ty), mask=keep)
+    return d_weight
+
+
+@triton.jit
+def back_kernel(
+    d_y_desc, down_desc, down2_desc, h_desc, weight_ptr, map_ptr, d_h_ptr, part_ptr, P, R,
+    D: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """d_a = d_y down, which never leaves: d_h, and a tile's share of the gradients of the rows' weights. A tile is BN +
+    BN2 wide, of which the second is half of the first, or nothing."""
+    wide: tl.constexpr = BN + BN2
+    tiles: tl.constexpr = (F + wide - 1) // wide
     piece, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    n = tile * BN
+    n = tile * wide
     first, last = tl.load(map_ptr + P + piece), tl.load(map_ptr + 2 * P + piece)
     if first == last:
         return
     at = tl.load(map_ptr + piece) * D
     d_a = tl.zeros((BM, BN), tl.float32)
+    if BN2:
+        d_a2 = tl.zeros((BM, BN2), tl.float32)
     for k in range(0, D, BK):
-        d_a = tl.dot(d_y_desc.load([first, k]), down_desc.load([at + k, n]), d_a)
+        d_y = d_y_desc.load([first, k])
+        d_a = tl.dot(d_y, down_desc.load([at + k, n]), d_a)
+        if BN2:
+            d_a2 = tl.dot(d_y, down2_desc.load([at + k, n + BN]), d_a2)
     row = first + tl.arange(0, BM)
     live = row < last
     weight = tl.load(weight_ptr + row, mask=live, other=0.0).to(tl.float32)
@@ -142,15 +160,10 @@ def back_kernel(
     HALF: tl.constexpr = BN // 2
     halves = d_a.reshape(BM, 2, HALF).permute(0, 2, 1).split()
     for half in tl.static_range(2):
-        d_a, at_n = halves[half], n + half * HALF
-        act, slope = act_and_slope(h_desc.load([first, at_n]).to(tl.float32), ACT)
-        factor, bent = factor_and_slope(h_desc.load([first, at_n + F]).to(tl.float32), ACT)
-        d_weight += tl.sum(d_a * (act * factor), 1)  # d_a is 0 beyond the columns, where nothing was loaded
-        d_a *= weight[:, None]
-        d_gate = (d_a * slope * factor).to(d_h_ptr.dtype.element_ty)
-        put(d_h_desc, d_h_ptr, d_gate, first, last, at_n, F, BM, HALF, WHOLE, 2 * F, 0)
-        d_up = (d_a * act * bent).to(d_h_ptr.dtype.element_ty)
-        put(d_h_desc, d_h_ptr, d_up, first, last, at_n, F, BM, HALF, WHOLE, 2 * F, F)
+        at = n + half * HALF
+        d_weight = bent(halves[half], weight, d_weight, h_desc, d_h_ptr, first, last, at, F, ACT, BM, HALF)
+    if BN2:
+        d_weight = bent(d_a2, weight, d_weight, h_desc, d_h_ptr, first, last, n + BN, F, ACT, BM, BN2)
     tl.store(part_ptr + tile * R + row, d_weight, mask=live)
 
 
@@ -176,9 +189,9 @@ def rows_kernel(
         y = tl.dot(a, b_desc.load([at + k, n]) if TURNED else b_desc.load([at + n, k]).T, y)
         if BN2:
             y2 = tl.dot(a, b2_desc.load([at + k, n + BN]) if TURNED else b2_desc.load([at + n + BN, k]).T, y2)
-    put(out_desc, out_ptr, y.to(out_ptr.dtype.element_ty), first, last, n, N, BM, BN, True, N, 0)
+    put(out_desc, out_ptr, y.to(out_ptr.dtype.element_ty), first, last, n, N, BM, BN)
     if BN2:
-        put(out2_desc, out_ptr, y2.to(out_ptr.dtype.element_ty), first, last, n + BN, N, BM, BN2, True, N, 0)
+        put(out2_desc, out_ptr, y2.to(out_ptr.dtype.element_ty), first, last, n + BN, N, BM, BN2)
 
 
 @triton.jit
@@ -318,16 +331,17 @@ def up(
 
 def back(
     d_y_RD: Tensor, down_EDF: Tensor, h_RH: Tensor, weight_R: Tensor, where: Tensor, activation: str,
-    BM=ROWS, BN=64, BK=64,
+    BM=ROWS, BN=64, BN2=None, BK=64, stages=4,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(d_h_RH, d_weight_R): the gradient through the second product and the activation."""
     rows, (_, hidden, width) = len(h_RH), down_EDF.shape
-    d_h_RH, tiles = torch.empty_like(h_RH), triton.cdiv(width, BN)
+    BN2 = (BN // 2 if width % (BN + BN // 2) == 0 else 0) if BN2 is None else BN2
+    d_h_RH, tiles = torch.empty_like(h_RH), triton.cdiv(width, BN + BN2)
     part = torch.empty(tiles, rows, dtype=torch.float32, device=h_RH.device)
     back_kernel[(where.shape[1] * tiles,)](
-        flat(d_y_RD, BM, BK), flat(down_EDF, BK, BN), flat(h_RH, BM, BN // 2), flat(d_h_RH, BM, BN // 2),
+        flat(d_y_RD, BM, BK), flat(down_EDF, BK, BN), flat(down_EDF, BK, BN2 or BN), flat(h_RH, BM, BN // 2),
         weight_R, where, d_h_RH, part, where.shape[1], rows, hidden, width,
-        ACT=activation, BM=BM, BN=BN, BK=BK, num_warps=8, num_stages=4, maxnreg=128,
+        ACT=activation, BM=BM, BN=BN, BN2=BN2, BK=BK, num_warps=8, num_stages=stages, maxnreg=128,
     )  # fmt: skip
     return d_h_RH, part.sum(0).to(weight_R.dtype)
 

@@ -1,7 +1,7 @@
 """The Triton kernels of norm.py; imported only where a kernel runs. A program holds a whole row.
 
-In backward a fixed number of programs walk over the rows, two at a time so that the memory is busy, and each has
-a sum of its own of the gain's gradient: no atomics, the same bits every time.
+In backward a fixed number of programs walk over the rows, each with the next one on its way so that the memory is busy,
+and each with a sum of its own of the gain's gradient: no atomics, the same bits every time.
 """
 
 # mypy: ignore-errors
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 132 * 16  # that walk over the rows in backward
+PROGRAMS = 132 * 8  # that walk over the rows in backward
 
 
 @triton.jit
@@ -36,35 +36,41 @@ def norm_kernel(
 
 
 @triton.jit
+def load_row(x_ptr, d_y_ptr, d_x_ptr, at, keep, ADD: tl.constexpr):
+    x, d_y = tl.load(x_ptr + at, mask=keep, other=0.0), tl.load(d_y_ptr + at, mask=keep, other=0.0)
+    return x, d_y, tl.load(d_x_ptr + at, mask=keep, other=0.0) if ADD else x
+
+
+@triton.jit
 def norm_backward_kernel(
     d_y_ptr, d_x_ptr, x_ptr, gain_ptr, total_ptr, d_gain_ptr, T,
-    ADD: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+    ADD: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     col = tl.arange(0, COLS)
-    gain = tl.load(gain_ptr + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
-    d_gain = tl.zeros([ROWS, COLS], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    while first < T:
-        row = first + tl.arange(0, ROWS)
-        keep = (row < T)[:, None] & (col < D)[None, :]
-        at = row[:, None] * D + col[None, :]
-        x = tl.load(x_ptr + at, mask=keep, other=0.0).to(tl.float32)
-        d_y = tl.load(d_y_ptr + at, mask=keep, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, 1) / D + EPS)[:, None]
+    keep = col < D
+    gain = tl.load(gain_ptr + col, mask=keep, other=0.0).to(tl.float32)
+    d_gain = tl.zeros([COLS], tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    next_x, next_d_y, next_d_x = load_row(x_ptr, d_y_ptr, d_x_ptr, row * D + col, keep & (row < T), ADD)
+    while row < T:
+        x, d_y, stream = next_x.to(tl.float32), next_d_y.to(tl.float32), next_d_x
+        at, row = row * D + col, row + tl.num_programs(0)
+        # on its way while this one is worked on
+        next_x, next_d_y, next_d_x = load_row(x_ptr, d_y_ptr, d_x_ptr, row * D + col, keep & (row < T), ADD)
+        scale = tl.rsqrt(tl.sum(x * x, 0) / D + EPS)
         x *= scale
         d_gain += d_y * x
         d_y *= gain
-        d_x = scale * (d_y - x * (tl.sum(d_y * x, 1) / D)[:, None])
+        d_x = scale * (d_y - x * (tl.sum(d_y * x, 0) / D))
         if ADD:
-            d_x += tl.load(d_x_ptr + at, mask=keep, other=0.0).to(tl.float32)
+            d_x += stream.to(tl.float32)
         tl.store(total_ptr + at, d_x.to(total_ptr.dtype.element_ty), mask=keep)
-        first += tl.num_programs(0) * ROWS
-    tl.store(d_gain_ptr + tl.program_id(0) * D + col, tl.sum(d_gain, 0), mask=col < D)
+    tl.store(d_gain_ptr + tl.program_id(0) * D + col, d_gain, mask=keep)
 
 
 def sizes(width: int) -> dict[str, int]:
     cols = triton.next_power_of_2(width)
-    return {"D": width, "COLS": cols, "num_warps": max(1, min(16, cols // 512))}
+    return {"D": width, "COLS": cols, "num_warps": max(1, min(32, cols // 512))}
 
 
 def forward(stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -78,12 +84,10 @@ def forward(stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) ->
 
 def backward(d_y: Tensor, d_x: Tensor | None, x: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
-    total, rows, size = torch.empty_like(x), x.numel() // width, sizes(width)
-    together = 2 if size["COLS"] <= 4096 else 1
-    programs = max(1, min(PROGRAMS, triton.cdiv(rows, together)))
+    total, rows = torch.empty_like(x), x.numel() // width
+    programs = max(1, min(PROGRAMS, rows))
     parts_PD = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    size["num_warps"] = min(16, size["num_warps"] * together)
     norm_backward_kernel[(programs,)](
-        d_y, d_x, x, gain_D, total, parts_PD, rows, ADD=d_x is not None, EPS=eps, ROWS=together, **size
+        d_y, d_x, x, gain_D, total, parts_PD, rows, ADD=d_x is not None, EPS=eps, **sizes(width)
     )
     return total, parts_PD.sum(0).to(gain_D.dtype)

@@ -55,19 +55,22 @@ def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int | None = None) -> Ten
     return y_RD
 
 
-def gather(y_RD: Tensor, back_R: Tensor, k: int) -> Tensor:
-    """Token t is the sum of rows back_R[t * k], ..., back_R[t * k + k - 1], in that order, in float32.
+def gather(y_RD: Tensor, back_R: Tensor, k: int, onto_TD: Tensor | None = None) -> Tensor:
+    """Token t is the sum of rows back_R[t * k], ..., back_R[t * k + k - 1], in that order, and of what `onto_TD` has of
+    it, in float32.
 
     Rows beyond the last one are zero.
     """
     if kernels_run(y_RD):
         from training.kernels import permute_triton
 
-        out: Tensor = permute_triton.gather(y_RD.contiguous(), back_R, k)
+        onto_TD = None if onto_TD is None else onto_TD.contiguous()
+        out: Tensor = permute_triton.gather(y_RD.contiguous(), back_R, k, onto_TD)
         return out
     rows, hidden = y_RD.shape
     y_RD = torch.cat([y_RD, y_RD.new_zeros(1, hidden)])
-    return y_RD[back_R.clamp(max=rows)].view(back_R.shape[0] // k, k, hidden).sum(1)
+    y_TKD = y_RD[back_R.clamp(max=rows)].view(back_R.shape[0] // k, k, hidden)
+    return (y_TKD if onto_TD is None else torch.cat([y_TKD, onto_TD[:, None]], 1)).sum(1)
 
 
 def kernels_run(tensor: Tensor) -> bool:

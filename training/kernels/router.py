@@ -10,6 +10,7 @@ T tokens, N experts, K chosen, D hidden.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,10 +100,27 @@ def fused(x_TD: Tensor, weight_ND: Tensor, k: int, slices: int) -> bool:
     return sizes and right and not torch.compiler.is_compiling()
 
 
+@dataclass
+class Rows:
+    """Gradients of tokens' rows on their way from the experts to the router, which sums them up with its own: autograd
+    would have them summed before, and the sum written and read once more."""
+
+    given: tuple[Tensor, Tensor, int] | None = None  # rows, back_R and k of permute.gather
+    turn: int = -1  # the backward pass that they are of
+
+    def give(self, d_x_RD: Tensor, back_R: Tensor, k: int) -> None:
+        self.given, self.turn = (d_x_RD, back_R, k), torch._C._current_graph_task_id()
+
+    def taken(self) -> tuple[Tensor, Tensor, int] | None:
+        """None too if they are left of a pass that asked for the experts' gradients and not for the router's."""
+        given, self.given = self.given, None
+        return given if self.turn == torch._C._current_graph_task_id() else None
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_ND: Tensor, slices: int, normalize: bool, scale: float
+        ctx: Any, x_TD: Tensor, weight_ND: Tensor, slices: int, normalize: bool, scale: float, rows: Rows
     ) -> tuple[Tensor, ...]:
         from training.kernels import router_triton
 
@@ -110,7 +128,7 @@ class _Route(torch.autograd.Function):
             x_TD.contiguous(), weight_ND.contiguous(), slices, normalize, scale
         )
         ctx.save_for_backward(x_TD, scores_TN, expert_TK, parts)
-        ctx.options = normalize, scale
+        ctx.options, ctx.rows = (normalize, scale), rows
         ctx.mark_non_differentiable(expert_TK)
         ctx.set_materialize_grads(False)
         return logits_TN, scores_TN, expert_TK, weight_TK, x_TD.view_as(x_TD)
@@ -133,24 +151,29 @@ class _Route(torch.autograd.Function):
             scores_TN, expert_TK, d_weight_TK, d_scores_TN, d_logits_TN, x_TD.dtype, *ctx.options
         )
         size = scores_TN.shape[1]
-        if ctx.needs_input_grad[0]:  # 16 bits of each factor, as in SplitLinear
+        rows = ctx.rows.taken()
+        if rows is not None and ctx.needs_input_grad[0]:
+            d_x_RD, back_R, k = rows
+            d_x_TD = router_triton.gathered(d_x_RD, back_R, k, d, parts, d_x_TD)
+        elif ctx.needs_input_grad[0]:  # 16 bits of each factor, as in SplitLinear
             # in place: what read these tokens has made a gradient for this alone
             d_x_TD = d[:, size:] @ parts if d_x_TD is None else d_x_TD.addmm_(d[:, size:], parts)
         d_weight_ND = None
         if ctx.needs_input_grad[1]:
             third, first, second = torch.split(product(d[:, : 3 * size].t(), x_TD), size)
             d_weight_ND = first + third + second
-        return d_x_TD, d_weight_ND, None, None, None
+        return d_x_TD, d_weight_ND, None, None, None, None
 
 
 def route(
-    x_TD: Tensor, weight_ND: Tensor, slices: int, normalize: bool, scale: float
+    x_TD: Tensor, weight_ND: Tensor, slices: int, normalize: bool, scale: float, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(logits_TN, scores_TN, expert_TK, weight_TK, x_TD) where `fused`: softmax, the best expert of each class
     n % slices, and their scores times `scale`, over their sum if `normalize`; one pass each way for a dozen. The last
-    is x for the experts to read: the router's share is added to their gradient where that lies."""
+    is x for the experts to read: the router's share is added to their gradient where that lies. Or they leave its rows
+    in `rows` and return none."""
     out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Route.apply(  # type: ignore[no-untyped-call]
-        x_TD, weight_ND, slices, normalize, scale
+        x_TD, weight_ND, slices, normalize, scale, Rows() if rows is None else rows
     )
     return out
 

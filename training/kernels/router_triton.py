@@ -12,6 +12,7 @@ from torch import Tensor
 
 TILE = 1024  # scores of a program
 ROUTED, STEP = 128, 64  # tokens of a program of `route`, and how much of a token it reads at once
+SUMMED = 64  # tokens of a program of `gathered`
 
 
 @triton.jit
@@ -163,6 +164,43 @@ def route_backward(
             scores_TN, expert_TK, d_weight_TK.contiguous(), d_scores_TN, stride, d_logits_TN, out, tokens, scale,
             experts, slices, NORMALIZE=normalize, SCORES=d_scores_TN is not None, LOGITS=d_logits_TN is not None,
             ROWS=rows, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def gathered_kernel(
+    y_ptr, back_ptr, d_ptr, parts_ptr, onto_ptr, out_ptr, T,
+    D: tl.constexpr, K: tl.constexpr, N: tl.constexpr, ONTO: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The sum of each token's rows, and of d's last three parts by the weight's."""
+    across: tl.constexpr = D // STEP
+    row, n = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS), tl.arange(0, N)
+    live, wide = (row < T)[:, None], row.to(tl.int64)[:, None]
+    col = (tl.program_id(0) % across * STEP + tl.arange(0, STEP))[None, :]
+    total = tl.zeros((ROWS, STEP), tl.float32)
+    for slot in tl.static_range(K):
+        at = tl.load(back_ptr + wide * K + slot, mask=live, other=0)
+        total += tl.load(y_ptr + at * D + col, mask=live, other=0.0).to(tl.float32)
+    if ONTO:
+        total += tl.load(onto_ptr + wide * D + col, mask=live, other=0.0).to(tl.float32)
+    share = tl.zeros((ROWS, STEP), tl.float32)
+    for part in tl.static_range(3):
+        d = tl.load(d_ptr + wide * (4 * N) + (1 + part) * N + n[None, :], mask=live, other=0.0)
+        share = tl.dot(d, tl.load(parts_ptr + (part * N + n[:, None]) * D + col), share)
+    tl.store(out_ptr + wide * D + col, (total + share).to(out_ptr.dtype.element_ty), mask=live)
+
+
+def gathered(
+    y_RD: Tensor, back_R: Tensor, k: int, d: Tensor, parts: Tensor, onto_TD: Tensor | None, rows=SUMMED, warps=4
+) -> Tensor:
+    """permute.gather(y_RD, back_R, k, onto_TD) + d[:, N:] @ parts, rounded once; of at least 16 experts."""
+    tokens, (threefold, hidden) = len(d), parts.shape
+    out = y_RD.new_empty(tokens, hidden)
+    if tokens:
+        gathered_kernel[(triton.cdiv(tokens, rows) * (hidden // STEP),)](
+            y_RD, back_R, d, parts, None if onto_TD is None else onto_TD.contiguous(), out, tokens, hidden, k,
+            threefold // 3, ONTO=onto_TD is not None, ROWS=rows, STEP=STEP, num_warps=warps,
         )  # fmt: skip
     return out
 

@@ -45,6 +45,8 @@ class Layer(nn.Module):
         x_BSD, normed_BSD = self.ffn_norm.added(self.ffn_norm, x_BSD, attended)
         if self.block == "sandwich":
             return x_BSD + self.scaled(self.ffn_out_norm(self.ffn(normed_BSD)))
+        if self.scale == 1.0 and isinstance(self.ffn, MoE) and self.ffn.joins(normed_BSD):
+            return self.ffn.added(normed_BSD, x_BSD)
         return x_BSD + self.scaled(self.ffn(normed_BSD))
 
     def attended(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, seen: Seen) -> tuple[Tensor, Tensor]:

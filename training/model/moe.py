@@ -30,6 +30,7 @@ class Routing(NamedTuple):
     scores_TN: Tensor  # softmax or sigmoid of the logits
     room: int | None = None  # how many rows of these tokens any expert takes at most; None: as many as come
     x_TD: Tensor | None = None  # the tokens to go on with, where their gradient then needs no sum (kernels/router.py)
+    rows: router.Rows | None = None  # where the experts may leave that gradient's rows instead
 
 
 class Router(nn.Module):
@@ -61,8 +62,9 @@ class Router(nn.Module):
             plain = self.spec.score == "softmax" and self.bias is None and self.offset is None and self.spec.groups == 1
             if plain and router.fused(x_TD, weight_ND, self.spec.top_k, self.spec.slices):
                 options = self.spec.slices, self.spec.weights_sum_to_one, self.spec.output_scale
-                logits_TN, scores_TN, expert_TK, weight_TK, x_TD = router.route(x_TD, weight_ND, *options)
-                return Routing(weight_TK, expert_TK, logits_TN, scores_TN, x_TD=x_TD)
+                rows = router.Rows()
+                logits_TN, scores_TN, expert_TK, weight_TK, x_TD = router.route(x_TD, weight_ND, *options, rows)
+                return Routing(weight_TK, expert_TK, logits_TN, scores_TN, x_TD=x_TD, rows=rows)
             logits_TN = router.logits(x_TD, weight_ND)
             if self.offset is not None:
                 logits_TN = logits_TN + self.offset.to(wide)
@@ -123,11 +125,19 @@ class Experts(nn.Module):
         # what FSDP divides it gathers around a call of this module alone
         plain = plain and self.down_bias is None and type(self.up) is nn.Parameter
         # and so do hooks that somebody registers wait for one
-        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
-        return plain and not hooked and narrow.fits(x_TD, self.up, self.down)
+        return plain and not hooked(self) and narrow.fits(x_TD, self.up, self.down)
 
-    def of_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        return narrow.ffn(x_TD, weight_TK, expert_TK, self.weights(self, x_TD.dtype), self.activation)
+    def of_tokens(
+        self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, onto_TD: Tensor | None, rows: router.Rows | None
+    ) -> Tensor:
+        w = self.weights(self, x_TD.dtype)
+        return narrow.ffn(x_TD, weight_TK, expert_TK, w, self.activation, onto_TD, rows)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody waits for a call of the module."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
 
 
 def whole_weights(experts: Experts, dtype: torch.dtype) -> ExpertWeights:
@@ -165,23 +175,44 @@ class MoE(nn.Module):
         self.balance, self.region = None, once
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.added(x_BSD, None)
+
+    def added(self, x_BSD: Tensor, onto_BSD: Tensor | None) -> Tensor:
+        """What the experts make of x, added to `onto_BSD`."""
         x_TD = x_BSD.flatten(0, 1)
         routing = self.balanced(self.router(x_TD))
         x_TD = x_TD if routing.x_TD is None else routing.x_TD
-        y_TD: Tensor = self.region(self.routed)(x_TD, routing.weight_TK, routing.expert_TK, routing.room)
+        onto_TD = None if onto_BSD is None else onto_BSD.flatten(0, 1)
+        choice = routing.weight_TK, routing.expert_TK, routing.room
+        y_TD: Tensor = self.region(self.routed)(x_TD, *choice, onto_TD, self.left(routing))
         return y_TD.view_as(x_BSD)
+
+    def joins(self, x_BSD: Tensor) -> bool:
+        """Whether the last pass over the experts' rows can add them to the stream. Not where hooks take what a layer
+        adds: those of ranks that divide a sequence, and those that look at it."""
+        alone = self.shared is None and isinstance(self.dispatcher, Local)
+        return alone and not hooked(self) and self.experts.narrow(x_BSD.flatten(0, 1))
+
+    def left(self, routing: Routing) -> router.Rows | None:
+        """Where the experts leave the rows of their tokens' gradient for the router to add up: its tiles want 16
+        experts."""
+        return routing.rows if self.spec.experts >= 16 else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it knows its layer: a compiler would begin anew in each
     def balanced(self, routing: Routing) -> Routing:
         return routing if self.balance is None else self.balance(routing)
 
-    def routed(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Tensor:
+    def routed(
+        self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None,
+        onto_TD: Tensor | None = None, rows: router.Rows | None = None,
+    ) -> Tensor:  # fmt: skip
         if isinstance(self.dispatcher, Local) and self.experts.narrow(x_TD):
-            y_TD = self.experts.of_tokens(x_TD, weight_TK, expert_TK)
+            y_TD = self.experts.of_tokens(x_TD, weight_TK, expert_TK, onto_TD, rows)
         else:
             sent = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK, room)
             y_RD = self.experts(sent.x_RD, sent.weight_R, sent.count_E)
             y_TD = self.dispatcher.combine(y_RD, sent.handle).to(x_TD.dtype)
+            y_TD = y_TD if onto_TD is None else onto_TD + y_TD
         if self.shared is not None:
             shared_TD = self.shared(x_TD)
             y_TD = y_TD + (shared_TD if self.shared_gate is None else shared_TD * self.shared_gate(x_TD).sigmoid())

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from training.experts import ExpertWeights
 from training.experts.common import recomputed
-from training.kernels import permute
+from training.kernels import permute, router
 
 # near to what was measured, at 65,536 tokens of 576: 32 and 64 experts of 384 neurons, and 8 of 1,536
 HIDDEN, TOKENS = 1024, 8192
@@ -53,8 +53,9 @@ def hopper(device: torch.device) -> bool:
 class _FFN(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EHD: Tensor, down_EDF: Tensor, activation: str
-    ) -> Tensor:
+        ctx: Any, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EHD: Tensor, down_EDF: Tensor, activation: str,
+        onto_TD: Tensor | None, rows: router.Rows | None,
+    ) -> Tensor:  # fmt: skip
         from training.kernels import narrow_triton, permute_triton
 
         x_TD, k = x_TD.contiguous(), expert_TK.shape[1]
@@ -66,10 +67,10 @@ class _FFN(torch.autograd.Function):
         h_RH, a_RF = narrow_triton.up(x_TD, token_R, weight_R, up_EHD, where, activation)
         # a is kept: where backward had to make it again, the kernel that does took a fifth more time
         ctx.save_for_backward(x_TD, weight_R, back_R, token_R, ends_E, where, up_EHD, down_EDF, h_RH, a_RF)
-        ctx.options = activation, k
+        ctx.options = activation, k, rows
         if recomputed():
             return torch.empty_like(x_TD)
-        return permute.gather(narrow_triton.products(a_RF, down_EDF, where, False), back_R, k)
+        return permute.gather(narrow_triton.products(a_RF, down_EDF, where, False), back_R, k, onto_TD)
 
     @staticmethod
     @once_differentiable
@@ -77,8 +78,8 @@ class _FFN(torch.autograd.Function):
         from training.kernels import narrow_triton
 
         x_TD, weight_R, back_R, token_R, ends_E, where, up_EHD, down_EDF, h_RH, a_RF = ctx.saved_tensors
-        needs_x, needs_weight, _, needs_up, needs_down, _ = ctx.needs_input_grad
-        activation, k = ctx.options
+        needs_x, needs_weight, _, needs_up, needs_down, _, needs_onto, _ = ctx.needs_input_grad
+        activation, k, rows = ctx.options
         d_y_RD = permute.spread(d_y_TD.contiguous(), back_R, k)
         d_h_RH, d_weight_R = narrow_triton.back(d_y_RD, down_EDF, h_RH, weight_R, where, activation)
         d_x_TD = d_up_EHD = d_down_EDF = None
@@ -91,13 +92,21 @@ class _FFN(torch.autograd.Function):
             if needs_up:
                 d_up_EHD = narrow_triton.sums(d_h_RH, x_TD, token_R, ends_E, pieces, size, False)
         if needs_x:
-            d_x_TD = permute.gather(narrow_triton.products(d_h_RH, up_EHD, where, True), back_R, k)
-        return d_x_TD, d_weight_TK, None, d_up_EHD, d_down_EDF, None
+            d_x_RD = narrow_triton.products(d_h_RH, up_EHD, where, True)
+            if rows is None:
+                d_x_TD = permute.gather(d_x_RD, back_R, k)
+            else:
+                rows.give(d_x_RD, back_R, k)
+        return d_x_TD, d_weight_TK, None, d_up_EHD, d_down_EDF, None, d_y_TD if needs_onto else None, None
 
 
-def ffn(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w: ExpertWeights, activation: str) -> Tensor:
-    """Each token's sum over its experts. `weight_TK`: float32."""
+def ffn(
+    x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w: ExpertWeights, activation: str,
+    onto_TD: Tensor | None = None, rows: router.Rows | None = None,
+) -> Tensor:  # fmt: skip
+    """Each token's sum over its experts, added to `onto_TD`. `weight_TK`: float32. `rows`: of the router that x_TD came
+    through, which then takes the gradient from there."""
     y_TD: Tensor = _FFN.apply(  # type: ignore[no-untyped-call]
-        x_TD, weight_TK, expert_TK, w.up_EFD.contiguous(), w.down_EDF.contiguous(), activation
+        x_TD, weight_TK, expert_TK, w.up_EFD.contiguous(), w.down_EDF.contiguous(), activation, onto_TD, rows
     )
     return y_TD

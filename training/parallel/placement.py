@@ -1,4 +1,4 @@
-"""Where every parameter lies: one table, by which shard.py places parameters and plan.py counts their bytes.
+"""Where every parameter lies: one table, by which shard.py places parameters and memory.py counts their bytes.
 
 A parameter is divided twice. First tensor or expert parallel cuts one of its dimensions; then FSDP shards what that
 leaves over the ranks that see other tokens but hold the same part. It is of one of three kinds, see shard.py.

@@ -17,8 +17,8 @@ from training import train as train_module
 from training.build import checkpoints_of, start
 from training.checkpoint.state import moments
 from training.export import export
+from training.memory import memory
 from training.optim import OptimConfig
-from training.plan import memory
 from training.train import train
 
 EVERY = ["checkpoint.every=1", "checkpoint.keep=9", "valid_every=4"]

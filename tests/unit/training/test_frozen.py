@@ -22,11 +22,11 @@ from training.build import begin, loader_of, start
 from training.config import TrainConfig
 from training.data.mixture import DataConfig
 from training.data.open import open_training
+from training.memory import memory
 from training.model.lora import LoraConfig, attach, is_adapter
 from training.observe.flops import spared_flops
 from training.optim import OptimConfig, Optimizer, ParameterGroup, check_groups, freeze, multiplier
 from training.parallel.mesh import MeshConfig
-from training.plan import memory
 from training.step import gradients
 from training.train import train
 

@@ -17,8 +17,9 @@ from tests.unit.training.test_train import place as place
 from training.build import begin, held_in, start
 from training.checkpoint.state import found
 from training.export import export
+from training.memory import Model, memory
 from training.model.lora import is_adapter
-from training.plan import Model, memory, of_frozen
+from training.plan import of_frozen
 from training.step import gradients
 from training.train import train
 

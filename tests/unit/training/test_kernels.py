@@ -80,7 +80,7 @@ def test_choose(tokens: int, experts: int, k: int) -> None:
 
 @needs_interpreter
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (33, 3, 2), (200, 128, 8)])
-def test_places_spread_gather(tokens: int, experts: int, k: int) -> None:
+def test_places_spread_gather(tokens: int, experts: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from training.kernels import permute_triton
 
     expert = router.choose(scores(tokens, experts), k)
@@ -95,6 +95,11 @@ def test_places_spread_gather(tokens: int, experts: int, k: int) -> None:
     assert torch.equal(rows, permute_triton.spread(x, back, k, len(back)))
     assert torch.allclose(permute.gather(rows * 2, back, k), permute_triton.gather(rows * 2, back, k), rtol=1e-6)
     assert torch.allclose(permute.gather(rows, back, k), x * k, rtol=1e-6)
+    for gather in (permute.gather, permute_triton.gather):
+        assert torch.allclose(gather(rows, back, k, 10 * x), x * (k + 10), rtol=1e-6)
+    monkeypatch.setattr(permute, "kernels_run", lambda _: True)
+    apart = torch.cat([10 * x, x], 1)[:, : x.shape[1]]  # rows that do not follow each other in memory
+    assert torch.allclose(permute.gather(rows, back, k, apart), x * (k + 10), rtol=1e-6)
 
 
 def ready(x: torch.Tensor, heads: list[int], gains: list, eps: float, cos: torch.Tensor, sin: torch.Tensor) -> list:
@@ -329,6 +334,64 @@ def test_hooks_of_narrow_experts_are_called(register: str, monkeypatch: pytest.M
     outside.remove()
 
 
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"],
+)
+def test_whose_experts_join_the_stream(register: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of a block that somebody looks at; whoever asks for the sum gets it, whatever the experts."""
+    from dataclasses import replace
+
+    from tests.parallel import tiny
+    from training.experts import grouped
+    from training.model import narrow
+    from training.model.decoder import Layer
+    from training.model.moe import MoE
+
+    monkeypatch.setattr(narrow, "fits", lambda *_: True)  # of sizes and devices that there are not here
+    monkeypatch.setattr(narrow, "ffn", lambda x_TD, weight_TK, expert_TK, w, act, onto_TD, rows: x_TD * 2 + (0 if onto_TD is None else onto_TD))
+    layer = Layer(tiny.dense(), replace(tiny.moe(), shared=0), 0, grouped.experts)
+    for name, parameter in layer.named_parameters():
+        parameter.data = rng.normal(tuple(parameter.shape), 0, name) / 4
+    block, (x, stream) = layer.ffn, (rng.normal((2, 5, tiny.dense().hidden), 0, name) for name in ("x", "stream"))
+    x.requires_grad_()
+    seen: list[str] = []
+    assert isinstance(block, MoE) and block.joins(x)
+    handle = getattr(block, register)(lambda *_: seen.append("block"))
+    assert not block.joins(x)
+    monkeypatch.setattr(layer, "attended", lambda x_BSD, *_: (x_BSD, stream))
+    layer(x, None, None, None).sum().backward()
+    handle.remove()
+    assert seen == ["block"] and block.joins(x)
+    monkeypatch.setattr(narrow, "fits", lambda *_: False)
+    assert not block.joins(x) and torch.equal(block.added(x, stream), stream + block(x))
+
+
+@needs_interpreter
+def test_rows_of_another_backward_pass_are_not_added(countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for the gradients of experts alone leaves rows that no router took; one who asks for a router's gradient
+    later gets that alone."""
+    from functools import partial
+
+    from training.experts import ExpertWeights
+    from training.kernels import narrow_triton
+    from training.model import narrow
+
+    for name in ("up", "back", "products", "sums"):
+        monkeypatch.setattr(narrow_triton, name, partial(getattr(narrow_triton, name), BM=32, BN=64, BK=16))
+    x, gate = (rng.normal(size, 0, name).requires_grad_() for name, size in (("x", (20, 64)), ("gate", (16, 64))))
+    up, down = ((rng.normal(size, 0, name) / 8).requires_grad_() for name, size in (("up", (16, 128, 64)), ("down", (16, 64, 64))))
+    rows = router.Rows()
+    logits, _, expert, weight, same = router.route(x, gate, 4, True, 1.0, rows)
+    y = narrow.ffn(same, weight, expert, ExpertWeights(up, down, True), "silu", None, rows)
+    (alone,) = torch.autograd.grad(logits.square().sum(), x, retain_graph=True)
+    (whole,) = torch.autograd.grad(y.sum() + logits.square().sum(), x, retain_graph=True)
+    torch.autograd.grad(y.sum(), (up, down), retain_graph=True)
+    (after,) = torch.autograd.grad(logits.square().sum(), x, retain_graph=True)
+    (again,) = torch.autograd.grad(y.sum() + logits.square().sum(), x)
+    assert torch.equal(after, alone) and torch.equal(again, whole) and not torch.allclose(alone, whole)
+
+
 @needs_interpreter
 # the last tile is half full, or full; values that a clamp cuts
 @pytest.mark.parametrize(("width", "act"), [(96, "silu"), (128, "silu"), (128, "clamped_swiglu")])
@@ -370,6 +433,48 @@ def test_narrow_experts(favoured: bool, hidden: int, width: int, act: str, count
     assert (want.grad_fn is not None) and (torch.bincount(expert.flatten(), minlength=experts) == 0).any()
     for found, truth in zip((got, *torch.autograd.grad(got, given, d_y)), (want, *torch.autograd.grad(want, wide, d_y.double())), strict=True):
         assert found.shape == truth.shape and (found - truth).abs().max() < 2e-6 * truth.abs().max()
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("shared", "mode", "hooked", "experts"), [(0, "none", False, 16), (8, "none", False, 16), (0, "full", False, 16), (0, "none", True, 16), (0, "none", False, 8)])
+def test_layers_of_narrow_experts(shared: int, mode: str, hooked: bool, experts: int, countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder whose experts add their rows to the stream and leave those of a gradient to the router, against plain
+    layers in float64; a shared expert, or a hook, sees what is added without the stream."""
+    from functools import partial
+
+    from tests.parallel import tiny
+    from training.checkpoint.layout import initialise
+    from training.kernels import narrow_triton, permute_triton, router_triton
+    from training.model import narrow
+    from training.model.decoder import Decoder
+    from training.model.recompute import recompute
+    from upcycle.spec import MoESpec
+
+    monkeypatch.setattr(narrow_triton, "ROWS", 32)
+    for name in ("up", "back", "products", "sums"):
+        monkeypatch.setattr(narrow_triton, name, partial(getattr(narrow_triton, name), BM=32, BN=64, BK=16))
+    monkeypatch.setattr(narrow, "fits", lambda x, *_: x.dtype == torch.float32)
+    monkeypatch.setattr(router, "fused", lambda x, *_: x.dtype == torch.float32)
+    monkeypatch.setattr(permute, "kernels_run", lambda x: x.dtype == torch.float32)
+    joined, left, on_the_way = [], [], []
+    monkeypatch.setattr(router, "Rows", lambda own=router.Rows: (on_the_way.append(own()), on_the_way[-1])[1])
+    gather, gathered = permute_triton.gather, router_triton.gathered
+    monkeypatch.setattr(permute_triton, "gather", lambda *given: (joined.append(len(given) > 3 and given[3] is not None), gather(*given))[1])
+    monkeypatch.setattr(router_triton, "gathered", lambda *given: (left.append(given[5] is not None), gathered(*given))[1])
+    spec = MoESpec(tiny.dense(hidden=64), (0, 1), (64,) * experts, 4, experts // 4, 4, shared, choice="each-slice")
+    batch, seen, slopes, losses = tiny.batch(2, 9, documents=False), [], [], []
+    for dtype in (torch.float64, torch.float32):
+        net = initialise(Decoder(spec, experts="grouped", compute=dtype).to(dtype), seed=5)
+        recompute(net, mode)
+        if hooked:
+            net.layers["0"].ffn.register_forward_hook(lambda _, given, out: seen.append((len(given), out.detach())))
+        losses.append(net.loss(batch.tokens, batch.labels))
+        slopes.append(dict(zip(dict(net.named_parameters()), torch.autograd.grad(losses[-1], list(net.parameters())), strict=True)))
+    # of a router's gradient 16 bits of each factor are taken
+    assert abs(losses[1] - losses[0]) < 1e-6 * losses[0] and tiny.worst(slopes[1], slopes[0]) < 1e-4
+    assert len(on_the_way) >= 2 and not any(rows.given for rows in on_the_way), "rows are held no longer than needed"
+    assert joined.count(True) == (0 if shared else 1 if hooked else 2) and left == ([] if experts < 16 else [bool(shared)] * 2)
+    assert not hooked or (seen[0][0] == seen[1][0] == 1 and (seen[0][1] - seen[1][1]).abs().max() < 1e-5 * seen[0][1].abs().max())
 
 
 @needs_interpreter

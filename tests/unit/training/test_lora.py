@@ -27,11 +27,11 @@ from training.checkpoint.layout import Stored, Whole
 from training.checkpoint.peft import adapters
 from training.data.mixture import DataConfig
 from training.export import export
+from training.memory import memory
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach, is_adapter, pairs
 from training.model.moe import MoE
 from training.parallel.mesh import MeshConfig
-from training.plan import memory
 from training.preflight import preflight
 from training.step import gradients
 from training.train import train

@@ -14,30 +14,18 @@ from tests.unit.training.test_seconds import COPIES, MORE_SLICES, SLICES, SMOL
 from training import hardware
 from training.balance import BalanceConfig
 from training.bench import BenchConfig, as_training, spec_of
+from training.budget import amount, bill
 from training.checkpoint.layout import opened
 from training.config import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch import nvlink
+from training.mappings import SPARE, Timed, ranked
+from training.memory import Memory, in_flight, memory
 from training.model.lora import LoraConfig
 from training.model.recompute import MODES
 from training.optim import OptimConfig
 from training.parallel.mesh import MeshConfig
-from training.plan import (
-    SPARE,
-    Memory,
-    PlanConfig,
-    Timed,
-    amount,
-    bill,
-    clocked,
-    in_flight,
-    main,
-    memory,
-    ranked,
-    split,
-    table,
-    why,
-)
+from training.plan import PlanConfig, clocked, main, split, table, why
 from training.seconds import Routing, Seconds, step
 from upcycle import law
 from upcycle.config import read
@@ -84,6 +72,8 @@ def test_a_small_model_by_hand() -> None:
     assert by_hand(2, 8) == Memory(
         weights=856, gradients=856, moments=1712, gathered=2 * ENDS + 4 * NORM + 3 * 480, activations=2816, loss=LOSS
     )
+    # two copies: nothing is divided, and FSDP gathers units all the same
+    assert by_hand(2, 8, dp_replicate=2) == replace(by_hand(1, 8), gathered=2 * ENDS + 4 * NORM + 3 * 480)
     # two with an expert pair each: no experts are gathered, a bf16 copy of the own ones stays, and a dense layer is
     # the largest that passes
     passing = max(4 * NORMS + 2 * (ATTENTION + FFN), 4 * (NORMS + ROUTER) + 2 * ATTENTION)
@@ -328,10 +318,9 @@ def test_budgets() -> None:
     assert amount("budget", "5K GPU-hours") == (5000, "gpu-hours")
     # 100 tokens in 2 seconds on 4 GPUs: 12.5 a second and GPU
     for budget, tokens in (("3600 tokens", 3600), ("3.6e6 FLOPs", 3600), ("0.08 GPU-hours", 3600)):
-        asked = PlanConfig(gpus=4, budget=budget, price=10)
-        said = bill(asked, 100, 1000.0, 2.0)
+        said = bill(budget, 10, 4, 100, 1000.0, 2.0)
         assert said.startswith(f"{tokens / 1000:.3g} K tokens in 0.02 hours, 0.08 GPU-hours, 0.8 at 10"), (budget, said)
-    assert bill(PlanConfig(gpus=4, budget="9B", price=10), 100, 1.0, 2.0).startswith(
+    assert bill("9B", 10, 4, 100, 1.0, 2.0).startswith(
         "9 B tokens in 50,000.0 hours, 200,000 GPU-hours, 2,000,000 at 10 a GPU-hour"
     )
     wrong_ones = ("100 euros", "0B", "1.2.3B tokens", "1e400 tokens", "1e30T tokens", "nan")

@@ -24,9 +24,10 @@ from training.config import ModelConfig, Stage, TrainConfig
 from training.data.mixture import DataConfig
 from training.hardware import Hardware, Link
 from training.islands.config import IslandsConfig
+from training.mappings import ranked
 from training.observe.flops import model_flops
 from training.parallel.mesh import MeshConfig
-from training.plan import lasting, ranked, seconds_of
+from training.plan import lasting, seconds_of
 from training.plan import main as plan
 from training.record import MOST, obstacle
 from training.seconds import (

@@ -24,11 +24,12 @@ from training import train as train_module
 from training.build import begin, enter, source, start
 from training.checkpoint.storage import read_manifest
 from training.config import TrainConfig, stages_of, tokens_by
+from training.memory import Model, memory
 from training.observe import plots
 from training.observe.metrics import read as read_metrics
 from training.parallel.shard import learns_anew
-from training.plan import Model, memory, table
 from training.plan import main as plan
+from training.plan import table
 from training.preflight import preflight
 from training.prepare import main as prepare
 from training.train import train

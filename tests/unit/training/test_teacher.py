@@ -20,10 +20,11 @@ from training import train as train_module
 from training.build import begin, start
 from training.checkpoint.layout import opened
 from training.data.mixture import DataConfig
+from training.memory import Model, memory
 from training.model import loss as loss_module
 from training.model.loss import Lesson, linear_cross_entropy, taught_cross_entropy
 from training.observe.metrics import read as read_metrics
-from training.plan import Model, memory, table
+from training.plan import table
 from training.preflight import preflight
 from training.step import gradients
 from training.teacher import TeacherConfig, weights

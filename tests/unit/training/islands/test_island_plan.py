@@ -20,7 +20,7 @@ from training.islands.config import IslandsConfig
 from training.islands.places import Layout, share_of
 from training.islands.plan import bits_a_second, everything, held, layout_of, table, traffic
 from training.islands.sparse import Sparse, largest
-from training.plan import memory
+from training.memory import memory
 from upcycle import plugin
 
 __all__ = ["place"]  # a fixture
