@@ -274,8 +274,8 @@ def cost_section(judged: Judged) -> str:
     return draw.section(
         "What it took",
         "Mean over seeds, memory the most. A token's FLOPs are forward and backward of matrices and causal attention; "
-        "of what is frozen without gradients of its own. Time is that of training "
-        "steps; runs that share a device or a processor slow each other.",
+        "of what is frozen, without gradients of its own. Time is that of training steps; runs that share a device or "
+        "a processor slow each other.",
         draw.table(head, rows),
     )
 
