@@ -184,7 +184,7 @@ class MoE(nn.Module):
         x_TD = x_TD if routing.x_TD is None else routing.x_TD
         onto_TD = None if onto_BSD is None else onto_BSD.flatten(0, 1)
         choice = routing.weight_TK, routing.expert_TK, routing.room
-        y_TD: Tensor = self.region(self.routed)(x_TD, *choice, onto_TD, self.left(routing))
+        y_TD: Tensor = self.region(self.routed)(x_TD, *choice, onto_TD, self.rows_left(routing))
         return y_TD.view_as(x_BSD)
 
     def joins(self, x_BSD: Tensor) -> bool:
@@ -193,7 +193,7 @@ class MoE(nn.Module):
         alone = self.shared is None and isinstance(self.dispatcher, Local)
         return alone and not hooked(self) and self.experts.narrow(x_BSD.flatten(0, 1))
 
-    def left(self, routing: Routing) -> router.Rows | None:
+    def rows_left(self, routing: Routing) -> router.Rows | None:
         """Where the experts leave the rows of their tokens' gradient for the router to add up: its tiles want 16
         experts."""
         return routing.rows if self.spec.experts >= 16 else None
