@@ -110,7 +110,7 @@ def up_kernel(
 
 
 @triton.jit
-def bent(
+def write_d_h(
     d_a, weight, d_weight, h_desc, d_h_ptr, first, last, n, F: tl.constexpr, ACT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ def bent(
     row, col = first + tl.arange(0, BM), n + tl.arange(0, BN)
     keep = (row < last)[:, None] & (col < F)[None, :]
     d_h_ptrs = d_h_ptr + row.to(tl.int64)[:, None] * (2 * F) + col[None, :]
-    # by pointers: a descriptor's store waits until its shared memory is free again, which took 6 % longer
+    # by pointers: descriptors' stores took 6 % longer
     tl.store(d_h_ptrs, (d_a * slope * factor).to(d_h_ptr.dtype.element_ty), mask=keep)
     tl.store(d_h_ptrs + F, (d_a * act * bent).to(d_h_ptr.dtype.element_ty), mask=keep)
     return d_weight
@@ -161,9 +161,9 @@ def back_kernel(
     halves = d_a.reshape(BM, 2, HALF).permute(0, 2, 1).split()
     for half in tl.static_range(2):
         at = n + half * HALF
-        d_weight = bent(halves[half], weight, d_weight, h_desc, d_h_ptr, first, last, at, F, ACT, BM, HALF)
+        d_weight = write_d_h(halves[half], weight, d_weight, h_desc, d_h_ptr, first, last, at, F, ACT, BM, HALF)
     if BN2:
-        d_weight = bent(d_a2, weight, d_weight, h_desc, d_h_ptr, first, last, n + BN, F, ACT, BM, BN2)
+        d_weight = write_d_h(d_a2, weight, d_weight, h_desc, d_h_ptr, first, last, n + BN, F, ACT, BM, BN2)
     tl.store(part_ptr + tile * R + row, d_weight, mask=live)
 
 
