@@ -164,3 +164,19 @@ def test_a_model_compiled_and_recomputed_neither_waits_nor_compiles_anew(mode: s
         assert abs(float(got / want) - 1) < 0.01
     # bfloat16 in three layers: 0.03 for the worst gradient with masks on a CPU
     assert far(found, [p.grad.double() for p in wide.parameters() if p.grad is not None]) < 0.05
+
+
+def test_no_gradient_is_copied_on_its_way_through_blocks() -> None:
+    """The output's gradient lies as the output does, tokens first; compiled code must not want it otherwise."""
+    given = tensors(512, 4, 2, 64)
+    seen = look(rising(2, 512, 200).to(DEVICE), 512, [None], DEVICE, torch.bfloat16)
+    leaves = [x.detach().requires_grad_() for x in given[:3]]
+    for _ in range(2):
+        y = Sdpa(None, SCALE)(leaves[0], leaves[1], leaves[2], seen)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            gradients = torch.autograd.grad(y, leaves, given[3])
+            torch.cuda.synchronize()
+    names = [event.name for event in found.events()]
+    assert any("flex" in name for name in names), names
+    assert not [name for name in names if "copy" in name.lower()], names
+    assert all(gradient.is_contiguous() for gradient in gradients)

@@ -75,8 +75,9 @@ class Sdpa:
             bend = bending(self.cap) if self.cap else None
             blocks, more = seen.blocks[self.window], None if sink_H is None else AuxRequest(lse=True)
             found = flex(
-                q, k, v, score_mod=bend, block_mask=blocks, scale=self.scale, enable_gqa=grouped, return_aux=more
-            )
+                q, k, v, score_mod=bend, block_mask=blocks, scale=self.scale, enable_gqa=grouped, return_aux=more,
+                kernel_options=tiles(q),
+            )  # fmt: skip
             y: Tensor = found if sink_H is None else kernel.sunk(found[0], found[1].lse, sink_H)[0]
             return y.transpose(1, 2)
         mask = visible(q.shape[2], self.window, seen.documents_BS, q.device)
@@ -208,9 +209,20 @@ def flex(*given: Any, **named: Any) -> Any:
     if torch.compiler.is_compiling():
         return flex_attention(*given, **named)
     # a variant for each size and window, with and without gradients; by default the 9th would run uncompiled, on all
-    # pairs of positions
-    with torch._dynamo.config.patch(recompile_limit=256):
+    # pairs of positions. Before torch 2.13 the gradient of what comes back would be copied into another order
+    with torch._dynamo.config.patch(recompile_limit=256), kept_strides():
         return compiled_flex()(*given, **named)
+
+
+def kept_strides() -> Any:
+    """Gradients may lie as the tensors do that they are of, which torch 2.13 has by default."""
+    return torch._functorch.config.patch(guess_tangent_strides_as_outputs=True)
+
+
+def tiles(q_BHSA: Tensor) -> dict[str, int] | None:
+    """Of the forward kernel, where others than torch's own are faster (docs/performance.md)."""
+    hopper = q_BHSA.is_cuda and torch.cuda.get_device_capability(q_BHSA.device)[0] == 9
+    return {"fwd_BLOCK_N": 64} if hopper and q_BHSA.shape[-1] == 64 and q_BHSA.element_size() == 2 else None
 
 
 @functools.cache
