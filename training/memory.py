@@ -294,6 +294,8 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool, world
         rows = nvlink.rows_a_token(moe.top_k, mesh.ep, moe.experts // mesh.ep, mesh.arrivals)
     # x and its products; over etp each rank has a slice of the neurons of etp times as many rows
     kept = d.hidden * mesh.etp + matrices * max(moe.widths)
-    if world == 1 and near(config.micro_batch * config.data.sequence, moe.experts, d.hidden, max(moe.widths)):
+    if world == 1 and config.model.experts == "quack":
+        kept = matrices * max(moe.widths)  # x is there as tokens
+    elif world == 1 and near(config.micro_batch * config.data.sequence, moe.experts, d.hidden, max(moe.widths)):
         kept = max(kept, (matrices + 1) * max(moe.widths))  # products and their activation; x is there as tokens
     return bytes_kept + round(rows * narrow * kept) + router

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.unit.training.test_experts import HERE, Case, Experts, case, compare_kernels, run, tensors, worst
-from training.experts import grouped, reference
+from training.dispatch.local import Local
+from training.experts import ExpertWeights, grouped, quack, reference
 from training.kernels import swiglu
 from upcycle import plugin
 
@@ -44,7 +45,7 @@ def error(backend: str, made: Case, activation: str) -> float:
 @pytest.mark.parametrize("tail", [0, 37])
 @pytest.mark.parametrize("counts", COUNTS, ids=lambda c: f"{len(c)} experts, {sum(c)} rows")
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("name", [name for name in HERE if name not in ("reference", "grouped_fp8")])
+@pytest.mark.parametrize("name", [name for name in HERE if name not in ("reference", "grouped_fp8", "quack")])
 def test_bfloat16_is_as_close_to_float64_as_the_loop(
     name: str, gated: bool, counts: tuple[int, ...], tail: int
 ) -> None:
@@ -64,6 +65,80 @@ def test_fp8_is_a_few_percent_away(gated: bool, tail: int) -> None:
     for name, right in run(reference.experts, in_float64(made), "silu").items():
         far = float((got[name].double() - right).norm() / right.norm())
         assert 0.01 < far < 0.12, (name, far)  # 3 bits behind the point: 0.03 a factor on average
+
+
+with_quack = pytest.mark.skipif("quack" not in HERE, reason="needs quack-kernels and a Hopper GPU")
+
+
+@with_quack
+@pytest.mark.parametrize("tail", [0, 37])
+@pytest.mark.parametrize("counts", COUNTS, ids=lambda c: f"{len(c)} experts, {sum(c)} rows")
+def test_quack_is_as_close_to_float64_as_the_loop(counts: tuple[int, ...], tail: int) -> None:
+    for activation in quack.GATED:
+        made = on_gpu(counts, tail)
+        ours, loop = error("quack", made, activation), error("reference", made, activation)
+        assert ours <= 2 * loop + 1e-6 and ours < 0.05, (activation, ours, loop)
+
+
+@with_quack
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width", "experts", "k"),
+    [(8192, 576, 384, 32, 4), (8192, 576, 1536, 8, 2), (1024, 2048, 768, 128, 8), (100, 1024, 64, 4, 1)],
+)
+def test_quack_from_tokens_is_as_close_to_float64_as_the_loop(
+    tokens: int, hidden: int, width: int, experts: int, k: int, weights: str
+) -> None:
+    """Long sums of narrow experts, and sums by the package; the last expert is chosen by nobody."""
+    torch.manual_seed(0)
+    x, onto, d_y = (torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    up = torch.randn(experts, 2 * width, hidden, device="cuda").mul_(hidden**-0.5).to(torch.bfloat16)
+    down = torch.randn(experts, hidden, width, device="cuda").mul_(width**-0.5).to(torch.bfloat16)
+    score = torch.rand(tokens, experts, device="cuda")
+    score[:, 0] += 0.5  # a favoured one
+    score[:, -1] = -1.0
+    weight, expert = score.topk(k)
+    weight = weight.to(getattr(torch, weights))
+    leaves = [t.detach().requires_grad_() for t in (x, weight, up, down, onto)]
+    found = {}
+    for dtype in (torch.bfloat16, torch.float64):
+        local = Local(experts)
+        x, weight, up, down, onto = (t.to(torch.promote_types(t.dtype, dtype)) for t in leaves)
+        sent = local.dispatch(x, weight, expert)
+        rows = sent.x_RD, sent.weight_R, sent.count_E, ExpertWeights(up, down, True)
+        y = onto + local.combine(reference.experts(*rows, "silu"), sent.handle).to(onto.dtype)
+        found[dtype] = [y, *torch.autograd.grad(y, leaves, d_y.to(y.dtype))]
+    x, weight, up, down, onto = leaves
+    assert quack.fits(x, up.view(experts, 2, width, hidden), down, "silu")
+    y = quack.ffn(x, weight, expert, ExpertWeights(up, down, True), "silu", onto)
+    again = quack.ffn(x, weight, expert, ExpertWeights(up, down, True), "silu", onto)
+    assert torch.equal(y, again)
+    got = [y, *torch.autograd.grad(y, leaves, d_y)]
+    assert all(torch.equal(a, b) for a, b in zip(got[1:], torch.autograd.grad(again, leaves, d_y), strict=True))
+    assert not got[3][-1].any() and not got[4][-1].any()
+    for name, ours, loop, right in zip(("y", "x", "weight", "up", "down", "onto"), got, *found.values(), strict=True):
+        far, of_loop = (float((t.double() - right.double()).norm() / right.double().norm()) for t in (ours, loop))
+        assert far <= 1.2 * of_loop + 1e-6 and far < 0.02, (name, far, of_loop)
+
+
+@with_quack
+def test_quack_waits_for_nothing() -> None:
+    x, weight, count, w = on_gpu((40, 0, 77, 1), 5)
+    inputs, d_y = list(tensors(x, weight, w).values()), torch.randn_like(x)
+    expert, tokens = torch.randint(4, (64, 2), device="cuda"), torch.randn_like(x[:64]).requires_grad_()
+
+    def step() -> None:
+        torch.autograd.grad(quack.experts(x, weight, count, w, "silu"), inputs, d_y)
+        y = quack.ffn(tokens, torch.ones(64, 2, device="cuda"), expert, w, "silu")
+        torch.autograd.grad(y, (tokens, w.up_EFD, w.down_EDF), d_y[:64])
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_wrong_expert_is_seen() -> None:

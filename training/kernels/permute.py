@@ -27,6 +27,23 @@ def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return back_R, count_E.scatter_add_(0, flat_R, torch.ones_like(flat_R, dtype=torch.int32))
 
 
+def sorted_rows(expert_TK: Tensor, weight_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(back_R, ends_E, token_R, weight_R): `places`, with where each expert's rows end (int32), and each row's token
+    (int32) and weight."""
+    if expert_TK.is_cuda:
+        from training.kernels import permute_triton
+
+        back_R, ends_E, token_R, weight_R = permute_triton.sorted_rows(
+            expert_TK.contiguous(), weight_TK.contiguous(), experts
+        )
+        assert token_R is not None and weight_R is not None
+        return back_R, ends_E, token_R, weight_R
+    back_R, count_E = places(expert_TK, experts)
+    choice_R = torch.argsort(back_R)
+    token_R = (choice_R // expert_TK.shape[1]).int()
+    return back_R, count_E.cumsum(0, dtype=torch.int32), token_R, weight_TK.flatten()[choice_R]
+
+
 def count_(total_E: Tensor, expert_TK: Tensor) -> Tensor:
     """Adds to an int64 total how often each expert is chosen. Not bincount, which waits for the device; and on that,
     added one by one, thousands of choices would wait for each other."""
@@ -55,22 +72,26 @@ def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int | None = None) -> Ten
     return y_RD
 
 
-def gather(y_RD: Tensor, back_R: Tensor, k: int, onto_TD: Tensor | None = None) -> Tensor:
-    """Token t is the sum of rows back_R[t * k], ..., back_R[t * k + k - 1], in that order, and of what `onto_TD` has of
-    it, in float32.
+def gather(
+    y_RD: Tensor, back_R: Tensor, k: int, onto_TD: Tensor | None = None, weight_TK: Tensor | None = None
+) -> Tensor:
+    """Token t is the sum of rows back_R[t * k], ..., back_R[t * k + k - 1], in that order, each times its weight where
+    weights are given, and of what `onto_TD` has of it, in float32.
 
     Rows beyond the last one are zero.
     """
     if kernels_run(y_RD):
         from training.kernels import permute_triton
 
-        onto_TD = None if onto_TD is None else onto_TD.contiguous()
-        out: Tensor = permute_triton.gather(y_RD.contiguous(), back_R, k, onto_TD)
+        onto_TD, weight_TK = (None if t is None else t.contiguous() for t in (onto_TD, weight_TK))
+        out: Tensor = permute_triton.gather(y_RD.contiguous(), back_R, k, onto_TD, weight_TK)
         return out
     rows, hidden = y_RD.shape
     y_RD = torch.cat([y_RD, y_RD.new_zeros(1, hidden)])
     y_TKD = y_RD[back_R.clamp(max=rows)].view(back_R.shape[0] // k, k, hidden)
-    return (y_TKD if onto_TD is None else torch.cat([y_TKD, onto_TD[:, None]], 1)).sum(1)
+    if weight_TK is not None:
+        y_TKD = y_TKD * weight_TK.reshape(-1, k, 1)
+    return (y_TKD if onto_TD is None else torch.cat([y_TKD, onto_TD[:, None]], 1)).sum(1).to(y_RD.dtype)
 
 
 def kernels_run(tensor: Tensor) -> bool:

@@ -56,15 +56,19 @@ def spread_kernel(x_ptr, back_ptr, out_ptr, R, D: tl.constexpr, K: tl.constexpr,
 
 @triton.jit
 def gather_kernel(
-    y_ptr, back_ptr, onto_ptr, out_ptr, R, D: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr, ONTO: tl.constexpr
-):
+    y_ptr, back_ptr, onto_ptr, weight_ptr, out_ptr, R, D: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr,
+    ONTO: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
     token, col = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     for start in range(0, D, COLS):
         keep = start + col < D
         total = tl.zeros((COLS,), dtype=tl.float32)
         for slot in tl.static_range(K):
             row = tl.load(back_ptr + token * K + slot)
-            total += tl.load(y_ptr + row * D + start + col, mask=keep & (row < R), other=0.0).to(tl.float32)
+            y = tl.load(y_ptr + row * D + start + col, mask=keep & (row < R), other=0.0).to(tl.float32)
+            if WEIGHT:
+                y *= tl.load(weight_ptr + token * K + slot).to(tl.float32)
+            total += y
         if ONTO:
             total += tl.load(onto_ptr + token * D + start + col, mask=keep, other=0.0).to(tl.float32)
         tl.store(out_ptr + token * D + start + col, total.to(out_ptr.dtype.element_ty), mask=keep)
@@ -117,12 +121,15 @@ def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int) -> Tensor:
     return out
 
 
-def gather(y_RD: Tensor, back_R: Tensor, k: int, onto_TD: Tensor | None = None) -> Tensor:
+def gather(
+    y_RD: Tensor, back_R: Tensor, k: int, onto_TD: Tensor | None = None, weight_TK: Tensor | None = None
+) -> Tensor:
     out = torch.empty(back_R.shape[0] // k, y_RD.shape[1], dtype=y_RD.dtype, device=y_RD.device)
     if out.numel():
         gather_kernel[(out.shape[0],)](
-            y_RD, back_R, onto_TD, out, y_RD.shape[0], y_RD.shape[1], k, columns(y_RD), onto_TD is not None, num_warps=4
-        )
+            y_RD, back_R, onto_TD, weight_TK, out, y_RD.shape[0], y_RD.shape[1], k, columns(y_RD), onto_TD is not None,
+            weight_TK is not None, num_warps=4,
+        )  # fmt: skip
     return out
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from training.dispatch import Dispatcher
 from training.dispatch.local import Local
-from training.experts import ExpertWeights, LowRank, grouped
+from training.experts import ExpertWeights, LowRank, grouped, quack
 from training.kernels import router
 from training.model import narrow
 from training.model.layers import FeedForward, Linear, Region, once
@@ -119,19 +119,22 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
         return self.compute(x_RD, weight_R, count_E, self.weights(self, x_RD.dtype), self.activation)
 
-    def narrow(self, x_TD: Tensor) -> bool:
-        """Whether `of_tokens` does for experts that are all here what dispatch, experts=grouped and combine do."""
-        plain = self.compute is grouped.experts and self.gated and not self.low and self.up_bias is None
-        # what FSDP divides it gathers around a call of this module alone
-        plain = plain and self.down_bias is None and type(self.up) is nn.Parameter
-        # and so do hooks that somebody registers wait for one
-        return plain and not hooked(self) and narrow.fits(x_TD, self.up, self.down)
+    def from_tokens(self, x_TD: Tensor) -> bool:
+        """Whether `of_tokens` does for experts that are all here what dispatch, the backend and combine do."""
+        plain = self.gated and not self.low and self.up_bias is None and self.down_bias is None
+        # what FSDP divides it gathers around a call of this module alone, and so do hooks that somebody registers wait
+        # for one
+        if not plain or type(self.up) is not nn.Parameter or hooked(self):
+            return False
+        if self.compute is quack.experts:
+            return quack.fits(x_TD, self.up, self.down, self.activation)
+        return self.compute is grouped.experts and narrow.fits(x_TD, self.up, self.down)
 
     def of_tokens(
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, onto_TD: Tensor | None, rows: router.Rows | None
     ) -> Tensor:
-        w = self.weights(self, x_TD.dtype)
-        return narrow.ffn(x_TD, weight_TK, expert_TK, w, self.activation, onto_TD, rows)
+        ffn = quack.ffn if self.compute is quack.experts else narrow.ffn
+        return ffn(x_TD, weight_TK, expert_TK, self.weights(self, x_TD.dtype), self.activation, onto_TD, rows)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -191,7 +194,7 @@ class MoE(nn.Module):
         """Whether the last pass over the experts' rows can add them to the stream. Not where hooks take what a layer
         adds: those of ranks that divide a sequence, and those that look at it."""
         alone = self.shared is None and isinstance(self.dispatcher, Local)
-        return alone and not hooked(self) and self.experts.narrow(x_BSD.flatten(0, 1))
+        return alone and not hooked(self) and self.experts.from_tokens(x_BSD.flatten(0, 1))
 
     def rows_left(self, routing: Routing) -> router.Rows | None:
         """Where the experts leave the rows of their tokens' gradient for the router to add up: its tiles want 16
@@ -206,7 +209,7 @@ class MoE(nn.Module):
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None,
         onto_TD: Tensor | None = None, rows: router.Rows | None = None,
     ) -> Tensor:  # fmt: skip
-        if isinstance(self.dispatcher, Local) and self.experts.narrow(x_TD):
+        if isinstance(self.dispatcher, Local) and self.experts.from_tokens(x_TD):
             y_TD = self.experts.of_tokens(x_TD, weight_TK, expert_TK, onto_TD, rows)
         else:
             sent = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK, room)

@@ -56,13 +56,10 @@ class _FFN(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EHD: Tensor, down_EDF: Tensor, activation: str,
         onto_TD: Tensor | None, rows: router.Rows | None,
     ) -> Tensor:  # fmt: skip
-        from training.kernels import narrow_triton, permute_triton
+        from training.kernels import narrow_triton
 
         x_TD, k = x_TD.contiguous(), expert_TK.shape[1]
-        back_R, ends_E, token_R, weight_R = permute_triton.sorted_rows(
-            expert_TK.contiguous(), weight_TK.contiguous(), len(down_EDF)
-        )
-        assert token_R is not None and weight_R is not None
+        back_R, ends_E, token_R, weight_R = permute.sorted_rows(expert_TK, weight_TK, len(down_EDF))
         where = narrow_triton.cut(ends_E, len(back_R), narrow_triton.ROWS)
         h_RH, a_RF = narrow_triton.up(x_TD, token_R, weight_R, up_EHD, where, activation)
         # a is kept: where backward had to make it again, the kernel that does took a fifth more time

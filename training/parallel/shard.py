@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from training.data.batch import Batch
 from training.dispatch import create
 from training.dispatch.nvlink import NVLink
-from training.experts import ExpertWeights
+from training.experts import ExpertWeights, quack
 from training.kernels import updates
 from training.model.decoder import Decoder, Layer
 from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm, uncompiled
@@ -81,8 +81,9 @@ def parallelize(
     recompute(model, recomputed)
     if compiled:
         for block in moe_blocks(model):
-            if mesh.size("ep") * mesh.size("etp") > 1:
-                # the number of rows differs from call to call, and between our kernels there is nothing to fuse
+            if mesh.size("ep") * mesh.size("etp") > 1 or block.experts.compute is quack.experts:
+                # the number of rows differs from call to call, and between our kernels there is nothing to fuse; into
+                # QuACK's no compiler can look
                 block.region = uncompiled(block.region)
         model.compile_parts()
     shard_data_parallel(model, mesh)

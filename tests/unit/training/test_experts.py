@@ -6,12 +6,14 @@ triton is imported): `TRITON_INTERPRET=1 python tests/unit/training/test_experts
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -21,7 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from training.experts import ExpertWeights, common, grouped, grouped_gemm, reference, transformer_engine
+from training.dispatch.local import Local
+from training.experts import ExpertWeights, common, grouped, grouped_gemm, quack, reference, transformer_engine
 from training.kernels import swiglu
 from upcycle import plugin
 from upcycle.ffn import ACTIVATIONS, CLAMPED
@@ -314,6 +317,148 @@ def test_packages_files_around_stand_ins(
         assert worst(run(backend.experts, made, "silu"), specification(made, "silu")) < 1e-10
     finally:
         transformer_engine.template.cache_clear()
+
+
+# ---- quack, around stand-ins of its three products
+
+
+def each(a: Tensor, b: Tensor, begins: Tensor, index: Tensor | None) -> Tensor:
+    """Rows of a, or those that `index` names, each with the matrix (K, N) of its expert; NaN in rows of none."""
+    a = a if index is None else a[index.long()]
+    out = a.new_full((len(a), b.shape[2]), torch.nan)
+    for e, (start, end) in enumerate(itertools.pairwise(begins.tolist())):
+        out[start:end] = a[start:end] @ b[e]
+    return out
+
+
+def mixed(two: Tensor, dim: int) -> Tensor:
+    """[first half | second half] of a dimension -> in turn."""
+    first, second = two.chunk(2, dim)
+    return torch.stack([first, second], dim + 1).flatten(dim, dim + 1)
+
+
+def quack_stand_in() -> types.ModuleType:
+    """The package's contract: where `concat_layout` names an operand, its gates all come before its ups; h and its
+    gradient always have them in turn."""
+
+    def gated(
+        a: Tensor, b: Tensor, h: Tensor, act: Tensor, *, activation: str, cu_seqlens_m: Tensor, A_idx: Tensor | None,
+        config: object, concat_layout: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        assert concat_layout == ("B",) and b.stride(1) == 1 and config is not None
+        h.copy_(each(a, mixed(b, 2), cu_seqlens_m, A_idx))
+        act.copy_(THEIRS[activation](h[:, 0::2]) * h[:, 1::2])
+
+    def dgated(
+        a: Tensor, b: Tensor, h: Tensor, d_h: Tensor, act: Tensor, *, colvec_scale: Tensor, activation: str,
+        colvec_reduce: bool, cu_seqlens_m: Tensor, A_idx: Tensor | None, dynamic_scheduler: bool, config: object,
+    ) -> Tensor:  # fmt: skip
+        assert colvec_reduce and not dynamic_scheduler and config is not None
+        d_a = each(a, b, cu_seqlens_m, A_idx)
+        with torch.enable_grad():
+            leaf = h.detach().clone().requires_grad_()
+            plain = THEIRS[activation](leaf[:, 0::2]) * leaf[:, 1::2]
+            (found,) = torch.autograd.grad(plain, leaf, d_a * colvec_scale[:, None])
+        d_h.copy_(found)
+        act.copy_(plain.detach() * colvec_scale[:, None])
+        return (plain.detach() * d_a).sum(1)
+
+    def gemm(
+        a: Tensor, b: Tensor, out: Tensor, *, config: object, cu_seqlens_m: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None, concat_layout: tuple[str, ...] | None = None,
+    ) -> None:  # fmt: skip
+        assert config is not None
+        if cu_seqlens_m is not None:
+            out.copy_(each(a, mixed(b, 1) if concat_layout else b, cu_seqlens_m, None))
+            return
+        assert cu_seqlens_k is not None
+        for e, (start, end) in enumerate(itertools.pairwise(cu_seqlens_k.tolist())):
+            found = a[:, start:end] @ b[start:end]
+            out[e] = torch.cat([found[:, 0::2], found[:, 1::2]], 1) if concat_layout == ("out",) else found
+
+    module = types.ModuleType("quack.gemm_interface")
+    for name, function in (("gemm_tuned", gemm), ("gemm_gated_tuned", gated), ("gemm_dgated_tuned", dgated)):
+        setattr(module, name, types.SimpleNamespace(fn=function))
+    return module
+
+
+THEIRS = {"swiglu": ACTIVATIONS["silu"], "geglu": ACTIVATIONS["gelu_tanh"]}
+
+
+@pytest.fixture
+def with_quack(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    config = types.ModuleType("quack.gemm_config")
+    config.GemmConfig = types.SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", quack_stand_in())
+    monkeypatch.setitem(sys.modules, "quack.gemm_config", config)
+    monkeypatch.setattr(quack, "only_bfloat16", lambda *_: None)
+    quack.tile.cache_clear()
+    yield
+    quack.tile.cache_clear()
+
+
+@pytest.mark.usefixtures("with_quack")
+@pytest.mark.parametrize("activation", sorted(quack.GATED))
+@pytest.mark.parametrize("counts", EDGES)
+def test_quack_around_stand_ins(counts: tuple[int, ...], activation: str) -> None:
+    made = case(counts, 2)
+    assert worst(run(quack.experts, made, activation), specification(made, activation)) < 1e-10
+
+
+@pytest.mark.usefixtures("with_quack")
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("chosen", [(3, 2), (1, 1), (4, 4)], ids=lambda c: f"{c[1]} of {c[0]}")
+def test_quack_from_tokens(chosen: tuple[int, int], long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ffn` against dispatch, reference and combine, with a stream to add to, in float64; one expert is never chosen."""
+
+    def sums(d_h: Tensor, x: Tensor, a: Tensor, d_y: Tensor, token: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+        parts = list(itertools.pairwise(begins.tolist()))
+        at = token.long()
+        up = torch.stack([d_h[i:j].T @ x[at][i:j] for i, j in parts])
+        return quack.straight(up), torch.stack([d_y[at][i:j].T @ a[i:j] for i, j in parts])
+
+    monkeypatch.setattr(quack, "of_long_sums", lambda *_: long)
+    monkeypatch.setattr(quack, "long_sums", sums)
+    experts, k = chosen
+    made = generator(0, "tokens")
+    x, onto, d_y = (torch.randn(7, 8, generator=made, dtype=torch.float64) for _ in range(3))
+    expert_TK = torch.rand(7, experts, generator=made).topk(k).indices
+    weight = torch.rand(7, k, generator=made, dtype=torch.float64)
+    w = case((1,) * (experts + 1))[3]
+    leaves = [t.detach().requires_grad_() for t in (x, weight, onto, w.up_EFD, w.down_EDF)]
+    found = []
+    for ours in (True, False):
+        x, weight, onto = leaves[:3]
+        given = replace(w, up_EFD=leaves[3], down_EDF=leaves[4])
+        if ours:
+            y = quack.ffn(x, weight, expert_TK, given, "silu", onto)
+        else:
+            local = Local(experts + 1)
+            sent = local.dispatch(x, weight, expert_TK)
+            rows = sent.x_RD, sent.weight_R, sent.count_E
+            y = onto + local.combine(reference.experts(*rows, given, "silu"), sent.handle)
+        found.append([y, *torch.autograd.grad(y, leaves, d_y)])
+    for name, got, want in zip(("y", "x", "weight", "onto", "up", "down"), *found, strict=True):
+        assert torch.allclose(got, want, rtol=1e-10, atol=1e-10), name
+
+
+@pytest.mark.usefixtures("with_quack")
+def test_quack_refuses_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="computes gated silu and gelu_tanh, and got relu; use experts=grouped"):
+        quack.experts(*case((2, 1)), "relu")
+    with pytest.raises(ValueError, match="and got experts without a gate, with silu"):
+        quack.experts(*case((2, 1), gated=False), "silu")
+    with pytest.raises(ValueError, match="multiples of 8, and got 4 and 12; use experts=reference"):
+        quack.experts(*case((2, 1), hidden=4, width=12), "silu")
+    monkeypatch.setattr(quack, "missing", lambda *_: "")
+    for version, allowed in (("0.3.11", True), ("0.4.1", True), ("0.6.5", False), ("0.3.9", False)):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        why = quack.available()
+        assert (why == "") == allowed and (allowed or f"before 0.5, and {version} is here; use experts=" in why)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.4.1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert "needs a Hopper GPU" in quack.available()
 
 
 # ---- the Triton kernels

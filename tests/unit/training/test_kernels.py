@@ -97,6 +97,12 @@ def test_places_spread_gather(tokens: int, experts: int, k: int, monkeypatch: py
     assert torch.allclose(permute.gather(rows, back, k), x * k, rtol=1e-6)
     for gather in (permute.gather, permute_triton.gather):
         assert torch.allclose(gather(rows, back, k, 10 * x), x * (k + 10), rtol=1e-6)
+        weight = rng.normal((tokens, k), 0, "weights")
+        whole = gather(rows, back, k, 10 * x, weight)
+        assert torch.allclose(whole, x * (weight.sum(1, keepdim=True) + 10), rtol=1e-5, atol=1e-5)
+        marked = torch.zeros_like(rows)
+        marked[back[k - 1 :: k]] = x  # the last choice's rows alone
+        assert torch.allclose(gather(marked, back, k, None, weight), x * weight[:, -1:], rtol=1e-6)
     monkeypatch.setattr(permute, "kernels_run", lambda _: True)
     apart = torch.cat([10 * x, x], 1)[:, : x.shape[1]]  # rows that do not follow each other in memory
     assert torch.allclose(permute.gather(rows, back, k, apart), x * (k + 10), rtol=1e-6)
@@ -270,11 +276,13 @@ def test_sorted_rows_have_their_tokens_and_weights() -> None:
     from training.kernels import permute_triton
 
     expert, weight = router.choose(scores(200, 24), 3), rng.normal((200, 3), 0, "weights")
-    back, ends, token, row_weight = permute_triton.sorted_rows(expert.contiguous(), weight, 24)
     want, count = permute.places(expert, 24)
-    assert torch.equal(back, want) and torch.equal(ends, count.cumsum(0, dtype=torch.int32))
-    assert torch.equal(token[back], torch.arange(600, dtype=torch.int32) // 3)
-    assert torch.equal(row_weight[back], weight.flatten())
+    for found in (permute_triton.sorted_rows(expert.contiguous(), weight, 24), permute.sorted_rows(expert, weight, 24)):
+        back, ends, token, row_weight = found
+        assert torch.equal(back, want) and torch.equal(ends, count.cumsum(0, dtype=torch.int32))
+        assert ends.dtype == token.dtype == torch.int32
+        assert torch.equal(token[back], torch.arange(600, dtype=torch.int32) // 3)
+        assert torch.equal(row_weight[back], weight.flatten())
 
 
 @pytest.fixture

@@ -1,0 +1,281 @@
+"""QuACK's products (package quack-kernels, the kernels of SonicMoE), on Hopper: an activation and its gradient are the
+ends of the products beside them, and rows are read from their tokens where those are here. bfloat16, no biases.
+
+Two ways in: `experts` for rows that a dispatcher brings, as every backend, and `ffn` from tokens to tokens, where all
+experts are on this device (see Experts.from_tokens). `ffn` keeps the first product of each row for backward, nothing
+else of its rows, and weights are applied as rows come back.
+
+The package's h has gate and up of a neuron side by side, and so has its gradient; our weights have all gates first, and
+`concat_layout` says so.
+"""
+
+# Tested with quack-kernels 0.3.11 on nvidia-cutlass-dsl 4.4.2, signatures compared with 0.4.1. The package's autotuner
+# would begin anew at each number of rows, so products are called beneath it, with tiles of ours.
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from training.experts import ExpertWeights
+from training.experts.common import check, missing, only_bfloat16, recomputed
+from training.kernels import permute, router, swiglu
+
+PACKAGE, FIRST, BEYOND = "quack-kernels", (0, 3, 11), (0, 5)
+GATED = {"silu": "swiglu", "gelu_tanh": "geglu"}  # ours: theirs
+ALIGNED = 8  # elements, 16 bytes
+
+# rows and columns of a tile, whether two of them alternate on a processor, tiles that share what they load along rows
+# and columns: the fastest of those tried on an H200 (docs/performance.md)
+Tile = tuple[int, int, bool, int, int]
+PLAIN: Tile = (128, 192, True, 2, 1)
+WIDE = 1024  # hidden sizes from here on
+TILES: dict[str, tuple[Tile, Tile]] = {  # of a hidden size below that, and from there on
+    "up": (PLAIN, PLAIN),
+    "up of tokens": (PLAIN, (128, 224, False, 2, 1)),
+    "down": (PLAIN, (128, 208, True, 1, 2)),
+    "back": ((128, 128, True, 2, 1), (128, 128, True, 1, 2)),
+    "rows": (PLAIN, (192, 128, True, 1, 2)),
+    "sum up": ((192, 128, True, 1, 2), (192, 128, True, 1, 2)),
+    "sum down": (PLAIN, PLAIN),
+}
+
+
+def available() -> str:
+    if why := missing("quack", "quack.gemm_interface"):
+        return why.replace("the quack package", f"the {PACKAGE} package")
+    found = importlib.metadata.version(PACKAGE)
+    if not FIRST <= tuple(int(part) for part in found.split(".")[:3] if part.isdecimal()) < BEYOND:
+        least, limit = (".".join(map(str, version)) for version in (FIRST, BEYOND))
+        wanted = f"{PACKAGE} from {least} on and before {limit}"
+        return f"experts=quack needs {wanted}, and {found} is here; use experts=grouped"
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "experts=quack needs a Hopper GPU, whose tiles were measured, and there is none; use experts=grouped"
+    return ""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # QuACK's own launches are opaque to it
+def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
+    check(x_RD, weight_R, count_E, w)
+    refuse(x_RD, w, activation)
+    begins_E1 = functional.pad(count_E.cumsum(0, dtype=torch.int32), (1, 0))
+    y_RD: Tensor = _Rows.apply(  # type: ignore[no-untyped-call]
+        x_RD.contiguous(), weight_R, begins_E1, w.up_EFD.contiguous(), w.down_EDF.contiguous(), activation
+    )
+    return y_RD
+
+
+def refuse(x_RD: Tensor, w: ExpertWeights, activation: str) -> None:
+    only_bfloat16("quack", x_RD, w)
+    if not w.gated or activation not in GATED:
+        got = activation if w.gated else f"experts without a gate, with {activation}"
+        raise ValueError(f"experts=quack computes gated {' and '.join(GATED)}, and got {got}; use experts=grouped")
+    hidden, width = w.down_EDF.shape[1:]
+    if hidden % ALIGNED or width % ALIGNED:
+        raise ValueError(
+            f"experts=quack needs a hidden size and an expert width that are multiples of {ALIGNED}, and got "
+            f"{hidden} and {width}; use experts=reference"
+        )
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_RD: Tensor, weight_R: Tensor, begins_E1: Tensor, up_EHD: Tensor, down_EDF: Tensor, activation: str
+    ) -> Tensor:
+        h_RH, a_RF = up(x_RD, None, begins_E1, up_EHD, activation)
+        ctx.save_for_backward(x_RD, weight_R, begins_E1, up_EHD, down_EDF, h_RH)
+        ctx.activation = activation
+        if recomputed():
+            return torch.empty_like(x_RD)
+        return products("down", a_RF.mul_(weight_R[:, None]), down_EDF.mT, begins_E1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_RD: Tensor) -> tuple[Tensor | None, ...]:
+        x_RD, weight_R, begins_E1, up_EHD, down_EDF, h_RH = ctx.saved_tensors
+        needs_x, _, _, needs_up, needs_down, _ = ctx.needs_input_grad
+        d_y_RD = d_y_RD.contiguous()
+        d_h_RH, a_RF, d_weight_R = back(d_y_RD, None, begins_E1, down_EDF, h_RH, weight_R, ctx.activation)
+        d_weight_R = torch.where(swiglu.live(begins_E1[1:], len(weight_R)), d_weight_R, 0).to(weight_R.dtype)
+        d_up_EHD = sum_up(d_h_RH, x_RD, begins_E1) if needs_up else None
+        d_down_EDF = sum_down(a_RF, d_y_RD, begins_E1) if needs_down else None
+        d_x_RD = products("rows", d_h_RH, up_EHD, begins_E1, ("B",)) if needs_x else None
+        return d_x_RD, d_weight_R, None, d_up_EHD, d_down_EDF, None
+
+
+# ---- from tokens to tokens
+
+
+def fits(x_TD: Tensor, up: Tensor, down: Tensor, activation: str) -> bool:
+    """Whether `ffn` can compute with these weights, (E, 2, F, D) and (E, D, F)."""
+    aligned = down.shape[1] % ALIGNED == down.shape[2] % ALIGNED == 0
+    plain = activation in GATED and aligned and x_TD.is_cuda and x_TD.dtype == torch.bfloat16
+    return plain and not torch.compiler.is_compiling()
+
+
+class _Tokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EHD: Tensor, down_EDF: Tensor, activation: str,
+        onto_TD: Tensor | None, rows: router.Rows | None,
+    ) -> Tensor:  # fmt: skip
+        x_TD, k = x_TD.contiguous(), expert_TK.shape[1]
+        back_R, ends_E, token_R, weight_R = permute.sorted_rows(expert_TK, weight_TK, len(down_EDF))
+        begins_E1 = functional.pad(ends_E, (1, 0))
+        h_RH, a_RF = up(x_TD, token_R, begins_E1, up_EHD, activation)
+        ctx.save_for_backward(x_TD, weight_R, back_R, token_R, begins_E1, up_EHD, down_EDF, h_RH)
+        ctx.options = activation, k, rows
+        if recomputed():
+            return torch.empty_like(x_TD)
+        return permute.gather(products("down", a_RF, down_EDF.mT, begins_E1), back_R, k, onto_TD, weight_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weight_R, back_R, token_R, begins_E1, up_EHD, down_EDF, h_RH = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_up, needs_down, _, needs_onto, _ = ctx.needs_input_grad
+        activation, k, rows = ctx.options
+        d_y_TD = d_y_TD.contiguous()
+        if of_long_sums(x_TD, down_EDF):
+            d_h_RH, a_RF, d_weight_R = back(d_y_TD, token_R, begins_E1, down_EDF, h_RH, weight_R, activation)
+            d_up_EHD, d_down_EDF = long_sums(
+                d_h_RH if needs_up else None, x_TD, a_RF if needs_down else None, d_y_TD, token_R, begins_E1
+            )
+        else:  # tokens are copied first: a sum that gathers its rows as it goes takes longer
+            d_y_RD = permute.spread(d_y_TD, back_R, k)
+            d_h_RH, a_RF, d_weight_R = back(d_y_RD, None, begins_E1, down_EDF, h_RH, weight_R, activation)
+            d_down_EDF = sum_down(a_RF, d_y_RD, begins_E1) if needs_down else None
+            del d_y_RD, a_RF
+            d_up_EHD = sum_up(d_h_RH, permute.spread(x_TD, back_R, k), begins_E1) if needs_up else None
+        d_weight_TK = d_weight_R[back_R].view(-1, k).to(weight_R.dtype) if needs_weight else None
+        d_x_TD = None
+        if needs_x:
+            d_x_RD = products("rows", d_h_RH, up_EHD, begins_E1, ("B",))
+            if rows is None:
+                d_x_TD = permute.gather(d_x_RD, back_R, k)
+            else:
+                rows.give(d_x_RD, back_R, k)
+        return d_x_TD, d_weight_TK, None, d_up_EHD, d_down_EDF, None, d_y_TD if needs_onto else None, None
+
+
+def ffn(
+    x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w: ExpertWeights, activation: str,
+    onto_TD: Tensor | None = None, rows: router.Rows | None = None,
+) -> Tensor:  # fmt: skip
+    """Each token's sum over its experts, added to `onto_TD`. `weight_TK`: float32. `rows`: of the router that x_TD came
+    through, which then takes the gradient from there."""
+    y_TD: Tensor = _Tokens.apply(  # type: ignore[no-untyped-call]
+        x_TD, weight_TK, expert_TK, w.up_EFD.contiguous(), w.down_EDF.contiguous(), activation, onto_TD, rows
+    )
+    return y_TD
+
+
+def of_long_sums(x_TD: Tensor, down_EDF: Tensor) -> bool:
+    """Whether a favoured expert's sums should be cut into pieces, which our kernels for narrow experts do."""
+    from training.model import narrow
+
+    experts, hidden, width = down_EDF.shape
+    return narrow.near(len(x_TD), experts, hidden, width)
+
+
+def long_sums(
+    d_h_RH: Tensor | None, x_TD: Tensor, a_RF: Tensor | None, d_y_TD: Tensor, token_R: Tensor, begins_E1: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """(d_up_EHD, d_down_EDF), by our kernels."""
+    from training.kernels import narrow_triton
+
+    d_up_EHD = d_down_EDF = None
+    if d_h_RH is not None or a_RF is not None:
+        ends_E, size = begins_E1[1:], narrow_triton.long_piece(len(token_R))
+        pieces = narrow_triton.cut(ends_E, len(token_R), size, 1)
+        if d_h_RH is not None:
+            d_up_EHD = straight(narrow_triton.sums(d_h_RH, x_TD, token_R, ends_E, pieces, size, False))
+        if a_RF is not None:
+            d_down_EDF = narrow_triton.sums(a_RF, d_y_TD, token_R, ends_E, pieces, size, True)
+    return d_up_EHD, d_down_EDF
+
+
+def straight(mixed_EHD: Tensor) -> Tensor:
+    """All gates first, where gate and up of a neuron were side by side."""
+    experts, both, hidden = mixed_EHD.shape
+    return mixed_EHD.view(experts, both // 2, 2, hidden).transpose(1, 2).reshape(experts, both, hidden)
+
+
+# ---- the package's products
+
+
+def up(x: Tensor, token_R: Tensor | None, begins_E1: Tensor, up_EHD: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """(h_RH, a_RF), without the rows' weights. `token_R`: which of x each row is; None: x has the rows."""
+    rows, both = len(x if token_R is None else token_R), up_EHD.shape[1]
+    h_RH, a_RF = x.new_empty(rows, both), x.new_empty(rows, both // 2)
+    if rows:
+        package().gemm_gated_tuned.fn(
+            x, up_EHD.mT, h_RH, a_RF, activation=GATED[activation], cu_seqlens_m=begins_E1, A_idx=token_R,
+            config=tile("up" if token_R is None else "up of tokens", x.shape[1]), concat_layout=("B",),
+        )  # fmt: skip
+    return h_RH, a_RF
+
+
+def back(
+    d_y: Tensor, token_R: Tensor | None, begins_E1: Tensor, down_EDF: Tensor, h_RH: Tensor, weight_R: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(d_h_RH, a_RF times its weight, d_weight_R in float32)."""
+    d_h_RH, a_RF = torch.empty_like(h_RH), h_RH.new_empty(len(h_RH), h_RH.shape[1] // 2)
+    if not len(h_RH):
+        return d_h_RH, a_RF, torch.zeros_like(weight_R)
+    wide = torch.promote_types(weight_R.dtype, torch.float32)
+    d_weight_R: Tensor = package().gemm_dgated_tuned.fn(
+        d_y, down_EDF, h_RH, d_h_RH, a_RF, colvec_scale=weight_R.to(wide), activation=GATED[activation],
+        colvec_reduce=True, cu_seqlens_m=begins_E1, A_idx=token_R, dynamic_scheduler=False,
+        config=tile("back", d_y.shape[1]),
+    )  # fmt: skip
+    return d_h_RH, a_RF, d_weight_R
+
+
+def products(name: str, a_RK: Tensor, b_EKN: Tensor, begins_E1: Tensor, mixed: tuple[str, ...] | None = None) -> Tensor:
+    """Each row with its expert's matrix."""
+    out = a_RK.new_empty(len(a_RK), b_EKN.shape[2])
+    if len(out):
+        config = tile(name, b_EKN.shape[2])  # "down" and "rows" both end at the hidden size
+        package().gemm_tuned.fn(a_RK, b_EKN, out, cu_seqlens_m=begins_E1, config=config, concat_layout=mixed)
+    return out
+
+
+def sum_up(d_h_RH: Tensor, x_RD: Tensor, begins_E1: Tensor) -> Tensor:
+    out_EHD = x_RD.new_empty(len(begins_E1) - 1, d_h_RH.shape[1], x_RD.shape[1])
+    if not len(x_RD):
+        return out_EHD.zero_()
+    config = tile("sum up", x_RD.shape[1])
+    package().gemm_tuned.fn(x_RD.T, d_h_RH, out_EHD.mT, cu_seqlens_k=begins_E1, config=config, concat_layout=("out",))
+    return out_EHD
+
+
+def sum_down(a_RF: Tensor, d_y_RD: Tensor, begins_E1: Tensor) -> Tensor:
+    out_EDF = a_RF.new_empty(len(begins_E1) - 1, d_y_RD.shape[1], a_RF.shape[1])
+    if not len(a_RF):
+        return out_EDF.zero_()
+    package().gemm_tuned.fn(d_y_RD.T, a_RF, out_EDF, cu_seqlens_k=begins_E1, config=tile("sum down", d_y_RD.shape[1]))
+    return out_EDF
+
+
+def package() -> Any:
+    return importlib.import_module("quack.gemm_interface")
+
+
+@cache
+def tile(name: str, hidden: int) -> Any:
+    rows, columns, alternate, along_rows, along_columns = TILES[name][hidden >= WIDE]
+    config = importlib.import_module("quack.gemm_config").GemmConfig
+    return config(
+        tile_m=rows, tile_n=columns, pingpong=alternate, cluster_m=along_rows, cluster_n=along_columns,
+        is_dynamic_persistent=False,
+    )  # fmt: skip
