@@ -35,16 +35,17 @@ ALIGNED = 8  # elements, 16 bytes
 # rows and columns of a tile, whether two of them alternate on a processor, tiles that share what they load along rows
 # and columns: the fastest of those tried on an H200 (docs/performance.md)
 Tile = tuple[int, int, bool, int, int]
-PLAIN: Tile = (128, 192, True, 2, 1)
-WIDE = 1024  # hidden sizes from here on
-TILES: dict[str, tuple[Tile, Tile]] = {  # of a hidden size below that, and from there on
-    "up": (PLAIN, PLAIN),
-    "up of tokens": (PLAIN, (128, 224, False, 2, 1)),
-    "down": (PLAIN, (128, 208, True, 1, 2)),
-    "back": ((128, 128, True, 2, 1), (128, 128, True, 1, 2)),
-    "rows": (PLAIN, (192, 128, True, 1, 2)),
-    "sum up": ((192, 128, True, 1, 2), (192, 128, True, 1, 2)),
-    "sum down": (PLAIN, PLAIN),
+PLAIN, TALL = (128, 192, True, 2, 1), (192, 128, True, 1, 2)
+SMALL, FLAT = (128, 128, True, 1, 2), (256, 128, False, 1, 2)
+LIMITS = 1024, 4096  # hidden sizes from which on the second and the third column stand
+TILES: dict[str, tuple[Tile, Tile, Tile | None]] = {
+    "up": (PLAIN, PLAIN, SMALL),
+    "up of tokens": (PLAIN, (128, 224, False, 2, 1), None),  # None: tokens are copied first
+    "down": (PLAIN, (128, 208, True, 1, 2), FLAT),
+    "back": ((128, 128, True, 2, 1), SMALL, SMALL),
+    "rows": (PLAIN, TALL, TALL),
+    "sum up": (TALL, TALL, FLAT),
+    "sum down": (PLAIN, PLAIN, TALL),
 }
 
 
@@ -117,8 +118,8 @@ class _Rows(torch.autograd.Function):
 def fits(x_TD: Tensor, up: Tensor, down: Tensor, activation: str) -> bool:
     """Whether `ffn` can compute with these weights, (E, 2, F, D) and (E, D, F)."""
     aligned = down.shape[1] % ALIGNED == down.shape[2] % ALIGNED == 0
-    plain = activation in GATED and aligned and x_TD.is_cuda and x_TD.dtype == torch.bfloat16
-    return plain and not torch.compiler.is_compiling()
+    able = not torch.compiler.is_compiling() and x_TD.is_cuda and x_TD.dtype == torch.bfloat16
+    return able and aligned and activation in GATED
 
 
 class _Tokens(torch.autograd.Function):
@@ -130,7 +131,9 @@ class _Tokens(torch.autograd.Function):
         x_TD, k = x_TD.contiguous(), expert_TK.shape[1]
         back_R, ends_E, token_R, weight_R = permute.sorted_rows(expert_TK, weight_TK, len(down_EDF))
         begins_E1 = functional.pad(ends_E, (1, 0))
-        h_RH, a_RF = up(x_TD, token_R, begins_E1, up_EHD, activation)
+        direct = tile("up of tokens", x_TD.shape[1]) is not None
+        rows_x, of = (x_TD, token_R) if direct else (permute.spread(x_TD, back_R, k), None)
+        h_RH, a_RF = up(rows_x, of, begins_E1, up_EHD, activation)
         ctx.save_for_backward(x_TD, weight_R, back_R, token_R, begins_E1, up_EHD, down_EDF, h_RH)
         ctx.options = activation, k, rows
         if recomputed():
@@ -273,7 +276,10 @@ def package() -> Any:
 
 @cache
 def tile(name: str, hidden: int) -> Any:
-    rows, columns, alternate, along_rows, along_columns = TILES[name][hidden >= WIDE]
+    found = TILES[name][sum(hidden >= limit for limit in LIMITS)]
+    if found is None:
+        return None
+    rows, columns, alternate, along_rows, along_columns = found
     config = importlib.import_module("quack.gemm_config").GemmConfig
     return config(
         tile_m=rows, tile_n=columns, pingpong=alternate, cluster_m=along_rows, cluster_n=along_columns,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -215,8 +216,12 @@ def flex(*given: Any, **named: Any) -> Any:
 
 
 def kept_strides() -> Any:
-    """Gradients may lie as the tensors do that they are of, which torch 2.13 has by default."""
-    return torch._functorch.config.patch(guess_tangent_strides_as_outputs=True)
+    """Gradients may lie as the tensors do that they are of, which torch has by default from 2.13 on."""
+    name, found = (
+        "guess_tangent_strides_as_outputs",
+        torch._functorch.config,
+    )  # it is to go one day, says a comment there
+    return nullcontext() if getattr(found, name, True) else found.patch({name: True})
 
 
 def tiles(q_BHSA: Tensor) -> dict[str, int] | None:

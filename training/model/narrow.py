@@ -34,15 +34,11 @@ def near(tokens: int, experts: int, hidden: int, width: int) -> bool:
 
 def fits(x_TD: Tensor, up: Tensor, down: Tensor) -> bool:
     """Whether `ffn` can compute with these weights, (E, 2, F, D) and (E, D, F)."""
+    if torch.compiler.is_compiling():  # which has no words for what follows
+        return False
     experts, hidden, width = down.shape
-    return (
-        near(len(x_TD), experts, hidden, width)
-        and up.shape[1] == 2
-        and x_TD.is_cuda
-        and x_TD.dtype == torch.bfloat16
-        and hopper(x_TD.device)
-        and not torch.compiler.is_compiling()
-    )
+    plain = x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and up.shape[1] == 2
+    return plain and hopper(x_TD.device) and near(len(x_TD), experts, hidden, width)
 
 
 @cache

@@ -406,9 +406,9 @@ def test_quack_around_stand_ins(counts: tuple[int, ...], activation: str) -> Non
 
 
 @pytest.mark.usefixtures("with_quack")
-@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize(("long", "copied"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("chosen", [(3, 2), (1, 1), (4, 4)], ids=lambda c: f"{c[1]} of {c[0]}")
-def test_quack_from_tokens(chosen: tuple[int, int], long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quack_from_tokens(chosen: tuple[int, int], long: bool, copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ffn` against dispatch, reference and combine, with a stream to add to, in float64; one expert is never chosen."""
 
     def sums(d_h: Tensor, x: Tensor, a: Tensor, d_y: Tensor, token: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
@@ -418,6 +418,7 @@ def test_quack_from_tokens(chosen: tuple[int, int], long: bool, monkeypatch: pyt
         return quack.straight(up), torch.stack([d_y[at][i:j].T @ a[i:j] for i, j in parts])
 
     monkeypatch.setattr(quack, "of_long_sums", lambda *_: long)
+    monkeypatch.setattr(quack, "LIMITS", (0, 0) if copied else (1024, 4096))
     monkeypatch.setattr(quack, "long_sums", sums)
     experts, k = chosen
     made = generator(0, "tokens")
