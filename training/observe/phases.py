@@ -21,14 +21,17 @@ RANGES = ("dispatch", "combine", "optimizer")
 # by what a kernel's name has in it; the first that fits
 NAMES: Mapping[str, tuple[str, ...]] = {
     "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa", "cudnn::fusion", "flex"),
-    "experts": ("grouped", "groupproblemshape", "activation_kernel", "activation_backward_kernel"),
-    "router": ("choose_kernel", "softmax"),
+    "experts": (
+        "grouped", "groupproblemshape", "activation_kernel", "activation_backward_kernel", "quackgemm", "up_kernel",
+        "back_kernel", "rows_kernel", "sums_kernel", "cut_kernel",
+    ),
+    "router": ("choose_kernel", "softmax", "route_kernel", "route_backward_kernel", "gathered_kernel"),
     "places of rows": ("count_kernel", "place_kernel", "spread_kernel", "gather_kernel"),
     "weights and gradients between ranks": ("allgather", "reducescatter", "allreduce"),
     "products": ("gemm", "nvjet", "cutlass", "sm90_xmma", "ampere_", "splitkreduce"),
     "norms and rotation": ("norm_kernel", "norm_backward_kernel", "heads_kernel", "heads_backward_kernel"),
     "copies": ("memcpy", "memset", "copy", "fill", "catarray"),
-}
+}  # fmt: skip
 COMMUNICATION = ("nccl", "deep_ep", "intranode", "hybrid_ep", "meet_kernel", "pull_kernel", "push_kernel")
 KERNELS = 25  # listed by name, for whoever wants to make one faster
 

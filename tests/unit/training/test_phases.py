@@ -32,6 +32,9 @@ def test_table() -> None:
 @pytest.mark.parametrize(("name", "phase"), [
     ("triton_per_fused__softmax_backward_data_3", "router"), ("norm_backward_kernel", "norms and rotation"),
     ("Memcpy DtoD (Device -> Device)", "copies"), ("activation_backward_kernel", "experts"), ("other", "rest"),
+    ("kernel_cutlass_kernel_quackgemm_actGemmGatedSm90_object_at_", "experts"), ("back_kernel", "experts"),
+    ("norm_backward_kernel", "norms and rotation"), ("gathered_kernel", "router"), ("gather_kernel", "places of rows"),
+    ("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN", "products"), ("meet_kernel", "rest"),
 ])  # fmt: skip
 def test_phase_of(name: str, phase: str) -> None:
     assert phase_of(name) == phase
