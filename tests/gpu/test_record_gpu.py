@@ -11,6 +11,7 @@ import torch
 from tests.unit.training.test_train import losses, place
 from training import train as train_module
 from training.config import read_config
+from training.experts import quack
 from training.train import train
 
 __all__ = ["place"]
@@ -28,9 +29,13 @@ def words(place: Path, output: Path, upcycled: bool, *more: str, score: str = "s
     return [*source, *data, f"output={output}", "log_every=1", "micro_batch=2", "steps=10", "schedule.warmup=2", *more]
 
 
-@pytest.mark.parametrize("score", ["", "softmax", "sigmoid"], ids=["dense", "softmax", "sigmoid"])
-def test_recorded_steps_are_the_steps(place: Path, tmp_path: Path, score: str) -> None:
-    more = ["balance.bias_rate=0.01"] if score == "sigmoid" else []
+QUACK = pytest.param("quack", marks=pytest.mark.skipif(bool(quack.available()), reason=quack.available()))
+
+
+@pytest.mark.parametrize("kind", ["dense", "softmax", "sigmoid", QUACK])
+def test_recorded_steps_are_the_steps(place: Path, tmp_path: Path, kind: str) -> None:
+    more = {"sigmoid": ["balance.bias_rate=0.01"], "quack": ["model.experts=quack"]}.get(kind, [])
+    score = {"dense": "", "sigmoid": "sigmoid"}.get(kind, "softmax")
     upcycled = bool(score)
     plain = train(read_config("", words(place, tmp_path / "plain", upcycled, "model.graph=false", *more, score=score)))
     recorded = train(

@@ -85,6 +85,7 @@ def test_what_cannot_be_recorded(place: Path, tmp_path: Path) -> None:
                 run.config = kept
 
         assert "model.experts=reference" in refused(experts="reference")
+        assert not refused(experts="quack")
         assert "model.compute is float32" in refused(compute="float32")
         assert "transformer_engine" in refused(transformer_engine=("norm",))
         run.mesh.world = 2
