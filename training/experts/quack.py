@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.nn import functional
 from training.experts import ExpertWeights
 from training.experts.common import check, missing, only_bfloat16, recomputed
 from training.kernels import permute, router, swiglu
+from training.model.narrow import near
 
 PACKAGE, FIRST, BEYOND = "quack-kernels", (0, 3, 11), (0, 5)
 GATED = {"silu": "swiglu", "gelu_tanh": "geglu"}  # ours: theirs
@@ -42,7 +44,8 @@ TILES: dict[str, tuple[Tile, Tile, Tile | None]] = {
     "up": (PLAIN, PLAIN, SMALL),
     "up of tokens": (PLAIN, (128, 224, False, 2, 1), None),  # None: tokens are copied first
     "down": (PLAIN, (128, 208, True, 1, 2), FLAT),
-    "back": ((128, 128, True, 2, 1), SMALL, SMALL),
+    "back": (SMALL, SMALL, SMALL),
+    "back of tokens": ((128, 128, True, 2, 1),) * 3,  # the package gathers rows for one tile along columns alone
     "rows": (PLAIN, TALL, TALL),
     "sum up": (TALL, TALL, FLAT),
     "sum down": (PLAIN, PLAIN, TALL),
@@ -53,7 +56,7 @@ def available() -> str:
     if why := missing("quack", "quack.gemm_interface"):
         return why.replace("the quack package", f"the {PACKAGE} package")
     found = importlib.metadata.version(PACKAGE)
-    if not FIRST <= tuple(int(part) for part in found.split(".")[:3] if part.isdecimal()) < BEYOND:
+    if not FIRST <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < BEYOND:
         least, limit = (".".join(map(str, version)) for version in (FIRST, BEYOND))
         wanted = f"{PACKAGE} from {least} on and before {limit}"
         return f"experts=quack needs {wanted}, and {found} is here; use experts=grouped"
@@ -68,7 +71,7 @@ def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, a
     refuse(x_RD, w, activation)
     begins_E1 = functional.pad(count_E.cumsum(0, dtype=torch.int32), (1, 0))
     y_RD: Tensor = _Rows.apply(  # type: ignore[no-untyped-call]
-        x_RD.contiguous(), weight_R, begins_E1, w.up_EFD.contiguous(), w.down_EDF.contiguous(), activation
+        x_RD.contiguous(), weight_R.contiguous(), begins_E1, w.up_EFD.contiguous(), w.down_EDF.contiguous(), activation
     )
     return y_RD
 
@@ -183,26 +186,23 @@ def ffn(
 
 def of_long_sums(x_TD: Tensor, down_EDF: Tensor) -> bool:
     """Whether a favoured expert's sums should be cut into pieces, which our kernels for narrow experts do."""
-    from training.model import narrow
-
     experts, hidden, width = down_EDF.shape
-    return narrow.near(len(x_TD), experts, hidden, width)
+    return near(len(x_TD), experts, hidden, width)
 
 
 def long_sums(
     d_h_RH: Tensor | None, x_TD: Tensor, a_RF: Tensor | None, d_y_TD: Tensor, token_R: Tensor, begins_E1: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """(d_up_EHD, d_down_EDF), by our kernels."""
-    from training.kernels import narrow_triton
+    from training.kernels import narrow_triton  # triton is where they run
 
+    ends_E, size = begins_E1[1:], narrow_triton.long_piece(len(token_R))
+    pieces = narrow_triton.cut(ends_E, len(token_R), size, 1)
     d_up_EHD = d_down_EDF = None
-    if d_h_RH is not None or a_RF is not None:
-        ends_E, size = begins_E1[1:], narrow_triton.long_piece(len(token_R))
-        pieces = narrow_triton.cut(ends_E, len(token_R), size, 1)
-        if d_h_RH is not None:
-            d_up_EHD = straight(narrow_triton.sums(d_h_RH, x_TD, token_R, ends_E, pieces, size, False))
-        if a_RF is not None:
-            d_down_EDF = narrow_triton.sums(a_RF, d_y_TD, token_R, ends_E, pieces, size, True)
+    if d_h_RH is not None:
+        d_up_EHD = straight(narrow_triton.sums(d_h_RH, x_TD, token_R, ends_E, pieces, size, False))
+    if a_RF is not None:
+        d_down_EDF = narrow_triton.sums(a_RF, d_y_TD, token_R, ends_E, pieces, size, True)
     return d_up_EHD, d_down_EDF
 
 
@@ -239,7 +239,7 @@ def back(
     d_weight_R: Tensor = package().gemm_dgated_tuned.fn(
         d_y, down_EDF, h_RH, d_h_RH, a_RF, colvec_scale=weight_R.to(wide), activation=GATED[activation],
         colvec_reduce=True, cu_seqlens_m=begins_E1, A_idx=token_R, dynamic_scheduler=False,
-        config=tile("back", d_y.shape[1]),
+        config=tile("back" if token_R is None else "back of tokens", d_y.shape[1]),
     )  # fmt: skip
     return d_h_RH, a_RF, d_weight_R
 

@@ -200,7 +200,7 @@ def sums_kernel(
     M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """a^T b over the rows of a piece: an expert's whole sum, or a part of it that `total_kernel` adds to the others.
+    """a^T b over the rows of a piece: an expert's whole sum, or a part that `sums_total_kernel` adds to the others.
     b's rows are tokens' if GATHER. The sum is (M, N), or (N, M) if TURNED."""
     wide: tl.constexpr = BN + BN2
     across: tl.constexpr = (N + wide - 1) // wide
@@ -267,7 +267,7 @@ def sums_kernel(
 
 
 @triton.jit
-def total_kernel(
+def sums_total_kernel(
     ends_ptr, part_ptr, out_ptr, E, M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, SIZE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
@@ -375,7 +375,7 @@ def sums(
         m, n, TURNED=turned, BM=BM, BN=BN, BN2=second, BK=BK, GATHER=token_R is not None,
         num_warps=8, num_stages=4 if second else 3,
     )  # fmt: skip
-    total_kernel[(triton.cdiv(m, 64) * triton.cdiv(n, 64), experts)](
+    sums_total_kernel[(triton.cdiv(m, 64) * triton.cdiv(n, 64), experts)](
         ends_E, part, out, experts, m, n, TURNED=turned, SIZE=size, BM=64, BN=64,
         EXPERTS=triton.next_power_of_2(experts), num_warps=4,
     )  # fmt: skip

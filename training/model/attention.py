@@ -217,11 +217,9 @@ def flex(*given: Any, **named: Any) -> Any:
 
 def kept_strides() -> Any:
     """Gradients may lie as the tensors do that they are of, which torch has by default from 2.13 on."""
-    name, found = (
-        "guess_tangent_strides_as_outputs",
-        torch._functorch.config,
-    )  # it is to go one day, says a comment there
-    return nullcontext() if getattr(found, name, True) else found.patch({name: True})
+    name = "guess_tangent_strides_as_outputs"  # which is to go one day, says a comment beside it
+    config = torch._functorch.config
+    return nullcontext() if getattr(config, name, True) else config.patch({name: True})
 
 
 def tiles(q_BHSA: Tensor) -> dict[str, int] | None:

@@ -23,7 +23,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa", "cudnn::fusion", "flex"),
     "experts": (
         "grouped", "groupproblemshape", "activation_kernel", "activation_backward_kernel", "quackgemm", "up_kernel",
-        "back_kernel", "rows_kernel", "sums_kernel", "cut_kernel",
+        "back_kernel", "rows_kernel", "sums_kernel", "sums_total_kernel", "cut_kernel",
     ),
     "router": ("choose_kernel", "softmax", "route_kernel", "route_backward_kernel", "gathered_kernel"),
     "places of rows": ("count_kernel", "place_kernel", "spread_kernel", "gather_kernel"),

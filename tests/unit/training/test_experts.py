@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from training import kernels
 from training.dispatch.local import Local
 from training.experts import ExpertWeights, common, grouped, grouped_gemm, quack, reference, transformer_engine
 from training.kernels import swiglu
@@ -324,6 +325,7 @@ def test_packages_files_around_stand_ins(
 
 def each(a: Tensor, b: Tensor, begins: Tensor, index: Tensor | None) -> Tensor:
     """Rows of a, or those that `index` names, each with the matrix (K, N) of its expert; NaN in rows of none."""
+    assert begins.dtype == torch.int32 and a.stride(1) == 1 and (index is None or index.dtype == torch.int32)
     a = a if index is None else a[index.long()]
     out = a.new_full((len(a), b.shape[2]), torch.nan)
     for e, (start, end) in enumerate(itertools.pairwise(begins.tolist())):
@@ -338,22 +340,26 @@ def mixed(two: Tensor, dim: int) -> Tensor:
 
 
 def quack_stand_in() -> types.ModuleType:
-    """The package's contract: where `concat_layout` names an operand, its gates all come before its ups; h and its
+    """The package's contract: it gathers rows for one tile along columns alone; where `concat_layout` names an operand, its gates all come before its ups; h and its
     gradient always have them in turn."""
+
+    def gathers(config: types.SimpleNamespace, index: Tensor | None) -> bool:
+        return index is None or config.cluster_n == 1
 
     def gated(
         a: Tensor, b: Tensor, h: Tensor, act: Tensor, *, activation: str, cu_seqlens_m: Tensor, A_idx: Tensor | None,
-        config: object, concat_layout: tuple[str, ...],
+        config: types.SimpleNamespace, concat_layout: tuple[str, ...],
     ) -> None:  # fmt: skip
-        assert concat_layout == ("B",) and b.stride(1) == 1 and config is not None
+        assert concat_layout == ("B",) and b.stride(1) == 1 and gathers(config, A_idx)
         h.copy_(each(a, mixed(b, 2), cu_seqlens_m, A_idx))
         act.copy_(THEIRS[activation](h[:, 0::2]) * h[:, 1::2])
 
     def dgated(
         a: Tensor, b: Tensor, h: Tensor, d_h: Tensor, act: Tensor, *, colvec_scale: Tensor, activation: str,
-        colvec_reduce: bool, cu_seqlens_m: Tensor, A_idx: Tensor | None, dynamic_scheduler: bool, config: object,
+        colvec_reduce: bool, cu_seqlens_m: Tensor, A_idx: Tensor | None, dynamic_scheduler: bool, config: types.SimpleNamespace,
     ) -> Tensor:  # fmt: skip
-        assert colvec_reduce and not dynamic_scheduler and config is not None
+        assert colvec_reduce and not dynamic_scheduler and gathers(config, A_idx)
+        assert colvec_scale.is_contiguous() and colvec_scale.dtype == torch.promote_types(a.dtype, torch.float32)
         d_a = each(a, b, cu_seqlens_m, A_idx)
         with torch.enable_grad():
             leaf = h.detach().clone().requires_grad_()
@@ -371,7 +377,7 @@ def quack_stand_in() -> types.ModuleType:
         if cu_seqlens_m is not None:
             out.copy_(each(a, mixed(b, 1) if concat_layout else b, cu_seqlens_m, None))
             return
-        assert cu_seqlens_k is not None
+        assert cu_seqlens_k is not None and a.stride(0) == 1 and b.stride(1) == 1
         for e, (start, end) in enumerate(itertools.pairwise(cu_seqlens_k.tolist())):
             found = a[:, start:end] @ b[start:end]
             out[e] = torch.cat([found[:, 0::2], found[:, 1::2]], 1) if concat_layout == ("out",) else found
@@ -400,8 +406,14 @@ def with_quack(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("with_quack")
 @pytest.mark.parametrize("activation", sorted(quack.GATED))
 @pytest.mark.parametrize("counts", EDGES)
-def test_quack_around_stand_ins(counts: tuple[int, ...], activation: str) -> None:
-    made = case(counts, 2)
+@pytest.mark.parametrize("tail", [0, 2])
+def test_quack_around_stand_ins(
+    tail: int, counts: tuple[int, ...], activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "new_empty", lambda self, *shape: self.new_full(shape, torch.nan))
+    x, weight, count, w = case(counts, tail)
+    apart = torch.stack([weight.detach()] * 2, 1)[:, 0].requires_grad_()  # weights that do not lie side by side
+    made = x, apart, count, w
     assert worst(run(quack.experts, made, activation), specification(made, activation)) < 1e-10
 
 
@@ -411,15 +423,18 @@ def test_quack_around_stand_ins(counts: tuple[int, ...], activation: str) -> Non
 def test_quack_from_tokens(chosen: tuple[int, int], long: bool, copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ffn` against dispatch, reference and combine, with a stream to add to, in float64; one expert is never chosen."""
 
-    def sums(d_h: Tensor, x: Tensor, a: Tensor, d_y: Tensor, token: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
-        parts = list(itertools.pairwise(begins.tolist()))
-        at = token.long()
-        up = torch.stack([d_h[i:j].T @ x[at][i:j] for i, j in parts])
-        return quack.straight(up), torch.stack([d_y[at][i:j].T @ a[i:j] for i, j in parts])
+    def sums(a: Tensor, b: Tensor, token: Tensor, ends: Tensor, pieces: object, size: int, turned: bool) -> Tensor:
+        parts = itertools.pairwise([0, *ends.tolist()])
+        found = torch.stack([a[i:j].T @ b[token.long()][i:j] for i, j in parts])
+        return found.mT.contiguous() if turned else found
 
+    ours = types.ModuleType("training.kernels.narrow_triton")
+    ours.sums, ours.long_piece, ours.cut = sums, lambda rows: 1, lambda *_: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "training.kernels.narrow_triton", ours)
+    monkeypatch.setattr(kernels, "narrow_triton", ours, raising=False)
     monkeypatch.setattr(quack, "of_long_sums", lambda *_: long)
-    monkeypatch.setattr(quack, "LIMITS", (0, 0) if copied else (1024, 4096))
-    monkeypatch.setattr(quack, "long_sums", sums)
+    # the column of tiles: the third where tokens are copied first, the second, which is there for long sums too
+    monkeypatch.setattr(quack, "LIMITS", (0, 0) if copied else (0, 4096) if long else (1024, 4096))
     experts, k = chosen
     made = generator(0, "tokens")
     x, onto, d_y = (torch.randn(7, 8, generator=made, dtype=torch.float64) for _ in range(3))

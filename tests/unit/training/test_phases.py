@@ -33,7 +33,9 @@ def test_table() -> None:
     ("triton_per_fused__softmax_backward_data_3", "router"), ("norm_backward_kernel", "norms and rotation"),
     ("Memcpy DtoD (Device -> Device)", "copies"), ("activation_backward_kernel", "experts"), ("other", "rest"),
     ("kernel_cutlass_kernel_quackgemm_actGemmGatedSm90_object_at_", "experts"), ("back_kernel", "experts"),
-    ("norm_backward_kernel", "norms and rotation"), ("gathered_kernel", "router"), ("gather_kernel", "places of rows"),
+    ("up_kernel", "experts"), ("rows_kernel", "experts"), ("sums_kernel", "experts"), ("sums_total_kernel", "experts"),
+    ("cut_kernel", "experts"), ("route_kernel", "router"), ("route_backward_kernel", "router"),
+    ("gathered_kernel", "router"), ("gather_kernel", "places of rows"), ("total_kernel", "rest"),
     ("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN", "products"), ("meet_kernel", "rest"),
 ])  # fmt: skip
 def test_phase_of(name: str, phase: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,16 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.training.test_experts import with_quack
 from training.balance import Balance, BalanceConfig
 from training.checkpoint import layout
-from training.experts import grouped
+from training.experts import grouped, quack
 from training.model.decoder import Decoder, Layer
-from training.model.moe import MoE
+from training.model.moe import Experts, MoE
 from training.model.recompute import MODES, again, recompute
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import LocalExperts, moe_blocks, one_step, parallelize
 from upcycle.spec import DenseSpec, MoESpec
 
+__all__ = ["with_quack"]
 DENSE = DenseSpec(
     "llama", layers=2, hidden=16, ffn=24, heads=4, kv_heads=2, head_dim=4, vocab=50, context=64, init_std=0.3
 )
@@ -77,6 +79,56 @@ def test_gradients_and_counts_are_those_without(shape: str, balance: str, mode: 
     assert have.keys() == want.keys()
     for name, gradient in want.items():
         assert torch.allclose(have[name], gradient, rtol=1e-10, atol=1e-10 * float(gradient.abs().max())), name
+
+
+@pytest.mark.usefixtures("with_quack")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", ["moe", "moe, shared, sigmoid, one dense layer"])
+@pytest.mark.parametrize("frozen", ["", "experts.up", "experts.down"])
+def test_a_model_whose_experts_read_tokens(frozen: str, shape: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """experts=quack from tokens to tokens, around stand-ins, against the specification."""
+    monkeypatch.setattr(quack, "available", lambda: "")
+    monkeypatch.setattr(quack, "fits", lambda *_: not torch.compiler.is_compiling())
+    real, calls = quack.ffn, list[int]()
+    monkeypatch.setattr(quack, "ffn", lambda *inputs: (calls.append(1), real(*inputs))[1])
+    found = []
+    for experts, how in (("reference", "none"), ("quack", mode)):
+        model, balance = made(shape, how, experts=experts)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not frozen or frozen not in name)
+        found.append(step(model, balance)[0])
+    want, have = found
+    assert calls and have.keys() == want.keys()
+    for name, gradient in want.items():
+        assert torch.allclose(have[name], gradient, rtol=1e-9, atol=1e-9 * float(gradient.abs().max())), name
+
+
+@pytest.mark.usefixtures("with_quack")
+def test_experts_do_not_read_tokens_behind_somebodys_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quack, "available", lambda: "")
+    monkeypatch.setattr(quack, "fits", lambda *_: True)
+    x = torch.zeros(4, DENSE.hidden, dtype=torch.float64)
+
+    def experts() -> Experts:
+        (block, *_) = moe_blocks(made("moe", "none", experts="quack")[0])
+        assert block.experts.from_tokens(x)
+        return block.experts
+
+    def other(part: Experts) -> None:
+        part.compute = grouped.experts
+
+    changes: list[Callable[[Experts], object]] = [
+        lambda part: setattr(part, "low", 1.0),
+        lambda part: part.register_forward_hook(lambda *_: None),
+        lambda part: setattr(part, "up_bias", nn.Parameter(torch.zeros(1))),
+        lambda part: setattr(part, "down_bias", nn.Parameter(torch.zeros(1))),
+        lambda part: setattr(part, "gated", False),
+        other,
+    ]
+    for change in changes:
+        part = experts()
+        change(part)
+        assert not part.from_tokens(x)
 
 
 @pytest.mark.parametrize("shape", ["moe", "moe, shared, sigmoid, one dense layer"])
