@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from training import kernels
 from training.dispatch.local import Local
 from training.experts import ExpertWeights, common, grouped, grouped_gemm, quack, reference, transformer_engine
-from training.kernels import swiglu
+from training.kernels import permute, swiglu
 from upcycle import plugin
 from upcycle.ffn import ACTIVATIONS, CLAMPED
 from upcycle.rng import generator
@@ -456,6 +456,21 @@ def test_quack_from_tokens(chosen: tuple[int, int], long: bool, copied: bool, mo
         found.append([y, *torch.autograd.grad(y, leaves, d_y)])
     for name, got, want in zip(("y", "x", "weight", "onto", "up", "down"), *found, strict=True):
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-10), name
+    names = ("x", "weight", "onto", "up", "down")
+    for name, leaf, want in zip(names, leaves, found[0][1:], strict=True):  # where nothing else learns
+        alone = [t if t is leaf else t.detach() for t in leaves]
+        w = replace(w, up_EFD=alone[3], down_EDF=alone[4])
+        y = quack.ffn(alone[0], alone[1], expert_TK, w, "silu", alone[2])
+        assert torch.equal(torch.autograd.grad(y, leaf, d_y)[0], want), name
+
+    class Left:
+        def give(self, *rows: object) -> None:
+            self.rows = rows
+
+    left = Left()
+    y = quack.ffn(leaves[0], leaves[1].detach(), expert_TK, w, "silu", None, left)  # type: ignore[arg-type]
+    assert torch.autograd.grad(y, leaves[0], d_y, allow_unused=True)[0] is None
+    assert torch.equal(permute.gather(*left.rows), found[0][1])  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("with_quack")

@@ -162,6 +162,8 @@ def test_what_kernels_of_narrow_experts_keep() -> None:
     assert alone - divided == tokens * layers * rows * a_row  # weights that FSDP divides are for torch's products
     more = replace(COPIES, widths=(1536,) * 9)  # one expert more than anybody measured, and 12 bytes of its router
     assert alone - memory(more, config, 1).activations == tokens * layers * (rows * a_row - 12)
+    quack = replace(config, model=replace(config.model, experts="quack"))  # of rows the first product alone
+    assert memory(COPIES, quack, 1).activations - divided == tokens * layers * rows * 2 * -576
     for spec, seen in ((SMOL, 36.7e9), (SLICES, 45.2e9), (MORE_SLICES, 54.3e9), (COPIES, 63.0e9)):
         assert seen < memory(spec, replace(config, batch=64), 1).total < 1.5 * seen
 
