@@ -3,6 +3,9 @@
     available() -> str            "" if it can run here, else one sentence why not
     experts(x_RD, weight_R, count_E, w, activation) -> y_RD
 
+`quack`, and model/narrow.py for `grouped`, also go from tokens to tokens where all experts are here: `fits`, `ffn`
+(Experts.from_tokens).
+
 Shapes: R routed rows, sorted by local expert; D hidden; E local experts; F neurons.
 `count_E` (int32, on x's device) says how many rows each expert has; it may be 0. Rows beyond its sum (buffers
 larger than what was routed) may come back as anything, as do their gradients: nobody reads them, and to write zeros
