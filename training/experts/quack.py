@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.nn import functional
 from training.experts import ExpertWeights
 from training.experts.common import check, missing, only_bfloat16, recomputed
 from training.kernels import permute, router, swiglu
-from training.model.narrow import near
+from training.model import narrow
 
 PACKAGE, FIRST, BEYOND = "quack-kernels", (0, 3, 11), (0, 5)
 GATED = {"silu": "swiglu", "gelu_tanh": "geglu"}  # ours: theirs
@@ -172,22 +172,13 @@ class _Tokens(torch.autograd.Function):
         return d_x_TD, d_weight_TK, None, d_up_EHD, d_down_EDF, None, d_y_TD if needs_onto else None, None
 
 
-def ffn(
-    x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w: ExpertWeights, activation: str,
-    onto_TD: Tensor | None = None, rows: router.Rows | None = None,
-) -> Tensor:  # fmt: skip
-    """Each token's sum over its experts, added to `onto_TD`. `weight_TK`: float32. `rows`: of the router that x_TD came
-    through, which then takes the gradient from there."""
-    y_TD: Tensor = _Tokens.apply(  # type: ignore[no-untyped-call]
-        x_TD, weight_TK, expert_TK, w.up_EFD.contiguous(), w.down_EDF.contiguous(), activation, onto_TD, rows
-    )
-    return y_TD
+ffn = partial(narrow.ffn, function=_Tokens)
 
 
 def of_long_sums(x_TD: Tensor, down_EDF: Tensor) -> bool:
     """Whether a favoured expert's sums should be cut into pieces, which our kernels for narrow experts do."""
     experts, hidden, width = down_EDF.shape
-    return near(len(x_TD), experts, hidden, width)
+    return narrow.near(len(x_TD), experts, hidden, width)
 
 
 def long_sums(

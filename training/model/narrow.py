@@ -95,11 +95,11 @@ class _FFN(torch.autograd.Function):
 
 def ffn(
     x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w: ExpertWeights, activation: str,
-    onto_TD: Tensor | None = None, rows: router.Rows | None = None,
+    onto_TD: Tensor | None = None, rows: router.Rows | None = None, *, function: Any = _FFN,
 ) -> Tensor:  # fmt: skip
     """Each token's sum over its experts, added to `onto_TD`. `weight_TK`: float32. `rows`: of the router that x_TD came
-    through, which then takes the gradient from there."""
-    y_TD: Tensor = _FFN.apply(  # type: ignore[no-untyped-call]
+    through, which then takes the gradient from there. `function`: what computes it, here or in experts/quack.py."""
+    y_TD: Tensor = function.apply(
         x_TD, weight_TK, expert_TK, w.up_EFD.contiguous(), w.down_EDF.contiguous(), activation, onto_TD, rows
     )
     return y_TD
