@@ -222,7 +222,6 @@ class RouterLoad:
         self.sums_N2F = torch.zeros(layers, 2, len(FIGURES), dtype=torch.float64, device=device)
         self.nothing = torch.full((), math.nan, dtype=torch.float64, device=device)
 
-    @torch.no_grad()
     def count(self, layer: int, expert_TK: Tensor) -> Tensor:
         """Adds a micro-batch's choices; returns the counts of the step so far, which the next ones change."""
         return permute.count_(self.step_NE[layer], expert_TK)
@@ -376,7 +375,7 @@ class Balance:
         if self.routed and not (
             routed.layer == self.routed[-1].layer + 1
             and routed.logits_TE.shape == self.routed[-1].logits_TE.shape
-            and sum(r.logits_TE.numel() for r in self.routed) + routed.logits_TE.numel() <= TOGETHER
+            and (len(self.routed) + 1) * routed.logits_TE.numel() <= TOGETHER
         ):
             self.settle()
         self.routed.append(routed)

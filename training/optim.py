@@ -23,6 +23,7 @@ torch.distributed.checkpoint saves, loads in place and reshards.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -153,11 +154,7 @@ class Slot:
     rule: str
     decay: float
     multiplier: float
-    store: Mapping[Tensor, dict[str, Tensor]]  # the optimiser's state, of all parameters
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        return self.store[self.parameter]
+    state: dict[str, Tensor]  # the optimiser's own of it
 
     @property
     def master(self) -> Tensor:
@@ -185,7 +182,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__([{"params": [p for _, p in named], "name": "all"}], {"fused": True})
         self.named, self.moe, self.decays = named, moe, True
         for name, p in named:
-            self.state[p] = fresh_state(config, make_slot(config, name, p, self.state))
+            self.state[p] = fresh_state(config, make_slot(config, name, p, {}))
         self.follow(config)
         self.slices = 1 if moe is None else moe.granularity
         device = local(named[0][1]).device
@@ -199,7 +196,7 @@ class Optimizer(torch.optim.Optimizer):
     def follow(self, config: OptimConfig) -> None:
         """From here on updates are by `config`, of what has gradients now; what has none keeps weights and moments."""
         self.config = config = settled(config, self.moe)
-        self.slots = [make_slot(config, name, p, self.state) for name, p in self.named if p.requires_grad]
+        self.slots = [make_slot(config, name, p, self.state[p]) for name, p in self.named if p.requires_grad]
         if not self.slots:
             raise ValueError(NOTHING)
         if not self.decays:
@@ -335,9 +332,7 @@ def settled(config: OptimConfig, moe: MoESpec | None) -> OptimConfig:
     )
 
 
-def make_slot(
-    config: OptimConfig, name: str, parameter: nn.Parameter, store: Mapping[Tensor, dict[str, Tensor]]
-) -> Slot:
+def make_slot(config: OptimConfig, name: str, parameter: nn.Parameter, state: dict[str, Tensor]) -> Slot:
     """The Slot of a parameter: its name and shape decide how it is updated."""
     words = name.split(".")
     router, outside = "router" in words, bool(OUTSIDE & set(words))
@@ -350,7 +345,7 @@ def make_slot(
     # a shared expert's gate is a matrix of one row: no directions to tell apart
     matrix = not (vector or router or outside) and min(parameter.shape[-2:]) > 1
     rule = "muon" if config.name == "muon" and matrix else "adamw"
-    return Slot(name, parameter, rule, decay, multiplier(config, name), store)
+    return Slot(name, parameter, rule, decay, multiplier(config, name), state)
 
 
 def multiplier(config: OptimConfig, name: str) -> float:
@@ -422,9 +417,10 @@ def make_buckets(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 def tensors_of(slot: Slot) -> tuple[list[Tensor], Tensor]:
     """What an update by AdamW reads and writes, of this rank: weight, master, gradient and moments; and its steps."""
-    state, own = slot.state, local(slot.parameter)
-    master = local(state["master"]) if "master" in state else own
-    return [own, master, *(local(t) for t in (slot.gradient, state["exp_avg"], state["exp_avg_sq"]))], state["step"]
+    state, own = slot.state, slot.parameter
+    parts = [own, state.get("master", own), slot.gradient, state["exp_avg"], state["exp_avg_sq"]]
+    # what belongs to a plain parameter is plain
+    return [local(part) for part in parts] if isinstance(own, DTensor) else parts, state["step"]
 
 
 def adamw_(
@@ -437,9 +433,10 @@ def adamw_(
     decay = slots[0].decay
     mixed: list[tuple[list[Tensor], Tensor, int]] = []
     same: list[tuple[list[Tensor], Tensor]] = []
-    for slot in slots:
-        parts, step = tensors_of(slot)
-        if updates.mixed(parts):
+    every = [tensors_of(slot) for slot in slots]
+    several = len({t.dtype for parts, _ in every for t in parts}) > 1
+    for slot, (parts, step) in zip(slots, every, strict=True):
+        if several and updates.mixed(parts):
             mixed.append((parts, step, copies.get(slot.name, 0)))
         else:
             same.append((parts, step))
@@ -456,9 +453,8 @@ def adamw_(
         torch._foreach_add_([step for _, step, _ in mixed], [(~skip).float()] * len(mixed))
     if not same:
         return
-    parameters, masters, raw, *moments = (list(tensors) for tensors in zip(*(parts for parts, _ in same), strict=True))
-    first, second = ([k.to(m.dtype) for k, m in zip(each, masters, strict=True)] for each in moments)
-    gradients = [g.to(m.dtype) for g, m in zip(raw, masters, strict=True)]
+    parameters, masters, raw, *moments = (list(tensors) for tensors in zip(*[parts for parts, _ in same], strict=True))
+    first, second, gradients = (as_wide(each, masters) for each in (*moments, raw))
     if excess is not None and masters[0].dtype == torch.float64:  # which a float32 grad_scale would round
         gradients, divisor = list(torch._foreach_div(gradients, excess)), None
     adamw(
@@ -481,6 +477,10 @@ def adamw_(
     )
     copy_where_apart([*moments[0], *moments[1]], [*first, *second])
     copy_where_apart(parameters, masters)
+
+
+def as_wide(tensors: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:
+    return [t if t.dtype == m.dtype else t.to(m.dtype) for t, m in zip(tensors, masters, strict=True)]
 
 
 def copy_where_apart(stored: Sequence[Tensor], used: Sequence[Tensor]) -> None:
@@ -563,17 +563,18 @@ def global_norm(gradients: Sequence[Tensor], reduce: Reduce | None = None) -> Te
     DTensors of one placement share one small all-reduce; parts that are replicated are not counted twice. Experts and
     dense weights may live on different meshes. `reduce` adds up the squares of ranks with other parameters.
     """
-    groups: dict[object, list[Tensor]] = {}
+    groups = defaultdict[object, list[Tensor]](list)
     for g in gradients:
         key = (g.device_mesh, g.placements) if isinstance(g, DTensor) else None
         assert key is None or not any(isinstance(p, Partial) for p in key[1]), "gradients are not reduced yet"
-        groups.setdefault(key, []).append(g)
+        groups[key].append(g)
     squares = []
     for group in groups.values():
-        parts = [local(g) for g in group]
-        wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+        parts = [local(g) for g in group] if isinstance(group[0], DTensor) else group
+        dtypes = dict.fromkeys([part.dtype for part in parts])
+        wide = torch.float64 if torch.float64 in dtypes else torch.float32
         # a dtype at a time: of several torch reads each tensor by itself, at a fifth of the memory's speed
-        kinds = [[part for part in parts if part.dtype == dtype] for dtype in dict.fromkeys(p.dtype for p in parts)]
+        kinds = [[part for part in parts if part.dtype == dtype] for dtype in dtypes]
         norms = [norm for kind in kinds for norm in torch._foreach_norm(kind, 2.0, dtype=wide)]
         square = torch.stack(norms).square().sum()
         if isinstance(group[0], DTensor):

@@ -148,7 +148,8 @@ class TrainState:
             own, saved = optimizer.state.get(parameter, {}), dict[str, Any]()
             if f"optimizer.state.{name}{JSON}" in loaded:  # else it was frozen, and its moments start anew
                 saved = get(loaded, f"optimizer.state.{name}")
-                own = optimizer.state[parameter] = moments(own, saved)
+                own = optimizer.state[parameter]
+                own.update(moments(own, saved))  # in place, for the optimizer may hold on to it
             if "mean" in own and "mean" not in saved:  # as if the steps that are counted had all had these weights
                 own["mean"].copy_(own.get("master", parameter).detach())
         for name, part in self.named_parts(rank).items():

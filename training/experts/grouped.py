@@ -129,8 +129,9 @@ def factors(w: ExpertWeights, step: int) -> tuple[float, *tuple[Tensor, ...]]:
 def products(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     """(R, K) by (E, K, N) -> (R, N), each row with its expert's matrix; or (M, R) by (R, N) -> (E, M, N), the sum over
     an expert's rows, which is zero where it has none."""
-    rows, per_row = (len(a), True) if b.dim() == 3 else (len(b), False)
-    shape = (rows, b.shape[2]) if per_row else (len(ends_E), a.shape[0], b.shape[1])
+    per_row = b.ndim == 3
+    rows = (a if per_row else b).shape[0]  # len() of a tensor is five calls
+    shape = (rows, b.shape[2]) if per_row else (ends_E.shape[0], a.shape[0], b.shape[1])
     if rows == 0:
         return a.new_zeros(shape)
     if a.dtype != torch.float64 and (a.is_cuda or (aligned(a) and aligned(b))):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,6 +37,7 @@ BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+ORDER = [int(backend) for backend in BACKENDS]  # type: ignore[call-overload]  # as torch itself does
 BLOCK = 128  # FlexAttention's own default
 
 
@@ -67,7 +68,7 @@ class Sdpa:
     def __call__(
         self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
     ) -> Tensor:
-        q, k, v = (part.transpose(1, 2) for part in (q_BSHA, k_BSGA, v_BSGA))
+        q, k, v = [part.transpose(1, 2) for part in (q_BSHA, k_BSGA, v_BSGA)]
         if sink_H is not None and self.window not in seen.blocks:
             over_all: Tensor = self.with_sinks(q, k, v, seen, sink_H)
             return over_all.transpose(1, 2)
@@ -84,7 +85,7 @@ class Sdpa:
         mask = visible(q.shape[2], self.window, seen.documents_BS, q.device)
         if self.cap:
             return kernel.plain_capped(q, k, v, mask, self.scale, self.cap).transpose(1, 2)
-        with sdpa_kernel(BACKENDS, set_priority=True):
+        with fastest_first():
             y = functional.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
             )
@@ -98,6 +99,14 @@ class Sdpa:
             bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, kernel.NEVER)
             seen.found[self.window] = bias
         return kernel.with_sinks(q, k, v, seen.found[self.window], sink_H, self.scale)
+
+
+def fastest_first() -> AbstractContextManager[Any]:
+    """Context in which SDPA takes the first of BACKENDS that can. To torch it is eighty calls, so a forward enters it
+    once around all layers, and a layer does where nobody has."""
+    if not torch.compiler.is_compiling() and torch._C._get_sdp_priority_order()[: len(ORDER)] == ORDER:
+        return nullcontext()
+    return sdpa_kernel(BACKENDS, set_priority=True)
 
 
 def visible(length: int, window: int | None, documents_BS: Tensor | None, device: torch.device) -> Tensor | None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from training.kernels.attention import capped
-from training.model.attention import Sdpa, Seen, look
+from training.model.attention import Sdpa, Seen, fastest_first, look
 from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm, Region, norm, once
 from training.model.loss import Lesson, taught_cross_entropy
 from training.model.moe import ExpertFunction, MoE
@@ -37,17 +37,18 @@ class Layer(nn.Module):
     def forward(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, seen: Seen) -> Tensor:
         attended: Tensor
         x_BSD, attended = self.region(self.attended)(x_BSD, cos, sin, seen)
+        ffn, ffn_norm = self.ffn, self.ffn_norm
         if self.block == "parallel":
-            return x_BSD + attended + self.scaled(self.ffn(self.ffn_norm(x_BSD)))
+            return x_BSD + attended + self.scaled(ffn(ffn_norm(x_BSD)))
         if self.block == "post":
             x_BSD = x_BSD + attended
-            return x_BSD + self.scaled(self.ffn_norm(self.ffn(x_BSD)))
-        x_BSD, normed_BSD = self.ffn_norm.added(self.ffn_norm, x_BSD, attended)
+            return x_BSD + self.scaled(ffn_norm(ffn(x_BSD)))
+        x_BSD, normed_BSD = ffn_norm.added(ffn_norm, x_BSD, attended)
         if self.block == "sandwich":
-            return x_BSD + self.scaled(self.ffn_out_norm(self.ffn(normed_BSD)))
-        if self.scale == 1.0 and isinstance(self.ffn, MoE) and self.ffn.joins(normed_BSD):
-            return self.ffn.added(normed_BSD, x_BSD)
-        return x_BSD + self.scaled(self.ffn(normed_BSD))
+            return x_BSD + self.scaled(self.ffn_out_norm(ffn(normed_BSD)))
+        if self.scale == 1.0 and isinstance(ffn, MoE) and ffn.joins(normed_BSD):
+            return ffn.added(normed_BSD, x_BSD)
+        return x_BSD + self.scaled(ffn(normed_BSD))
 
     def attended(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, seen: Seen) -> tuple[Tensor, Tensor]:
         """(the stream, what attention adds to it)."""
@@ -128,11 +129,12 @@ class Decoder(nn.Module):
             positions_BS = torch.arange(x.shape[1], device=x.device)[None]
         turns: dict[int, tuple[Tensor, Tensor] | tuple[None, None]] = {id(None): (None, None)}  # by rope
         seen = self.look(documents_BS, length or positions_BS.shape[1], x.device)
-        for name, layer in self.layers.items():
-            rope = self.dense.rope_of(int(name))
-            if id(rope) not in turns:
-                turns[id(rope)] = angles(self.dense, positions_BS, self.compute, length, rope)
-            x_BSD = layer(x_BSD, *turns[id(rope)], seen)
+        with fastest_first():
+            for name, layer in self.layers.items():
+                rope = self.dense.rope_of(int(name))
+                if id(rope) not in turns:
+                    turns[id(rope)] = angles(self.dense, positions_BS, self.compute, length, rope)
+                x_BSD = layer(x_BSD, *turns[id(rope)], seen)
         return x_BSD if self.final_norm is None else self.final_norm(x_BSD)
 
     def look(self, documents_BS: Tensor | None, length: int, device: torch.device) -> Seen:

@@ -88,7 +88,7 @@ def merged_matrix(linear: Linear, dtype: torch.dtype) -> Tensor:
 def joint(x: Tensor, linears: Sequence[Linear]) -> Tensor:
     """The linears' outputs for x, side by side, by one product: backward then makes one gradient of x instead of a sum
     of several. Copying the weights together costs a hundredth of that."""
-    weights, biases = zip(*(linear.matrix(linear, x.dtype) for linear in linears), strict=True)
+    weights, biases = zip(*[linear.matrix(linear, x.dtype) for linear in linears], strict=True)
     y = linears[0].product(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
     if not any(linear.low for linear in linears):
         return y

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -57,9 +58,10 @@ class Router(nn.Module):
 
     def route(self, x_TD: Tensor) -> Routing:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
-        with torch.autocast(x_TD.device.type, enabled=False):
+        bias, kind = self.bias, x_TD.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             weight_ND = self.weight + self.low * (self.lora_b @ self.lora_a) if self.low else self.weight
-            plain = self.spec.score == "softmax" and self.bias is None and self.offset is None and self.spec.groups == 1
+            plain = self.spec.score == "softmax" and bias is None and self.offset is None and self.spec.groups == 1
             if plain and router.fused(x_TD, weight_ND, self.spec.top_k, self.spec.slices):
                 options = self.spec.slices, self.spec.weights_sum_to_one, self.spec.output_scale
                 rows = router.Rows()
@@ -69,9 +71,9 @@ class Router(nn.Module):
             if self.offset is not None:
                 logits_TN = logits_TN + self.offset.to(wide)
         scores_TN = logits_TN.sigmoid() if self.spec.score == "sigmoid" else logits_TN.softmax(-1)
-        choice_TN = scores_TN if self.bias is None else scores_TN + self.bias.to(wide)
+        choice_TN = scores_TN if bias is None else scores_TN + bias.to(wide)
         # ties go to the lower index, which keeps a virtual group whole; logits of equal rows are equal
-        rank_TN = (choice_TN if self.bias is not None else logits_TN).detach()
+        rank_TN = (choice_TN if bias is not None else logits_TN).detach()
         if self.spec.groups > 1:
             rank_TN = of_best_groups(rank_TN, self.spec.groups, self.spec.group_top_k)
         expert_TK = router.choose(rank_TN, self.spec.top_k, self.spec.slices)
@@ -124,11 +126,11 @@ class Experts(nn.Module):
         plain = self.gated and not self.low and self.up_bias is None and self.down_bias is None
         # what FSDP divides it gathers around a call of this module alone, and so do hooks that somebody registers wait
         # for one
-        if not plain or type(self.up) is not nn.Parameter or hooked(self):
+        if not plain or type(up := self.up) is not nn.Parameter or hooked(self):
             return False
         if self.compute is quack.experts:
-            return quack.fits(x_TD, self.up, self.down, self.activation)
-        return self.compute is grouped.experts and narrow.fits(x_TD, self.up, self.down)
+            return quack.fits(x_TD, up, self.down, self.activation)
+        return self.compute is grouped.experts and narrow.fits(x_TD, up, self.down)
 
     def of_tokens(
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, onto_TD: Tensor | None, rows: router.Rows | None

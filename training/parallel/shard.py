@@ -239,7 +239,7 @@ class LocalExperts:
     slices: Group | None  # the ranks of etp, if they are several
     split: bool  # the schedule asks autograd for the gradients itself
     keep: bool  # keep copies from one micro-batch of a step to the next
-    copies: dict[Tensor, Tensor] | None = None
+    copies: list[Tensor] | None = None  # none yet, or those of the step, of which autograd knows
     left: int = 0  # forwards of the step that have yet to use the copies
 
     def __call__(self, experts: Experts, dtype: torch.dtype) -> ExpertWeights:
@@ -267,15 +267,12 @@ class LocalExperts:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads and writes state outside of any graph
     def copied(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        copies = self.copies if self.copies is not None else {}
-        for parameter in parameters:
-            if parameter not in copies:
-                copies[parameter] = local(parameter.detach()).to(dtype)
+        copies: list[Tensor] = self.copies or [Summed.apply(p, local(p.detach()).to(dtype)) for p in parameters]  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled():
             self.left -= 1
-            if self.left <= 0:  # autograd holds the copies until each layer has its gradient
-                self.copies = None
-        return [Summed.apply(parameter, copies[parameter]) for parameter in parameters]  # type: ignore[no-untyped-call]
+            # from the last forward on autograd holds the copies, until each layer has its gradient
+            self.copies = copies if self.copies is not None and self.left > 0 else None
+        return copies
 
 
 @contextmanager
@@ -285,7 +282,7 @@ def one_step(blocks: Iterable[MoE], micro_batches: int) -> Iterator[None]:
     found = [block.experts.weights for block in blocks]
     keeping = [each for each in found if isinstance(each, LocalExperts) and each.keep]
     for each in keeping:
-        each.copies, each.left = {}, micro_batches
+        each.copies, each.left = [], micro_batches
     try:
         yield
     finally:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.nn import functional
 
 from training.kernels import attention as kernel
 from training.model import attention
-from training.model.attention import BLOCK, Sdpa, Seen, block_mask, listed, look, visible
+from training.model.attention import BLOCK, ORDER, Sdpa, Seen, block_mask, listed, look, visible
 from training.model.decoder import Decoder
 from training.model.layers import Attention
 from upcycle.spec import DenseSpec
@@ -159,6 +160,28 @@ def test_other_documents_do_not_compile_a_layer_anew() -> None:
             expected = attention(x, angle.cos(), angle.sin(), Seen(documents))
             assert torch.allclose(compiled(x, angle.cos(), angle.sin(), seen), expected, atol=1e-5)
     assert counter.frame_count == 1
+
+
+def test_a_forward_says_once_which_kernels_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a layer alone says it for itself; afterwards all is as it was."""
+    orders: list[list[int]] = []
+    attend, enter, entered = functional.scaled_dot_product_attention, attention.sdpa_kernel, list[object]()
+
+    def attended(*given: Any, **named: Any) -> Tensor:
+        orders.append(torch._C._get_sdp_priority_order()[:4])
+        return attend(*given, **named)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attended)
+    monkeypatch.setattr(
+        attention, "sdpa_kernel", lambda *given, **named: entered.append(given) or enter(*given, **named)
+    )  # type: ignore[func-returns-value]
+    before = torch._C._get_sdp_priority_order()
+    decoder = Decoder(DenseSpec(**{**vars(SPEC), "layers": 3}))
+    decoder(torch.zeros(1, 8, dtype=torch.long))
+    assert len(orders) == 3 and len(entered) == 1 and torch._C._get_sdp_priority_order() == before
+    Sdpa(None, 1.0)(*torch.zeros(3, 1, 8, 2, 4), Seen())
+    assert orders == [ORDER] * 4 and len(entered) == 2 and torch._C._get_sdp_priority_order() == before
+    assert before[:4] != ORDER
 
 
 def test_a_decoders_layers_share_what_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -613,6 +613,14 @@ def test_figures_are_those_of_each_micro_batch_in_whatever_order(order: list[int
     assert found[0] == found[1] or str(found[0]) == str(found[1])
 
 
+def test_a_router_is_as_exact_where_autocast_is_on() -> None:
+    router = next(module for module in decoder().modules() if isinstance(module, MoE)).router.float()
+    x_TD = torch.randn(9, 16, generator=torch.Generator().manual_seed(2))
+    plain = router(x_TD)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(got, want) for got, want in zip(router(x_TD)[:4], plain[:4], strict=True))
+
+
 def test_a_compiler_meets_the_same_block_in_every_layer() -> None:
     """Balance knows which layer it watches. If a compiler saw that, it would compile each layer anew and, after eight,
     none at all."""

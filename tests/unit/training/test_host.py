@@ -71,8 +71,8 @@ def of_a_layer(rank: int, world: int, architecture: dict[str, Any]) -> float:
     return (found[1] - found[0]) / (LAYERS[1] - LAYERS[0])
 
 
-# counted: 847, 2,271 and 3,887 with torch 2.13
-@pytest.mark.parametrize(("architecture", "most"), [(DENSE, 880), (MOE, 2350)], ids=["dense", "moe"])
+# counted: 452, 1,609 and 3,413 with torch 2.13
+@pytest.mark.parametrize(("architecture", "most"), [(DENSE, 470), (MOE, 1660)], ids=["dense", "moe"])
 def test_a_layers_calls(architecture: dict[str, Any], most: int) -> None:
     found = of_a_layer(0, 1, architecture)
     assert most / 2 < found < most
@@ -80,7 +80,7 @@ def test_a_layers_calls(architecture: dict[str, Any], most: int) -> None:
 
 def test_a_layers_calls_where_experts_are_on_other_ranks() -> None:
     found = run(2, of_a_layer, MOE)
-    assert all(2000 < each < 3950 for each in found), found
+    assert all(2000 < each < 3475 for each in found), found
 
 
 def test_a_further_gradient_is_added_where_it_lies() -> None:

@@ -280,6 +280,17 @@ def test_a_run_on_a_gpu_resumes_bit_for_bit_while_it_trains_on(tmp_path: Path) -
     assert got.keys() == want.keys() and [n for n in want if not equal(got[n].cpu(), want[n].cpu())] == []
 
 
+def test_what_is_read_is_what_the_next_update_uses() -> None:
+    """Moments that were saved in another dtype are new tensors."""
+    layer = nn.Linear(2, 1, bias=False)
+    state = TrainState(layer, [OurOptimizer(OptimConfig(moments="bfloat16"), layer.named_parameters())])
+    loaded = state.tensors(0) | {"optimizer.state.weight.exp_avg": torch.full((1, 2), 0.5)}
+    state.adopt(loaded, 0, Path("checkpoint"))
+    optimizer = state.optimizers[0]
+    assert isinstance(optimizer, OurOptimizer) and optimizer.state[layer.weight]["exp_avg"].eq(0.5).all()
+    assert all(slot.state is optimizer.state[slot.parameter] for slot in optimizer.slots)
+
+
 def test_moments_keep_their_own_type(tmp_path: Path) -> None:
     """small() has fp32 moments of a bf16 parameter; torch's own load_state_dict rounds them."""
     state = small(3)
