@@ -140,6 +140,17 @@ def test_blocks_are_made_where_they_pay() -> None:
         assert not look(documents, length, windows, CPU, dtype).blocks, "not on a CPU"
 
 
+def test_strides_are_kept_where_torch_has_a_word_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = torch._functorch.config
+    with config.patch(guess_tangent_strides_as_outputs=False):  # the default before torch 2.13
+        with attention.kept_strides():
+            assert config.guess_tangent_strides_as_outputs
+        assert not config.guess_tangent_strides_as_outputs
+    monkeypatch.setattr(torch._functorch, "config", SimpleNamespace())  # the word is to go one day
+    with attention.kept_strides():
+        pass
+
+
 SPEC = DenseSpec("llama", layers=2, hidden=32, ffn=24, heads=4, kv_heads=2, head_dim=8, vocab=50, context=512)
 
 
