@@ -191,16 +191,10 @@ def long_sums(
     pieces = narrow_triton.cut(ends_E, len(token_R), size, 1)
     d_up_EHD = d_down_EDF = None
     if d_h_RH is not None:
-        d_up_EHD = straight(narrow_triton.sums(d_h_RH, x_TD, token_R, ends_E, pieces, size, False))
+        d_up_EHD = narrow_triton.sums(d_h_RH, x_TD, token_R, ends_E, pieces, size, False, paired=True)
     if a_RF is not None:
         d_down_EDF = narrow_triton.sums(a_RF, d_y_TD, token_R, ends_E, pieces, size, True)
     return d_up_EHD, d_down_EDF
-
-
-def straight(mixed_EHD: Tensor) -> Tensor:
-    """All gates first, where gate and up of a neuron were side by side."""
-    experts, both, hidden = mixed_EHD.shape
-    return mixed_EHD.view(experts, both // 2, 2, hidden).transpose(1, 2).reshape(experts, both, hidden)
 
 
 # ---- the package's products

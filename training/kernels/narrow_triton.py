@@ -195,13 +195,19 @@ def rows_kernel(
 
 
 @triton.jit
+def apart(m, M: tl.constexpr, PAIRED: tl.constexpr):
+    """Where a row of a sum goes: of a pair the first among the first half of the rows, the second among the other."""
+    return m % 2 * (M // 2) + m // 2 if PAIRED else m
+
+
+@triton.jit
 def sums_kernel(
     a_ptr, a_desc, b_ptr, b_desc, b2_desc, token_ptr, map_ptr, out_ptr, part_ptr, P,
-    M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, PAIRED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
     """a^T b over the rows of a piece: an expert's whole sum, or a part that `sums_total_kernel` adds to the others.
-    b's rows are tokens' if GATHER. The sum is (M, N), or (N, M) if TURNED."""
+    b's rows are tokens' if GATHER. The sum is (M, N), its pairs of rows taken apart if PAIRED, or (N, M) if TURNED."""
     wide: tl.constexpr = BN + BN2
     across: tl.constexpr = (N + wide - 1) // wide
     tiles: tl.constexpr = (M + BM - 1) // BM * across
@@ -260,7 +266,7 @@ def sums_kernel(
                 keep = (col2 < N)[:, None] & (row_m < M)[None, :]
                 tl.store(out_ptrs + col2[:, None] * M + row_m[None, :], out, mask=keep)
         else:
-            out_ptrs += row_m[:, None] * N
+            out_ptrs += apart(row_m, M, PAIRED)[:, None] * N
             tl.store(out_ptrs + col[None, :], total.to(out_ptr.dtype.element_ty), mask=down & (col < N)[None, :])
             if BN2:
                 tl.store(out_ptrs + col2[None, :], total2.to(out_ptr.dtype.element_ty), mask=down & (col2 < N)[None, :])
@@ -268,8 +274,8 @@ def sums_kernel(
 
 @triton.jit
 def sums_total_kernel(
-    ends_ptr, part_ptr, out_ptr, E, M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, SIZE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, EXPERTS: tl.constexpr,
+    ends_ptr, part_ptr, out_ptr, E, M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, PAIRED: tl.constexpr,
+    SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """The sum of an expert's parts, the first one first; nothing where the whole was one piece."""
     expert, e = tl.program_id(1), tl.arange(0, EXPERTS)
@@ -291,7 +297,7 @@ def sums_total_kernel(
             keep = (n < N)[:, None] & (m < M)[None, :]
             tl.store(out_ptrs + n[:, None] * M + m[None, :], out.T, mask=keep)
         else:
-            tl.store(out_ptrs + m[:, None] * N + n[None, :], out, mask=keep)
+            tl.store(out_ptrs + apart(m, M, PAIRED)[:, None] * N + n[None, :], out, mask=keep)
 
 
 def cut(ends_E: Tensor, rows: int, size: int, least: int = 0) -> Tensor:
@@ -362,21 +368,22 @@ def products(a_RK: Tensor, b_E: Tensor, where: Tensor, turned: bool, BM=ROWS, BN
 
 def sums(
     a_RM: Tensor, b: Tensor, token_R: Tensor | None, ends_E: Tensor, where: Tensor, size: int, turned: bool,
-    BM=ROWS, BN=128, BK=64,
+    paired=False, BM=ROWS, BN=128, BK=64,
 ) -> Tensor:  # fmt: skip
     """a^T b over each expert's rows: (E, M, N), or (E, N, M) if turned. Given `token_R`, b's rows are of tokens.
-    `where`: cut(ends_E, rows, size, 1)."""
+    `where`: cut(ends_E, rows, size, 1). `paired`: a's columns are pairs, of which the sum has all the first ones first,
+    and not turned."""
     (_, m), n, experts, pieces = a_RM.shape, b.shape[1], len(ends_E), where.shape[1]
     out = a_RM.new_empty((experts, n, m) if turned else (experts, m, n))
     part = torch.empty(pieces, m, n, dtype=torch.float32, device=b.device)
     second = beside(n) if token_R is None else 0
     sums_kernel[(pieces * triton.cdiv(m, BM) * triton.cdiv(n, BN + second),)](
         a_RM, flat(a_RM, BK, BM), b, flat(b, BK, BN), flat(b, BK, second or BN), token_R, where, out, part, pieces,
-        m, n, TURNED=turned, BM=BM, BN=BN, BN2=second, BK=BK, GATHER=token_R is not None,
+        m, n, TURNED=turned, PAIRED=paired, BM=BM, BN=BN, BN2=second, BK=BK, GATHER=token_R is not None,
         num_warps=8, num_stages=4 if second else 3,
     )  # fmt: skip
     sums_total_kernel[(triton.cdiv(m, 64) * triton.cdiv(n, 64), experts)](
-        ends_E, part, out, experts, m, n, TURNED=turned, SIZE=size, BM=64, BN=64,
+        ends_E, part, out, experts, m, n, TURNED=turned, PAIRED=paired, SIZE=size, BM=64, BN=64,
         EXPERTS=triton.next_power_of_2(experts), num_warps=4,
     )  # fmt: skip
     return out

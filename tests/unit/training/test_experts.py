@@ -423,9 +423,13 @@ def test_quack_around_stand_ins(
 def test_quack_from_tokens(chosen: tuple[int, int], long: bool, copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ffn` against dispatch, reference and combine, with a stream to add to, in float64; one expert is never chosen."""
 
-    def sums(a: Tensor, b: Tensor, token: Tensor, ends: Tensor, pieces: object, size: int, turned: bool) -> Tensor:
+    def sums(
+        a: Tensor, b: Tensor, token: Tensor, ends: Tensor, pieces: object, size: int, turned: bool, paired: bool = False
+    ) -> Tensor:
+        assert not (turned and paired)
         parts = itertools.pairwise([0, *ends.tolist()])
         found = torch.stack([a[i:j].T @ b[token.long()][i:j] for i, j in parts])
+        found = torch.cat([found[:, 0::2], found[:, 1::2]], 1) if paired else found
         return found.mT.contiguous() if turned else found
 
     ours = types.ModuleType("training.kernels.narrow_triton")

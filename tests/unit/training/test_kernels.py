@@ -376,6 +376,20 @@ def test_whose_experts_join_the_stream(register: str, monkeypatch: pytest.Monkey
 
 
 @needs_interpreter
+def test_pairs_of_a_sum_taken_apart(countable: None) -> None:
+    """Of an expert in one piece, of one in three, of one without rows: the same bits, all first ones of pairs first."""
+    from training.kernels import narrow_triton
+
+    ends = torch.tensor([20, 20, 181], dtype=torch.int32)
+    a, b = rng.normal((181, 96), 0, "a"), rng.normal((181, 64), 0, "b")
+    pieces = narrow_triton.cut(ends, 181, 64, 1)
+    given = a, b, None, ends, pieces, 64, False
+    mixed, apart = (narrow_triton.sums(*given, paired=paired, BM=32, BN=64, BK=16) for paired in (False, True))
+    assert torch.allclose(mixed[2], a[20:].T @ b[20:], atol=1e-4) and not mixed[1].any()
+    assert torch.equal(apart, torch.cat([mixed[:, 0::2], mixed[:, 1::2]], 1)) and not torch.equal(apart, mixed)
+
+
+@needs_interpreter
 def test_rows_of_another_backward_pass_are_not_added(countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks for the gradients of experts alone leaves rows that no router took; one who asks for a router's gradient
     later gets that alone."""
