@@ -357,7 +357,8 @@ class Checkpoints:
             self.wait()
 
     def load(self, state: TrainState) -> int:
-        """Take up the newest whole checkpoint, and return its step; 0 if there is none. A damaged one is set aside."""
+        """Take up the newest whole checkpoint, and return its step; 0 if there is none. A damaged one is set aside.
+        What a kill kept the last save from removing goes once the state is taken up: at its end a run saves no more."""
         self.wait()
         found = self.newest(set_aside=True)
         if found is None:
@@ -402,6 +403,8 @@ class Checkpoints:
             raise ValueError(
                 f"{folder} holds a state that no save wrote ({said:.200}); where is this checkpoint from?"
             ) from error
+        if self.rank == 0:
+            self.prune(folder)
         return state.step
 
     def latest(self) -> Path | None:
@@ -487,16 +490,21 @@ class Checkpoints:
 
     def commit(self, partial: Path, final: Path) -> None:
         """Renames a checkpoint, from when on it counts. Older ones are removed only after it is on the disk."""
-        replaced = final.with_name(final.name + ".replaced")
         if final.exists():  # saved again, by a run that went back further; never a moment without one of the two
+            replaced = final.with_name(final.name + ".replaced")
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(final, replaced)
         os.rename(partial, final)
         sync_folder(self.folder)
-        keep = {*self.found()[: self.keep], final}
+        self.prune(final)
+
+    def prune(self, newest: Path) -> None:
+        """Removes older checkpoints, the one that `newest` replaced, and what is half written or half removed."""
+        replaced = newest.with_name(newest.name + ".replaced")
+        counting = [path for path in self.found() if path != replaced]
         for path in self.found():
-            every = self.keep_every and step_of(path) % self.keep_every == 0 and path != replaced
-            if path == replaced or not (path in keep or every):
+            every = self.keep_every and step_of(path) % self.keep_every == 0
+            if path == replaced or not (path in counting[: self.keep] or path == newest or every):
                 removed = path.with_name(path.name.partition(".")[0] + ".removed")
                 shutil.rmtree(removed, ignore_errors=True)
                 os.rename(path, removed)  # so that a kill in the middle leaves no half of a checkpoint

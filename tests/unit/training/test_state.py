@@ -428,6 +428,24 @@ def test_the_newest_and_every_tenth_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == ["other", "step-00000010", "step-00000020", "step-00000023", "step-00000024"]
 
 
+def test_who_goes_on_removes_what_a_kill_left(tmp_path: Path) -> None:
+    """Also at its end, when no save comes that would; not a run that is refused, and not what reads."""
+    saved(tmp_path, 1, 2, 3, 4, keep=4, settings=lambda _: {"seed": 1})
+    shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000004.replaced")
+    for half in ("step-00000001.removed", "step-00000005.partial"):
+        (tmp_path / half).mkdir()
+        (tmp_path / half / "shard-00000.safetensors").write_bytes(b"half")
+    there = names(tmp_path)
+    with Checkpoints(tmp_path, keep=2, settings=lambda _: {"seed": 2}) as checkpoints:
+        assert checkpoints.latest() == tmp_path / "step-00000004"
+        with pytest.raises(ValueError, match="seed"):
+            checkpoints.load(small())
+    assert names(tmp_path) == there
+    with Checkpoints(tmp_path, keep=2, keep_every=2, settings=lambda _: {"seed": 1}) as checkpoints:
+        assert checkpoints.load(small()) == 4
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
 def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     saved(tmp_path, 5, keep=1)
     state = small(5)
@@ -436,6 +454,8 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(5, state)
     assert names(tmp_path) == ["step-00000005"] and loaded(tmp_path).model.w[0, 0] == -1
+    saved(tmp_path, 3, keep=1)  # what was just saved stays, whatever lies there
+    assert names(tmp_path) == ["step-00000003", "step-00000005"]
 
 
 def test_a_kill_while_a_step_is_replaced_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
