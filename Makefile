@@ -18,7 +18,7 @@ help:  ## say what there is to make
 
 # PASSIVE: threads do not wait by spinning, which on a machine that does other things as well is several times as fast
 demo: $(VENV)/installed  ## train, upcycle, train on, compare: minutes on this machine's CPU, ends with runs/demo/report.html
-	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m evaluation.demo
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m examples.demo
 
 # whole files to each process, those that take longest first (tests/conftest.py); programs are compiled once, not each time
 test: lint oracles  ## lint, then all tests; those of the peers included, and of llama.cpp where it has a wheel

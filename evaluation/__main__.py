@@ -24,15 +24,15 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from upcycle import cli
+from upcycle.cli import frame as cli
 
 COMMANDS = {  # each a module with a main(words), whose docstring is its help
-    "run": "evaluation.run",
-    "lm-eval": "evaluation.harness",
-    "compare": "evaluation.compare",
-    "routing": "evaluation.routing",
+    "run": "evaluation.ask.run",
+    "lm-eval": "evaluation.ask.harness",
+    "compare": "evaluation.judge.compare",
+    "routing": "evaluation.show.routing",
     "study": "evaluation.study.study",
-    "report": "evaluation.report.report",
+    "report": "evaluation.show.report",
 }
 RESUME = ("run", "study")  # started again these go on where they were: answers and runs are kept
 

@@ -271,7 +271,7 @@ def crashed(command: Command, here: Path, root: Path, kind: str, at: int, want: 
 
 def finished(command: Command, here: Path, root: Path, want: Any) -> None:
     again = ended(started(command, here, root), root)
-    was_done = again.code == 2 and "exists already" in again.said  # training.export says so
+    was_done = again.code == 2 and "exists already" in again.said  # training.cli.export says so
     wanted(again.code == 0 or was_done, "the rerun ends with", again.code, again.said[-3000:])
     found = command.result(here)
     wanted(found == want, "other bytes:", differing(found, want))
@@ -325,14 +325,14 @@ def digests(folder: Path) -> dict[str, str]:
 
 def commands(place: Path) -> dict[str, Command]:
     """`place`: what they read."""
-    from evaluation import results
-    from evaluation.report import report
-    from training import export, prepare
+    from evaluation.judge import results
+    from evaluation.show import report
     from training.__main__ import main as train
+    from training.cli import export, prepare
     from training.observe.metrics import read
     from training.parallel.processes import alone
-    from upcycle import cli
     from upcycle.__main__ import main as upcycle
+    from upcycle.cli import frame as cli
 
     def run_folder(here: Path) -> Any:
         clock = {"seconds_per_step", "tokens_per_s", "tflops", "mfu", "eta_s", "memory_gb"}
@@ -367,7 +367,7 @@ def commands(place: Path) -> dict[str, Command]:
         "schedule.peak=1e-3",
     ]
     training += [
-        "model.compute=float32",
+        "model.dtype=float32",
         "steps=2",
         "checkpoint.every=1",
         "device=cpu",

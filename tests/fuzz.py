@@ -438,9 +438,11 @@ def dense(folder: Path) -> None:
 
 def read_dense(folder: Path, path: Path) -> str:
     from training.checkpoint import layout
-    from upcycle import card, inspect, plan
-    from upcycle.checkpoint import Checkpoint
-    from upcycle.config import UpcycleConfig
+    from upcycle.config.reading import UpcycleConfig
+    from upcycle.converting import card
+    from upcycle.io.checkpoint import Checkpoint
+    from upcycle.planning import plan
+    from upcycle.verifying import inspect
 
     shown = inspect.describe(path.parent)
     with Checkpoint.open(path.parent) as checkpoint:
@@ -451,11 +453,11 @@ def read_dense(folder: Path, path: Path) -> str:
 
 
 def converted(**values: Any) -> None:
-    from upcycle import plan
-    from upcycle.checkpoint import Checkpoint
-    from upcycle.config import UpcycleConfig
-    from upcycle.convert import convert
-    from upcycle.job import Worker
+    from upcycle.config.reading import UpcycleConfig
+    from upcycle.converting.convert import convert
+    from upcycle.converting.job import Worker
+    from upcycle.io.checkpoint import Checkpoint
+    from upcycle.planning import plan
 
     config = UpcycleConfig(experts=4, **values)
     with Checkpoint.open(config.source) as checkpoint:
@@ -473,7 +475,7 @@ def moe(folder: Path) -> None:
 
 def read_moe(folder: Path, path: Path) -> str:
     from training.checkpoint import layout
-    from upcycle import inspect
+    from upcycle.verifying import inspect
 
     with layout.opened(path.parent) as origin:
         return inspect.describe(path.parent) + str(origin.spec)
@@ -488,9 +490,11 @@ def siblings(folder: Path) -> None:
 
 
 def read_sibling(folder: Path, path: Path) -> str:
-    from upcycle import card, inspect, plan
-    from upcycle.checkpoint import Checkpoint
-    from upcycle.config import Router, UpcycleConfig
+    from upcycle.config.reading import Router, UpcycleConfig
+    from upcycle.converting import card
+    from upcycle.io.checkpoint import Checkpoint
+    from upcycle.planning import plan
+    from upcycle.verifying import inspect
 
     with Checkpoint.open(path.parent) as checkpoint:
         config = UpcycleConfig(source=str(path.parent), experts=4, router=Router(score="auto"))
@@ -501,7 +505,7 @@ def read_sibling(folder: Path, path: Path) -> str:
 def mixtures(folder: Path) -> None:
     """Models whose experts are copied or pruned, and a file that says how they were used."""
     from tests.parity import tiny
-    from upcycle.config import Router
+    from upcycle.config.reading import Router
 
     source = tiny.make("llama", folder / "dense", num_hidden_layers=1)
     for target in ("qwen2_moe", "granitemoe", "glm4_moe"):
@@ -515,7 +519,7 @@ def mixtures(folder: Path) -> None:
 
 
 def sign_mixtures(folder: Path) -> None:
-    from upcycle.checkpoint import Checkpoint
+    from upcycle.io.checkpoint import Checkpoint
 
     for path in folder.glob("*/routing.json"):
         with Checkpoint.open(path.parent / "model") as checkpoint:
@@ -524,9 +528,10 @@ def sign_mixtures(folder: Path) -> None:
 
 
 def read_mixture(folder: Path, path: Path) -> str:
-    from upcycle import card, plan
-    from upcycle.checkpoint import Checkpoint
-    from upcycle.config import UpcycleConfig
+    from upcycle.config.reading import UpcycleConfig
+    from upcycle.converting import card
+    from upcycle.io.checkpoint import Checkpoint
+    from upcycle.planning import plan
 
     home, shown = folder / path.relative_to(folder).parts[0], ""
     by = {"by": str(home / "routing.json")}
@@ -541,10 +546,10 @@ def read_mixture(folder: Path, path: Path) -> str:
 
 
 def read_manifest(folder: Path, path: Path) -> str:
-    from evaluation.report import facts
+    from evaluation.show import facts
     from training.checkpoint import layout
-    from upcycle import inspect, rebuild
-    from upcycle.checkpoint import Checkpoint
+    from upcycle.io.checkpoint import Checkpoint
+    from upcycle.verifying import inspect, rebuild
 
     shown = inspect.describe(path.parent) + str(facts.plan_rows(path.parent))
     inspect.check(path.parent)
@@ -560,7 +565,7 @@ def read_manifest(folder: Path, path: Path) -> str:
 
 
 def sign_manifests(folder: Path) -> None:
-    from upcycle.convert import digest
+    from upcycle.converting.convert import digest
 
     for path in folder.glob("*/upcycle.json"):
         manifest = json.loads(path.read_text())
@@ -570,7 +575,7 @@ def sign_manifests(folder: Path) -> None:
 def saved(folder: Path) -> None:
     from tests.unit.training.test_state import small
     from training.checkpoint.state import Checkpoints
-    from training.optim import OptimConfig, SpikeGuard
+    from training.optim.optimizer import OptimConfig, SpikeGuard
 
     state = small(3, box=[1, {"a": (2, None)}, "x"])
     state.parts = {**state.parts, "guard": SpikeGuard(OptimConfig())}
@@ -585,7 +590,7 @@ def read_saved(folder: Path, path: Path) -> None:
     from tests.unit.training.test_state import small
     from training.checkpoint import standalone
     from training.checkpoint.state import Checkpoints
-    from training.optim import OptimConfig, SpikeGuard
+    from training.optim.optimizer import OptimConfig, SpikeGuard
 
     state = small(0, box=0)
     standalone.load_step(state.model, folder, path.parent)  # type: ignore[arg-type]
@@ -626,7 +631,7 @@ def evaluated(folder: Path) -> None:
 
 
 def read_evaluated(folder: Path, path: Path) -> str:
-    from evaluation.compare import compare, table
+    from evaluation.judge.compare import compare, table
 
     return "".join(table(found) for found in compare([folder / "a", folder / "b"])) + reported(
         folder / "a", folder / "b"
@@ -635,9 +640,9 @@ def read_evaluated(folder: Path, path: Path) -> str:
 
 def reported(*paths: Path) -> str:
     """All three files of a report."""
-    from evaluation.report.facts import gather
-    from evaluation.report.page import page
-    from evaluation.report.report import as_json, markdown
+    from evaluation.show.facts import gather
+    from evaluation.show.page import page
+    from evaluation.show.report import as_json, markdown
 
     facts = gather([str(path) for path in paths], "title")
     return json.dumps(as_json(facts), allow_nan=False) + markdown(facts) + page(facts)
@@ -654,7 +659,7 @@ def trained(folder: Path) -> None:
     from dataclasses import asdict
 
     from tests.unit.evaluation.test_compare import log
-    from training.config import read_config
+    from training.config.reading import read_config
 
     for name, flops in (("dense", 10.0), ("moe", 20.0)):
         run = log(folder / name, flops, {0: 5.0, 10: 4.0, 20: 3.0})
@@ -690,7 +695,7 @@ LLAMA = {
 
 
 def read_trained(folder: Path, path: Path) -> str:
-    from evaluation.compare import compare_losses, loss_table
+    from evaluation.judge.compare import compare_losses, loss_table
     from evaluation.study.outcome import outcome
     from training.observe import metrics
 
@@ -701,9 +706,9 @@ def read_trained(folder: Path, path: Path) -> str:
 
 
 def read_kept(folder: Path, path: Path) -> str:
-    from evaluation.load import end_tokens
+    from evaluation.ask.load import end_tokens
     from training.checkpoint import standalone
-    from training.config import ModelConfig
+    from training.config.reading import ModelConfig
 
     run = next(parent for parent in path.parents if parent.parent == folder)
     origin = standalone.kept(run)
@@ -821,9 +826,9 @@ def tokenizer(folder: Path) -> None:
 def read_tokenizer(folder: Path, path: Path) -> None:
     from types import SimpleNamespace
 
-    from evaluation.load import load_tokenizer
+    from evaluation.ask.load import load_tokenizer
     from training.data.prepare import load_encoder
-    from upcycle.text import encoder
+    from upcycle.text.tokens import encoder
 
     encoder(folder)("a soft grey evening in the old harbour")
     made = load_encoder(folder, "")
@@ -837,7 +842,7 @@ def configs(folder: Path) -> None:
         "texts: [a, b]}}\ncalibration: {texts: [a.txt], tokens: 10}\nscale: exact\nmax_shard: 5GB\n"
     )
     (folder / "train.yaml").write_text(
-        "output: out\nmodel: {source: x, compute: float32}\ndata: {train: [{path: x, weight: 2.0}], valid: [y], sequence: 16}\noptim: "
+        "output: out\nmodel: {source: x, dtype: float32}\ndata: {train: [{path: x, weight: 2.0}], valid: [y], sequence: 16}\noptim: "
         "{name: adamw, beta2: 0.95}\nschedule: {peak: 1e-3, warmup: 2}\nmesh: {ep: 1}\nsteps: 3\nbatch: 2\n"
     )
     (folder / "eval.yaml").write_text("suite: tiny\ncheckpoint: x\ntexts: [a.txt]\nmesh: {tp: 1}\nlimit: 3\n")
@@ -854,12 +859,12 @@ def configs(folder: Path) -> None:
 
 
 def read_configs(folder: Path, path: Path) -> None:
-    from evaluation.run import is_config, read_config
+    from evaluation.ask.run import is_config, read_config
+    from evaluation.ask.tasks import read_suite
     from evaluation.study.plan import read_study
-    from evaluation.tasks import read_suite
-    from training import config as training
+    from training.config import reading as training
     from training.data.prepare import PrepareConfig
-    from upcycle.config import UpcycleConfig, read
+    from upcycle.config.reading import UpcycleConfig, read
 
     match path.stem:
         case "upcycle":
@@ -888,7 +893,7 @@ def measured(folder: Path) -> None:
 
 
 def again(folder: Path) -> None:
-    from upcycle.config import Calibration, Router
+    from upcycle.config.reading import Calibration, Router
 
     converted(
         source=str(folder / "readable"), output=str(folder / "moe"), scale="calibrated", max_shard="100KB",
@@ -897,8 +902,8 @@ def again(folder: Path) -> None:
 
 
 def read_measured(folder: Path, path: Path) -> str:
-    from upcycle import inspect, rebuild
-    from upcycle.checkpoint import Checkpoint
+    from upcycle.io.checkpoint import Checkpoint
+    from upcycle.verifying import inspect, rebuild
 
     shown = inspect.describe(folder / "moe", tensors=True)
     manifest = inspect.read_whole_manifest(folder / "moe")
@@ -916,14 +921,14 @@ def killed(folder: Path) -> None:
     """A conversion that was killed before its end."""
     from unittest import mock
 
-    from upcycle import convert
+    from upcycle.converting import convert
 
     with mock.patch.object(convert, "finish", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
         measured(folder)
 
 
 def answers(folder: Path) -> None:
-    from evaluation.remember import Remembered
+    from evaluation.ask.remember import Remembered
 
     known = Remembered(folder / "cache", "print")
     known.put({f"{number:032x}": [-1.5, True] for number in range(5)} | {"text": "an answer"})
@@ -931,7 +936,7 @@ def answers(folder: Path) -> None:
 
 
 def read_answers(folder: Path, path: Path) -> None:
-    from evaluation.remember import Remembered
+    from evaluation.ask.remember import Remembered
 
     Remembered(folder / "cache", "print").close()
 
@@ -978,7 +983,7 @@ PUBLISHED = {
 
 
 def read_published(folder: Path, path: Path) -> None:
-    from evaluation.offline import splits
+    from evaluation.ask.offline import splits
 
     splits(folder, *PUBLISHED[path.relative_to(folder).parts[0]])
 

@@ -32,17 +32,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from training.islands import center, frames, wire
+from training.islands import center
 from training.islands.center import Center
 from training.islands.config import IslandsConfig
-from training.islands.frames import Channel
 from training.islands.journal import Journal
-from training.islands.link import Link
+from training.islands.link import frames, wire
+from training.islands.link.client import Link
+from training.islands.link.frames import Channel
+from training.islands.link.server import BLOCK, Server
 from training.islands.places import Layout
 from training.islands.rules.dgs import Push
-from training.islands.serve import BLOCK, Server
 from training.islands.sparse import Sparse
-from upcycle import disk
+from upcycle.io import disk
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 LAYOUT = Layout({"layers.0.ffn.experts.up": (4, 1000), "layers.0.attention.q.weight": (50, 40), "norm.weight": (99,)})

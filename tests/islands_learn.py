@@ -44,24 +44,24 @@ import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from evaluation.seeds import paired
-from training import build
+from evaluation.judge.seeds import paired
 from training.checkpoint import layout
-from training.config import TrainConfig
+from training.config.reading import TrainConfig
 from training.data.open import check_tokens, open_training, open_validation
-from training.islands import wire
 from training.islands.config import IslandsConfig
 from training.islands.island import OTHER, Island
+from training.islands.link import wire
 from training.islands.places import Layout
 from training.islands.rules import diloco
 from training.islands.sparse import Sparse
 from training.observe.plots import COLORS
+from training.optim.schedule import ScheduleConfig, schedule
 from training.parallel.mesh import MeshConfig, ParallelMesh
-from training.record import stepping
-from training.schedule import ScheduleConfig, schedule
-from training.step import train_step, validate
+from training.run import build
+from training.run.record import stepping
+from training.run.step import train_step, validate
 from upcycle import plugin
-from upcycle.config import build as built
+from upcycle.config.reading import build as built
 
 SPEEDS = (1.0, 1.07, 1.21, 1.9)
 NUMBERS = 1e9  # of the model whose seconds are told
@@ -527,7 +527,9 @@ def named(words: str) -> list[tuple[int, Arm]]:
             number, *given = word.split(":")
             known = number in map(str, range(len(ARMS))) and given[:1] in (["copies"], ["groups"])
             if not known or not 3 <= len(given) <= len(kinds):
-                raise ValueError(f"named has {word}; it must be like 1:copies:2:5e-4, or with every, seconds and link behind that")
+                raise ValueError(
+                    f"named has {word}; it must be like 1:copies:2:5e-4, or with every, seconds and link behind that"
+                )
             made: dict[str, Any] = {key: kind(value) for (key, kind), value in zip(kinds, given, strict=False)}
             found.append((place, replace(ARMS[int(number)], **made)))
     return found
@@ -684,7 +686,9 @@ def main() -> None:
         base(Runner(size, tokens, folder, devices[0]))
         return
     if odd := {*again, *groups} - rates.keys():
-        raise ValueError(f"again and groups name the arms {sorted(odd)}, of which rates has none; write rates={min(odd)}:1e-3 too")
+        raise ValueError(
+            f"again and groups name the arms {sorted(odd)}, of which rates has none; write rates={min(odd)}:1e-3 too"
+        )
     asked, follows = together(rates, again, groups, seeds, first)
     if wanted:
         asked = named(wanted)
@@ -817,7 +821,17 @@ def plot(rows: Sequence[dict[str, Any]], output: Path) -> None:
         axes.set_ylabel("held-out loss")
         for name, style, color, x, y in lines(rows, at, LINKS[0]):
             known = name in axes.get_legend_handles_labels()[1]
-            axes.plot(x, y, style, color=color, alpha=0.9, linewidth=1, marker=".", markersize=4, label=None if known else name)
+            axes.plot(
+                x,
+                y,
+                style,
+                color=color,
+                alpha=0.9,
+                linewidth=1,
+                marker=".",
+                markersize=4,
+                label=None if known else name,
+            )
         if at:
             axes.set_xscale("log")
         axes.grid(alpha=0.25)

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from upcycle import law
+from training.estimate import law
 
 HERE = Path(__file__).parent / "law_points.json"
 CHECKS = HERE.with_name("law_checks.json")
@@ -50,7 +50,7 @@ RATE, WARM, COOL = 3e-3, 20, 0.2  # the rate of the smallest; they fall with the
 
 
 def spec_of(size: int) -> Any:
-    from upcycle.spec import DenseSpec
+    from upcycle.arch.spec import DenseSpec
 
     hidden, layers, heads = (*SIZES, *BETWEEN)[size]
     return DenseSpec(
@@ -63,19 +63,19 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
     """All points of a size and a D1."""
     import torch
 
-    from training.balance import BalanceConfig
-    from training.build import Learner, learner, room
     from training.checkpoint import layout
-    from training.config import ModelConfig, TrainConfig
+    from training.config.reading import ModelConfig, TrainConfig
     from training.data.batch import Batch
     from training.data.mixture import DataConfig
     from training.model.decoder import Decoder
+    from training.optim.balance import BalanceConfig
     from training.parallel.mesh import MeshConfig, ParallelMesh
     from training.parallel.processes import processes
-    from training.step import nll, train_step
-    from upcycle import rng
-    from upcycle.size import dense_parameters
-    from upcycle.spec import DenseSpec, MoESpec
+    from training.run.build import Learner, learner, room
+    from training.run.step import nll, train_step
+    from upcycle.arch.spec import DenseSpec, MoESpec
+    from upcycle.planning import rng
+    from upcycle.planning.size import dense_parameters
 
     short = "LAW_SHORT" in os.environ  # does it run at all?
     began, dense = time.monotonic(), spec_of(size)
@@ -84,7 +84,9 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
     torch.set_num_threads(2)
     folders = sorted(folder for folder in tokens.iterdir() if (folder / "meta.json").exists())
     texts = {folder.name: np.memmap(next(folder.glob("tokens-*.bin")), np.uint16, "r") for folder in folders}
-    of_texts = {name: f"{len(text):,} tokens, sha256 {hashlib.sha256(text).hexdigest()}" for name, text in texts.items()}
+    of_texts = {
+        name: f"{len(text):,} tokens, sha256 {hashlib.sha256(text).hexdigest()}" for name, text in texts.items()
+    }
     learned = [text for name, text in texts.items() if not name.endswith("-val")]
     held = [text for name, text in texts.items() if name.endswith("-val")]
     batch_size = 2 if short else BATCH
@@ -110,14 +112,14 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
         config = TrainConfig(
             model=ModelConfig(
                 source="x", random=True, experts="grouped" if cuda else "reference",
-                compute="bfloat16" if cuda else "float32",
+                dtype="bfloat16" if cuda else "float32",
             ),
             data=DataConfig(sequence=SEQUENCE, mask_documents=False), balance=BalanceConfig(aux_weight=0.01),
             mesh=MeshConfig(), batch=batch_size, micro_batch=batch_size,
         )  # fmt: skip
         mesh = ParallelMesh(config.mesh, device_type=device.type)
         with torch.device("meta"):
-            model = Decoder(spec, experts=config.model.experts, compute=getattr(torch, config.model.compute))
+            model = Decoder(spec, experts=config.model.expert_backend, compute=getattr(torch, config.model.dtype))
         model = room(model.to(torch.float32), config.model, mesh, device)
         for tensor in model.buffers():
             tensor.zero_()
@@ -304,9 +306,7 @@ def noise() -> dict[tuple[int, int, int], tuple[float, float]]:
     def apart(of: list[dict[str, Any]]) -> float:
         return float(max(row["loss"] for row in of) / min(row["loss"] for row in of) - 1)
 
-    return {
-        key: (apart(of), apart([row for row in of if not row["seed"]])) for key, of in found.items() if len(of) > 1
-    }
+    return {key: (apart(of), apart([row for row in of if not row["seed"]])) for key, of in found.items() if len(of) > 1}
 
 
 def known(file: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:

@@ -33,7 +33,8 @@ def start(world: int, copies: bool) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from training import bench, measure
+    from training.cli import bench
+    from training.estimate import measure
     from training.parallel.mesh import MeshConfig
 
     sent: Counter[str] = Counter()
@@ -90,7 +91,9 @@ def checkpoint(world: int, folder: Path) -> dict[str, Any]:
     from training.checkpoint.storage import Piece
 
     def pieces(rank: int) -> list[Piece]:
-        return [Piece(f"layers.{n}.weight", torch.float32, (2 * world, 4), (2 * rank, 0), (2, 4)) for n in range(TENSORS)]
+        return [
+            Piece(f"layers.{n}.weight", torch.float32, (2 * world, 4), (2 * rank, 0), (2, 4)) for n in range(TENSORS)
+        ]
 
     def lines(rank: int) -> bytes:
         made = storage.write_shard(folder / f"shard-{rank:05d}.safetensors", pieces(rank), staged)
@@ -132,7 +135,15 @@ def sockets(world: int) -> dict[str, Any]:
     found = {}
     for name, lazy in (("as needed", "1"), ("all at once", "0")):
         environ = {**os.environ, "TORCH_GLOO_LAZY_INIT": lazy, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", "29731"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(world),
+            "--master-port",
+            "29731",
+        ]
         said = subprocess.run(
             [*command, "-m", "tests.many_ranks", "of-one"], env=environ, capture_output=True, text=True, check=True
         ).stdout

@@ -10,7 +10,8 @@ CONFIG is a YAML file or the name of a ready config (configs/train). The same co
   torchrun --nproc-per-node 8 -m training my.yaml mesh.ep=8                 # on 8 GPUs, the same run
   python -m training my.yaml output=runs/try islands.local=2                # two islands; see training.islands
 
-Text becomes token shards by training.prepare, once; training.plan says whether a run fits; training.plots draws it.
+Text becomes token shards by upcycle prepare, once; upcycle estimate says whether a run fits; training.cli.plots draws
+it.
 
 keys, with defaults and meaning: docs/config.md
 """
@@ -20,11 +21,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from upcycle import cli
+from upcycle.cli import frame as cli
 
 if TYPE_CHECKING:
-    from training.config import TrainConfig
-    from training.evaluate import Suite
+    from training.config.reading import TrainConfig
+    from training.run.suite import Suite
 
 
 STOPPED = 75  # exit code of a run that was asked to stop: EX_TEMPFAIL, the same command goes on. `a && b` ends there
@@ -33,9 +34,9 @@ STOPPED = 75  # exit code of a run that was asked to stop: EX_TEMPFAIL, the same
 @cli.command(resumes=True)
 def main(words: list[str]) -> int:
     from training.checkpoint.state import Stopped
-    from training.config import read_config
+    from training.config.reading import read_config
     from training.parallel.processes import rank
-    from training.train import train
+    from training.run.loop import train
 
     config = read_config(*cli.file_and_words(words))
     if config.islands.local:
@@ -60,7 +61,7 @@ def suite_of(config: TrainConfig) -> Suite | None:
     if not config.eval.every:
         return None
     try:
-        from evaluation import run
+        from evaluation.ask import run
     except ModuleNotFoundError as error:
         raise ValueError(
             f"eval.every={config.eval.every} needs the package {error.name}, which is not installed; "

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NoReturn
 
-from upcycle import __version__, cli
+from upcycle import __version__
+from upcycle.cli import frame as cli
 
 if TYPE_CHECKING:  # imported when a command runs: --help should not wait for torch
     from upcycle.library import Upcycling
@@ -120,15 +121,16 @@ def main(words: list[str]) -> int:
 
 
 def load(words: Sequence[str]) -> Upcycling:
-    from upcycle.config import UpcycleConfig, read
+    from upcycle.config.reading import UpcycleConfig, read
     from upcycle.library import Upcycling
 
     return Upcycling(read(UpcycleConfig, *cli.file_and_words(words)))
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    from upcycle import card, engines, size
-    from upcycle.plan import sizes
+    from upcycle.converting import card
+    from upcycle.planning import engines, size
+    from upcycle.planning.plan import sizes
 
     plan = load(options.words).plan
     if options.json:
@@ -168,7 +170,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def run_convert(options: argparse.Namespace) -> int:
-    from upcycle.job import Worker
+    from upcycle.converting.job import Worker
 
     worker = Worker.here()
     moe = load(options.words)
@@ -183,7 +185,7 @@ def run_convert(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    from upcycle import verify
+    from upcycle.verifying import verify
 
     report = verify.verify(
         options.dense,
@@ -207,8 +209,8 @@ def run_verify(options: argparse.Namespace) -> int:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    from upcycle.checkpoint import Checkpoint
-    from upcycle.inspect import check, describe
+    from upcycle.io.checkpoint import Checkpoint
+    from upcycle.verifying.inspect import check, describe
 
     with Checkpoint.open(options.folder) as checkpoint:  # a folder, or a hub id
         folder = checkpoint.folder
@@ -217,7 +219,8 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 
 def run_push(options: argparse.Namespace) -> int:
-    from upcycle import card, hub
+    from upcycle.converting import card
+    from upcycle.io import hub
 
     hub.check_id(options.name)
     what = hub.upload(options.folder)

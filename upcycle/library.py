@@ -16,13 +16,14 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from upcycle import card, verify
-from upcycle.checkpoint import Checkpoint
-from upcycle.config import UpcycleConfig, read
-from upcycle.convert import convert
-from upcycle.hub import headers
-from upcycle.job import Worker
-from upcycle.plan import UpcyclePlan, build
+from upcycle.config.reading import UpcycleConfig, read
+from upcycle.converting import card
+from upcycle.converting.convert import convert
+from upcycle.converting.job import Worker
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.hub import headers
+from upcycle.planning.plan import UpcyclePlan, build
+from upcycle.verifying import verify
 
 
 @dataclass(frozen=True, repr=False)

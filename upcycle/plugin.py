@@ -1,6 +1,7 @@
 """A plug-in is one file in a package's folder; its name is its file name.
 
-`load("upcycle.targets", "mixtral")` imports upcycle/targets/mixtral.py. Nothing is registered anywhere, so adding a
+`load("upcycle.arch.targets", "mixtral")` imports upcycle/arch/targets/mixtral.py. Nothing is registered anywhere, so
+adding a
 family, a target or a method is adding a file, and tests that walk `names(package)` test it without being told.
 """
 

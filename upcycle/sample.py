@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from upcycle import disk, rng
-from upcycle.families import llama
-from upcycle.plan import Output
+from upcycle.arch.families import llama
+from upcycle.io import disk
+from upcycle.planning import rng
+from upcycle.planning.plan import Output
 
 # 1.1 B parameters: the shape of TinyLlama
 TINYLLAMA = {

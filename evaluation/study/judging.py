@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from evaluation.curves import Band, Curve, band, difference_band, mean
-from evaluation.seeds import Paired, paired
+from evaluation.judge.curves import Band, Curve, band, difference_band, mean
+from evaluation.judge.seeds import Paired, paired
 from evaluation.study.outcome import Outcome, outcome
 from evaluation.study.plan import Plan
 from evaluation.study.suites import Score, before_folder, scores, starts, suites_of

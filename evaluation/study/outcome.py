@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evaluation.curves import Curve, Row, Spent, mean_curve, points, spending
+from evaluation.judge.curves import Curve, Row, Spent, mean_curve, points, spending
 from evaluation.study.plan import tokens_of_step
-from training.config import TrainConfig
+from training.config.reading import TrainConfig
 from training.observe import metrics
-from upcycle import strict
-from upcycle.config import build
+from upcycle.config.reading import build
+from upcycle.io import strict
 
 LAYER = re.compile(r"balance/(\d+)/(\w+)")
 OVERALL = re.compile(r"balance/([a-z]\w*)")

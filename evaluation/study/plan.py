@@ -18,22 +18,20 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from evaluation.demo import DemoConfig
-from training import config as training_config
-from training.build import flops_a_token, source
-from training.checkpoint.resume import QUIET
-from training.config import TrainConfig
+from examples.demo import DemoConfig
+from training.config.reading import TrainConfig
 from training.data.shards import META
 from training.observe.metrics import FILE as METRICS
-from training.schedule import schedule
-from upcycle import strict
-from upcycle.checkpoint import Checkpoint
-from upcycle.config import READY as UPCYCLE_READY
-from upcycle.config import build, keys_of, literal, read
-from upcycle.disk import write_atomic
+from training.optim.schedule import schedule
+from training.run.build import flops_a_token, source
+from training.run.resume import QUIET
+from upcycle.config.reading import build, keys_of, literal, read
+from upcycle.config.ready import STUDY, TRAIN, UPCYCLE
+from upcycle.io import strict
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.disk import write_atomic
 from upcycle.plugin import nearest
 
-READY = Path(__file__).parents[2] / "configs" / "study"
 MATCHES = ("flops", "seconds")
 OWN = ("config", "match", "of")  # keys of an arm that are not training's
 SET = ("output", "export", "seed", "data.seed", "model.upcycle.seed")  # set by the study, for each trial
@@ -52,7 +50,7 @@ class StudyConfig:
     title: str = ""  # of the page; "": the folder's name
     source: str = ""  # the dense checkpoint, a folder or hub id: what ${source} stands for in the other keys
     tokens: str = ""  # a folder of folders of token shards: what ${tokens} stands for
-    sample: Any = field(default_factory=dict)  # keys of evaluation.demo, which makes OUTPUT/sample/dense and .../tokens
+    sample: Any = field(default_factory=dict)  # keys of examples.demo, which makes OUTPUT/sample/dense and .../tokens
     base: Any = field(default_factory=dict)  # training keys that all arms share; `config`: a ready one to start from
     # name: training keys, and `config`; `match: flops` (or seconds) and `of: ARM`, where its steps follow from those
     arms: Any = field(default_factory=dict)
@@ -153,7 +151,7 @@ class Plan:
 
 
 def read_study(file: str, words: Sequence[str] = ()) -> Plan:
-    return planned(read(StudyConfig, file, words, READY))
+    return planned(read(StudyConfig, file, words, STUDY))
 
 
 def planned(config: StudyConfig) -> Plan:
@@ -200,7 +198,7 @@ def arm_of(config: StudyConfig, name: str, own: Any) -> Arm:
             f"follow from another arm's: write match: {' or '.join(MATCHES)} and of: ARM, and no steps"
         )
     ready = own.get("config", config.base.get("config", ""))
-    start = keys_of(ready, training_config.READY) if ready else {}
+    start = keys_of(ready, TRAIN) if ready else {}
     parts = [literal(keys) for keys in (start, plain(config.base), plain(own))]
     values: Any = OmegaConf.to_container(OmegaConf.merge(*parts), resolve=True)
     values = {"model": {}, "data": {}, **{key: value for key, value in values.items() if key not in SET}}
@@ -209,7 +207,7 @@ def arm_of(config: StudyConfig, name: str, own: Any) -> Arm:
             raise ValueError(f"{key} of arm {name} is {strict.short(values[key])}; it must be keys and values")
     upcycle = values["model"].get("upcycle")
     if isinstance(upcycle, str) and upcycle:  # a ready config: its keys instead of its name, because a seed joins them
-        values["model"]["upcycle"] = keys_of(upcycle, UPCYCLE_READY)
+        values["model"]["upcycle"] = keys_of(upcycle, UPCYCLE)
     model = values["model"]
     begins = model.get("upcycle") or model
     if not (begins.get("source") or begins.get("donors")):
@@ -254,7 +252,7 @@ def flops(plan: Plan) -> dict[str, float]:
                 if not (Path(part.path) / META).is_file():
                     raise ValueError(
                         f"data.{kind}: {part.path} is no folder of token shards; make it with python -m "
-                        "training.prepare, or write tokens=FOLDER where the config says ${tokens}"
+                        "training.cli.prepare, or write tokens=FOLDER where the config says ${tokens}"
                     )
         try:
             with source(config) as origin:

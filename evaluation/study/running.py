@@ -22,7 +22,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from upcycle.publish import acquire, opened, sign
+from upcycle.io.publish import acquire, opened, sign
 
 ROOT = Path(__file__).parents[2]
 POLL = 0.5  # seconds between looks at the processes

@@ -32,17 +32,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from evaluation import demo
+from evaluation.show.study import page, sentences, table
 from evaluation.study import plan as planning
 from evaluation.study.judging import Contrast, Judged, judge
 from evaluation.study.outcome import finished
-from evaluation.study.page import page, sentences, table
 from evaluation.study.plan import Plan, Trial, demo_config, read_study
 from evaluation.study.running import ROOT, Job, Workers, alone, device, stopping
 from evaluation.study.suites import Suite, before_folder, starts, suites_of
+from examples import demo
 from training.observe import metrics
-from upcycle import __version__, cli
-from upcycle.disk import write_atomic
+from upcycle import __version__
+from upcycle.cli import frame as cli
+from upcycle.io.disk import write_atomic
 
 
 def main(words: Sequence[str]) -> int:

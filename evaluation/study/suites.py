@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation import results
-from evaluation.compare import PREFERRED, is_inner, is_share
+from evaluation.judge import results
+from evaluation.judge.compare import PREFERRED, is_inner, is_share
 from evaluation.study.plan import Plan
 
 
@@ -54,7 +54,7 @@ def suite_of(given: Any) -> Suite:
     if not keys.get("suite") or taken:
         got = f"the key {taken[0]}, which the study sets" if taken else "no key `suite`"
         raise ValueError(f"suites has {given!r} with {got}; write a name, or {{suite: core, data: FOLDER, limit: 500}}")
-    from evaluation.run import read_config  # imports lm-eval, which takes seconds
+    from evaluation.ask.run import read_config  # imports lm-eval, which takes seconds
 
     words = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in keys.items() if k != "suite"]
     read_config([str(keys["suite"]), "the run", *words])

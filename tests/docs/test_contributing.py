@@ -101,7 +101,9 @@ def test_the_diffs_apply_and_their_commands_pass(tmp_path: Path) -> None:
 def test_a_diff_that_does_not_fit_or_is_wrong_is_seen(tmp_path: Path) -> None:
     diff = next(diff for diff in blocks("diff") if "families/" in diff)
     copy = copied(tmp_path)
-    assert apply(diff.replace("new file mode 100644\n--- /dev/null", "--- a/upcycle/families/stablelm.py"), copy).stderr
+    assert apply(
+        diff.replace("new file mode 100644\n--- /dev/null", "--- a/upcycle/arch/families/stablelm.py"), copy
+    ).stderr
     broken = diff.replace("partial=0.25", "partial=0.5")
     assert broken != diff and apply(broken, copy).returncode == 0
     code, passed, said = run_tests(copy, ["tests/unit/upcycle/test_families.py"], "stablelm and (sizes or counted)")

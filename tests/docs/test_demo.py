@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation import demo
+from examples import demo
 
 
 def test_side_by_side_each_says_its_name_and_one_that_fails_stops_the_demo(capsys: pytest.CaptureFixture[str]) -> None:

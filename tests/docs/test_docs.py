@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.shapes import make_shaped
-from upcycle import cli, families, plugin
+from upcycle import plugin
 from upcycle.__main__ import main
-from upcycle.checkpoint import Checkpoint
-from upcycle.config import UpcycleConfig, read
-from upcycle.plan import build, family, target
+from upcycle.arch import families
+from upcycle.cli import frame as cli
+from upcycle.config.reading import UpcycleConfig, read
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.planning.plan import build, family, target
 from upcycle.sample import make_llama
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +92,7 @@ TOKENS = {
 
 def shaped(folder: Path, config: dict[str, object]) -> Path:
     """A checkpoint of a real model's shape: real headers, no data."""
-    if config["model_type"] in plugin.names("upcycle.targets"):  # an MoE already
+    if config["model_type"] in plugin.names("upcycle.arch.targets"):  # an MoE already
         module = target(str(config["model_type"]))
         make_shaped(folder, config, {s.name: s.shape for s in module.slots(module.read(config))}, "bfloat16", 4)
         return folder
@@ -146,17 +148,17 @@ def my_yaml() -> str:
 
 def understood(command: str) -> str:
     """Read, not run: the words of a command, by what its program reads them with. Returns the program's name."""
-    from evaluation import bench as evaluation_bench
-    from evaluation import demo
+    from benchmarks import converting as upcycle_bench
+    from benchmarks import evaluation as evaluation_bench
     from evaluation.__main__ import COMMANDS
-    from evaluation.run import read_config as read_evaluation
+    from evaluation.ask.run import read_config as read_evaluation
     from evaluation.study.plan import read_study
-    from training import bench
-    from training.config import read_config
+    from examples import demo
+    from training.cli import bench
+    from training.cli.estimate import split
+    from training.config.reading import read_config
     from training.data.prepare import PrepareConfig
-    from training.measure import MeasureConfig
-    from training.plan import split
-    from upcycle import bench as upcycle_bench
+    from training.estimate.measure import MeasureConfig
 
     words = shlex.split(command)
     module, *words = words[words.index("-m") + 1 :] if "-m" in words else words
@@ -164,27 +166,27 @@ def understood(command: str) -> str:
     if module == "upcycle":
         assert file in ("plan", "convert"), command
         read(UpcycleConfig, "", keys)
-    elif module in ("training", "training.plan"):
-        if module == "training.plan" and file == "measure":
+    elif module in ("training", "training.cli.estimate"):
+        if module == "training.cli.estimate" and file == "measure":
             read(MeasureConfig, "", keys)
             return module
-        keys = split(keys)[1] if module == "training.plan" else keys
-        if module == "training.plan" and file.startswith("bench-"):
-            read(bench.BenchConfig, file, keys, bench.READY)
+        keys = split(keys)[1] if module == "training.cli.estimate" else keys
+        if module == "training.cli.estimate" and file.startswith("bench-"):
+            read(bench.BenchConfig, file, keys, bench.TRAIN)
         else:
             read_config(file, keys)
     elif module == "training.islands":
         assert words[0] == "serve", command
         read_config(*cli.file_and_words(words[1:]))
-    elif module == "training.bench":
-        read(bench.BenchConfig, file, keys, bench.READY)
-    elif module == "training.prepare":
+    elif module == "training.cli.bench":
+        read(bench.BenchConfig, file, keys, bench.TRAIN)
+    elif module == "training.cli.prepare":
         read(PrepareConfig, "", [f"output={file}", *keys])
-    elif module == "training.kernels.bench":
+    elif module == "benchmarks.kernels":
         assert not words, command
-    elif module == "evaluation.bench":
+    elif module == "benchmarks.evaluation":
         read(evaluation_bench.BenchConfig, "", [f"checkpoint={file}", *keys])
-    elif module == "evaluation.demo":
+    elif module == "examples.demo":
         read(demo.DemoConfig, file, keys)
     elif module == "evaluation":
         assert words[0] in COMMANDS, command
@@ -192,10 +194,10 @@ def understood(command: str) -> str:
             read_evaluation(words[1:])
         elif words[0] == "study":
             read_study(*cli.file_and_words(words[1:]))
-    elif module == "upcycle.bench":
+    elif module == "benchmarks.converting":
         upcycle_bench.parser().parse_args(words)
     else:
-        assert module in ("training.plots", "training.export"), f"nobody knows how to read: {command}"
+        assert module in ("training.cli.plots", "training.cli.export"), f"nobody knows how to read: {command}"
     return module
 
 
@@ -228,11 +230,11 @@ def test_the_pages_other_commands_say_what_their_programs_understand(
     read_of = {understood(line) for line in commands("python -m ", "torchrun ") if "-m pytest" not in line}
     assert read_of == {
         "training",
-        "training.bench",
+        "training.cli.bench",
         "training.islands",
-        "training.plan",
-        "training.plots",
-        "training.prepare",
+        "training.cli.estimate",
+        "training.cli.plots",
+        "training.cli.prepare",
         "evaluation",
     }
 
@@ -321,7 +323,7 @@ def test_the_converter_needs_nothing_but_what_the_design_allows() -> None:
 
 
 def test_importing_the_converter_does_not_import_transformers() -> None:
-    code = "import sys, upcycle.convert, upcycle.make, upcycle.observe, upcycle.card, upcycle.inspect; assert 'transformers' not in sys.modules"
+    code = "import sys, upcycle.converting.convert, upcycle.converting.make, upcycle.text.observe, upcycle.converting.card, upcycle.verifying.inspect; assert 'transformers' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
@@ -342,8 +344,9 @@ def test_every_plug_in_keeps_its_contract() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "train").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_ready_training_config_is_read(path: Path) -> None:
-    from training.bench import BenchConfig, spec_of
-    from training.config import READY, read_config
+    from training.cli.bench import BenchConfig, spec_of
+    from training.config.reading import read_config
+    from upcycle.config.ready import TRAIN as READY
 
     if path.stem.startswith("bench-"):
         spec = spec_of(read(BenchConfig, path.stem, [], READY))

@@ -22,13 +22,21 @@ from tests.docs.test_docs import command_lines, my_yaml, understood
 from tests.docs.test_journeys import TRAINING, Walk, make_model
 from tests.unit.training.test_data import texts
 from tests.unit.upcycle import test_cli
-from upcycle import cli
+from upcycle.cli import frame as cli
 
 VERBS = ("plan", "convert", "verify", "inspect", "push")
 FOLDERS = (*cli.OURS, "training.islands")
 MODULES = {name: f"{name}.__main__" if name in FOLDERS else name for name in test_cli.COMMANDS}
-SHOWN_BY_MAIN = ("upcycle", "evaluation", "training.prepare", "training.plots", "upcycle.bench")
-KEYLESS = ("upcycle verify", "upcycle inspect", "upcycle push", "training.plots", "training.kernels.bench", "upcycle.bench", "training.export")
+SHOWN_BY_MAIN = ("upcycle", "evaluation", "training.cli.prepare", "training.cli.plots", "benchmarks.converting")
+KEYLESS = (
+    "upcycle verify",
+    "upcycle inspect",
+    "upcycle push",
+    "training.cli.plots",
+    "benchmarks.kernels",
+    "benchmarks.converting",
+    "training.cli.export",
+)
 SMALL = [*TRAINING[:-1], "steps=12"]
 # words for the commands in which a key is
 MORE = {
@@ -37,17 +45,17 @@ MORE = {
     "-m training my.yaml": SMALL,
     "architecture=./moe/config.json": ["sequence=32", "batch=2", "steps=1", "warmup=0"],
     "-m evaluation run": ["device=cpu"],
-    "evaluation.bench ./llama": ["device=cpu", "batch_sizes=[2]"],
+    "benchmarks.evaluation ./llama": ["device=cpu", "batch_sizes=[2]"],
     "profile=10-12": ["batch=1"],
 }
 READ = (
-    "meta-llama/", "hf:", "mmlu", "evaluation.bench ./moe", "bench-qwen3", "kernels.bench", "upcycle.bench",
-    "evaluation.demo", "evaluation study", " mesh.ep=8", "evaluation lm-eval", "-{0,1,2}", "plan measure", "islands serve", "islands.join=", "islands.local=",
+    "meta-llama/", "hf:", "mmlu", "benchmarks.evaluation ./moe", "bench-qwen3", "kernels.bench", "benchmarks.converting",
+    "examples.demo", "evaluation study", " mesh.ep=8", "evaluation lm-eval", "-{0,1,2}", "plan measure", "islands serve", "islands.join=", "islands.local=",
 )  # fmt: skip
 # what the folder has -> what it is made of, in this order
 MADE = {
     "runs/demo/dense": "cp llama",
-    "runs/data": "python -m training.prepare runs/data tokenizer=./llama sources=[book.txt]",
+    "runs/data": "python -m training.cli.prepare runs/data tokenizer=./llama sources=[book.txt]",
     "runs/stories-data": "cp runs/data",
     "runs/stories-valid": "cp runs/data",
     "runs/valid": "cp runs/data",
@@ -80,7 +88,9 @@ EXAMPLES = sorted(
 @pytest.mark.parametrize("name", HELPS)
 def test_help_says_how_it_is_called_and_where_the_keys_are(name: str) -> None:
     text = HELPS[name]
-    assert f"usage: {'' if name.startswith('upcycle') and name != 'upcycle.bench' else 'python -m '}{name}" in text
+    assert (
+        f"usage: {'' if name.startswith('upcycle') and name != 'benchmarks.converting' else 'python -m '}{name}" in text
+    )
     assert command_lines(text, "upcycle ", "python -m ", "torchrun "), "an example"
     assert ("docs/config.md" in text) == (name not in KEYLESS)
 

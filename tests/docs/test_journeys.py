@@ -32,12 +32,12 @@ from tests.parallel.ranks import as_torchrun
 from tests.parity import tiny
 from tests.unit.training.test_chat import chat_tokenizer, conversations, rows, template
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
-from training import hardware
-from training.build import source
-from training.config import read_config
-from training.memory import memory
+from training.config.reading import read_config
+from training.estimate import hardware
+from training.estimate.memory import memory
+from training.estimate.seconds import step
 from training.observe.metrics import read as read_metrics
-from training.seconds import step
+from training.run.build import source
 
 README = (ROOT / "README.md").read_text()
 CARD = 80.0  # GB of a GPU: some 85.5 are free on one of "80 GB", of which 3 are the driver's and NCCL's
@@ -48,7 +48,12 @@ PROGRAMS = {
     **{
         f"python -m {name}": name
         for name in (
-            "training.bench", "training.plan", "training.prepare", "training.plots", "training.export", "evaluation.bench",
+            "training.cli.bench",
+            "training.cli.estimate",
+            "training.cli.prepare",
+            "training.cli.plots",
+            "training.cli.export",
+            "benchmarks.evaluation",
         )
     },
 }
@@ -67,7 +72,7 @@ TRAINING = [
     "valid_every=0",
     "checkpoint.every=0",
     "device=cpu",
-    "model.compute=float32",
+    "model.dtype=float32",
     "mesh.ep=2",
 ]
 
@@ -151,7 +156,9 @@ class Walk:
             return
         if nodes == 1:
             assert words[1] == "--nproc-per-node" and words[3] == "-m"
-            module = next((m for start, m in PROGRAMS.items() if words[4] == start.removeprefix("python -m ")), words[4])
+            module = next(
+                (m for start, m in PROGRAMS.items() if words[4] == start.removeprefix("python -m ")), words[4]
+            )
             said = [self.folder / f"said-{rank}.txt" for rank in range(2)]
             codes = as_torchrun(2, module, [*words[5:], *more], said)
             assert codes == [0, 0], "\n".join(file.read_text()[:3000] for file in said)
@@ -395,9 +402,7 @@ def test_what_the_readme_says_a_journey_takes(config: str, gpus: int, headers: P
     assert said in " ".join(README.split()), said
 
 
-def test_the_journeys_plan_with_the_true_sizes(
-    headers: Path, walk: Walk, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_journeys_plan_with_the_true_sizes(headers: Path, walk: Walk, capsys: pytest.CaptureFixture[str]) -> None:
     """The same two plan commands, in a folder where the models have their real shapes: the converter's says what lies
     on disk and which command says what a GPU needs, the trainer's says that."""
     for title, folder, model in (

@@ -16,37 +16,42 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from evaluation import bench as evaluation_bench
-from evaluation import compare, demo, harness, routing, run
-from evaluation.report import report
+from benchmarks import evaluation as evaluation_bench
+from evaluation.ask import harness, run
+from evaluation.judge import compare
+from evaluation.show import report, routing
 from evaluation.study.plan import StudyConfig
-from training import bench, measure, plan
-from training.config import StageConfig, TrainConfig
+from examples import demo
+from training.cli import bench
+from training.cli import estimate as plan
+from training.config.reading import StageConfig, TrainConfig
 from training.data.mixture import TrainSource, ValidSource
 from training.data.prepare import PrepareConfig
-from upcycle import grow, plugin
-from upcycle.config import UpcycleConfig
+from training.estimate import measure
+from upcycle import plugin
+from upcycle.config.reading import UpcycleConfig
+from upcycle.converting import grow
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 # title, what is said above the table, the class; keys of a part that an earlier table has are not listed again
 TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle plan, upcycle convert", "And `model.upcycle` of training.", UpcycleConfig),
-    ("training", "And training.plan.", TrainConfig),
+    ("training", "And training.cli.estimate.", TrainConfig),
     ("training: one of stages", "Keys that are left out are those of the run.", StageConfig),
-    ("training.plan", "Besides those of training.", plan.PlanConfig),
-    ("training.plan measure", "", measure.MeasureConfig),
+    ("training.cli.estimate", "Besides those of training.", plan.PlanConfig),
+    ("training.cli.estimate measure", "", measure.MeasureConfig),
     ("training: one of data.train", "A folder of token shards alone is its `path`.", TrainSource),
     ("training: one of data.valid", "A folder of token shards alone is its `path`.", ValidSource),
-    ("training.prepare", "", PrepareConfig),
-    ("training.bench", "", bench.BenchConfig),
+    ("training.cli.prepare", "", PrepareConfig),
+    ("training.cli.bench", "", bench.BenchConfig),
     ("evaluation run", "", type(run.read_config(["tiny", "model"]))),
     ("evaluation lm-eval", "Of `--model upcycle --model_args key=value,key=value`.", harness.ModelConfig),
     ("evaluation compare", "", compare.CompareConfig),
     ("evaluation routing", "", routing.RoutingConfig),
     ("evaluation report", "", report.ReportConfig),
     ("evaluation study", "The keys of an arm are those of training.", StudyConfig),
-    ("evaluation.bench", "", evaluation_bench.BenchConfig),
-    ("evaluation.demo", "", demo.DemoConfig),
+    ("benchmarks.evaluation", "", evaluation_bench.BenchConfig),
+    ("examples.demo", "", demo.DemoConfig),
 ]
 HEAD = """# Keys
 
@@ -108,7 +113,9 @@ def table(found: list[tuple[str, str, str]]) -> list[str]:
 
 
 def methods() -> dict[str, type[Any]]:
-    files = {name: plugin.load("upcycle.methods", name).Options for name in plugin.names("upcycle.methods")}
+    files = {
+        name: plugin.load("upcycle.planning.methods", name).Options for name in plugin.names("upcycle.planning.methods")
+    }
     return files | grow.METHODS
 
 
@@ -129,7 +136,7 @@ def test_every_key_says_what_it_means(kind: type[Any]) -> None:
     assert not [key for key, _, said in rows(kind, set()) if not said]
 
 
-@pytest.mark.parametrize("name", [*plugin.names("upcycle.methods"), *grow.METHODS])
+@pytest.mark.parametrize("name", [*plugin.names("upcycle.planning.methods"), *grow.METHODS])
 def test_every_key_of_a_method_says_what_it_means(name: str) -> None:
     assert not [key for key, _, said in rows(methods()[name], set()) if not said]
 
@@ -140,7 +147,13 @@ def test_the_page_is_what_the_code_says() -> None:
 
 def test_meanings_are_read_from_above_and_beside() -> None:
     found = meanings(Example)
-    assert found == {"beside": "a # b", "above": "first, second", "both": "up, down", "several": "in a list", "none": ""}
+    assert found == {
+        "beside": "a # b",
+        "above": "first, second",
+        "both": "up, down",
+        "several": "in a list",
+        "none": "",
+    }
     assert rows(Inner, set(), "a.") == [("a.deep.beside", '"#"', "a # b"), ("a.deep.above", "0.0002", "first, second"),
                                         ("a.deep.both", "true", "up, down"), ("a.deep.several", "[1, 2]", "in a list"),
                                         ("a.deep.none", "null", "")]  # fmt: skip

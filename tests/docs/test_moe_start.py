@@ -10,7 +10,7 @@ import pytest
 from tests.parity import tiny
 from tests.unit.training.test_train import place
 from training.__main__ import main as train
-from training.plan import main as plan
+from training.cli.estimate import main as plan
 from upcycle.__main__ import main as upcycle
 
 __all__ = ["place"]  # a fixture
@@ -25,7 +25,7 @@ def test_the_table_says_what_is_so(place: Path, tmp_path: Path, capsys: pytest.C
 
     moe = tmp_path / "moe"
     assert upcycle(["convert", f"source={place / 'dense'}", "target=mixtral", "experts=4", f"output={moe}"]) == 0
-    data = ["data.sequence=24", "batch=2", "micro_batch=2", "steps=2", "schedule.warmup=0", "model.compute=float32"]
+    data = ["data.sequence=24", "batch=2", "micro_batch=2", "steps=2", "schedule.warmup=0", "model.dtype=float32"]
     given = [f"model.source={moe}", f"data.train=[{place / 'data'}]", *data]
     assert plan([*given, "gpus=2", "mesh.ep=2"]) == 0
     assert train([*given, f"output={tmp_path / 'run'}", f"export={tmp_path / 'out'}"]) == 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from evaluation import demo
+from examples import demo
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

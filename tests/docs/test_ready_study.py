@@ -21,12 +21,12 @@ from evaluation.study.plan import flops, read_study, steps, trials
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.__main__ import main as train_command
 from training.checkpoint.layout import online
+from training.cli.prepare import main as prepare
 from training.data.shards import META
 from training.observe import metrics
-from training.prepare import main as prepare
-from training.train import train
-from upcycle.checkpoint import Checkpoint
-from upcycle.config import UpcycleConfig, build
+from training.run.loop import train
+from upcycle.config.reading import UpcycleConfig, build
+from upcycle.io.checkpoint import Checkpoint
 from upcycle.sample import make_llama
 
 ROOT = Path(__file__).parents[2]
@@ -189,7 +189,7 @@ def test_the_chat_study_plans_what_it_says_and_its_arms_train(tmp_path: Path) ->
     plan = read_study("sft", words)
     assert steps(plan, flops(plan), {}) == dict.fromkeys(plan.arms, 300) and len(plan.arms) == 4
     assert len(trials(plan, steps(plan, flops(plan), {}))) == 12
-    plan = read_study("sft", [*words, *(f"base.{word}" for word in [*SHORT, "model.compute=float32"])])
+    plan = read_study("sft", [*words, *(f"base.{word}" for word in [*SHORT, "model.dtype=float32"])])
     for arm in ("dense-taught", "upcycled-taught"):
         rows = metrics.read(train(plan.trial(arm, 0).config))
         assert rows[-1]["loss/teacher"] < 0.1 and {"valid/talks-held-out/loss", "valid/law/loss"} <= rows[-1].keys()
@@ -206,7 +206,7 @@ def test_the_adapters_study_plans_what_it_says_and_its_arms_learn_what_their_nam
     peaks = {arm: plan.trial(arm, 0).config.schedule.peak for arm in arms}
     assert peaks == {"full": 3e-4, "dense": 3e-4, "lora": 1e-3, "lora-fast": 3e-3, "router": 3e-3}
     assert plan.trial("router", 0).config.model.upcycle["method"] == {"name": "noise", "std": 0.02}
-    more = [*SHORT, "model.compute=float32"]
+    more = [*SHORT, "model.dtype=float32"]
     plan = read_study("adapters", [*words, *(f"base.{word}" for word in more)])
     learned = {"full": set(KINDS), "lora": {"attn", "gate", "experts"}, "router": {"gate"}}
     for arm, changed in learned.items():

@@ -15,13 +15,15 @@ import yaml
 from transformers import AutoConfig
 
 from tests.parity import tiny
-from upcycle import engines, plugin, siblings
-from upcycle.spec import DenseSpec, MoESpec
-from upcycle.targets.common import Abilities, refusals
+from upcycle import plugin
+from upcycle.arch import siblings
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.arch.targets.common import Abilities, refusals
+from upcycle.planning import engines
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-TARGETS = plugin.names("upcycle.targets")
+TARGETS = plugin.names("upcycle.arch.targets")
 # natives, and the configs of their shapes
 SHAPES = {
     "deepseek_v3": ["bench-deepseek-v3"], "kimi_k2": ["bench-kimi-k2"],
@@ -35,14 +37,16 @@ CALLED = {
 
 
 def abilities(target: str) -> Abilities:
-    found: Abilities = plugin.load("upcycle.targets", target).ABILITIES
+    found: Abilities = plugin.load("upcycle.arch.targets", target).ABILITIES
     return found
 
 
 def plain(family: str) -> DenseSpec:
     """A model of the family as it is by default."""
     settings = {k: v for k, v in (tiny.SIZES | tiny.OWN.get(family, {})).items() if k != "num_key_value_heads" or v}
-    spec: DenseSpec = plugin.load("upcycle.families", family).read(AutoConfig.for_model(family, **settings).to_dict())
+    spec: DenseSpec = plugin.load("upcycle.arch.families", family).read(
+        AutoConfig.for_model(family, **settings).to_dict()
+    )
     return replace(spec, dtype="float32")
 
 
@@ -71,7 +75,7 @@ def families() -> str:
     """Stock architectures only; that `upcycled` holds everything is tested below."""
     lines = ["| dense family | copies and virtual groups, exactly | and a shared expert, exactly |", "|---|---|---|"]
     stock = [target for target in TARGETS if abilities(target).stock]
-    for family in plugin.names("upcycle.families"):
+    for family in plugin.names("upcycle.arch.families"):
         spec = plain(family)
         columns = [[t for t in stock if held(spec, t, shared)] for shared in (0, spec.ffn // 3)]
         cells = [", ".join(f"`{target}`" for target in column) or "only `upcycled`" for column in columns]
@@ -131,9 +135,9 @@ def read() -> str:
 def natives() -> str:
     """Of the shapes in configs/train/bench-NAME.yaml."""
     lines = ["| model_type | parameters, of a token | attention | experts |", "|---|---|---|---|"]
-    for kind, shape in [(name, shape) for name in plugin.names("upcycle.natives") for shape in SHAPES[name]]:
+    for kind, shape in [(name, shape) for name in plugin.names("upcycle.arch.natives") for shape in SHAPES[name]]:
         keys = yaml.safe_load((ROOT / "configs" / "train" / f"{shape}.yaml").read_text())["architecture"]
-        native = plugin.load("upcycle.natives", kind)
+        native = plugin.load("upcycle.arch.natives", kind)
         moe: MoESpec = native.read(keys)
         latent = moe.dense.latent
         sizes = [(slot.roles[0], prod(slot.shape)) for slot in native.slots(moe)]
@@ -164,7 +168,7 @@ def test_the_table_is_what_the_code_says(name: str) -> None:
 
 
 def test_upcycled_holds_everything() -> None:
-    for family in plugin.names("upcycle.families"):
+    for family in plugin.names("upcycle.arch.families"):
         spec = plain(family)
         assert held(spec, "upcycled") and held(spec, "upcycled", spec.ffn // 3), family
 

@@ -49,7 +49,7 @@ def test_the_wheel_holds_the_converter_and_its_ready_configs(wheel: Path) -> Non
     ready = {path.name: path.read_bytes() for path in (ROOT / "configs" / "upcycle").iterdir()}
     assert {Path(name).name: text for name, text in files.items() if name.startswith("upcycle/configs/")} == ready
     assert "upcycle/py.typed" in files
-    assert "upcycle/remote/modeling_upcycled.py" in files
+    assert "upcycle/arch/remote/modeling_upcycled.py" in files
 
 
 def test_the_wheel_plans_a_ready_config_in_a_bare_environment(wheel: Path, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
-from training.config import read_config
-from training.prepare import main as prepare
-from training.train import train
+from training.cli.prepare import main as prepare
+from training.config.reading import read_config
+from training.run.loop import train
 from upcycle import Upcycling
 
 SHAPE: dict[str, Any] = {
@@ -24,7 +24,7 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 STEPS = [
     "data.sequence=32", "batch=4", "micro_batch=4", "steps=4", "log_every=1", "valid_every=0", "schedule.warmup=0",
-    "schedule.peak=1e-2", "model.compute=float32", "checkpoint.every=0",
+    "schedule.peak=1e-2", "model.dtype=float32", "checkpoint.every=0",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What transformers' own modelling makes of a bench config's blocks: forward and backward, beside training.bench's row.
+"""What transformers' own modelling makes of a bench config's blocks: forward and backward, beside training.cli.bench's row.
 
 usage: python -m tests.gpu.peer_transformers bench-deepseek-v3 layers=4 stack=true [compile=true] [key=value ...]
 
@@ -16,18 +16,18 @@ import torch
 import transformers
 from torch.nn.attention import sdpa_kernel
 
-from training.bench import BLOCKS, BenchConfig, batch, spec_of, timed
-from training.config import READY
+from training.cli.bench import BLOCKS, BenchConfig, batch, spec_of, timed
 from training.model.attention import BACKENDS
 from training.observe.flops import model_flops
-from upcycle import cli
-from upcycle.config import read
-from upcycle.spec import MoESpec
+from upcycle.arch.spec import MoESpec
+from upcycle.cli import frame as cli
+from upcycle.config.reading import read
+from upcycle.config.ready import TRAIN
 
 
 def main(words: list[str]) -> None:
     file, words = cli.file_and_words(words)
-    config = read(BenchConfig, file, words, READY)
+    config = read(BenchConfig, file, words, TRAIN)
     spec = spec_of(config)
     assert isinstance(spec, MoESpec) and config.stack and not config.optimizer and not config.documents
     layers = spec.dense.layers

@@ -13,7 +13,7 @@ from training.checkpoint.layout import initialise
 from training.model.attention import Sdpa, Seen, look, visible
 from training.model.decoder import Decoder
 from training.model.recompute import recompute
-from upcycle.spec import DenseSpec
+from upcycle.arch.spec import DenseSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE, SCALE = torch.device("cuda"), 0.11

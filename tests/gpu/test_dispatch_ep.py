@@ -139,7 +139,9 @@ def test_ranks_with_other_numbers_of_tokens(name: str, mesh: ParallelMesh) -> No
         x, weight, expert, _ = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         with torch.no_grad():
             sent = Local(PER_RANK * RANKS).dispatch(x, weight, expert)
-            want = Local(PER_RANK * RANKS).combine(compute(sent.x_RD, sent.weight_R, sent.count_E, w, "silu"), sent.handle)
+            want = Local(PER_RANK * RANKS).combine(
+                compute(sent.x_RD, sent.weight_R, sent.count_E, w, "silu"), sent.handle
+            )
             x, weight, expert, _ = parts[mesh.rank]
             sent = dispatcher.dispatch(x, weight, expert)
             got = dispatcher.combine(compute(sent.x_RD, sent.weight_R, sent.count_E, own, "silu"), sent.handle)
@@ -198,4 +200,6 @@ def test_times(name: str, spare: int | None, mesh: ParallelMesh) -> None:
     if mesh.rank == 0:
         d, c = median.tolist()
         with_room = "" if room is None else ", with room"
-        print(f"\n{name}{with_room}: ep={RANKS}, {K} of {PER_RANK * RANKS} experts: dispatch {d:.0f}, combine {c:.0f} us")
+        print(
+            f"\n{name}{with_room}: ep={RANKS}, {K} of {PER_RANK * RANKS} experts: dispatch {d:.0f}, combine {c:.0f} us"
+        )

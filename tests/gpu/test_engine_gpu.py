@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from evaluation.engine import Engine
+from evaluation.ask.engine import Engine
 from tests.unit.evaluation.test_lm import requests, scores
 from training.checkpoint.layout import initialise
 from training.model.decoder import Decoder
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

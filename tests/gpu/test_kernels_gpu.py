@@ -17,8 +17,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("tokens", "experts", "hidden"), [(1, 8, 2048), (1000, 128, 2048), (64, 100, 512), (33, 3, 64)])
-def test_router_products_have_float32s_accuracy(tokens: int, experts: int, hidden: int, dtype: torch.dtype, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden"), [(1, 8, 2048), (1000, 128, 2048), (64, 100, 512), (33, 3, 64)]
+)
+def test_router_products_have_float32s_accuracy(
+    tokens: int, experts: int, hidden: int, dtype: torch.dtype, compiled: bool
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(experts, hidden, device="cuda").to(dtype).requires_grad_()
@@ -29,7 +33,9 @@ def test_router_products_have_float32s_accuracy(tokens: int, experts: int, hidde
     wide_x, wide_w, wide_d = x.detach().double(), weight.detach().double(), d_y.double()
     scale = hidden**0.5
     assert y.dtype == torch.float32 and (y - wide_x @ wide_w.T).abs().max() < 3e-5 * scale
-    assert (x.float() @ weight.to(torch.bfloat16).float().T - wide_x @ wide_w.T).abs().max() > 1e-3 * scale or dtype == torch.bfloat16
+    assert (
+        x.float() @ weight.to(torch.bfloat16).float().T - wide_x @ wide_w.T
+    ).abs().max() > 1e-3 * scale or dtype == torch.bfloat16
     want = wide_d @ wide_w
     assert ((d_x - want).abs() <= 2**-8 * want.abs() + 1e-4 * want.abs().max()).all()
     want = wide_d.T @ wide_x
@@ -54,8 +60,13 @@ def test_groups_stay_whole(copies: int, granularity: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("heads", "width", "half", "batch"), [((32, 4, 4), 128, 64, 1), ((4, 4, 4), 128, 64, 2), ((8, 2, 2), 96, 12, 1), ((5, 1, 1), 80, 40, 2)])
-def test_norm_rotate(heads: tuple[int, ...], width: int, half: int, batch: int, normed: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("heads", "width", "half", "batch"),
+    [((32, 4, 4), 128, 64, 1), ((4, 4, 4), 128, 64, 2), ((8, 2, 2), 96, 12, 1), ((5, 1, 1), 80, 40, 2)],
+)
+def test_norm_rotate(
+    heads: tuple[int, ...], width: int, half: int, batch: int, normed: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 300, sum(heads) * width, device="cuda", dtype=dtype, requires_grad=True)
     gains = [(1 + torch.randn(width, device="cuda")).requires_grad_() if normed else None for _ in range(2)]
@@ -73,7 +84,9 @@ def test_norm_rotate(heads: tuple[int, ...], width: int, half: int, batch: int, 
         unit = 2**-8 if dtype == torch.bfloat16 else 1e-5
         for mine, right in zip(got, want, strict=True):
             assert ((mine - right).abs() <= unit * right.abs() + unit / 8).all()
-        assert ((grads[0] - want_grads[0]).abs() <= unit * want_grads[0].abs() + unit / 8 * want_grads[0].abs().max()).all()
+        assert (
+            (grads[0] - want_grads[0]).abs() <= unit * want_grads[0].abs() + unit / 8 * want_grads[0].abs().max()
+        ).all()
         for mine, right in zip(grads[1:], want_grads[1:], strict=True):
             assert ((mine - right).abs() <= 1e-4 * right.abs().max()).all()
 
@@ -152,7 +165,10 @@ def test_totals(first: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("favoured", [False, True])
-@pytest.mark.parametrize(("tokens", "copies", "hidden", "width"), [(9000, 8, 576, 384), (65_536, 16, 576, 384), (9000, 2, 576, 1536), (8192, 2, 64, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "copies", "hidden", "width"),
+    [(9000, 8, 576, 384), (65_536, 16, 576, 384), (9000, 2, 576, 1536), (8192, 2, 64, 128)],
+)
 def test_narrow_experts(tokens: int, copies: int, hidden: int, width: int, favoured: bool) -> None:
     """From tokens to tokens against dispatch=local and experts=grouped, and both against float64."""
     torch.manual_seed(0)
@@ -200,11 +216,17 @@ def test_route(experts: int, normalize: bool) -> None:
     softmax = truth.softmax(-1)
     taken = softmax.gather(1, expert)
     want = 1.5 * (taken / taken.sum(1, keepdim=True) if normalize else taken)
-    assert (logits - truth).abs().max() < 1e-5 and (score - softmax).abs().max() < 1e-5 and (chosen - want).abs().max() < 3e-5
+    assert (
+        (logits - truth).abs().max() < 1e-5
+        and (score - softmax).abs().max() < 1e-5
+        and (chosen - want).abs().max() < 3e-5
+    )
     d_chosen, d_score = torch.randn_like(chosen), torch.randn(1, experts, device="cuda").expand_as(score)
     d_again = torch.randn_like(again)
     assert torch.equal(again, x)
-    d_x, d_w = torch.autograd.grad((want, softmax, wide[0] * 1), wide, (d_chosen.double(), d_score.double(), d_again.double()))
+    d_x, d_w = torch.autograd.grad(
+        (want, softmax, wide[0] * 1), wide, (d_chosen.double(), d_score.double(), d_again.double())
+    )
     got = torch.autograd.grad((chosen, score, again * 1), (x, weight), (d_chosen, d_score, d_again))
     assert ((got[0] - d_x).abs() <= 2**-8 * d_x.abs() + 1e-4 * d_x.abs().max()).all()
     assert (got[1] - d_w).abs().max() < 3e-5 * d_w.abs().max()

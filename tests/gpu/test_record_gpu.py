@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.unit.training.test_train import losses, place
-from training import train as train_module
-from training.config import read_config
+from training.config.reading import read_config
 from training.experts import quack
-from training.train import train
+from training.run import loop as train_module
+from training.run.loop import train
 
 __all__ = ["place"]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -34,7 +34,7 @@ QUACK = pytest.param("quack", marks=pytest.mark.skipif(bool(quack.available()), 
 
 @pytest.mark.parametrize("kind", ["dense", "softmax", "sigmoid", QUACK])
 def test_recorded_steps_are_the_steps(place: Path, tmp_path: Path, kind: str) -> None:
-    more = {"sigmoid": ["balance.bias_rate=0.01"], "quack": ["model.experts=quack"]}.get(kind, [])
+    more = {"sigmoid": ["balance.bias_rate=0.01"], "quack": ["model.expert_backend=quack"]}.get(kind, [])
     score = {"dense": "", "sigmoid": "sigmoid"}.get(kind, "softmax")
     upcycled = bool(score)
     plain = train(read_config("", words(place, tmp_path / "plain", upcycled, "model.graph=false", *more, score=score)))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.parity import tiny
-from upcycle import rng
 from upcycle.__main__ import main
+from upcycle.planning import rng
 from upcycle.sample import make_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -13,7 +13,7 @@ from training.checkpoint.layout import initialise
 from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.recompute import recompute
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda")

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tests.oracles import peers
 from tests.parity import tiny
-from upcycle import plan
 from upcycle.__main__ import main
-from upcycle.checkpoint import Checkpoint
-from upcycle.ffn import FFN
+from upcycle.arch.ffn import FFN
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.planning import plan
 
 pytestmark = pytest.mark.oracle
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.converting import mergekit_config, write_tokenizer
 from tests.oracles import peers
 from tests.parity import tiny
 from upcycle.__main__ import main
-from upcycle.bench import mergekit_config, write_tokenizer
-from upcycle.checkpoint import Checkpoint
+from upcycle.io.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.oracle
 DONORS = 4

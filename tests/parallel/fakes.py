@@ -270,9 +270,7 @@ class HybridBase:
         assert hidden.is_contiguous() and hidden.shape[1] == self.hidden
         return torch.cat([move.out(hidden) for move in moves])
 
-    def sums(
-        self, hidden: Tensor, probs: Tensor | None, moves: list[Move], rows: int
-    ) -> tuple[Tensor, Tensor | None]:
+    def sums(self, hidden: Tensor, probs: Tensor | None, moves: list[Move], rows: int) -> tuple[Tensor, Tensor | None]:
         assert hidden.is_contiguous() and len(hidden) == rows
         sizes = [len(move.arrivals) for move in moves]
         assert not hidden[sum(sizes) :].any(), "the real one may read them"

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from training.data.batch import IGNORE, Batch
 from training.model.decoder import Decoder
-from upcycle import rng
-from upcycle.spec import DenseSpec, Latent, MoESpec
+from upcycle.arch.spec import DenseSpec, Latent, MoESpec
+from upcycle.planning import rng
 
 SEQUENCE, VOCAB = 32, 48
 

@@ -64,7 +64,9 @@ def as_torchrun(world: int, module: str, words: list[str], said: list[Path]) -> 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     where = (os.getcwd(), port, module, words)
-    processes = [forked().Process(target=_command, args=(rank, world, str(said[rank]), *where)) for rank in range(world)]
+    processes = [
+        forked().Process(target=_command, args=(rank, world, str(said[rank]), *where)) for rank in range(world)
+    ]
     deadline = time.monotonic() + 240
     try:
         for process in processes:

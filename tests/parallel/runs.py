@@ -10,10 +10,10 @@ from unittest import mock
 
 import torch
 
-from training import step as step_module
-from training import train as module
 from training.checkpoint.state import Stopped as AskedToStop
-from training.config import read_config
+from training.config.reading import read_config
+from training.run import loop as module
+from training.run import step as step_module
 
 
 def on_rank(rank: int, world: int, arguments: list[str]) -> Path:

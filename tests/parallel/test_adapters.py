@@ -11,15 +11,15 @@ from torch import Tensor
 from tests.parallel import models
 from tests.parallel.ranks import run
 from tests.parallel.test_shard import BATCH, MICRO, Case, config_of
-from training.build import data_rank, learner, stages_of_rank
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach, is_adapter
 from training.model.moe import MoE
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.pipeline import can_split
 from training.parallel.shard import parallelize
-from training.step import gradients
-from upcycle import rng
+from training.run.build import data_rank, learner, stages_of_rank
+from training.run.step import gradients
+from upcycle.planning import rng
 
 LORA = LoraConfig(rank=3, alpha=5.0)
 CASES = [

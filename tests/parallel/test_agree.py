@@ -11,14 +11,14 @@ from torch import Tensor
 
 from tests.parallel import models
 from tests.parallel.ranks import run
-from training import build, step
-from training.build import data_rank, learner
-from training.config import ModelConfig, TrainConfig
+from training.config.reading import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
-from training.optim import OptimConfig
+from training.optim.optimizer import OptimConfig
 from training.parallel.collectives import Group, all_reduce, local
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import parallelize
+from training.run import build, step
+from training.run.build import data_rank, learner
 
 
 def two_steps(rank: int, world: int) -> list[Tensor]:
@@ -34,7 +34,7 @@ def two_steps(rank: int, world: int) -> list[Tensor]:
     parallelize(model, mesh)
     # the weights do move with the norm: it is above the limit
     config = TrainConfig(
-        model=ModelConfig(source="none", compute="float32"),
+        model=ModelConfig(source="none", dtype="float32"),
         data=DataConfig(sequence=models.SEQUENCE),
         mesh=mesh.config,
         batch=2 * world,
@@ -70,7 +70,7 @@ def summed_over_copies(rank: int, world: int) -> list[tuple[int, list[Tensor]]]:
         model = models.make("dense", torch.float32)
         parallelize(model, mesh)
         config = TrainConfig(
-            model=ModelConfig(source="none", compute="float32"), data=DataConfig(sequence=models.SEQUENCE),
+            model=ModelConfig(source="none", dtype="float32"), data=DataConfig(sequence=models.SEQUENCE),
             mesh=mesh.config, batch=4 * world, micro_batch=4 // count,
         )  # fmt: skip
         learns, own = learner(config, [model], mesh, torch.device("cpu")), []

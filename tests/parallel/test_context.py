@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.parallel import ranks, tiny
 from training.model.attention import Seen, visible
 from training.parallel.context import Box, Coming, Ring, attach, chunks, own, split
-from upcycle.spec import DenseSpec
+from upcycle.arch.spec import DenseSpec
 
 LENGTH = 24
 WINDOW = {"window": 5, "window_layers": (1,)}
@@ -124,7 +124,11 @@ def biases(rank: int, world: int) -> tuple[int, int]:
     made, had = [], []
     plain, blocks = torch.zeros_like, Ring.blocks
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "zeros_like", lambda *a, **k: (made.append(1) if a[0].dtype == torch.bool else None, plain(*a, **k))[1])
+        patch.setattr(
+            torch,
+            "zeros_like",
+            lambda *a, **k: (made.append(1) if a[0].dtype == torch.bool else None, plain(*a, **k))[1],
+        )
 
         def counted(self: Ring, *given: Any) -> Any:
             for block in blocks(self, *given):

@@ -53,7 +53,13 @@ class Data:
 
 def data_of(rank: int, case: str) -> Data:
     draw = torch.Generator().manual_seed(1000 + rank)
-    tokens = {"one_token": 1, "whole_chunk": 64, "uneven": 5 + 4 * rank, "none_on_rank_0": 0 if rank == 0 else 9, "one_on_rank_0": 1 if rank == 0 else 70}.get(case, 10)
+    tokens = {
+        "one_token": 1,
+        "whole_chunk": 64,
+        "uneven": 5 + 4 * rank,
+        "none_on_rank_0": 0 if rank == 0 else 9,
+        "one_on_rank_0": 1 if rank == 0 else 70,
+    }.get(case, 10)
     expert = torch.rand(tokens, EXPERTS, generator=draw).argsort(1)[:, :K]
     if case == "one_rank":
         expert = torch.arange(EXPERTS - K, EXPERTS).expand(tokens, K)
@@ -107,7 +113,9 @@ def compute(
     x_TD = data.x_TD
     for _ in range(2):  # layers: the first one's plan is still needed when the second's is made
         sent = dispatcher.dispatch(x_TD, data.weight_TK, data.expert_TK, room)
-        assert waits or room is None or len(sent.x_RD) == etp * EXPERTS * room, "a size that the counts are not asked for"
+        assert waits or room is None or len(sent.x_RD) == etp * EXPERTS * room, (
+            "a size that the counts are not asked for"
+        )
         # rows of no expert are NaN on the way back, in both directions: nothing may come of them
         tail = torch.arange(int(sent.count_E.sum()), len(sent.x_RD))
         for rows in (sent.x_RD, sent.weight_R):
@@ -326,7 +334,9 @@ def test_nvlink_does_not_leave_its_machine() -> None:
     for ep, local in ((8, 8), (2, 8), (8, 0), (1, 3)):
         check_nodes(ep, local)
     for ep, local, fits in ((16, 8, 8), (4, 6, 2), (4, 2, 2), (3, 8, 1)):
-        with pytest.raises(ValueError, match=f"mesh.ep={ep} spans machines of {local} ranks; write mesh.ep={fits}, or mesh"):
+        with pytest.raises(
+            ValueError, match=f"mesh.ep={ep} spans machines of {local} ranks; write mesh.ep={fits}, or mesh"
+        ):
             check_nodes(ep, local)
 
 

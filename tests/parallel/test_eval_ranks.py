@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.engine import Engine
-from evaluation.harness import ranks_of
+from evaluation.ask.engine import Engine
+from evaluation.ask.harness import ranks_of
 from tests.parallel import models
 from tests.parallel.ranks import run
 from training.parallel.mesh import MeshConfig, ParallelMesh

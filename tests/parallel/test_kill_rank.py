@@ -28,10 +28,21 @@ def asked(place: Path, name: str) -> list[str]:
 
 
 def started(place: Path, name: str) -> subprocess.Popen[bytes]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+    ]
     with open(place / f"{name}.said", "wb") as said:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        return subprocess.Popen([*torchrun, "-m", "training", *asked(place, name)], cwd=ROOT, env=environment, stdout=said, stderr=said)
+        return subprocess.Popen(
+            [*torchrun, "-m", "training", *asked(place, name)], cwd=ROOT, env=environment, stdout=said, stderr=said
+        )
 
 
 def pid_of(rank: int, torchrun: int) -> int:
@@ -60,7 +71,11 @@ def test_a_killed_rank_is_named_and_the_restarted_run_is_the_same(tmp_path: Path
     os.kill(pid_of(1, run.pid), signal.SIGKILL)
     killed = time.monotonic()
     said = place / "killed.said"
-    while time.monotonic() - killed < 60 and not re.search(rb"this run ends|exitcode: -9", said.read_bytes()) and run.poll() is None:
+    while (
+        time.monotonic() - killed < 60
+        and not re.search(rb"this run ends|exitcode: -9", said.read_bytes())
+        and run.poll() is None
+    ):
         time.sleep(0.05)
     seconds = time.monotonic() - killed
     assert run.wait(240) == 0, said.read_text()[-3000:]

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from training.parallel.collectives import broadcast
 from training.parallel.mesh import AXES, MeshConfig, ParallelMesh, check, grids, groups, problem
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 DENSE = DenseSpec("llama", layers=4, hidden=64, ffn=96, heads=8, kv_heads=4, head_dim=8, vocab=128, context=256)
 MOE = MoESpec(DENSE, layers=(1, 2, 3), widths=(48,) * 8, top_k=2, copies=4, shared=32)

@@ -79,7 +79,10 @@ def compare(rank: int, world: int, folder: Path, cases: tuple[str, ...]) -> None
         for room in (None,) if case in UNEVEN else (None, needed(parts) + 2):
             narrow = [leaf.detach().float().requires_grad_() for leaf in mine.leaves()]
             if case == "dropped":
-                came = ours.dispatch(*narrow, mine.expert_TK, room), theirs.dispatch(*mine.leaves(), mine.expert_TK, room)
+                came = (
+                    ours.dispatch(*narrow, mine.expert_TK, room),
+                    theirs.dispatch(*mine.leaves(), mine.expert_TK, room),
+                )
                 assert torch.equal(came[0].count_E, came[1].count_E), "dropped choices are not sent"
             with torch.set_grad_enabled(case not in UNEVEN):
                 want = layers(theirs, mine.x_TD, mine.weight_TK, mine.expert_TK, room)
@@ -100,7 +103,7 @@ def compare(rank: int, world: int, folder: Path, cases: tuple[str, ...]) -> None
 @interpreted
 def test_rows_begin_where_the_ones_before_end() -> None:
     """In blocks of pieces, which only more choices have than the other tests' ranks make."""
-    from training.kernels import peers_triton
+    from training.kernels.triton import peers as peers_triton
 
     count_EP = torch.randint(0, 5, (3, 10), dtype=torch.int32)
     end_E, flat = count_EP.sum(1).cumsum(0).int(), count_EP.flatten()
@@ -114,7 +117,7 @@ def test_rows_begin_where_the_ones_before_end() -> None:
 @interpreted
 def test_who_is_only_late_is_not_blamed_for_who_stayed_away() -> None:
     """Rank 0 of three: rank 1 never comes, rank 2 once. Nobody is waited for any more, so that it may well be late."""
-    from training.kernels import peers_triton
+    from training.kernels.triton import peers as peers_triton
 
     here, state = torch.tensor([0, 0, 1], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     there = [torch.zeros(3, dtype=torch.int32) for _ in range(2)]
@@ -150,4 +153,6 @@ def test_who_does_not_come_is_not_waited_for_for_ever(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_kernels_are_the_collectives(world: int, tmp_path: Path) -> None:
     # 9 tokens, then 10: larger buffers are made
-    run(world, compare, tmp_path, ("none_on_rank_0", "dropped", "one_rank", "one_expert") if world == 2 else ("random",))
+    run(
+        world, compare, tmp_path, ("none_on_rank_0", "dropped", "one_rank", "one_expert") if world == 2 else ("random",)
+    )

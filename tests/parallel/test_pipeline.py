@@ -18,28 +18,26 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from tests.parallel import models, ranks, test_run, tiny
-from training import memory
-from training.balance import Balance, BalanceConfig
-from training.build import learner, stages_of_rank
-from training.config import ModelConfig, TrainConfig
+from training.config.reading import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
+from training.estimate import memory
+from training.optim.balance import Balance, BalanceConfig
 from training.parallel import pipeline as module
 from training.parallel.collectives import all_reduce, local
 from training.parallel.context import split
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.pipeline import SINGLE, SPLIT, Pipeline, can_split, check, cut, stages
 from training.parallel.shard import parallelize, reshard
-from training.step import gradients, validate
-from upcycle.spec import DenseSpec, MoESpec
+from training.run.build import learner, stages_of_rank
+from training.run.step import gradients, validate
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 LENGTH, SEQUENCES, MICRO_BATCHES = 16, 8, 4
 SPECS: dict[str, DenseSpec | MoESpec] = {
     "uneven": tiny.dense(layers=9),
     "tied": tiny.dense(layers=8, tied=True, window=5, window_layers=(2,)),
     # frequencies depend on the length of the whole sequence, which is more than this context
-    "moe": tiny.moe(
-        (0, 2, 3, 7), layers=8, context=8, rope={"rope_type": "dynamic", "rope_theta": 1e2, "factor": 2.0}
-    ),
+    "moe": tiny.moe((0, 2, 3, 7), layers=8, context=8, rope={"rope_type": "dynamic", "rope_theta": 1e2, "factor": 2.0}),
 }
 BALANCE = BalanceConfig(aux_weight=0.1, z_weight=0.01)
 SCHEDULES = [name for name in module.SCHEDULES if can_split() or name not in SPLIT]

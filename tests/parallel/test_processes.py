@@ -19,10 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.parallel.ranks import run
-from training import train
 from training.__main__ import main
-from training.config import read_config, settings
+from training.config.reading import read_config, settings
 from training.parallel.processes import listed, part_of_this_start
+from training.run import loop as train
 
 WORDS = [
     "model.source=nowhere",

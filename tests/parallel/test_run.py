@@ -16,13 +16,13 @@ from tests.parallel.ranks import run
 from tests.parallel.runs import on_rank, stopped_on_rank
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
+from training.cli.prepare import main as prepare
 from training.observe.metrics import read as read_metrics
-from training.prepare import main as prepare
 
 # four sequences at a time on any mesh, two times a step
 WORDS = [
-    "data.sequence=32", "batch=8", "micro_batch=4", "log_every=1", "schedule.warmup=2", "schedule.peak=1e-3", "model.compute=float32",
-    "model.experts=reference", "checkpoint.every=0", "balance.bias_rate=0.01", "balance.z_weight=1e-3", "data.seed=3", "steps=4", "device=cpu",
+    "data.sequence=32", "batch=8", "micro_batch=4", "log_every=1", "schedule.warmup=2", "schedule.peak=1e-3", "model.dtype=float32",
+    "model.expert_backend=reference", "checkpoint.every=0", "balance.bias_rate=0.01", "balance.z_weight=1e-3", "data.seed=3", "steps=4", "device=cpu",
 ]  # fmt: skip
 MUON = ["optim.name=muon"]
 # so that a checkpoint after step 2 lies between two lines, and has to hold what the routers did since the first
@@ -121,12 +121,18 @@ def test_padding_to_the_capacity_changes_no_bit(place: Path, tmp_path: Path) -> 
 
 def test_rows_that_found_no_memory_end_the_run(place: Path, tmp_path: Path) -> None:
     short = ["micro_batch=2", "mesh.ep=2", "mesh.dispatcher=nvlink", "mesh.arrivals=1"]
-    with pytest.raises(RuntimeError, match=r"rows came to a rank's experts, .*mesh\.arrivals=1 has memory for less|another rank lost"):
+    with pytest.raises(
+        RuntimeError, match=r"rows came to a rank's experts, .*mesh\.arrivals=1 has memory for less|another rank lost"
+    ):
         run(2, on_rank, words(place, tmp_path / "run", *short, "valid_every=2"))
-    assert [row["skipped"] for row in rows(tmp_path / "run") if row["step"]] == [1], "the step that lost rows taught nothing"
+    assert [row["skipped"] for row in rows(tmp_path / "run") if row["step"]] == [1], (
+        "the step that lost rows taught nothing"
+    )
 
 
-FROZEN = "optim.groups=[{match: layers.0.ffn, lr: 0}, {match: experts.down, lr: 0}, {match: '*norm', lr: 0.5, decay: 0.1}]"
+FROZEN = (
+    "optim.groups=[{match: layers.0.ffn, lr: 0}, {match: experts.down, lr: 0}, {match: '*norm', lr: 0.5, decay: 0.1}]"
+)
 
 
 def chat_of(place: Path) -> list[str]:
@@ -167,7 +173,9 @@ def test_adapters_learn_and_are_merged_alike_on_any_mesh(place: Path, tmp_path: 
     attention's units are frozen at first. And it goes on where one stage has ended: bitwise, and on any other mapping."""
     more = ["lora.rank=2", "steps=3", "schedule.peak=1e-2", "data.valid=[]", "model.upcycle.dtype=bfloat16"]
     router = "optim: {groups: [{match: '*', lr: 0}, {match: router}]}, schedule: {warmup: 0}"
-    more += [f"stages=[{{steps: 1, {router}}}, {{steps: 2, batch: 4, data: {{sequence: 64}}, schedule: {{warmup: 1}}}}]"]
+    more += [
+        f"stages=[{{steps: 1, {router}}}, {{steps: 2, batch: 4, data: {{sequence: 64}}, schedule: {{warmup: 1}}}}]"
+    ]
     meshes = {"one": [], "slices": ["mesh.tp=2", "mesh.etp=2"], "stages": ["mesh.pp=2", "mesh.schedule=gpipe"]}
     for name, mesh in (meshes | {"run": ["micro_batch=2", "mesh.ep=2", "model.frozen=bfloat16"]}).items():
         alone = [f"export={tmp_path / name / 'out'}", f"lora.export={tmp_path / name / 'peft'}"]

@@ -15,21 +15,21 @@ from torch import Tensor
 
 from tests.parallel import models
 from tests.parallel.ranks import run
-from training import balance as balance_module
-from training.balance import Balance, BalanceConfig, LayerLoad
-from training.build import data_rank, learner, stages_of_rank
-from training.config import ModelConfig, TrainConfig
+from training.config.reading import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch.alltoall import AllToAll
-from training.memory import memory
+from training.estimate.memory import memory
 from training.model.decoder import Decoder
 from training.model.moe import MoE
-from training.optim import OptimConfig, Optimizer
+from training.optim import balance as balance_module
+from training.optim.balance import Balance, BalanceConfig, LayerLoad
+from training.optim.optimizer import OptimConfig, Optimizer
 from training.parallel import shard
 from training.parallel.collectives import local
 from training.parallel.mesh import AXES, MeshConfig, ParallelMesh
 from training.parallel.shard import one_step, own_part, parallelize, reshard
-from training.step import gradients, nll
+from training.run.build import data_rank, learner, stages_of_rank
+from training.run.step import gradients, nll
 
 CPU = torch.device("cpu")
 BATCH, MICRO = 8, 2  # sequences a step; micro-batches a step, so that gradients and counts add up over them

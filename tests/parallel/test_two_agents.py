@@ -54,7 +54,9 @@ def test_two_agents_start_again_after_a_kill(tmp_path: Path) -> None:
             with open(file, "wb") as said:
                 command = [*torchrun, str(script), str(tmp_path / "first")]
                 agents.append(
-                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said, start_new_session=True)
+                    subprocess.Popen(
+                        command, cwd=ROOT, env=environment, stdout=said, stderr=said, start_new_session=True
+                    )
                 )
         deadline = time.monotonic() + 100
         codes = [agent.wait(max(deadline - time.monotonic(), 0)) for agent in agents]

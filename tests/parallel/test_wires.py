@@ -1,4 +1,4 @@
-"""What training.plan measure learns of the wires between ranks, on two of them."""
+"""What training.cli.estimate measure learns of the wires between ranks, on two of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.ranks import run
-from training import hardware, measure
-from training.hardware import Hardware
+from training.estimate import hardware, measure
+from training.estimate.hardware import Hardware
 
 
 def of_two(rank: int, world: int) -> Hardware:

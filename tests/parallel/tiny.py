@@ -12,7 +12,7 @@ from tests.parallel.models import whole
 from training.checkpoint.layout import initialise
 from training.data.batch import Batch
 from training.model.decoder import Decoder
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 DENSE: dict[str, Any] = {
     "family": "llama", "layers": 2, "hidden": 32, "ffn": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 61,

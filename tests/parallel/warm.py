@@ -15,10 +15,10 @@ import pytest
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-import evaluation.harness
+import evaluation.ask.harness
 import tests.parallel.models
 import tests.parity.tiny
-from training import train
+from training.run import loop as train
 
 train.draw = lambda folder: None
 gc.collect()

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import ByteLevelBPETokenizer
 
-from evaluation.tasks import SUITES
+from evaluation.ask.tasks import SUITES
 from upcycle.sample import make_llama
 
 END = "<|end|>"

@@ -18,11 +18,11 @@ from tests.parity import test_targets_parity as parity
 from tests.parity import tiny
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
-from training.config import ModelConfig
+from training.config.reading import ModelConfig
 from training.model.decoder import Decoder
 from training.model.loss import linear_cross_entropy
 from upcycle.__main__ import main
-from upcycle.config import UpcycleConfig, build, read
+from upcycle.config.reading import UpcycleConfig, build, read
 
 # (dense variant, target, upcycle words): every target, every form of router, shared experts, mixed layers
 SLICES = ["router.choice=each-slice", "router.init.name=independent"]
@@ -73,7 +73,7 @@ def labels(ids: Tensor) -> Tensor:
 def reference(folder: Path) -> Any:
     kind: Any = AutoModelForCausalLM
     if '"upcycled"' in (folder / "config.json").read_text():
-        from upcycle.remote.modeling_upcycled import UpcycledForCausalLM as kind
+        from upcycle.arch.remote.modeling_upcycled import UpcycledForCausalLM as kind
     return kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
 
 

@@ -1,4 +1,4 @@
-"""evaluation.bench on a small model: both sides answer alike, ours with fewer tokens, and a difference is seen."""
+"""benchmarks.evaluation on a small model: both sides answer alike, ours with fewer tokens, and a difference is seen."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.bench import Asked, accuracy, compared, main
-from evaluation.tasks import SUITES
+from benchmarks.evaluation import Asked, accuracy, compared, main
+from evaluation.ask.tasks import SUITES
 from tests.parity import asked
 
 STORIES = Path(__file__).parents[2].parent / "shared" / "data" / "stories260k"
@@ -26,7 +26,9 @@ def test_both_answer_alike_and_the_last_line_is_a_row(
     model = STORIES if name == "trained" else asked.make(tmp_path / "model")
     assert main([str(model), "suite=tiny", "tasks=[tiny_stories,tiny_text,tiny_copy]", "batch_sizes=[1,4]"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
-    lines = sum(len((SUITES / "tiny" / f"{name}.jsonl").read_text().splitlines()) for name in ("stories", "text", "copy"))
+    lines = sum(
+        len((SUITES / "tiny" / f"{name}.jsonl").read_text().splitlines()) for name in ("stories", "text", "copy")
+    )
     assert row["device"] and row["items"] == lines and [each["batch_size"] for each in row["hflm"]] == [1, 4]
     for theirs in row["hflm"]:
         assert theirs["largest_logprob_difference"] < 1e-3  # of whole texts, in float32
@@ -58,4 +60,4 @@ def test_other_answers_are_seen() -> None:
 def test_what_is_wrong_is_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("evaluation.bench: ") and says in said
+    assert said.startswith("benchmarks.evaluation: ") and says in said

@@ -18,12 +18,12 @@ from tests.unit.upcycle.mutations import unreadable, written
 from tests.unit.upcycle.plans import load
 from training.checkpoint import layout
 from upcycle import plugin
-from upcycle.card import table
-from upcycle.convert import convert
-from upcycle.make import Maker
-from upcycle.plan import sizes
-from upcycle.spec import MoESpec
-from upcycle.verify import verify
+from upcycle.arch.spec import MoESpec
+from upcycle.converting.card import table
+from upcycle.converting.convert import convert
+from upcycle.converting.make import Maker
+from upcycle.planning.plan import sizes
+from upcycle.verifying.verify import verify
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def trained(target: str, folder: Path) -> Path:
     spec = spec_of_variant(first_variant(target))
     assert spec is not None
     moe = moe_of(spec, target, copies=4, parts=1, top_k=2)
-    config = AutoConfig.for_model(**plugin.load("upcycle.targets", target).config(moe))
+    config = AutoConfig.for_model(**plugin.load("upcycle.arch.targets", target).config(moe))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     for name, p in sorted(model.named_parameters()):

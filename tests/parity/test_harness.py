@@ -13,10 +13,12 @@ import lm_eval.tasks
 import pytest
 import yaml
 
-from evaluation import compare, load, logged, measures, results, tasks
 from evaluation.__main__ import main
-from evaluation.harness import UpcycleLM
-from evaluation.results import Item
+from evaluation.ask import load, tasks
+from evaluation.ask.harness import UpcycleLM
+from evaluation.judge import compare, logged, results
+from evaluation.judge import metrics as measures
+from evaluation.judge.results import Item
 from tests.parity import asked
 
 NAMES = ("two", "three", "aliases", "words")
@@ -90,7 +92,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_eval.tasks.TaskManager, "__init__", none_of_its_own)
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
     monkeypatch.setattr("lm_eval.evaluator_utils.stderr_for_metric", lambda *_, **__: None)
-    monkeypatch.setattr("evaluation.run.BOOTSTRAP", 2)
+    monkeypatch.setattr("evaluation.ask.run.BOOTSTRAP", 2)
     monkeypatch.setattr(measures, "DRAWS", 20)
     monkeypatch.setattr(measures, "FEW_DRAWS", 20)
 
@@ -246,7 +248,7 @@ def test_conversations_are_lm_evals(place: Path, quick: None) -> None:
 def test_options_of_lm_eval_reach_the_run(
     place: Path, three: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("evaluation.tasks.LM_EVAL", place / "tasks")  # all of lm-eval's take 11 seconds to read
+    monkeypatch.setattr("evaluation.ask.tasks.LM_EVAL", place / "tasks")  # all of lm-eval's take 11 seconds to read
     more = [
         "samples={two: [3, 1], three: [0], aliases: [4], words: [2]}",
         "gen_kwargs={max_gen_toks: 3}",
@@ -269,7 +271,7 @@ def test_options_of_lm_eval_reach_the_run(
     known = {"names": ["two"], "include_path": [str(place / "tasks")]}
     assert tasks.load("", fewshot=1, **known).loaded["tasks"]["two"].get_config("num_fewshot") == 1  # type: ignore[arg-type]
     capsys.readouterr()
-    monkeypatch.setattr("evaluation.load.opened", loaded := Opened())
+    monkeypatch.setattr("evaluation.ask.load.opened", loaded := Opened())
     for words, said in (
         (["limit=1", "samples={two: [1]}"], "limit and samples are both set"),
         (["seeds=[1,2]"], "seeds are 2 numbers"),

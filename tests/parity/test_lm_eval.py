@@ -21,16 +21,17 @@ from lm_eval.models.huggingface import HFLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from evaluation import results, tasks
 from evaluation.__main__ import main
-from evaluation.offline import Splits
-from evaluation.run import RunConfig, evaluate_live, metric_name, numbers, run
+from evaluation.ask import tasks
+from evaluation.ask.offline import Splits
+from evaluation.ask.run import RunConfig, evaluate_live, metric_name, numbers, run
+from evaluation.judge import results
 from tests.parity import asked
 from training.__main__ import main as train
 from training.checkpoint import layout
+from training.cli.prepare import main as prepare
 from training.model.decoder import Decoder
 from training.parallel.mesh import MeshConfig, ParallelMesh
-from training.prepare import main as prepare
 from upcycle.__main__ import main as upcycle
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -201,7 +202,7 @@ def test_a_broken_weight_gives_other_numbers_and_no_remembered_ones(
 def test_a_killed_run_goes_on_and_large_and_small_batches_agree(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from evaluation.remember import Remembered
+    from evaluation.ask.remember import Remembered
 
     class Killed(BaseException):
         pass
@@ -246,7 +247,7 @@ def test_a_training_run_is_evaluated_as_what_it_exports_and_while_it_trains(
         "data.sequence=32",
         "schedule.peak=1e-2",
         "schedule.warmup=1",
-        "model.compute=float32",
+        "model.dtype=float32",
     ]
     made = [f"output={tmp_path / 'run'}", f"export={tmp_path / 'moe'}", f"model.upcycle={json.dumps(moe)}"]
     assert train([*made, f"data.train=[{tmp_path / 'data'}]", *words]) == 0

@@ -22,18 +22,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from evaluation.__main__ import main as evaluate
-from evaluation.engine import Engine
+from evaluation.ask.engine import Engine
 from tests.parity import asked, tiny
 from tests.parity.test_decoder import reference, relative, same_model
 from training.__main__ import main as train
 from training.checkpoint import layout
+from training.cli.prepare import main as prepare
 from training.model import attention
 from training.model.decoder import Decoder
 from training.observe.metrics import read as read_metrics
-from training.prepare import main as prepare
-from upcycle import ffn, plugin
-from upcycle.size import moe_flops
-from upcycle.spec import MoESpec
+from upcycle import plugin
+from upcycle.arch import ffn
+from upcycle.arch.spec import MoESpec
+from upcycle.planning.size import moe_flops
 
 LATENT: dict[str, Any] = {
     "num_hidden_layers": 3, "num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": 20,
@@ -77,7 +78,7 @@ SAME = {"kimi_k2": "deepseek_v3"}  # natives that transformers has under another
 
 
 def test_every_native_has_a_variant() -> None:
-    assert {family for family, _ in VARIANTS.values()} | set(SAME) == set(plugin.names("upcycle.natives"))
+    assert {family for family, _ in VARIANTS.values()} | set(SAME) == set(plugin.names("upcycle.arch.natives"))
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,7 @@ def test_a_native_is_trained_exported_and_looked_into(
     assert prepare([str(tmp_path / "data"), f"tokenizer={folder}", f"sources=[{text}]"]) == 0
     out, run = tmp_path / "out", tmp_path / "run"
     words = [f"model.source={folder}", f"data.train=[{tmp_path / 'data'}]", "data.sequence=32", "batch=2", "steps=4"]
-    words += ["micro_batch=1", "log_every=1", "schedule.warmup=0", "schedule.peak=3e-3", "model.compute=float32"]
+    words += ["micro_batch=1", "log_every=1", "schedule.warmup=0", "schedule.peak=3e-3", "model.dtype=float32"]
     assert train([*words, f"output={run}", f"export={out}"]) == 0
     losses = [row["loss"] for row in read_metrics(run) if "loss" in row]
     assert len(losses) == 4 and losses[-1] < losses[0]

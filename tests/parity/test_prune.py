@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from evaluation import routing
+from evaluation.show import routing
 from tests.parity import tiny
 from tests.parity.test_grow import logits, trained
 from tests.parity.test_targets_parity import TARGETS
 from tests.unit.upcycle.plans import load, readable
 from training.checkpoint import layout
 from training.model.decoder import Decoder
-from upcycle import convert, grow, rebuild, verify
-from upcycle.card import table
-from upcycle.checkpoint import Checkpoint
-from upcycle.plan import sizes
-from upcycle.promise import compare
+from upcycle.converting import convert, grow
+from upcycle.converting.card import table
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.planning.plan import sizes
+from upcycle.planning.promise import compare
+from upcycle.verifying import rebuild, verify
 
 SIGMOID = ("dots1", "glm4_moe", "solar_open")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -24,17 +24,17 @@ from transformers.utils import logging
 from tests.parity import tiny
 from tests.unit.upcycle.mutations import keys_read, unreadable, written
 from training.checkpoint import layout
-from training.model.stock import Stock
-from upcycle import siblings
+from training.model.stock.model import Stock
 from upcycle.__main__ import main
-from upcycle.checkpoint import Checkpoint
-from upcycle.config import UpcycleConfig, read
-from upcycle.convert import convert
-from upcycle.inspect import describe
-from upcycle.make import Maker
-from upcycle.plan import UpcyclePlan, build
-from upcycle.spec import MoESpec
-from upcycle.verify import verify
+from upcycle.arch import siblings
+from upcycle.arch.spec import MoESpec
+from upcycle.config.reading import UpcycleConfig, read
+from upcycle.converting.convert import convert
+from upcycle.converting.make import Maker
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.planning.plan import UpcyclePlan, build
+from upcycle.verifying.inspect import describe
+from upcycle.verifying.verify import verify
 
 logging.disable_progress_bar()
 TOLERANCE, BROKEN = 1e-6, 1e-3  # of the largest logit, in float64 but for routers; what a twin must exceed

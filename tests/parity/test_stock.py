@@ -34,17 +34,17 @@ from tests.parity import asked, tiny
 from training.__main__ import main as train
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
-from training.config import ModelConfig
-from training.export import main as export
+from training.cli.estimate import main as plan
+from training.cli.export import main as export
+from training.cli.prepare import main as prepare
+from training.config.reading import ModelConfig
 from training.model.decoder import Decoder
-from training.model.probe import read_blocks
-from training.model.stock import Stock, StockMoE, on_meta
+from training.model.stock.model import Stock, StockMoE, on_meta
+from training.model.stock.probe import read_blocks
 from training.observe.metrics import read as read_metrics
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import parallelize
-from training.plan import main as plan
-from training.prepare import main as prepare
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {
@@ -202,7 +202,7 @@ def words(folder: Path, data: Path, output: Path, *more: str) -> list[str]:
     sized = ["data.sequence=16", "data.mask_documents=false", "batch=4", "log_every=1", "schedule.warmup=0"]
     settled = [
         "schedule.peak=3e-3",
-        "model.compute=float32",
+        "model.dtype=float32",
         "checkpoint.every=2",
         "device=cpu",
         "data.seed=3",
@@ -222,7 +222,7 @@ def losses(run_folder: Path) -> list[float]:
 def test_a_run_learns_resumes_to_the_bit_is_exported_and_asked(
     name: str, made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, more = made(name), ["micro_batch=2", "balance.aux_weight=0.01", "model.experts=reference"]
+    folder, more = made(name), ["micro_batch=2", "balance.aux_weight=0.01", "model.expert_backend=reference"]
     assert train([*words(folder, data, tmp_path / "whole", *more), f"export={tmp_path / 'out'}"]) == 0
     found = losses(tmp_path / "whole")
     assert len(found) == 4 and found[-1] < found[0] - 0.05

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from evaluation import routing
+from evaluation.show import routing
 from tests.parity import tiny
 from upcycle.__main__ import main
-from upcycle.verify import Report, verify
+from upcycle.verifying.verify import Report, verify
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 STORIES = SHARED / "stories260k"
@@ -143,7 +143,7 @@ def test_router_rows_from_domains_send_the_domains_to_their_experts(tmp_path: Pa
         "router.init.std=0.05",
     )  # fmt: skip
     model = tiny.loaded(folder, torch.float32)
-    from upcycle.text import token_batches
+    from upcycle.text.tokens import token_batches
 
     right = 0
     for i, domain in enumerate(domains):
@@ -166,7 +166,9 @@ def test_clusters_of_text_begin_exact_and_evenly(tmp_path: Path) -> None:
     drawn = convert(tmp_path / "drawn", *words, given, "router.init.name=normal")
     fullest = []
     for folder in (found, drawn):
-        (loads,) = routing.analyse(routing.RoutingConfig(str(folder), (other,), tokens=2048, length=256))["load"].values()
+        (loads,) = routing.analyse(routing.RoutingConfig(str(folder), (other,), tokens=2048, length=256))[
+            "load"
+        ].values()
         fullest.append(max(max(layer) / (sum(layer) / len(layer)) for layer in loads))
     assert fullest[0] < 0.6 * fullest[1], fullest
 

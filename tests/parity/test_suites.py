@@ -14,9 +14,11 @@ from typing import Any
 import datasets
 import pytest
 
-from evaluation import compare, measures, results, tasks
 from evaluation.__main__ import main
-from evaluation.offline import Splits
+from evaluation.ask import tasks
+from evaluation.ask.offline import Splits
+from evaluation.judge import compare, results
+from evaluation.judge import metrics as measures
 from tests.parity import asked
 
 SUBJECTS = (
@@ -68,7 +70,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return Splits({split: datasets.Dataset.from_list(rows) for split, rows in every[path].items()})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("evaluation.run.BOOTSTRAP", 2)
+    monkeypatch.setattr("evaluation.ask.run.BOOTSTRAP", 2)
     monkeypatch.setattr(measures, "DRAWS", 20)
     yield
 

@@ -25,25 +25,27 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from upcycle import plugin
-from upcycle.card import table
-from upcycle.checkpoint import Checkpoint
-from upcycle.config import Router, RouterInit, UpcycleConfig, read
-from upcycle.convert import convert
-from upcycle.make import Maker
-from upcycle.plan import build
-from upcycle.spec import DenseSpec, MoESpec
-from upcycle.targets.common import refusals
-from upcycle.verify import verify
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.arch.targets.common import refusals
+from upcycle.config.reading import Router, RouterInit, UpcycleConfig, read
+from upcycle.converting.card import table
+from upcycle.converting.convert import convert
+from upcycle.converting.make import Maker
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.planning.plan import build
+from upcycle.verifying.verify import verify
 
 logging.disable_progress_bar()
-TARGETS = [name for name in plugin.names("upcycle.targets") if plugin.load("upcycle.targets", name).ABILITIES.stock]
+TARGETS = [
+    name for name in plugin.names("upcycle.arch.targets") if plugin.load("upcycle.arch.targets", name).ABILITIES.stock
+]
 TOLERANCE = 1e-6  # of the largest dense logit, in float32
 BROKEN = 1e-3  # what a twin must exceed
 Tensors = dict[str, Tensor]
 
 
 def target_of(name: str) -> ModuleType:
-    return plugin.load("upcycle.targets", name)
+    return plugin.load("upcycle.arch.targets", name)
 
 
 # ---- dense models, made once
@@ -66,7 +68,7 @@ def spec_of_variant(variant: str) -> DenseSpec | None:
         k: v for k, v in (tiny.SIZES | tiny.OWN.get(family, {}) | overrides).items() if k != "num_key_value_heads" or v
     }
     config = AutoConfig.for_model(family, **settings).to_dict()
-    return replace(plugin.load("upcycle.families", family).read(config), dtype="float32")
+    return replace(plugin.load("upcycle.arch.families", family).read(config), dtype="float32")
 
 
 @cache
@@ -77,7 +79,7 @@ def dense_logits(folder: Path) -> Tensor:
 def dense_tensors(folder: Path, spec: DenseSpec) -> Tensors:
     stored = load_file(folder / "model.safetensors")
     out = {}
-    for role, source in plugin.load("upcycle.families", spec.family).sources(spec).items():
+    for role, source in plugin.load("upcycle.arch.families", spec.family).sources(spec).items():
         whole = stored[source.name]
         out[role] = torch.cat([whole[a:b] for a, b in source.rows]) if source.rows else whole
     return out

@@ -26,9 +26,9 @@ from transformers.utils import logging
 
 from tests.parity import tiny
 from upcycle import plugin
-from upcycle.remote.modeling_upcycled import UpcycledConfig, UpcycledForCausalLM, UpcycledMoE
-from upcycle.spec import DenseSpec, MoESpec
-from upcycle.targets import upcycled
+from upcycle.arch.remote.modeling_upcycled import UpcycledConfig, UpcycledForCausalLM, UpcycledMoE
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.arch.targets import upcycled
 
 logging.disable_progress_bar()
 TOLERANCE = 1e-6  # of the largest value, in float32
@@ -47,14 +47,14 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def spec_of(folder: Path) -> DenseSpec:
     config = json.loads((folder / "config.json").read_text())
-    spec: DenseSpec = plugin.load("upcycle.families", config["model_type"]).read(config)
+    spec: DenseSpec = plugin.load("upcycle.arch.families", config["model_type"]).read(config)
     return replace(spec, dtype="float32")
 
 
 def dense_tensors(folder: Path, spec: DenseSpec) -> Tensors:
     """role -> tensor"""
     stored, found = load_file(folder / "model.safetensors"), {}
-    for role, source in plugin.load("upcycle.families", spec.family).sources(spec).items():
+    for role, source in plugin.load("upcycle.arch.families", spec.family).sources(spec).items():
         whole = stored[source.name]
         found[role] = torch.cat([whole[a:b] for a, b in source.rows]) if source.rows else whole
     return found
@@ -346,7 +346,9 @@ def test_router_is_float32_in_a_bf16_model() -> None:
 # ---- the whole MoE model, from a folder
 
 
-def upcycle_by_hand(spec: DenseSpec, roles: Tensors, *, copies: int, parts: int, shared: int) -> tuple[MoESpec, Tensors]:
+def upcycle_by_hand(
+    spec: DenseSpec, roles: Tensors, *, copies: int, parts: int, shared: int
+) -> tuple[MoESpec, Tensors]:
     """Virtual groups in the last layer, the first `shared` neurons carved out: exact with the output scale `parts`."""
     layer, width = spec.layers - 1, (spec.ffn - shared) // parts
     moe = MoESpec(

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from evaluation import compare, results
-from evaluation.results import Item
-from evaluation.tasks import SUITES
+from evaluation.ask.tasks import SUITES
+from evaluation.judge import compare, results
+from evaluation.judge.results import Item
 from tests.parity import asked
 from tests.parity.test_stories import STORIES
 from tests.unit.evaluation.test_compare import task, write
 from training.checkpoint import layout
 from training.model.decoder import Decoder
-from upcycle import text
 from upcycle.__main__ import main as upcycle
+from upcycle.text import tokens as text
 
 QUESTIONS = STORIES.parent / "eval" / "arc" / "arc_easy.jsonl"
 ITEMS = 60

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from upcycle import plugin
 
-FAMILIES = plugin.names("upcycle.families")
+FAMILIES = plugin.names("upcycle.arch.families")
 ONE_PLUS = ("gemma", "gemma2", "gemma3_text", "nemotron")  # a norm's stored weight is its gain minus one
 LENGTH = 24  # of the sequences tokens() gives; every window and original context of VARIANTS is shorter, unless noted
 
@@ -183,7 +183,7 @@ def logits(model: Path | Any, tokens_BT: Tensor) -> Tensor:
 
 def loaded(folder: Path, dtype: torch.dtype) -> Any:
     """The whole model of a folder; one of our own architecture is loaded by the package's copy of its file."""
-    from upcycle.remote.modeling_upcycled import UpcycledForCausalLM
+    from upcycle.arch.remote.modeling_upcycled import UpcycledForCausalLM
 
     ours = json.loads((folder / "config.json").read_text())["model_type"] == "upcycled"
     model, info = (UpcycledForCausalLM if ours else AutoModelForCausalLM).from_pretrained(

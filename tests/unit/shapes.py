@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from upcycle.checkpoint import DTYPES, INDEX
+from upcycle.io.checkpoint import DTYPES, INDEX
 
 CODES = {torch_name: (code, bits) for code, (torch_name, bits) in DTYPES.items()}
 

@@ -17,7 +17,17 @@ from tests import fuzz
 from tests.fuzz import READERS, Reader
 
 # of each reader; those whose one call is slow have less
-SLICE = {"texts": 8, "dense": 12, "moe": 12, "siblings": 12, "mixtures": 8, "manifest": 6, "weights": 8, "conversion": 8, "run": 10}
+SLICE = {
+    "texts": 8,
+    "dense": 12,
+    "moe": 12,
+    "siblings": 12,
+    "mixtures": 8,
+    "manifest": 6,
+    "weights": 8,
+    "conversion": 8,
+    "run": 10,
+}
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -56,7 +56,7 @@ def test_training_and_evaluation_look_at_upcycle_and_never_back() -> None:
         for other in others
         if other.partition(".")[0] not in below[name.partition(".")[0]]
     }
-    assert up == {("training.__main__", "evaluation.run")}
+    assert up == {("training.__main__", "evaluation.ask.run")}
 
 
 def test_what_computes_on_one_device_knows_no_mesh() -> None:
@@ -66,7 +66,7 @@ def test_what_computes_on_one_device_knows_no_mesh() -> None:
 
 
 def test_only_the_command_imports_the_loop() -> None:
-    assert [name for name, others in graph(ROOT).items() if "training.train" in others] == ["training.__main__"]
+    assert [name for name, others in graph(ROOT).items() if "training.run.loop" in others] == ["training.__main__"]
 
 
 def test_every_kind_of_import_is_seen(tmp_path: Path) -> None:

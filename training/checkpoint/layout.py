@@ -29,20 +29,23 @@ from training.model.decoder import Decoder
 from training.model.lora import A, delta, is_adapter, pairs
 from training.model.moe import MoE
 from training.model.names import plain_name
-from training.model.stock import Stock, known
+from training.model.stock.model import Stock, known
 from training.parallel.collectives import gather, local
 from training.parallel.mesh import ParallelMesh
-from upcycle import card, disk, measure, plugin, publish
-from upcycle.checkpoint import INDEX, Checkpoint
-from upcycle.config import UpcycleConfig, byte_size
-from upcycle.families.common import Source
-from upcycle.inspect import in_slices, read_files, read_manifest
-from upcycle.job import JOB, Worker, check_first, explained, job, read_json
-from upcycle.make import Maker
-from upcycle.plan import UpcyclePlan, build
-from upcycle.spec import BYTES, DenseSpec, MoESpec
-from upcycle.strict import short
-from upcycle.targets.common import Slot
+from upcycle import plugin
+from upcycle.arch.families.common import Source
+from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
+from upcycle.arch.targets.common import Slot
+from upcycle.config.reading import UpcycleConfig, byte_size
+from upcycle.converting import card
+from upcycle.converting.job import JOB, Worker, check_first, explained, job, read_json
+from upcycle.converting.make import Maker
+from upcycle.io import disk, publish
+from upcycle.io.checkpoint import INDEX, Checkpoint
+from upcycle.io.strict import short
+from upcycle.planning.plan import UpcyclePlan, build
+from upcycle.text import measure
+from upcycle.verifying.inspect import in_slices, read_files, read_manifest
 
 
 @dataclass(frozen=True)
@@ -148,14 +151,14 @@ def described(
     plan that made the model, as upcycle.json holds them. `entries`: its tensors, of which the names count where
     transformers computes the model."""
     model_type, files = str(config.get("model_type")), tuple(files)
-    families, targets = plugin.names("upcycle.families"), plugin.names("upcycle.targets")
-    natives = plugin.names("upcycle.natives")
+    families, targets = plugin.names("upcycle.arch.families"), plugin.names("upcycle.arch.targets")
+    natives = plugin.names("upcycle.arch.natives")
     if model_type in families:
-        family = plugin.load("upcycle.families", model_type)
+        family = plugin.load("upcycle.arch.families", model_type)
         dense: DenseSpec = family.read(config)
         return Origin(dense, dense_tensors(dense, family.sources(dense)), read, config, files)
     if model_type in targets:
-        target = plugin.load("upcycle.targets", model_type)
+        target = plugin.load("upcycle.arch.targets", model_type)
         moe: MoESpec = target.read(config)
         # without a word of how they were made, only a router that chooses in each slice says that experts are copies
         moe = replace(moe, disjoint=moe.slices == 1) if settings is None else in_slices(moe, settings)
@@ -163,7 +166,7 @@ def described(
         files += (code,) if code is not None and code.name not in {file.name for file in files} else ()
         return Origin(moe, stored_slots(moe, target.slots(moe)), read, config, files, settings=settings)
     if model_type in natives:
-        native = plugin.load("upcycle.natives", model_type)
+        native = plugin.load("upcycle.arch.natives", model_type)
         moe = replace(native.read(config), disjoint=True)  # what no dense model becomes
         return Origin(moe, stored_slots(moe, native.slots(moe)), read, config, files)
     if entries is not None and known(model_type):
@@ -430,7 +433,7 @@ def cut(whole: Tensor, stored: Stored, target: Mapping[str, Tensor]) -> Iterator
 @torch.no_grad()
 def initialise(model: Decoder, seed: int = 0) -> Decoder:
     """Random weights, for benchmarks and training from scratch; the same ones however the model is divided."""
-    from upcycle import rng
+    from upcycle.planning import rng
 
     for tensor in model.parameters():
         tensor.zero_()  # the padding of uneven experts
@@ -449,7 +452,7 @@ def initialise(model: Decoder, seed: int = 0) -> Decoder:
 @torch.no_grad()
 def begin_adapters(model: Decoder, seed: int) -> None:
     """Fills the A of adapters, as large as peft's; B is zero, as all that `load` and `initialise` do not know."""
-    from upcycle import rng
+    from upcycle.planning import rng
 
     for name, tensor in model.named_parameters():
         if is_adapter(name) and name.endswith(A) and local(tensor).numel():

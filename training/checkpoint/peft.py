@@ -25,8 +25,8 @@ from training.model.lora import LoraConfig, adaptable
 from training.model.moe import Experts, Router
 from training.parallel.collectives import gather
 from training.parallel.mesh import ParallelMesh
-from upcycle import disk, publish
-from upcycle.spec import MoESpec
+from upcycle.arch.spec import MoESpec
+from upcycle.io import disk, publish
 
 # targets whose experts transformers stacks as mlp.experts.gate_up_proj and down_proj, whatever they are called on disk
 STACKED = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")

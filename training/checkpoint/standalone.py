@@ -29,20 +29,22 @@ from training.checkpoint import layout
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import STEP, Checkpoints, check_same, weights
 from training.checkpoint.storage import Reader, read_manifest, read_whole
-from training.config import ModelConfig, upcycle_config
+from training.config.reading import ModelConfig, upcycle_config
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach
 from training.parallel.collectives import broadcast, broadcast_tensors
 from training.parallel.processes import rank
-from upcycle import card, measure, strict
-from upcycle.checkpoint import COPIED, TERMS, Checkpoint, own, read_header
-from upcycle.config import UpcycleConfig, build
-from upcycle.disk import make_folder, sweep, write_atomic
-from upcycle.inspect import Settings
-from upcycle.job import read_json
-from upcycle.plan import UpcyclePlan
-from upcycle.strict import short
-from upcycle.targets.upcycled import MODELING
+from upcycle.arch.targets.upcycled import MODELING
+from upcycle.config.reading import UpcycleConfig, build
+from upcycle.converting import card
+from upcycle.converting.job import read_json
+from upcycle.io import strict
+from upcycle.io.checkpoint import COPIED, TERMS, Checkpoint, own, read_header
+from upcycle.io.disk import make_folder, sweep, write_atomic
+from upcycle.io.strict import short
+from upcycle.planning.plan import UpcyclePlan
+from upcycle.text import measure
+from upcycle.verifying.inspect import Settings
 
 FOLDER, CONFIG, OBSERVED, RECORD = "origin", "config.json", "observed.safetensors", "origin.json"
 

@@ -43,12 +43,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from training.checkpoint import storage
-from training.checkpoint.resume import judge
 from training.checkpoint.storage import Reader, check_free, read_whole
 from training.model.names import plain_name
 from training.parallel.collectives import gather, local
-from upcycle import strict
-from upcycle.disk import sync_folder
+from training.run.resume import judge
+from upcycle.io import strict
+from upcycle.io.disk import sync_folder
 
 BESIDE = {"mean", "has", "unsent"}  # of a parameter, what no rule of an update needs: a mean, what an island keeps
 JSON = ".json"  # ends the name of a value that is kept as text

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from training.model import stock as modelling
-from training.model.probe import read_blocks
-from training.model.stock import Block, parts
-from upcycle.spec import BYTES, Carried, DenseSpec, MoESpec
-from upcycle.strict import short
+from training.model.stock import model as modelling
+from training.model.stock.model import Block, parts
+from training.model.stock.probe import read_blocks
+from upcycle.arch.spec import BYTES, Carried, DenseSpec, MoESpec
+from upcycle.io.strict import short
 
 Entries = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 Roles = tuple[str, ...]

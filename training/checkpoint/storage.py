@@ -46,10 +46,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.futures import Future
 
 from training.parallel.collectives import gather, local
-from upcycle import disk, strict
-from upcycle.checkpoint import DTYPES
-from upcycle.disk import Stream, sync_folder, write_atomic
-from upcycle.strict import Count
+from upcycle.io import disk, strict
+from upcycle.io.checkpoint import DTYPES
+from upcycle.io.disk import Stream, sync_folder, write_atomic
+from upcycle.io.strict import Count
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -24,7 +24,8 @@ import numpy as np
 
 from training.data.batch import Longs
 from training.data.shards import Flags
-from upcycle import strict, text
+from upcycle.io import strict
+from upcycle.text import tokens as text
 
 LOSSES = ("assistant", "all")
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools")  # that a row may have

@@ -51,8 +51,9 @@ from numpy.typing import NDArray
 from training.data.batch import IGNORE, Batch, Row, Samples, Span, Whole, lay, lay_whole, stack
 from training.data.packing import packed
 from training.data.shards import TokenShards
-from upcycle import rng, strict
-from upcycle.config import build
+from upcycle.config.reading import build
+from upcycle.io import strict
+from upcycle.planning import rng
 
 CHUNK = 1024  # neighbouring documents that change places
 CYCLE = 1 << 16  # longest schedule; weights that need a longer one are rounded to 1/CYCLE
@@ -109,7 +110,7 @@ def sources(
         if not isinstance(value, kind):
             value = build(kind, {"path": value} if isinstance(value, str) else value, f"{where}.{i}.")
         if not value.path:
-            raise ValueError(f"{where}.{i} has no path; write the folder that training.prepare made")
+            raise ValueError(f"{where}.{i} has no path; write the folder that upcycle prepare made")
         found.append(value if value.name else replace(value, name=Path(value.path).name))
     names = [source.name for source in found]
     for name in names:
@@ -186,7 +187,7 @@ class Windows:
         if highest >= self.shards.vocab:
             raise ValueError(
                 f"{self.shards.folder} holds id {highest} but its tokenizer has {self.shards.vocab}; its files are "
-                "damaged: run python -m training.prepare --check on it"
+                "damaged: run upcycle prepare --check on it"
             )
 
     def spans(self, at: int, length: int, epoch: int) -> Iterator[Span]:

@@ -42,8 +42,9 @@ from training.data.shards import (
     partial_of,
     read_meta,
 )
-from upcycle import disk, publish, strict, text
-from upcycle.job import JOB, PARTS, POLL, Watch, Worker, check_first, explained, job, read_json
+from upcycle.converting.job import JOB, PARTS, POLL, Watch, Worker, check_first, explained, job, read_json
+from upcycle.io import disk, publish, strict
+from upcycle.text import tokens as text
 
 SUFFIXES = (*text.SUFFIXES, ".parquet")
 HUB = "hf:"

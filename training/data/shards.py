@@ -1,4 +1,4 @@
-"""Token shards: what `python -m training.prepare` writes and training reads, mapped into memory and never loaded.
+"""Token shards: what `upcycle prepare` writes and training reads, mapped into memory and never loaded.
 
     FOLDER/meta.json                    counts, dtype, ids, the tokenizer's fingerprint, sha256 of every file
     FOLDER/tokens-00000-00000.bin       ids of whole documents, one after the other, each ended by eos
@@ -31,10 +31,10 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from upcycle import strict
-from upcycle.disk import write_atomic
-from upcycle.job import read_json
-from upcycle.strict import Count, Range
+from upcycle.converting.job import read_json
+from upcycle.io import strict
+from upcycle.io.disk import write_atomic
+from upcycle.io.strict import Count, Range
 
 META = "meta.json"
 CHECKED = ".checked.json"  # beside it, by training: the stamp of each file that was read whole and found right
@@ -153,7 +153,7 @@ def rises(table: Offsets) -> bool:
 
 def read_meta(folder: Path) -> Mapping[str, Any]:
     path = folder / META
-    how = "make it with python -m training.prepare"
+    how = "make it with upcycle prepare"
     if not folder.is_dir():
         hint = f"; {folder}.partial is unfinished, run the same command again" if partial_of(folder).is_dir() else ""
         raise ValueError(f"there is no folder {folder} of token shards{hint or '; ' + how}")

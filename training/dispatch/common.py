@@ -132,5 +132,5 @@ def only_bfloat16(dispatcher: str, x_TD: Tensor) -> None:
     if x_TD.is_cuda and x_TD.dtype != torch.bfloat16:
         got = str(x_TD.dtype).removeprefix("torch.")
         raise ValueError(
-            f"dispatcher={dispatcher} sends bfloat16 and got {got}; use model.compute=bfloat16 or dispatcher=alltoall"
+            f"dispatcher={dispatcher} sends bfloat16 and got {got}; use model.dtype=bfloat16 or dispatcher=alltoall"
         )

@@ -304,4 +304,4 @@ def reached(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[
 
 
 def kernels() -> Any:
-    return importlib.import_module("training.kernels.peers_triton")
+    return importlib.import_module("training.kernels.triton.peers")

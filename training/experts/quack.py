@@ -185,7 +185,7 @@ def long_sums(
     d_h_RH: Tensor | None, x_TD: Tensor, a_RF: Tensor | None, d_y_TD: Tensor, token_R: Tensor, begins_E1: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """(d_up_EHD, d_down_EDF), by our kernels."""
-    from training.kernels import narrow_triton  # triton is where they run
+    from training.kernels.triton import narrow as narrow_triton  # triton is where they run
 
     ends_E, size = begins_E1[1:], narrow_triton.long_piece(len(token_R))
     pieces = narrow_triton.cut(ends_E, len(token_R), size, 1)

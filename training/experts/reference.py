@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from training.experts import ExpertWeights
 from training.experts.common import check
-from upcycle.ffn import ACTIVATIONS, gated_product
+from upcycle.arch.ffn import ACTIVATIONS, gated_product
 
 
 def available() -> str:

@@ -10,7 +10,7 @@ what the others have. All have one config, and one secret in a file. The same co
   python -m training my.yaml output=runs/island-0 islands.join=localhost:29600 islands.secret=secret   # one a machine
   python -m training my.yaml output=runs/try islands.local=2                           # all of it on this machine
 
-Tell what it would cost with training.plan. When it pays, and when not: docs/islands.md
+Tell what it would cost with training.cli.estimate. When it pays, and when not: docs/islands.md
 
 keys, with defaults and meaning: docs/config.md, those of training
 """
@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import sys
 
-from upcycle import cli
+from upcycle.cli import frame as cli
 
 
 @cli.command(resumes=True)
 def main(words: list[str]) -> int:
-    from training.config import read_config
+    from training.config.reading import read_config
     from training.islands.run import serve
 
     if words[:1] != ["serve"]:

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.balance import update_bias_
-from training.islands import wire
 from training.islands.config import IslandsConfig
+from training.islands.link import wire
 from training.islands.places import Layout
-from upcycle import plugin, strict
+from training.optim.balance import update_bias_
+from upcycle import plugin
+from upcycle.io import strict
 
 WORTH = 2**-16  # of a weight: a difference that waits, see rules/dgs.py
 KEPT = 64  # answers to an island

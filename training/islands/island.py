@@ -25,19 +25,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.build import Run
 from training.checkpoint.layout import box
 from training.data.mixture import DataConfig
-from training.islands import center, frames, wire
+from training.islands import center
 from training.islands.center import Again
-from training.islands.link import Link
+from training.islands.link import frames, wire
+from training.islands.link.client import Link
+from training.islands.link.server import BLOCK
 from training.islands.places import NUMBERS, Layout, Place, inside, share_of, whole
 from training.islands.rules.dgs import Push
-from training.islands.serve import BLOCK
 from training.islands.sparse import Sparse
 from training.model.moe import MoE
-from training.optim import Slot, copy_where_apart
+from training.optim.optimizer import Slot, copy_where_apart
 from training.parallel.collectives import all_reduce, broadcast, broadcast_bytes, gather, local
+from training.run.build import Run
 from upcycle import plugin
 
 LEAST = 0.1  # of the mean share: what an expert without tokens may send

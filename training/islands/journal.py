@@ -21,9 +21,9 @@ from typing import IO
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from training.islands import frames
 from training.islands.center import Center
-from upcycle import disk, strict
+from training.islands.link import frames
+from upcycle.io import disk, strict
 
 SNAPSHOT = re.compile(r"snapshot-(\d{1,9})\.safetensors", re.ASCII)
 RECORD = struct.Struct("<Q16s")

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from training.config import TrainConfig
+from training.config.reading import TrainConfig
 from training.islands.config import IslandsConfig
+from training.islands.link.wire import BITMAP, CHUNK, FEW, most
 from training.islands.places import NUMBERS, Layout, share_of
-from training.islands.wire import BITMAP, CHUNK, FEW, most
 from training.model.decoder import Decoder
 from training.model.lora import attach
-from training.optim import learning
-from upcycle.spec import DenseSpec, MoESpec
+from training.optim.optimizer import learning
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 # bytes a number of an exchange of all numbers, as measured: its message and the copies of it that a socket needs; the
 # parts of it that are numbers at a time, and are no less than a tensor

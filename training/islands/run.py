@@ -13,22 +13,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from training.build import CHECKPOINTS, divided, observing, source
 from training.checkpoint import layout
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import Stop, found, step_of
-from training.config import TrainConfig
-from training.islands import frames
+from training.config.reading import TrainConfig
 from training.islands.center import Center
 from training.islands.journal import Journal
+from training.islands.link import frames
+from training.islands.link.server import Server
 from training.islands.places import Layout
-from training.islands.serve import Server
 from training.model.decoder import Decoder
 from training.model.moe import MoE
-from training.optim import make_slot
+from training.optim.optimizer import make_slot
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import alone
-from training.preflight import check_export, check_writable
+from training.run.build import CHECKPOINTS, divided, observing, source
+from training.run.preflight import check_export, check_writable
 
 FOLDER = "islands"  # in the server's output
 
@@ -78,7 +78,7 @@ def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> t
 
 def made(config: TrainConfig, origin: Origin, mesh: ParallelMesh) -> Decoder:
     """The model of step 0, on this process alone."""
-    alone = replace(config.model, recompute="none", compile=False, transformer_engine=(), experts="reference")
+    alone = replace(config.model, recompute="none", compile=False, transformer_engine=(), expert_backend="reference")
     spec = origin.spec
     layers = range(origin.dense.layers)
     model = divided(replace(config, model=alone), origin, mesh, layers, torch.device("cpu"))

@@ -20,7 +20,7 @@ def nats_(logits_TV: Tensor, label_T: Tensor, scale: float, gradient: bool, cap:
     """nats_T of scale * logits, float32 at least, 0 where the label is negative. With `gradient`, logits_TV holds the
     gradient of their sum afterwards. With a `cap`: of cap * tanh(scale * logits / cap)."""
     if on_kernel(logits_TV, cap):
-        from training.kernels import cross_entropy_triton
+        from training.kernels.triton import cross_entropy as cross_entropy_triton
 
         nats_T: Tensor = cross_entropy_triton.nats_(logits_TV, label_T, scale, gradient)
         return nats_T

@@ -31,7 +31,7 @@ def rms_norm(stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) -
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        from training.kernels import norm_triton
+        from training.kernels.triton import norm as norm_triton
 
         # an x that is not used has no gradient; zeros in its place would have to be read
         ctx.set_materialize_grads(False)
@@ -43,7 +43,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x: Tensor | None, d_y: Tensor | None) -> tuple[Tensor | None, ...]:
-        from training.kernels import norm_triton
+        from training.kernels.triton import norm as norm_triton
 
         if d_y is None:
             return d_x, d_x if ctx.added else None, None, None

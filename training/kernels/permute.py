@@ -15,7 +15,7 @@ from torch import Tensor
 def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """(back_R, count_E): rows sorted by expert, an expert's rows in the tokens' order; int32 counts."""
     if expert_TK.is_cuda:
-        from training.kernels import permute_triton
+        from training.kernels.triton import permute as permute_triton
 
         found: tuple[Tensor, Tensor] = permute_triton.places(expert_TK.contiguous(), experts)
         return found
@@ -31,7 +31,7 @@ def sorted_rows(expert_TK: Tensor, weight_TK: Tensor, experts: int) -> tuple[Ten
     """(back_R, ends_E, token_R, weight_R): `places`, with where each expert's rows end (int32), and each row's token
     (int32) and weight."""
     if expert_TK.is_cuda:
-        from training.kernels import permute_triton
+        from training.kernels.triton import permute as permute_triton
 
         back_R, ends_E, token_R, weight_R = permute_triton.sorted_rows(
             expert_TK.contiguous(), weight_TK.contiguous(), experts
@@ -48,7 +48,7 @@ def count_(total_E: Tensor, expert_TK: Tensor) -> Tensor:
     """Adds to an int64 total how often each expert is chosen. Not bincount, which waits for the device; and on that,
     added one by one, thousands of choices would wait for each other."""
     if expert_TK.is_cuda:
-        from training.kernels import permute_triton
+        from training.kernels.triton import permute as permute_triton
 
         return total_E.add_(permute_triton.counts(expert_TK.contiguous(), len(total_E)).sum(1))
     flat_R = expert_TK.flatten().long()
@@ -62,7 +62,7 @@ def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int | None = None) -> Ten
     """
     rows = back_R.shape[0] if rows is None else rows
     if kernels_run(x_TD):
-        from training.kernels import permute_triton
+        from training.kernels.triton import permute as permute_triton
 
         out: Tensor = permute_triton.spread(x_TD.contiguous(), back_R, k, rows)
         return out
@@ -81,7 +81,7 @@ def gather(
     Rows beyond the last one are zero.
     """
     if kernels_run(y_RD):
-        from training.kernels import permute_triton
+        from training.kernels.triton import permute as permute_triton
 
         onto_TD, weight_TK = (None if t is None else t.contiguous() for t in (onto_TD, weight_TK))
         out: Tensor = permute_triton.gather(y_RD.contiguous(), back_R, k, onto_TD, weight_TK)

@@ -44,7 +44,7 @@ class _NormRotate(torch.autograd.Function):
     def forward(
         ctx: Any, x_BSN: Tensor, heads: tuple[int, ...], eps: float, cos: Tensor, sin: Tensor, *gains: Tensor | None
     ) -> tuple[Tensor, ...]:
-        from training.kernels import rotary_triton
+        from training.kernels.triton import rotary as rotary_triton
 
         width, normed = x_BSN.shape[2] // sum(heads), any(gain is not None for gain in gains)
         ctx.save_for_backward(x_BSN if normed else None, cos, sin, *gains)
@@ -58,7 +58,7 @@ class _NormRotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *d_groups: Tensor) -> tuple[Tensor | None, ...]:
-        from training.kernels import rotary_triton
+        from training.kernels.triton import rotary as rotary_triton
 
         x_BSN, cos, sin, *gains = ctx.saved_tensors
         d_x_BSN = d_groups[0].new_empty(*d_groups[0].shape[:2], sum(d.shape[2] * d.shape[3] for d in d_groups))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from upcycle.routers import chosen
+from upcycle.planning.routers import chosen
 
 
 def logits(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def choose(score_TN: Tensor, k: int, slices: int = 1) -> Tensor:
     """The k largest of each row, in order; among equals the lower index, which keeps a virtual group whole. With
     slices, the k / slices largest of each class of columns, n % slices."""
     if score_TN.is_cuda and score_TN.dtype == torch.float32:
-        from training.kernels import router_triton
+        from training.kernels.triton import router as router_triton
 
         found: Tensor = router_triton.choose(score_TN.contiguous(), k, slices)
         return found
@@ -122,7 +122,7 @@ class _Route(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, weight_ND: Tensor, slices: int, normalize: bool, scale: float, rows: Rows
     ) -> tuple[Tensor, ...]:
-        from training.kernels import router_triton
+        from training.kernels.triton import router as router_triton
 
         logits_TN, scores_TN, expert_TK, weight_TK, parts = router_triton.route(
             x_TD.contiguous(), weight_ND.contiguous(), slices, normalize, scale
@@ -143,7 +143,7 @@ class _Route(torch.autograd.Function):
         d_weight_TK: Tensor | None,
         d_x_TD: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        from training.kernels import router_triton
+        from training.kernels.triton import router as router_triton
 
         x_TD, scores_TN, expert_TK, parts = ctx.saved_tensors
         d_weight_TK = scores_TN.new_zeros(expert_TK.shape) if d_weight_TK is None else d_weight_TK
@@ -183,7 +183,7 @@ def summed(logits_TN: Tensor, expert_TK: Tensor, slices: int) -> Tensor | None:
     the three of balance.coherence. None where no kernel runs."""
     if not (logits_TN.is_cuda and logits_TN.dtype == torch.float32 and slices & (slices - 1) == 0 and len(logits_TN)):
         return None
-    from training.kernels import router_triton
+    from training.kernels.triton import router as router_triton
 
     found: Tensor = router_triton.figures(logits_TN, expert_TK, slices).sum(0, dtype=torch.float64) / len(logits_TN)
     return found

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from upcycle.ffn import ACTIVATIONS, gated_product
+from upcycle.arch.ffn import ACTIVATIONS, gated_product
 
 
 def on_kernel(tensor: Tensor) -> bool:
@@ -55,7 +55,7 @@ def forward(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gat
     """Returns a_RF."""
     if not on_kernel(h_RH):
         return forward_reference(h_RH, weight_R, ends_E, activation, gated)
-    from training.kernels import swiglu_triton
+    from training.kernels.triton import swiglu as swiglu_triton
 
     return swiglu_triton.forward(h_RH, weight_R, ends_E, activation, gated)
 
@@ -66,7 +66,7 @@ def backward(
     """Returns d_h_RH, d_weight_R and a_RF. May write a_RF over d_a_RF, so the caller must not use that afterwards."""
     if not on_kernel(h_RH):
         return backward_reference(d_a_RF, h_RH, weight_R, ends_E, activation, gated)
-    from training.kernels import swiglu_triton
+    from training.kernels.triton import swiglu as swiglu_triton
 
     return swiglu_triton.backward(d_a_RF, h_RH, weight_R, ends_E, activation, gated)
 
@@ -76,7 +76,7 @@ def zero_tail(y_RD: Tensor, ends_E: Tensor) -> Tensor:
     if not y_RD.is_cuda:
         y_RD[int(ends_E[-1]) :] = 0
         return y_RD
-    from training.kernels import swiglu_triton
+    from training.kernels.triton import swiglu as swiglu_triton
 
     return swiglu_triton.zero_tail(y_RD, ends_E)
 
@@ -84,7 +84,7 @@ def zero_tail(y_RD: Tensor, ends_E: Tensor) -> Tensor:
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        from training.kernels import swiglu_triton
+        from training.kernels.triton import swiglu as swiglu_triton
 
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
@@ -93,7 +93,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_a: Tensor) -> tuple[Tensor | None, ...]:
-        from training.kernels import swiglu_triton
+        from training.kernels.triton import swiglu as swiglu_triton
 
         gate, up = ctx.saved_tensors
         return *swiglu_triton.gated_backward(d_a.contiguous(), gate, up, ctx.activation), None

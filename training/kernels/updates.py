@@ -21,7 +21,7 @@ def total(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of both in `dtype`, written over `first` if that has the dtype."""
     if first.dtype == second.dtype == dtype or not on_kernel(first, second) or dtype.itemsize > 4:
         return first.to(dtype).add_(second)
-    from training.kernels import updates_triton
+    from training.kernels.triton import updates as updates_triton
 
     out: Tensor = updates_triton.total(first, second, dtype)
     return out
@@ -39,8 +39,9 @@ def adamw_(
 ) -> None:  # fmt: skip
     """Updates one tensor in place, but not where `skip` is true; `step` is the number of updates before. `copy`: gets
     the master, in the copy's own dtype. `excess`: what the gradient is divided by. `share`: how far each gradient is
-    pulled to the mean of its copies' first (training/copies.py); of `copies` the first ones of all slices lead."""
-    from training.kernels import updates_triton
+    pulled to the mean of its copies' first (training/optim/copies.py); of `copies` the first ones of all slices
+    lead."""
+    from training.kernels.triton import updates as updates_triton
 
     updates_triton.adamw_(
         master, gradient, first, second, copy, step, skip, excess,

@@ -13,7 +13,7 @@ from training.model.loss import Lesson, taught_cross_entropy
 from training.model.moe import ExpertFunction, MoE
 from training.model.rope import angles
 from upcycle import plugin
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 
 class Layer(nn.Module):

@@ -13,8 +13,8 @@ from torch.nn import functional
 from training.kernels import norm as norm_kernel
 from training.kernels import rotary, swiglu
 from training.model.attention import Attend, Sdpa, Seen
-from upcycle.ffn import ACTIVATIONS
-from upcycle.spec import DenseSpec
+from upcycle.arch.ffn import ACTIVATIONS
+from upcycle.arch.spec import DenseSpec
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x, a weight and a bias
 # The function to call in place of one: what it makes is kept for backward, or computed once more. No function of ours

@@ -16,7 +16,7 @@ from training.experts import ExpertWeights, LowRank, grouped, quack
 from training.kernels import router
 from training.model import narrow
 from training.model.layers import FeedForward, Linear, Region, once
-from upcycle.spec import MoESpec
+from upcycle.arch.spec import MoESpec
 
 ExpertFunction = Callable[[Tensor, Tensor, Tensor, ExpertWeights, str], Tensor]
 

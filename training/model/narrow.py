@@ -52,7 +52,7 @@ class _FFN(torch.autograd.Function):
         ctx: Any, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EHD: Tensor, down_EDF: Tensor, activation: str,
         onto_TD: Tensor | None, rows: router.Rows | None,
     ) -> Tensor:  # fmt: skip
-        from training.kernels import narrow_triton
+        from training.kernels.triton import narrow as narrow_triton
 
         x_TD, k = x_TD.contiguous(), expert_TK.shape[1]
         back_R, ends_E, token_R, weight_R = permute.sorted_rows(expert_TK, weight_TK, len(down_EDF))
@@ -68,7 +68,7 @@ class _FFN(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y_TD: Tensor) -> tuple[Tensor | None, ...]:
-        from training.kernels import narrow_triton
+        from training.kernels.triton import narrow as narrow_triton
 
         x_TD, weight_R, back_R, token_R, ends_E, where, up_EHD, down_EDF, h_RH, a_RF = ctx.saved_tensors
         needs_x, needs_weight, _, needs_up, needs_down, _, needs_onto, _ = ctx.needs_input_grad

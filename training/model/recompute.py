@@ -29,7 +29,7 @@ from training.experts.common import recomputing
 from training.model.decoder import Decoder, Layer
 from training.model.layers import FeedForward, Norm
 from training.model.moe import MoE
-from training.model.stock import Stock
+from training.model.stock.model import Stock
 
 MOVES = ("experts", "full")  # those whose backward dispatches, and asks for the experts' weights, once more
 

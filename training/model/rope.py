@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from upcycle.spec import DenseSpec
+from upcycle.arch.spec import DenseSpec
 
 Rope = Mapping[str, Any]  # spec.DenseSpec.rope
 # what `frequencies` found, on its device: a step that copied them there would wait, and could not be recorded

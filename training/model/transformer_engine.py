@@ -73,7 +73,7 @@ def refusal(model: Decoder, parts: Sequence[str]) -> str:
     asked = f"model.transformer_engine=[{','.join(parts)}]"
     if model.compute != torch.bfloat16:
         got = str(model.compute).removeprefix("torch.")
-        return f"{asked} computes in bfloat16, and model.compute is {got}; leave the key out or set bfloat16"
+        return f"{asked} computes in bfloat16, and model.dtype is {got}; leave the key out or set bfloat16"
     if "linear_fp8" in parts:
         odd = [tuple(linear.weight.shape) for linear in linears(model) if any(n % ROUND for n in linear.weight.shape)]
         if odd:

@@ -1,7 +1,8 @@
 """Tokens per second -> TFLOP/s and MFU, by the one convention that makes published numbers comparable.
 
 Forward and backward of matrices and half-square causal attention; router, norms and recomputation do not count
-(upcycle.size has the formula). A card that is not in the table has no MFU: a guess makes a wrong number look right.
+(upcycle.planning.size has the formula). A card that is not in the table has no MFU: a guess makes a wrong number look
+right.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from training.model.lora import is_adapter
-from upcycle.size import dense_flops, flops_per_token, moe_flops
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.planning.size import dense_flops, flops_per_token, moe_flops
 
 # Dense bf16, TFLOP/s. The H100's is that of the SXM board; its PCIe and NVL boards are slower.
 PEAKS = {"H100": 989.5, "H200": 989.5, "A100": 312.0, "B200": 2250.0, "GB200": 2500.0}

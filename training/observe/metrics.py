@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.observe.flops import throughput
-from upcycle import strict
-from upcycle.disk import naming, write_atomic
+from upcycle.io import strict
+from upcycle.io.disk import naming, write_atomic
 
 FILE = "metrics.jsonl"
 BEFORE = "metrics.before.jsonl"  # of a run that left no checkpoint to resume from

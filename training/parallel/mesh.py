@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from training.parallel.placement import FSDP, Kind
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 CONTEXTS = ("ring", "ulysses")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")

@@ -46,7 +46,7 @@ from training.data.batch import Batch
 from training.model.decoder import Decoder
 from training.parallel.collectives import local
 from training.parallel.mesh import MeshConfig, ParallelMesh
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from upcycle.spec import DenseSpec
+from upcycle.arch.spec import DenseSpec
 
 Kind = Literal["tokens", "tensor", "experts"]
 # the axes that FSDP shards each kind over, and the axis of that kind's copies

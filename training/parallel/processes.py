@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from training.parallel.collectives import broadcast, gather
-from upcycle import disk, publish
+from upcycle.io import disk, publish
 
 # a rank that waits longer for another one waits for a dead one; loading and checkpoints take minutes
 PATIENCE = timedelta(minutes=30)

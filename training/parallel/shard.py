@@ -4,7 +4,7 @@ Everything is a sum. A rank's loss is its own tokens' nats divided by the number
 true gradient is the plain sum over the ranks that hold different tokens, and nobody divides by a number of ranks.
 
 Over which ranks a gradient is summed depends on which tokens its parameter sees. There are three kinds of parameters
-(the table is in placement.py; training/memory.py counts by it too):
+(the table is in placement.py; training/estimate/memory.py counts by it too):
 
     tokens   embedding, head, norms, router: a rank's own tokens. Between attention and FFN each tp rank holds another
              part of the sequence, so tp is one more data axis: sharded over dp_shard x cp x tp.
@@ -45,7 +45,7 @@ from training.model.decoder import Decoder, Layer
 from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm, uncompiled
 from training.model.moe import Experts, MoE, Router, low_rank
 from training.model.recompute import MOVES, recompute, recompute_stock
-from training.model.stock import Stock
+from training.model.stock.model import Stock
 from training.parallel import context
 from training.parallel.collectives import Group, all_gather, all_reduce, local, reduce_scatter
 from training.parallel.mesh import ParallelMesh

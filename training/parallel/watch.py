@@ -43,7 +43,7 @@ from torch.distributed import distributed_c10d
 
 from training.parallel.collectives import broadcast
 from training.parallel.processes import PATIENCE
-from upcycle import disk
+from upcycle.io import disk
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = distributed_c10d.__file__

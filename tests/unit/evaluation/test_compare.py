@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation import compare, results
 from evaluation.__main__ import main as evaluate
-from evaluation.results import Evaluation, Group, Item, Model, Task
-from evaluation.seeds import holm
+from evaluation.judge import compare, results
+from evaluation.judge.results import Evaluation, Group, Item, Model, Task
+from evaluation.judge.seeds import holm
 
 CHOICES = ("A", "B", "C", "D")
 Answers = Sequence[int]
@@ -380,7 +380,10 @@ def test_all_verdicts_are_of_one_correction(tmp_path: Path, monkeypatch: pytest.
     """Which is over all of them, however often one is asked for."""
     made, real = [], compare.together
     monkeypatch.setattr(compare, "together", lambda found: made.append(len(found)) or real(found))
-    runs = [log(tmp_path / name, flops, {0: 5.0, 20: 3.0 + flops / 100}, steps=20) for name, flops in (("a", 10.0), ("b", 20.0))]
+    runs = [
+        log(tmp_path / name, flops, {0: 5.0, 20: 3.0 + flops / 100}, steps=20)
+        for name, flops in (("a", 10.0), ("b", 20.0))
+    ]
     found = compare.compare_losses(runs)
     said = [found.verdict(what, "b") for what in ("tokens", "FLOPs", "tokens")]
     assert said[0] == said[2] != said[1] and len(found.over_sets()) == 2 and made == [2]
@@ -408,7 +411,9 @@ def test_losses_of_seeds_have_an_interval(tmp_path: Path) -> None:
     [b] = found.at_equal_tokens["b0, b1, b2"]
     assert b.by_seed == pytest.approx((-0.5, -0.49, -0.5)) and (b.a, b.b) == pytest.approx((3.0, 7.51 / 3))
     assert found.verdict("tokens", "b0, b1, b2").endswith("p < 0.001, corrected by Holm for 2 comparisons: better")
-    assert found.verdict("FLOPs", "c0, c1, c2").endswith("p 1.000, corrected by Holm for 2 comparisons: no difference shown")
+    assert found.verdict("FLOPs", "c0, c1, c2").endswith(
+        "p 1.000, corrected by Holm for 2 comparisons: no difference shown"
+    )
     assert "95 % interval over 3 seeds -0.51" in compare.loss_table(found)
 
 
@@ -429,7 +434,9 @@ def test_losses_are_judged_together(tmp_path: Path) -> None:
         b = every["tokens", "b0, b1, b2"]
         assert len(every) == 2 * (arms - 1) and b.p is not None and b.low is not None and b.high is not None
         assert b.high < 0 and 0.025 < b.p < 0.05
-        assert b.p_holm == pytest.approx((count - place + 1) * b.p) and b.verdict() == ("better" if count == 1 else "no difference shown")
+        assert b.p_holm == pytest.approx((count - place + 1) * b.p) and b.verdict() == (
+            "better" if count == 1 else "no difference shown"
+        )
         said = f"Mean of sets: -0.0400, 95 % interval over 3 seeds {b.low:+.4f} to {b.high:+.4f}, p {b.p_holm:.3f}"
         more = f", corrected by Holm for {count} comparisons" * (count > 1)
         assert f"{said}{more}: {b.verdict()}" in compare.loss_table(found)

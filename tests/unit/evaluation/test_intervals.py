@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from evaluation import intervals
-from evaluation.intervals import NORMAL, difference, shares, wilson
+from evaluation.judge import intervals
+from evaluation.judge.intervals import NORMAL, difference, shares, wilson
 
 
 def mean(values: intervals.Array) -> intervals.Array:

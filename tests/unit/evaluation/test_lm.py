@@ -17,17 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evaluation import load, results, tasks
 from evaluation.__main__ import main
-from evaluation.attend import laid_out
-from evaluation.engine import Engine
-from evaluation.packing import FILL, Input, Row, grouped, plan, share
-from evaluation.results import Evaluation, Group, Item, Model, Task
+from evaluation.ask import load, tasks
+from evaluation.ask.attention import laid_out
+from evaluation.ask.engine import Engine
+from evaluation.ask.packing import FILL, Input, Row, grouped, plan, share
+from evaluation.judge import results
+from evaluation.judge.results import Evaluation, Group, Item, Model, Task
 from tests.parallel import models
 from training.checkpoint.layout import initialise
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
-from upcycle.spec import DenseSpec
+from upcycle.arch.spec import DenseSpec
 
 CPU = torch.device("cpu")
 
@@ -388,16 +389,16 @@ def test_errors_are_one_line_and_exit_code_2(
 
 
 def test_every_ready_config_is_read() -> None:
-    from evaluation.run import READY, read_config
+    from evaluation.ask.run import EVAL, read_config
 
-    for path in READY.glob("*.yaml"):
+    for path in EVAL.glob("*.yaml"):
         config = read_config([path.stem, "a"])
         assert config.checkpoint == "a"
         tasks.read_suite(config.suite)
 
 
 def test_a_model_that_reads_less_says_so() -> None:
-    from evaluation.lm import moved_spaces
+    from evaluation.ask.lm import moved_spaces
 
     assert moved_spaces("a \n", " b") == ("a", " \n b")
     assert moved_spaces("", " b") == ("", " b")
@@ -407,7 +408,7 @@ def test_a_model_that_reads_less_says_so() -> None:
     class Words:
         eos_token_id, bos_token_id, is_fast = 0, None, False
 
-    from evaluation.lm import DecoderLM
+    from evaluation.ask.lm import DecoderLM
 
     lm = DecoderLM(engine, Words())
     with pytest.raises(ValueError, match="likelihood of 9 tokens, and the model reads at most 8"):

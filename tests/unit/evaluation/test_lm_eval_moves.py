@@ -26,8 +26,10 @@ from lm_eval.api.model import LM, TemplateLM
 from lm_eval.loggers import EvaluationTracker
 from packaging.requirements import Requirement
 
-from evaluation import logged, measures, run, tasks
-from evaluation.harness import UpcycleLM
+from evaluation.ask import run, tasks
+from evaluation.ask.harness import UpcycleLM
+from evaluation.judge import logged
+from evaluation.judge import metrics as measures
 
 ROOT = Path(__file__).parents[3]
 # what evaluation/ replaces while lm-eval works -> who must look it up there, when it is called
@@ -54,7 +56,9 @@ def test_the_version_is_within_what_was_read() -> None:
 @pytest.mark.parametrize(("owner", "name"), REPLACED, ids=[name for _, name in REPLACED])
 def test_what_is_replaced_is_where_lm_eval_looks_it_up(owner: Any, name: str) -> None:
     assert callable(getattr(owner, name)) or isinstance(getattr(owner, name), Environment)
-    assert re.search(rf"\b{name}{r'[.]from_string' if name == 'env' else ''}\(", inspect.getsource(REPLACED[owner, name]))
+    assert re.search(
+        rf"\b{name}{r'[.]from_string' if name == 'env' else ''}\(", inspect.getsource(REPLACED[owner, name])
+    )
 
 
 def test_nothing_else_is_replaced() -> None:

@@ -20,11 +20,13 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from evaluation import compare, load, measures, results, tasks
-from evaluation.engine import Engine
-from evaluation.lm import DecoderLM
-from evaluation.report import facts
-from evaluation.run import RunConfig, run
+from evaluation.ask import load, tasks
+from evaluation.ask.engine import Engine
+from evaluation.ask.lm import DecoderLM
+from evaluation.ask.run import RunConfig, run
+from evaluation.judge import compare, results
+from evaluation.judge import metrics as measures
+from evaluation.show import facts
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from upcycle.sample import make_llama
 
@@ -65,7 +67,7 @@ def few_draws() -> Iterator[None]:
     """scikit-learn takes milliseconds for each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measures, "DRAWS", 60)
-        patch.setattr("evaluation.run.BOOTSTRAP", 10)
+        patch.setattr("evaluation.ask.run.BOOTSTRAP", 10)
         yield
 
 

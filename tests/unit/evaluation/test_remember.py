@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation import load, results
-from evaluation.remember import Remembered, key
-from evaluation.run import RunConfig, run
+from evaluation.ask import load
+from evaluation.ask.remember import Remembered, key
+from evaluation.ask.run import RunConfig, run
+from evaluation.judge import results
 from tests.parity import asked
 from training.checkpoint import layout
 from training.checkpoint.layout import Origin

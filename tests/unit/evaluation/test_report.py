@@ -13,19 +13,20 @@ from typing import Any
 
 import pytest
 
-from evaluation.measures import Measure
-from evaluation.report import draw, facts, report
-from evaluation.report.draw import Curve, ForestRow, Mark
-from evaluation.report.page import tiles
-from evaluation.report.trainings import MEAN, shared
-from evaluation.results import Evaluation, items, load, save
+from evaluation.judge.metrics import Measure
+from evaluation.judge.results import Evaluation, items, load, save
+from evaluation.show import facts, report
+from evaluation.show import pictures as draw
+from evaluation.show.page import tiles
+from evaluation.show.pictures import Curve, ForestRow, Mark
+from evaluation.show.trainings import MEAN, shared
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, subjects, task, text, write
 from training.checkpoint.storage import FORMAT, signed
-from training.config import TrainConfig, read_config
-from upcycle import publish
+from training.config.reading import TrainConfig, read_config
 from upcycle.__main__ import main as upcycle
-from upcycle.config import build
+from upcycle.config.reading import build
+from upcycle.io import publish
 
 EVIL = '<script>alert("1")</script>'
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from evaluation import compare
-from evaluation.report import report
-from evaluation.results import Group, save
+from evaluation.judge import compare
+from evaluation.judge.results import Group, save
+from evaluation.show import report
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, task, write
 from tests.unit.evaluation.test_report import Tags, made, routed

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from evaluation import compare, results
-from evaluation.remember import Remembered, written
-from evaluation.report import facts
+from evaluation.ask.remember import Remembered, written
+from evaluation.judge import compare, results
+from evaluation.show import facts
 from tests.unit.evaluation.test_compare import chosen, subjects, task, write
 
 MODEL = "a" * 64

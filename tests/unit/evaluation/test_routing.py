@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from evaluation import routing
+from evaluation.show import routing
 from tests.parity import tiny
 from tests.unit.training.test_data import make_tokenizer
 from training.checkpoint import layout, standalone
-from training.config import ModelConfig, upcycle_config
+from training.config.reading import ModelConfig, upcycle_config
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
 from upcycle.__main__ import main as upcycle

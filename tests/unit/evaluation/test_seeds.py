@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from evaluation.seeds import LEAST, holm, paired, student, together
+from evaluation.judge.seeds import LEAST, holm, paired, student, together
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 9, 30, 199])

@@ -17,23 +17,23 @@ from typing import Any
 import pytest
 import yaml
 
-from evaluation import curves, results
 from evaluation.__main__ import COMMANDS
 from evaluation.__main__ import main as evaluate
-from evaluation.results import Evaluation, Model, Task
-from evaluation.seeds import Paired
+from evaluation.judge import curves, results
+from evaluation.judge.results import Evaluation, Model, Task
+from evaluation.judge.seeds import Paired
+from evaluation.show.study import sentences, table, tiles
 from evaluation.study import plan as planning
 from evaluation.study import study
 from evaluation.study.judging import Contrast, Judged, judge
 from evaluation.study.outcome import outcome
-from evaluation.study.page import sentences, table, tiles
 from evaluation.study.plan import Plan, changed, read_study, timed, trials
 from evaluation.study.running import Job, Workers
 from evaluation.study.suites import suite_of
-from training.config import TrainConfig
+from training.cli.prepare import main as prepare
+from training.config.reading import TrainConfig
 from training.data.shards import META
-from training.prepare import main as prepare
-from upcycle.config import build
+from upcycle.config.reading import build
 from upcycle.sample import make_llama
 
 STUDY: dict[str, Any] = {
@@ -198,7 +198,7 @@ def test_an_arm_of_equal_flops_or_seconds_has_a_whole_schedule_of_its_own(tmp_pa
 
 
 def test_flops_are_those_that_training_logs(tmp_path: Path) -> None:
-    """2 of 4 copies: twice the FFN's; the control's is what upcycle.size has for it."""
+    """2 of 4 copies: twice the FFN's; the control's is what upcycle.planning.size has for it."""
     make_llama(tmp_path / "dense", SHAPE)
     shards = tmp_path / "d"
     shards.mkdir()
@@ -256,7 +256,9 @@ def test_speed_is_measured_by_a_short_run_without_validation(tmp_path: Path) -> 
     assert (config.steps, config.log_every, config.data.valid, config.checkpoint.every) == (9, 3, (), 0)
     assert config.model.upcycle["experts"] == 4
     assert trial.folder == tmp_path / "study" / "timing" / "moe"
-    assert timed(planned(tmp_path, "timing=9", "seeds=[3,4]"), "moe").values == trial.values  # it stays when seeds change
+    assert (
+        timed(planned(tmp_path, "timing=9", "seeds=[3,4]"), "moe").values == trial.values
+    )  # it stays when seeds change
 
 
 def test_the_first_interval_of_a_timing_is_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -718,7 +720,7 @@ def test_two_studies_do_not_write_in_one_folder(tmp_path: Path, capsys: pytest.C
 
 
 def test_what_nobody_made_is_not_taken_for_data(tmp_path: Path) -> None:
-    """The path that a study checks is the one that training.prepare writes."""
+    """The path that a study checks is the one that training.cli.prepare writes."""
     from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 
     (tmp_path / "tokenizer").mkdir()

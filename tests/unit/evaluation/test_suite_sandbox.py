@@ -8,7 +8,7 @@ from typing import Any
 import lm_eval.utils
 import pytest
 
-from evaluation import tasks
+from evaluation.ask import tasks
 from tests.unit.evaluation.test_tasks import suite, written
 
 COMMAND = "__init__.__globals__.__builtins__.__import__('os').system('touch {}')"

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import yaml
 
-from evaluation import compare, offline, tasks
-from evaluation.engine import Engine
-from evaluation.harness import check_ranks
-from evaluation.lm import DecoderLM
-from evaluation.report import facts
-from evaluation.run import RunConfig, run
+from evaluation.ask import offline, tasks
+from evaluation.ask.engine import Engine
+from evaluation.ask.harness import check_ranks
+from evaluation.ask.lm import DecoderLM
+from evaluation.ask.run import RunConfig, run
+from evaluation.judge import compare
+from evaluation.show import facts
 from tests.parallel import models
 from tests.unit.evaluation.test_compare import chosen, task, text, write
 from training.parallel.mesh import MeshConfig

@@ -16,7 +16,7 @@ from training.model import attention
 from training.model.attention import BLOCK, ORDER, Sdpa, Seen, block_mask, listed, look, visible
 from training.model.decoder import Decoder
 from training.model.layers import Attention
-from upcycle.spec import DenseSpec
+from upcycle.arch.spec import DenseSpec
 
 CPU = torch.device("cpu")
 

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from tests.unit.training.test_plan import ALL, CONFIG, M
 from tests.unit.training.test_train import Stopped, config, losses, stops_before
 from tests.unit.training.test_train import place as place
-from training import train as train_module
-from training.build import checkpoints_of, start
 from training.checkpoint.state import moments
-from training.export import export
-from training.memory import memory
-from training.optim import OptimConfig
-from training.train import train
+from training.cli.export import export
+from training.estimate.memory import memory
+from training.optim.optimizer import OptimConfig
+from training.run import loop as train_module
+from training.run.build import checkpoints_of, start
+from training.run.loop import train
 
 EVERY = ["checkpoint.every=1", "checkpoint.keep=9", "valid_every=4"]
 

@@ -15,7 +15,11 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.balance import (
+from training.dispatch import Dispatched, Dispatcher
+from training.model.decoder import Decoder
+from training.model.layers import uncompiled
+from training.model.moe import MoE, Routing
+from training.optim.balance import (
     AuxLoss,
     Balance,
     BalanceConfig,
@@ -31,12 +35,8 @@ from training.balance import (
     update_bias_,
     z_loss,
 )
-from training.dispatch import Dispatched, Dispatcher
-from training.model.decoder import Decoder
-from training.model.layers import uncompiled
-from training.model.moe import MoE, Routing
-from upcycle.config import build
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.config.reading import build
 
 T, E, K = 12, 5, 2
 
@@ -56,7 +56,12 @@ class Losses(NamedTuple):
 
 
 def router_loss(
-    config: BalanceConfig, logits_TE: Tensor, expert_TK: Tensor, count_E: Tensor, score: str = "softmax", sequences: int = 1
+    config: BalanceConfig,
+    logits_TE: Tensor,
+    expert_TK: Tensor,
+    count_E: Tensor,
+    score: str = "softmax",
+    sequences: int = 1,
 ) -> Losses:
     """What a layer's router adds to the loss, as one number that autograd differentiates: the product has only its
     gradient."""
@@ -96,11 +101,7 @@ def test_the_balance_loss_is_the_sum_of_shares_and_probabilities(score: str) -> 
     halves = [loss_by_loops(x[s], expert[s], score) for s in (slice(6), slice(6, 12))]
     config = BalanceConfig(aux_weight=1, aux_scope="sequence")
     assert (
-        abs(
-            float(router_loss(config, x, expert, expert_counts(expert, E), score, 2).total)
-            - sum(halves) / 2
-        )
-        < 1e-10
+        abs(float(router_loss(config, x, expert, expert_counts(expert, E), score, 2).total) - sum(halves) / 2) < 1e-10
     )
     assert abs(sum(halves) / 2 - got) > 1e-3  # a sequence is not the micro-batch
 
@@ -109,7 +110,10 @@ def test_balance_is_one_and_collapse_is_as_many_as_experts() -> None:
     even = torch.zeros(E, E, dtype=torch.float64)
     assert abs(float(balance_loss(probabilities(even, "softmax"), shares(torch.full((E,), 3), even.dtype))) - 1) < 1e-10
     one = torch.tensor([[60.0, 0, 0, 0, 0]], dtype=torch.float64)
-    assert abs(float(balance_loss(probabilities(one, "softmax"), shares(torch.tensor([9, 0, 0, 0, 0]), one.dtype))) - E) < 1e-10
+    assert (
+        abs(float(balance_loss(probabilities(one, "softmax"), shares(torch.tensor([9, 0, 0, 0, 0]), one.dtype))) - E)
+        < 1e-10
+    )
     assert float(balance_loss(probabilities(one, "softmax"), shares(torch.zeros(E, dtype=torch.int64), one.dtype))) == 0
     assert probabilities(torch.full((1, E), -1e4), "sigmoid").isfinite().all()  # each sigmoid is 0
 
@@ -598,7 +602,7 @@ def test_figures_are_those_of_each_micro_batch_in_whatever_order(order: list[int
     """Stages of a pipeline interleave; a few layers may be more than are remembered."""
     found = []
     for together in (0, 3 * T * E):
-        monkeypatch.setattr("training.balance.TOGETHER", together)
+        monkeypatch.setattr("training.optim.balance.TOGETHER", together)
         balance = Balance(BalanceConfig(capacity_factor=0.5), decoder(layers=3))
         for number, layer in enumerate(order):
             scores = logits(number, T + number // 3).requires_grad_()

@@ -1,4 +1,4 @@
-"""training.bench in small on a CPU: what it counts, that its switches switch, and its errors. It times nothing here."""
+"""training.cli.bench in small on a CPU: what it counts, that its switches switch, and its errors. It times nothing here."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
-from training import bench as module
-from training import step
-from training.balance import BalanceConfig
-from training.bench import BenchConfig, batch, bench, documents, in_turn, main
-from training.build import Learner, learner
+from training.cli import bench as module
+from training.cli.bench import BenchConfig, batch, bench, documents, in_turn, main
 from training.model.lora import LoraConfig
 from training.model.moe import Routing
+from training.optim.balance import BalanceConfig
 from training.parallel.placement import rule
+from training.run import step
+from training.run.build import Learner, learner
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -75,7 +75,7 @@ def test_documents_are_about_as_long_as_asked_and_positions_count_within_them() 
 
 
 def stepped(config: BenchConfig) -> tuple[Learner, list[str]]:
-    """What was benchmarked, and which functions of training/step.py made its steps."""
+    """What was benchmarked, and which functions of training/run/step.py made its steps."""
     made: list[Learner] = []
     called: list[str] = []
 
@@ -164,4 +164,4 @@ def test_balanced_is_balanced_and_a_capacity_drops() -> None:
 def test_what_is_wrong_is_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert said.startswith("training.bench: ") and says in said and said.count("\n") == 1
+    assert said.startswith("training.cli.bench: ") and says in said and said.count("\n") == 1

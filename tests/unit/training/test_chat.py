@@ -28,19 +28,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.parity import tiny
 from tests.unit.training.test_data import make_tokenizer, texts
-from training.build import learner
 from training.checkpoint import layout
-from training.config import TrainConfig, read_config
+from training.cli.prepare import main
+from training.config.reading import TrainConfig, read_config
 from training.data.batch import IGNORE
 from training.data.mixture import Mixture, Talks, Validation
 from training.data.packing import packed
 from training.data.prepare import PrepareConfig, prepare
 from training.data.shards import TokenShards, read_meta
 from training.model.decoder import Decoder
+from training.optim.schedule import schedule
 from training.parallel.mesh import ParallelMesh
-from training.prepare import main
-from training.schedule import schedule
-from training.step import train_step, validate
+from training.run.build import learner
+from training.run.step import train_step, validate
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 NAMES = ("chatml", "llama3", "qwen3", "smollm2")
@@ -540,7 +540,7 @@ def place(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(place: Path, *words: str) -> TrainConfig:
     data = [f"data.train=[{place / 'data'}]", f"data.valid=[{place / 'valid'}]", "data.sequence=112"]
-    more = ["steps=30", "batch=2", "micro_batch=1", "schedule.warmup=3", "schedule.peak=1e-3", "model.compute=float64"]
+    more = ["steps=30", "batch=2", "micro_batch=1", "schedule.warmup=3", "schedule.peak=1e-3", "model.dtype=float64"]
     return read_config("", [f"model.source={place / 'dense'}", *data, *more, *words])
 
 

@@ -14,19 +14,19 @@ from tests.parallel import models
 from tests.parallel.ranks import run
 from tests.unit.training.test_train import config
 from tests.unit.training.test_train import place as place
-from training.build import start
 from training.checkpoint.layout import described, opened
 from training.checkpoint.standalone import no_weights
-from training.copies import pull_
-from training.optim import OptimConfig, Optimizer, multiplier, settled
+from training.optim.copies import pull_
+from training.optim.optimizer import OptimConfig, Optimizer, multiplier, settled
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import parallelize
-from training.preflight import preflight
-from training.train import train
+from training.run.build import start
+from training.run.loop import train
+from training.run.preflight import preflight
 from upcycle.__main__ import main as upcycle
-from upcycle.convert import MANIFEST
-from upcycle.inspect import check
-from upcycle.spec import MoESpec
+from upcycle.arch.spec import MoESpec
+from upcycle.converting.convert import MANIFEST
+from upcycle.verifying.inspect import check
 
 SLICES = models.SPECS["slices"]
 ROLE = "layers.0.ffn.experts.down"
@@ -60,7 +60,13 @@ def test_bfloat16_is_summed_in_float32() -> None:
 def over_ranks(rank: int, world: int) -> float:
     """The largest difference to one process, of every way to divide experts."""
     worst = 0.0
-    for mesh in (MeshConfig(ep=4), MeshConfig(ep=2), MeshConfig(), MeshConfig(ep=2, etp=2, tp=2), MeshConfig(ep=2, dp_replicate=2)):
+    for mesh in (
+        MeshConfig(ep=4),
+        MeshConfig(ep=2),
+        MeshConfig(),
+        MeshConfig(ep=2, etp=2, tp=2),
+        MeshConfig(ep=2, dp_replicate=2),
+    ):
         model = models.make("slices")
         whole = {name: p.detach().clone() for name, p in model.named_parameters() if "experts" in name.split(".")}
         parallelize(model, ParallelMesh(mesh, device_type="cpu"))
@@ -143,7 +149,12 @@ def test_a_run_knows_its_copies_and_refuses_to_have_none(place: Path, tmp_path: 
     words = ["model.upcycle.target=upcycled", "model.upcycle.router.choice=each-slice"]
     with start(config(place, tmp_path / "run", *words), torch.device("cpu")) as begun:
         optimizer = begun.optimizer
-        assert optimizer and (optimizer.share, optimizer.shrink, optimizer.slices, len(optimizer.copies)) == (0.5, 0.3, 2, 4)
+        assert optimizer and (optimizer.share, optimizer.shrink, optimizer.slices, len(optimizer.copies)) == (
+            0.5,
+            0.3,
+            2,
+            4,
+        )
     dense = ["model.upcycle=null", f"model.source={place / 'dense'}", "optim.share=0.5"]
     with pytest.raises(ValueError, match=r"optim.share is 0.5, but no expert"):
         preflight(config(place, tmp_path / "dense", *dense), None)
@@ -172,7 +183,14 @@ def test_a_folder_says_whether_its_experts_are_copies(
         preflight(config(place, tmp_path / "run", *own), None)
 
 
-SLICED = ["target=upcycled", "method.name=virtual_group", "experts=4", "granularity=2", "top_k=2", "router.choice=each-slice"]
+SLICED = [
+    "target=upcycled",
+    "method.name=virtual_group",
+    "experts=4",
+    "granularity=2",
+    "top_k=2",
+    "router.choice=each-slice",
+]
 
 
 @pytest.mark.parametrize(

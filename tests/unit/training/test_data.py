@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tests.parallel.ranks import forked
+from training.cli.prepare import main
 from training.data import mixture as data
 from training.data import prepare as prepare_module
 from training.data.batch import IGNORE, Batch, stack
@@ -47,10 +48,9 @@ from training.data.mixture import (
 from training.data.open import open_training, open_validation
 from training.data.prepare import PrepareConfig, prepare
 from training.data.shards import Shard, TokenShards
-from training.prepare import main
-from upcycle import text
-from upcycle.config import read
-from upcycle.job import Worker
+from upcycle.config.reading import read
+from upcycle.converting.job import Worker
+from upcycle.text import tokens as text
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 EOS, BOS = "<eos>", "<bos>"

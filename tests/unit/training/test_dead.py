@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.unit.training.test_train import place
-from training import train as train_module
 from training.__main__ import main
 from training.observe.metrics import read as read_metrics
-from training.optim import OptimConfig, Optimizer
+from training.optim.optimizer import OptimConfig, Optimizer
+from training.run import loop as train_module
 
 __all__ = ["place"]  # a fixture
 
@@ -41,7 +41,7 @@ def words(place: Path, folder: Path, *more: str) -> list[str]:
         "micro_batch=2",
         "log_every=1",
         "schedule.warmup=0",
-        "model.compute=float32",
+        "model.dtype=float32",
     ]
     data = [f"model.source={place / 'dense'}", f"data.train=[{place / 'data'}]", f"output={folder}"]
     return [*given, *data, "checkpoint.every=2", "checkpoint.asynchronous=false", *more]

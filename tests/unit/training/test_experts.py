@@ -28,8 +28,8 @@ from training.dispatch.local import Local
 from training.experts import ExpertWeights, common, grouped, grouped_gemm, quack, reference, transformer_engine
 from training.kernels import permute, swiglu
 from upcycle import plugin
-from upcycle.ffn import ACTIVATIONS, CLAMPED
-from upcycle.rng import generator
+from upcycle.arch.ffn import ACTIVATIONS, CLAMPED
+from upcycle.planning.rng import generator
 
 HERE = [name for name in plugin.names("training.experts") if not plugin.load("training.experts", name).available()]
 EDGES = [(0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 7, 0), (3, 0, 4), (2, 2, 2)]
@@ -432,9 +432,9 @@ def test_quack_from_tokens(chosen: tuple[int, int], long: bool, copied: bool, mo
         found = torch.cat([found[:, 0::2], found[:, 1::2]], 1) if paired else found
         return found.mT.contiguous() if turned else found
 
-    ours = types.ModuleType("training.kernels.narrow_triton")
+    ours = types.ModuleType("training.kernels.triton.narrow")
     ours.sums, ours.long_piece, ours.cut = sums, lambda rows: 1, lambda *_: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "training.kernels.narrow_triton", ours)
+    monkeypatch.setitem(sys.modules, "training.kernels.triton.narrow", ours)
     monkeypatch.setattr(kernels, "narrow_triton", ours, raising=False)
     monkeypatch.setattr(quack, "of_long_sums", lambda *_: long)
     # the column of tiles: the third where tokens are copied first, the second, which is there for long sums too
@@ -513,7 +513,7 @@ def compare_kernels(
     device: str, dtype: torch.dtype, close: float, shapes: list[tuple[tuple[int, ...], int, int]]
 ) -> int:
     """Each kernel against its reference over (counts, tail, width); how many comparisons were made."""
-    from training.kernels import swiglu_triton
+    from training.kernels.triton import swiglu as swiglu_triton
 
     made = 0
     for counts, tail, width in shapes:

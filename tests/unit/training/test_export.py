@@ -19,17 +19,17 @@ from safetensors.torch import load_file
 
 from tests.unit.training.test_state import names, saved, small
 from tests.unit.training.test_train import place
-from training import train as train_module
 from training.__main__ import main
 from training.checkpoint import state as state_module
 from training.checkpoint import storage
 from training.checkpoint.state import Checkpoints
-from training.config import read_config
-from training.export import export
-from training.export import main as export_main
-from training.train import train
-from upcycle import disk, publish
+from training.cli.export import export
+from training.cli.export import main as export_main
+from training.config.reading import read_config
+from training.run import loop as train_module
+from training.run.loop import train
 from upcycle.__main__ import main as upcycle
+from upcycle.io import disk, publish
 
 __all__ = ["place"]  # a fixture
 
@@ -41,7 +41,7 @@ def words(place: Path, folder: Path, *more: str) -> list[str]:
         "micro_batch=2",
         "log_every=1",
         "schedule.warmup=0",
-        "model.compute=float32",
+        "model.dtype=float32",
     ]
     data = [f"model.source={place / 'dense'}", f"data.train=[{place / 'data'}]", f"output={folder}"]
     return [*given, *data, "checkpoint.every=2", "schedule.peak=1e-3", *more]
@@ -63,7 +63,7 @@ def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
     for given, says in (
         ([str(run), str(tmp_path / "last")], "exists already; remove it"),
         ([str(place / "dense"), str(tmp_path / "new")], "is no training run or checkpoint"),
-        ([str(run)], "write python -m training.export RUN OUTPUT"),
+        ([str(run)], "write python -m training.cli.export RUN OUTPUT"),
     ):
         assert export_main(given) == 2
         assert says in capsys.readouterr().err

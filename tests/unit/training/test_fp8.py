@@ -45,4 +45,8 @@ def test_rows_have_their_own_scales() -> None:
 def test_sizes_that_hopper_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_fp8, "only_bfloat16", lambda *_: None)
     with pytest.raises(ValueError, match="multiples of 16, and got 64 and 24; use experts=grouped"):
-        run(grouped_fp8.experts, case((4,), 0, hidden=64, width=24, gated=True, bias=False, dtype=torch.bfloat16), "silu")
+        run(
+            grouped_fp8.experts,
+            case((4,), 0, hidden=64, width=24, gated=True, bias=False, dtype=torch.bfloat16),
+            "silu",
+        )

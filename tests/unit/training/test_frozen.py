@@ -17,18 +17,18 @@ from tests.parallel import models
 from tests.unit.training.test_plan import CONFIG, EXPERTS, M
 from tests.unit.training.test_train import Stopped, config, stops_before
 from tests.unit.training.test_train import place as place
-from training import train as train_module
-from training.build import begin, loader_of, start
-from training.config import TrainConfig
+from training.config.reading import TrainConfig
 from training.data.mixture import DataConfig
 from training.data.open import open_training
-from training.memory import memory
+from training.estimate.memory import memory
 from training.model.lora import LoraConfig, attach, is_adapter
 from training.observe.flops import spared_flops
-from training.optim import OptimConfig, Optimizer, ParameterGroup, check_groups, freeze, multiplier
+from training.optim.optimizer import OptimConfig, Optimizer, ParameterGroup, check_groups, freeze, multiplier
 from training.parallel.mesh import MeshConfig
-from training.step import gradients
-from training.train import train
+from training.run import loop as train_module
+from training.run.build import begin, loader_of, start
+from training.run.loop import train
+from training.run.step import gradients
 
 NAMES = [
     "embed.weight", "layers.0.attn_norm.weight", "layers.0.attention.q_norm.weight", "layers.0.ffn.router.weight",
@@ -121,7 +121,7 @@ def first_batches(run: Any) -> list[Any]:
         return [next(loader)[0] for _ in range(run.micro_batches)]
 
 
-@pytest.mark.parametrize("more", [[], ["model.recompute=full"], ["model.experts=reference"]], ids=str)
+@pytest.mark.parametrize("more", [[], ["model.recompute=full"], ["model.expert_backend=reference"]], ids=str)
 def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_same(place: Path, tmp_path: Path, more: list[str]) -> None:
     free, frozen = (stepped(config(place, tmp_path, *words, *more)) for words in ([], [FROZEN]))
     assert free.keys() == frozen.keys() and any(map(still, free)) and not all(map(still, free))

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from tests.unit.training.test_frozen import FROZEN, first_batches, still
 from tests.unit.training.test_train import config, losses
 from tests.unit.training.test_train import place as place
-from training.build import begin, held_in, start
 from training.checkpoint.state import found
-from training.export import export
-from training.memory import Model, memory
+from training.cli.estimate import of_frozen
+from training.cli.export import export
+from training.estimate.memory import Model, memory
 from training.model.lora import is_adapter
-from training.plan import of_frozen
-from training.step import gradients
-from training.train import train
+from training.run.build import begin, held_in, start
+from training.run.loop import train
+from training.run.step import gradients
 
 BF16, NARROW = "model.upcycle.dtype=bfloat16", "model.frozen=bfloat16"
 LORA = ["lora.rank=2", "schedule.peak=1e-2", "data.valid=[]"]
@@ -29,7 +29,7 @@ LORA = ["lora.rank=2", "schedule.peak=1e-2", "data.valid=[]"]
 
 @pytest.mark.parametrize("words", [LORA, [FROZEN]], ids=["lora", "groups"])
 def test_half_the_bytes_give_the_same_run(place: Path, tmp_path: Path, words: list[str]) -> None:
-    """Losses, exports (of adapters merged) and what training.export makes of a checkpoint, bit for bit."""
+    """Losses, exports (of adapters merged) and what training.cli.export makes of a checkpoint, bit for bit."""
     for name, more in {"wide": [], "half": [NARROW]}.items():
         train(config(place, tmp_path / name, BF16, *more, *words, f"export={tmp_path / name}-out", steps=3))
     assert losses(tmp_path / "wide") == losses(tmp_path / "half")
@@ -78,7 +78,7 @@ def test_what_learns_in_any_stage_is_held_wide(place: Path, tmp_path: Path) -> N
 
 
 def test_a_float32_source_stays_float32_unless_it_may_round(place: Path, tmp_path: Path) -> None:
-    bf16 = "model.compute=bfloat16"
+    bf16 = "model.dtype=bfloat16"
     with start(config(place, tmp_path / "x", bf16, *LORA), torch.device("cpu")) as run:
         assert {p.dtype for p in run.model.parameters()} == {torch.float32} and run.origin.spec.dtype == "float32"
         assert of_frozen(run.origin.spec, run.whole) == (
@@ -94,7 +94,9 @@ def test_a_float32_source_stays_float32_unless_it_may_round(place: Path, tmp_pat
         assert not of_frozen(run.origin.spec, run.whole), "nothing is frozen"
 
 
-def test_a_config_json_that_says_another_dtype_than_the_files_is_no_reason_to_round(place: Path, tmp_path: Path) -> None:
+def test_a_config_json_that_says_another_dtype_than_the_files_is_no_reason_to_round(
+    place: Path, tmp_path: Path
+) -> None:
     says = tmp_path / "says"
     says.mkdir()
     for file in (place / "dense").iterdir():
@@ -103,7 +105,7 @@ def test_a_config_json_that_says_another_dtype_than_the_files_is_no_reason_to_ro
     save_file({name: tensor.float() for name, tensor in tensors.items()}, says / "model.safetensors")
     keys = json.loads((says / "config.json").read_text())
     (says / "config.json").write_text(json.dumps({**keys, "dtype": "bfloat16", "torch_dtype": "bfloat16"}))
-    words = ["model.upcycle=", f"model.source={says}", "model.compute=bfloat16", "balance.bias_rate=0", *LORA]
+    words = ["model.upcycle=", f"model.source={says}", "model.dtype=bfloat16", "balance.bias_rate=0", *LORA]
     with (
         start(config(place, tmp_path / "x", *words), torch.device("cpu")) as run,
         pytest.raises(ValueError, match=r"is float32 and config\.json says bfloat16, to which it would be rounded"),
@@ -121,5 +123,7 @@ def test_what_was_held_narrow_is_thawed_exactly_and_not_the_other_way(place: Pat
         train(config(place, tmp_path / "run", *words, *more, f"export={tmp_path / 'wide'}", steps=3))
     have, want = (load_file(tmp_path / name / "model.safetensors") for name in ("wide", "half"))
     assert all(torch.equal(have[name], want[name]) for name in want if "correction_bias" not in name)
-    with pytest.raises(ValueError, match=r"bfloat16 in this run and .*float32 in the checkpoint.*model\.frozen=float32"):
+    with pytest.raises(
+        ValueError, match=r"bfloat16 in this run and .*float32 in the checkpoint.*model\.frozen=float32"
+    ):
         train(config(place, tmp_path / "run", FROZEN, *words, *more, steps=4))

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from tests.parallel.ranks import run
-from training import bench
-from training.measure import TINY
+from training.cli import bench
+from training.estimate.measure import TINY
 from training.parallel.mesh import MeshConfig
 from training.parallel.shard import Summed
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from training.kernels import cross_entropy, permute, rotary, router, swiglu, updates
-from training.optim import OptimConfig, Optimizer
-from upcycle import rng
-from upcycle.ffn import gated_product
+from training.optim.optimizer import OptimConfig, Optimizer
+from upcycle.arch.ffn import gated_product
+from upcycle.planning import rng
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
@@ -23,7 +23,12 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a proces
 @pytest.mark.skipif(INTERPRETED or importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_interpreted() -> None:
     """Triton reads TRITON_INTERPRET once, at import: the tests below need a process of their own."""
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", __file__], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -64,7 +69,7 @@ def scores(tokens: int, experts: int) -> torch.Tensor:
 @needs_interpreter
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 2, 2), (37, 8, 2), (65, 130, 8), (33, 40, 10), (5, 7, 7)])
 def test_choose(tokens: int, experts: int, k: int) -> None:
-    from training.kernels import router_triton
+    from training.kernels.triton import router as router_triton
 
     score = scores(tokens, experts)
     for slices in (s for s in (2, 5, 7) if experts % s == k % s == 0):
@@ -81,7 +86,7 @@ def test_choose(tokens: int, experts: int, k: int) -> None:
 @needs_interpreter
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (33, 3, 2), (200, 128, 8)])
 def test_places_spread_gather(tokens: int, experts: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.kernels import permute_triton
+    from training.kernels.triton import permute as permute_triton
 
     expert = router.choose(scores(tokens, experts), k)
     back, count = permute.places(expert, experts)
@@ -142,7 +147,7 @@ def test_norm_rotate(width: int, half: int, batch: int, normed: bool) -> None:
 @pytest.mark.parametrize("added", [True, False])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 16), (700, 20)])
 def test_rms_norm(tokens: int, width: int, added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.kernels import norm_triton
+    from training.kernels.triton import norm as norm_triton
 
     monkeypatch.setattr(norm_triton, "PROGRAMS", 50)  # each walks several times, and some once less than others
     stream, delta = (rng.normal((tokens, width), 0, name).requires_grad_() for name in ("stream", "delta"))
@@ -180,7 +185,7 @@ def test_gated(shape: tuple[int, ...], activation: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("scale", [1.0, 0.125])
 @pytest.mark.parametrize(("tokens", "vocab"), [(5, 20), (3, 9000), (1, 16384)])
 def test_cross_entropy(tokens: int, vocab: int, scale: float, dtype: torch.dtype) -> None:
-    from training.kernels import cross_entropy_triton
+    from training.kernels.triton import cross_entropy as cross_entropy_triton
 
     logits = (30 * rng.normal((tokens, vocab), 0, "logits")).to(dtype)
     logits[0, :7] = -float("inf")
@@ -232,7 +237,9 @@ def trained(
     return found, len(calls)
 
 
-def assert_updates_agree(dtypes: tuple[torch.dtype, torch.dtype, str], monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
+def assert_updates_agree(
+    dtypes: tuple[torch.dtype, torch.dtype, str], monkeypatch: pytest.MonkeyPatch, device: str = "cpu"
+) -> None:
     (got, ran), (want, never) = (trained(dtypes, kernel, monkeypatch, device) for kernel in (True, False))
     assert ran == 2 * 4 and never == 0 and got.keys() == want.keys()
     for name, tensor in want.items():
@@ -252,9 +259,13 @@ def test_adamw_of_mixed_dtypes(dtypes: tuple[torch.dtype, torch.dtype, str], mon
 @needs_interpreter
 def test_adamw_pulls_gradients_of_copies_as_it_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     dtypes = NARROW[2]  # gradients in float32, which the torch lines do not round on the way
-    (got, _), (want, _), (alone, _) = (trained(dtypes, k, monkeypatch, share=s) for k, s in ((True, 0.4), (False, 0.4), (True, 0)))
+    (got, _), (want, _), (alone, _) = (
+        trained(dtypes, k, monkeypatch, share=s) for k, s in ((True, 0.4), (False, 0.4), (True, 0))
+    )
     for name, tensor in want.items():
-        torch.testing.assert_close(got[name], tensor, rtol=2**-7 if tensor.dtype == torch.bfloat16 else 2e-5, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            got[name], tensor, rtol=2**-7 if tensor.dtype == torch.bfloat16 else 2e-5, atol=1e-4, msg=name
+        )
     experts = "layers.0.ffn.experts.up"
     assert (got[experts] - alone[experts]).abs().max() > 1e-3  # and it can fail
 
@@ -273,7 +284,7 @@ def test_totals(first: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_interpreter
 def test_sorted_rows_have_their_tokens_and_weights() -> None:
-    from training.kernels import permute_triton
+    from training.kernels.triton import permute as permute_triton
 
     expert, weight = router.choose(scores(200, 24), 3), rng.normal((200, 3), 0, "weights")
     want, count = permute.places(expert, 24)
@@ -312,14 +323,19 @@ def test_which_experts_are_narrow() -> None:
 
 @pytest.mark.parametrize(
     "register",
-    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"],
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
 )
 def test_hooks_of_narrow_experts_are_called(register: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shorter way passes by Experts.forward, and so do not those whose experts somebody looks at."""
     from training.experts import grouped
     from training.model import narrow
     from training.model.moe import MoE
-    from upcycle.spec import DenseSpec, MoESpec
+    from upcycle.arch.spec import DenseSpec, MoESpec
 
     monkeypatch.setattr(narrow, "fits", lambda *_: True)  # of sizes and devices that there are not here
     monkeypatch.setattr(narrow, "ffn", lambda x_TD, *_: x_TD * 2)
@@ -344,7 +360,12 @@ def test_hooks_of_narrow_experts_are_called(register: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     "register",
-    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"],
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
 )
 def test_whose_experts_join_the_stream(register: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those of a block that somebody looks at; whoever asks for the sum gets it, whatever the experts."""
@@ -357,7 +378,11 @@ def test_whose_experts_join_the_stream(register: str, monkeypatch: pytest.Monkey
     from training.model.moe import MoE
 
     monkeypatch.setattr(narrow, "fits", lambda *_: True)  # of sizes and devices that there are not here
-    monkeypatch.setattr(narrow, "ffn", lambda x_TD, weight_TK, expert_TK, w, act, onto_TD, rows: x_TD * 2 + (0 if onto_TD is None else onto_TD))
+    monkeypatch.setattr(
+        narrow,
+        "ffn",
+        lambda x_TD, weight_TK, expert_TK, w, act, onto_TD, rows: x_TD * 2 + (0 if onto_TD is None else onto_TD),
+    )
     layer = Layer(tiny.dense(), replace(tiny.moe(), shared=0), 0, grouped.experts)
     for name, parameter in layer.named_parameters():
         parameter.data = rng.normal(tuple(parameter.shape), 0, name) / 4
@@ -378,7 +403,7 @@ def test_whose_experts_join_the_stream(register: str, monkeypatch: pytest.Monkey
 @needs_interpreter
 def test_pairs_of_a_sum_taken_apart(countable: None) -> None:
     """Of an expert in one piece, of one in three, of one without rows: the same bits, all first ones of pairs first."""
-    from training.kernels import narrow_triton
+    from training.kernels.triton import narrow as narrow_triton
 
     ends = torch.tensor([20, 20, 181], dtype=torch.int32)
     a, b = rng.normal((181, 96), 0, "a"), rng.normal((181, 64), 0, "b")
@@ -396,13 +421,16 @@ def test_rows_of_another_backward_pass_are_not_added(countable: None, monkeypatc
     from functools import partial
 
     from training.experts import ExpertWeights
-    from training.kernels import narrow_triton
+    from training.kernels.triton import narrow as narrow_triton
     from training.model import narrow
 
     for name in ("up", "back", "products", "sums"):
         monkeypatch.setattr(narrow_triton, name, partial(getattr(narrow_triton, name), BM=32, BN=64, BK=16))
     x, gate = (rng.normal(size, 0, name).requires_grad_() for name, size in (("x", (20, 64)), ("gate", (16, 64))))
-    up, down = ((rng.normal(size, 0, name) / 8).requires_grad_() for name, size in (("up", (16, 128, 64)), ("down", (16, 64, 64))))
+    up, down = (
+        (rng.normal(size, 0, name) / 8).requires_grad_()
+        for name, size in (("up", (16, 128, 64)), ("down", (16, 64, 64)))
+    )
     rows = router.Rows()
     logits, _, expert, weight, same = router.route(x, gate, 4, True, 1.0, rows)
     y = narrow.ffn(same, weight, expert, ExpertWeights(up, down, True), "silu", None, rows)
@@ -418,14 +446,16 @@ def test_rows_of_another_backward_pass_are_not_added(countable: None, monkeypatc
 # the last tile is half full, or full; values that a clamp cuts
 @pytest.mark.parametrize(("width", "act"), [(96, "silu"), (128, "silu"), (128, "clamped_swiglu")])
 @pytest.mark.parametrize(("favoured", "hidden"), [(False, 64), (True, 192)])  # tiles of one part and of two
-def test_narrow_experts(favoured: bool, hidden: int, width: int, act: str, countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_narrow_experts(
+    favoured: bool, hidden: int, width: int, act: str, countable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From tokens to tokens, and all gradients, against dispatch=local and experts=grouped in float64; an expert has no
     row, and a favoured one several pieces."""
     from functools import partial
 
     from training.dispatch.local import Local
     from training.experts import ExpertWeights, grouped
-    from training.kernels import narrow_triton
+    from training.kernels.triton import narrow as narrow_triton
     from training.model import narrow
 
     monkeypatch.setattr(narrow_triton, "ROWS", 32)
@@ -440,8 +470,16 @@ def test_narrow_experts(favoured: bool, hidden: int, width: int, act: str, count
     firsts = (expert.view(-1) == 0).nonzero().flatten()
     expert.view(-1)[firsts[: (len(firsts) - 1) % 16]] = 1  # one row is left of its whole chunks of 16
     assert (expert == 0).sum() % 16 == 1
-    sizes = {"x": (tokens, hidden), "w": (tokens, k), "up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}
-    given = [(rng.normal(size, 0, name) / (8 if name in ("up", "down") else 1)).requires_grad_() for name, size in sizes.items()]
+    sizes = {
+        "x": (tokens, hidden),
+        "w": (tokens, k),
+        "up": (experts, 2 * width, hidden),
+        "down": (experts, hidden, width),
+    }
+    given = [
+        (rng.normal(size, 0, name) / (8 if name in ("up", "down") else 1)).requires_grad_()
+        for name, size in sizes.items()
+    ]
     if act != "silu":
         given[0] = (4 * given[0].detach()).requires_grad_()
     wide = [tensor.detach().double().requires_grad_() for tensor in given]
@@ -453,24 +491,41 @@ def test_narrow_experts(favoured: bool, hidden: int, width: int, act: str, count
     came = grouped.experts(sent.x_RD, sent.weight_R, sent.count_E, ExpertWeights(up, down, True), act)
     want = Local(experts).combine(came, sent.handle)
     assert (want.grad_fn is not None) and (torch.bincount(expert.flatten(), minlength=experts) == 0).any()
-    for found, truth in zip((got, *torch.autograd.grad(got, given, d_y)), (want, *torch.autograd.grad(want, wide, d_y.double())), strict=True):
+    for found, truth in zip(
+        (got, *torch.autograd.grad(got, given, d_y)),
+        (want, *torch.autograd.grad(want, wide, d_y.double())),
+        strict=True,
+    ):
         assert found.shape == truth.shape and (found - truth).abs().max() < 2e-6 * truth.abs().max()
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("shared", "mode", "hooked", "experts"), [(0, "none", False, 16), (8, "none", False, 16), (0, "full", False, 16), (0, "none", True, 16), (0, "none", False, 8)])
-def test_layers_of_narrow_experts(shared: int, mode: str, hooked: bool, experts: int, countable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shared", "mode", "hooked", "experts"),
+    [
+        (0, "none", False, 16),
+        (8, "none", False, 16),
+        (0, "full", False, 16),
+        (0, "none", True, 16),
+        (0, "none", False, 8),
+    ],
+)
+def test_layers_of_narrow_experts(
+    shared: int, mode: str, hooked: bool, experts: int, countable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A decoder whose experts add their rows to the stream and leave those of a gradient to the router, against plain
     layers in float64; a shared expert, or a hook, sees what is added without the stream."""
     from functools import partial
 
     from tests.parallel import tiny
     from training.checkpoint.layout import initialise
-    from training.kernels import narrow_triton, permute_triton, router_triton
+    from training.kernels.triton import narrow as narrow_triton
+    from training.kernels.triton import permute as permute_triton
+    from training.kernels.triton import router as router_triton
     from training.model import narrow
     from training.model.decoder import Decoder
     from training.model.recompute import recompute
-    from upcycle.spec import MoESpec
+    from upcycle.arch.spec import MoESpec
 
     monkeypatch.setattr(narrow_triton, "ROWS", 32)
     for name in ("up", "back", "products", "sums"):
@@ -481,8 +536,14 @@ def test_layers_of_narrow_experts(shared: int, mode: str, hooked: bool, experts:
     joined, left, on_the_way = [], [], []
     monkeypatch.setattr(router, "Rows", lambda own=router.Rows: (on_the_way.append(own()), on_the_way[-1])[1])
     gather, gathered = permute_triton.gather, router_triton.gathered
-    monkeypatch.setattr(permute_triton, "gather", lambda *given: (joined.append(len(given) > 3 and given[3] is not None), gather(*given))[1])
-    monkeypatch.setattr(router_triton, "gathered", lambda *given: (left.append(given[5] is not None), gathered(*given))[1])
+    monkeypatch.setattr(
+        permute_triton,
+        "gather",
+        lambda *given: (joined.append(len(given) > 3 and given[3] is not None), gather(*given))[1],
+    )
+    monkeypatch.setattr(
+        router_triton, "gathered", lambda *given: (left.append(given[5] is not None), gathered(*given))[1]
+    )
     spec = MoESpec(tiny.dense(hidden=64), (0, 1), (64,) * experts, 4, experts // 4, 4, shared, choice="each-slice")
     batch, seen, slopes, losses = tiny.batch(2, 9, documents=False), [], [], []
     for dtype in (torch.float64, torch.float32):
@@ -491,19 +552,27 @@ def test_layers_of_narrow_experts(shared: int, mode: str, hooked: bool, experts:
         if hooked:
             net.layers["0"].ffn.register_forward_hook(lambda _, given, out: seen.append((len(given), out.detach())))
         losses.append(net.loss(batch.tokens, batch.labels))
-        slopes.append(dict(zip(dict(net.named_parameters()), torch.autograd.grad(losses[-1], list(net.parameters())), strict=True)))
+        slopes.append(
+            dict(
+                zip(dict(net.named_parameters()), torch.autograd.grad(losses[-1], list(net.parameters())), strict=True)
+            )
+        )
     # of a router's gradient 16 bits of each factor are taken
     assert abs(losses[1] - losses[0]) < 1e-6 * losses[0] and tiny.worst(slopes[1], slopes[0]) < 1e-4
     assert len(on_the_way) >= 2 and not any(rows.given for rows in on_the_way), "rows are held no longer than needed"
-    assert joined.count(True) == (0 if shared else 1 if hooked else 2) and left == ([] if experts < 16 else [bool(shared)] * 2)
-    assert not hooked or (seen[0][0] == seen[1][0] == 1 and (seen[0][1] - seen[1][1]).abs().max() < 1e-5 * seen[0][1].abs().max())
+    assert joined.count(True) == (0 if shared else 1 if hooked else 2) and left == (
+        [] if experts < 16 else [bool(shared)] * 2
+    )
+    assert not hooked or (
+        seen[0][0] == seen[1][0] == 1 and (seen[0][1] - seen[1][1]).abs().max() < 1e-5 * seen[0][1].abs().max()
+    )
 
 
 @needs_interpreter
 @pytest.mark.parametrize(("tokens", "experts", "normalize"), [(70, 32, True), (33, 16, False)])
 def test_route(tokens: int, experts: int, normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.kernels import router_triton
-    from upcycle.routers import chosen
+    from training.kernels.triton import router as router_triton
+    from upcycle.planning.routers import chosen
 
     monkeypatch.setattr(router_triton, "ROUTED", 32)
     x, weight = rng.normal((tokens, 128), 0, "x"), rng.normal((experts, 128), 0, "w") * 0.3
@@ -519,9 +588,19 @@ def test_route(tokens: int, experts: int, normalize: bool, monkeypatch: pytest.M
     assert (chosen_weight - want).abs().max() < 4e-6
     first, second = router.split(weight, 2)
     assert torch.equal(parts, torch.cat([first, first, second]).float())
-    d_weight, slope, d_logits = rng.normal((tokens, 4), 1, "w"), rng.normal((1, experts), 1, "s"), rng.normal(logits.shape, 1, "l")
-    for d_score, d_more in ((None, None), (slope.expand_as(logits), None), (rng.normal(logits.shape, 2, "s"), d_logits)):
-        given = [(out, d.double()) for out, d in ((want, d_weight), (softmax, d_score), (wide, d_more)) if d is not None]
+    d_weight, slope, d_logits = (
+        rng.normal((tokens, 4), 1, "w"),
+        rng.normal((1, experts), 1, "s"),
+        rng.normal(logits.shape, 1, "l"),
+    )
+    for d_score, d_more in (
+        (None, None),
+        (slope.expand_as(logits), None),
+        (rng.normal(logits.shape, 2, "s"), d_logits),
+    ):
+        given = [
+            (out, d.double()) for out, d in ((want, d_weight), (softmax, d_score), (wide, d_more)) if d is not None
+        ]
         (truth,) = torch.autograd.grad([out for out, _ in given], wide, [d for _, d in given], retain_graph=True)
         d = router_triton.route_backward(score, expert, d_weight, d_score, d_more, torch.float32, normalize, 2.0)
         third, top, middle, again = d.double().split(experts, 1)
@@ -541,7 +620,9 @@ def test_routed_tokens_have_one_gradient(read: bool) -> None:
     taken = (wide[0] @ wide[1].T).softmax(-1).gather(1, expert)
     want = 2 * taken / taken.sum(1, keepdim=True)
     assert torch.equal(tokens, x)
-    found = torch.autograd.grad((chosen_weight, tokens * 1) if read else chosen_weight, given, (d_weight, d_x) if read else d_weight)
+    found = torch.autograd.grad(
+        (chosen_weight, tokens * 1) if read else chosen_weight, given, (d_weight, d_x) if read else d_weight
+    )
     outputs, slopes = (want, wide[0] * 1), (d_weight.double(), d_x.double())
     truth = torch.autograd.grad(outputs if read else want, wide, slopes if read else slopes[0])
     for ours, theirs in zip(found, truth, strict=True):
@@ -551,8 +632,8 @@ def test_routed_tokens_have_one_gradient(read: bool) -> None:
 @needs_interpreter
 @pytest.mark.parametrize(("tokens", "experts", "k", "slices"), [(70, 32, 4, 4), (300, 24, 6, 4), (9, 8, 2, 1)])
 def test_figures_of_a_router(tokens: int, experts: int, k: int, slices: int) -> None:
-    from training.balance import coherence, token_entropy, z_loss
-    from training.kernels import router_triton
+    from training.kernels.triton import router as router_triton
+    from training.optim.balance import coherence, token_entropy, z_loss
 
     logits = rng.normal((tokens, experts), 0, "logits") * 3
     expert = router.choose(rng.normal((tokens, experts), 0, "choice"), k)

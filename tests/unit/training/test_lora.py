@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from evaluation import routing
+from evaluation.show import routing
 from tests.parallel import models
 from tests.parity import tiny
 from tests.unit.training.test_frozen import first_batches
@@ -20,21 +20,21 @@ from tests.unit.training.test_plan import ALL, NORM, NORMS, ROUTER, M
 from tests.unit.training.test_plan import CONFIG as PLAN
 from tests.unit.training.test_train import Stopped, config, losses, stops_before
 from tests.unit.training.test_train import place as place
-from training import train as train_module
-from training.build import begin, start
 from training.checkpoint import layout
 from training.checkpoint.layout import Stored, Whole
 from training.checkpoint.peft import adapters
+from training.cli.export import export
 from training.data.mixture import DataConfig
-from training.export import export
-from training.memory import memory
+from training.estimate.memory import memory
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach, is_adapter, pairs
 from training.model.moe import MoE
 from training.parallel.mesh import MeshConfig
-from training.preflight import preflight
-from training.step import gradients
-from training.train import train
+from training.run import loop as train_module
+from training.run.build import begin, start
+from training.run.loop import train
+from training.run.preflight import preflight
+from training.run.step import gradients
 from upcycle.__main__ import main as upcycle
 
 LORA = LoraConfig(rank=3, alpha=5.0)
@@ -249,7 +249,7 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
             ["lora.rank=4", "mesh.pp=2", "lora.match=[layers.0]"],
             r"mesh\.pp=2 makes a stage of layers 1 to 1, in which lora\.match=layers\.0 adapts nothing",
         ),
-        (["lora.rank=4", "model.experts=grouped_fp8"], r"model\.experts=grouped_fp8, which has no adapters"),
+        (["lora.rank=4", "model.expert_backend=grouped_fp8"], r"model\.experts=grouped_fp8, which has no adapters"),
         (["lora.rank=4", "lora.match=[atention]"], r"'atention', which nothing.*did you mean 'attention'"),
         (["lora.rank=4", "lora.match=[router]", "optim.router_lr=0"], r"freezes every parameter"),
     ],

@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from training.cli.plots import main
 from training.observe import metrics, plots, profiling
 from training.observe.metrics import BEFORE, FILE, Line, Metrics, describe, duration, read
 from training.observe.profiling import Phases, Trace, memory_snapshot, steps_to_trace
-from training.plots import main
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -461,7 +461,7 @@ def test_plots_refuse_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path), "--output", "x.png"]) == 2
-    assert re.match(r"training.plots: .* is not there; give the folder of a run", capsys.readouterr().err)
+    assert re.match(r"training.cli.plots: .* is not there; give the folder of a run", capsys.readouterr().err)
     with Metrics(tmp_path, stream=io.StringIO()) as log:
         log.log(0, other=1.0)
     with pytest.raises(ValueError, match="has no loss"):
@@ -476,7 +476,7 @@ def test_plots_refuse_in_one_sentence(
 def test_nothing_optional_is_imported_before_it_is_asked_for() -> None:
     import subprocess
 
-    code = "import sys, training.observe.metrics, training.plots, training.observe.profiling, training.checkpoint.state; print(*sys.modules)"
+    code = "import sys, training.observe.metrics, training.cli.plots, training.observe.profiling, training.checkpoint.state; print(*sys.modules)"
     root = Path(profiling.__file__).parents[2]
     found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
     assert not {"matplotlib", "tensorboard", "wandb", "transformers", "deep_ep"} & set(found.split())

@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.parallel.ranks import forked
 from training.kernels import updates
 from training.observe.flops import model_flops, peak_tflops, throughput
-from training.optim import OptimConfig, Optimizer, Slot, SpikeGuard, global_norm, muon_update, orthogonalize
-from training.schedule import SHAPES, ScheduleConfig, schedule
-from upcycle.config import build
-from upcycle.spec import DenseSpec, MoESpec
+from training.optim.optimizer import OptimConfig, Optimizer, Slot, SpikeGuard, global_norm, muon_update, orthogonalize
+from training.optim.schedule import SHAPES, ScheduleConfig, schedule
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.config.reading import build
 
 SHAPES_OF = {
     "embed.weight": (11, 6),
@@ -171,7 +171,7 @@ def test_muon_treats_each_expert_and_each_of_its_matrices_by_itself() -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_the_formula(nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training.optim.PIECE", 2 * 60)  # three experts in two goes
+    monkeypatch.setattr("training.optim.optimizer.PIECE", 2 * 60)  # three experts in two goes
     config = OptimConfig(name="muon", weight_decay=0.2)
     parameters = model(torch.float64)
     name = "layers.0.ffn.experts.up"

@@ -11,26 +11,25 @@ import pytest
 from tests.parallel.models import SPECS
 from tests.parity import tiny
 from tests.unit.training.test_seconds import COPIES, MORE_SLICES, SLICES, SMOL
-from training import hardware
-from training.balance import BalanceConfig
-from training.bench import BenchConfig, as_training, spec_of
-from training.budget import amount, bill
 from training.checkpoint.layout import opened
-from training.config import CheckpointConfig, ModelConfig, TrainConfig
+from training.cli.bench import BenchConfig, as_training, spec_of
+from training.cli.estimate import PlanConfig, clocked, main, split, table, why
+from training.config.reading import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch import nvlink
-from training.mappings import SPARE, Timed, ranked
-from training.memory import Memory, in_flight, memory
+from training.estimate import hardware, law
+from training.estimate.budget import amount, bill
+from training.estimate.mappings import SPARE, Timed, ranked
+from training.estimate.memory import Memory, in_flight, memory
+from training.estimate.seconds import Routing, Seconds, step
 from training.model.lora import LoraConfig
 from training.model.recompute import MODES
-from training.optim import OptimConfig
+from training.optim.balance import BalanceConfig
+from training.optim.optimizer import OptimConfig
 from training.parallel.mesh import MeshConfig
-from training.plan import PlanConfig, clocked, main, split, table, why
-from training.seconds import Routing, Seconds, step
-from upcycle import law
-from upcycle.config import read
-from upcycle.size import dense_parameters
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.config.reading import read
+from upcycle.planning.size import dense_parameters
 
 CONFIG = TrainConfig(model=ModelConfig(source="none"), data=DataConfig(sequence=32), batch=8, micro_batch=1)
 
@@ -358,7 +357,7 @@ def test_the_law_is_asked_of_the_dense_model_itself(
     words = {"virtual_group": ["experts=2", "granularity=4", "top_k=4"], "split": ["experts=4", "top_k=4"]}
     made = [f"model.upcycle.{word}" for word in words.get(method, ["experts=2", "top_k=1"])]
     cases = list[law.Case]()
-    monkeypatch.setattr("upcycle.law.advice", lambda case: cases.append(case) or "advice")
+    monkeypatch.setattr("training.estimate.law.advice", lambda case: cases.append(case) or "advice")
     run = [f"model.upcycle.source={dense}", f"model.upcycle.method={method}", "model.upcycle.target=mixtral", *made]
     asked = ["data.sequence=32", "batch=8", "gpus=1", "hardware=h100", "budget=1B tokens", "seen=1T"]
     assert main([*run, *asked]) == 0
@@ -423,8 +422,8 @@ def test_the_command_with_a_clock_and_the_law(tmp_path: Path, capsys: pytest.Cap
 def test_the_law_is_asked_at_the_rate_of_the_configs_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose memory is known: a step that takes little of one GPU is recorded."""
     source, rates = tiny.make("llama", tmp_path / "dense"), list[float]()
-    monkeypatch.setattr("training.plan.seconds_of", lambda *_: 2.0)
-    monkeypatch.setattr("training.plan.advised", lambda *asked: rates.append(asked[-1]))
+    monkeypatch.setattr("training.cli.estimate.seconds_of", lambda *_: 2.0)
+    monkeypatch.setattr("training.cli.estimate.advised", lambda *asked: rates.append(asked[-1]))
     words = ["data.sequence=32", "batch=8", "gpus=2", "hardware=h100", "budget=1B tokens", "seen=1T"]
     assert main([f"model.source={source}", *words]) == 0 and rates == [8 * 32 / 2.0 / 2]
 
@@ -442,7 +441,7 @@ def test_a_step_that_waits_for_its_host_is_told_of_larger_micro_batches() -> Non
         assert ("% of the first: it launches" in shown and "try micro_batch=2, " in shown) == says
 
 
-@pytest.mark.parametrize("word", ["mesh.dispatcher=alltoal", "model.experts=alltoal"])
+@pytest.mark.parametrize("word", ["mesh.dispatcher=alltoal", "model.expert_backend=alltoal"])
 def test_names_that_nobody_has_are_refused(word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They would be predicted faster than any that is there: without waits."""
     words = [f"model.source={tiny.make('mixtral', tmp_path / 'moe')}", "data.sequence=32", "batch=8", "gpus=2"]
@@ -499,7 +498,7 @@ def test_a_config_of_the_bench_is_planned_by_its_sizes(tmp_path: Path, capsys: p
         assert main([str(file), "gpus=2", "hardware=h200", word]) == 2
         assert says in capsys.readouterr().err
     small = tmp_path / "small.yaml"
-    small.write_text((hardware.READY / "h200.yaml").read_text().replace("memory: 141", "memory: 4"))
+    small.write_text((hardware.HARDWARE / "h200.yaml").read_text().replace("memory: 141", "memory: 4"))
     assert main([str(file), "gpus=2", f"hardware={small}"]) == 2
     said = capsys.readouterr().err
     assert "no mapping of 2 " in said and "Memory is of float32 weights; bfloat16" in said

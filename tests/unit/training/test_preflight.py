@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.training.test_train import WORDS, moe, place
-from training import train as train_module
 from training.__main__ import main
+from training.run import loop as train_module
 
 __all__ = ["place"]  # a fixture
 
@@ -40,7 +40,10 @@ WRONG = {
     "keep": (["checkpoint.keep=0"], "checkpoint.keep is 0; it must be at least 1"),
     "every": (["checkpoint.every=-1"], "checkpoint.every is -1; it must be at least 0"),
     "keep every": (["checkpoint.keep_every=-2"], "checkpoint.keep_every is -2; it must be at least 0"),
-    "across machines": (["mesh.ep=4", "mesh.dispatcher=nvlink"], "mesh.ep=4 spans machines of 2 ranks; write mesh.ep=2"),
+    "across machines": (
+        ["mesh.ep=4", "mesh.dispatcher=nvlink"],
+        "mesh.ep=4 spans machines of 2 ranks; write mesh.ep=2",
+    ),
     "arrivals": (["mesh.arrivals=0.5"], "mesh.arrivals is 0.5; it must be at least 1"),
     "device": (["device=gpu"], "device is 'gpu'; it must be cuda or cpu"),
 }

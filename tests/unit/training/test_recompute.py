@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.training.test_experts import with_quack
-from training.balance import Balance, BalanceConfig
 from training.checkpoint import layout
 from training.experts import grouped, quack
 from training.model.decoder import Decoder, Layer
 from training.model.moe import Experts, MoE
 from training.model.recompute import MODES, again, recompute
+from training.optim.balance import Balance, BalanceConfig
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import LocalExperts, moe_blocks, one_step, parallelize
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 __all__ = ["with_quack"]
 DENSE = DenseSpec(

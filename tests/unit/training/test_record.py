@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tests.unit.training.test_train import Stopped, config, losses, place, stops_before
-from training import record
-from training import train as train_module
-from training.build import start
 from training.data.batch import Batch
 from training.observe.metrics import read as read_metrics
-from training.train import train
+from training.run import loop as train_module
+from training.run import record
+from training.run.build import start
+from training.run.loop import train
 
 __all__ = ["place"]
 ASKED = ["model.graph=true"]
@@ -72,7 +72,7 @@ def test_recorded_steps_are_the_steps_with_stops_and_stages(
 def test_what_cannot_be_recorded(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.graph is true, but there is no CUDA graph on a CPU"):
         train(config(place, tmp_path / "cpu", "model.graph=true"))
-    with start(config(place, tmp_path / "run", "model.compute=bfloat16"), torch.device("cpu")) as run:
+    with start(config(place, tmp_path / "run", "model.dtype=bfloat16"), torch.device("cpu")) as run:
         run.device = torch.device("cuda")
         assert not record.obstacle(run)
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_recorded(place: Path, tmp_path: Path) -> None:
             finally:
                 run.config = kept
 
-        assert "model.experts=reference" in refused(experts="reference")
+        assert "model.expert_backend=reference" in refused(experts="reference")
         assert not refused(experts="quack")
         assert "model.compute is float32" in refused(compute="float32")
         assert "transformer_engine" in refused(transformer_engine=("norm",))

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.unit.training.test_train import config, place
-from training.build import settings_of
-from training.checkpoint.resume import REFUSED, ResumeConfig, compared, flat, judge
 from training.checkpoint.storage import read_manifest
-from training.config import read_config
-from training.train import train
+from training.config.reading import read_config
+from training.run.build import settings_of
+from training.run.loop import train
+from training.run.resume import REFUSED, ResumeConfig, compared, flat, judge
 
 __all__ = ["place"]  # a fixture
 CHECKPOINT = Path("checkpoints/step-00000003")

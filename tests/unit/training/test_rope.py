@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from training.model import rope
-from upcycle.spec import DenseSpec
+from upcycle.arch.spec import DenseSpec
 
 SPEC = DenseSpec(family="llama", layers=1, hidden=16, ffn=8, heads=1, kv_heads=1, head_dim=16, vocab=8, context=32, tied=True)  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}

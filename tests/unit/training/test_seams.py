@@ -8,7 +8,7 @@ from pathlib import Path
 
 import training.model
 from training.model.decoder import Decoder
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 ROOT = Path(__file__).parents[3]
 DENSE = DenseSpec("llama", 2, 16, 12, 2, 2, 8, 23, 64, qk_norm="head", qkv_bias=True)

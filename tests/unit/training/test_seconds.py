@@ -18,19 +18,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from training import bench, hardware, measure
-from training.balance import BalanceConfig
-from training.config import ModelConfig, Stage, TrainConfig
+from training.cli import bench
+from training.cli.estimate import lasting, seconds_of
+from training.cli.estimate import main as plan
+from training.config.reading import ModelConfig, Stage, TrainConfig
 from training.data.mixture import DataConfig
-from training.hardware import Hardware, Link
-from training.islands.config import IslandsConfig
-from training.mappings import ranked
-from training.observe.flops import model_flops
-from training.parallel.mesh import MeshConfig
-from training.plan import lasting, seconds_of
-from training.plan import main as plan
-from training.record import MOST, obstacle
-from training.seconds import (
+from training.estimate import hardware, measure
+from training.estimate.hardware import Hardware, Link
+from training.estimate.mappings import ranked
+from training.estimate.seconds import (
     ACTIVATION,
     BOTH,
     CLOCK,
@@ -54,9 +50,14 @@ from training.seconds import (
     distinct,
     step,
 )
-from training.teacher import TeacherConfig
-from upcycle.config import read
-from upcycle.spec import DenseSpec, Latent, MoESpec
+from training.islands.config import IslandsConfig
+from training.observe.flops import model_flops
+from training.optim.balance import BalanceConfig
+from training.optim.teacher import TeacherConfig
+from training.parallel.mesh import MeshConfig
+from training.run.record import MOST, obstacle
+from upcycle.arch.spec import DenseSpec, Latent, MoESpec
+from upcycle.config.reading import read
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE, PERFORMANCE = DOCS / "planning.md", DOCS / "performance.md"
@@ -110,7 +111,7 @@ def small(kind: str, card: str, what: str, rate: float, spec: DenseSpec | MoESpe
     return Row(f"SmolLM2-135M, {what}", card, 1, rate, kind, spec=spec, micro_batch=micro_batch)
 
 
-# On one H200 in one run, with steps that are recorded (training/record.py): no constant was set by these
+# On one H200 in one run, with steps that are recorded (training/run/record.py): no constant was set by these
 RECORDED = [
     replace(small("check", "h200", f"{what}, recorded", rate, spec, 64), graph=None)
     for what, rate, spec in (
@@ -335,7 +336,7 @@ def predicted(row: Row) -> tuple[float, Seconds]:
         )  # fmt: skip
         found = step(row.spec, config, row.gpus, card, row.routing)
         return 65536 / found.total, found
-    asked = read(bench.BenchConfig, row.file, row.words.split(), bench.READY)
+    asked = read(bench.BenchConfig, row.file, row.words.split(), bench.TRAIN)
     spec = bench.spec_of(asked)
     mesh = asked.mesh
     micro = asked.micro_batch or asked.batch // (row.gpus // (mesh.tp * mesh.cp * mesh.pp))
@@ -344,7 +345,7 @@ def predicted(row: Row) -> tuple[float, Seconds]:
 
 
 def teraflops(row: Row, rate: float) -> float:
-    asked = read(bench.BenchConfig, row.file, row.words.split(), bench.READY)
+    asked = read(bench.BenchConfig, row.file, row.words.split(), bench.TRAIN)
     return model_flops(bench.spec_of(asked), asked.sequence) * rate / 1e12
 
 
@@ -356,7 +357,7 @@ def published() -> str:
             continue
         rate, name = predicted(row)[0], row.what.split(", ")[1]
         mine, theirs = (f"{each:,.0f} = {teraflops(row, each):.0f}" for each in (rate, row.measured))
-        command = f"python -m training.plan {row.file} gpus={row.gpus} hardware={row.card} routing=balanced {row.words}"
+        command = f"python -m training.cli.estimate {row.file} gpus={row.gpus} hardware={row.card} routing=balanced {row.words}"
         lines.append(f"| {name} | {row.gpus} {row.card.upper()} | {theirs} | *{mine}* | `{command}` |")
     return "\n".join(lines)
 
@@ -819,7 +820,7 @@ def test_copies_of_a_token() -> None:
 # ---- hardware files
 
 
-@pytest.mark.parametrize("path", sorted(hardware.READY.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(hardware.HARDWARE.glob("*.yaml")), ids=lambda path: path.stem)
 def test_ready_hardware_says_what_is_a_data_sheets(path: Path) -> None:
     card = hardware.read(path.stem)
     assert path.read_text().startswith(f"# {card.name}") and card.sheet and card.source
@@ -832,7 +833,7 @@ def test_ready_hardware_says_what_is_a_data_sheets(path: Path) -> None:
 
 
 def test_hardware_that_is_wrong_is_one_sentence(tmp_path: Path) -> None:
-    good = (hardware.READY / "h200.yaml").read_text()
+    good = (hardware.HARDWARE / "h200.yaml").read_text()
     for old, new, says in (
         ("memory: 141", "memory: 0", "above 0"),
         ("host: [2.3, 5.6]", "host: [2.3]", "a list of 2"),

@@ -19,20 +19,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.unit.training.test_data import jsonl, texts
 from tests.unit.training.test_train import config, moe
 from tests.unit.training.test_train import place as place
-from training import build
-from training import train as train_module
-from training.build import begin, enter, source, start
 from training.checkpoint.storage import read_manifest
-from training.config import TrainConfig, stages_of, tokens_by
-from training.memory import Model, memory
+from training.cli.estimate import main as plan
+from training.cli.estimate import table
+from training.cli.prepare import main as prepare
+from training.config.reading import TrainConfig, stages_of, tokens_by
+from training.estimate.memory import Model, memory
 from training.observe import plots
 from training.observe.metrics import read as read_metrics
 from training.parallel.shard import learns_anew
-from training.plan import main as plan
-from training.plan import table
-from training.preflight import preflight
-from training.prepare import main as prepare
-from training.train import train
+from training.run import build
+from training.run import loop as train_module
+from training.run.build import begin, enter, source, start
+from training.run.loop import train
+from training.run.preflight import preflight
 
 LOGGED = ("step", "stage", "loss", "grad_norm", "lr", "tokens", "flops", "skipped", "valid/", "balance/", "epochs/")
 
@@ -213,7 +213,9 @@ def test_the_plan_has_a_line_a_stage(two: Path, tmp_path: Path, capsys: pytest.C
     assert first.gradients < second.gradients and first.moments == second.moments == third.moments
     assert first.weights == second.weights, "what learns in any stage is float32 in all"
     lines = [line for line in said.splitlines() if "this config" in line]
-    assert [line.partition("(")[2] for line in lines] == [f"this config, {name})" for name in ("router", "all", "decay")]
+    assert [line.partition("(")[2] for line in lines] == [
+        f"this config, {name})" for name in ("router", "all", "decay")
+    ]
     assert f"{second.total / 1e9:11.2f}" in lines[1]
     words = [f"{staged(two)}", f"data.train=[{two / 'data'}]", "data.sequence=24", "batch=4", "micro_batch=2"]
     assert plan([f"model.upcycle={json.dumps(moe(two))}", "gpus=1", "hardware=h100", *words, "schedule.warmup=0"]) == 0

@@ -13,30 +13,29 @@ from unittest import mock
 import pytest
 import torch
 
-from evaluation import routing
-from evaluation.report import facts
-from evaluation.results import items
-from evaluation.run import main as evaluate
+from evaluation.ask.run import main as evaluate
+from evaluation.judge.results import items
+from evaluation.show import facts, routing
 from tests.parallel import ranks
 from tests.parallel.runs import on_rank, stopped_on_rank
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
-from training import build
-from training.build import begin, start
 from training.checkpoint import layout, standalone
 from training.checkpoint.standalone import keep, keeps, kept
-from training.config import ModelConfig, read_config
+from training.cli.prepare import main as prepare
+from training.config.reading import ModelConfig, read_config
 from training.data import open as opening
 from training.data.open import open_training
 from training.observe.metrics import read as read_metrics
-from training.prepare import main as prepare
-from upcycle import clusters, measure, observe
-from upcycle.checkpoint import Checkpoint
-from upcycle.make import Maker
+from training.run import build
+from training.run.build import begin, start
+from upcycle.converting.make import Maker
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.text import clusters, measure, observe
 
 WORDS = [
     "data.sequence=24", "batch=4", "micro_batch=2", "log_every=1", "schedule.warmup=1", "schedule.peak=1e-3",
-    "model.compute=float32", "checkpoint.every=2", "checkpoint.asynchronous=false", "steps=4", "device=cpu",
+    "model.dtype=float32", "checkpoint.every=2", "checkpoint.asynchronous=false", "steps=4", "device=cpu",
 ]  # fmt: skip
 
 

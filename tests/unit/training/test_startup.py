@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.unit.training.test_train import place
-from training import train
 from training.__main__ import main
 from training.checkpoint import layout, standalone, storage
+from training.run import loop as train
 
 __all__ = ["place"]  # a fixture
 

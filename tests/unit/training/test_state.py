@@ -31,9 +31,9 @@ from training.checkpoint import state as state_module
 from training.checkpoint import storage
 from training.checkpoint.state import Checkpoints, Stop, TrainState, get, put
 from training.checkpoint.storage import MANIFEST, SAFETENSORS, damage, read_manifest
-from training.optim import OptimConfig, SpikeGuard
-from training.optim import Optimizer as OurOptimizer
-from upcycle import disk
+from training.optim.optimizer import OptimConfig, SpikeGuard
+from training.optim.optimizer import Optimizer as OurOptimizer
+from upcycle.io import disk
 
 SERVER = forked()
 

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from evaluation import run as suite
-from evaluation.engine import Engine
+from evaluation.ask import run as suite
+from evaluation.ask.engine import Engine
 from tests.parallel.ranks import run
 from tests.parallel.runs import stopped_in_validation
 from tests.unit.training.test_train import WORDS, losses, place
-from training import step as step_module
 from training.__main__ import main
 from training.checkpoint.state import Stopped
-from training.config import read_config
+from training.config.reading import read_config
 from training.observe.metrics import read as read_metrics
-from training.train import train
+from training.run import step as step_module
+from training.run.loop import train
 
 __all__ = ["place"]  # a fixture
 
@@ -75,7 +75,7 @@ def test_a_signal_in_the_last_step_leaves_the_end_to_the_next_start(
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         given = read_config("", [*words(place, tmp_path / "run"), f"export={out}", "steps=3", "valid_every=0"])
-        patch.setattr("training.train.train_step", signal_before(step_module.train_step, 3))
+        patch.setattr("training.run.loop.train_step", signal_before(step_module.train_step, 3))
         with pytest.raises(Stopped, match="after step 3"):
             train(given)
         assert not out.exists() and losses(tmp_path / "run")[-1][3] is None

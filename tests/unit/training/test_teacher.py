@@ -16,21 +16,21 @@ from tests.unit.training.test_frozen import first_batches
 from tests.unit.training.test_plan import CONFIG, D, M
 from tests.unit.training.test_train import Stopped, config, losses, stops_before
 from tests.unit.training.test_train import place as place
-from training import train as train_module
-from training.build import begin, start
 from training.checkpoint.layout import opened
+from training.cli.estimate import table
 from training.data.mixture import DataConfig
-from training.memory import Model, memory
+from training.estimate.memory import Model, memory
 from training.model import loss as loss_module
 from training.model.loss import Lesson, linear_cross_entropy, taught_cross_entropy
 from training.observe.metrics import read as read_metrics
-from training.plan import table
-from training.preflight import preflight
-from training.step import gradients
-from training.teacher import TeacherConfig, weights
-from training.train import train
-from upcycle.size import dense_flops
-from upcycle.spec import DenseSpec
+from training.optim.teacher import TeacherConfig, weights
+from training.run import loop as train_module
+from training.run.build import begin, start
+from training.run.loop import train
+from training.run.preflight import preflight
+from training.run.step import gradients
+from upcycle.arch.spec import DenseSpec
+from upcycle.planning.size import dense_flops
 
 QUICK = ["schedule.peak=1e-2", "data.valid=[]", "checkpoint.asynchronous=false"]
 TEACHER = ["teacher.weight=0.5", "teacher.temperature=2"]
@@ -85,7 +85,7 @@ def test_an_exact_upcycle_begins_at_its_teacher(place: Path, tmp_path: Path) -> 
     """And so learns from the labels alone in the first step; one that lost an expert does not."""
     found = []
     for words in ([], TEACHER):
-        with start(config(place, tmp_path / "x", "model.compute=float64", *words), torch.device("cpu")) as run:
+        with start(config(place, tmp_path / "x", "model.dtype=float64", *words), torch.device("cpu")) as run:
             begin(run)
             if run.teacher is not None:
                 run.teacher.weight = 0.5

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.training.test_train import WORDS, moe, place
-from training import build
 from training.__main__ import main
 from training.data import open as opening
 from training.data.mixture import DataConfig
 from training.data.open import check_tokens
+from training.run import build
 
 __all__ = ["place"]  # a fixture
 

@@ -19,23 +19,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from evaluation import run as suite
+from evaluation.ask import run as suite
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
-from training import train as train_module
 from training.__main__ import main
-from training.build import begin, start
-from training.config import TrainConfig, read_config
+from training.cli.prepare import main as prepare
+from training.config.reading import TrainConfig, read_config
 from training.data.open import open_training
 from training.observe.metrics import read as read_metrics
 from training.parallel.watch import Watch
-from training.prepare import main as prepare
-from training.step import train_step
-from training.train import draw, train
+from training.run import loop as train_module
+from training.run.build import begin, start
+from training.run.loop import draw, train
+from training.run.step import train_step
 from upcycle.__main__ import main as upcycle
 
 WORDS = [
-    "data.sequence=24", "batch=4", "micro_batch=2", "log_every=1", "schedule.warmup=2", "schedule.peak=1e-3", "model.compute=float32",
+    "data.sequence=24", "batch=4", "micro_batch=2", "log_every=1", "schedule.warmup=2", "schedule.peak=1e-3", "model.dtype=float32",
     "checkpoint.every=3", "balance.bias_rate=0.01", "data.seed=3",
 ]  # fmt: skip
 
@@ -306,9 +306,9 @@ def test_sigterm_saves_and_the_next_run_goes_on(place: Path, tmp_path: Path) -> 
         (["micro_batch=3"], "try micro_batch=2"),
         (["model.source=x"], "both are set"),
         (["model.upcycle="], "neither is set"),
-        (["model.compute=int8"], "bfloat16, float32, float64"),
-        (["model.experts=grouped_gemn"], "did you mean 'grouped_gemm'"),
-        (["model.experts=transformer_engine"], "transformer_engine"),
+        (["model.dtype=int8"], "bfloat16, float32, float64"),
+        (["model.expert_backend=grouped_gemn"], "did you mean 'grouped_gemm'"),
+        (["model.expert_backend=transformer_engine"], "transformer_engine"),
         (["balance.aux_scope=all"], "micro_batch, sequence, global"),
         (["schedule.warmup=8"], "below the number of steps"),
         (["data.train=[]"], "data.train"),

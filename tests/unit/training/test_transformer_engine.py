@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from tests.unit.training.test_experts import GroupedLinearStandIn, case
 from training.checkpoint import layout
-from training.config import DataConfig, ModelConfig, TrainConfig
+from training.config.reading import DataConfig, ModelConfig, TrainConfig
 from training.experts import reference
 from training.experts import transformer_engine as experts
 from training.model import transformer_engine
@@ -26,7 +26,7 @@ from training.model.decoder import Decoder
 from training.model.recompute import recompute
 from training.parallel.context import attach
 from training.parallel.mesh import MeshConfig
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle.arch.spec import DenseSpec, MoESpec
 
 DENSE: dict[str, Any] = {
     "family": "llama", "layers": 2, "hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 50,
@@ -257,7 +257,7 @@ def test_a_soft_cap_is_refused_where_it_counts() -> None:
 @pytest.mark.parametrize(
     ("parts", "compute", "words"),
     [
-        (["norm"], torch.float32, "computes in bfloat16, and model.compute is float32"),
+        (["norm"], torch.float32, "computes in bfloat16, and model.dtype is float32"),
         (["linear_fp8"], torch.bfloat16, r"divisible by 16, and one is \(40, 32\); name linear instead"),
         (["norm"], torch.bfloat16, r"\[norm\] needs the transformer_engine package, which is not installed"),
         (["norms"], torch.bfloat16, "names 'norms'; it can name attention, linear, linear_fp8, norm"),

@@ -6,9 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-from upcycle.checkpoint import Checkpoint
-from upcycle.config import UpcycleConfig, read
-from upcycle.plan import UpcyclePlan, build
+from upcycle.config.reading import UpcycleConfig, read
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.planning.plan import UpcyclePlan, build
 
 
 def load(*words: str) -> tuple[UpcyclePlan, list[Checkpoint]]:

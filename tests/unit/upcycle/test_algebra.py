@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upcycle import methods, plugin, rng, routers, scale
-from upcycle.ffn import FFN, NEURON_DIM
-from upcycle.methods import Place
-from upcycle.promise import compare, moe_output
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle import plugin
+from upcycle.arch.ffn import FFN, NEURON_DIM
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.planning import methods, rng, routers, scale
+from upcycle.planning.methods import Place
+from upcycle.planning.promise import compare, moe_output
 
 H, TOKENS = 16, 40
 ROUTERS = [
@@ -118,10 +119,10 @@ def test_published_scale_is_exact_for_squared_relu_and_off_for_swiglu() -> None:
         assert low <= error <= high, (activation, error)
 
 
-@pytest.mark.parametrize("method", plugin.names("upcycle.methods"))
+@pytest.mark.parametrize("method", plugin.names("upcycle.planning.methods"))
 def test_a_method_has_named_randomness_and_right_shapes(method: str) -> None:
     """Matrices read in any order have the same bits, and an expert has the width of its place."""
-    module, loaded = plugin.load("upcycle.methods", method), methods.load(method)
+    module, loaded = plugin.load("upcycle.planning.methods", method), methods.load(method)
     expert, disjoint = loaded.expert, loaded.needs.disjoint
     copies, granularity = (3, 1) if method == "copy" else (3, 2)
     dense = [dense_ffn(12, gated=True, bias=True, seed=s) for s, _ in enumerate(loaded.needs.donors)]
@@ -143,7 +144,7 @@ def test_a_method_has_named_randomness_and_right_shapes(method: str) -> None:
 
 
 def intact(mode: str, ratio: float, width: int = 4000) -> float:
-    module = plugin.load("upcycle.methods", "drop")
+    module = plugin.load("upcycle.planning.methods", "drop")
     dense = FFN.of(**{n: rng.normal((width, 2) if n != "down" else (2, width), 0, n) for n in ("gate", "up", "down")})
     new = module.expert([dense], Place(0, 1, 2, 1, (width, width), 0), module.Options(ratio=ratio, mode=mode))
     same = [(new[m] == dense[m]).all(1 - NEURON_DIM[m]) for m in ("gate", "up", "down")]
@@ -157,7 +158,7 @@ def test_drop_keeps_the_share_of_neurons_of_paper_and_released_code(ratio: float
 
 
 def test_drop_redraws_with_the_mean_and_std_of_what_it_replaces() -> None:
-    module = plugin.load("upcycle.methods", "drop")
+    module = plugin.load("upcycle.planning.methods", "drop")
     up = 3.0 + 0.5 * rng.normal((2000, 50), 1, "up")
     dense = FFN.of(up=up, down=rng.normal((50, 2000), 1, "down"))
     new = module.expert([dense], Place(0, 0, 1, 1, (2000,), 0), module.Options(ratio=0.5))["up"]
@@ -168,7 +169,7 @@ def test_drop_redraws_with_the_mean_and_std_of_what_it_replaces() -> None:
 
 
 def test_noise_has_the_size_asked_for_on_the_share_asked_for() -> None:
-    module = plugin.load("upcycle.methods", "noise")
+    module = plugin.load("upcycle.planning.methods", "noise")
     dense = FFN.of(up=torch.zeros(1000, 64), down=torch.zeros(64, 1000))
     new = module.expert([dense], Place(0, 0, 1, 1, (1000,), 0), module.Options(std=0.25, ratio=0.3))["up"]
     touched = new[(new != 0).any(1)]
@@ -178,7 +179,7 @@ def test_noise_has_the_size_asked_for_on_the_share_asked_for() -> None:
 
 @pytest.mark.parametrize("by", ["contiguous", "random"])
 def test_split_experts_are_disjoint_and_together_the_dense_ffn(by: str) -> None:
-    module = plugin.load("upcycle.methods", "split")
+    module = plugin.load("upcycle.planning.methods", "split")
     dense = dense_ffn(23, gated=True, bias=False, seed=4)
     widths = (6, 6, 6, 5)
     x = rng.normal((TOKENS, H), 4, "x").double()

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from tests.parity import tiny
 from tests.unit.upcycle.plans import load, readable
 from upcycle.__main__ import main
-from upcycle.convert import convert
+from upcycle.converting.convert import convert
 
 METHODS: dict[str, list[str]] = {
     "exact copy": ["experts=4"],

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.unit.shapes import llama_shapes, make_shaped
-from upcycle import checkpoint
 from upcycle.__main__ import main
-from upcycle.checkpoint import DTYPES, INDEX, Checkpoint, count_non_finite, read_header
+from upcycle.io import checkpoint
+from upcycle.io.checkpoint import DTYPES, INDEX, Checkpoint, count_non_finite, read_header
 
 READABLE = sorted(name for name, bits in DTYPES.values() if isinstance(getattr(torch, name, None), torch.dtype))
 FLOATS = [name for name in READABLE if getattr(torch, name).is_floating_point]

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from upcycle import checkpoint, strict
-from upcycle.checkpoint import DTYPES, INDEX, MAX_CONFIG, MAX_HEADER, Checkpoint, read_header
+from upcycle.io import checkpoint, strict
+from upcycle.io.checkpoint import DTYPES, INDEX, MAX_CONFIG, MAX_HEADER, Checkpoint, read_header
 
 GOOD = {
     "__metadata__": {"format": "pt"},

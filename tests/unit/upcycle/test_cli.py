@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from upcycle import cli
+from upcycle.cli import frame as cli
 
 ROOT = Path(__file__).parents[3]
 # stdout is buffered, as in a terminal session: output that is not flushed in time fails when Python ends
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
 # every module that calls cli.start is a command; with these words its main reaches the slow imports
-WORDS = {"upcycle": ["plan", "source=x"], "evaluation": ["compare", "a", "b"], "training.prepare": ["out"],
-         "training.plots": ["run", "--output", "x.png"]}  # fmt: skip
+WORDS = {"upcycle": ["plan", "source=x"], "evaluation": ["compare", "a", "b"], "training.cli.prepare": ["out"],
+         "training.cli.plots": ["run", "--output", "x.png"]}  # fmt: skip
 COMMANDS = sorted(
     cli.name_of(module)
     for package in cli.OURS
@@ -46,7 +46,7 @@ def interrupting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_commands_are_found() -> None:
-    assert {"upcycle", "training", "evaluation", "training.plan", "evaluation.demo"} < set(COMMANDS)
+    assert {"upcycle", "training", "evaluation", "training.cli.estimate", "examples.demo"} < set(COMMANDS)
     assert len(COMMANDS) == 13
 
 
@@ -59,12 +59,14 @@ def test_help_imports_nothing_that_takes_seconds(name: str, interrupting: Path) 
 
 
 def test_importing_the_package_imports_nothing_that_takes_seconds(interrupting: Path) -> None:
-    code = "import sys, upcycle, upcycle.cli; sys.exit(bool({'torch', 'numpy', 'transformers', 'yaml'} & set(sys.modules)))"
+    code = "import sys, upcycle, upcycle.cli.frame; sys.exit(bool({'torch', 'numpy', 'transformers', 'yaml'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=interrupting, env=ENVIRONMENT)
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "upcycle.bench"])  # bench imports nothing slow
+@pytest.mark.parametrize(
+    "name", [name for name in COMMANDS if name != "benchmarks.converting"]
+)  # bench imports nothing slow
 def test_ctrl_c_during_the_imports_is_one_line(name: str, interrupting: Path) -> None:
     done = run(name, *WORDS.get(name, ["x"]), path=interrupting)
     assert (done.returncode, done.stderr, done.stdout) == (130, f"{name}: stopped\n", "")

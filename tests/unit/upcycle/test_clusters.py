@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tests.parity import tiny
 from tests.unit.upcycle.plans import load
-from upcycle import card, clusters
+from upcycle.converting import card
+from upcycle.text import clusters
 
 DIM, TOKENS = 48, 4096
 
@@ -142,7 +143,10 @@ def test_rows_are_clusters_by_themselves_where_slices_choose_and_text_is_named(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("router.init.name=clusters",), "router.init.name=clusters is measured on text and calibration.texts is empty"),
+        (
+            ("router.init.name=clusters",),
+            "router.init.name=clusters is measured on text and calibration.texts is empty",
+        ),
         (("router.init.name=clusters", "method.name=split", "experts=2"), "divides text among copies"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from upcycle.__main__ import main
-from upcycle.config import UpcycleConfig, read
+from upcycle.config.reading import UpcycleConfig, read
 
 
 @pytest.mark.parametrize("text", ["a: &a [*a]", "layers: &x [1, *x]"])

@@ -21,15 +21,15 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from tests.parity import tiny
-from upcycle import convert as converting
-from upcycle import job
 from upcycle.__main__ import main
-from upcycle.checkpoint import Checkpoint
-from upcycle.config import UpcycleConfig, read
-from upcycle.convert import convert
-from upcycle.job import Worker
-from upcycle.make import Maker
-from upcycle.plan import Recipe, UpcyclePlan, build
+from upcycle.config.reading import UpcycleConfig, read
+from upcycle.converting import convert as converting
+from upcycle.converting import job
+from upcycle.converting.convert import convert
+from upcycle.converting.job import Worker
+from upcycle.converting.make import Maker
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.planning.plan import Recipe, UpcyclePlan, build
 
 WORDS = ["method.name=drop", "granularity=2", "experts=4", "top_k=4", "max_shard=60KB", "dtype=bfloat16"]
 
@@ -432,8 +432,8 @@ def test_the_cards_recipe_runs_and_names_no_place(
 
 @pytest.mark.parametrize("sizes", [[4096], [4096, 4096 * 3000, 5], [7, 4096 * 2100, 1], [1], [0, 3, 4096]])
 def test_a_stream_writes_and_hashes_what_it_is_given_aligned_or_not(tmp_path: Path, sizes: list[int]) -> None:
-    from upcycle import disk
-    from upcycle.checkpoint import on_a_page
+    from upcycle.io import disk
+    from upcycle.io.checkpoint import on_a_page
 
     whole = b""
     with disk.Stream(tmp_path / "file") as stream:

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 from tests.engines.engines import ENGINES
 from tests.parity import tiny
-from upcycle import Upcycling, engines, plugin
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle import Upcycling, plugin
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.planning import engines
 
 DENSE = DenseSpec("llama", 2, 64, 96, 4, 4, 16, 256, 128)
 PLAIN = MoESpec(DENSE, (0, 1), (96,) * 4, 2, 4)
@@ -61,7 +62,7 @@ def test_a_reason_known_from_the_source_takes_the_place_of_numbers(
 
 
 def test_the_table_has_every_stock_target_and_every_engine() -> None:
-    stock = {t for t in plugin.names("upcycle.targets") if plugin.load("upcycle.targets", t).ABILITIES.stock}
+    stock = {t for t in plugin.names("upcycle.arch.targets") if plugin.load("upcycle.arch.targets", t).ABILITIES.stock}
     found = engines.table()
     assert {row["target"] for row in found["rows"]} == stock and set(found["engines"]) == set(ENGINES)
     for row in found["rows"]:
@@ -75,7 +76,9 @@ def test_the_table_has_every_stock_target_and_every_engine() -> None:
 
 def test_a_new_shared_gate_is_one_half_as_llama_cpp_computes_it_too(tmp_path: Path) -> None:
     source = tiny.make("qwen2", tmp_path / "dense")
-    folder = Upcycling(source=source, target="qwen2_moe", experts=4, top_k=2, shared=1).convert(tmp_path / "moe", quiet=True)
+    folder = Upcycling(source=source, target="qwen2_moe", experts=4, top_k=2, shared=1).convert(
+        tmp_path / "moe", quiet=True
+    )
     gates = [w for name, w in load_file(folder / "model.safetensors").items() if "shared_expert_gate" in name]
     for gate in gates:
         x = torch.randn(50, gate.shape[1], generator=torch.Generator().manual_seed(0)) @ gate.float().T
@@ -87,7 +90,12 @@ def test_a_new_shared_gate_is_one_half_as_llama_cpp_computes_it_too(tmp_path: Pa
     ("family", "overrides", "words", "said"),
     [
         ("llama", {}, {"target": "mixtral"}, "transformers, vLLM, llama.cpp, MLX, mistral.rs"),
-        ("llama", {"hidden_act": "gelu"}, {"target": "mixtral"}, "transformers, mistral.rs; not vLLM: it computes SiLU whatever"),
+        (
+            "llama",
+            {"hidden_act": "gelu"},
+            {"target": "mixtral"},
+            "transformers, mistral.rs; not vLLM: it computes SiLU whatever",
+        ),
         ("qwen2", {}, {"target": "qwen2_moe"}, "transformers, vLLM; not llama.cpp: it never normalises the weights"),
         ("gemma2", {}, {}, "transformers with trust_remote_code=True; no other engine knows this architecture"),
     ],

@@ -24,12 +24,12 @@ from tests.parity import tiny
 from tests.unit.upcycle.mutations import keys_read, unreadable, written
 from tests.unit.upcycle.plans import load
 from upcycle import plugin
-from upcycle.families.common import Source
-from upcycle.spec import DenseSpec
+from upcycle.arch.families.common import Source
+from upcycle.arch.spec import DenseSpec
 
 
 def family(name: str) -> Any:
-    return plugin.load("upcycle.families", name)
+    return plugin.load("upcycle.arch.families", name)
 
 
 def config_of(folder: Path) -> dict[str, Any]:

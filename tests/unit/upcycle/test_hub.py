@@ -17,10 +17,11 @@ import pytest
 from huggingface_hub import ModelCard, get_local_safetensors_metadata
 
 from tests.parity import tiny
-from upcycle import Upcycling, hub
+from upcycle import Upcycling
 from upcycle.__main__ import main
-from upcycle.checkpoint import Checkpoint
-from upcycle.verify import verify
+from upcycle.io import hub
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.verifying.verify import verify
 
 WORDS = ["target=mixtral", "experts=4", "top_k=2"]
 CARD = "---\nlicense: other\nlicense_name: tiny-license\nlicense_link: LICENSE\ntags:\n- x\n---\n# Tiny\n"
@@ -135,7 +136,7 @@ def test_the_card_is_the_hubs_own_and_names_no_folder(dense: Path, moe: Path) ->
     ],
 )
 def test_a_base_is_named_by_its_hub_id_alone(dense: Path, source: str, donors: Any, base: Any) -> None:
-    from upcycle import card
+    from upcycle.converting import card
 
     plan = Upcycling(source=str(dense), experts=4).plan
     named = replace(plan, config=replace(plan.config, source=source, donors=donors))
@@ -229,6 +230,8 @@ def test_what_cannot_be_pushed_is_a_sentence(
 def test_a_plan_of_a_hub_id_needs_nothing_that_only_a_test_imports() -> None:
     """In a new process: parts of huggingface_hub that another module imported are there in this one."""
     command = [sys.executable, "-m", "upcycle", "plan", "llama3-8b-e8t2", "source=nobody/nothing"]
-    done = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith("upcycle: nobody/nothing is not a folder here and cannot be had from the hub: ")

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.parity import tiny
 from training.checkpoint.layout import opened
 from upcycle.__main__ import main
-from upcycle.inspect import describe
-from upcycle.spec import MoESpec
+from upcycle.arch.spec import MoESpec
+from upcycle.verifying.inspect import describe
 
 WORDS = ["experts=4", "granularity=2", "top_k=2", "dtype=float32"]
 

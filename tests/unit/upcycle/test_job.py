@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.upcycle.plans import load, readable
-from upcycle import convert as converting
-from upcycle import job, publish
-from upcycle.checkpoint import Checkpoint
-from upcycle.convert import convert
-from upcycle.job import Worker
-from upcycle.plan import UpcyclePlan
+from upcycle.converting import convert as converting
+from upcycle.converting import job
+from upcycle.converting.convert import convert
+from upcycle.converting.job import Worker
+from upcycle.io import publish
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.planning.plan import UpcyclePlan
 
 
 def shared_job(llama: Path, output: Path) -> tuple[UpcyclePlan, list[Checkpoint]]:

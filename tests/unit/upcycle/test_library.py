@@ -11,7 +11,7 @@ import pytest
 
 from upcycle import Upcycling
 from upcycle.__main__ import main
-from upcycle.config import UpcycleConfig, read
+from upcycle.config.reading import UpcycleConfig, read
 
 
 def test_it_plans_converts_and_verifies_as_the_commands_do(
@@ -62,7 +62,7 @@ def test_mistakes_are_one_sentence(llama: Path) -> None:
 
 def test_importing_the_package_waits_for_nothing() -> None:
     code = (
-        "import sys, upcycle; assert not {'torch', 'omegaconf', 'upcycle.plan'} & set(sys.modules); "
+        "import sys, upcycle; assert not {'torch', 'omegaconf', 'upcycle.planning.plan'} & set(sys.modules); "
         "from upcycle import Upcycling; assert 'transformers' not in sys.modules; upcycle.nothing"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True, text=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.upcycle.plans import load, readable
-from upcycle.make import Maker
+from upcycle.converting.make import Maker
 
 
 @pytest.mark.parametrize("method", ["noise", "drop"])

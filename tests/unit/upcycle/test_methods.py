@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.parity import tiny
-from upcycle import methods, plugin
-from upcycle.checkpoint import Checkpoint
-from upcycle.config import UpcycleConfig, read
-from upcycle.make import Maker
-from upcycle.plan import Recipe, build
+from upcycle import plugin
+from upcycle.config.reading import UpcycleConfig, read
+from upcycle.converting.make import Maker
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.planning import methods
+from upcycle.planning.plan import Recipe, build
 
 COPIES = 3
 
@@ -37,7 +38,7 @@ def made(method: str, models: list[Path]) -> dict[Recipe, Tensor]:
         return {part: maker.part(part) for output in plan.outputs for part in output.parts}
 
 
-@pytest.mark.parametrize("method", plugin.names("upcycle.methods"))
+@pytest.mark.parametrize("method", plugin.names("upcycle.planning.methods"))
 def test_a_model_changes_what_the_method_needs_it_for_and_nothing_else(method: str, models: list[Path]) -> None:
     needs = methods.load(method).needs
     given = models[: 1 + COPIES] if needs.mixes else models[:1]

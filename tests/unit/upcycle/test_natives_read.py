@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.upcycle.mutations import keys_read, unreadable
 from upcycle import plugin
-from upcycle.plan import family
+from upcycle.planning.plan import family
 
 DEEPSEEK: dict[str, Any] = {
     "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
@@ -38,13 +38,13 @@ NATIVES: dict[str, dict[str, Any]] = {
 
 
 def tensors(config: dict[str, Any]) -> int:
-    native = plugin.load("upcycle.natives", str(config["model_type"]))
+    native = plugin.load("upcycle.arch.natives", str(config["model_type"]))
     moe = native.read(config)
     large = moe.experts * moe.dense.layers > 1000  # to be listed for each mutant
     return 0 if large else len(list(native.slots(moe)))
 
 
-@pytest.mark.parametrize("name", plugin.names("upcycle.natives"))
+@pytest.mark.parametrize("name", plugin.names("upcycle.arch.natives"))
 def test_a_changed_key_is_read_or_one_sentence(name: str) -> None:
     assert tensors(NATIVES[name]) > 0
     keys = keys_read("natives", name) + keys_read("targets", "dots1")
@@ -103,6 +103,6 @@ def test_what_olmoe_cannot_be_is_said(change: dict[str, Any], says: str) -> None
 
 
 def test_no_dense_model_is_one() -> None:
-    for name in plugin.names("upcycle.natives"):
+    for name in plugin.names("upcycle.arch.natives"):
         with pytest.raises(ValueError, match="a mixture of experts already; give a dense model"):
             family(name)

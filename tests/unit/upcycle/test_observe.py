@@ -24,9 +24,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from tests.parity import tiny
-from upcycle import observe, plugin, text
-from upcycle.ffn import FFN
-from upcycle.spec import DenseSpec, MoESpec
+from upcycle import plugin
+from upcycle.arch.ffn import FFN
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.text import observe
+from upcycle.text import tokens as text
 
 DATA = Path(__file__).parents[3].parent / "shared" / "data"
 IDS = tiny.tokens(3, 20, seed=4)
@@ -39,7 +41,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def opened(folder: Path) -> tuple[DenseSpec, observe.Read]:
     config = json.loads((folder / "config.json").read_text())
-    family, stored = plugin.load("upcycle.families", config["model_type"]), load_file(folder / "model.safetensors")
+    family, stored = plugin.load("upcycle.arch.families", config["model_type"]), load_file(folder / "model.safetensors")
     spec = family.read(config)
     sources = family.sources(spec)
 
@@ -110,7 +112,7 @@ def test_hidden_means_are_of_the_ffn_norm_output(dense: Callable[[str], Path]) -
 
 
 def test_walk_reads_a_layer_when_it_is_asked_for_and_keeps_none(dense: Callable[[str], Path]) -> None:
-    from upcycle.remote.modeling_upcycled import UpcycledDecoderLayer
+    from upcycle.arch.remote.modeling_upcycled import UpcycledDecoderLayer
 
     spec, read = opened(dense("llama"))
     before = {id(o) for o in gc.get_objects() if type(o) is UpcycledDecoderLayer}  # other tests'
@@ -126,7 +128,7 @@ def test_walk_reads_a_layer_when_it_is_asked_for_and_keeps_none(dense: Callable[
 
 
 def test_observe_does_not_import_transformers() -> None:
-    code = "import sys, upcycle.observe, upcycle.text; sys.exit('transformers' in sys.modules)"
+    code = "import sys, upcycle.text.observe, upcycle.text.tokens; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
 
 

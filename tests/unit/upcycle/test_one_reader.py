@@ -1,4 +1,4 @@
-"""Nothing in the product parses JSON or YAML but upcycle/strict.py: a new file would be read without its bounds."""
+"""Nothing in the product parses JSON or YAML but upcycle/io/strict.py: a new file would be read without its bounds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PARSERS = {
 }  # fmt: skip
 # what is no file: a value made anew, what ranks tell each other, a child's standard output
 ALLOWED = {
-    "upcycle/strict.py": 2, "upcycle/convert.py": 1, "upcycle/bench.py": 1, "training/build.py": 1, "training/checkpoint/standalone.py": 1,
+    "upcycle/io/strict.py": 2, "upcycle/converting/convert.py": 1, "benchmarks/converting.py": 1, "training/run/build.py": 1, "training/checkpoint/standalone.py": 1,
     "training/parallel/collectives.py": 2, "training/parallel/processes.py": 1, "training/parallel/watch.py": 1,
     "training/data/shards.py": 1,  # numpy's own files, without pickles; sizes and types are checked after it
-    "evaluation/demo.py": 2,  # texts and a suite that it has written itself a moment before
+    "examples/demo.py": 2,  # texts and a suite that it has written itself a moment before
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.parity import tiny
 from tests.unit.upcycle.plans import load
 from upcycle.__main__ import main
-from upcycle.convert import convert
+from upcycle.converting.convert import convert
 
 
 def test_float32_norms_in_a_bfloat16_model_are_known_to_be_rounded(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.upcycle.plans import load, readable
-from upcycle import convert as converting
-from upcycle import disk, publish
 from upcycle.__main__ import main
-from upcycle.convert import convert
-from upcycle.job import OBSERVED
+from upcycle.converting import convert as converting
+from upcycle.converting.convert import convert
+from upcycle.converting.job import OBSERVED
+from upcycle.io import disk, publish
 
 ROOT = Path(__file__).parents[3]
 WORDS = ["experts=2", "max_shard=200KB"]

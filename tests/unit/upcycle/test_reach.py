@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from training.checkpoint import standalone
-from upcycle import card
 from upcycle.__main__ import main
-from upcycle.checkpoint import MAX_COPIED, Checkpoint
-from upcycle.config import UpcycleConfig, build, read
-from upcycle.publish import digest
-from upcycle.streamed import built
+from upcycle.config.reading import UpcycleConfig, build, read
+from upcycle.converting import card
+from upcycle.io.checkpoint import MAX_COPIED, Checkpoint
+from upcycle.io.publish import digest
+from upcycle.text.streamed import built
 
 SECRET = "hf_a-secret-of-the-environment"
 ASKED = "x/${oc.env:CANARY}"

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from tests.parity import tiny
 from tests.unit.upcycle.plans import load
 from upcycle.__main__ import main
-from upcycle.checkpoint import Checkpoint
-from upcycle.config import UpcycleConfig, byte_size, read
-from upcycle.convert import convert
-from upcycle.plan import UpcyclePlan, build
-from upcycle.verify import verify
+from upcycle.config.reading import UpcycleConfig, byte_size, read
+from upcycle.converting.convert import convert
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.planning.plan import UpcyclePlan, build
+from upcycle.verifying.verify import verify
 
 
 def plan(*words: str) -> UpcyclePlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from upcycle import routers
+from upcycle.planning import routers
 
 
 def test_router_rows_that_would_tie_are_refused() -> None:

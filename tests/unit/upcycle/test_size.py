@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.unit.upcycle.plans import load
-from upcycle import size
+from upcycle.planning import size
 
 
 def test_a_gate_that_equals_up_counts_in_the_flops(arcee: Path) -> None:

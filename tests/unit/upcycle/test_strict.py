@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import pytest
 import zstandard
 
-from upcycle import strict, text
-from upcycle.config import UpcycleConfig, read
-from upcycle.strict import Count, Range, held, parse, parse_yaml
+from upcycle.config.reading import UpcycleConfig, read
+from upcycle.io import strict
+from upcycle.io.strict import Count, Range, held, parse, parse_yaml
+from upcycle.text import tokens as text
 
 
 def refused(call: Any, *words: str) -> str:

@@ -27,16 +27,16 @@ import test_targets_parity as parity
 
 from tests.unit.upcycle.mutations import keys_read, unreadable
 from upcycle import plugin
-from upcycle.remote.modeling_upcycled import UpcycledConfig
-from upcycle.spec import MoESpec
-from upcycle.targets.common import refusals
+from upcycle.arch.remote.modeling_upcycled import UpcycledConfig
+from upcycle.arch.spec import MoESpec
+from upcycle.arch.targets.common import refusals
 
 logging.set_verbosity_error()
 Config = dict[str, Any]
 
 
 def module(target: str) -> ModuleType:
-    return plugin.load("upcycle.targets", target)
+    return plugin.load("upcycle.arch.targets", target)
 
 
 def shapes(target: str, moe: MoESpec) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -363,7 +363,7 @@ def test_defaults_are_those_of_the_class(target: str) -> None:
             assert count(target, view) == count_of_theirs(config)
 
 
-@pytest.mark.parametrize("target", plugin.names("upcycle.targets"))
+@pytest.mark.parametrize("target", plugin.names("upcycle.arch.targets"))
 def test_what_a_config_leaves_out_is_what_the_class_takes_for_it(target: str) -> None:
     """A converted model's config without one of its keys is refused, or read as transformers reads it."""
     spec = parity.spec_of_variant("llama" if target == "upcycled" else parity.first_variant(target))

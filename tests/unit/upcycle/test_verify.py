@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from tests.parity import tiny
 from tests.unit.upcycle.plans import load, readable
-from upcycle import rebuild
 from upcycle.__main__ import main
-from upcycle.checkpoint import Checkpoint
-from upcycle.convert import convert
-from upcycle.streamed import Streamed
-from upcycle.verify import tokens, verify
+from upcycle.converting.convert import convert
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.text.streamed import Streamed
+from upcycle.verifying import rebuild
+from upcycle.verifying.verify import tokens, verify
 
 METHODS = {
     "copy": ["experts=4"],
@@ -172,21 +172,21 @@ def test_kernels_that_fail_are_said_and_the_plain_ones_taken(tmp_path: Path) -> 
     assert "eager" in str(report)
 
 
-def test_what_float32_rounds_is_judged_in_float64(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_float32_rounds_is_judged_in_float64(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of SmolLM2-135M's 30 layers float32 rounds more than the bound; of this one it does for a smaller bound."""
     folder = made(llama, tmp_path / "moe", "experts=4")
     plain = verify(llama, folder, count=64)
     assert plain.held and not plain.computed and plain.relative > 0
     finer = verify(llama, folder, count=64, dtype="float64").relative
     assert finer < 0.7 * plain.relative
-    monkeypatch.setattr("upcycle.verify.EXACT", (finer + plain.relative) / 2)
+    monkeypatch.setattr("upcycle.verifying.verify.EXACT", (finer + plain.relative) / 2)
     again = verify(llama, folder, count=64)
     assert again.held and again.relative == finer and "float64, because float32 rounds" in str(again)
-    assert not plain.kernels and not again.kernels, "transformers' default fails in float64 alone, in which nobody loads it"
+    assert not plain.kernels and not again.kernels, (
+        "transformers' default fails in float64 alone, in which nobody loads it"
+    )
     assert "100 % of the bytes" in again.rebuilt
-    monkeypatch.setattr("upcycle.verify.EXACT", finer / 2)
+    monkeypatch.setattr("upcycle.verifying.verify.EXACT", finer / 2)
     assert not verify(llama, folder, count=64).held
 
 

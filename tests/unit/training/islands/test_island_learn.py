@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.seeds import paired
+from evaluation.judge.seeds import paired
 from tests import islands_learn
 from tests.islands_learn import (
     ARMS,
@@ -145,11 +145,22 @@ def test_no_arm_begins_late_and_those_that_began_are_waited_for(
     monkeypatch.setattr(islands_learn, "workers", workers)
     monkeypatch.setattr(islands_learn, "time", SimpleNamespace(monotonic=lambda: now[0]))
     named = "named=" + ",".join(f"1:copies:{seed}:1e-3" for seed in range(6))
-    words = ["size=small", f"source={place / 'dense'}", "train=data", "valid=valid", "sequence=32", "held=600", "workers=2", named]
+    words = [
+        "size=small",
+        f"source={place / 'dense'}",
+        "train=data",
+        "valid=valid",
+        "sequence=32",
+        "held=600",
+        "workers=2",
+        named,
+    ]
     for last, starts in (("last=25", [0, 0, 10, 20]), ("limit=1e9", [0, 0, 10, 20, 30, 40])):
         now[0] = 0.0
         begun.clear()
-        monkeypatch.setattr("sys.argv", ["islands_learn", "arms", str(tmp_path / last), f"tokens={place}", *words, last])
+        monkeypatch.setattr(
+            "sys.argv", ["islands_learn", "arms", str(tmp_path / last), f"tokens={place}", *words, last]
+        )
         islands_learn.main()
         assert [when for when, *_ in begun] == starts and not waiting
         assert [arm.seed for *_, arm in begun] == list(range(len(starts)))
@@ -180,19 +191,58 @@ def test_runs_are_behind_the_big_run_of_their_seed_and_model() -> None:
     rows = [big | {"peak": 1e-3, "flushed": 2.0}, big | {"peak": 2e-3, "flushed": 2.5}]
     rows += [big | {"peak": 1e-3, "flushed": 4.0, "seed": 1}, big | {"peak": 2e-3, "flushed": 1.0, "seed": 1}]
     own = big | {"name": MAIN.name, "rule": "dgs", "peak": 5e-4, "flushed": 2.1}
-    rows += [own, own | {"seed": 1}, own | {"seed": 2}, own | {"model": "groups"}, own | {"seconds": 9.0}, own | {"error": "x"}]
+    rows += [
+        own,
+        own | {"seed": 1},
+        own | {"seed": 2},
+        own | {"model": "groups"},
+        own | {"seconds": 9.0},
+        own | {"error": "x"},
+    ]
     assert behind(rows) == [None] * 4 + [pytest.approx(0.05), pytest.approx(2.1 / 4 - 1)] + [None] * 4
     assert behind(rows[4:]) == [None] * 6
 
 
 def test_a_curve_ends_when_all_is_told() -> None:
     """1e9 numbers in bfloat16 bytes and bitmaps, over 0.1 Gb/s: 170 s more for what keeps something back."""
-    shared = {"model": "copies", "seed": 0, "seconds": 0.0, "link": 1e8, "peak": 1e-3, "dense": 2e8, "steps": 80, "flushed": 2.0}
-    big = shared | {"name": ARMS[0].name, "rule": "", "every": 1, "exchanges": 20, "clock": 6440.0, "curve": [[0, 0.0, 4.0], [80, 6440.0, 2.0]]}
-    own = shared | {"name": MAIN.name, "rule": "dgs", "every": 10, "clock": 150.0, "curve": [[0, 10.0, 4.0], [80, 150.0, 3.0]]}
+    shared = {
+        "model": "copies",
+        "seed": 0,
+        "seconds": 0.0,
+        "link": 1e8,
+        "peak": 1e-3,
+        "dense": 2e8,
+        "steps": 80,
+        "flushed": 2.0,
+    }
+    big = shared | {
+        "name": ARMS[0].name,
+        "rule": "",
+        "every": 1,
+        "exchanges": 20,
+        "clock": 6440.0,
+        "curve": [[0, 0.0, 4.0], [80, 6440.0, 2.0]],
+    }
+    own = shared | {
+        "name": MAIN.name,
+        "rule": "dgs",
+        "every": 10,
+        "clock": 150.0,
+        "curve": [[0, 10.0, 4.0], [80, 150.0, 3.0]],
+    }
     late = own | {"every": 20, "seconds": 700.0, "flushed": 1.5}
-    assert ended(big) == 6440 and ended(own) == pytest.approx(150 + 80 * (2 + 514 / 4096), abs=0.01) and ended(late) == 700
-    rows = [big, own, late, own | {"peak": 2e-3, "flushed": 2.5}, own | {"model": "groups"}, late | {"link": 1e9}, own | {"error": "x"}]
+    assert (
+        ended(big) == 6440 and ended(own) == pytest.approx(150 + 80 * (2 + 514 / 4096), abs=0.01) and ended(late) == 700
+    )
+    rows = [
+        big,
+        own,
+        late,
+        own | {"peak": 2e-3, "flushed": 2.5},
+        own | {"model": "groups"},
+        late | {"link": 1e9},
+        own | {"error": "x"},
+    ]
     drawn = [(label, style, x, y) for label, style, _, x, y in lines(rows, 0, 1e8)]
     assert drawn == [
         (ARMS[0].name, "-", [0, 80], [4.0, 2.0]),
@@ -211,7 +261,9 @@ def test_three_seeds_have_an_interval() -> None:
               "up": 1e6, "down": 1e6, "gain": 0.0, "share": 0.014, "answer": 0.0, "peak": 1e-3, "every": 1}  # fmt: skip
     big = shared | {"name": ARMS[0].name, "rule": "", "flushed": 2.0}
     own = shared | {"name": MAIN.name, "rule": "dgs"}
-    rows = [big | {"seed": k} for k in range(3)] + [own | {"seed": k, "flushed": f} for k, f in enumerate((2.04, 2.06, 2.08))]
+    rows = [big | {"seed": k} for k in range(3)] + [
+        own | {"seed": k, "flushed": f} for k, f in enumerate((2.04, 2.06, 2.08))
+    ]
     assert "| 2.00, 3.00, 4.00: 3.00, 95 % 0.52 to 5.48 |" in table(rows)
     assert "| 2.00, 3.00 |" in table(rows[:-1]), "two have none"
 
@@ -240,7 +292,9 @@ def test_what_the_docs_say_of_smollm2_is_in_its_rows() -> None:
     for row, gap in zip(rows, behind(rows), strict=True):
         if gap is not None and row["peak"] == (5e-4 if row["rule"] == "dgs" else 1e-3):
             big = row["flushed"] / (1 + gap)
-            gained.setdefault(row["name"], []).append((row["curve"][0][2] - row["flushed"]) / (row["curve"][0][2] - big))
+            gained.setdefault(row["name"], []).append(
+                (row["curve"][0][2] - row["flushed"]) / (row["curve"][0][2] - big)
+            )
     spans = {name: (round(100 * min(values)), round(100 * max(values))) for name, values in gained.items()}
     assert spans == {MAIN.name: (84, 87), ARMS[3].name: (89, 92)}
 
@@ -258,8 +312,15 @@ def test_what_the_docs_say_of_equal_seconds_is_in_the_toys_rows() -> None:
         if len(found) == 3:
             values = list(found.values())
             made[link, f"{statistics.fmean(values):.4f} ({min(values):.4f}-{max(values):.4f})"] = found
-    page = Path("docs/islands.md").read_text().split("**At equal seconds, over three links")[1].split("Over 0.1 and 1 Gb/s")[0]
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")][1:]
+    page = (
+        Path("docs/islands.md")
+        .read_text()
+        .split("**At equal seconds, over three links")[1]
+        .split("Over 0.1 and 1 Gb/s")[0]
+    )
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")][
+        1:
+    ]
     seen: list[str] = []
     for where, _, _, loss, ahead in lines:
         seen += [where] if where else []
@@ -292,6 +353,8 @@ def test_what_the_docs_say_of_all_rules_is_in_the_toys_rows() -> None:
             cells[2] = f"{told.mean:.2f} % ({told.low:.2f} to {told.high:.2f})"
         made.append((model, statistics.fmean(losses), [*cells, f"{statistics.fmean(ended(run) for run in runs):,.0f}"]))
     page = Path("docs/islands.md").read_text().split("**All rules at equal tokens")[1].split("No rule is within")[0]
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")][1:]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")][
+        1:
+    ]
     assert [[line[1], *line[3:]] for line in lines] == [cells for _, _, cells in sorted(made, key=lambda one: one[:2])]
     assert len(lines) == 9 and all("groups" in line[0] for line in lines[6:])

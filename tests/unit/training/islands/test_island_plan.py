@@ -12,15 +12,15 @@ import torch
 import yaml
 
 from tests.unit.training.test_train import config, place
-from training.bench import BenchConfig, spec_of
-from training.build import source
-from training.config import DataConfig, ModelConfig, TrainConfig
-from training.islands import wire
+from training.cli.bench import BenchConfig, spec_of
+from training.config.reading import DataConfig, ModelConfig, TrainConfig
+from training.estimate.memory import memory
 from training.islands.config import IslandsConfig
+from training.islands.link import wire
 from training.islands.places import Layout, share_of
 from training.islands.plan import bits_a_second, everything, held, layout_of, table, traffic
 from training.islands.sparse import Sparse, largest
-from training.memory import memory
+from training.run.build import source
 from upcycle import plugin
 
 __all__ = ["place"]  # a fixture

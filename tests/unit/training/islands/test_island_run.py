@@ -17,21 +17,21 @@ import torch
 
 from tests.islands import SECRET
 from tests.unit.training.test_train import WORDS, Stopped, config, losses, moe, place, stops_before
-from training import train as train_module
 from training.__main__ import main
 from training.checkpoint.state import found
-from training.config import TrainConfig
+from training.config.reading import TrainConfig
 from training.islands import island as island_module
 from training.islands import run as run_module
-from training.islands import wire
 from training.islands.config import IslandsConfig
 from training.islands.island import Island
+from training.islands.link import wire
+from training.islands.link.server import Server
 from training.islands.rules import dgs
-from training.islands.serve import Server
 from training.islands.sparse import Sparse
 from training.observe.metrics import read as read_metrics
-from training.train import train
-from upcycle import publish
+from training.run import loop as train_module
+from training.run.loop import train
+from upcycle.io import publish
 
 __all__ = ["place"]  # a fixture
 

@@ -19,12 +19,13 @@ import torch
 
 from tests import islands
 from tests.islands import LAYOUT, SECRET, Islander, expected, serving
-from training.islands import frames, serve
 from training.islands.center import Again
 from training.islands.config import IslandsConfig
-from training.islands.frames import Bucket, Channel, Cut, Refused, secret_of
-from training.islands.link import Link
-from training.islands.serve import STRANGERS, Server
+from training.islands.link import frames
+from training.islands.link import server as serve
+from training.islands.link.client import Link
+from training.islands.link.frames import Bucket, Channel, Cut, Refused, secret_of
+from training.islands.link.server import STRANGERS, Server
 
 
 @pytest.fixture(autouse=True)

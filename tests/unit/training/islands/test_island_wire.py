@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from training.islands.link.wire import BITMAP, CHUNK, FEW, chunks_of, decode, encode, most
 from training.islands.sparse import Sparse, rounded
-from training.islands.wire import BITMAP, CHUNK, FEW, chunks_of, decode, encode, most
 
 
 def message(size: int, count: int, seed: int = 0) -> Sparse:

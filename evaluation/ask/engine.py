@@ -1,0 +1,290 @@
+"""An engine asks a decoder two things: how likely a text is after another (`score`), and what comes next (`write`).
+
+Work is a generator that yields the rows of a forward and is sent their hidden states. So all ranks can go in step:
+under expert or data parallelism a forward is also a meeting, and a rank that has nothing left to ask brings one dummy
+token until the last rank has finished.
+
+Shapes: T packed tokens, D hidden, U scored places, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from tqdm import tqdm
+
+from evaluation.ask.attention import Memory, Remembering, Rows, laid_out, next_tokens
+from evaluation.ask.packing import FOREVER, Ids, Input, Plan, Row, plan, share
+from evaluation.ask.ranks import Ranks
+from training.kernels.attention import capped
+from training.model.decoder import Decoder, Layer
+from training.model.layers import LatentAttention
+from training.model.rope import original
+from training.parallel.collectives import all_gather
+from training.parallel.shard import moe_blocks, reshard
+
+LOGITS = 1 << 26  # elements of logits at a time
+
+Score = tuple[float, bool]  # log-probability in nats; whether greedy decoding would have written it
+Work = Generator[tuple[Rows, str], Tensor, None]  # yields (rows, Memory.keep), is sent hidden states [T, D]
+DUMMY = Row([0], [0], [FOREVER])
+
+
+@dataclass
+class Engine:
+    model: Decoder
+    budget: int  # tokens a forward
+    ranks: Ranks = field(default_factory=Ranks)
+    tensor_parallel: dist.ProcessGroup | None = None
+    progress: bool = True
+    poll: Callable[[], object] = bool  # called before each forward, on all ranks alike; may raise what ends the work
+    work: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0, "forwards": 0.0})
+
+    def __post_init__(self) -> None:
+        self.is_open = False
+        self.memory = Memory()
+        self.head_VD = torch.empty(0)
+        self.device = next(self.model.parameters()).device
+
+    @contextmanager
+    def open(self) -> Iterator[Engine]:
+        """Within, attention is over packed rows and routers count nothing; afterwards the model is what it was. Opened
+        again inside, it stays open."""
+        if self.is_open:
+            yield self
+            return
+        dense, was_training = self.model.dense, self.model.training
+        layers = {name: layer for name, layer in self.model.layers.items() if isinstance(layer, Layer)}
+        attends = [(layer.attention, layer.attention.attend) for layer in layers.values()]
+        balances = [(block, block.balance) for block in moe_blocks(self.model)]
+        for name, layer in layers.items():
+            window = dense.window if int(name) in dense.window_layers else None
+            latent = 0 if dense.latent is None else dense.latent.kv_rank
+            layer.attention.attend = Remembering(
+                int(name), window, dense.attention_scale, dense.attention_cap, self.memory, latent
+            )
+            if isinstance(layer.attention, LatentAttention):
+                layer.attention.absorbed = True
+        for block, _ in balances:  # no capacity, no auxiliary loss, nothing counted
+            block.balance = None
+        if isinstance(self.model, FSDPModule):
+            register_fsdp_forward_method(self.model, "hidden")
+        try:
+            self.is_open = True
+            self.model.eval()
+            # packed lengths differ from forward to forward: a compiled layer would be compiled anew for each
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                head = self.model.head_weight.detach().to(self.model.compute)
+                self.head_VD = head.full_tensor() if isinstance(head, DTensor) else head
+                yield self
+        finally:
+            self.is_open = False
+            self.model.train(was_training)
+            for attention, attend in attends:
+                attention.attend = attend
+                if isinstance(attention, LatentAttention):
+                    attention.absorbed = False
+            for block, balance in balances:
+                block.balance = balance
+            reshard(self.model)
+            self.memory.forget()
+            self.head_VD = torch.empty(0)
+
+    # ---- forwards
+
+    def together(self, work: Work) -> None:
+        """Does the work, each forward in step with all other ranks."""
+        forward = next(work, None)
+        while self.ranks.any(forward is not None):
+            self.poll()
+            if forward is None:
+                self.hidden(laid_out([DUMMY], 0, 1, 0, self.device), "")
+                continue
+            try:
+                forward = work.send(self.hidden(*forward))
+            except StopIteration:
+                forward = None
+
+    def hidden(self, rows: Rows, keep: str) -> Tensor:
+        self.memory.rows, self.memory.keep = rows, keep
+        self.work["tokens"] += len(rows.tokens_T)
+        self.work["forwards"] += 1
+        tokens, positions, group = rows.tokens_T, rows.positions_T, self.tensor_parallel
+        if group is None:
+            hidden: Tensor = self.model.hidden(tokens[None], positions[None], None, rows.length)
+            return hidden[0]
+        # between attention and FFN each rank of tensor parallelism has an equal part of the tokens
+        missing = -len(tokens) % group.size()
+        tokens, positions = (functional.pad(x, (0, missing)) for x in (tokens, positions))
+        own = tokens.chunk(group.size())[group.rank()]
+        hidden = self.model.hidden(own[None], positions[None], None, rows.length)
+        return all_gather(hidden[0], group)[: len(rows.tokens_T)]
+
+    def scored(
+        self, hidden_TD: Tensor, places: Sequence[int], targets: Ids
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """log p(target | place) of each pair, and whether no token is more likely. Logits are of these places alone."""
+        unique, which = np.unique(np.asarray(places), return_inverse=True)
+        order = np.argsort(which, kind="stable")
+        target = torch.from_numpy(targets[order]).to(self.device)
+        row = torch.from_numpy(which[order]).to(self.device)
+        x_UD = hidden_TD[torch.from_numpy(unique).to(self.device)]
+        logp, best = [], []
+        step = max(1, LOGITS // len(self.head_VD))
+        for start in range(0, len(unique), step):
+            logits = self.logits(x_UD[start : start + step])
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            a, b = np.searchsorted(which[order], [start, start + step])
+            rows, expected = row[a:b] - start, target[a:b]
+            logp.append(logits[rows, expected] - logits.logsumexp(-1)[rows])
+            best.append(logits.argmax(-1)[rows] == expected)
+        inverse = np.argsort(order)
+        return torch.cat(logp).double().cpu().numpy()[inverse], torch.cat(best).cpu().numpy()[inverse]
+
+    # ---- how likely
+
+    def score(self, pairs: Sequence[tuple[Ids, Ids]], done: Callable[[Mapping[int, Score]], None]) -> None:
+        """Scores (context, continuation) pairs; `done` gets this rank's scores by the pair's number, batch by batch."""
+        for numbers, length in self.regimes([len(a) + len(b) - 1 for a, b in pairs]):
+            askers: dict[bytes, list[int]] = {}  # what a forward reads -> the pairs that it answers
+            for number in numbers:
+                context, continuation = pairs[number]
+                askers.setdefault(np.concatenate([context, continuation[:-1]]).tobytes(), []).append(number)
+            inputs = []
+            for raw, asking in askers.items():
+                tokens = np.frombuffer(raw, np.int64)
+                inputs.append(Input(tokens, len(tokens) - max(len(pairs[n][1]) for n in asking)))
+            planned = plan(inputs, self.budget)
+            self.together(self.scoring(planned, list(askers.values()), pairs, length, done))
+
+    def scoring(
+        self,
+        planned: Plan,
+        askers: Sequence[Sequence[int]],
+        pairs: Sequence[tuple[Ids, Ids]],
+        length: int,
+        done: Callable[[Mapping[int, Score]], None],
+    ) -> Work:
+        group = -1
+        batches = share(planned.batches, planned.prefixes, self.ranks.index, self.ranks.count)
+        with self.bar(sum(batch.tokens for batch in batches), "scoring") as bar:
+            for batch in batches:
+                prefix = planned.prefixes[batch.group]
+                if batch.group != group:
+                    yield from self.fill(prefix, length)
+                    group = batch.group
+                hidden = yield laid_out(batch.rows, len(prefix), length, 0, self.device), ""
+                numbers: list[int] = []
+                places: list[int] = []
+                start = 0
+                for row in batch.rows:
+                    for index, at in row.places.items():
+                        for number in askers[index]:
+                            numbers.append(number)
+                            places += [start + place for place in at[-len(pairs[number][1]) :]]
+                    start += len(row)
+                targets = np.concatenate([pairs[number][1] for number in numbers])
+                logp, greedy = self.scored(hidden, places, targets)
+                ends = np.cumsum([len(pairs[number][1]) for number in numbers])[:-1]
+                done(
+                    {
+                        n: (float(lp.sum()), bool(g.all()))
+                        for n, lp, g in zip(numbers, np.split(logp, ends), np.split(greedy, ends), strict=True)
+                    }
+                )
+                bar.update(batch.tokens)
+
+    def fill(self, prefix: Ids, length: int) -> Work:
+        """Computes the keys and values of the prefix that all rows of a group attend to."""
+        self.memory.forget()
+        if len(prefix):
+            row = Row(prefix.tolist(), list(range(len(prefix))), [FOREVER] * len(prefix))
+            yield laid_out([row], 0, length, 0, self.device), "prefix"
+
+    # ---- what comes next
+
+    def write(
+        self,
+        prompts: Sequence[Ids],
+        limit: int,
+        stopped: Callable[[Sequence[int]], bool],
+        done: Callable[[Mapping[int, Sequence[int]]], None],
+    ) -> None:
+        """Writes greedy tokens after each prompt: `limit` at most, or until `stopped` is true of them. `done` gets this
+        rank's tokens by the prompt's number, batch by batch."""
+        for numbers, length in self.regimes([len(prompt) + limit for prompt in prompts]):
+            inputs = [Input(prompts[n], len(prompts[n]) - 1) for n in numbers]
+            planned = plan(inputs, self.budget, trees=False)
+            self.together(self.writing(planned, numbers, length, limit, stopped, done))
+
+    def writing(
+        self,
+        planned: Plan,
+        numbers: Sequence[int],
+        length: int,
+        limit: int,
+        stopped: Callable[[Sequence[int]], bool],
+        done: Callable[[Mapping[int, Sequence[int]]], None],
+    ) -> Work:
+        batches = share(planned.batches, planned.prefixes, self.ranks.index, self.ranks.count)
+        group = -1
+        with self.bar(sum(len(batch.rows) for batch in batches), "writing") as bar:
+            for batch in batches:
+                prefix = planned.prefixes[batch.group]
+                if batch.group != group:
+                    yield from self.fill(prefix, length)
+                    group = batch.group
+                rows = laid_out(batch.rows, len(prefix), length, limit, self.device)
+                ends = np.cumsum([len(row) for row in batch.rows]) - 1
+                hidden = yield rows, "own"
+                hidden = hidden[torch.from_numpy(ends).to(self.device)]
+                slot = rows.queries[1]
+                alive = list(range(len(batch.rows)))
+                texts: list[list[int]] = [[] for _ in alive]
+                while True:
+                    for row, token in zip(alive, self.likeliest(hidden), strict=True):
+                        texts[row].append(token)
+                    alive = [row for row in alive if len(texts[row]) < limit and not stopped(texts[row])]
+                    if not alive:
+                        break
+                    at = [batch.rows[row].positions[-1] + len(texts[row]) for row in alive]
+                    rows = next_tokens(rows, alive, [texts[row][-1] for row in alive], at, slot)
+                    hidden = yield rows, ""
+                    slot += 1
+                self.memory.own.clear()
+                done({numbers[n]: text for row, text in zip(batch.rows, texts, strict=True) for n in row.places})
+                bar.update(len(batch.rows))
+
+    def likeliest(self, x_BD: Tensor) -> list[int]:
+        tokens: list[int] = self.logits(x_BD).argmax(-1).tolist()
+        return tokens
+
+    # ---- small parts
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        dense = self.model.dense
+        return capped(functional.linear(x_TD, self.head_VD) * dense.logit_scale, dense.logit_cap)
+
+    def regimes(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int]]:
+        """(numbers, longest length) of sequences that may be computed together: all of them, unless the rotation is
+        longrope, which is another one for sequences longer than those of its first training."""
+        rope = self.model.dense.rope
+        border = original(rope) if rope["rope_type"] == "longrope" else max(lengths, default=0)
+        for long in (False, True):
+            numbers = [n for n, length in enumerate(lengths) if (length > border) == long]
+            if numbers:
+                yield numbers, max(lengths[n] for n in numbers)
+
+    def bar(self, total: int, what: str) -> Any:
+        return tqdm(total=total, desc=what, unit="tok" if what == "scoring" else "text", disable=not self.progress)

@@ -1,0 +1,161 @@
+"""lm-eval's own command line, with our engine as its model `upcycle`: all of its tasks, flags, templates and loggers.
+
+usage: python -m evaluation lm-eval COMMAND ...
+
+  python -m evaluation lm-eval run --model upcycle --model_args pretrained=./moe --tasks arc_easy --num_fewshot 5
+
+What follows is lm-eval's: `python -m lm_eval run --help` says what there is. lm-eval finds models in a table of its own
+and looks for no plug-ins, so the plain `lm-eval` does not know this one; in Python, `import evaluation.ask.harness`
+puts it
+there. --model hf and vllm are lm-eval's own, for models that our decoder is not made for. Several processes divide one
+model: torchrun --nproc-per-node 8 -m evaluation lm-eval run --model upcycle --model_args pretrained=./moe,mesh.ep=8 ...
+
+keys of --model_args, with defaults and meaning: docs/config.md
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lm_eval._cli import HarnessCLI
+from lm_eval.api.registry import register_model
+from lm_eval.utils import setup_logging
+
+from evaluation.ask import load
+from evaluation.ask.engine import Engine
+from evaluation.ask.lm import DecoderLM
+from evaluation.ask.ranks import Ranks
+from evaluation.ask.remember import Remembered
+from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.parallel.processes import processes
+from upcycle.config.reading import read
+
+NAME = "upcycle"
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    pretrained: str = ""  # a Hugging Face folder, a hub id, or a training run's folder
+    dtype: str = "float32"  # float32 | bfloat16 | float64
+    tokens: int = 8192  # tokens of one forward, at most
+    max_length: int = 0  # tokens that are read at most; 0: the model's context
+    max_gen_toks: int = 0  # tokens of a written answer at most; 0: as the task says, or 256
+    experts: str = "grouped"  # a backend, a file of training/experts
+    tokenizer: str = ""  # a folder with one; "": the checkpoint's
+    cache: str = ""  # a folder where answers are remembered, by the model as computed; "": nowhere
+    device: str = ""  # cuda | cpu; "": cuda if there is one
+    batch_size: Any = None  # lm-eval's; without a meaning here: `tokens` says how large a forward is
+    max_batch_size: Any = None  # lm-eval's, as batch_size
+    mesh: MeshConfig = field(default_factory=MeshConfig)  # how several processes divide the model
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("max_length", 0), ("max_gen_toks", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.mesh.pp > 1:
+            raise ValueError(f"mesh.pp={self.mesh.pp}: evaluation has no pipeline; divide the model by mesh.ep or tp")
+
+
+@register_model(NAME)
+class UpcycleLM(DecoderLM):
+    """A checkpoint on our engine, made of lm-eval's --model_args. Processes of torchrun are there already."""
+
+    def __init__(self, pretrained: str, *, progress: bool = True, **options: Any) -> None:
+        config = read(ModelConfig, "", values=[("pretrained", str(pretrained)), *options.items()])
+        if not config.pretrained:
+            raise ValueError("pretrained is not set; write --model_args pretrained=FOLDER")
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                "there are several processes and they have not met; start them with python -m evaluation lm-eval ..., "
+                "or unset WORLD_SIZE"
+            )
+        check_ranks(config.mesh, dist.get_world_size() if dist.is_initialized() else 1)
+        with ExitStack() as stack:
+            device = stack.enter_context(processes(kind_of(config.device)))  # there already, if several
+            self.mesh = ParallelMesh(config.mesh, device_type=device.type)
+            loaded = load.opened(
+                config.pretrained, config.dtype, self.mesh, device, experts=config.experts, tokenizer=config.tokenizer
+            )
+        engine = Engine(
+            loaded.model, config.tokens, ranks_of(self.mesh), self.mesh.group("tp"),
+            progress=progress and self.mesh.rank == 0,
+        )  # fmt: skip
+        super().__init__(
+            engine, loaded.tokenizer, stops=loaded.stops, generate=config.max_gen_toks, max_length=config.max_length
+        )
+        self.about, self.config = loaded.about, config
+        if config.cache:
+            self.remember(config.cache)
+
+    def remember(self, folder: str | Path) -> None:
+        """Keeps answers in `folder`, and takes those that are there of this very model."""
+        self.remembered = Remembered(folder, self.about.identity, self.mesh.rank)
+        self.engine.ranks.any(False)  # all ranks have read the cache before one writes to it
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval's results say of the model (`config`)."""
+        about = self.about
+        return {
+            "model_num_parameters": about.parameters,
+            "model_active_parameters": about.active,
+            "model_dtype": about.dtype,
+            "model_type": about.kind,
+            "model_sha": about.fingerprint,
+            "model_identity": about.identity,
+        }
+
+
+def check_ranks(mesh: MeshConfig, ranks: int) -> None:
+    for axes in (("tp", "cp", "pp", "dp_replicate"), ("ep", "etp", "pp")):
+        size = math.prod(getattr(mesh, axis) for axis in axes)
+        if ranks % size:
+            words = " ".join(f"mesh.{axis}={getattr(mesh, axis)}" for axis in axes if getattr(mesh, axis) > 1)
+            raise ValueError(
+                f"{words} needs a multiple of {size} processes, and there {'is' if ranks == 1 else 'are'} {ranks}; "
+                f"start it with torchrun --nproc-per-node {size} -m evaluation run ..."
+            )
+
+
+def ranks_of(mesh: ParallelMesh) -> Ranks:
+    """Tensor parallel ranks, which are neighbours, ask the same; all others ask something else."""
+    return Ranks(mesh.rank // mesh.size("tp"), mesh.world // mesh.size("tp"))
+
+
+def main(words: Sequence[str]) -> int:
+    setup_logging()
+    command, before = HarnessCLI(), sys.argv
+    try:
+        sys.argv = ["lm-eval", *words]  # where lm-eval's parser looks
+        options = command.parse_args()
+    finally:
+        sys.argv = before
+    with ExitStack() as stack:
+        if getattr(options, "model", None) == NAME:
+            stack.enter_context(processes(device_of(options)))
+        command.execute(options)
+    return 0
+
+
+def device_of(options: Any) -> str:
+    return kind_of(getattr(options, "device", None) or (getattr(options, "model_args", None) or {}).get("device"))
+
+
+def kind_of(device: Any) -> str:
+    """The device that lm-eval names: cuda:0 by default, for which it takes cpu where there is none. Several processes
+    each have the one of their rank."""
+    kind = str(device or "").partition(":")[0]
+    if kind == "cuda" and not torch.cuda.is_available():
+        return ""
+    return kind if int(os.environ.get("WORLD_SIZE", "1")) > 1 else str(device or "")

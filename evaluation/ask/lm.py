@@ -1,0 +1,263 @@
+"""lm-eval's language model, answered by our engine: the tokens and the scores are those of lm-eval's own HFLM.
+
+lm-eval makes the prompts and computes the metrics; between the two it asks for log-likelihoods and greedy texts. Every
+process asks everything, and the engine divides the work, so that no process waits for one that has fewer documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from evaluation.ask.engine import Engine, Score
+from evaluation.ask.packing import Ids
+from evaluation.ask.remember import Remembered, key
+from evaluation.ask.tasks import check_greedy
+
+Pair = tuple[list[int], list[int]]
+GENERATED = 256  # tokens, where a task does not say; as HFLM
+
+
+class DecoderLM(TemplateLM):  # type: ignore[misc]
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        remembered: Remembered | None = None,
+        stops: Iterable[int] = (),
+        generate: int = 0,
+        max_length: int = 0,
+    ) -> None:
+        """`stops`: tokens that end a text besides the tokenizer's own, as generation_config.json says. `generate`:
+        tokens of a text at most, whatever the task says. `max_length`: tokens that are read at most, if fewer than the
+        model's context."""
+        super().__init__()
+        self.generate = generate
+        self.engine, self.tokenizer, self.remembered = engine, tokenizer, remembered
+        context = engine.model.dense.context
+        if not 0 <= max_length <= context:
+            raise ValueError(f"max_length is {max_length} and the model's context {context}; write 1 to {context}")
+        self.max_length = max_length or context
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no end-of-text token, which separates texts; set its eos_token")
+        self.stops = {tokenizer.eos_token_id, *stops}
+        self.cut = 0  # requests that were longer than the model's context and lost their beginning
+        self.asked = self.recalled = 0
+        self.chat: str | None = None  # the template of conversations that chat_template() chose
+
+    @property
+    def eot_token_id(self) -> int:
+        token: int = self.tokenizer.eos_token_id
+        return token
+
+    @property
+    def prefix_token_id(self) -> int:
+        token: int | None = self.tokenizer.bos_token_id
+        return self.eot_token_id if token is None else token
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as text, by the tokenizer's template: for one without a system's role, without it."""
+        options: dict[str, Any] = {
+            "tokenize": False,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        if self.chat is not None:
+            options["chat_template"] = self.chat
+        try:
+            return str(self.tokenizer.apply_chat_template(chat_history, **options))
+        except TemplateError:
+            spoken = [message for message in chat_history if message["role"] != "system"]
+            return str(self.tokenizer.apply_chat_template(spoken, **options))
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The text of the tokenizer's template, the one of that name if it has several. ValueError if it has none."""
+        if not chat_template:
+            return ""
+        given = self.tokenizer.chat_template
+        named = given if isinstance(given, dict) else {"default": given} if given else {}
+        name = "default" if chat_template is True else chat_template
+        if name not in named:
+            raise ValueError(
+                f"the tokenizer has no chat template {name!r} (it has {', '.join(named) or 'none'}); leave "
+                "apply_chat_template out, or give tokenizer=FOLDER with one"
+            )
+        self.chat = str(named[name])
+        return self.chat
+
+    # ---- text to tokens
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self.encode([string], add_special_tokens)[string]
+
+    def encode(self, texts: Iterable[str], special: bool | None = None) -> dict[str, list[int]]:
+        """Tokens by text, on all processors. A text that starts with the prefix token's text gets no second one."""
+        prefix = self.tokenizer.decode(self.prefix_token_id)
+        found: dict[str, list[int]] = {}
+        unique = list(dict.fromkeys(texts))
+        for bare in (False, True):
+            part = [t for t in unique if bare == (special is False or (special is None and t.startswith(prefix)))]
+            if part and self.tokenizer.is_fast:
+                backend = self.tokenizer.backend_tokenizer
+                backend.no_truncation()
+                backend.no_padding()
+                encoded = backend.encode_batch_fast(part, add_special_tokens=not bare)
+                found |= {text: each.ids for text, each in zip(part, encoded, strict=True)}
+            elif part:
+                found |= dict(zip(part, self.tokenizer(part, add_special_tokens=not bare)["input_ids"], strict=True))
+        return found
+
+    def _encode_pair(self, context: str, continuation: str) -> Pair:
+        return self.pairs([(context, continuation)])[0]
+
+    def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
+        """TemplateLM's token pairs, all at once: a continuation is what the whole has beyond its context."""
+        moved = [moved_spaces(*pair) for pair in texts]
+        whole = self.encode([a + b for a, b in moved if a] + [a for a, _ in moved if a])
+        alone = self.encode([b for a, b in moved if not a], special=False)
+        out = []
+        for context, continuation in moved:
+            if context:
+                ids = whole[context]
+                out.append((ids, whole[context + continuation][len(ids) :]))
+            else:
+                ids = alone[continuation]
+                out.append((ids[:1], ids[1:]) if ids[:1] == [self.prefix_token_id] else ([self.prefix_token_id], ids))
+        return out
+
+    # ---- what lm-eval asks
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[Score]:
+        return self.scores(self.pairs([request.args for request in requests]))
+
+    def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any) -> list[Score]:
+        return self.scores([(context, continuation) for _, context, continuation in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        texts = [request.args[0] for request in requests]
+        ids = self.encode(texts)
+        windows = [
+            [
+                make_disjoint_window(window)
+                for window in get_rolling_token_windows(ids[text], self.prefix_token_id, self.max_length, 1)
+            ]
+            for text in texts
+        ]
+        scores = iter(self.scores([window for text in windows for window in text]))
+        return [sum(next(scores)[0] for _ in text) for text in windows]
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        end = self.tokenizer.decode(self.eot_token_id)
+        kinds: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+        order = []
+        for request in requests:
+            prompt, settings = request.args
+            check_greedy(settings, request.task_name or "a task")
+            options = normalize_gen_kwargs(settings, GENERATED)
+            kind = (self.generate or options["max_gen_toks"], tuple(handle_stop_sequences(options["until"], end)))
+            kinds.setdefault(kind, []).append(prompt)
+            order.append((kind, prompt))
+        written = {kind: self.texts(list(dict.fromkeys(prompts)), *kind) for kind, prompts in kinds.items()}
+        return [written[kind][prompt] for kind, prompt in order]
+
+    # ---- answers, remembered or computed
+
+    def scores(self, pairs: Sequence[Pair]) -> list[Score]:
+        inputs = []
+        for context, continuation in pairs:
+            if len(continuation) > self.max_length or not continuation:
+                raise ValueError(
+                    f"an item asks for the likelihood of {len(continuation)} tokens, and the model reads at most "
+                    f"{self.max_length}, at least 1; leave the item out or cut it"
+                )
+            keep = self.max_length + 1 - len(continuation)
+            self.cut += len(context) > keep
+            inputs.append((np.asarray(context[-keep:], np.int64), np.asarray(continuation, np.int64)))
+        names = [key("score", a, b) for a, b in inputs]
+        found = self.recall(names)
+        left = list({name: n for n, name in enumerate(names) if name not in found}.values())
+
+        def compute(done: Callable[[Mapping[int, Any]], None]) -> None:
+            self.engine.score([inputs[n] for n in left], done)
+
+        found |= self.compute(compute, [names[n] for n in left])
+        return [(found[name][0], bool(found[name][1])) for name in names]
+
+    def texts(self, prompts: Sequence[str], limit: int, until: tuple[str, ...]) -> dict[str, str]:
+        room = self.max_length - limit
+        if room <= 0:
+            raise ValueError(
+                f"a task writes up to {limit} tokens and the model's context is {self.max_length}; "
+                f"leave the task out or write generate={max(1, self.max_length // 2)}"
+            )
+        ids = self.encode(prompts)
+        self.cut += sum(len(ids[prompt]) > room for prompt in prompts)
+        inputs: list[Ids] = [np.asarray(ids[prompt][-room:], np.int64) for prompt in prompts]
+        stops = ",".join(map(str, sorted(self.stops)))  # they end a text, as the stop words do
+        names = [key("write", x, str(limit), stops, *until) for x in inputs]
+        found = self.recall(names)
+        left = list({name: n for n, name in enumerate(names) if name not in found}.values())
+        # a token is at least a byte, so the last ones hold any stop word; HFLM looks back two tokens further, too
+        back = max((len(word.encode()) for word in until), default=0) + 2
+
+        def stopped(tokens: Sequence[int]) -> bool:
+            if tokens[-1] in self.stops:
+                return True
+            tail = self.tokenizer.decode(tokens[-back:])
+            return any(word in tail for word in until if word)
+
+        def compute(done: Callable[[Mapping[int, Any]], None]) -> None:
+            self.engine.write([inputs[n] for n in left], limit, stopped, done)
+
+        found |= self.compute(compute, [names[n] for n in left])
+        return {
+            prompt: postprocess_generated_text(
+                self.tokenizer.decode(found[name], skip_special_tokens=True), list(until), None
+            )
+            for prompt, name in zip(prompts, names, strict=True)
+        }
+
+    def recall(self, names: Sequence[str]) -> dict[str, Any]:
+        """Remembered answers by name: the same in every process, because all must agree on what is left to do."""
+        self.asked += len(names)
+        known = self.remembered.answers if self.remembered else {}
+        found = {name: known[name] for name in names if name in known}
+        self.recalled += sum(name in found for name in names)
+        return found
+
+    def compute(
+        self, compute: Callable[[Callable[[Mapping[int, Any]], None]], None], names: Sequence[str]
+    ) -> dict[str, Any]:
+        """All processes' answers by name; this one's are written down as they come."""
+        mine: dict[str, Any] = {}
+
+        def done(answers: Mapping[int, Any]) -> None:
+            new = {names[n]: answer for n, answer in answers.items()}
+            mine.update(new)
+            if self.remembered:
+                self.remembered.put(new)
+
+        with self.engine.open():
+            compute(done)
+        found = {name: answer for part in self.engine.ranks.gather(mine) for name, answer in part.items()}
+        if self.remembered:
+            self.remembered.answers.update(found)
+        return found
+
+
+def moved_spaces(context: str, continuation: str) -> tuple[str, str]:
+    """Spaces at a context's end go to the word after it, with which tokenizers join them."""
+    bare = context.rstrip()
+    return (bare, context[len(bare) :] + continuation) if bare else (context, continuation)

@@ -1,0 +1,212 @@
+"""Loads a checkpoint as a model to ask (`opened`): a Hugging Face folder, a hub id, or a training run's folder.
+
+A training run stands for its newest checkpoint that is whole; a step's folder (RUN/checkpoints/step-00000100) for
+itself. Under a mesh each process reads its own share only, as training does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from evaluation.ask.remember import VERSION
+from evaluation.judge.results import Model
+from training.checkpoint import layout, standalone
+from training.checkpoint.layout import Origin
+from training.model.decoder import Decoder
+from training.model.moe import MoE
+from training.parallel.mesh import ParallelMesh, check
+from training.parallel.shard import dense_ffns, layers, parallelize
+from upcycle import __version__
+from upcycle.arch.spec import MoESpec
+from upcycle.io import strict
+from upcycle.io.checkpoint import COPIED
+from upcycle.planning.size import dense_parameters
+from upcycle.text import tokens as text
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+IRRELEVANT = (
+    "_name_or_path",
+    "transformers_version",
+)  # keys of config.json that say where it is from; no number changes
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: Decoder
+    about: Model
+    tokenizer: Any
+    stops: tuple[int, ...]  # end-of-text tokens of generation_config.json
+
+
+def opened(
+    source: str, dtype: str, mesh: ParallelMesh, device: torch.device, *, experts: str = "grouped", tokenizer: str = ""
+) -> Loaded:
+    run, step_folder = standalone.training_run(Path(source))
+    with origin_of(source, run) as origin:
+        encoder = load_tokenizer(source, origin, tokenizer)  # first: a missing one is found soonest
+        check(mesh.config, mesh.world, origin.spec, sequence=origin.dense.context)
+        with torch.device("meta"):
+            model = Decoder(origin.spec, experts=experts, compute=getattr(torch, dtype))
+            if run is not None:
+                standalone.attach_adapters(model, run)
+            else:  # a run's float32 masters stay as they are; modules cast for themselves
+                narrow(model, getattr(torch, dtype))
+        parallelize(model, mesh)
+        model = model.to_empty(device=device).eval()
+        step = fill(model, origin, run, step_folder)
+        if len(encoder) > origin.dense.vocab and max(encoder.get_vocab().values()) >= origin.dense.vocab:
+            raise ValueError(
+                f"the tokenizer of {source} gives ids up to {max(encoder.get_vocab().values())} and the model has "
+                f"{origin.dense.vocab} embeddings; write tokenizer=FOLDER with the model's own"
+            )
+        total, active = parameters(origin)
+        numbers, encoder_folder = fingerprint(model), tokenizer_folder(source, origin, tokenizer)
+        about = Model(
+            name=Path(source).resolve().name if Path(source).exists() else source,
+            source=source,
+            fingerprint=numbers,
+            kind=str(origin.config.get("model_type")),
+            parameters=total,
+            active=active,
+            dtype=dtype,
+            step=step,
+            identity=identity(numbers, origin, encoder_folder, dtype, experts, device.type),
+        )
+        return Loaded(model, about, encoder, end_tokens(origin))
+
+
+def narrow(model: Decoder, dtype: torch.dtype) -> None:
+    """Casts all but routers, and what FSDP gathers together with them (shard.py): those stay float32, of one dtype."""
+    parts: list[nn.Module | None] = [model.embed, model.final_norm, model.head]
+    for layer in layers(model):
+        parts += [layer.attention, *dense_ffns(layer)]
+        if isinstance(layer.ffn, MoE):
+            parts.append(layer.ffn.experts)
+    for part in parts:
+        if part is not None:
+            part.to(dtype)
+
+
+# ---- a training run
+
+
+def origin_of(source: str, run: Path | None) -> AbstractContextManager[Origin]:
+    if run is None:
+        return layout.opened(source)
+    return nullcontext(standalone.kept(run))
+
+
+def fill(model: Decoder, origin: Origin, run: Path | None, folder: Path | None) -> int | None:
+    """Gives the model the weights of its folder, or of its run; returns the run's step."""
+    if run is not None:
+        return standalone.load_step(model, run, folder)
+    layout.load(model, origin)
+    return None
+
+
+# ---- what belongs to the weights
+
+
+def tokenizer_folder(source: str, origin: Origin, given: str) -> Path:
+    folder = Path(given) if given else next((f.parent for f in origin.files if f.name in TOKENIZERS), None)
+    if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
+        raise ValueError(
+            f"{given or source} has no tokenizer ({', '.join(TOKENIZERS[:2])}, ...), and tasks are text; write "
+            f"tokenizer=FOLDER with the one that the model was trained with"
+        )
+    return folder
+
+
+def load_tokenizer(source: str, origin: Origin, given: str) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder(source, origin, given)
+    if (folder / "tokenizer.json").is_file():
+        text.load_tokenizer(folder)  # what transformers would not survive is refused here
+    with text.explained(folder):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def end_tokens(origin: Origin) -> tuple[int, ...]:
+    """End tokens, as in transformers' generate: of generation_config.json if there is one, else of config.json."""
+    settings = generation(origin)
+    ends = (origin.config if settings is None else settings).get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    found: tuple[int, ...] = strict.held(ends, tuple[int, ...], "eos_token_id of the model's generation settings")
+    return found
+
+
+def generation(origin: Origin) -> dict[str, Any] | None:
+    file = next((f for f in origin.files if f.name == "generation_config.json"), None)
+    return strict.read_object(file) if file else None
+
+
+def parameters(origin: Origin) -> tuple[int, int]:
+    """(all parameters, those that a token uses)."""
+    if not isinstance(origin.spec, MoESpec):
+        count = dense_parameters(origin.dense)
+        return count, count
+    with torch.device("meta"):
+        model = Decoder(origin.spec, experts="reference")
+    total = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    widths = sorted(origin.spec.widths)
+    padded = len(widths) * widths[-1]  # uneven experts are held as wide as the widest
+    per_unit = experts / padded
+    return round(total - per_unit * (padded - sum(widths))), round(
+        total - experts + per_unit * sum(widths[-origin.spec.top_k :])
+    )
+
+
+def identity(weights: str, origin: Origin, tokenizer: Path, dtype: str, experts: str, device: str) -> str:
+    """A digest of the model as computed: of all that may change an answer to the same tokens, or the tokens.
+
+    `weights` is their fingerprint. The same weights are another model under another config.json (the experts of a
+    token, the base of its rotation, the epsilon of a norm), and another one's texts end elsewhere. So the whole config
+    is in it but for IRRELEVANT, whatever the keys of tomorrow mean. How ranks divide the work is not: that changes
+    roundings alone.
+    """
+    settings, beside = dict(origin.config), generation(origin)
+    files = {file for pattern in COPIED for file in tokenizer.glob(pattern) if file.is_file()}
+    files = {file for file in files if file.name != "generation_config.json"}
+    parts = {
+        "weights": weights,
+        "config": {name: value for name, value in settings.items() if name not in IRRELEVANT},
+        "generation": beside and {name: value for name, value in beside.items() if name not in IRRELEVANT},
+        "tokenizer": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
+        "how": [dtype, experts, device],
+        "versions": [VERSION, __version__, *map(version, ("torch", "transformers", "tokenizers"))],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def fingerprint(model: Decoder) -> str:
+    """A digest of every weight, by name: the same on any mesh and from any file, another one if one weight differs."""
+    named = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0])
+    sums = hashlib.sha256()
+    for name, tensor in named:
+        sums.update(f"{name} {list(tensor.shape)} ".encode() + digest(whole(tensor)))
+    return sums.hexdigest()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+def digest(tensor: Tensor) -> bytes:
+    """A digest of the numbers, not of their width: a bfloat16 model is the same when it is read into float32."""
+    narrow = tensor.bfloat16()
+    shortest = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+    raw: Any = shortest.contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(raw).digest()

@@ -1,0 +1,396 @@
+"""Suites as lm-eval's tasks: `load` reads a file of suites/ and gives the tasks it names, with their documents.
+
+The keys of a suite:
+
+tasks:    names that lm-eval knows (tasks, groups), or tasks written out, with files beside the suite
+folders:  those of lm-eval's own collection that have these names; without it all, which takes 11 seconds to read
+fewshot:  examples in a prompt, where a task does not fix them
+texts:    true if the suite takes texts=[...] and has a task for each file, instead of `tasks`
+notes:    {task: what a reader must know of it when it is read from files}
+
+A suite may be a stranger's: its templates run in a sandbox, and a metric that lm-eval would fetch as code is refused.
+What lm-eval's own tasks bring as Python runs as it is.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import datasets
+import lm_eval.api.metrics
+import lm_eval.api.registry
+import lm_eval.api.task
+import lm_eval.tasks
+import lm_eval.utils
+import numpy as np
+import torch
+import tqdm
+from jinja2 import Environment
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from evaluation.ask import offline
+from upcycle.config.reading import build
+from upcycle.io import strict
+from upcycle.plugin import nearest
+from upcycle.text.tokens import SUFFIXES
+
+SUITES = Path(__file__).parents[1] / "suites"
+LM_EVAL = Path(lm_eval.tasks.__file__).parent
+ANY = ("any",)  # of a setting that changes nothing as long as texts are greedy
+# settings of a generation, and the values with which the text is that of the likeliest tokens; no other is written
+GREEDY: dict[str, tuple[Any, ...]] = {
+    "do_sample": (False,), "temperature": (0,), "num_beams": (1,), "repetition_penalty": (1,),
+    "num_return_sequences": (1,), "no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,),
+    "min_new_tokens": (0,), "min_length": (0,),
+    "num_beam_groups": (1,), "diversity_penalty": (0,), "penalty_alpha": (0,), "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    **dict.fromkeys(("until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"), ANY),
+    **dict.fromkeys(("top_k", "top_p", "min_p", "typical_p", "length_penalty", "early_stopping", "use_cache"), ANY),
+}  # fmt: skip
+SEED = 1234  # draws the examples of prompts; lm-eval's own value
+
+
+@dataclass(frozen=True)
+class Suite:
+    tasks: tuple[Any, ...] = ()
+    folders: tuple[str, ...] = ()
+    fewshot: int | None = None
+    texts: bool = False
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tasks:
+    loaded: Any  # lm-eval's tasks and groups, by name
+    notes: tuple[str, ...]
+
+
+def read_suite(name: str) -> tuple[Suite, Path]:
+    """The suite, and the folder that its files are in."""
+    path = next((p for p in (Path(name), SUITES / f"{name}.yaml") if p.is_file()), None)
+    if path is None:
+        known = sorted(p.stem for p in SUITES.glob("*.yaml"))
+        raise ValueError(f"there is no suite {name!r}; give a file or one of {', '.join(known)}{nearest(name, known)}")
+    return build(Suite, strict.read_yaml(path), f"{path.name}: "), path.parent
+
+
+def load(
+    name: str,
+    data: str = "",
+    texts: Sequence[str] = (),
+    fewshot: int | None = None,
+    *,
+    names: Sequence[str] = (),
+    include_path: Sequence[str] = (),
+    gen_kwargs: Mapping[str, Any] | None = None,
+    greedy: bool = True,
+    seeds: Sequence[int] = (),
+) -> Tasks:
+    """The tasks of a suite; or those called `names`, in the folders of include_path and in lm-eval's own collection.
+
+    `gen_kwargs` go over what tasks say of their texts. `greedy`: refuse tasks that ask for other than the likeliest.
+    """
+    suite, beside = read_suite(name) if name else (Suite(tuple(names)), Path(next(iter(include_path), ".")))
+    name = name or "tasks=" + ",".join(names)
+    if texts and not suite.texts:
+        raise ValueError(f"suite {name} takes no texts; use suite=perplexity")
+    text_tasks: list[Any] = [text_task(text) for text in found_texts(data, texts)] if suite.texts else []
+    asked = list(text_tasks or suite.tasks)
+    known = collection(name, suite.folders, include_path, asked)
+    asked = expanded(known, asked)
+    check_metrics(name, asked)
+    notes = []
+    with alone(*seeds[:2]), reading(Path(data) if data else None, beside):
+        if data:
+            asked, left_out = with_files(known, asked, beside)
+            notes += [f"{task} is left out: it cannot be read from files" for task in left_out]
+            if left_out and not asked:
+                raise ValueError(f"no task of suite {name} can be read from files; leave data away to use the hub")
+        unknown = [task for task in asked if isinstance(task, str) and task not in known.task_index]
+        if unknown:
+            near = nearest(unknown[0], list(known.task_index))
+            raise ValueError(f"lm-eval has no task {unknown[0]!r} in the folders of suite {name}{near}")
+        try:
+            loaded = known.load(asked)
+        except ImportError as error:  # a task's own code may need what lm-eval itself does not
+            raise ValueError(f"suite {name} needs {error.name}, which is not installed: pip install it") from None
+    check_unique(name, asked)
+    if data:
+        notes += [note for task, note in suite.notes.items() if task in loaded["tasks"]]
+    for task in loaded["tasks"].values():
+        examples(task, suite.fewshot if fewshot is None else fewshot, seeds[-1] if seeds else SEED)
+        if task.OUTPUT_TYPE == "generate_until":
+            if gen_kwargs:
+                task.set_config("generation_kwargs", dict(gen_kwargs), update=True)
+            if greedy:
+                check_greedy(task.config.generation_kwargs or {}, task.task_name)
+    return Tasks(loaded, tuple(notes))
+
+
+def collection(suite: str, names: Sequence[str], include_path: Sequence[str], asked: Sequence[Any]) -> Any:
+    """lm-eval's TaskManager of these folders; of all of lm-eval's, if none are named and include_path lacks a task."""
+    folders = [LM_EVAL / folder for folder in names]
+    more = [Path(folder) for folder in include_path]
+    for folder in (*folders, *more):
+        if not folder.is_dir() and folder in more:
+            raise ValueError(f"include_path={folder} is no folder; give one that has YAML files of tasks")
+        if not folder.is_dir():
+            raise ValueError(f"lm-eval has no folder {folder.name}, which suite {suite} needs; install lm-eval>=0.4.13")
+    known = lm_eval.tasks.TaskManager(include_path=[*folders, *more], include_defaults=False)
+    if folders or all(not isinstance(task, str) or is_file(task) or known.match_tasks([task]) for task in asked):
+        return known
+    return lm_eval.tasks.TaskManager(include_path=[LM_EVAL, *more], include_defaults=False)
+
+
+def is_file(task: str) -> bool:
+    return task.endswith((".yaml", ".yml"))
+
+
+def expanded(known: Any, asked: Sequence[Any]) -> list[Any]:
+    """`asked` with what a file holds for its name, and with all names that a pattern (mmlu_*) stands for."""
+    out: list[Any] = []
+    for task in asked:
+        if isinstance(task, str) and is_file(task):
+            if not Path(task).is_file():
+                raise ValueError(f"there is no file {task}; give the YAML of a task, or a name")
+            out.append(lm_eval.tasks._yaml_loader.load_yaml(os.path.abspath(task), resolve_func=True))
+        elif isinstance(task, str) and "*" in task:
+            out += known.match_tasks([task]) or [task]
+        else:
+            out.append(task)
+    return out
+
+
+def check_unique(suite: str, names: Sequence[Any]) -> None:
+    """Raises ValueError if two tasks have one name: one of them would be lost."""
+    seen: dict[str, Any] = {}
+    for each in names:
+        name = each if isinstance(each, str) else str(each.get("task"))
+        if name in seen:
+            what = [str(one.get("dataset_name", name)) if isinstance(one, dict) else name for one in (seen[name], each)]
+            raise ValueError(f"suite {suite} has two tasks called {name} ({' and '.join(what)}); rename one of them")
+        seen[name] = each
+
+
+def check_metrics(suite: str, own: Any) -> None:
+    """Raises ValueError about a metric of a task written out that lm-eval does not have itself: it fetches code of that
+    name from the hub, or from a folder, and runs it."""
+    if isinstance(own, Mapping) and "metric" in own:
+        metric = own["metric"]
+        known = isinstance(metric, str) and metric in lm_eval.api.registry.metric_registry
+        if own.get("hf_evaluate") or not known:
+            raise ValueError(
+                f"suite {suite} has the metric {metric!r}{' of hf_evaluate' * bool(own.get('hf_evaluate'))}, which is "
+                "code that lm-eval would fetch and run; write one that it has, such as acc or exact_match"
+            )
+    for inner in own.values() if isinstance(own, Mapping) else own if isinstance(own, list | tuple) else ():
+        check_metrics(suite, inner)
+
+
+def check_greedy(settings: Mapping[str, Any], who: str) -> None:
+    """Raises ValueError about the first setting of a generation that asks for other than the likeliest tokens."""
+    for name, value in settings.items():
+        neutral = GREEDY.get(name, ())
+        if neutral is not ANY and value is not None and value not in neutral:
+            raise ValueError(
+                f"{who} asks for texts with {name}={value}, and only greedy ones are written here; "
+                f"{f'write {name}: {neutral[0]} in' if neutral else f'take {name} out of'} its generation_kwargs"
+            )
+
+
+def examples(task: Any, wanted: int | None, seed: int = SEED) -> None:
+    """Sets a task's number of examples as lm-eval's own command does: a task that fixes it to 0 keeps 0."""
+    fixed = task.get_config("num_fewshot")
+    if fixed is None or (wanted is not None and fixed != 0):
+        task.set_config(key="num_fewshot", value=wanted or 0)
+    task.set_fewshot_seed(seed=seed)
+    count, sampler = task.get_config("num_fewshot"), getattr(task, "sampler", None)
+    if count and sampler is not None and len(sampler.df) < count:
+        raise ValueError(
+            f"{task.task_name} has {len(sampler.df)} documents to take {count} examples from in its files; "
+            f"write fewshot={len(sampler.df)}"
+        )
+
+
+def with_files(known: Any, names: Sequence[Any], beside: Path) -> tuple[list[Any], list[str]]:
+    """(names whose data sets can be read from files, the other names)."""
+    readable: list[Any] = []
+    left_out: list[str] = []
+    for name in names:
+        entry = known.task_index.get(name) if isinstance(name, str) else None
+        config = dict(entry.cfg or {}) if entry else {}
+        if entry and config.get("dataset_path") is None and entry.yaml_path:
+            config = lm_eval.tasks._yaml_loader.load_yaml(entry.yaml_path, resolve_func=False)
+        path, files = config.get("dataset_path"), (config.get("dataset_kwargs") or {}).get("data_files")
+        known_files = files is not None and local_files(files, beside) is not None
+        reads = not path or known_files or offline.reads(path, config.get("dataset_name"))
+        (readable if reads else left_out).append(name)
+    return readable, left_out
+
+
+def local_files(files: Any, beside: Path) -> Any:
+    """A task's data_files (a name, a list, or either by split) with the whole path of each: beside the suite, or as it
+    is. None if one of them is not on this machine."""
+    if isinstance(files, Mapping):
+        found = {split: local_files(inner, beside) for split, inner in files.items()}
+        return None if None in found.values() else found
+    if isinstance(files, list | tuple):
+        listed = [local_files(inner, beside) for inner in files]
+        return None if None in listed else listed
+    path = next((path for path in (beside / str(files), Path(str(files))) if path.is_file()), None)
+    return path and str(path.resolve())
+
+
+# ---- texts
+
+
+def found_texts(data: str, texts: Sequence[str]) -> list[str]:
+    """The texts given; else the validation texts of the data folder (DOMAIN.val.jsonl.zst), if it has any."""
+    if texts or not data:
+        return list(texts)
+    return sorted(str(path) for path in Path(data).glob("*.val.*") if path.name.endswith(SUFFIXES))
+
+
+def text_task(path: str) -> dict[str, Any]:
+    return {
+        "task": f"ppl_{Path(path).name.split('.')[0]}",
+        "dataset_path": "text",
+        "dataset_name": os.path.abspath(path),
+        "output_type": "loglikelihood_rolling",
+        "test_split": "test",
+        "doc_to_text": "",
+        "doc_to_target": "text",
+        "metric_list": [
+            {"metric": metric, "aggregation": aggregation, "higher_is_better": False}
+            for metric, aggregation in (
+                ("word_perplexity", "weighted_perplexity"),
+                ("byte_perplexity", "weighted_perplexity"),
+                ("bits_per_byte", "bits_per_byte"),
+            )
+        ],
+        "metadata": {"version": 1},
+    }
+
+
+# ---- patches of lm-eval, in place only while it works for us
+
+
+@contextmanager
+def reading(folder: Path | None, beside: Path) -> Iterator[None]:
+    """Within, documents come from files: a suite's own from its folder `beside`, with `folder` the hub's from there."""
+    real = datasets.load_dataset
+
+    def load_dataset(path: str, name: str | None = None, **options: Any) -> Any:
+        if (files := options.get("data_files")) is not None and (found := local_files(files, beside)) is not None:
+            return real(path=path, name=name, **{**options, "data_files": found})
+        if path in ("jsonl", "text"):
+            return offline.splits(beside, path, name)
+        if folder is not None:
+            return offline.splits(folder, path, name)
+        try:
+            return real(path=path, name=name, **options)
+        except (OSError, ConnectionError) as error:
+            first = " ".join(str(error).split())
+            raise ValueError(f"{path} cannot be had from the hub ({first}); write data=FOLDER to read files") from None
+
+    with replaced(datasets, "load_dataset", load_dataset):
+        yield
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """lm-eval's templates without a way to Python: by default they can run any command."""
+
+    @staticmethod
+    def like(real: Environment) -> Sandbox:
+        made = Sandbox(loader=real.loader, undefined=real.undefined, keep_trailing_newline=real.keep_trailing_newline)
+        made.filters.update(real.filters)
+        return made
+
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        error = sys.exc_info()[1]
+        if isinstance(error, SecurityError | OverflowError):
+            raise ValueError(f"a template of the suite asks for more than text ({error}); it is not run") from None
+        super().handle_exception(source)
+
+
+@contextmanager
+def alone(python_seed: int = 0, numpy_seed: int = SEED, torch_seed: int | None = None) -> Iterator[None]:
+    """Within, lm-eval has its own seeds and leaves ours alone, prints nothing, shows no bars and forks no processes.
+
+    Compiled templates are kept, so prompts are made 40 times faster: lm-eval compiles one anew for every document and
+    every example.
+    """
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    logger, bars = logging.getLogger("lm_eval"), datasets.utils.are_progress_bars_disabled()
+    level, environment = logger.level, Sandbox.like(lm_eval.utils.env)
+    random.seed(python_seed)
+    np.random.seed(numpy_seed)  # noqa: NPY002
+    logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        with (
+            torch.random.fork_rng(enabled=torch_seed is not None),
+            replaced(lm_eval.utils, "env", environment),
+            replaced(environment, "from_string", lru_cache(1024)(environment.from_string)),
+            replaced(lm_eval.api.task, "tqdm", no_bar),
+            replaced(tqdm, "tqdm", no_bar),
+            patched_environment(DISABLE_MULTIPROC="1"),
+            redirect_stdout(io.StringIO()),
+        ):
+            if torch_seed is not None:  # for models of lm-eval's that draw texts; ours draws nothing
+                torch.manual_seed(torch_seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        logger.setLevel(level)
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def no_bar(items: Any = (), *_: Any, **__: Any) -> Any:
+    return items
+
+
+@contextmanager
+def patched_environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def all_groups(loaded: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Each group's tasks, through inner groups."""
+    return {name: [task.task_name for task in group.get_all_tasks()] for name, group in loaded["groups"].items()}

@@ -1,0 +1,68 @@
+"""What does a budget buy? Tokens, hours and money, and what the law of upcycling (training/estimate/law.py) expects
+of them."""
+
+from __future__ import annotations
+
+import re
+
+from training.checkpoint.layout import Origin
+from training.estimate import law
+from training.observe.flops import model_flops
+from upcycle.planning.size import dense_flops, dense_parameters
+
+AMOUNT = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?([KMBT]?) ?(tokens|FLOPs|GPU-hours|)", re.IGNORECASE)
+ABSURD = 1e30  # FLOPs, tokens or GPU-hours, of which nobody has so many
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def amount(key: str, text: str) -> tuple[float, str]:
+    """(a number, its unit in small letters)"""
+    found = AMOUNT.fullmatch(text.strip())
+    try:
+        number = float(found[1]) * UNITS[found[2].lower()] if found else 0.0
+    except ValueError:
+        number = 0.0
+    if not 0 < number < ABSURD or not found or (key == "seen" and found[3].lower() not in ("", "tokens")):
+        units = "" if key == "seen" else ', "1e22 FLOPs" or "5000 GPU-hours"'
+        raise ValueError(f'{key} is {text!r}; write for instance {key}="100B tokens"{units}')
+    return number, found[3].lower() or "tokens"
+
+
+def budgeted(budget: str, flops: float, rate: float) -> float:
+    """Tokens that it buys. `flops`: of a token; `rate`: tokens/s of a GPU."""
+    number, unit = amount("budget", budget)
+    return number / flops if unit == "flops" else number * 3600 * rate if unit == "gpu-hours" else number
+
+
+def bill(budget: str, price: float, gpus: int, tokens: int, flops: float, seconds: float) -> str:
+    """Hours and money. `price`: of a GPU-hour; `tokens`, `seconds`: of a step; `flops`: of a token."""
+    count = budgeted(budget, flops, tokens / seconds / gpus)
+    hours = count / tokens * seconds / 3600
+    of_all = hours * gpus
+    money = f", {few(of_all * price)} at {price:g} a GPU-hour" if price else ""
+    said = f"{law.short(count)} tokens in {few(hours, 1)} hours, {few(of_all)} GPU-hours{money}"
+    return f"{said} (of training alone; predictions here were off by up to 15 %, see docs/planning.md)"
+
+
+def few(number: float, digits: int = 0) -> str:
+    """With so many digits behind the point, or two of those that count where it is small."""
+    return f"{number:,.{digits}f}" if number >= 10 else f"{number:.2g}"
+
+
+def advised(origin: Origin, sequence: int, budget: str, seen: str, rate: float) -> str:
+    """What the law of upcycling expects of the budget. `rate`: tokens/s of a GPU."""
+    plan = origin.plan
+    if plan is None:
+        return "The law of upcycling says nothing of a model that is not upcycled (model.upcycle is not set)."
+    if plan.grown:
+        return "The law of upcycling says nothing of a mixture that is made larger or smaller; it is of dense models."
+    # of the plan: where a target's config has one width for all, what is read back has that of an expert
+    dense, spec, method = plan.dense, plan.moe, plan.config.method
+    flops = model_flops(origin.spec, sequence)
+    case = law.Case(
+        parameters=dense_parameters(dense), first=amount("seen", seen)[0],
+        more=budgeted(budget, flops, rate), copies=spec.copies, top_k=max(1, spec.top_k // spec.granularity),
+        granularity=spec.granularity, choice=spec.choice, cost=flops / dense_flops(dense, sequence),
+        method=method if isinstance(method, str) else method["name"],
+    )  # fmt: skip
+    return law.advice(case)

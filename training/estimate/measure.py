@@ -1,0 +1,305 @@
+"""upcycle estimate measure: what training.estimate.hardware wants to know of a machine, measured in less than a minute.
+
+  upcycle estimate measure output=mine.yaml                       # one card: products, attention, memory, host
+  torchrun --nproc-per-node 8 -m upcycle estimate measure output=mine.yaml  # and the wires between the cards
+  upcycle estimate my.yaml gpus=8 hardware=mine.yaml
+
+What cannot be measured with so many processes is taken from `like`, and the file says so under `sheet`. Medians, of the
+slowest rank; all ranks work at once, as in training. On a CPU the shapes are tiny: that is for tests.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import sdpa_kernel
+
+from training.cli import bench
+from training.dispatch import alltoall
+from training.estimate import hardware
+from training.estimate.hardware import Hardware, Link
+from training.experts import grouped
+from training.model.attention import BACKENDS
+from training.observe.flops import peak_tflops
+from training.parallel.processes import processes, rank
+from upcycle.config import reading as config
+from upcycle.io import disk
+
+# (groups, rows of each, columns out, columns in): a small model, 30B-A3B, 8B, and experts of the three
+PRODUCTS = (
+    (1, 32768, 1536, 576), (1, 16384, 5120, 2048), (1, 16384, 2048, 4096), (1, 8192, 8192, 8192),
+    (1, 16384, 28672, 4096), (1, 2048, 6144, 6144), (32, 4096, 768, 576), (32, 4096, 576, 384),
+    (128, 1024, 1536, 2048), (128, 1024, 2048, 768), (32, 4096, 1536, 2048), (32, 4096, 2048, 768),
+    (64, 512, 5120, 3584), (64, 512, 3584, 2560), (8, 2048, 28672, 4096), (8, 2048, 4096, 14336),
+)  # fmt: skip
+# head_dim, sequence, heads, heads of keys
+ATTENTION = ((64, 1024, 9, 3), (64, 4096, 32, 8), (128, 2048, 32, 8), (128, 4096, 32, 4), (128, 8192, 32, 8))
+SMALL = ((1, 64, 64, 64), (4, 16, 32, 32)), ((16, 64, 4, 2),)
+TOKENS = 65536  # of attention's sequences together
+AT_ONCE = 10  # times that a GPU does a thing between two looks at the clock: what its host takes is not the thing's own
+TINY = {
+    "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256,
+    "max_position_embeddings": 64, "rope_theta": 1e4, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+LAYERS = (2, 6)  # the host's time for a layer is the difference of two models' by this many layers
+TRIES = 5  # at a difference that noise hid
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
+    output: str = "hardware.yaml"  # the file to write; it must not be there
+    like: str = "h200"  # where the rest comes from: h100 | h200 | b200, or a file
+    node: int = 0  # GPUs that the fast link joins; 0: this machine's
+    device: str = ""  # cuda | cpu; "": cuda if there is one
+
+
+def main(words: list[str]) -> int:
+    asked = config.read(MeasureConfig, *cli_words(words))
+    base = hardware.read(asked.like)
+    output = Path(asked.output)
+    if output.exists():
+        raise ValueError(f"output={asked.output} exists already; remove it or choose another file")
+    if not os.access(output.parent, os.W_OK):
+        raise ValueError(f"output={asked.output} cannot be written: make the folder {output.parent}, or choose another")
+    if asked.node < 0:
+        raise ValueError(f"node is {asked.node}; it must be at least 1, or 0 for this machine's GPUs")
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world != os.environ.get("LOCAL_WORLD_SIZE", world):
+        raise ValueError("measure was started on several machines, whose wires are not a node's; start it on one")
+    alone = hosted(placed(asked.device))  # before there are others: FSDP's part is what they add
+    with processes(asked.device) as device:
+        found = measured(device, base, alone, asked.node)
+    if rank() == 0:
+        disk.write_atomic(output, written(found).encode())
+        rest = f"; from {asked.like}: {', '.join(found.sheet)}" if found.sheet else ""
+        print(f"{asked.output} has what was measured on {found.name}{rest}; use it with hardware={asked.output}")
+    return 0
+
+
+def cli_words(words: list[str]) -> tuple[str, list[str]]:
+    from upcycle.cli import frame as cli
+
+    return cli.file_and_words(words)
+
+
+def placed(device: str) -> torch.device:
+    """This process's device, before `processes` says so."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
+        raise ValueError(
+            f"device is {kind}, and cuda or cpu of this machine are measured; write device=cpu, or leave it out"
+        )
+    found = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if kind == "cuda" else kind)
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
+    return found
+
+
+def measured(device: torch.device, base: Hardware, alone: tuple[float, float], node: int = 0) -> Hardware:
+    """`alone`: what `hosted` found in a process that had no others."""
+    cuda = device.type == "cuda"
+    shapes, attentions = (PRODUCTS, ATTENTION) if cuda else SMALL
+    name = torch.cuda.get_device_name(device) if cuda else "cpu"
+    products = tuple((*shape, *product(device, *shape)) for shape in shapes)
+    found = replace(
+        base,
+        name=name,
+        memory=round(torch.cuda.get_device_properties(device).total_memory / 1e9, 1) if cuda else base.memory,
+        node=node or (torch.cuda.device_count() if cuda else base.node),
+        peak=peak_tflops(name) or max(max(row[4:]) for row in products),
+        bandwidth=copied(device),
+        products=products,
+        attention=tuple((*shape[:2], *attended(device, *shape)) for shape in attentions),
+        host=alone,
+        source=f"upcycle estimate measure, torch {torch.__version__}",
+        sheet=("network",) if cuda else ("memory", "node", "network"),
+    )
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        link, sent = linked(device), travelled(device, found.bandwidth)
+        scale = sent / base.rows["alltoall"][0]
+        others = {name: (digits(scale * rate), more) for name, (rate, more) in base.rows.items()}
+        return replace(found, link=link, rows=others)
+    return replace(found, sheet=(*found.sheet, "link", "rows"))
+
+
+def seconds(
+    work: Callable[[], Any], device: torch.device, repeats: int = 7, warm: int = 2, at_once: int | None = None
+) -> float:
+    """The median, of the slowest rank. `at_once`: AT_ONCE on a GPU, if not given."""
+    often = at_once or (AT_ONCE if device.type == "cuda" else 1)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    times = []
+    for _ in range(warm + repeats):
+        wait()
+        start = time.perf_counter()
+        for _ in range(often):
+            work()
+        wait()
+        times.append((time.perf_counter() - start) / often)
+    middle = torch.tensor(statistics.median(times[warm:]), dtype=torch.float64, device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(middle, dist.ReduceOp.MAX)
+    return float(middle)
+
+
+def longer(what: str, times: Callable[[], tuple[float, float]], by: float = 1.0) -> tuple[float, float]:
+    """The first two seconds of `times` of which the second is over `by` times the first: noise alone would make a host
+    or wires that take no time, which flatter every plan."""
+    for _ in range(TRIES):
+        short, long = times()
+        if long > by * short:
+            return short, long
+    raise ValueError(
+        f"{what} cannot be measured: {long * 1e3:.3g} ms holds {short * 1e3:.3g} ms of other things and must be over "
+        f"{by:g} times as long, was not {TRIES} times in a row; measure again when the machine has nothing else to do"
+    )
+
+
+def random(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def product(device: torch.device, groups: int, rows: int, out: int, inner: int) -> tuple[float, float, float]:
+    """TFLOP/s of the product, of its input's gradient and of its weight's, as experts and projections make them."""
+    x, y, w = (
+        random(device, groups * rows, inner),
+        random(device, groups * rows, out),
+        random(device, groups, out, inner),
+    )
+    ends = torch.arange(1, groups + 1, device=device, dtype=torch.int32) * rows
+    if groups == 1:
+        ways: tuple[Callable[[], Tensor], ...] = (lambda: x @ w[0].T, lambda: y @ w[0], lambda: y.T @ x)
+    else:
+        ways = (
+            lambda: grouped.products(x, w.transpose(1, 2), ends),
+            lambda: grouped.products(y, w, ends),
+            lambda: grouped.products(y.T, x, ends),
+        )
+    work = 2 * groups * rows * out * inner
+    first, second, third = (round(work / seconds(way, device) / 1e12, 6) for way in ways)
+    return first, second, third
+
+
+def attended(device: torch.device, head_dim: int, sequence: int, heads: int, of_keys: int) -> tuple[float, float]:
+    batch = max(1, TOKENS // sequence) if device.type == "cuda" else 1
+    q = random(device, batch, heads, sequence, head_dim).requires_grad_()
+    k, v = (random(device, batch, of_keys, sequence, head_dim).requires_grad_() for _ in range(2))
+    back = random(device, batch, heads, sequence, head_dim)
+
+    def forward() -> Tensor:
+        with sdpa_kernel(BACKENDS, set_priority=True):
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    work = 2 * batch * heads * head_dim * sequence**2  # half of the square
+    alone = seconds(forward, device)
+    both = seconds(lambda: torch.autograd.grad(forward(), (q, k, v), back), device)
+    return round(work / alone / 1e12, 6), round(3 * work / both / 1e12, 6)
+
+
+def copied(device: torch.device) -> float:
+    """GB/s, read and written."""
+    there = torch.empty(1 << (31 if device.type == "cuda" else 24), dtype=torch.uint8, device=device)
+    other = torch.empty_like(there)
+    return round(2 * there.numel() / seconds(lambda: other.copy_(there), device) / 1e9, 1)
+
+
+def hosted(device: torch.device) -> tuple[float, float]:
+    """Milliseconds of the host for a dense and a MoE layer, forward and backward: of layers whose kernels are tiny, in
+    steps of the bench, which are training's own."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+
+    def stepped(more: dict[str, Any], layers: int) -> float:
+        asked = bench.BenchConfig(
+            architecture={**TINY, **more, "num_hidden_layers": layers}, sequence=64, batch=world, micro_batch=1,
+            warmup=2, steps=4, experts="grouped" if device.type == "cuda" else "reference",
+            compute="bfloat16" if device.type == "cuda" else "float32",
+            weights="bfloat16" if device.type == "cuda" else "float32",
+        )  # fmt: skip
+        return float(bench.measured(asked, bench.spec_of(asked), device)["seconds"])
+
+    def of_a_layer(kind: str, more: dict[str, Any]) -> float:
+        few, many = longer(
+            f"the host's time for a {kind} layer", lambda: (stepped(more, LAYERS[0]), stepped(more, LAYERS[1]))
+        )
+        return digits((many - few) / (LAYERS[1] - LAYERS[0]) * 1e3)
+
+    sparse = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    return of_a_layer("dense", {"model_type": "llama"}), of_a_layer("MoE", sparse)
+
+
+def linked(device: torch.device) -> Link:
+    """Latency and rate of an all-gather between all ranks."""
+    world = dist.get_world_size()
+    few, many = 1 << 10, 0  # bytes of each rank
+    first = 27 if device.type == "cuda" else 20
+    sizes = iter([1 << power for power in range(first, first + TRIES)])  # more, where a busy host hides what they take
+
+    def gathered(size: int) -> float:
+        own = torch.empty(size, dtype=torch.uint8, device=device)
+        whole = torch.empty(size * world, dtype=torch.uint8, device=device)
+        return seconds(lambda: dist.all_gather_into_tensor(whole, own), device)
+
+    def both() -> tuple[float, float]:
+        nonlocal many
+        many = next(sizes)
+        return gathered(few), gathered(many)
+
+    short, long = longer("the rate of the wires between ranks", both, by=2)
+    rate = (many - few) * (world - 1) / (long - short) / 1e9
+    return Link(latency=digits(short / (world - 1) * 1e6), rate=digits(rate))
+
+
+def travelled(device: torch.device, bandwidth: float) -> float:
+    """GB/s of rows to other ranks, by dispatch and combine of 8 of 64 random experts, without what is local in them."""
+    world, (tokens, hidden) = dist.get_world_size(), (16384, 2048) if device.type == "cuda" else (64, 16)
+    experts, k = 32 * world, 8
+    own = alltoall.dispatcher(experts, dist.group.WORLD)
+    chosen = torch.rand(tokens, experts, device=device).topk(k).indices
+    x, weight = random(device, tokens, hidden), torch.ones(tokens, k, device=device) / k
+
+    def both() -> None:
+        there = own.dispatch(x, weight, chosen)
+        own.combine(there.x_RD, there.handle)
+
+    size = x.element_size() * hidden * tokens
+    local = 2 * size * (1 + k + 2 * k) / (bandwidth * 1e9)  # out and home: leaving and arriving rows are sorted
+    _, whole = longer("the rate of rows to other ranks", lambda: (local, seconds(both, device)))
+    return digits(2 * size * k * (1 - 1 / world) / (whole - local) / 1e9)
+
+
+def digits(number: float) -> float:
+    """Four of them: slow wires are no zero."""
+    return float(f"{number:.4g}")
+
+
+def written(found: Hardware) -> str:
+    """The file, a row of a table on a line."""
+    values = asdict(found)
+    lines = []
+    for name, value in values.items():
+        if name in ("products", "attention"):
+            lines += [
+                f"{name}:",
+                *(f"- {yaml.safe_dump(list(row), default_flow_style=True, width=200).strip()}" for row in value),
+            ]
+        else:
+            value = {key: list(each) for key, each in value.items()} if name == "rows" else value
+            value = list(value) if isinstance(value, tuple) else value
+            flow = isinstance(value, dict | list)
+            lines.append(yaml.safe_dump({name: value}, default_flow_style=None if flow else False, width=200).strip())
+    return "\n".join(lines) + "\n"

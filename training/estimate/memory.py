@@ -1,0 +1,301 @@
+"""How many bytes does a rank hold? Of any mapping, counted by a model's sizes alone: no GPU, and no byte of weights.
+
+A Model is cut into units, each what FSDP gathers at once (a layer, or what is in none); each has its Share of a rank; a
+rank's Memory sums the shares of its part of the pipeline, the activations of the micro-batches in flight and the loss.
+What is counted and what is estimated: `upcycle estimate --help`. tests/parallel/test_shard.py and
+test_pipeline.py hold it to what ranks have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from training.config.reading import TrainConfig, stages_of
+from training.dispatch import nvlink
+from training.model.lora import LoraConfig, attach
+from training.model.loss import COPIES, LOGITS, TAUGHT
+from training.model.narrow import near
+from training.model.recompute import MOVES
+from training.model.stock.model import LAYER, dense_of, model_of
+from training.optim.optimizer import learning, multiplier
+from training.parallel.mesh import MeshConfig, grids
+from training.parallel.pipeline import cut, stages
+from training.parallel.placement import Rule, rule, sharded_dim
+from training.run.build import held_in
+from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
+
+MASTER = 4  # bytes of a weight, and of a sum of gradients
+MOMENTS = {"adamw": 2, "muon": 1}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, by what they are for."""
+
+    weights: int  # float32; those that never learn perhaps bfloat16
+    gradients: int
+    moments: int
+    gathered: int  # what a layer computes with, in the compute dtype; nvlink's buffers
+    activations: int
+    loss: int  # the head's logits and gradient
+    # activations that are gone by the time the last backward has made the gradients, or has made them wide
+    freed: int = 0
+    teacher: int = 0  # a dense teacher's weights, its head while it is gathered, and what it says of a micro-batch
+
+    @property
+    def total(self) -> int:
+        held = self.weights + self.gradients + self.moments + self.gathered + self.activations + self.loss
+        held += self.teacher
+        return held - self.freed
+
+    @property
+    def host(self) -> int:
+        """In host memory: the copies that an asynchronous checkpoint is written from."""
+        return self.weights + self.moments
+
+
+class Parameter(NamedTuple):
+    rule: Rule
+    shape: tuple[int, ...]
+    learns: bool  # in this stage
+    kept: bool  # its moments: in any stage
+    held: int  # bytes a weight
+
+    def divided(self, sizes: Mapping[str, int]) -> tuple[int, int, int, bool]:
+        """(numbers of what its ranks share, of a rank's shard, filled up; how many ranks; whether FSDP has it)"""
+        part, (ranks, copies) = self.rule.part(self.shape, sizes), self.rule.ranks(sizes)
+        whole, dim = math.prod(part), sharded_dim(part, ranks)
+        return whole, whole // part[dim] * -(-part[dim] // ranks), ranks, ranks * copies > 1
+
+
+Unit = tuple[Parameter, ...]  # what is gathered for one layer, or for no layer
+
+
+class Model:
+    """A model's units and the cuts of its layers, each made once: a table asks for the same ones thousands of times."""
+
+    def __init__(
+        self,
+        spec: DenseSpec | MoESpec,
+        config: TrainConfig,
+        teacher: DenseSpec | None = None,
+        whole: TrainConfig | None = None,
+    ) -> None:
+        """`whole`: of all stages, where `config` is that of one."""
+        self.spec, self.optim, self.lora = spec, config.optim, config.lora
+        self.all = [stage.config.optim for stage in stages_of(whole or config)]
+        self.narrow = held_in(config.model, spec).itemsize
+        self.teacher = Model(teacher, replace(config, lora=LoraConfig())) if teacher is not None else None
+        self.dense = dense_of(spec)
+        self.units: list[tuple[bool, Unit]] = []  # whether of a layer, and its parameters; all are different
+        self.parts: dict[range, Counter[int]] = {}  # by range of layers: how often each unit occurs
+        self.cuts: dict[tuple[int, str], list[range]] = {}
+
+    def ranges(self, pp: int, schedule: str) -> list[range]:
+        """The layers of each stage."""
+        if (pp, schedule) not in self.cuts:
+            whole = [range(self.dense.layers)]
+            self.cuts[pp, schedule] = whole if pp == 1 else cut(self.spec, pp, schedule)
+        return self.cuts[pp, schedule]
+
+    def of(self, part: range) -> Counter[int]:
+        if part not in self.parts:
+            with torch.device("meta"):
+                model = model_of(self.spec, part=part, experts="reference")
+                attach(model, self.lora)
+            names = [name for name, _ in model.named_parameters()]
+            learned, kept = learning(self.optim, names), set[str]().union(*(learning(o, names) for o in self.all))
+            found: dict[str, Unit] = {}
+            for name, parameter in model.named_parameters():
+                of_layer = LAYER.match(name)
+                layer = of_layer[2] if of_layer else ""
+                placed = rule(name, model.dense)
+                held = MASTER if name in kept or placed.exact else self.narrow
+                each = Parameter(placed, tuple(parameter.shape), name in learned, name in kept, held)
+                found[layer] = (*found.get(layer, ()), each)
+            self.parts[part] = Counter(self.number((layer != "", unit)) for layer, unit in found.items())
+        return self.parts[part]
+
+    def number(self, unit: tuple[bool, Unit]) -> int:
+        if unit not in self.units:
+            self.units.append(unit)
+        return self.units.index(unit)
+
+
+class Share(NamedTuple):
+    """Bytes (and of what has moments, numbers) of one unit on a rank."""
+
+    weights: int = 0
+    kept: int = 0  # of the weights, those with moments
+    gradients: int = 0
+    late: int = 0  # of the gradients, those that only the last backward makes
+    resident: int = 0  # copies in the compute dtype that stay for the backward
+    passing: int = 0  # gathered or copied for the layer's forward, and again for its backward
+    summed: int = 0  # the largest of the sums that FSDP makes at once
+
+
+def memory(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Model | None = None) -> Memory:
+    """The fullest rank's Memory for `config` on `world` GPUs. `model`: of the same spec and optimiser, with the teacher
+    of the config if it has one."""
+    return max(by_place(spec, config, world, model), key=lambda memory: memory.total)
+
+
+def by_place(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: Model | None = None) -> list[Memory]:
+    """A rank's Memory at each place in the pipeline."""
+    model, mesh = model or Model(spec, config), config.mesh
+    ranks = [[0]] if mesh.pp == 1 else stages(mesh.pp, mesh.schedule)
+    ranges = model.ranges(mesh.pp, mesh.schedule)
+    attention, experts = grids(mesh, world)
+    count = max(1, config.batch // (config.micro_batch * attention["dp_shard"] * mesh.dp_replicate))
+    shares: dict[int, Share] = {}
+    for own in ranges:
+        for unit in model.of(own):
+            if unit not in shares:
+                shares[unit] = share(*model.units[unit], config, attention | experts, count)
+    moe_layer, dense_layer = (of_layer(spec, config, moe, world) for moe in (True, False))
+    kept = dict.fromkeys(spec.layers, moe_layer) if isinstance(spec, MoESpec) else {}
+    found = []
+    for place, numbers in enumerate(ranks):
+        parts = [ranges[stage] for stage in numbers]
+        units = sum((model.of(part) for part in parts), Counter())
+        layers = sum(kept.get(layer, dense_layer) for part in parts for layer in part)
+        rank = of_rank(model, config, count, place, parts, [(shares[u], n) for u, n in units.items()], layers)
+        found.append(replace(rank, teacher=of_teacher(model.teacher, config, attention) if model.teacher else 0))
+    return found
+
+
+def of_teacher(teacher: Model, config: TrainConfig, sizes: Mapping[str, int]) -> int:
+    """Bytes of its weights, in the dtype that they are computed in; of embedding and head while they are gathered; and
+    of its last hidden states of a micro-batch. Its layers pass while the model's own do not."""
+    mesh, narrow = config.mesh, BYTES[config.model.dtype]
+    total = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp) * teacher.dense.hidden * narrow
+    for number, often in teacher.of(range(teacher.dense.layers)).items():
+        of_a_layer, unit = teacher.units[number]
+        for parameter in unit:
+            _, shard, ranks, fsdp = parameter.divided(sizes)
+            gathered = shard * ranks if fsdp and not of_a_layer else 0
+            total += (shard + gathered) * often * (MASTER if parameter.rule.exact else narrow)
+    return total
+
+
+def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str, int], count: int) -> Share:
+    """What one unit takes; `count`: micro-batches a step."""
+    mesh, narrow = config.mesh, BYTES[config.model.dtype]
+    weights = with_moments = gradients = late = resident = passing = 0
+    summed: Counter[Rule] = Counter()
+    for parameter in unit:
+        placed, _, learns, kept, held = parameter
+        whole, shard, ranks, fsdp = parameter.divided(sizes)
+        weights += shard * held
+        with_moments += shard * kept
+        gathered = shard * ranks  # where the ranks do not divide the dimension, padding is gathered too
+        apart = placed.kind == "experts" and not fsdp and narrow < held  # see LocalExperts
+        # torch's pipelines sum gradients and free weights once a step, whatever mesh.reshard says
+        once = fsdp and (not mesh.reshard or mesh.pp > 1)
+        size, first = whole if once else shard, narrow if apart else MASTER
+        if once and mesh.pp > 1 and learns:  # after its last backward a stage copies a unit's gradients to send them
+            summed[placed] += whole * MASTER
+        most = first if count == 1 else MASTER  # the first micro-batch's may be narrow
+        there = (0, first, MASTER)[min(count, 3) - 1]  # when the last one's backward begins
+        gradients += size * most * learns
+        late += size * (most - there) * learns
+        regathered = not once if fsdp else apart and config.model.recompute in MOVES
+        computed = MASTER if placed.exact else narrow
+        if regathered and of_a_layer:
+            passing += gathered * computed
+        elif fsdp or computed != held:  # without FSDP the copy in the compute dtype stays for the backward
+            resident += gathered * computed
+    return Share(weights, with_moments, gradients, late, resident, passing, max(summed.values(), default=0))
+
+
+def of_rank(
+    model: Model,
+    config: TrainConfig,
+    count: int,
+    place: int,
+    parts: Sequence[range],
+    units: Sequence[tuple[Share, int]],
+    layers: int,
+) -> Memory:
+    """The Memory of the rank at a place in the pipeline, with its units and how often it has each; `layers`: bytes of a
+    token in all of its layers."""
+    mesh, narrow, dense = config.mesh, BYTES[config.model.dtype], model.dense
+    total = Share(*(sum(each[i] * often for each, often in units) for i in range(len(Share._fields))))
+    most_summed = max(each.summed for each, _ in units)
+    buffers = total.resident + 3 * max(each.passing for each, _ in units) + most_summed
+    moments = total.kept * MOMENTS[config.optim.name] * BYTES[config.optim.moments]
+    moments += total.kept * MASTER * (model.all[-1].average > 0)  # the mean of the last steps' weights
+    moments += total.kept * MASTER * 2 * config.islands.asked  # what the server knows, and what it is not told yet
+    tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
+    if isinstance(model.spec, MoESpec) and mesh.dispatcher == "nvlink" and mesh.ep > 1:
+        buffers += nvlink.buffer_bytes(tokens, mesh.ep, dense.hidden, model.spec.top_k, narrow)
+    if mesh.dispatcher == "hybridep" and mesh.ep > 1 and isinstance(model.spec, MoESpec):
+        buffers += tokens * mesh.ep * model.spec.experts  # the choices of all ranks' tokens, a byte an expert
+    flight = in_flight(mesh, count, place, len(parts))
+    activations = flight * tokens * layers
+    loss = 0
+    if any(part.stop == dense.layers for part in parts):
+        # a chunk of logits, whose gradient takes their place; the head's gradient, in float32 and as it is handed on
+        logits = min(LOGITS, tokens * dense.vocab) * narrow
+        if dense.logit_cap:  # torch's lines in place of the kernel: a smaller chunk, and three copies of it in float32
+            logits = min(LOGITS // 4, tokens * dense.vocab) * (narrow + 3 * MASTER)
+        if model.teacher:
+            logits = min(TAUGHT, tokens * dense.vocab) * (2 * narrow + COPIES * MASTER)
+        learns = not config.lora.rank and multiplier(config.optim, "embed.weight" if dense.tied else "head.weight")
+        of_head = MASTER + narrow if learns else 0
+        loss = logits + of_head * dense.vocab * dense.hidden
+    freed = min(activations, total.late + most_summed)
+    return Memory(total.weights, total.gradients, moments, buffers, activations, loss, freed)
+
+
+def in_flight(mesh: MeshConfig, count: int, place: int, parts: int) -> int:
+    """How many of the `count` micro-batches of a step have their activations on a rank at once."""
+    if mesh.pp == 1:
+        return 1
+    return count if mesh.schedule == "gpipe" else min(count, mesh.pp - place if parts == 1 else mesh.pp)
+
+
+def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool, world: int) -> int:
+    """Bytes that one layer, with routed experts or without, keeps for backward, of each token outside of attention."""
+    mesh, narrow, mode = config.mesh, BYTES[config.model.dtype], config.model.recompute
+    moe = spec if isinstance(spec, MoESpec) and routed else None
+    d = dense_of(spec)
+    router = 4 * 3 * moe.experts + 8 * 2 * moe.top_k if moe else 0
+    sandwich = d.block == "sandwich"  # its last norms keep the outputs of attention and FFN
+    halves = narrow * (4 if sandwich else 3) * d.hidden  # the stream twice, the FFN's input; in a sandwich its output
+    if mode == "full":
+        return halves + router
+    # attention sees tp times as many tokens, with a tp-th of the heads: its inputs grow, its heads do not
+    heads = (d.heads + 2 * d.kv_heads) * d.head_dim
+    attention = narrow * (d.hidden * mesh.tp + 2 * heads + d.heads * d.head_dim) + 4 * d.heads
+    if d.latent is not None:  # latents before and after their norms; queries, keys, what made keys and values, outputs
+        inputs = d.hidden + 2 * (d.latent.q_rank + d.latent.kv_rank) + d.latent.rope
+        heads = d.heads * (3 * d.head_dim - d.latent.rope + 2 * d.latent.value)
+        attention = narrow * (inputs * mesh.tp + heads) + 4 * d.heads
+    if mode == "experts" and moe:
+        return attention + halves + router
+    stream = narrow * d.hidden * (4 if mode == "none" else 2) * (2 if sandwich else 1)
+    width, matrices = moe.shared if moe else d.ffn, 2 if d.gated else 1
+    ffn = narrow * (width * (matrices + (2 if mode == "none" else 0)) + (d.hidden * mesh.tp if width else 0))
+    bytes_kept = (halves if mode == "attention" else attention + stream) + ffn
+    if moe is None:
+        return bytes_kept
+    # rows of a token; padded to a capacity (which DeepEP 2.x does not do), as many as there is room for
+    rows: float = moe.top_k
+    if config.balance.pad_to_capacity and mesh.ep * mesh.etp > 1:
+        rows = min(rows * config.balance.capacity_factor, moe.experts)
+    elif mesh.dispatcher == "nvlink" and mesh.ep > 1:
+        rows = nvlink.rows_a_token(moe.top_k, mesh.ep, moe.experts // mesh.ep, mesh.arrivals)
+    # x and its products; over etp each rank has a slice of the neurons of etp times as many rows
+    kept = d.hidden * mesh.etp + matrices * max(moe.widths)
+    if world == 1 and config.model.expert_backend == "quack":
+        kept = matrices * max(moe.widths)  # x is there as tokens
+    elif world == 1 and near(config.micro_batch * config.data.sequence, moe.experts, d.hidden, max(moe.widths)):
+        kept = max(kept, (matrices + 1) * max(moe.widths))  # products and their activation; x is there as tokens
+    return bytes_kept + round(rows * narrow * kept) + router

@@ -1,0 +1,316 @@
+"""Any other architecture of transformers: its own modelling code, with our MoE blocks in place of its own.
+
+    model = Stock(spec).to_empty(device=device)
+
+What the decoder cannot express (linear attention, state spaces, convolutions) transformers computes; router, dispatch,
+experts and balance are ours, as in the decoder. A DenseSpec that is `carried` says so: its config.json is all that is
+known of the model, and everything but the blocks keeps the name that it has in transformers.
+
+How a block is read stands in probe.py. This is slower than the decoder: no fused norms, rotations or losses, and all
+logits of a micro-batch are in memory at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from training.model.decoder import Decoder, expert_backend
+from training.model.loss import Lesson
+from training.model.moe import ExpertFunction, MoE
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.io.strict import short
+
+LAYER = re.compile(r"(.*\.)?layers\.([0-9]+)\.")
+STACKED = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})  # the parameters of experts that are read
+
+
+def dense_of(spec: DenseSpec | MoESpec) -> DenseSpec:
+    return spec.dense if isinstance(spec, MoESpec) else spec
+
+
+def with_dense(spec: DenseSpec | MoESpec, **changes: Any) -> DenseSpec | MoESpec:
+    """The spec with other numbers of its dense part."""
+    return (
+        replace(spec, dense=replace(spec.dense, **changes)) if isinstance(spec, MoESpec) else replace(spec, **changes)
+    )
+
+
+def model_of(
+    spec: DenseSpec | MoESpec,
+    *,
+    part: range | None = None,
+    experts: str = "grouped",
+    compute: torch.dtype = torch.float32,
+) -> Decoder:
+    """Our own decoder, or where that has no such architecture transformers' model."""
+    if dense_of(spec).carried is not None:
+        return Stock(spec, experts=experts, compute=compute)
+    return Decoder(spec, part=part, experts=experts, compute=compute)
+
+
+# ---- transformers' model
+
+
+def known(model_type: str) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def on_meta(config: Mapping[str, Any]) -> Any:
+    """transformers' model of a config.json, without memory. It is made by transformers' own classes alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type = str(config.get("model_type"))
+    for key in ("text_config", "quantization_config"):
+        if config.get(key) is not None:
+            raise ValueError(
+                f"config.json of this {short(model_type)} model has {key!r}, and training takes plain language models "
+                "in their own weights; give the language model alone, dequantized"
+            )
+    if not known(model_type):
+        raise ValueError(f"transformers has no language model of model_type {short(model_type)}")
+    own = {key: plain(value) for key, value in config.items() if key not in ("model_type", "auto_map")}
+    try:
+        with torch.device("meta"):
+            settings = AutoConfig.for_model(model_type, **own)
+            settings.output_router_logits = settings.use_cache = False
+            count = int(getattr(settings, "num_hidden_layers", 0))
+            if not 1 <= count <= 1024:
+                raise ValueError(f"num_hidden_layers is {count}; 1 to 1024 are made")
+            if getattr(settings, "is_decoder", True) is False or settings.is_encoder_decoder:
+                raise ValueError("it is no decoder alone, whose tokens see those before them")
+            return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                settings, dtype=torch.float32, trust_remote_code=False
+            )
+    except Exception as error:  # of a stranger's numbers in whatever code transformers has for them
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"transformers makes no {short(model_type)} model of this config.json ({said:.200})"
+        ) from error
+
+
+def plain(value: Any) -> Any:
+    """A value of a config.json, in which transformers writes infinity as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: plain(v) for k, v in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where the parts of a stock MoE block are, as names in it."""
+
+    experts: str
+    weight: str  # of the router, [experts, hidden]
+    bias: str  # of the choice, which does not learn by gradients; "": none
+    shared: tuple[str, ...]  # children that every token takes
+    gate: str  # a child of one output, whose sigmoid the shared ones are multiplied with; "": none
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Of router and bias: their names in the stock block, and in ours."""
+        return {self.weight: "router.weight"} | ({self.bias: "router.bias"} if self.bias else {})
+
+
+def blocks(stock: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that hold stacked experts."""
+    for name, module in list(stock.named_modules()):
+        if any({n for n, p in module.named_parameters(recurse=False) if p.ndim == 3} == names for names in STACKED):
+            parent = name.rpartition(".")[0]
+            yield parent, stock.get_submodule(parent)
+
+
+def parts(name: str, block: nn.Module) -> Block:
+    """The parts of a stock block; a ValueError if there are others."""
+    found = [n for n, child in block.named_children() if "down_proj" in dict(child.named_parameters(recurse=False))]
+    stacked = [n for n in found if block.get_submodule(n).get_parameter("down_proj").ndim == 3]
+    if len(stacked) != 1:
+        raise ValueError(f"{name} has {len(stacked)} sets of experts")
+    down = block.get_submodule(stacked[0]).get_parameter("down_proj")
+    experts, hidden = down.shape[0], down.shape[1]
+    shared, gate, weights, biases = list[str](), "", list[str](), list[str]()
+    for child_name, child in block.named_children():
+        own = {f"{child_name}.{n}": t for n, t in [*child.named_parameters(), *child.named_buffers()]}
+        if child_name == stacked[0] or not own:
+            continue
+        if all(tensor.shape in ((experts, hidden), (experts,), (1, experts)) for tensor in own.values()):
+            weights += [n for n, tensor in own.items() if tensor.ndim == 2 and tensor.shape[0] == experts]
+            biases += [n for n, tensor in own.items() if n not in weights]
+        elif [tuple(tensor.shape) for tensor in own.values()] == [(1, hidden)] and not gate:
+            gate = child_name
+        else:
+            shared.append(child_name)
+    direct = {**dict(block.named_parameters(recurse=False)), **dict(block.named_buffers(recurse=False))}
+    biases += [n for n, tensor in direct.items() if tensor.numel() == experts]
+    strangers = [n for n, tensor in direct.items() if tensor.numel() != experts]
+    if len(weights) != 1 or len(biases) > 1 or strangers:
+        raise ValueError(
+            f"{name} has {len(weights)} routers and {len(biases)} biases of them"
+            + (f", and {strangers[0]} beside them" if strangers else "")
+        )
+    return Block(stacked[0], weights[0], "".join(biases), tuple(shared), gate)
+
+
+# ---- ours
+
+
+class StockMoE(MoE):
+    """Our block, and beside it the shared experts as transformers has them, under their own names."""
+
+    def __init__(self, spec: MoESpec, experts: ExpertFunction, found: Block, stock: nn.Module) -> None:
+        super().__init__(spec, experts)
+        self.found = found
+        self.router.register_buffer("bias", torch.zeros(spec.experts) if found.bias else None)
+        for name in (*found.shared, *filter(None, [found.gate])):
+            self.add_module(name, stock.get_submodule(name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x.reshape(1, -1, x.shape[-1])).view_as(x)
+        if not self.found.shared:
+            return y
+        beside: Tensor = sum(self.get_submodule(name)(x) for name in self.found.shared)
+        return y + (beside * self.get_submodule(self.found.gate)(x).sigmoid() if self.found.gate else beside)
+
+
+class Tied(nn.Module):
+    """The head that is the embedding, which alone has the weight."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table: tuple[Any] = (table,)  # no child: one parameter has one name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.table[0].weight)
+
+
+class Place(nn.Module):
+    """A layer as the decoder's are looked at: what takes the place of its FFN."""
+
+    def __init__(self, ffn: nn.Module) -> None:
+        super().__init__()
+        self.ffn = ffn
+
+
+class Stock(Decoder):
+    """transformers' model, to be trained as a Decoder is. Its children are those of transformers' own class, whose
+    forward computes; so parameters have the names that they have there, but for `router` and `experts` of the blocks.
+
+    It is made on the meta device, whatever the default is; `to_empty` gives it memory. Nothing is dropped out: it stays
+    in eval mode.
+    """
+
+    stock: Any
+    casts: bool  # replaced by shard: FSDP has cast what it gathers. Parameters are cast to `compute` in each forward
+
+    def __init__(
+        self, spec: DenseSpec | MoESpec, *, experts: str = "grouped", compute: torch.dtype = torch.float32
+    ) -> None:
+        nn.Module.__init__(self)
+        self.moe = spec if isinstance(spec, MoESpec) else None
+        self.dense = dense_of(spec)
+        self.compute, self.casts, self.first, self.last = compute, True, True, True
+        assert self.dense.carried is not None
+        stock = on_meta(self.dense.carried.config).eval()
+        backend = None if self.moe is None else expert_backend(experts)
+        places: dict[str, nn.Module] = {}
+        for name, block in blocks(stock):
+            assert self.moe is not None and backend is not None
+            with torch.device("meta"):
+                ours = StockMoE(self.moe, backend, parts(name, block), block)
+            stock.set_submodule(name, ours)
+            places[layer_of(name)] = Place(ours)
+        if self.dense.tied:
+            head = next(n for n, module in stock.named_modules() if module is stock.get_output_embeddings())
+            stock.set_submodule(head, Tied(stock.get_input_embeddings()))
+        vars(self)["stock"], vars(self)["layers"] = stock, nn.ModuleDict(places)  # no children: see above
+        for name, child in stock.named_children():
+            self.add_module(name, child)
+        self.exact_words = tuple(getattr(stock, "_keep_in_fp32_modules_strict", None) or ())
+
+    def stock_layers(self) -> Iterator[nn.Module]:
+        """transformers' decoder layers."""
+        for name, module in self.stock.named_modules():
+            if (found := LAYER.match(f"{name}.")) and found.end() == len(name) + 1:
+                yield module
+
+    def train(self, mode: bool = True) -> Stock:
+        super().train(False)
+        return self
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Stock:
+        """Memory for the parameters, and the buffers that are in no checkpoint made again, as transformers does it."""
+        super().to_empty(device=device, recurse=recurse)
+        for tensor in self.parameters():
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves such as they are
+        for name, module in self.stock.named_modules():
+            own = [getattr(module, each) for each in module._non_persistent_buffers_set]
+            made = [buffer for buffer in own if isinstance(buffer, Tensor)]
+            with torch.no_grad():
+                for buffer in made:
+                    buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+                if made:
+                    self.stock._init_weights(module)
+            if any(buffer.is_floating_point() and not buffer.isfinite().all() for buffer in made):
+                raise ValueError(f"transformers does not say what is in the buffers of {name}, so they cannot be made")
+        return self
+
+    def exact(self, name: str) -> bool:
+        """Whether a parameter is computed with in float32, whatever the dtype of activations is."""
+        words = name.split(".")
+        return "router" in words or any(word in words for word in self.exact_words)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint has, but for routed experts: by name."""
+        fleeting = {
+            f"{name}.{each}".removeprefix(".")
+            for name, module in self.named_modules()
+            for each in module._non_persistent_buffers_set
+        }
+        return {n: t for n, t in [*self.named_parameters(), *self.named_buffers()] if n not in fleeting}
+
+    def forward(
+        self,
+        x: Tensor,
+        positions_BS: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        labels_BS: Tensor | None = None,
+        length: int | None = None,
+        lesson: Lesson | None = None,
+    ) -> Tensor:
+        """The loss() of labels, or without them the logits. Positions count from 0, through all documents."""
+        assert documents_BS is None and lesson is None, "check_stock"
+        logits = self.logits(x)
+        if labels_BS is None:
+            return logits
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        label_T = labels_BS.flatten().where(labels_BS.flatten() >= 0, -100)
+        return functional.cross_entropy(logits.flatten(0, 1).to(wide), label_T, ignore_index=-100, reduction="sum")
+
+    def logits(self, tokens_BS: Tensor) -> Tensor:
+        inputs = {"input_ids": tokens_BS, "use_cache": False}
+        cast = {
+            name: parameter.to(self.compute)
+            for name, parameter in (self.named_parameters() if self.casts else ())
+            if parameter.dtype != self.compute and ".experts." not in name and not self.exact(name)
+        }  # experts cast themselves
+        found = functional_call(self.stock, cast, kwargs=inputs) if cast else self.stock(**inputs)
+        logits: Tensor = found.logits
+        return logits
+
+
+def layer_of(name: str) -> str:
+    found = LAYER.match(name + ".")
+    if not found:
+        raise ValueError(f"{name} is in no layer")
+    return found[2]

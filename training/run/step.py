@@ -1,0 +1,134 @@
+"""One training step and one validation: what the loop repeats, and what bench times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from training.data.batch import Batch
+from training.data.mixture import Validation
+from training.model.moe import MoE
+from training.optim.balance import FIGURES
+from training.parallel.collectives import all_reduce, gather
+from training.parallel.shard import one_step, own_part, reshard, synchronize
+from training.run.build import Learner, data_rank
+from training.run.suite import Poll
+
+BY_LAYER = ("max_over_mean", "entropy", "whole", "missing", "doubled")  # in the log
+
+
+def train_step(run: Learner, batches: Sequence[Batch], lr: float | None) -> dict[str, Tensor]:
+    """Forward and backward over the micro-batches, one update, at the rate that is set if none is given. Everything
+    stays on the device."""
+    assert run.optimizer is not None, "nothing to learn with"
+    loss = run.agree(gradients(run, batches))
+    with run.phases("optimizer"):
+        norm = run.optimizer.clip(lambda square: run.agree(all_reduce(square, run.mesh.group("pp"))), elsewhere(run))
+        skip = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        if run.config.optim.spike_sigma:
+            skip = skip | run.guard.spike(loss, norm)
+        run.optimizer.step(lr, skip)
+        run.balance.end_step(skip)
+        run.optimizer.zero_grad(set_to_none=True)
+    told = {} if run.teacher is None else {"loss/teacher": run.teacher.divergence}
+    return {"loss": loss, **told, "grad_norm": norm, "skipped": run.optimizer.skipped}
+
+
+def gradients(run: Learner, batches: Sequence[Batch]) -> Tensor:
+    """Makes the gradients of the step's loss a token and returns that loss: all ranks' nats divided by the number of
+    labels that they score. A teacher adds its divergence to what the gradients are of, and not to what is returned."""
+    parts = [own_part(batch.to(run.device), run.mesh) for batch in batches]
+    scored = run.reduce(torch.stack([part.scored.sum() for part in parts]).sum())
+    if run.pipeline is not None:
+        with run.phases("forward and backward"), one_step(run.balance.blocks, run.pipeline.micro_batches):
+            whole = Batch(*(torch.cat(tensors) for tensors in zip(*(vars(p).values() for p in parts), strict=True)))
+            return run.reduce(run.pipeline.step(seen(run, whole), scored, run.config.data.sequence))
+    wide = torch.promote_types(run.model.compute, torch.float32)
+    nats, diverged = (torch.zeros((), dtype=wide, device=run.device) for _ in range(2))
+    with one_step(run.balance.blocks, len(parts)):
+        for number, part in enumerate(parts, 1):
+            synchronize(run.model, run.mesh, number == len(parts))
+            with run.phases("forward"):
+                learned, loss, divergence = taught(run, part)
+            with run.phases("backward"):
+                (learned / scored).backward()  # type: ignore[no-untyped-call]
+            nats += loss.detach()
+            diverged += divergence
+    if run.teacher is not None:
+        run.teacher.divergence = run.reduce(diverged) / scored
+    return run.reduce(nats) / scored
+
+
+def seen(run: Learner, part: Batch) -> Batch:
+    """What the model is given of a batch: without mask_documents no documents, so that attention needs no mask."""
+    return part if run.config.data.mask_documents else replace(part, documents=None)  # type: ignore[arg-type]
+
+
+def nll(run: Learner, part: Batch) -> Tensor:
+    part = seen(run, part)
+    return run.model.loss(part.tokens, part.labels, part.positions, part.documents, run.config.data.sequence)
+
+
+def taught(run: Learner, part: Batch) -> tuple[Tensor, Tensor, Tensor | float]:
+    """(what is learned, its nats, its divergence from the teacher)"""
+    if run.teacher is None:
+        loss = nll(run, part)
+        return loss, loss, 0.0
+    part, length = seen(run, part), run.config.data.sequence
+    lesson = run.teacher.lesson(part, length)
+    found: tuple[Tensor, Tensor, Tensor] = run.model(
+        part.tokens, part.positions, part.documents, part.labels, length, lesson
+    )
+    run.teacher.rest()
+    return found
+
+
+def elsewhere(run: Learner) -> tuple[str, ...]:
+    """Parameters that another stage counts: tied embeddings are on the first and on the last stage, and count once."""
+    return ("embed.weight",) if run.model.dense.tied and run.mesh.index("pp") > 0 else ()
+
+
+@torch.no_grad()
+def validate(run: Learner, valid: Sequence[Validation], poll: Poll) -> dict[str, float]:
+    """Loss a token and bits per byte of every named set. `poll` is called before each batch, on all ranks alike."""
+    found: dict[str, float] = {}
+    run.phases.tell("validation")
+    for part in valid:
+        nats, tokens = torch.zeros(2, dtype=torch.float64, device=run.device)
+        for batch in part.batches(run.config.micro_batch, data_rank(run.mesh), run.mesh.dp):
+            poll()
+            own = own_part(batch.to(run.device), run.mesh)
+            if run.pipeline is not None:
+                nats += run.pipeline.evaluate(seen(run, own), run.config.data.sequence)
+            else:
+                nats += nll(run, own)
+            tokens += own.scored.sum()
+        nats, tokens = run.reduce(torch.stack([nats, tokens])).tolist()
+        found |= {
+            f"valid/{part.name}/loss": nats / tokens,
+            f"valid/{part.name}/bpb": part.bits_per_byte(nats),
+        }
+    for stage in run.parts:
+        reshard(stage)
+    run.phases.tell("")
+    return found
+
+
+def balance_numbers(run: Learner) -> dict[str, float]:
+    """The routers' figures since the last call: worst and mean over layers, and each layer's; without those that were
+    not measured."""
+    moe = [int(number) for number, layer in run.model.layers.items() if isinstance(layer.ffn, MoE)]
+    loads = zip(moe, run.balance.load.fetch(run.reduce), strict=True)
+    layers = [(number, {name: getattr(load, name) for name in (*BY_LAYER, *FIGURES)}) for number, load in loads]
+    if run.mesh.size("pp") > 1:
+        layers = [layer for stage in gather(layers, run.mesh.group("pp"), run.device) for layer in stage]
+    by_layer = [figures for _, figures in sorted(layers, key=lambda layer: layer[0])]
+    found = {f"balance/{place}/{name}": row[name] for place, row in enumerate(by_layer) for name in BY_LAYER}
+    if by_layer:
+        found["balance/max_over_mean"] = max(row["max_over_mean"] for row in by_layer)
+        found |= {f"balance/{name}": sum(row[name] for row in by_layer) / len(by_layer) for name in FIGURES}
+    return {name: value for name, value in found.items() if not math.isnan(value)}

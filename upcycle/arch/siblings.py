@@ -1,0 +1,417 @@
+"""Siblings: dense architectures of transformers that have a mixture of experts of the same build.
+
+A conversion touches FFNs alone. Where everything else of the two is the same, nothing else needs to be understood: each
+other tensor passes through under its own name and config.json is copied, with the keys of the MoE blocks in it. A pair
+is a row of PAIRS. Such a model is planned, converted and verified like any other; the decoder of `training`, which
+needs a model as a DenseSpec, does not have it.
+
+`Dense` is what a file in families/ is, `MoE` what a file in targets/ is, both made of a row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from upcycle.arch.families import common as families
+from upcycle.arch.families.common import Config, Source
+from upcycle.arch.spec import Carried, DenseSpec, MoESpec
+from upcycle.arch.targets import common, granitemoe
+from upcycle.arch.targets.common import Abilities, Slot
+from upcycle.io import typed
+from upcycle.io.checkpoint import Entry
+
+LEAST = 64  # neurons of zeros where a shared expert is mandatory and the plan has none
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # of the DenseSpec: what the model has stays in its config.json
+# keys that are not of the model, or not of this one
+LEFT_OUT = ("architectures", "auto_map", "torch_dtype", "transformers_version", "_name_or_path")
+# in which donors may differ
+FREE = {
+    *LEFT_OUT, "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings",
+    "use_cache",
+}  # fmt: skip
+PREFIXES = ("model.", "model.language_model.")  # of the decoder's tensors; the second beside an image encoder
+GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def width_stated(config: Config) -> int:
+    return typed.whole(config, "intermediate_size")
+
+
+def width_of_lfm2(config: Config) -> int:
+    """By default two thirds of what is stated, rounded up."""
+    width = typed.whole(config, "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size")
+    if not typed.flag(config, "block_auto_adjust_ff_dim", True):
+        return width
+    multiple = typed.whole(config, "block_multiple_of", 256)
+    width = int(typed.number(config, "block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+    return max(multiple * -(-width // multiple), 1)
+
+
+def width_of_granite(config: Config) -> int:
+    """That of the shared expert, which is the whole FFN where there are no others."""
+    if typed.whole(config, "num_local_experts", 8, low=0):
+        raise ValueError(
+            f"config.json of this granitemoehybrid model has {config.get('num_local_experts', 8)} experts "
+            "(num_local_experts), so it is a mixture of experts already; give one with num_local_experts=0"
+        )
+    return typed.whole(config, "shared_intermediate_size", 1024)
+
+
+def lfm2_layers(text: Config) -> list[str]:
+    count = families.layers(text)
+    full = typed.wholes(text, "full_attn_idxs", list(range(count)), low=0, high=count)
+    return typed.names(text, "layer_types", ["full_attention" if i in full else "conv" for i in range(count)])
+
+
+@dataclass(frozen=True)
+class Pair:
+    dense: str  # model_type of the dense architecture
+    moe: str  # and of its sibling
+    architecture: str  # the sibling's class
+    can: Abilities  # of the MoE blocks; of the dense part nothing is asked
+    keys: Callable[[MoESpec, Config], dict[str, Any]]  # what the sibling's config.json (or text_config) says besides
+    defaults: Mapping[str, int] = field(default_factory=dict)  # kv_heads and head_dim, where config.json does not say
+    without: tuple[str, ...] = ()  # keys of the dense model that its sibling does not have
+    only: Mapping[str, Any] = field(default_factory=dict)  # keys with the one value that the sibling can hold
+    width: Callable[[Config], int] = width_stated  # of the dense FFN
+    # names of tensors, under model.layers.L.
+    dense_block: str = "mlp"
+    names: tuple[str, str, str] = GATED  # of gate, up and down; of two names the first holds gate and up
+    block: str = "mlp"
+    router: str = "gate.weight"
+    bias: str = ""  # of the choice of experts, float32 zeros
+    bias_dims: int = 1
+    shared: str = ""  # the shared expert, beside `block` where it holds a dot
+    shared_gate: str = ""
+    least: Callable[[MoESpec], int] = lambda moe: 0  # neurons of a mandatory shared expert
+    fused: bool = False  # experts lie stacked in two tensors, as in granitemoe
+    wrapped: str = ""  # model_type of the sibling's text_config, where the model is one beside an image encoder
+
+
+def first_dense(moe: MoESpec) -> int:
+    assert moe.first_dense is not None  # Abilities.mixed
+    return moe.first_dense
+
+
+def qwen3_5_keys(moe: MoESpec, config: Config) -> dict[str, Any]:
+    return {
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.width,
+        "shared_expert_intermediate_size": moe.shared or LEAST,
+    }
+
+
+QWEN3_5 = Pair(
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    Abilities(shared="any"),
+    qwen3_5_keys,
+    {"kv_heads": 4, "head_dim": 256},
+    without=("intermediate_size",),
+    shared="shared_expert",
+    shared_gate="shared_expert_gate.weight",
+    least=lambda moe: LEAST,
+)
+PAIRS = (
+    Pair(
+        "ernie4_5",
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        Abilities(shared="multiple", mixed="first-dense", router_fp32=True),
+        lambda moe, config: {
+            "moe_num_experts": moe.experts,
+            "moe_k": moe.top_k,
+            "moe_intermediate_size": moe.width,
+            "moe_num_shared_experts": moe.shared // moe.width,
+            "moe_layer_start_index": first_dense(moe),
+            "moe_layer_end_index": moe.dense.layers - 1,
+            "moe_layer_interval": 1,
+        },
+        {"kv_heads": 2, "head_dim": 128},
+        only={"use_bias": False},
+        bias="moe_statics.e_score_correction_bias",
+        bias_dims=2,
+        shared="shared_experts",
+    ),
+    Pair(
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1ForCausalLM",
+        Abilities(shared="same"),
+        lambda moe, config: {"num_experts": moe.experts, "moe_topk": moe.top_k, "intermediate_size": moe.width},
+        router="gate.wg.weight",
+        shared="shared_mlp",
+        least=lambda moe: moe.width,
+    ),
+    Pair(
+        "cohere2",
+        "cohere2_moe",
+        "Cohere2MoeForCausalLM",
+        Abilities(scores=frozenset({"softmax", "sigmoid"}), shared="multiple", mixed="any"),
+        lambda moe, config: {
+            "num_experts": moe.experts,
+            "num_experts_per_tok": moe.top_k,
+            "num_shared_experts": moe.shared // moe.width,
+            "shared_expert_combination_strategy": "sum",
+            "expert_selection_fn": moe.score,
+            "norm_topk_prob": True,
+            "intermediate_size": moe.width,
+            "prefix_dense_intermediate_size": moe.dense.ffn,
+            "mlp_layer_types": ["sparse" if i in moe.layers else "dense" for i in range(moe.dense.layers)],
+            "head_dim": moe.dense.hidden // moe.dense.heads,  # which the dense class always has
+        },
+        shared="shared_experts",
+    ),
+    Pair(
+        "lfm2",
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        Abilities(scores=frozenset({"sigmoid"}), mixed="first-dense", output_scale=True),
+        lambda moe, config: {
+            "num_experts": moe.experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.width,
+            "intermediate_size": moe.dense.ffn,
+            "num_dense_layers": first_dense(moe),
+            "norm_topk_prob": True,
+            "routed_scaling_factor": float(moe.output_scale),
+            "use_expert_bias": True,
+            "layer_types": lfm2_layers(config),
+        },
+        {"kv_heads": 8},
+        without=(
+            "block_ff_dim", "block_auto_adjust_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier",
+            "full_attn_idxs",
+        ),
+        only={"hidden_act": "silu"},
+        width=width_of_lfm2,
+        dense_block="feed_forward",
+        names=("w1", "w3", "w2"),
+        block="feed_forward",
+        bias="expert_bias",
+    ),
+    Pair(  # Granite 4 without experts, with or without Mamba layers: one class holds both
+        "granitemoehybrid",
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        Abilities(shared="any"),
+        lambda moe, config: {
+            "num_local_experts": moe.experts,
+            "num_experts_per_tok": moe.top_k,
+            "intermediate_size": moe.width,
+            "shared_intermediate_size": moe.shared or LEAST,
+        },
+        width=width_of_granite,
+        dense_block="shared_mlp",
+        names=("input_linear", "output_linear", ""),
+        block="block_sparse_moe",
+        router="router.layer.weight",
+        shared="shared_mlp",
+        least=lambda moe: LEAST,
+        fused=True,
+    ),
+    QWEN3_5,
+    replace(QWEN3_5, dense="qwen3_5", moe="qwen3_5_moe", wrapped="qwen3_5_moe_text"),
+)  # fmt: skip
+DENSE = {pair.dense: pair for pair in PAIRS}
+MOE = {pair.moe: pair for pair in PAIRS}
+
+
+def target_of(moe: MoESpec, asked: str) -> tuple[str, str]:
+    """(target, why) of a dense model of PAIRS, which has one target alone; a ValueError if another is asked for, or if
+    that one cannot hold the experts."""
+    pair = DENSE[moe.dense.family]
+    if asked not in ("auto", pair.moe):
+        raise ValueError(
+            f"target is {asked}, but all of a {pair.dense} model except its FFNs is carried over by name, which its "
+            f"sibling {pair.moe} alone can hold; write target=auto"
+        )
+    reasons = common.refusals(pair.can, moe)
+    if reasons:
+        scores = "" if moe.score in pair.can.scores else f"; write router.score={' or '.join(sorted(pair.can.scores))}"
+        raise ValueError(
+            f"target {pair.moe}, the only one of a {pair.dense} model, cannot hold {'; nor '.join(reasons)}{scores}"
+        )
+    return pair.moe, f"the sibling of {pair.dense} in transformers: all but the FFNs is carried over by name, exactly"
+
+
+def text_of(config: Config) -> Config:
+    """What config.json says of the language model: all of it, or its text_config."""
+    if config.get("text_config") is None:
+        return config
+    if not isinstance(config["text_config"], Mapping):
+        raise typed.wrong(config, "text_config", "keys and values")
+    found: Config = config["text_config"]
+    return found
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A dense architecture of PAIRS, as a file in families/ is one."""
+
+    pair: Pair
+    IGNORED: tuple[str, ...] = families.ROTARY_BUFFERS
+
+    def read(self, config: Config) -> DenseSpec:
+        pair, text = self.pair, text_of(config)
+        if (text is config) == bool(pair.wrapped):
+            raise typed.wrong(config, "text_config", "keys and values" if pair.wrapped else "absent")
+        families.refuse_foreign({key: value for key, value in config.items() if key != "architectures"})
+        common.only(text, **pair.only)
+        named = {"intermediate_size": pair.width(text), "architectures": None}
+        spec = families.dense(
+            {**text, **named},
+            pair.dense,
+            context=4096,
+            kv_heads=pair.defaults.get("kv_heads"),
+            head_dim=pair.defaults.get("head_dim"),
+            rope=ROPE,
+            carried=Carried(config),
+        )
+        pair.keys(self.plainest(spec), text)  # what only the writing of config.json reads is checked here too
+        return spec
+
+    @staticmethod
+    def plainest(spec: DenseSpec) -> MoESpec:
+        return MoESpec(spec, tuple(range(spec.layers)), (spec.ffn,), top_k=1, copies=1)
+
+    def carry(self, spec: DenseSpec, entries: Mapping[str, Entry]) -> DenseSpec:
+        """`spec` with every tensor that is no part of an FFN, by its name."""
+        assert spec.carried is not None
+        first = {prefix: self.names(prefix, 0)["gate"].name for prefix in PREFIXES}
+        prefix = next((p for p in PREFIXES if first[p] in entries), PREFIXES[0])
+        ffns = {s.name for layer in range(spec.layers) for s in self.names(prefix, layer).values()}
+        tensors = {
+            name: (entry.shape, entry.dtype)
+            for name, entry in entries.items()
+            if name not in ffns and not any(re.fullmatch(pattern, name) for pattern in self.IGNORED)
+        }
+        layer = re.compile(rf"{re.escape(prefix)}layers\.([0-9]+)\.")
+        beyond = [name for name in tensors if (found := layer.match(name)) and int(found[1]) >= spec.layers]
+        if beyond:
+            raise ValueError(
+                f"there is a tensor {beyond[0]!r}, but config.json promises {spec.layers} layers (0 to "
+                f"{spec.layers - 1}); do the two belong together?"
+            )
+        return replace(spec, carried=replace(spec.carried, tensors=tensors, prefix=prefix))
+
+    def names(self, prefix: str, layer: int, ffn: int = 0) -> dict[str, Source]:
+        """Where gate, up and down of a layer lie."""
+        block, (one, two, three) = f"{prefix}layers.{layer}.{self.pair.dense_block}", self.pair.names
+        if three:
+            names = zip(("gate", "up", "down"), (one, two, three), strict=True)
+            return {matrix: Source(f"{block}.{name}.weight") for matrix, name in names}
+        rows = {"gate": ((0, ffn),), "up": ((ffn, 2 * ffn),)}
+        fused = {matrix: Source(f"{block}.{one}.weight", found) for matrix, found in rows.items()}
+        return {**fused, "down": Source(f"{block}.{two}.weight")}
+
+    def sources(self, spec: DenseSpec) -> dict[str, Source]:
+        assert spec.carried is not None
+        out = {f"carried.{name}": Source(name) for name in spec.carried.tensors}
+        for layer in range(spec.layers):
+            found = self.names(spec.carried.prefix, layer, spec.ffn)
+            out |= {f"layers.{layer}.{matrix}.weight": source for matrix, source in found.items()}
+        return out
+
+
+@dataclass(frozen=True)
+class MoE:
+    """The MoE architecture of a row of PAIRS, as a file in targets/ is one."""
+
+    pair: Pair
+
+    @property
+    def ABILITIES(self) -> Abilities:
+        return self.pair.can
+
+    @property
+    def __name__(self) -> str:
+        return self.pair.moe
+
+    def config(self, moe: MoESpec) -> dict[str, Any]:
+        pair, d = self.pair, moe.dense
+        assert d.carried is not None
+        whole = {key: value for key, value in d.carried.config.items() if key not in LEFT_OUT}
+        text = {key: value for key, value in text_of(whole).items() if key not in (*pair.without, *LEFT_OUT)}
+        heads = {"num_key_value_heads": d.kv_heads, "head_dim": d.head_dim}
+        text |= heads | pair.keys(moe, text_of(whole)) | {"dtype": moe.dtype, "output_router_logits": False}
+        own = {"architectures": [pair.architecture], "model_type": pair.moe, "dtype": moe.dtype}
+        if not pair.wrapped:
+            return text | own
+        if isinstance(whole.get("vision_config"), Mapping):
+            whole["vision_config"] = {**whole["vision_config"], "model_type": f"{pair.moe}_vision"}
+        own["architectures"] = [pair.architecture.replace("ForCausalLM", "ForConditionalGeneration")]
+        return whole | {"text_config": text | {"model_type": pair.wrapped}} | own
+
+    def slots(self, moe: MoESpec) -> Iterator[Slot]:
+        """The carried tensors outside of layers, then layer by layer the carried ones and the FFN."""
+        pair, carried = self.pair, moe.dense.carried
+        assert carried is not None
+        start = re.compile(rf"{re.escape(carried.prefix)}layers\.([0-9]+)\.")
+        layers: dict[int, list[Slot]] = {}
+        for name, (shape, dtype) in carried.tensors.items():
+            found = start.match(name)
+            own = "" if dtype == moe.dense.dtype else dtype  # a few are float32 in a bfloat16 model, and stay so
+            layers.setdefault(int(found[1]) if found else -1, []).append(Slot(name, (f"carried.{name}",), shape, own))
+        yield from layers.get(-1, [])
+        for layer in range(moe.dense.layers):
+            yield from layers.get(layer, [])
+            for slot in self.ffn(moe, f"{carried.prefix}layers.{layer}", layer):
+                if slot.name in carried.tensors:
+                    raise ValueError(f"the source has a tensor {slot.name!r}, which no dense {pair.dense} model has")
+                yield slot
+
+    def ffn(self, moe: MoESpec, prefix: str, layer: int) -> Iterator[Slot]:
+        pair = self.pair
+        if layer not in moe.layers:
+            return common.ffn_slots(moe, f"{prefix}.{pair.dense_block}", f"layers.{layer}", pair.names)
+        return fused_slots(moe, prefix, layer) if pair.fused else self.block(moe, prefix, layer)
+
+    def block(self, moe: MoESpec, prefix: str, layer: int) -> Iterator[Slot]:
+        pair, role, block = self.pair, f"layers.{layer}", f"{prefix}.{self.pair.block}"
+        yield common.one(moe, f"{block}.{pair.router}", f"{role}.router.weight")
+        if pair.bias:
+            shape = (1,) * (pair.bias_dims - 1) + (moe.experts,)
+            yield Slot(f"{block}.{pair.bias}", (f"{role}.router.bias",), shape, "float32")
+        for i in range(moe.experts):
+            yield from common.ffn_slots(moe, f"{block}.experts.{i}", f"{role}.experts.{i}", pair.names)
+        if moe.shared or pair.least(moe):
+            width, hidden = moe.shared or pair.least(moe), moe.dense.hidden
+            for part, name in zip(("gate", "up", "down"), pair.names, strict=True):
+                shape = (hidden, width) if part == "down" else (width, hidden)
+                yield Slot(f"{block}.{pair.shared}.{name}.weight", (f"{role}.shared.{part}.weight",), shape)
+        if pair.shared_gate:
+            yield common.one(moe, f"{block}.{pair.shared_gate}", f"{role}.shared_gate.weight")
+
+    def routers(self, entries: Mapping[str, Entry]) -> dict[int, str]:
+        """The router's name in each MoE layer of a folder."""
+        name = re.compile(rf".*layers\.([0-9]+)\.{re.escape(f'{self.pair.block}.{self.pair.router}')}")
+        return dict(sorted((int(found[1]), found[0]) for found in map(name.fullmatch, entries) if found))
+
+    def notes(self, moe: MoESpec) -> list[str]:
+        pair, carried = self.pair, moe.dense.carried
+        assert carried is not None
+        sentence = (
+            f"training computes {pair.moe} by transformers' own code, with FSDP and mesh.ep alone; our own evaluation "
+            "does not have it: evaluate it with model=hf"
+            if not pair.wrapped
+            else f"plan, convert and verify know {pair.moe}; training and our own evaluation do not: use other tools"
+        )
+        mtp = any(name.startswith("mtp.") for name in carried.tensors)
+        least = pair.least(moe)
+        more = common.empty_shared_note(moe, least) if least else {}
+        more["the layers for multi-token prediction (mtp.) are carried over dense; transformers ignores them"] = mtp
+        return [sentence, *common.notes(moe, pair.can, more)]
+
+
+def fused_slots(moe: MoESpec, prefix: str, layer: int) -> Iterator[Slot]:
+    """One block of granitemoehybrid: the experts of granitemoe, and always a shared one."""
+    yield from granitemoe.granite_block(moe, layer, prefix)
+    if not moe.shared:
+        for name, shape in {"input": (2 * LEAST, moe.dense.hidden), "output": (moe.dense.hidden, LEAST)}.items():
+            yield Slot(f"{prefix}.shared_mlp.{name}_linear.weight", (f"layers.{layer}.shared.down.weight",), shape)

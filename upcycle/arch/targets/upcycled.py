@@ -1,0 +1,153 @@
+"""Our own architecture: holds every dense model of a family, and its MoE; puts a modelling file into the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from upcycle.arch.families.common import Config, cap, check_window_rope, context_length, dense, layers, rope
+from upcycle.arch.spec import ORDERS, SCORES, MoESpec
+from upcycle.arch.targets import common
+from upcycle.arch.targets.common import EITHER, Abilities, Slot
+from upcycle.io import typed
+
+MODELING = Path(__file__).parent.parent / "remote" / "modeling_upcycled.py"  # copied into the output folder
+
+ABILITIES = Abilities(
+    stock=False,
+    blocks=frozenset({"pre", "post", "parallel", "sandwich"}),
+    norms=frozenset({"rms", "rms1p", "layernorm", "layernorm1p"}),
+    qk_norms=frozenset({"none", "head", "full"}),
+    qkv_bias=EITHER,
+    out_bias=EITHER,
+    ffn_bias=EITHER,
+    activations=frozenset(common.HF_ACTIVATIONS),
+    not_gated=True,
+    partial_rotary=True,
+    windows="any",
+    multipliers=True,
+    ropes=True,
+    caps=True,
+    scores=frozenset({"softmax", "sigmoid"}),
+    normalize=EITHER,
+    choices=frozenset({"any", "each-slice"}),
+    shared="any",
+    mixed="any",
+    output_scale=True,
+    uneven=True,
+    router_fp32=True,
+)
+
+
+def config(moe: MoESpec) -> dict[str, Any]:
+    d = moe.dense
+    base = common.base_config(moe, "upcycled", "UpcycledForCausalLM", ABILITIES)
+    base["norm_eps"] = base.pop("rms_norm_eps")  # not every norm of ours is an RMS norm
+    sliding = set(d.window_layers) if d.window is not None else set()
+    return base | {
+        "auto_map": {
+            "AutoConfig": f"{MODELING.stem}.UpcycledConfig",
+            "AutoModelForCausalLM": f"{MODELING.stem}.UpcycledForCausalLM",
+        },
+        "intermediate_size": d.ffn,
+        "gated": d.gated,
+        "block": d.block,
+        "norm": d.norm,
+        "qk_norm": d.qk_norm,
+        "qkv_bias": d.qkv_bias,
+        "out_bias": d.out_bias,
+        "mlp_bias": d.ffn_bias,
+        "sliding_window": d.window if sliding else None,
+        "layer_types": ["sliding_attention" if i in sliding else "full_attention" for i in range(d.layers)],
+        "attention_multiplier": d.attention_scale,
+        "embedding_multiplier": d.embed_scale,
+        "residual_multiplier": d.residual_scale,
+        "logit_multiplier": d.logit_scale,
+        **({"sliding_rope_parameters": dict(d.window_rope)} if d.window_rope is not None else {}),
+        **({"nope_layers": list(d.nope_layers)} if d.nope_layers else {}),
+        **({"attn_logit_softcapping": d.attention_cap} if d.attention_cap else {}),
+        **({"final_logit_softcapping": d.logit_cap} if d.logit_cap else {}),
+        "moe_layers": list(moe.layers),
+        "expert_widths": list(moe.widths),
+        "shared_expert_intermediate_size": moe.shared,
+        "num_experts_per_tok": moe.top_k,
+        "scoring_func": moe.score,
+        "router_order": moe.order,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": moe.output_scale,
+        **({"expert_slices": moe.slices} if moe.slices > 1 else {}),
+    }
+
+
+def read(config: Config) -> MoESpec:
+    d = dense(
+        config,
+        "upcycled",
+        context=2048,
+        kv_heads=4,
+        head_dim=16,
+        eps=("norm_eps", 1e-6),
+        rope=rope(config, context=context_length(config, 2048), partial=1.0),
+        gated=typed.flag(config, "gated", True),
+        block=typed.word(config, "block", "pre", ABILITIES.blocks),
+        norm=typed.word(config, "norm", "rms", ABILITIES.norms),
+        qk_norm=typed.word(config, "qk_norm", "none", ABILITIES.qk_norms),
+        qkv_bias=typed.flag(config, "qkv_bias"),
+        out_bias=typed.flag(config, "out_bias"),
+        ffn_bias=typed.flag(config, "mlp_bias"),
+        attention_scale=typed.number(config, "attention_multiplier", 0.0, low=0),
+        embed_scale=typed.number(config, "embedding_multiplier", 1.0),
+        residual_scale=typed.number(config, "residual_multiplier", 1.0),
+        logit_scale=typed.number(config, "logit_multiplier", 1.0),
+        attention_cap=cap(config, "attn_logit_softcapping", None),
+        logit_cap=cap(config, "final_logit_softcapping", None),
+        window_rope=sliding_rope(config),
+        nope_layers=tuple(typed.wholes(config, "nope_layers", [], low=0, high=layers(config) - 1)),
+        **common.some_windows({"sliding_window": None, "max_window_layers": config.get("num_hidden_layers"), **config}),
+    )
+    widths = tuple(typed.wholes(config, "expert_widths", low=1, high=typed.LARGEST))
+    slices = typed.whole(config, "expert_slices", 1)
+    moe = MoESpec(
+        dense=d,
+        layers=tuple(typed.wholes(config, "moe_layers", low=0, high=d.layers - 1)),
+        widths=widths,
+        top_k=typed.whole(config, "num_experts_per_tok", 2),
+        copies=len(widths) // slices,
+        granularity=slices,
+        choice="each-slice" if slices > 1 else "any",
+        shared=typed.whole(config, "shared_expert_intermediate_size", 0, low=0),
+        score=typed.word(config, "scoring_func", "softmax", SCORES),
+        order=typed.word(config, "router_order", "softmax-then-topk", ORDERS),
+        normalize=typed.flag(config, "norm_topk_prob", True),
+        output_scale=typed.number(config, "routed_scaling_factor", 1.0),
+        dtype=d.dtype,
+    )
+    return common.checked(moe, ABILITIES) if moe.layers else moe  # without MoE layers the class is a plain dense model
+
+
+def sliding_rope(config: Config) -> dict[str, Any] | None:
+    if config.get("sliding_rope_parameters") is None:
+        return None
+    stated = {**config, "rope_scaling": None, "rope_parameters": config["sliding_rope_parameters"]}
+    found = rope(stated, context=context_length(config, 2048), partial=1.0)
+    check_window_rope(found)
+    return found
+
+
+def slots(moe: MoESpec) -> Iterator[Slot]:
+    def moe_layer(layer: int) -> Iterator[Slot]:
+        prefix, role = f"model.layers.{layer}.mlp", f"layers.{layer}"
+        yield common.one(moe, f"{prefix}.gate.weight", f"{role}.router.weight")
+        if moe.score == "sigmoid":
+            yield common.one(moe, f"{prefix}.gate.e_score_correction_bias", f"{role}.router.bias", "float32")
+        for i in range(moe.experts):
+            yield from common.ffn_slots(moe, f"{prefix}.experts.{i}", f"{role}.experts.{i}")
+        if moe.shared:
+            yield from common.ffn_slots(moe, f"{prefix}.shared_experts", f"{role}.shared")
+
+    return common.llama_slots(moe, moe_layer)
+
+
+def notes(moe: MoESpec) -> list[str]:
+    return [f"the folder ships {MODELING.name}, which transformers runs only if told trust_remote_code=True"]

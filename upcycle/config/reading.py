@@ -1,0 +1,231 @@
+"""UpcycleConfig, and `read`, which makes it (or any config dataclass) from a YAML file and key=value words.
+
+All three command lines use `read`. An unknown key is an error that names the nearest right one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from upcycle.config.ready import UPCYCLE
+from upcycle.io import strict
+from upcycle.plugin import nearest
+
+T = TypeVar("T")
+# exceptions that escape OmegaConf: for a list instead of a mapping, for `[=1`, for a list that holds itself
+NONSENSE = (TypeError, IndexError, RecursionError, json.JSONDecodeError)
+OTHER_KEY = re.compile(r"\$\{[\w.\[\]-]+\}")  # ${a.b}: all that a file may ask to be put in
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class RouterInit:
+    # normal, virtual_group: rows from N(0, std), one for each copy | independent: one for each expert | clusters: text
+    # in balanced clusters, one for each copy | hidden: means of hidden states, one text per copy | neurons: a
+    # representative neuron each | auto: clusters where the router chooses in each slice and there is text
+    # (calibration.texts; in training its own data will do), else normal
+    name: str = "auto"
+    # of the rows; 0.01 keeps the logits' own std below 1 up to H=8192; for hidden and neurons: of a row's elements; of
+    # clusters it says nothing
+    std: float = 0.01
+    texts: tuple[str, ...] = ()  # hidden: one file per copy (a domain, or a donor's data)
+
+
+@dataclass(frozen=True)
+class Router:
+    # what makes weights of logits: softmax | sigmoid | auto: softmax, or sigmoid where that alone keeps the model stock
+    # and exact
+    score: str = "softmax"
+    order: str = "softmax-then-topk"  # softmax-then-topk | topk-then-softmax: over all experts, or over the chosen
+    normalize: bool = True  # divide the chosen weights by their sum
+    # any: the best top_k of all experts | each-slice: of each slice of the FFN the best top_k / granularity copies, so
+    # that a token's choice is whole FFNs whatever the router learns; only target upcycled holds it | parts: as any, but
+    # top_k may be no multiple of granularity: a choice is then parts of FFNs, and the start is not the dense model |
+    # auto: each-slice for copies with target=upcycled, else any
+    choice: str = "auto"
+    init: RouterInit = field(default_factory=RouterInit)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Text for what is measured instead of assumed: scale=calibrated, router.init=clusters or hidden, split by
+    activation. In training its own data is read where no texts are named."""
+
+    texts: tuple[str, ...] = ()  # what is measured on: .txt, .jsonl or .jsonl.zst (key `text`)
+    tokens: int = 8192  # how many of them are read
+    length: int = 512  # tokens a sequence
+
+
+@dataclass(frozen=True)
+class UpcycleConfig:
+    source: str = ""  # a folder or a hub id (org/name or org/name@revision)
+    output: str = ""  # the folder to make
+    target: str = "auto"  # an MoE architecture (upcycle/targets), or auto
+    donors: tuple[str, ...] = ()  # branch_train_mix: one dense model per copy; `source` gives the rest
+    # E, a count: copies of every dense FFN, or of each expert of an MoE; with method prune or utility how many experts
+    # a layer of an MoE has afterwards (in training, model.expert_backend names the kernels)
+    experts: int = 8
+    granularity: int = 1  # G: parts a copy is cut into; routed experts = experts * granularity
+    top_k: int = 2  # routed experts that a token takes
+    # 0 | n: n shared experts of the routed width | a fraction below 1: that share of the dense FFN's neurons
+    shared: float = 0
+    layers: Any = "all"  # all | every:N | first-dense:K | a list of layer numbers
+    method: Any = field(default_factory=lambda: {"name": "copy"})  # name, and that method's own keys
+    router: Router = field(default_factory=Router)
+    scale: Any = "exact"  # of the experts' sum: exact | published | calibrated (measured on text) | none | a number
+    scale_in: str = "auto"  # where the scale goes: auto (the target's output scale where it has one) | weights | output
+    calibration: Calibration = field(default_factory=Calibration)
+    dtype: str = ""  # of the result: bfloat16 | float16 | float32; "": the source's
+    seed: int = 0  # of all that is drawn: router rows, noise, redrawn neurons, random splits
+    max_shard: str = "5GB"  # bytes of a safetensors file at most: 5GB, 512MiB
+    sequence: int = 4096  # tokens a sequence that FLOPs a token are counted for
+
+
+def read(
+    kind: type[T],
+    file: str,
+    words: Sequence[str] = (),
+    ready: Path = UPCYCLE,
+    values: Iterable[tuple[str, Any]] = (),
+) -> T:
+    """A `kind` from an optional YAML file (a path, or the name of a ready config), `a.b=value` words and `values`.
+
+    Later ones win. Whatever is wrong is a ValueError of one sentence. ${a.b} in a YAML file or a word is the value of
+    another key; what reaches further, as ${oc.env:HOME} does, is for words alone. JSON and `values` are literal.
+    """
+    try:
+        merged = OmegaConf.create(loaded(file, ready) if file else {})
+        for word in words:
+            key, equals, value = word.partition("=")
+            if not equals or not key:
+                raise ValueError(f"{word!r} is not key=value; write for instance top_k=2")
+            OmegaConf.update(merged, key, word_value(kind, key, value), merge=True)
+        for key, given in values:
+            OmegaConf.update(merged, key, literal(given), merge=True)
+        plain = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, UnicodeError, *NONSENSE) as error:
+        raise ValueError(f"the config cannot be read: {' '.join(str(error).split())}") from None
+    return build(kind, plain)
+
+
+def loaded(file: str, ready: Path) -> dict[str, Any]:
+    """The keys and values of a config file, in which no more than ${a.b} is left to resolve."""
+    path = find(file, ready)
+    by_program = path.suffix == ".json"  # a folder's upcycle.json, a run's config.json
+    found = literal(strict.read_json(path)) if by_program else strict.read_yaml(path)
+    if isinstance(found, dict) and {"plan", "promise", "config", "method"} <= found.keys():
+        found = of_manifest(found)
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds {type(found).__name__}, not keys and values")
+    if not by_program:
+        check_reach(found, file)
+    return found
+
+
+def keys_of(file: str, ready: Path) -> dict[str, Any]:
+    """The keys and values of a config file, resolved."""
+    found: Any = OmegaConf.to_container(OmegaConf.create(loaded(file, ready)), resolve=True)
+    return cast(dict[str, Any], found)
+
+
+def check_reach(value: Any, file: str) -> None:
+    """Raises ValueError about a text that asks for anything but another key, such as a variable of the environment: a
+    file may be a stranger's, and what is put in ends in folders and pages that are given away."""
+    if isinstance(value, str) and "${" in OTHER_KEY.sub("", value):
+        raise ValueError(
+            f"{file} has {value!r}, and in a file only another key can be put in, as in ${{source}}; what reads the "
+            "environment is typed: KEY='${oc.env:NAME}'"
+        )
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        check_reach(inner, file)
+
+
+def literal(value: Any) -> Any:
+    """The value as OmegaConf has to be given it so that ${...} in its texts stays as it is."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + r"\${", value)
+    if isinstance(value, Mapping):
+        return {key: literal(inner) for key, inner in value.items()}
+    return [literal(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def of_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the plan that a converted folder's upcycle.json names: the same plan, with the same hash."""
+    return {**manifest["config"], "method": manifest["method"]}
+
+
+def word_value(kind: type[Any], key: str, text: str) -> Any:
+    """The value of a word, read as YAML; but text for a str field stays as typed: output=0123 is no number."""
+    *path, last = key.split(".")
+    for name in path:
+        kind = get_type_hints(kind).get(name, object) if dataclasses.is_dataclass(kind) else object
+    value = strict.parse_yaml(text, key) if text else ""
+    is_name = dataclasses.is_dataclass(kind) and get_type_hints(kind).get(last) is str
+    return text if is_name and not isinstance(value, str) else value
+
+
+def find(file: str, ready: Path) -> Path:
+    for path in (Path(file), ready / f"{file}.yaml"):
+        if path.is_file():
+            return path
+    known = sorted(p.stem for p in ready.glob("*.yaml"))
+    raise ValueError(
+        f"there is no config {file!r}: give a YAML file or one of "
+        f"{', '.join(known) or 'none here'}{nearest(file, known)}"
+    )
+
+
+def build(kind: type[T], values: Any, where: str = "") -> T:
+    """A dataclass from plain values: unknown keys refused with the nearest right one, types checked by OmegaConf. Texts
+    are literal: ${...} in them is resolved by `read` or not at all."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where or 'the config'} is {strict.short(values)}; it must be keys and values")
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise ValueError(
+                f"unknown key '{where}{key!s:.160}'{elsewhere(kind, str(key)) or nearest(str(key), list(fields))}; "
+                f"known keys: {', '.join(fields)}"
+            )
+    schema: DictConfig = OmegaConf.structured(kind)
+    OmegaConf.set_readonly(schema, False)
+    try:
+        for key, value in values.items():
+            default = getattr(schema, key)
+            if isinstance(default, DictConfig) and OmegaConf.get_type(default) is not dict:
+                inner = build(cast(type[Any], OmegaConf.get_type(default)), value, f"{where}{key}.")
+                values = {**values, key: dataclasses.asdict(inner)}
+            elif isinstance(value, list) and isinstance(default, DictConfig):
+                raise ValueError(f"{where}{key} is {strict.short(value)}; it must be keys and values")
+            elif isinstance(value, Mapping) and isinstance(fields[key].default, tuple):
+                raise ValueError(f"{where}{key} is {strict.short(value)}; it must be a list, as in {where}{key}=[...]")
+            elif isinstance(value, str) and isinstance(fields[key].default, tuple):
+                values = {**values, key: [value]}  # one text, one donor: no brackets needed
+        return OmegaConf.to_object(OmegaConf.merge(schema, literal(values)))  # type: ignore[return-value]
+    except (OmegaConfBaseException, *NONSENSE) as error:
+        first = str(error).splitlines()[0]
+        full = re.search(r"full_key: (\S+)", str(error))
+        raise ValueError(f"{where}{full[1] if full else ''}: {first}".lstrip(": ")) from None
+
+
+def elsewhere(kind: type[Any], key: str) -> str:
+    """'; write X' if a config's ELSEWHERE knows that what people call `key` is X; else nothing."""
+    place = getattr(kind, "ELSEWHERE", {}).get(key)
+    return f"; write {place}" if place else ""
+
+
+def byte_size(text: str) -> int:
+    """'5GB' -> 5_000_000_000."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?B)\s*", str(text).upper())
+    if not match or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a size; write for instance 5GB or 512MiB")
+    return int(float(match[1]) * UNITS[match[2]])

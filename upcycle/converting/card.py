@@ -1,0 +1,212 @@
+"""The plan as text: the table that `upcycle plan` prints (`table`), and the output folder's model card (`text`)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from yaml import YAMLError
+
+from upcycle.cli.frame import printable
+from upcycle.planning import engines, size
+from upcycle.planning.plan import UpcyclePlan, sizes, target
+from upcycle.planning.promise import Promise
+from upcycle.version import __version__
+
+MAX_CARD = 1 << 20  # bytes of a card that are read for its license
+LICENSE = ("license", "license_name", "license_link")  # keys of a card's head
+
+
+def settings(plan: UpcyclePlan) -> dict[str, Any]:
+    """The config with every default filled in."""
+    return asdict(plan.config) | {"method": {"name": plan.method.name} | asdict(plan.method.options)}
+
+
+def human(number: float, unit: str = "") -> str:
+    for threshold, letter in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= threshold:
+            return f"{number / threshold:.4g} {letter}{unit}"
+    return f"{number:.4g} {unit}".rstrip()
+
+
+def promised(plan: UpcyclePlan) -> dict[str, Any]:
+    """The promise as the manifest holds it."""
+    p = plan.promise
+    return {"exact": p.exact, "tolerance": p.tolerance, "reasons": list(p.reasons)}
+
+
+def promise_text(promise: Promise) -> str:
+    if promise.exact:
+        return "exact: the MoE computes what the dense model computes" + (
+            f" ({'; '.join(promise.reasons)})" if promise.reasons else ""
+        )
+    text = f"not exact: {'; '.join(promise.reasons)}"
+    if promise.estimate is not None:
+        e = promise.estimate
+        text += (
+            f". Expected of one MoE block (Gaussian model, this router): error {e.error:.2g}, gain "
+            f"{e.gain:.3g}, cosine {e.cosine:.3g}"
+        )
+    return text
+
+
+def public(source: str) -> str:
+    """A hub id as it is; of a folder the name, without where it lies on this machine."""
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", source) and not os.path.exists(source)
+    return source if is_hub_id else os.path.basename(os.path.normpath(source))
+
+
+def inert(text: str) -> str:
+    """The text as Markdown that shows it: without markup, HTML, pictures or lines of its own."""
+    return re.sub(r"([\\`\[\]|])", r"\\\1", printable(text)).replace("<", "&lt;")
+
+
+def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
+    moe, d, s, config = plan.moe, plan.dense, sizes(plan), plan.config
+    widths = str(moe.widths[0]) if moe.uniform else f"{min(moe.widths)} to {max(moe.widths)}"
+    zeros = f", {moe.padding} of them zeros" if moe.padding else ""
+    made = f"the source has {plan.source_experts}" if plan.grown else f"{moe.copies} copies x {moe.granularity}"
+    yield (
+        "source",
+        f"{public(config.source) if config.source else '(first donor)'}: {d.family}, {d.layers} layers, hidden "
+        f"{d.hidden}, FFN {d.ffn}{'' if d.gated else ' without gate'}, {d.activation}",
+    )
+    if config.donors:
+        yield "donors", ", ".join(map(public, config.donors))
+    yield "target", f"{plan.target}: {plan.why}"
+    yield (
+        "experts",
+        (
+            f"{moe.experts} routed of {widths} neurons{zeros} ({made}), top-{moe.top_k}"
+            + (f", and a shared one of {moe.shared}" if moe.shared else "")
+            + f", in {len(moe.layers)} of {d.layers} layers"
+        ),
+    )
+    yield "method", ", ".join(f"{k}={v}" if k != "name" else v for k, v in settings(plan)["method"].items())
+    norm = "normalised over the chosen" if moe.weights_sum_to_one else "not normalised"
+    each = f", {moe.top_k // moe.slices} of each of {moe.slices} slices" if moe.slices > 1 else ""
+    init = config.router.init
+    drawn = f"rows {init.name}" + ("" if init.name == "clusters" else f", std {init.std:g}")
+    rows = "rows of the source" if plan.grown else drawn
+    yield "router", f"{moe.score}, {moe.order}, {norm}{each}; {rows}"
+    yield "scale", scale_text(plan)
+    yield "function", promise_text(plan.promise)
+    yield (
+        "parameters",
+        f"{human(s.total)} total, {human(s.active)} active ({s.total / s.dense:.2f}x and "
+        f"{s.active / s.dense:.2f}x the {'source' if plan.grown else 'dense'} {human(s.dense)})",
+    )
+    flops, dense_flops = size.moe_flops(moe, config.sequence, gated=plan.gated), size.dense_flops(d, config.sequence)
+    beside = "" if plan.grown else f" (dense {human(dense_flops, 'FLOP')})"
+    yield (
+        "FLOPs/token",
+        f"{human(flops, 'FLOP')} forward and backward at {config.sequence} tokens{beside}",
+    )
+    yield (
+        "on disk",
+        f"{human(plan.bytes, 'B')} in {len(plan.shards)} file{'s' * (len(plan.shards) > 1)}, {moe.dtype}, "
+        f"{len(plan.outputs)} tensors",
+    )
+    yield "runs on", engines.sentence(plan.target, plan.hf_config)
+    if d.carried is None:
+        yield "training", "memory on each GPU, by a training config: upcycle estimate CONFIG gpus=8"
+    for name, why in plan.dropped[:8]:
+        yield "dropped", f"{name}: {why}"
+    if len(plan.dropped) > 8:
+        yield "dropped", f"and {len(plan.dropped) - 8} more buffers"
+    for note in plan.notes:
+        yield "note", note
+    for warning in plan.warnings:
+        yield "warning", warning
+
+
+def scale_text(plan: UpcyclePlan) -> str:
+    moe = plan.moe
+    if plan.scale == "calibrated" and not plan.observed:
+        return (
+            "calibrated: 1 / the router's mean mass, measured on the calibration text when converting, layer by layer"
+        )
+    factors = plan.factors(moe.layers[0])
+    inside = (
+        ", ".join(f"{m} x {f:.4g}" for m, f in factors.items() if f != 1 and m in ("gate", "up", "down"))
+        or "weights as they are"
+    )
+    return f"{plan.scale}: {inside}" + (
+        f", output x {moe.output_scale:g} in the model (routed_scaling_factor)" if moe.output_scale != 1 else ""
+    )
+
+
+def table(plan: UpcyclePlan) -> str:
+    return "\n".join(f"{name:<12} {printable(text)}" for name, text in rows(plan))
+
+
+def tensors(plan: UpcyclePlan) -> Iterator[str]:
+    """A line for each output: name, shape, dtype, recipe."""
+    for output in plan.outputs:
+        first = str(output.parts[0])
+        more = f", and {len(output.parts) - 1} parts more" if len(output.parts) > 1 else ""
+        yield printable(f"{output.name}  {list(output.shape)}  {output.dtype}  =  {first}{more}")
+
+
+def text(plan: UpcyclePlan, dense: Path) -> str:
+    """The README.md of the output folder; `dense`: the folder of the model that it is made of."""
+    from_name = inert(public(plan.config.source or plan.config.donors[0]))
+    load = (
+        "AutoModelForCausalLM.from_pretrained(folder)"
+        if target(plan.target).ABILITIES.stock
+        else "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"
+    )
+    lines = [
+        f"# {from_name}, upcycled to a mixture of experts", "",
+        f"Made by upcycle {__version__} from `{from_name}`.",
+        f"Load it with `{load}`.", "",
+        "| | |", "|---|---|",
+        *(f"| {name} | {inert(value)} |" for name, value in rows(plan) if name != "training"), "",
+        "Every tensor and its sources, from this folder: `python -m upcycle plan upcycle.json --tensors`; with "
+        "`source=FOLDER` if the model it was made from lies elsewhere now.", "",
+    ]  # fmt: skip
+    return f"---\n{metadata(plan, dense)}\n---\n" + "\n".join(lines)
+
+
+def metadata(plan: UpcyclePlan, dense: Path) -> str:
+    """The card's head as the Hub reads it. The base is named by its hub id alone; the license is the base's own."""
+    from huggingface_hub import ModelCardData
+
+    bases = [name for name in (hub_id(source) for source in (plan.config.source, *plan.config.donors)) if name]
+    base: Any = list(dict.fromkeys(bases))
+    data = ModelCardData(
+        base_model=base[0] if len(base) == 1 else base or None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["moe", "upcycled", plan.hf_config["model_type"]],
+        **terms(dense),
+    )
+    return data.to_yaml()
+
+
+def hub_id(source: str) -> str:
+    """The hub id that a source is, or that its folder in the Hub's cache is of; "" for any other folder."""
+    name = public(source).partition("@")[0]
+    if source and "/" in name:
+        return name
+    cached = re.search(r"(?:^|/)models--([\w.-]+?)--([\w.-]+)/snapshots/", source)
+    return "/".join(cached.groups()) if cached else ""
+
+
+def terms(dense: Path) -> dict[str, Any]:
+    """license, license_name and license_link, as the head of the base's own card says them."""
+    from huggingface_hub import ModelCard
+
+    file = dense / "README.md"
+    if not file.is_file() or file.stat().st_size > MAX_CARD:
+        return {}
+    try:
+        data: Any = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
+        found = data.to_dict()
+    except (ValueError, UnicodeDecodeError, YAMLError):
+        return {}
+    return {key: found[key] for key in LICENSE if isinstance(found.get(key), str)}

@@ -1,0 +1,415 @@
+"""convert: a plan -> a checkpoint folder, streamed, restartable, shared by any number of processes.
+
+    OUTPUT.partial/               the folder while it is made; its name keeps anybody from loading it by accident
+        model-00001-of-00009.safetensors.rank-0.part   a shard being written by the process that holds rank-0.lock
+        model-00001-of-00009.safetensors        a complete shard
+        .upcycle/                 the job's own files, removed when all is done
+            job.json              the plan and the source of this conversion
+            observed.safetensors  the measurements on text, so that a restart uses the same numbers
+            rank-0.lock           held while the process of that rank lives
+            rank-0.failed         why the process of that rank stopped
+            model-00001-of-00009.json   size and sha256 of a shard and of all that was read for it, written last: a
+                                  shard without them is made again, and so is one whose source has changed
+    OUTPUT/                       the same folder, renamed when everything is in it
+
+A process that dies at any moment leaves complete shards, which the next run keeps. The bytes depend on the plan and the
+source alone: not on order, threads, processes or the number of restarts.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from upcycle.arch.spec import BYTES
+from upcycle.config.reading import byte_size
+from upcycle.converting import card, make
+from upcycle.converting.job import JOB, OBSERVED, PARTS, POLL, Watch, Worker, check_first, explained, job, read_json
+from upcycle.converting.make import Maker, Piece, piece
+from upcycle.io import disk, publish, strict
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.disk import write_atomic
+from upcycle.io.strict import Count
+from upcycle.planning import request
+from upcycle.planning.plan import Output, UpcyclePlan, target
+from upcycle.version import __version__
+
+MANIFEST = "upcycle.json"
+CARD = "README.md"  # no file of the model: its owner may edit it
+# what the plan measured on text, or chose by that; safetensors, and no loader of weights knows the suffix
+MEASURED = "upcycle.measured"
+LANES = 4  # shards written at once by one process
+
+
+def convert(
+    plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], worker: Worker | None = None, *, quiet: bool = False
+) -> Path:
+    """Make the folder `plan.config.output` and return it. A failure is one ValueError; nothing done is lost."""
+    worker = worker or Worker.here()
+    output = Path(plan.config.output)
+    if not output.name:
+        raise ValueError(f"output is {plan.config.output!r}; write the name of a folder to make")
+    partial = output.with_name(output.name + ".partial")
+    checkpoints[0].copied_files()  # refuses what must not be published before a byte is written
+    identity: dict[str, Any] = {"plan": plan.hash, "source": [c.fingerprint() for c in checkpoints]}
+    if plan.needs_text:  # the text is part of the identity: changed text is another job
+        identity["texts"] = [disk.sha256(Path(path)) for path in request.measured_texts(plan.config)]
+    if complete(output, identity):
+        if worker.rank == 0:
+            check_current(output, checkpoints)
+        return output
+    try:
+        with explained(partial), job(partial, identity, worker, lambda: check_space(plan, partial)) as watch:
+            if worker.rank == 0:
+                check_first(partial, output)
+            plan = replace(plan, observed=observations(plan, checkpoints, partial, watch, quiet=quiet))
+            stale = stale_shards(plan, checkpoints, partial, worker)
+            write_own_shards(plan, checkpoints, partial, worker, stale, quiet=quiet)
+            if worker.rank == 0:
+                wait_for_others(plan, partial, watch, stale)
+                finish(plan, checkpoints, partial, identity)
+                publish.rename(partial, output)
+                shutil.rmtree(output / JOB, ignore_errors=True)
+    except (OSError, ValueError):
+        # if the last run left every shard, rank 0 may rename the folder before a late rank opens it: no failure
+        if worker.rank == 0 or not made(output, identity):
+            raise
+    return output
+
+
+# ---- one job, many processes
+
+
+def complete(output: Path, identity: Mapping[str, Any]) -> bool:
+    """True if this plan already made the output, False if it is yet to be made. Anything else there is a ValueError."""
+    if made(output, identity):
+        shutil.rmtree(output / JOB, ignore_errors=True)  # left if a kill came right after the rename
+        check_whole(output)
+        return True
+    if not output.exists() and not output.is_symlink():
+        return False
+    if output.is_dir() and not any(output.iterdir()):
+        return False  # os.rename replaces an empty folder
+    if (output / MANIFEST).is_file():
+        found = read_json(output / MANIFEST)
+        others = [k for k in identity if not isinstance(found, dict) or found.get(k) != identity[k]]
+        if not others:
+            return complete(output, identity)  # another process made it between the two looks
+        raise ValueError(
+            f"{output} holds the result of another plan or of what the source was before; differing: "
+            f"{' and '.join(others)}; remove it or choose another output"
+        )
+    raise ValueError(f"{output} exists already; remove it or choose another output")
+
+
+def made(output: Path, identity: Mapping[str, Any]) -> bool:
+    found = read_json(output / MANIFEST)
+    return isinstance(found, dict) and {k: found.get(k) for k in identity} == dict(identity)
+
+
+def check_whole(output: Path) -> None:
+    """Raise a ValueError if the files of the output are not those that its manifest lists."""
+    try:
+        said = publish.damage(output / MANIFEST, read_json(output / MANIFEST)["files"])
+    except (KeyError, TypeError, AttributeError):
+        said = f"{output / MANIFEST} does not say what its files are"
+    if said:
+        raise ValueError(f"{said}, so {output} is not what was made; remove it and convert again")
+
+
+def check_current(output: Path, checkpoints: Sequence[Checkpoint]) -> None:
+    """Raise a ValueError if the source is not what the output was made of. All of it is read again only if the size or
+    time of a file changed."""
+    manifest = read_json(output / MANIFEST)
+    try:
+        strict.held(manifest["read"], Read, "read")
+        sums = {name: line["sha256"] for name, line in manifest["files"].items()}
+        said = next((str(p) for p in checkpoints[0].copied_files() if sums.get(p.name) != disk.sha256(p)), "")
+        if not said and manifest["sources"] != [c.stamps() for c in checkpoints]:
+            said = changed(manifest["read"], checkpoints, {})
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{output / MANIFEST} does not say what {output} was made of, as this version's does ({error!r}); remove "
+            f"{output} and convert again"
+        ) from None
+    if said:
+        raise ValueError(f"{said} has changed since {output} was made of it; remove {output} and convert again")
+
+
+# [donor, tensor, its rows or None, sha256] of all that was read: Maker's sums, as JSON
+Read = list[tuple[Count, str, tuple[Count, Count] | None, str]]
+
+
+class Record(TypedDict):
+    """What is known of a finished shard."""
+
+    bytes: Count
+    sha256: str
+    sources: list[Mapping[str, list[int]]]  # stamps of each checkpoint that was read
+    read: Read
+
+
+def changed(read: Read, checkpoints: Sequence[Checkpoint], known: dict[Piece, str]) -> str:
+    """The first tensor that is not as it was read; '' if all are. `known`: the sums computed so far."""
+    for donor, name, rows, sha in read:
+        key = (donor, name, (rows[0], rows[1]) if rows else None)
+        entry = checkpoints[donor].entries.get(name) if donor < len(checkpoints) else None
+        try:
+            if entry is None or known.setdefault(key, known.get(key) or resummed(checkpoints, key)) != sha:
+                return f"tensor {name} in {entry.file if entry else 'the source'}"
+        except ValueError:  # it has fewer rows now
+            return f"tensor {name}"
+    return ""
+
+
+def resummed(checkpoints: Sequence[Checkpoint], key: Piece) -> str:
+    return make.sha256(checkpoints[key[0]].read(key[1], key[2], check=False))
+
+
+def stale_shards(
+    plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, worker: Worker
+) -> dict[str, publish.Stamp]:
+    """{name: stamp} of finished shards that are not as they were written, or were made of other bytes than the source
+    has now. Each rank looks at its own, which it makes again; rank 0 looks at all, to know for which it waits."""
+    now, known, stale = [c.stamps() for c in checkpoints], dict[Piece, str](), dict[str, publish.Stamp]()
+    mine = [name for i, (name, _) in enumerate(plan.shards) if worker.rank in (0, i % worker.count)]
+    found = [
+        (name, line, publish.stamp(partial / name)) for name in mine if (line := record(partial, name)) is not None
+    ]
+    with ThreadPoolExecutor(LANES, "check") as pool:
+        sums = list(pool.map(disk.sha256, [partial / name for name, _, _ in found]))
+    for (name, line, seen), sha in zip(found, sums, strict=True):
+        if sha != line["sha256"] or (line["sources"] != now and changed(line["read"], checkpoints, known)):
+            stale[name] = seen
+    return stale
+
+
+def wait_for_others(plan: UpcyclePlan, partial: Path, watch: Watch, stale: Mapping[str, publish.Stamp]) -> None:
+    def is_missing(name: str) -> bool:  # the one who makes a shard again removes its record before
+        return record(partial, name) is None or publish.stamp(partial / name) == stale.get(name)
+
+    missing = {name: i % watch.worker.count for i, (name, _) in enumerate(plan.shards)}
+    while missing := {name: rank for name, rank in missing.items() if is_missing(name)}:
+        watch.check(set(missing.values()))
+        time.sleep(POLL)
+
+
+def check_space(plan: UpcyclePlan, partial: Path) -> None:
+    folder = next(parent for parent in partial.parents if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if free < plan.bytes * 1.01:
+        raise ValueError(
+            f"the output needs {plan.bytes / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free; free some "
+            "or choose another output"
+        )
+
+
+# ---- shards
+
+
+def write_own_shards(
+    plan: UpcyclePlan,
+    checkpoints: Sequence[Checkpoint],
+    partial: Path,
+    worker: Worker,
+    stale: Mapping[str, publish.Stamp],
+    *,
+    quiet: bool,
+) -> None:
+    own = [shard for i, shard in enumerate(plan.shards) if i % worker.count == worker.rank]
+    finished = [shard for shard in own if shard[0] not in stale and record(partial, shard[0]) is not None]
+    total = sum(out.bytes for _, group in own for out in group)
+    done = sum(out.bytes for _, group in finished for out in group)  # of an earlier run: no part of this one's rate
+    with tqdm(
+        total=total, initial=done, unit="B", unit_scale=True, desc="convert", disable=quiet or worker.rank > 0,
+        mininterval=0.2,
+    ) as bar:  # fmt: skip
+        write_shards(plan, checkpoints, partial, worker, [shard for shard in own if shard not in finished], bar)
+
+
+def write_shards(
+    plan: UpcyclePlan,
+    checkpoints: Sequence[Checkpoint],
+    partial: Path,
+    worker: Worker,
+    shards: list[tuple[str, list[Output]]],
+    bar: Any,
+) -> None:
+    """Write a few shards at a time, each a pipeline: while one waits for the disk, others read, make and hash."""
+    stop = threading.Event()
+
+    def advance(count: int) -> None:
+        if stop.is_set():
+            raise InterruptedError("another shard failed, or Ctrl-C")
+        bar.update(count)
+
+    lanes, cache = in_flight(plan, len(shards))
+    maker = Maker(plan, checkpoints, cache, sums={})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // lanes))
+    try:
+        with ThreadPoolExecutor(lanes, "shard") as pool:
+            suffix = f"rank-{worker.rank}.part"
+            futures = [pool.submit(write_shard, maker, partial, name, group, suffix, advance) for name, group in shards]
+            try:
+                for future in wait_for(futures, return_when=FIRST_EXCEPTION).done:
+                    future.result()
+            except BaseException:
+                stop.set()  # unfinished shards are abandoned: each may have gigabytes to go
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    finally:
+        torch.set_num_threads(threads)
+
+
+def in_flight(plan: UpcyclePlan, shards: int) -> tuple[int, int]:
+    """(shards written at once, bytes of the cache). Each lane needs room for a layer's FFN as read and as made.
+
+    All lanes together keep no more than one full shard, so a large model has fewer lanes, not more memory.
+    """
+    d = plan.dense
+    layer = 2 * sum(prod(shape) for shape in d.ffn_shapes().values()) * max(BYTES[d.dtype], BYTES[plan.moe.dtype])
+    lanes = max(1, min(LANES, shards, byte_size(plan.config.max_shard) // layer))
+    return lanes, lanes * layer
+
+
+def write_shard(
+    maker: Maker, partial: Path, name: str, outputs: list[Output], suffix: str, advance: Callable[[int], None]
+) -> None:
+    """Write one shard: make the next part while this one is copied and hashed and the previous one is written."""
+    part_file, parts = partial / f"{name}.{suffix}", [part for output in outputs for part in output.parts]
+    record_file(partial, name).unlink(missing_ok=True)  # of a shard that is made again
+    with (
+        disk.renamed(part_file, partial / name),
+        ThreadPoolExecutor(1, "make") as pool,
+        disk.Stream(part_file) as stream,
+    ):
+        ahead: Future[Tensor] | None = pool.submit(maker.part, parts[0])
+        stream.write(disk.header(outputs))
+        for following in [*parts[1:], None]:
+            assert ahead is not None
+            tensor = ahead.result()
+            ahead = pool.submit(maker.part, following) if following is not None else None
+            stream.write(tensor)
+            advance(tensor.nbytes)
+    assert maker.sums is not None
+    pieces = {piece(source) for part in parts for source in part.sources}
+    line = {
+        "bytes": stream.bytes,
+        "sha256": stream.sha256,
+        "sources": [c.stamps() for c in maker.checkpoints],
+        "read": [[*key, maker.sums[key]] for key in sorted(pieces, key=repr)],
+    }
+    write_atomic(record_file(partial, name), json.dumps(line).encode())
+
+
+def record_file(partial: Path, name: str) -> Path:
+    return partial / JOB / f"{name.removesuffix('.safetensors')}.json"
+
+
+def record(partial: Path, name: str) -> dict[str, Any] | None:
+    """Size and sha256 of a complete shard, and of what it was made; None if it has to be made."""
+    try:
+        file = record_file(partial, name)
+        line: dict[str, Any] = strict.held(strict.read_json(file), Record, str(file))
+        return line if (partial / name).stat().st_size == line["bytes"] else None
+    except (OSError, ValueError):
+        return None
+
+
+# ---- measurements on text, and the files beside the weights
+
+
+def observations(
+    plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, watch: Watch, *, quiet: bool
+) -> dict[str, Tensor]:
+    """The measurements that the plan needs: rank 0 makes them unless a previous run did, the others wait for them."""
+    from safetensors.torch import save
+
+    path = partial / JOB / OBSERVED
+    if not plan.needs_text:
+        if plan.observed and watch.worker.rank == 0:  # chosen by the plan already
+            write_atomic(path, save(dict(plan.observed)))
+        return dict(plan.observed)
+    from upcycle.text import measure
+
+    if watch.worker.rank == 0 and not is_whole(path):
+        path.with_suffix(".sha256").unlink(missing_ok=True)
+        write_atomic(path, save(measure.measure(plan, checkpoints, quiet=quiet)))
+        write_atomic(path.with_suffix(".sha256"), disk.sha256(path).encode())
+    while not is_whole(path):
+        watch.check([0])
+        time.sleep(POLL)
+    return measure.read(path, plan)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file has the sha256 that was written beside it."""
+    try:
+        return path.with_suffix(".sha256").read_text() == disk.sha256(path)
+    except OSError:
+        return False
+
+
+def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, identity: Mapping[str, Any]) -> None:
+    """Write everything but the weights: index, config, tokenizer, model card, manifest. Remove temporary files."""
+    records = {name: record(partial, name) for name, _ in plan.shards}
+    read = {json.dumps(line[:3]): line for found in records.values() if found for line in found["read"]}
+    beside = [partial / "config.json"]
+    write_atomic(beside[0], json.dumps(plan.hf_config, indent=2).encode() + b"\n")
+    if len(plan.shards) > 1:
+        weight_map = {out.name: name for name, group in plan.shards for out in group}
+        index = {"metadata": {"total_size": plan.bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        beside.append(partial / "model.safetensors.index.json")
+        write_atomic(beside[-1], json.dumps(index, indent=2).encode() + b"\n")
+    modeling = getattr(target(plan.target), "MODELING", None)
+    copied = {path.name: path for path in (*checkpoints[0].copied_files(), *([modeling] if modeling else []))}
+    if plan.observed:
+        copied[MEASURED] = partial / JOB / OBSERVED
+    for name, path in copied.items():
+        beside.append(partial / name)
+        disk.copy(path, beside[-1])
+    write_atomic(partial / CARD, card.text(plan, checkpoints[0].folder).encode())
+    manifest = {
+        **identity,
+        "format": 1,
+        "seed": plan.config.seed,
+        "from": plan.config.source,
+        "donors": list(plan.config.donors),
+        "target": plan.target,
+        "promise": card.promised(plan),
+        "config": card.settings(plan),
+        "method": plan.config.method,  # as it was asked for, of which the plan's hash is; config has its defaults too
+        "router_mass": {k.split(".")[1]: float(v) for k, v in plan.observed.items() if k.endswith(".mass")},
+        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "omegaconf")}
+        | {"python": platform.python_version(), "upcycle": __version__},
+        "files": {name: {k: found[k] for k in ("bytes", "sha256")} for name, found in records.items() if found}
+        | publish.listed(beside),
+        "sources": [c.stamps() for c in checkpoints],
+        "read": [read[key] for key in sorted(read)],
+    }
+    write_atomic(partial / MANIFEST, publish.signed(manifest))
+    for path in partial.iterdir():  # of processes that were killed
+        if PARTS.fullmatch(path.name):
+            path.unlink()
+    disk.sweep(partial)
+
+
+def jsonable(value: Any) -> Any:
+    """The value as it is read again from JSON."""
+    return json.loads(json.dumps(value))

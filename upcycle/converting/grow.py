@@ -1,0 +1,352 @@
+"""Growing and shrinking: a mixture of experts with another number of them, each one of those that the source has.
+
+copy     each expert m times. The copies share their router row, so where the model took k experts it takes all copies
+         of the same k: top_k becomes m * k, each copy has the m-th part of its expert's weight, and the sum is the same
+         whatever the router is, for weights that are normalised over the chosen and for a softmax over all experts.
+utility  the more often an expert was chosen on text, the more copies (published: 2604.19835), top_k as it was. Copies
+         that share a row are chosen together: they would push the k-th expert out, and weigh more the more they are.
+         Exact is what a selection bias makes of it: every copy but the first waits, its bias so low that no token takes
+         it, until training moves the biases (balance.bias_rate). A softmax has none, so it is refused.
+prune    the experts of the largest saliency stay (REAP, 2510.13999): the mean, over the tokens that chose an expert, of
+         its weight times the norm of its output. Not exact; what it costs is measured on the same text.
+
+Every number of the result is one of the source, but for the biases of copies that wait. What is measured on text is in
+the file of `evaluation routing`, which names the model by its fingerprint.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+
+import torch
+from torch import Tensor
+
+from upcycle import plugin
+from upcycle.arch.families.common import Source
+from upcycle.arch.spec import MAX_EXPERTS, MoESpec
+from upcycle.arch.targets.common import Slot
+from upcycle.config.reading import Router, UpcycleConfig, build
+from upcycle.io import strict
+from upcycle.io.checkpoint import Checkpoint, read_header
+from upcycle.io.strict import Count
+from upcycle.planning import methods, request
+from upcycle.planning.methods import Method, Needs, Sizes
+
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys for the number of experts, by architecture
+# keys of UpcycleConfig that say how a dense FFN is cut, and the one value that an MoE's experts leave them
+ONLY: Mapping[str, Any] = {
+    "granularity": 1, "shared": 0, "layers": "all", "scale": "exact", "donors": (), "target": "auto", "router": Router()
+}  # fmt: skip
+MARGIN = 1 / 16  # of a bias that waits, below the lowest that could ever be chosen: float32 rounds
+
+
+@dataclass(frozen=True)
+class Measured:
+    by: str = ""  # the file that `evaluation routing` wrote of the source: how its experts were used on text
+
+    def check(self, sizes: Sizes) -> None:
+        if not self.by:
+            raise ValueError(
+                "method.by names no file; write the one that `python -m evaluation routing SOURCE TEXT` makes, for "
+                "instance method.by=routing.json"
+            )
+
+
+METHODS = {"prune": Measured, "utility": Measured}
+
+
+class Layer(TypedDict):
+    """What is read of a layer in the file of `evaluation routing`."""
+
+    layer: Count
+    chosen: list[Count]  # of each expert: how many tokens took it
+    saliency: list[float]  # of each expert: the mean of weight x norm of its output over these tokens
+    bias: NotRequired[tuple[float, float]]  # the lowest and highest of the selection biases, if there are any
+    pruned: NotRequired[tuple[float, float, float]]  # error, gain, cosine of the FFN with `keep` experts
+
+
+class Found(TypedDict):
+    kind: Literal["routing"]
+    source: str  # fingerprint of what was measured; "": a training run
+    experts: Count
+    keep: Count
+    layers: list[Layer]
+
+
+# ---- what is asked for
+
+
+def asked(config: UpcycleConfig) -> str:
+    """The method of METHODS that a config names; "" if it names another."""
+    name = config.method.get("name") if isinstance(config.method, Mapping) else config.method
+    return name if isinstance(name, str) and name in METHODS else ""
+
+
+def check_dense(config: UpcycleConfig, source: Path) -> None:
+    """Raise a ValueError if a method of METHODS is asked for a dense source."""
+    if asked(config):
+        raise ValueError(
+            f"method {asked(config)} chooses among the experts of a mixture, and {source} is a dense model; name one "
+            f"of {', '.join(plugin.names('upcycle.planning.methods'))}"
+        )
+
+
+def read_method(config: UpcycleConfig) -> Method:
+    """The method by which an MoE's experts are chosen."""
+    name = asked(config)
+    if not name:
+        return request.read_method(config, 0)
+    values = config.method if isinstance(config.method, Mapping) else {}
+    options = build(METHODS[name], {key: value for key, value in values.items() if key != "name"}, "method.")
+    options.check(Sizes(config.experts, config.granularity))
+    # no expert is made of a dense FFN, so nothing asks for one
+    return Method(name, options, name == "utility", Needs(), methods.load("copy").make, None, "")
+
+
+def is_measured(config: UpcycleConfig) -> bool:
+    """True if the plan of this config takes its experts from a file."""
+    return bool(asked(config))
+
+
+def check(config: UpcycleConfig, moe: MoESpec, name: str) -> None:
+    """Raise a ValueError unless `config` makes more or fewer experts of `moe`'s."""
+    other = [key for key, value in ONLY.items() if getattr(config, key) != value]
+    method, already = read_method(config).name, "the source is a mixture of experts already"
+    other += ["method"] if method not in ("copy", *METHODS) else []
+    if name == "upcycled":
+        raise ValueError(f"{already} (upcycled), and only stock ones can be grown")
+    if other:
+        raise ValueError(
+            f"{already} ({name}), whose experts can be copied (method.name=copy or utility) or pruned "
+            f"(method.name=prune): leave {', '.join(other)} as by default"
+        )
+    if method == "copy":
+        check_copies(config, moe, f"{already} ({name}, top-{moe.top_k} of {moe.experts})", name)
+    else:
+        check_count(config, moe, f"{already} ({name}, top-{moe.top_k} of {moe.experts})", method)
+
+
+def check_copies(config: UpcycleConfig, moe: MoESpec, already: str, name: str) -> None:
+    if config.experts < 1 or moe.experts * config.experts > MAX_EXPERTS:
+        raise ValueError(
+            f"experts={config.experts} copies of each of {moe.experts} experts; write experts=1 to "
+            f"{MAX_EXPERTS // moe.experts}"
+        )
+    if config.top_k != moe.top_k * config.experts:
+        raise ValueError(
+            f"{already}; grown to {config.experts} copies of each expert it computes the same with all copies of the "
+            f"chosen ones, so write top_k={moe.top_k * config.experts} (got {config.top_k})"
+        )
+    if not (moe.normalize or moe.score == "softmax"):
+        raise ValueError(
+            f"this {name} model has sigmoid scores that are not normalised (norm_topk_prob=false), so copies of its "
+            "experts would add up to more than they are; growing it is not supported"
+        )
+
+
+def check_count(config: UpcycleConfig, moe: MoESpec, already: str, method: str) -> None:
+    if method == "utility" and moe.score == "softmax":
+        raise ValueError(
+            f"{already}; its softmax scores have no selection bias, by which alone copies in unequal numbers leave the "
+            "function as it is; grow it uniformly: method.name=copy experts=2 "
+            f"top_k={2 * moe.top_k}"
+        )
+    low = max(moe.top_k, 1 if moe.score == "softmax" else 2)  # a sigmoid router adds up the best two of a group
+    low, high = (low, moe.experts - 1) if method == "prune" else (moe.experts + 1, MAX_EXPERTS)
+    if not low <= config.experts <= high:
+        raise ValueError(
+            f"{already}; with method.name={method} `experts` is how many a layer has afterwards: write experts={low} "
+            f"to {high} (got {config.experts})"
+            if low <= high
+            else f"{already}; with fewer experts a token could not take {moe.top_k}, so none can be pruned"
+        )
+    if config.top_k != moe.top_k:
+        raise ValueError(f"{already} and stays so; write top_k={moe.top_k} (got {config.top_k})")
+
+
+def grown_config(config: Mapping[str, Any], experts: int, top_k: int, dtype: str) -> dict[str, Any]:
+    """The source's config.json with the new counts."""
+    left_out = ("_name_or_path", "transformers_version", "torch_dtype", "auto_map")
+    out: dict[str, Any] = {key: value for key, value in config.items() if key not in left_out}
+    out |= {key: experts for key in COUNTS if config.get(key) is not None}
+    return out | {"num_experts_per_tok": top_k, "dtype": dtype}
+
+
+# ---- which experts
+
+
+def choose(config: UpcycleConfig, moe: MoESpec, base: Checkpoint, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the plan of a method of METHODS takes from the file that measured the source; of another method nothing.
+
+    layers.L.experts   of each expert, the one in the source that it is; copies lie beside each other
+    layers.L.wait      what is taken off the bias of every copy but the first (utility)
+    layers.L.pruned    error, gain and cosine of the FFN, if they were measured for so many experts (prune)
+
+    `known`: the same of a plan that was made before.
+    """
+    method = read_method(config)
+    if method.name not in METHODS:
+        return {}
+    if known:
+        return checked(config, moe, method.name, known)
+    file = Path(method.options.by)
+    found: Found = strict.held(strict.read_json(file), Found, str(file))
+    check_found(found, moe, base, file)
+    out: dict[str, Tensor] = {}
+    for row in found["layers"]:
+        prefix = f"layers.{row['layer']}"
+        if method.name == "prune":
+            out[f"{prefix}.experts"] = torch.tensor(kept(row["saliency"], config.experts))
+            if found["keep"] == config.experts and "pruned" in row:
+                out[f"{prefix}.pruned"] = torch.tensor(row["pruned"], dtype=torch.float64)
+        else:
+            counts = torch.tensor(shares(row["chosen"], config.experts))
+            out[f"{prefix}.experts"] = torch.arange(moe.experts).repeat_interleave(counts)
+            low, high = row["bias"]
+            out[f"{prefix}.wait"] = torch.tensor(1 + high - low + MARGIN, dtype=torch.float64)
+    return checked(config, moe, method.name, out)
+
+
+def check_found(found: Found, moe: MoESpec, base: Checkpoint, file: Path) -> None:
+    """Raise a ValueError unless the file measured this model."""
+    again = "make it again with `python -m evaluation routing`, of the folder that is `source`"
+    if found["source"] != base.fingerprint():
+        what = "a training run, which is exported first" if not found["source"] else "another model"
+        raise ValueError(f"{file} was measured on {what}, not on {base.folder}; {again}")
+    for row in found["layers"]:
+        numbers = [*row["saliency"], *row.get("bias", ()), *row.get("pruned", ())]
+        whole = len(row["chosen"]) == len(row["saliency"]) == moe.experts and all(map(math.isfinite, numbers))
+        if not whole or ("bias" in row) != (moe.score == "sigmoid"):
+            raise ValueError(f"{file} does not say of each of {moe.experts} experts how it was used; {again}")
+    if [row["layer"] for row in found["layers"]] != list(moe.layers):
+        raise ValueError(f"{file} has other layers than the {len(moe.layers)} of the source with experts; {again}")
+
+
+def checked(config: UpcycleConfig, moe: MoESpec, method: str, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is known of each layer, if it is what `choose` makes; else a ValueError."""
+    out: dict[str, Tensor] = {}
+    for layer in moe.layers:
+        name = f"layers.{layer}"
+        experts, wait = known.get(f"{name}.experts"), known.get(f"{name}.wait")
+        right = experts is not None and experts.shape == (config.experts,) and experts.dtype == torch.int64
+        if right and experts is not None:
+            steps, every = experts.diff(), method == "utility"  # copies of every expert, or no expert twice
+            ends = int(experts[0]) >= 0 and int(experts[-1]) < moe.experts
+            right = ends and bool((steps >= (0 if every else 1)).all())
+            right = right and (not every or (len(set(experts.tolist())) == moe.experts and wait is not None))
+            out[f"{name}.experts"] = experts
+        if not right:
+            raise ValueError(f"what was measured does not say which experts layer {layer} has; convert again")
+        out |= {key: known[key] for key in (f"{name}.wait", f"{name}.pruned") if key in known}
+    return out
+
+
+def kept(saliency: Sequence[float], count: int) -> list[int]:
+    """The `count` experts of the largest saliency, in their order."""
+    best = sorted(range(len(saliency)), key=lambda i: (-saliency[i], i))
+    return sorted(best[:count])
+
+
+def shares(use: Sequence[int], total: int) -> list[int]:
+    """The copies of each expert, one at least and `total` together: each next one is of the expert of the most use a
+    copy."""
+    copies = [1] * len(use)
+    queue = [(-float(count), 1, i) for i, count in enumerate(use)]
+    heapq.heapify(queue)
+    for _ in range(total - len(use)):
+        i = heapq.heappop(queue)[2]
+        copies[i] += 1
+        heapq.heappush(queue, (-use[i] / copies[i], copies[i], i))
+    return copies
+
+
+def cost(moe: MoESpec, experts: int, observed: Mapping[str, Tensor]) -> str:
+    """What pruning costs, in words."""
+    said = f"method prune keeps {experts} of {moe.experts} experts a layer"
+    measured = [observed[name].tolist() for layer in moe.layers if (name := f"layers.{layer}.pruned") in observed]
+    if not measured:
+        return f"{said}; what that costs was not measured: `evaluation routing` with keep={experts} does"
+    error, gain, cosine = (median(column) for column in zip(*measured, strict=True))
+    return (
+        f"{said}; measured of an FFN on that text: error {error:.2g}, gain {gain:.3g}, cosine {cosine:.3g} (median of "
+        f"layers; the largest error is {max(row[0] for row in measured):.2g})"
+    )
+
+
+# ---- which tensors
+
+
+class Experts:
+    """Which expert of the source each one is, layer by layer."""
+
+    def __init__(self, config: UpcycleConfig, moe: MoESpec, observed: Mapping[str, Tensor]) -> None:
+        uniform = [i for i in range(moe.experts) for _ in range(config.experts)]
+        self.of = {layer: observed[f"layers.{layer}.experts"].tolist() if observed else uniform for layer in moe.layers}
+        self.wait = {
+            layer: float(observed[name]) for layer in moe.layers if (name := f"layers.{layer}.wait") in observed
+        }
+        self.count, self.top_k = len(self.of[moe.layers[0]]), config.top_k
+
+    def bias(self, layer: int, i: int) -> float:
+        """What is added to the selection bias of an expert."""
+        of = self.of[layer]
+        return -self.wait.get(layer, 0.0) if i and of[i] == of[i - 1] else 0.0
+
+
+class Part(NamedTuple):
+    """A part of a tensor: where it lies in the source, its shape, its expert or -1, and what is added to it."""
+
+    source: Source
+    shape: tuple[int, ...]
+    expert: int = -1
+    add: float = 0.0
+
+
+def parts(slot: Slot, source: Mapping[str, Slot], experts: Experts) -> Iterator[Part]:
+    """What a tensor of the new model is stacked of: an expert's tensors, and its row of the router and of what is
+    stacked by expert, are those of the expert that it is."""
+    one = slot.roles[0].split(".")
+    if len(slot.roles) == 1 and "experts" in one:
+        role = ".".join([*one[:3], str(experts.of[int(one[1])][int(one[3])]), *one[4:]])
+        yield Part(Source(source[role].name), slot.shape, int(one[3]))
+    elif "experts" in one or one[2:3] == ["router"]:
+        layer = int(one[1])
+        for i, old in enumerate(experts.of[layer]):
+            row = Source(source[slot.roles[0]].name, ((old, old + 1),))
+            add = experts.bias(layer, i) if one[2:4] == ["router", "bias"] else 0.0
+            yield Part(row, (1, *slot.shape[1:]), i if "experts" in one else -1, add)
+    else:
+        yield Part(Source(source[slot.roles[0]].name), slot.shape)
+
+
+def check_source(slots: Mapping[str, Slot], checkpoint: Checkpoint) -> None:
+    """Raise a ValueError unless the checkpoint has exactly the tensors that its config.json promises."""
+    names = {slot.name: slot.shape for slot in slots.values()}
+    for name, shape in names.items():
+        entry = checkpoint.entries.get(name)
+        if entry is None or entry.shape != shape:
+            have = "no such tensor" if entry is None else f"shape {list(entry.shape)}"
+            raise ValueError(
+                f"config.json of {checkpoint.folder} promises {name!r} of shape {list(shape)}, the files have {have}; "
+                "is the download complete?"
+            )
+    unknown = sorted(checkpoint.entries.keys() - names.keys())
+    if unknown:
+        raise ValueError(
+            f"{checkpoint.folder} has a tensor {unknown[0]!r} that its config.json does not promise; growing would "
+            "lose it"
+        )
+
+
+def stored(file: Path) -> dict[str, Tensor]:
+    """What a plan measured, from the file beside the weights."""
+    from safetensors.torch import load_file
+
+    read_header(file)
+    return load_file(file)

@@ -1,0 +1,460 @@
+"""Checkpoint: a Hugging Face folder read lazily, headers when it is opened, the bytes of a tensor when it is read.
+
+A safetensors file is 8 bytes of header length (little-endian), a JSON header {name: {dtype, shape, data_offsets}}, then
+the tensors' bytes, end to end. The header comes from a stranger, so everything it says is checked against the file
+before a byte is allocated for it: each tensor's bytes match its shape, the tensors fill the data exactly (no overlap,
+no hole, nothing behind), and index entries are plain names in the folder. Nothing is ever unpickled.
+Every refusal is a ValueError of one sentence that names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from upcycle.io.strict import fill, open_regular, parse_object, read_exactly, read_small, short
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER = 50_000_000  # half of what the safetensors package takes, and ten times the longest that is published
+MAX_CONFIG = 16_000_000
+MAX_TENSORS = 100_000  # in one file
+MAX_NAME = 512
+MAX_DIMS = 64
+BLOCK = 1 << 20  # bytes read at a time, and checked while they are still in the processor's cache
+SAMPLE = 4096  # bytes of a sample, see fingerprint
+PAGE = 4096
+
+# The header's name -> torch's name, bits. torch has no types below a byte: such tensors can be listed, not read.
+DTYPES = {
+    "F64": ("float64", 64), "F32": ("float32", 32), "F16": ("float16", 16), "BF16": ("bfloat16", 16),
+    "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8),
+    "U64": ("uint64", 64), "U32": ("uint32", 32), "U16": ("uint16", 16), "U8": ("uint8", 8),
+    "BOOL": ("bool", 8), "C64": ("complex64", 64),
+    "F8_E4M3": ("float8_e4m3fn", 8), "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
+    "F6_E2M3": ("F6_E2M3", 6), "F6_E3M2": ("F6_E3M2", 6), "F4": ("F4", 4),
+}  # fmt: skip
+FIELDS = {"dtype", "shape", "data_offsets"}
+
+# (bytes of an element, the bits of +infinity). As integers, all positive non-finite numbers are at or above these bits.
+INFINITY = {
+    "bfloat16": ("2", 0x7F80), "float16": ("2", 0x7C00), "float32": ("4", 0x7F800000), "complex64": ("4", 0x7F800000),
+    "float64": ("8", 0x7FF0000000000000),
+}  # fmt: skip
+
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack"}
+COPIED = (  # names, or patterns of them: what is published with a model
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "sentencepiece.bpe.model",
+    "spiece.model", "spm.model", "tiktoken.model", "tekken.json", "qwen.tiktoken", "tokenizer.tiktoken", "vocab.json",
+    "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json",
+    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
+)  # fmt: skip
+MAX_COPIED = 100_000_000  # bytes of one of them; the largest tokenizer.json we know has 35 MB
+# terms that a model's makers give it under go where its weights go
+TERMS = (
+    "LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "LICENCE.txt", "LICENCE.md", "COPYING", "NOTICE", "NOTICE.txt",
+    "NOTICE.md", "Notice", "Notice.txt", "USE_POLICY", "USE_POLICY.md", "USE_POLICY.txt", "USAGE_POLICY.md",
+)  # fmt: skip
+DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken", "README.md", *TERMS]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in one file."""
+
+    name: str
+    dtype: str  # torch's name: "bfloat16", "float32", ...
+    shape: tuple[int, ...]
+    file: Path
+    start: int  # absolute byte offsets in the file
+    stop: int
+
+
+class Checkpoint:
+    """A folder of safetensors and a config.json. `read` may be called from many threads at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{folder} has adapters alone, without the model that they are of; give the training run or its merged "
+                "model (export=FOLDER of training), or merge them with peft"
+            )
+        self._config_bytes = read_small(folder / "config.json", MAX_CONFIG)
+        self.config: Mapping[str, Any] = parse_object(self._config_bytes, folder / "config.json")
+        weight_map = read_index(folder)
+        names = sorted(set(weight_map.values())) if weight_map else [single_file(folder)]
+        self.files = tuple(folder / name for name in names)
+        self._handles: dict[Path, FileIO] = {}
+        self._stamps: dict[Path, tuple[int, int]] = {}
+        with ExitStack() as stack:
+            headers = {}
+            for file in self.files:
+                handle = self._handles[file] = stack.enter_context(open_regular(file))
+                self._stamps[file] = stamp(handle)
+                headers[file.name] = parse_header(handle, file)
+            if weight_map:
+                check_index(folder, weight_map, headers)
+            self.entries: Mapping[str, Entry] = {n: e for header in headers.values() for n, e in header.items()}
+            if not self.entries:
+                raise ValueError(f"{self.files[0]} holds no tensors; is this the model's folder?")
+            self._open_files = stack.pop_all()
+
+    @staticmethod
+    def open(source: str | Path) -> Checkpoint:
+        """Open a folder, or download a hub id (org/name or org/name@revision) and open that."""
+        if source != "" and Path(source).is_dir():  # "" would be the current folder, which nobody means
+            return Checkpoint(Path(source))
+        hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", str(source), re.ASCII)
+        if isinstance(source, Path) or not hub_id or Path(source).exists():
+            raise ValueError(
+                f"{str(source)!r} is not a folder, nor a hub id such as org/name or org/name@revision; name one, or "
+                "download the model there (hf download org/name --local-dir FOLDER)"
+            )
+        from huggingface_hub import snapshot_download  # imported here: a folder needs no hub
+
+        try:
+            folder = snapshot_download(hub_id[1], revision=hub_id[2], allow_patterns=DOWNLOADED)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(f"{source} is not a folder here and cannot be had from the hub: {reason}") from error
+        return Checkpoint(Path(folder))
+
+    def read(self, name: str, rows: tuple[int, int] | None = None, *, check: bool = True) -> torch.Tensor:
+        """The tensor, or its rows [first, last) of dim 0, in a buffer of its own. Only these bytes are read.
+
+        check: refuse values that are NaN or infinite, which would spread to everything made from the tensor.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            raise ValueError(f"{self.folder} has no tensor {short(name)} among its {len(self.entries)}")
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"tensor {short(name)} in {entry.file} is {entry.dtype}, which torch has no type for")
+        shape, start, stop = row_range(entry, rows)
+        buffer = on_a_page(stop - start)
+        block_bytes = buffer.numpy()
+        bad = 0
+        for at in range(0, stop - start, BLOCK):
+            block = block_bytes[at : at + BLOCK]
+            fill(self._handle(entry.file), entry.file, block.data, start + at)
+            bad += count_non_finite(block, dtype) if check else 0
+        self._check_unchanged(entry.file)
+        if bad:
+            raise ValueError(
+                f"tensor {short(name)} in {entry.file} has {bad} values that are NaN or infinite among "
+                f"{math.prod(shape)}; such a model cannot be converted, so get an intact copy"
+            )
+        return buffer.view(dtype).reshape(shape)
+
+    def fingerprint(self) -> str:
+        """A name for this content: sha256 of config.json, of files' names, sizes, headers, and of samples of tensors.
+
+        The samples are the first, middle and last 4 KiB of each tensor, so a fingerprint reads megabytes of any model,
+        and a replaced or retrained tensor changes it. Equal fingerprints do not prove that two checkpoints are equal: a
+        change elsewhere in a tensor of more than 12 KiB is not seen, nor are tokenizer files.
+        """
+        digest = hashlib.sha256()
+
+        def add(part: bytes | bytearray) -> None:
+            digest.update(len(part).to_bytes(8, "little"))  # so that parts cannot run together
+            digest.update(part)
+
+        add(self._config_bytes)
+        for file in self.files:
+            handle = self._handle(file)
+            add(file.name.encode())
+            add(str(self._stamps[file][0]).encode())
+            length = int.from_bytes(read_exactly(handle, file, 0, 8), "little")
+            add(read_exactly(handle, file, 8, length))
+        for _, entry in sorted(self.entries.items()):
+            for start, stop in samples(entry):
+                add(read_exactly(self._handle(entry.file), entry.file, start, stop - start))
+        for file in self.files:
+            self._check_unchanged(file)
+        return digest.hexdigest()
+
+    def stamps(self) -> dict[str, list[int]]:
+        """Size and time of change (ns) of every weight file."""
+        return {file.name: list(self._stamps[file]) for file in self.files}
+
+    def copied_files(self) -> list[Path]:
+        """The files that a converted folder takes over: tokenizer, template, generation settings, terms; no code. A
+        ValueError about one that is not the folder's own."""
+        patterns = (*COPIED, *TERMS)
+        names = sorted(name for name in os.listdir(self.folder) if any(fnmatchcase(name, p) for p in patterns))
+        files = [self.folder / name for name in names]
+        return [own(file) for file in files if file.is_symlink() or file.is_file()]
+
+    def close(self) -> None:
+        self._open_files.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _handle(self, file: Path) -> FileIO:
+        handle = self._handles[file]
+        if handle.closed:
+            raise ValueError(f"{self.folder} was closed; read its tensors before close(), or open it again")
+        return handle
+
+    def _check_unchanged(self, file: Path) -> None:
+        if stamp(self._handle(file)) != self._stamps[file]:
+            raise ValueError(f"{file} changed while it was open here; wait until nothing writes it, then start again")
+
+
+# ---- one file's header
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """Every tensor of one safetensors file by name; all that the header says is checked against the file."""
+    with open_regular(file) as handle:
+        return parse_header(handle, file)
+
+
+def parse_header(handle: FileIO, file: Path) -> dict[str, Entry]:
+    size = os.fstat(handle.fileno()).st_size
+    if size < 8:
+        raise ValueError(f"{file} has {size} bytes; a safetensors file starts with 8 bytes of header length")
+    first = read_exactly(handle, file, 0, 8)
+    if first == b"version ":
+        raise ValueError(f"{file} is a git-lfs pointer, not the weights; run `git lfs pull` in its folder")
+    length = int.from_bytes(first, "little")
+    if not 1 <= length <= MAX_HEADER:
+        raise ValueError(
+            f"{file} states a header of {length} bytes; a safetensors header has 1 to {MAX_HEADER}, so this is another "
+            f"kind of file or damaged"
+        )
+    if length > size - 8:
+        raise ValueError(
+            f"{file} states a header of {length} bytes but is cut short: {length + 8 - size} of them are missing; "
+            f"copy or download it again"
+        )
+    header = parse_object(read_exactly(handle, file, 8, length), file, digits=20)
+    check_metadata(file, header.pop("__metadata__", {}))
+    if len(header) > MAX_TENSORS:
+        raise ValueError(f"{file} lists {len(header)} tensors; at most {MAX_TENSORS} a file are read")
+    entries = {name: check_entry(file, name, fields, 8 + length) for name, fields in header.items()}
+    check_layout(file, entries, 8 + length, size)
+    return entries
+
+
+def check_metadata(file: Path, metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{file} has __metadata__ {short(metadata)}; it must map strings to strings")
+    try:
+        for pair in metadata.items():
+            "".join(pair).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{file} has half a UTF-16 surrogate pair in its __metadata__, which is no text") from error
+
+
+def check_entry(file: Path, name: str, fields: Any, base: int) -> Entry:
+    if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+        raise ValueError(
+            f"{file} names a tensor {short(name)} ({len(name)} characters); "
+            f"a name must be 1 to {MAX_NAME} printable characters"
+        )
+    where = f"tensor {short(name)} in {file}"
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"{where} is described by {short(fields)}; it must be an object of dtype, shape and data_offsets"
+        )
+    if fields.keys() != FIELDS:
+        raise ValueError(f"{where} has the fields {short(sorted(fields))}; they must be dtype, shape and data_offsets")
+    kind, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise ValueError(f"{where} has dtype {short(kind)}; known are {', '.join(DTYPES)}")
+    if not whole_numbers(shape) or len(shape) > MAX_DIMS:
+        raise ValueError(f"{where} has shape {short(shape)}; it must be a list of up to {MAX_DIMS} whole numbers >= 0")
+    if not whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{where} has data_offsets {short(offsets)}; they must be two whole numbers >= 0, in order")
+    dtype, bits = DTYPES[kind]
+    # Without the zeros: [2**40, 2**40, 0] is empty, and yet its strides overflow.
+    if math.prod(size for size in shape if size) * bits >= 2**63:
+        raise ValueError(f"{where} has shape {short(shape)}, which is huge: its size in bits overflows 63 bits")
+    want, odd = divmod(math.prod(shape) * bits, 8)
+    start, stop = offsets
+    if odd or stop - start != want:
+        raise ValueError(
+            f"{where} has {stop - start} bytes, but shape {short(shape)} of {kind} takes {want}"
+            f"{' and a part of one' if odd else ''}"
+        )
+    return Entry(name, dtype, tuple(shape), file, base + start, base + stop)
+
+
+def whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)  # a bool is no number
+
+
+def check_layout(file: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:
+    """Check that the tensors fill the file from the header's end to the file's end, each byte once."""
+    at, before = base, "the header"
+    for entry in sorted(entries.values(), key=lambda e: (e.start, e.stop)):
+        if entry.start != at:
+            fault = "overlaps" if entry.start < at else f"leaves a hole of {entry.start - at} bytes after"
+            raise ValueError(f"tensor {short(entry.name)} in {file} {fault} {before}; the tensors must lie end to end")
+        at, before = entry.stop, short(entry.name)
+    if at > size:
+        raise ValueError(f"{file} is cut short: {at - size} of its {at} bytes are missing; copy or download it again")
+    if at < size:
+        raise ValueError(f"{file} has {size - at} trailing bytes that belong to no tensor; copy or download it again")
+
+
+# ---- which files
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """The index's weight_map, {tensor: file name}; empty without an index. total_size is not read: nothing needs it."""
+    file = folder / INDEX
+    if not os.path.lexists(file):
+        return {}
+    weight_map = parse_object(read_small(file, MAX_HEADER), file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{file} has weight_map {short(weight_map)}; it must map tensor names to file names")
+    for tensor, name in weight_map.items():
+        # The name may be a link to elsewhere (the hub's cache is made of links), but it may not spell a path.
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\x00-\x1f.][^/\\\x00-\x1f]*\.safetensors", name):
+            raise ValueError(
+                f"{file} puts tensor {short(tensor)} into {short(name)}; it must be a plain NAME.safetensors beside it"
+            )
+    names = set(weight_map.values())
+    for name in sorted(names):
+        if not os.path.lexists(folder / name):
+            raise ValueError(f"{folder} lacks the file {short(name)} that its {INDEX} names; copy or download it again")
+    if "model.safetensors" not in names and os.path.lexists(folder / "model.safetensors"):
+        raise ValueError(f"{folder} has both model.safetensors and an {INDEX} of other files; delete the stale one")
+    return weight_map
+
+
+def single_file(folder: Path) -> str:
+    """The name of the one safetensors file of a folder without an index."""
+    names = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("."))
+    if "model.safetensors" in names:
+        return "model.safetensors"
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise ValueError(f"{folder} has {len(names)} safetensors files but no {INDEX}, which says what is where")
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+    if pickles:
+        raise ValueError(
+            f"{folder} has {pickles[0]} but no safetensors, and other formats are not read; load the model where you "
+            f"trust it and write it with save_pretrained(folder, safe_serialization=True)"
+        )
+    raise ValueError(f"{folder} has no *.safetensors file; it must be a model's folder")
+
+
+def check_index(folder: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Entry]]) -> None:
+    """Check that the index and the headers agree on which file has which tensor."""
+    seen: dict[str, str] = {}
+    for file, header in headers.items():
+        for name in header:
+            if name in seen:
+                raise ValueError(
+                    f"tensor {short(name)} of {folder} is in two files, {seen[name]} and {file}; one is stale"
+                )
+            seen[name] = file
+    for name, file in weight_map.items():
+        if seen.get(name) != file:
+            place = f" but in {seen[name]}" if name in seen else ""
+            raise ValueError(
+                f"tensor {short(name)} is not in {folder / file}{place}, though {INDEX} says so; is one of them stale?"
+            )
+    for name, file in seen.items():
+        if name not in weight_map:
+            raise ValueError(
+                f"tensor {short(name)} is in {folder / file} but not in {INDEX}; are the files of one model?"
+            )
+
+
+# ---- bytes
+
+
+def own(file: Path) -> Path:
+    """The file, if it may be published with its folder: a regular file of the folder, or of the hub's cache if the
+    folder is a part of that, and of MAX_COPIED bytes at most. A link to elsewhere may lead to any secret."""
+    home, target = Path(os.path.realpath(file.parent)), Path(os.path.realpath(file))
+    places = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(target.is_relative_to(place) for place in places):
+        raise ValueError(
+            f"{file} is a link to {target}, outside of its folder, and would be published with the model; put a copy "
+            "of the file in its place, or remove it"
+        )
+    if not target.is_file():
+        raise ValueError(f"{file} is missing, or no regular file; put the model's own in its place, or remove it")
+    if (size := target.stat().st_size) > MAX_COPIED:
+        raise ValueError(f"{file} has {size} bytes; a {file.name} of more than {MAX_COPIED} is not published")
+    return file
+
+
+def stamp(handle: FileIO) -> tuple[int, int]:
+    status = os.fstat(handle.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def on_a_page(size: int) -> torch.Tensor:
+    """A buffer that begins on a page, so that a direct write (disk.py) needs no copy of it."""
+    if size < BLOCK:  # too small to be worth aligning
+        return torch.empty(size, dtype=torch.uint8)
+    room = torch.empty(size + PAGE, dtype=torch.uint8)
+    return room[-room.data_ptr() % PAGE :][:size]
+
+
+# ---- tensors
+
+
+def row_range(entry: Entry, rows: tuple[int, int] | None) -> tuple[tuple[int, ...], int, int]:
+    """The shape of these rows, and where their bytes start and stop."""
+    if rows is None:
+        return entry.shape, entry.start, entry.stop
+    first, last = rows
+    if not entry.shape or not 0 <= first <= last <= entry.shape[0]:
+        raise ValueError(
+            f"tensor {short(entry.name)} in {entry.file} has no rows {first} to {last}; its shape is {entry.shape}"
+        )
+    row_bytes = (entry.stop - entry.start) // max(entry.shape[0], 1)
+    return (last - first, *entry.shape[1:]), entry.start + first * row_bytes, entry.start + last * row_bytes
+
+
+def samples(entry: Entry) -> Iterator[tuple[int, int]]:
+    """Ranges of bytes to sample: the first, middle and last of a tensor, or all of a small one."""
+    size = entry.stop - entry.start
+    if size <= 3 * SAMPLE:
+        yield entry.start, entry.stop
+        return
+    for start in (entry.start, entry.start + (size - SAMPLE) // 2, entry.stop - SAMPLE):
+        yield start, start + SAMPLE
+
+
+def count_non_finite(block: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype) -> int:
+    """The number of values in these bytes that are NaN or infinite.
+
+    Two maxima tell whether there are any, without extra memory and at the speed of the cache: as signed integers, the
+    positive non-finite numbers are the largest; as unsigned integers, the negative ones are.
+    """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0
+    size, infinity = INFINITY.get(str(dtype).removeprefix("torch."), ("", 0))
+    if size:
+        sign = 1 << (8 * int(size) - 1)
+        if block.view(f"i{size}").max() < infinity and block.view(f"u{size}").max() < sign + infinity:
+            return 0
+    values = torch.from_numpy(block).view(dtype)
+    return int((~torch.isfinite(values.float() if dtype.itemsize == 1 else values)).sum())

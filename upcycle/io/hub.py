@@ -1,0 +1,153 @@
+"""The Hub: a model's headers without its weights (`headers`), and a folder put there (`push`).
+
+model = hub.headers("org/name")      # kilobytes of a model of any size: enough for a plan
+hub.push("./moe", "org/moe")
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from upcycle.converting import card
+from upcycle.converting.convert import MANIFEST, MEASURED
+from upcycle.io.checkpoint import COPIED, INDEX, MAX_CONFIG, MAX_TENSORS, TERMS, Checkpoint, check_entry
+from upcycle.io.publish import FILES, signed
+from upcycle.io.strict import parse_object, read_object, read_small, short
+
+HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+
+
+class Headers(Checkpoint):
+    """A checkpoint on the Hub of which only config.json and the headers of the weight files were fetched."""
+
+    def __init__(self, name: str, config: Path, files: Any) -> None:
+        self.folder = Path(name)  # for sentences: it is nowhere here
+        self._config_bytes = read_small(config, MAX_CONFIG)
+        self.config = parse_object(self._config_bytes, config)
+        self.files, self._handles, self._stamps, self._open_files = (), {}, {}, ExitStack()
+        entries = {}
+        for file, found in files.items():
+            if len(found.tensors) > MAX_TENSORS:
+                raise ValueError(f"{name}/{file} lists {len(found.tensors)} tensors; at most {MAX_TENSORS} are read")
+            for tensor, info in found.tensors.items():
+                if tensor in entries:
+                    raise ValueError(f"tensor {short(tensor)} of {name} is in two files; get an intact model")
+                fields = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": list(info.data_offsets)}
+                entries[tensor] = check_entry(self.folder / file, tensor, fields, 0)
+        if not entries:
+            raise ValueError(f"{name} holds no tensors; is this the model's name?")
+        self.entries = entries
+
+    def read(self, name: str, rows: tuple[int, int] | None = None, *, check: bool = True) -> torch.Tensor:
+        raise ValueError(f"of {self.folder} only headers were fetched, and tensor {short(name)} is wanted")
+
+    def fingerprint(self) -> str:
+        raise ValueError(
+            f"of {self.folder} only headers were fetched, and what was measured must be of its weights; download it "
+            "and write source=FOLDER"
+        )
+
+
+def headers(source: str | Path) -> Checkpoint:
+    """What `source` holds, to plan with: a folder is opened, of a hub id config.json and the headers are fetched. Where
+    the Hub may not be asked (HF_HUB_OFFLINE) the model is opened that was downloaded before."""
+    hub_id = HUB_ID.fullmatch(str(source))
+    if isinstance(source, Path) or not hub_id or Path(source).exists():
+        return Checkpoint.open(source)
+    import huggingface_hub.constants  # which the package alone does not bring
+
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return Checkpoint.open(source)
+    try:
+        config = huggingface_hub.hf_hub_download(hub_id[1], "config.json", revision=hub_id[2])
+        found = huggingface_hub.get_safetensors_metadata(hub_id[1], revision=hub_id[2])
+    except Exception as error:  # of three libraries, below one function
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{source} is not a folder here and cannot be had from the hub: {reason}") from error
+    return Headers(str(source), Path(config), found.files_metadata)
+
+
+# ---- to the Hub
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What `push` sends of a folder: (name, bytes of its content, or the file with them), and the names that stay."""
+
+    folder: Path
+    files: tuple[tuple[str, Path | bytes], ...]
+    left: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(what) if isinstance(what, bytes) else what.stat().st_size for _, what in self.files)
+
+
+def upload(folder: str | Path) -> Upload:
+    """The files of a model's folder that go to the Hub: weights, configs, tokenizer, terms, card, manifest, and the
+    code that config.json names. ValueError if something is missing or no plain file."""
+    folder = Path(folder)
+    with Checkpoint.open(folder) as checkpoint:  # every header is read, and held to its file
+        names = {file.name for file in checkpoint.files}
+        names |= {"config.json", INDEX, "README.md", MANIFEST, MEASURED, FILES}
+        code = checkpoint.config.get("auto_map") or {}
+        modules = [module for module in (code.values() if isinstance(code, dict) else ()) if isinstance(module, str)]
+        names |= {f"{module.partition('.')[0]}.py" for module in modules}
+    names |= {file.name for pattern in (*COPIED, *TERMS) for file in folder.glob(pattern)}
+    there = sorted(path for path in folder.iterdir() if path.name in names)
+    if link := next((path for path in there if path.is_symlink() or not path.is_file()), None):
+        raise ValueError(f"{link} is a link or no file, and what it stands for may be anything; put a copy there")
+    if not (folder / "README.md").is_file():
+        raise ValueError(f"{folder} has no README.md, the card that says what this is; write one")
+    files = tuple((path.name, public_manifest(path) if path.name == MANIFEST else path) for path in there)
+    return Upload(folder, files, tuple(sorted(path.name for path in folder.iterdir() if path.name not in names)))
+
+
+def public_manifest(path: Path) -> bytes:
+    """The manifest without where things lay on this machine: of folders and files the names alone."""
+    manifest = read_object(path)
+
+    def public(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: public(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [public(inner) for inner in value]
+        return card.public(value) if isinstance(value, str) and os.sep in value else value
+
+    body = {key: public(value) if key in ("from", "donors", "config") else value for key, value in manifest.items()}
+    return signed(body)
+
+
+def push(folder: str | Path, hub_id: str, *, private: bool = False) -> str:
+    """Makes the repository unless it is there, sends the folder in one commit, and returns its address."""
+    check_id(hub_id)
+    return send(upload(folder), hub_id, private=private)
+
+
+def send(what: Upload, hub_id: str, *, private: bool = False) -> str:
+    """`push` of what is looked through already: every header was read, and the manifest made."""
+    import huggingface_hub
+    from huggingface_hub import CommitOperationAdd
+
+    api = huggingface_hub.HfApi()
+    operations = [CommitOperationAdd(name, content) for name, content in what.files]
+    try:
+        api.create_repo(hub_id, private=private, exist_ok=True)
+        done = api.create_commit(hub_id, operations, commit_message="Upload a model made by upcycle")
+    except Exception as error:  # of three libraries, below one function
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{what.folder} cannot be put to {hub_id}: {reason}; is `hf auth login` done?") from error
+    return str(done.commit_url)
+
+
+def check_id(hub_id: str) -> None:
+    found = HUB_ID.fullmatch(hub_id)
+    if not found or found[2]:
+        raise ValueError(f"{hub_id!r} is no name on the hub; write org/name")

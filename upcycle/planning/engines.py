@@ -1,0 +1,132 @@
+"""Which engines read a plan's output right: what tests/engines found (engines.json), and the plan's sentence about it.
+
+An engine may ignore a key of config.json or fix what it says, and then runs another model without a word. The table has
+a row for each model that was made and asked; what a model asks of its engine is `asks`. An engine reads a plan right if
+all that the plan asks was in rows that it read right, and none of it is what the rows that it read wrong have more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+from upcycle import plugin
+from upcycle.arch import siblings
+from upcycle.arch.spec import MoESpec
+from upcycle.io import strict
+
+FILE = Path(__file__).with_name("engines.json")
+RIGHT = "right"
+HEAD_DIM, LLAMA3, WINDOW = "head_dim other than hidden/heads", "rope llama3", "sliding windows"
+SILU, OF_HIDDEN = "it computes SiLU whatever the activation", "it takes hidden/heads for the head_dim"
+UNSCALED, WINDOWLESS = "it ignores the scaling of the rope", "it ignores the window"
+NEVER, ALWAYS = "it never normalises the weights of the chosen", "it always normalises the weights of the chosen"
+NO_DENSE, TOKENS = "it takes no dense layers", "its converter wants the special tokens of"
+# The reasons behind some of the rows, by the engine's source: (engine, target, one of the asks that are to blame)
+BECAUSE: Mapping[tuple[str, str, str], str] = {
+    ("vLLM", "mixtral", "activation gelu"): SILU,
+    ("vLLM", "qwen2_moe", HEAD_DIM): OF_HIDDEN,
+    ("vLLM", "granitemoe", HEAD_DIM): OF_HIDDEN,
+    ("vLLM", "granitemoe", "biases on q, k, v"): "it drops the biases of attention",
+    ("llama.cpp", "mixtral", "activation gelu"): SILU,
+    ("llama.cpp", "mixtral", WINDOW): WINDOWLESS,
+    ("llama.cpp", "qwen2_moe", "normalised weights"): NEVER,
+    ("llama.cpp", "qwen2_moe", "dense layers"): NO_DENSE,
+    ("llama.cpp", "qwen2_moe", HEAD_DIM): OF_HIDDEN,
+    ("llama.cpp", "qwen2_moe", LLAMA3): UNSCALED,
+    ("llama.cpp", "qwen3_moe", "weights not normalised"): ALWAYS,
+    ("llama.cpp", "qwen3_moe", "dense layers"): NO_DENSE,
+    ("llama.cpp", "granitemoe", HEAD_DIM): OF_HIDDEN,
+    ("llama.cpp", "dots1", "grouped-query attention"): "it takes as many key heads as heads",
+    # the rest of these two it reads right, once the tokenizer has these tokens
+    ("llama.cpp", "glm4_moe", "a shared expert"): f"{TOKENS} GLM's tokenizer, such as [gMASK]",
+    ("llama.cpp", "solar_open", "a shared expert"): f"{TOKENS} Solar's tokenizer, such as <|startoftext|>",
+    ("MLX", "mixtral", "activation gelu"): SILU,
+    ("MLX", "mixtral", WINDOW): WINDOWLESS,
+    ("MLX", "mixtral", HEAD_DIM): OF_HIDDEN,
+    ("MLX", "mixtral", LLAMA3): UNSCALED,
+    ("MLX", "qwen2_moe", "normalised weights"): NEVER,
+    ("MLX", "qwen2_moe", "dense layers"): NO_DENSE,
+    ("MLX", "qwen2_moe", HEAD_DIM): OF_HIDDEN,
+    ("MLX", "qwen2_moe", LLAMA3): "it knows no scaling of the rope but a linear one",
+    ("MLX", "glm4_moe", LLAMA3): UNSCALED,
+    ("MLX", "granitemoe", HEAD_DIM): OF_HIDDEN,
+    ("mistral.rs", "mixtral", HEAD_DIM): OF_HIDDEN,
+    ("mistral.rs", "mixtral", LLAMA3): UNSCALED,
+    ("mistral.rs", "glm4_moe", LLAMA3): UNSCALED,
+}
+
+
+def asks(moe: MoESpec) -> tuple[str, ...]:
+    """What the model asks of an engine beyond a plain Llama with plain experts in each layer."""
+    d = moe.dense
+    plain = d.embed_scale == d.residual_scale == d.logit_scale == 1.0 and isclose(d.attention_scale, d.head_dim**-0.5)
+    asked = {
+        "normalised weights": moe.weights_sum_to_one,
+        "weights not normalised": not moe.weights_sum_to_one,
+        "a shared expert": bool(moe.shared),
+        "an output scale": moe.output_scale != 1.0,
+        "dense layers": not moe.all_layers,
+        "grouped-query attention": d.kv_heads != d.heads,
+        "biases on q, k, v": d.qkv_bias,
+        "a bias on attention's output": d.out_bias,
+        "q/k norms": d.qk_norm != "none",
+        "head_dim other than hidden/heads": d.head_dim * d.heads != d.hidden,
+        "tied embeddings": d.tied,
+        f"activation {d.activation}": d.activation != "silu",
+        "multipliers": not plain,
+        "sliding windows": bool(d.window_layers),
+        f"rope {d.rope['rope_type']}": d.rope["rope_type"] != "default",
+        "partial rotary": d.partial_rotary != 1.0,
+    }
+    return tuple(name for name, applies in asked.items() if applies)
+
+
+@cache
+def table() -> Mapping[str, Any]:
+    return strict.read_object(FILE)
+
+
+def fits(target: str, moe: MoESpec) -> tuple[list[str], list[str], list[str]]:
+    """(engines that read it right, 'ENGINE: why not' of those that do not, 'ENGINE: what' where it was not tried)."""
+    asked, right, wrong, untried = set(asks(moe)), ["transformers"], [], []
+    for engine in table()["engines"]:
+        rows = [row for row in table()["rows"] if row["target"] == target and engine in row["read"]]
+        known = {ask for row in rows if row["read"][engine] == RIGHT and not row["trained"] for ask in row["asks"]}
+        why = next(blamed(engine, target, rows, known, asked), "")
+        if why:
+            wrong.append(f"{engine}: {why}")
+        elif asked <= known:
+            right.append(engine)
+        else:
+            what = "this architecture" if not rows else ", ".join(ask for ask in asks(moe) if ask not in known)
+            untried.append(f"{engine}: {what}")
+    return right, wrong, untried
+
+
+def blamed(
+    engine: str, target: str, rows: Sequence[Mapping[str, Any]], known: set[str], asked: set[str]
+) -> Iterator[str]:
+    """Why the engine does not read a model that asks `asked`, for each row that says so."""
+    for row in rows:
+        said = row["read"][engine]
+        blame = [ask for ask in row["asks"] if ask not in known] or row["asks"]
+        if said != RIGHT and asked & set(blame):
+            because = [BECAUSE[engine, target, ask] for ask in blame if (engine, target, ask) in BECAUSE]
+            yield (because or [said])[0]
+
+
+def sentence(target: str, config: Mapping[str, Any]) -> str:
+    """transformers, vLLM; not MLX: ...; not tried: ... Of a config.json, because that is what an engine sees."""
+    if target in siblings.MOE:
+        return "transformers; no other engine was tried"
+    chosen = plugin.load("upcycle.arch.targets", target)
+    if not chosen.ABILITIES.stock:
+        return "transformers with trust_remote_code=True; no other engine knows this architecture"
+    right, wrong, untried = fits(target, chosen.read(config))
+    return "; ".join(
+        [", ".join(right), *(f"not {one}" for one in wrong), *([f"not tried: {', '.join(untried)}"] if untried else [])]
+    )

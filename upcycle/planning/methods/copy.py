@@ -1,0 +1,29 @@
+"""Sparse upcycling (Komatsuzaki et al.): every expert is the dense FFN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from upcycle.arch.ffn import FFN
+from upcycle.planning.methods import Place, Sizes
+
+EXACT = True
+
+
+@dataclass(frozen=True)
+class Options:
+    def check(self, sizes: Sizes) -> None:
+        if sizes.granularity != 1:
+            raise ValueError(
+                f"method copy makes whole copies, got granularity={sizes.granularity}; use method.name=virtual_group"
+            )
+
+
+def expert(donors: Sequence[FFN], place: Place, options: Options) -> FFN:
+    return donors[0]
+
+
+def same(place: Place) -> int:
+    """The same key for all experts: they have the same bytes, so they are made once and written often."""
+    return 0

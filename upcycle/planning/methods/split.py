@@ -1,0 +1,37 @@
+"""Split one FFN into disjoint experts (LLaMA-MoE, CMoE): no neuron twice, so the MoE is no larger than the dense model.
+
+All experts together with equal weights are the dense FFN; top-k of them is not, so a split model must be trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from upcycle.arch.ffn import FFN
+from upcycle.planning import rng
+from upcycle.planning.methods import Needs, Place, Sizes
+
+EXACT = False
+
+
+@dataclass(frozen=True)
+class Options:
+    # contiguous | random | activation: neurons that fire together, found on `calibration.texts`; the shared expert
+    # (if any) then gets the most active neurons instead of the first ones
+    by: str = "contiguous"
+
+    def check(self, sizes: Sizes) -> None:
+        if self.by not in ("contiguous", "random", "activation"):
+            raise ValueError(f"method.by is {self.by!r}; split knows contiguous, random and activation")
+
+
+def needs(options: Options) -> Needs:
+    return Needs(disjoint=True, order="method.by=activation" if options.by == "activation" else "")
+
+
+def expert(donors: Sequence[FFN], place: Place, options: Options) -> FFN:
+    if options.by == "random":
+        order = rng.permutation(donors[0].width, place.seed, "split", place.layer)
+        return donors[0].neurons(order[place.own()])
+    return donors[0].neurons(place.own())  # activation: Maker.carved has put the neurons into the measured order

@@ -1,0 +1,29 @@
+"""Virtual-group upcycling (He et al., 2410.07524): G parts of the dense FFN, E times.
+
+Expert e * G + g is part g of copy e; the G experts of a copy share one router row (routers.py), so top-k takes whole
+copies when top_k is a multiple of G. The weighted sum is then the dense FFN divided by G, which the scale undoes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from upcycle.arch.ffn import FFN
+from upcycle.planning.methods import Place, Sizes
+
+EXACT = True
+
+
+@dataclass(frozen=True)
+class Options:
+    def check(self, sizes: Sizes) -> None:
+        pass
+
+
+def expert(donors: Sequence[FFN], place: Place, options: Options) -> FFN:
+    return place.shard(donors[0])
+
+
+def same(place: Place) -> int:
+    return place.part

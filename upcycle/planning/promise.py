@@ -1,0 +1,195 @@
+"""The promise of a plan: exact or not, why not, and the error to expect (`make_promise`).
+
+The expected error is computed, not looked up: the plan's own method, router and scale run on a small Gaussian FFN in
+float64, with router logits as spread as in the real model. No tensor of the source is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from upcycle.arch.ffn import FFN
+from upcycle.arch.spec import BYTES, MoESpec
+from upcycle.arch.targets.common import relu2_as_gated
+from upcycle.config.reading import UpcycleConfig
+from upcycle.planning import rng, routers, scale
+from upcycle.planning.methods import Method, Place
+
+HIDDEN, TOKENS, PART = 64, 256, 16  # of the small FFN: hidden size, tokens, neurons of the narrowest part
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The output of one MoE block compared with the dense FFN's, over Gaussian tokens."""
+
+    error: float  # root mean square of the difference, relative to that of the dense output
+    gain: float  # how much larger the output is, in the dense output's direction
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Promise:
+    exact: bool
+    reasons: tuple[str, ...]  # why not exact; or, of an exact plan, what to know besides
+    estimate: Estimate | None  # None: the error depends on the donors
+    # for verify: largest logit difference over the largest logit, in float32, dense weights rounded as the MoE's are
+    tolerance: float
+
+
+def compare(y: Tensor, want: Tensor) -> Estimate:
+    dot = float((y * want).sum())
+    square = max(float((want * want).sum()), 1e-300)
+    return Estimate(
+        error=math.sqrt(float((y - want).square().sum()) / square),
+        gain=dot / square,
+        cosine=dot / math.sqrt(square * max(float((y * y).sum()), 1e-300)),
+    )
+
+
+def moe_output(
+    x_TD: Tensor, moe: MoESpec, rows_ND: Tensor, experts: list[FFN], activation: str, bias_N: Tensor | None = None
+) -> Tensor:
+    """The reference MoE block without shared expert: the sum of weight * expert(x) over the chosen experts."""
+    weight_TK, expert_TK = routers.weights(x_TD, rows_ND, moe, bias_N)
+    y_TD = torch.zeros_like(x_TD)
+    for index, ffn in enumerate(experts):
+        token, slot = (expert_TK == index).nonzero(as_tuple=True)
+        if token.numel():
+            y_TD[token] += weight_TK[token, slot, None] * ffn(x_TD[token], activation)
+    return y_TD * moe.output_scale
+
+
+def estimate(
+    moe: MoESpec,
+    make: Callable[[FFN, MoESpec, int], FFN],
+    kind: str | float,
+    init: str,
+    std: float,
+    seed: int,
+    gated: bool,
+) -> Estimate:
+    """The Estimate of a plan. `make(ffn, moe, index)`: the method's expert on the small FFN."""
+    parts = moe.experts if moe.disjoint else moe.granularity
+    part = PART if parts < 64 else 4
+    shared = math.ceil(part * parts * moe.cut_shared / max(moe.dense.ffn - moe.cut_shared, 1)) if moe.shared else 0
+    small = replace(
+        moe,
+        dense=replace(moe.dense, hidden=HIDDEN, ffn=part * parts + shared, ffn_bias=False),
+        widths=(part,) * moe.experts,
+        shared=shared,
+        padding=0,
+        shared_padding=0,
+    )
+
+    def draw(name: str, *shape: int) -> Tensor:
+        return rng.normal(shape, seed, "estimate", name).double() / (shape[1] ** 0.5 if name != "tokens" else 1)
+
+    x, f = draw("tokens", TOKENS, HIDDEN), small.dense.ffn
+    gate = {"gate": draw("gate", f, HIDDEN)} if gated else {}
+    if gated and not moe.dense.gated:
+        gate["gate"] = draw("up", f, HIDDEN)  # relu2_as_gated
+    dense = FFN.of(**gate, up=draw("up", f, HIDDEN), down=draw("down", HIDDEN, f))
+    activation = "relu" if gated and not moe.dense.gated else moe.dense.activation
+    independent = moe.disjoint or init == "independent"
+    rows = routers.normal(
+        moe.experts if independent else moe.copies, HIDDEN, std * (moe.dense.hidden / HIDDEN) ** 0.5, seed, 0
+    )
+    rows = routers.repeated(rows.double(), moe.experts)
+    mass = float(routers.weights(x, rows, small)[0].sum(-1).mean()) if kind == "calibrated" else None
+    c = scale.gain(small, kind, mass)
+    assert c is not None
+    factors = scale.weight_factors(small, kind, c, gated=gated)
+    routed = dense.neurons(slice(shared, None))
+    experts = [make(routed, small, i).scaled(factors) for i in range(moe.experts)]
+    experts = [FFN.of(**{m: e[m].double() for m in e.matrices}) for e in experts]
+    y = moe_output(x, small, rows, experts, activation)
+    if shared:
+        y = y + dense.neurons(slice(shared))(x, activation)
+    return compare(y, dense(x, activation))
+
+
+def make_promise(
+    config: UpcycleConfig,
+    moe: MoESpec,
+    method: Method,
+    kind: str | float,
+    chosen: ModuleType,
+    stored: Collection[str],
+) -> Promise:
+    """The Promise of a plan for the target `chosen`. `stored`: the dtypes of the source's tensors."""
+    g, d = moe.granularity, moe.dense
+    gated = d.gated or relu2_as_gated(moe, chosen.ABILITIES)
+    why_not, remarks = [], []
+    if method.needs.mixes:
+        why_not.append("the donors are mixed")
+    elif not method.exact:
+        why_not.append(f"method {method.name} changes the experts")
+    if not moe.weights_sum_to_one:
+        why_not.append("the router's weights are not normalised over the chosen")
+    elif method.exact and g > 1 and moe.top_k % g:
+        why_not.append(f"top_k={moe.top_k} is not a multiple of granularity={g}, so no choice is whole copies")
+    elif method.exact and g > 1 and config.router.init.name == "independent":
+        why_not.append("experts of one copy have router rows of their own (router.init.name=independent)")
+    c = scale.gain(moe, kind, None)
+    if method.exact and moe.weights_sum_to_one and kind != "calibrated":
+        if kind == "published" and c != 1 and d.activation != "relu2":
+            why_not.append(
+                "scale=published multiplies "
+                f"{'gate, up and down by the cube' if d.gated else 'up and down by the square'} root of {c:g}, "
+                f"under which {'SwiGLU' if d.gated else d.activation} is not homogeneous"
+            )
+        elif c != scale.whole(moe):
+            why_not.append(f"scale is {c:g}, exact is {scale.whole(moe):g}")
+    exact = not why_not
+    rounded = rounding(moe, kind, c, gated, chosen, stored)
+    half = moe.dtype in ("bfloat16", "float16")
+    if exact and rounded:
+        remarks.append(f"exact but for the rounding of {rounded} to {moe.dtype}")
+    if exact and half and g > 1 and not chosen.ABILITIES.router_fp32:
+        remarks.append(
+            f"computed in {moe.dtype} on a CPU, router logits tie and about 0.5 % of tokens a layer split a virtual "
+            "group; CUDA's topk keeps groups whole, and so do targets that route in float32"
+        )
+
+    def small_expert(ffn: FFN, small: MoESpec, index: int) -> FFN:
+        if method.needs.order:  # the order is measured later; here any order stands for it
+            ffn = ffn.neurons(rng.permutation(ffn.width, config.seed, "split", 0))
+        place = Place(0, index, small.copies, small.granularity, small.widths, config.seed)
+        expert = method.expert([ffn if d.gated else ffn.without_gate()], place)
+        return expert if gated == d.gated else expert.with_gate_as_up()
+
+    expected = (
+        None
+        if method.needs.mixes
+        else estimate(moe, small_expert, kind, config.router.init.name, config.router.init.std, config.seed, gated)
+    )
+    if exact and expected is not None:
+        assert expected.error < 1e-9, f"a plan called exact has an error of {expected.error}"
+    return Promise(exact, tuple(why_not or remarks), expected, 1e-5)
+
+
+def rounding(
+    moe: MoESpec,
+    kind: str | float,
+    c: float | None,
+    gated: bool,
+    chosen: ModuleType,
+    stored: Collection[str],
+) -> str:
+    """The kind of weights that are rounded when stored; '' if every number is kept."""
+    for dtype in sorted(stored):
+        if BYTES[moe.dtype] < BYTES[dtype] or {moe.dtype, dtype} == {"bfloat16", "float16"}:
+            return f"{dtype} weights"
+    if BYTES[moe.dtype] >= 4:
+        return ""
+    if c is not None:
+        factors = scale.weight_factors(moe, kind, c, gated=gated)
+        if any(math.frexp(factors[matrix])[0] != 0.5 for matrix in moe.dense.ffn_matrices):  # not a power of two
+            return "scaled weights"
+    return "norm weights + 1" if moe.dense.norm == "rms1p" and "rms1p" not in chosen.ABILITIES.norms else ""

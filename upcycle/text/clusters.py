@@ -1,0 +1,94 @@
+"""Router rows that divide text from the first step: balanced clusters of what a layer's router reads.
+
+Rows drawn at random send most tokens to a few experts, and where they send them says little of the tokens; training
+moves half of all tokens elsewhere before it is over (docs/study.md). These rows are linear, as a router is: an expert's
+score is how near its cluster's centre is, less a price that is high where too many tokens would come.
+
+Shapes: T tokens, D hidden size, N clusters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from upcycle.planning import rng
+
+SPREAD = 0.3  # standard deviation of a token's logits over the clusters
+ROUNDS = 12  # of k-means
+BIDS = 25  # changes of the prices in a round
+BID = 0.08  # of a change, in deviations of the distances: of one that has e times its share of tokens
+LAST = 200  # changes when the rows are made, each smaller
+EMPTY = 0.05  # of its fair share counts as an empty cluster's load, so that its price does not fall for ever
+CONSTANT = 1e-4  # ridge of the direction along which all tokens agree
+
+
+@torch.no_grad()
+def rows(x_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
+    """(N, D) float32 rows of a router that sends about as many of these tokens to each of `count` clusters."""
+    if len(x_TD) < 2 * count or count < 2:
+        raise ValueError(
+            f"{len(x_TD)} tokens of text cannot be divided into {count} clusters for router.init.name=clusters; give "
+            f"at least {2 * max(count, 2)} (calibration.tokens), two experts, or write router.init.name=normal"
+        )
+    x_TD = x_TD.float()
+    mean_D = x_TD.mean(0)
+    apart_TD = x_TD - mean_D
+    centre_ND = first_centres(apart_TD, count, seed, layer)
+    price_N = x_TD.new_zeros(count)
+    for _ in range(ROUNDS):
+        far_TN = distances(apart_TD, centre_ND)
+        unit = far_TN.std(1).mean()
+        for _ in range(BIDS):
+            price_N = price_N + BID * unit * excess((far_TN + price_N).argmin(1), count)
+        cluster_T = (far_TN + price_N).argmin(1)
+        member_NT = (cluster_T == torch.arange(count, device=x_TD.device)[:, None]).float()
+        size_N = member_NT.sum(1, keepdim=True)  # sums as products: in the same order each time, on a GPU too
+        centre_ND = torch.where(size_N > 0, member_NT @ apart_TD / size_N.clamp_min(1), centre_ND)
+    agreed_D = constant(x_TD, torch.cat([mean_D[None], centre_ND]))
+    rows_ND = nearness(centre_ND, price_N, mean_D, agreed_D)
+    unit = (x_TD @ rows_ND.T).std(1).mean()
+    for step in range(LAST):  # the constant is not quite one
+        loads_N = excess((x_TD @ rows_ND.T).argmax(1), count)
+        rows_ND = rows_ND - BID * (1 - step / LAST) * unit * loads_N[:, None] * agreed_D
+    rows_ND = rows_ND - rows_ND.mean(0)
+    return rows_ND * (SPREAD / (x_TD @ rows_ND.T).std(1).mean().clamp_min(1e-12))
+
+
+def first_centres(apart_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
+    """Tokens as first centres (k-means++): each next one is drawn by how far it is from all so far."""
+    generator = rng.generator(seed, "cluster tokens", layer)
+    far_T, drawn = torch.ones(len(apart_TD)), list[int]()
+    for _ in range(count):
+        weight_T = far_T if float(far_T.sum()) > 0 else torch.ones_like(far_T)
+        drawn.append(int(torch.multinomial(weight_T, 1, generator=generator)))
+        to_last_T = ((apart_TD - apart_TD[drawn[-1]]) ** 2).sum(1).cpu()
+        far_T = to_last_T if len(drawn) == 1 else torch.minimum(far_T, to_last_T)
+    return apart_TD[drawn].clone()
+
+
+def distances(apart_TD: Tensor, centre_ND: Tensor) -> Tensor:
+    """Squared distances (T, N), without |x|^2, which is the same for all clusters."""
+    return (centre_ND**2).sum(1) - 2 * apart_TD @ centre_ND.T
+
+
+def nearness(centre_ND: Tensor, price_N: Tensor, mean_D: Tensor, agreed_D: Tensor) -> Tensor:
+    """Rows that say -|x - mean - c|^2 - price of each centre c, less what is the same for all: linear in x, where a
+    constant is a row along the direction in which x is 1."""
+    offset_N = -(centre_ND**2).sum(1) - 2 * centre_ND @ mean_D - price_N
+    return 2 * centre_ND + offset_N[:, None] * agreed_D
+
+
+def excess(cluster_T: Tensor, count: int) -> Tensor:
+    """The logarithm of each cluster's load over the mean."""
+    return (torch.bincount(cluster_T, minlength=count) * (count / len(cluster_T))).float().clamp_min(EMPTY).log()
+
+
+def constant(x_TD: Tensor, span_MD: Tensor) -> Tensor:
+    """The direction in the span on which all tokens come as near to 1 as they can."""
+    seen_TM = (x_TD @ span_MD.T).double()
+    gram_MM = seen_TM.T @ seen_TM
+    gram_MM.diagonal().add_(CONSTANT * gram_MM.diagonal().mean())
+    weight_M = torch.linalg.solve(gram_MM, seen_TM.sum(0))
+    direction_D: Tensor = weight_M.float() @ span_MD
+    return direction_D

@@ -1,0 +1,116 @@
+"""`measure`: the numbers that a plan needs from the dense model on text, from one streamed pass over its layers.
+
+layers.L.rows    the router's rows that divide text into clusters, or directions for rows: domain means, gate rows of
+                 representative neurons
+layers.L.order   the order of the neurons: the shared expert's first, then expert after expert
+layers.L.mass    the mean, over tokens, of the sum of the chosen weights
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from upcycle import plugin
+from upcycle.converting.make import Maker, router_rows
+from upcycle.io.checkpoint import Checkpoint, read_header
+from upcycle.planning import request, routers
+from upcycle.planning.plan import UpcyclePlan
+from upcycle.text import clusters, observe
+from upcycle.text import tokens as text
+
+TOP = 10  # the most active neurons that mark a token, as in CMoE
+
+
+def measure(
+    plan: UpcyclePlan,
+    checkpoints: Sequence[Checkpoint],
+    *,
+    quiet: bool = False,
+    given: Callable[[], Tensor] | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """Runs the dense model on the texts that the config names, or where it names none on the ids [sequence, token] that
+    `given` makes, and returns what the plan needs. What costs most is computed on `device`."""
+    moe, init = plan.moe, plan.config.router.init
+    if given is None or request.measured_texts(plan.config):
+        ids, domain = tokens(plan, checkpoints)
+    else:
+        ids = given()
+        domain = torch.zeros(ids.numel(), dtype=torch.int64)
+    measured: dict[str, Tensor] = {}
+    for view in observe.walk(plan.dense, reader(plan, checkpoints), ids, quiet=quiet, device=device):
+        if view.layer not in moe.layers:
+            continue
+        prefix, rows = f"layers.{view.layer}", None
+        if init.name == "clusters":
+            rows = clusters.rows(view.router_input, moe.copies, plan.config.seed, view.layer).cpu()
+        x_TD = view.router_input.cpu()
+        if plan.method.needs.order:
+            marks_TF = observe.neuron_activity(view.ffn, x_TD, plan.dense.activation, TOP)
+            order, representatives = observe.cluster_neurons(marks_TF, moe.cut_shared, moe.cut_widths, plan.config.seed)
+            measured[f"{prefix}.order"] = order
+            if init.name == "neurons":
+                rows = view.ffn["gate" if plan.dense.gated else "up"][representatives].float()
+        if init.name == "hidden":
+            rows = observe.domain_means(x_TD, domain)
+        if rows is not None:
+            measured[f"{prefix}.rows"] = rows.contiguous()
+        if plan.scale == "calibrated":
+            distinct = router_rows(plan, view.layer, rows)
+            mass = observe.router_mass(x_TD, routers.repeated(distinct, moe.experts), moe)
+            measured[f"{prefix}.mass"] = torch.tensor(mass, dtype=torch.float64)
+    return measured
+
+
+def read(path: Path, plan: UpcyclePlan) -> dict[str, Tensor]:
+    """What was measured for a plan, from the file that keeps it; a ValueError if it is not what the plan asks for."""
+    from safetensors.torch import load_file
+
+    read_header(path)
+    found, moe = load_file(path), plan.moe
+    fits: dict[str, Callable[[Tensor], bool]] = {}
+    if plan.method.needs.order:
+        every = torch.arange(plan.dense.ffn)
+        fits["order"] = lambda order: order.shape == every.shape and torch.equal(order.sort().values, every)
+    if plan.config.router.init.name in routers.MEASURED:
+        sizes = [(rows, plan.dense.hidden) for rows in (moe.copies, moe.experts)]
+        fits["rows"] = lambda rows: tuple(rows.shape) in sizes and bool(rows.isfinite().all())
+    if plan.scale == "calibrated":
+        fits["mass"] = lambda mass: not mass.shape and 0 < float(mass) < math.inf
+    for name in (f"layers.{layer}.{kind}" for layer in moe.layers for kind in fits):
+        if name not in found or not fits[name.rpartition(".")[2]](found[name]):
+            raise ValueError(f"{path} has no {name} as it is measured for this plan; remove it and start again")
+    return found
+
+
+def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> tuple[Tensor, Tensor]:
+    """(ids [sequence, token], domain of every token): the router's texts, one domain each, or the calibration texts."""
+    calibration, init = plan.config.calibration, plan.config.router.init
+    texts = request.measured_texts(plan.config)
+    groups = [(path,) for path in texts] if init.name == "hidden" else [texts]
+    share = max(1, calibration.tokens // len(groups))
+    batches = [
+        text.token_batches(checkpoints[0].folder, group, share, calibration.length, plan.dense.vocab)
+        for group in groups
+    ]
+    domain = torch.cat([torch.full((batch.numel(),), i) for i, batch in enumerate(batches)])
+    return torch.cat(batches), domain
+
+
+def reader(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> observe.Read:
+    """A function role -> tensor of the dense model: the base, or the donors' mean if the method averages the rest."""
+    maker = Maker(plan, checkpoints)
+    sources = plugin.load("upcycle.arch.families", plan.dense.family).sources(plan.dense)
+    donors = range(1, len(checkpoints)) if plan.method.needs.rest == "mean" else [0]
+
+    def read(role: str) -> Tensor:
+        source = sources[role]
+        tensors = [maker.read(type(source)(source.name, source.rows, donor)) for donor in donors]
+        return tensors[0] if len(tensors) == 1 else Maker.mean(tensors)
+
+    return read

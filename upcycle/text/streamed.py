@@ -1,0 +1,277 @@
+"""Streamed: a stock transformers model that runs with the weights of one layer in memory at a time.
+
+The model is built as from_pretrained builds it, but its parameters are on the meta device. When a layer (or the
+embedding, the last norm, the head) is called, a hook reads its tensors, transformers' own loader converts and places
+them, and a second hook puts them back on the meta device. So a model of any size needs the room of its largest layer
+and of the hidden states. A folder that ships our modelling file runs with the package's own copy, after the two were
+found equal byte for byte: no remote code runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from upcycle.arch.targets import upcycled
+from upcycle.io.checkpoint import Checkpoint
+
+BATCH = 8192  # tokens in one forward; each reads all layers once
+AtLayer = Callable[[int, nn.Module], None]  # called with a layer whose weights are there, before it runs
+
+
+@dataclass
+class Unit:
+    """What is loaded at once: a decoder layer, or a module outside of them that has parameters of its own."""
+
+    path: str
+    module: nn.Module
+    names: list[str]  # of the checkpoint's tensors
+    keep: bool = False  # stays loaded between calls
+
+
+class Streamed:
+    """The causal LM of an open checkpoint. `change(name, tensor)`: applied to each tensor read. `experts`:
+    transformers' experts_implementation, "" for its default. A ValueError if folder and model do not fit."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        change: Callable[[str, Tensor], Tensor] | None = None,
+        experts: str = "",
+    ) -> None:
+        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+        self.change = change or (lambda _, tensor: tensor)
+        self.at_layer: AtLayer = lambda *_: None
+        try:
+            with quiet(), empty_parameters():
+                self.model: Any = built(checkpoint, dtype, experts)
+        except ValueError as error:
+            raise self.refused(error) from error
+        except Exception as error:  # a config.json that does not fit raises errors of any type
+            raise self.refused(error) from error
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+        self.units = self.divided()
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(lambda *_, unit=unit: None if unit.keep else self.load(unit))
+            unit.module.register_forward_hook(lambda *_, unit=unit: None if unit.keep else free(unit.module))
+
+    def refused(self, error: Exception) -> ValueError:
+        reason = " ".join(str(error).split()) or "no reason given"
+        return ValueError(f"transformers cannot load {self.checkpoint.folder} ({type(error).__name__}: {reason})")
+
+    def divided(self) -> list[Unit]:
+        """Every module that is loaded at once, with its tensors. All of the model's and of the folder's are among
+        them, else a ValueError."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        model: Any = self.model
+        mapping: list[Any] = get_model_conversion_mapping(model)
+        self.config = LoadStateDictConfig(
+            dtype=self.dtype,
+            device_map={"": self.device},
+            weight_mapping=mapping,
+            dtype_plan=model._get_dtype_plan(self.dtype),
+        )
+        layers = {f"{model.base_model_prefix}.layers.{i}": m for i, m in enumerate(model.base_model.layers)}
+        owners = {
+            path: module
+            for path, module in model.named_modules()
+            if any(True for _ in module.parameters(recurse=False))
+            and not path.startswith(f"{model.base_model_prefix}.layers.")
+        }
+        units = {path: Unit(path, module, []) for path, module in [*layers.items(), *owners.items()]}
+        renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
+        converters = [m for m in mapping if isinstance(m, WeightConverter)]
+        state, unexpected = model.state_dict(), []
+        ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+        for name in self.checkpoint.entries:
+            key, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+            path = next((p for p in (prefix(key), key.rpartition(".")[0]) if p in units), None)
+            if path is not None and key in state:
+                units[path].names.append(name)
+            elif not any(re.search(pattern, name) for pattern in ignored):
+                unexpected.append(name)
+        if unexpected:
+            raise self.problem("unexpected_keys", unexpected)
+        self.tied = {
+            target.rpartition(".")[0]: source.rpartition(".")[0]
+            for target, source in getattr(model, "all_tied_weights_keys", {}).items()
+        }
+        return list(units.values())
+
+    def problem(self, what: str, names: list[str]) -> ValueError:
+        shown = f"{', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}"
+        return ValueError(f"transformers reports {what} in {self.checkpoint.folder}: {shown}")
+
+    # ---- the weights of one layer
+
+    def load(self, unit: Unit) -> None:
+        if not unit.names and unit.path in self.tied:
+            (source,) = (u for u in self.units if u.path == self.tied[unit.path])
+            self.fill(source)
+            unit.module.weight = source.module.weight
+            free(source.module)
+        else:
+            self.fill(unit)
+        layer = re.search(r"\.layers\.(\d+)$", unit.path)
+        if layer:
+            self.at_layer(int(layer[1]), unit.module)
+
+    def fill(self, unit: Unit) -> None:
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+
+        tensors = {name: self.change(name, self.checkpoint.read(name)) for name in unit.names}
+        try:
+            with quiet():
+                info, _ = convert_and_load_state_dict_in_model(self.model, tensors, self.config)
+        except Exception as error:
+            raise self.refused(error) from error
+        own = {f"{unit.path}.{name}" for name in unit.module.state_dict()}
+        for what, names in (
+            ("mismatched_keys", [name for name, *_ in info.mismatched_keys]),
+            ("conversion_errors", list(info.conversion_errors)),
+            ("missing_keys", list(own & info.missing_keys)),
+        ):
+            if names:
+                raise self.problem(what, names)
+
+    # ---- running it
+
+    @torch.no_grad()
+    def hidden(self, rows: list[Tensor], label: str, at_layer: AtLayer | None = None) -> Tensor:
+        """The last hidden states [token, hidden] of these sequences; what the head makes logits of."""
+        self.at_layer = at_layer or self.at_layer
+        out = []
+        with tqdm(total=sum(row.numel() for row in rows), desc=label, unit="token", delay=2) as bar:
+            for batch in batches(rows):
+                self.output = self.model.base_model(input_ids=batch.to(self.device), use_cache=False)
+                out.append(self.output.last_hidden_state.flatten(0, 1))
+                bar.update(batch.numel())
+        return torch.cat(out)
+
+    @contextmanager
+    def with_head(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """A function hidden states [token, hidden] -> logits [token, vocabulary]: the stock model's own last steps."""
+        base = self.model.base_model
+        heads = [u for u in self.units if u.module is self.model.get_output_embeddings()]
+
+        @torch.no_grad()
+        def logits(hidden_TD: Tensor) -> Tensor:
+            self.output.last_hidden_state = hidden_TD[None]
+            out: Tensor = self.model(input_ids=torch.zeros(1, len(hidden_TD), dtype=torch.long), use_cache=False).logits
+            return out[0]
+
+        base.forward = lambda *_, **__: self.output
+        for unit in heads:
+            self.load(unit)
+            unit.keep = True
+        try:
+            yield logits
+        finally:
+            del base.forward
+            for unit in heads:
+                unit.keep = False
+                free(unit.module)
+
+
+def prefix(key: str) -> str:
+    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`."""
+    found = re.match(r"(.*?\.layers\.\d+)\.", key)
+    return found[1] if found else ""
+
+
+def batches(rows: list[Tensor]) -> Iterator[Tensor]:
+    """Sequences of one length stacked, BATCH tokens at most (or one longer sequence)."""
+    at = 0
+    while at < len(rows):
+        length = len(rows[at])
+        stop = at + 1
+        while stop < len(rows) and len(rows[stop]) == length and (stop + 1 - at) * length <= BATCH:
+            stop += 1
+        yield torch.stack(rows[at:stop])
+        at = stop
+
+
+def built(checkpoint: Checkpoint, dtype: torch.dtype, experts: str) -> Any:
+    """The model without its weights."""
+    import transformers
+
+    path = str(checkpoint.folder)
+    # never what config.json says: transformers fetches and runs kernels that it names
+    more: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": experts or None}
+    if checkpoint.config.get("model_type") != "upcycled":
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        kind: Any = transformers.AutoModelForCausalLM
+        return kind.from_config(config, dtype=dtype, trust_remote_code=False, **more).eval()
+    shipped = checkpoint.folder / upcycled.MODELING.name
+    if not shipped.is_file() or shipped.read_bytes() != upcycled.MODELING.read_bytes():
+        raise ValueError(
+            f"{shipped} is not the modelling file of this version of upcycle; it is not run. Convert again, "
+            "or load it yourself with trust_remote_code=True"
+        )
+    from upcycle.arch.remote import modeling_upcycled as ours
+
+    own: Any = ours.UpcycledForCausalLM
+    return own._from_config(ours.UpcycledConfig.from_pretrained(path), dtype=dtype, **more).eval()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No report or bars of transformers between ours; what it would report is checked here."""
+    import transformers
+
+    hf_logging: Any = transformers.logging
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        hf_logging.enable_progress_bar()
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Parameters made meanwhile go to the meta device; buffers, which are computed and not read, stay real."""
+    real = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        real(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = real  # type: ignore[method-assign]
+
+
+def free(module: nn.Module) -> None:
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            part._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+    give_back()
+
+
+def give_back() -> None:
+    """Returns freed memory to the system: glibc keeps an arena for each of the loader's threads, and what these keep
+    grows with the number of layers."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

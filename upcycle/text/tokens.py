@@ -1,0 +1,179 @@
+"""Text files -> token ids: .txt, .jsonl and .jsonl.zst (key `text`), with the tokenizer.json of a model's folder.
+
+`token_batches` makes calibration batches; `documents` yields the texts alone. Nothing is drawn at random: the same
+files give the same ids.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import zstandard
+from torch import Tensor
+
+from upcycle.io import strict
+
+SUFFIXES = (".txt", ".jsonl", ".jsonl.zst")
+MAX_TOKENIZER = 200_000_000  # bytes; the largest that are published have a sixth of it
+MAX_ID = 1 << 24  # of a token; the tokenizers package makes room for every number up to the largest
+PIECE = 1 << 20  # characters of a .txt read at a time, so that memory does not grow with the file
+
+
+def documents(
+    paths: Iterable[str | Path], key: str = "text", watch: Callable[[int], object] | None = None
+) -> Iterator[str]:
+    """Yield the texts of all files, in order. `watch` is called with the number of bytes of each read from a file.
+
+    A file that cannot be read is a ValueError that names it.
+    """
+    for path in map(Path, paths):
+        with reading(path, watch) as file:
+            yield from iter(lambda: file.read(PIECE), "") if path.suffix == ".txt" else lines(path, file, key)
+
+
+def objects(path: Path, watch: Callable[[int], object] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield (where, value) of each line of a .jsonl or .jsonl.zst."""
+    with reading(path, watch) as file:
+        for number, line in rows(path, file):
+            yield f"line {number} of {path}", strict.parse_row(line, f"line {number} of {path}")
+
+
+@contextmanager
+def reading(path: Path, watch: Callable[[int], object] | None = None) -> Iterator[IO[str]]:
+    """Context that yields the opened file, and makes a ValueError that names it of what goes wrong with it there."""
+    if not path.name.endswith(SUFFIXES):
+        raise ValueError(f"{path} is not a text file that can be read; its name must end in {', '.join(SUFFIXES)}")
+    if not path.is_file():
+        raise ValueError(f"text file {path} does not exist")
+    try:
+        with opened(path, watch) as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (OSError, zstandard.ZstdError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+class Watched(io.FileIO):
+    """A file that reports each read to `watch`, so that progress is known for a compressed file too."""
+
+    def __init__(self, path: Path, watch: Callable[[int], object] | None) -> None:
+        with strict.open_regular(path) as file:
+            super().__init__(os.dup(file.fileno()), "rb")
+        self.watch = watch or (lambda size: None)
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size) or b""
+        self.watch(len(data))
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        size = super().readinto(buffer) or 0
+        self.watch(size)
+        return size
+
+
+def opened(path: Path, watch: Callable[[int], object] | None = None) -> IO[str]:
+    file = Watched(path, watch)
+    if path.suffix != ".zst":
+        return io.TextIOWrapper(io.BufferedReader(file), encoding="utf-8")
+    frames = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+    return io.TextIOWrapper(frames, encoding="utf-8")
+
+
+def lines(path: Path, file: IO[str], key: str = "text") -> Iterator[str]:
+    for number, line in rows(path, file):
+        try:
+            row = strict.parse_row(line, f"line {number} of {path}")
+        except ValueError as error:
+            raise ValueError(f"{error}; each line must be like {{'{key}': '...'}}") from None
+        if not isinstance(row, dict) or not isinstance(row.get(key), str):
+            raise ValueError(f"line {number} of {path} has no string under the key '{key}'")
+        yield row[key]
+
+
+def rows(path: Path, file: IO[str]) -> Iterator[tuple[int, str]]:
+    """(number, line) of each line with something in it. A line is bounded, as a compressed file may have one of any
+    length for nothing."""
+    number = 0
+    while line := file.readline(strict.MAX_LINE + 1):
+        number += 1
+        if len(line) > strict.MAX_LINE:
+            raise ValueError(f"line {number} of {path} has more than {strict.MAX_LINE} characters; is it one document?")
+        if not line.isspace():
+            yield number, line
+
+
+def token_batches(folder: Path, paths: Sequence[str | Path], tokens: int, length: int, vocab: int) -> Tensor:
+    """Ids [n, length] with as many rows as fit into `tokens`; each file gives an equal share.
+
+    A ValueError if a file has too few tokens, or the tokenizer gives ids beyond `vocab`.
+    """
+    if tokens < 1 or length < 1:
+        raise ValueError(f"calibration of {tokens} tokens in sequences of {length}; both must be at least 1")
+    if not paths:
+        raise ValueError("there is no text to calibrate on; name files under calibration.texts")
+    length = min(length, tokens)
+    rows, encode = tokens // length, encoder(folder)
+    batches = []
+    for i, path in enumerate(paths):
+        share = (rows // len(paths) + (i < rows % len(paths))) * length
+        ids = list(islice((id for text in documents([path]) for id in encode(text)), share))
+        if len(ids) < share:
+            raise ValueError(f"{path} has {len(ids)} of {share} tokens wanted; lower calibration.tokens or add text")
+        batches.append(torch.tensor(ids, dtype=torch.long).view(-1, length))
+    batch = torch.cat(batches)
+    if int(batch.max()) >= vocab:
+        raise ValueError(
+            f"the tokenizer.json of {folder} gives id {int(batch.max())} but the model has {vocab} embeddings; "
+            "it belongs to another model"
+        )
+    return batch
+
+
+def encoder(folder: Path) -> Any:
+    """A function text -> ids, which adds special tokens as the donor's tokenizer does."""
+    tokenizer, path = load_tokenizer(folder), Path(folder) / "tokenizer.json"
+
+    def encode(text: str) -> Any:
+        with explained(path):
+            return tokenizer.encode(text).ids
+
+    return encode
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Context in which whatever the tokenizer raises is a ValueError: it raises plain Exception, and Rust's panics."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be read as a tokenizer: {said:.500}") from None
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no tokenizer.json, which turns text into tokens; add the model's")
+    if (size := path.stat().st_size) > MAX_TOKENIZER:
+        raise ValueError(f"{path} has {size} bytes; a tokenizer of more than {MAX_TOKENIZER} is not read")
+    with explained(path):
+        tokenizer = Tokenizer.from_file(str(path))
+        most = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if most > MAX_ID:
+        raise ValueError(f"{path} gives a token the number {most}; of more than {MAX_ID} a model has no embeddings")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

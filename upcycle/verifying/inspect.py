@@ -1,0 +1,299 @@
+"""inspect: what a checkpoint folder holds (`describe`), and whether its bytes are those that were written (`check`)."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from tqdm import tqdm
+
+from upcycle import plugin
+from upcycle.arch import siblings
+from upcycle.arch.spec import MoESpec
+from upcycle.cli.frame import printable
+from upcycle.converting import grow
+from upcycle.converting.card import human
+from upcycle.converting.convert import MANIFEST, Read, changed
+from upcycle.converting.job import JOB
+from upcycle.io import publish, strict, typed
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.strict import Count
+from upcycle.planning import methods
+
+BLOCK = 16 << 20
+CHOOSES = "chooses in each of {} slices, so a choice is whole FFNs whatever its rows are"
+
+
+class Method(TypedDict):
+    name: str
+
+
+class Settings(TypedDict):
+    """What is read of a config without making the config of it."""
+
+    method: Method
+    granularity: Count
+
+
+class Promised(TypedDict):
+    exact: bool
+    tolerance: float
+    reasons: list[str]
+
+
+class Written(TypedDict):
+    bytes: Count
+    sha256: str
+
+
+class Listed(TypedDict):
+    """The manifest of a folder that was exported."""
+
+    files: Mapping[str, Written]
+    sum: str
+    config: NotRequired[Settings]  # of what was converted, as far as in_slices reads it
+
+
+Manifest = TypedDict(
+    "Manifest",
+    {"from": str, "plan": str, "config": Settings, "promise": Promised, "files": Mapping[str, Written]},
+)
+
+
+class WholeManifest(Manifest):
+    """A manifest that also says what was read, as those of older versions do not."""
+
+    read: Read
+    source: list[str]
+    sources: list[Mapping[str, list[int]]]
+    donors: list[str]
+    method: Any
+    sum: str
+
+
+def describe(folder: Path, *, tensors: bool = False) -> str:
+    with Checkpoint.open(folder) as checkpoint:
+        entries, config = checkpoint.entries, checkpoint.config
+        size = sum(entry.stop - entry.start for entry in entries.values())
+        dtypes: dict[str, int] = {}
+        for entry in entries.values():
+            dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + prod(entry.shape)
+        lines = {
+            "model type": str(config.get("model_type")),
+            "parameters": human(sum(dtypes.values()))
+            + f" in {len(entries)} tensors ({', '.join(f'{human(n)} {d}' for d, n in dtypes.items())})",
+            "on disk": f"{human(size, 'B')} in {len(checkpoint.files)} file{'s' * (len(checkpoint.files) > 1)}",
+            **{key: str(config[key]) for key in sizes_stated(config)},
+        }
+        manifest = read_manifest(checkpoint.folder)
+        if manifest:
+            promise = manifest["promise"]
+            lines |= {
+                "made from": str(manifest["from"]),
+                "method": ", ".join(f"{k}={v}" for k, v in manifest["config"]["method"].items()),
+                "function": "exact" if promise["exact"] else f"not exact: {'; '.join(promise['reasons'])}",
+                "plan": manifest["plan"],
+            }
+            try:
+                lines |= dict(router_rows(checkpoint, manifest))
+            except (ArithmeticError, AttributeError, LookupError, TypeError, RuntimeError) as error:
+                raise ValueError(
+                    f"config.json of {folder} is not the one that was converted to ({error!r}); convert again"
+                ) from None
+        elif config.get("model_type") == "upcycled" and (slices := typed.whole(config, "expert_slices", 1)) > 1:
+            lines["router"] = CHOOSES.format(slices)  # a trained model, whose manifest lists its files alone
+        text = "\n".join(f"{name:<20} {printable(value)}" for name, value in lines.items())
+        if tensors:
+            text += "\n\n" + "\n".join(
+                f"{e.name}  {list(e.shape)}  {e.dtype}  {printable(e.file.name)}" for e in entries.values()
+            )
+        return text
+
+
+def sizes_stated(config: Any) -> list[str]:
+    keys = (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_local_experts",
+        "num_experts",
+        "n_routed_experts",
+        "num_experts_per_tok",
+    )
+    return [key for key in keys if config.get(key) is not None]
+
+
+def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Lines (name, value) on how far the router rows of a virtual group differ, layer by layer.
+
+    Equal rows choose whole FFNs. Rows that differ may choose one slice twice and another not at all, which only text
+    can tell (`evaluation routing`).
+    """
+    if manifest["config"]["granularity"] == 1:
+        return
+    kind, granularity, equal = str(checkpoint.config["model_type"]), int(manifest["config"]["granularity"]), 0
+    if kind in siblings.MOE:  # of which no MoESpec can be read
+        if makes_no_copies(manifest["config"]):
+            return
+        names = siblings.MoE(siblings.MOE[kind]).routers(checkpoint.entries)
+    else:
+        target = plugin.load("upcycle.arch.targets", kind)
+        moe = in_slices(target.read(checkpoint.config), manifest["config"])
+        if not moe.copies_of_slices:
+            return
+        if moe.slices > 1:
+            yield "router", CHOOSES.format(moe.slices)
+            return
+        found = {role: slot.name for slot in target.slots(moe) for role in slot.roles if role.endswith("router.weight")}
+        names = {layer: found[f"layers.{layer}.router.weight"] for layer in moe.layers}
+    for layer, name in names.items():
+        rows_ND = checkpoint.read(name).double()
+        rows_EGD = rows_ND.view(-1, granularity, rows_ND.shape[1])
+        mean_E1D = rows_EGD.mean(1, keepdim=True)
+        most = float((rows_EGD.amax(1) - rows_EGD.amin(1)).max())
+        spread = float((rows_EGD - mean_E1D).norm() / (mean_E1D.norm() * granularity**0.5))
+        equal += most == 0
+        if most > 0:
+            yield f"router of layer {layer}", f"rows of a group differ by up to {most:.3g}, {spread:.2%} of their size"
+    if equal:
+        yield "router rows", f"equal within groups of {granularity} in {equal} of {len(names)} MoE layers"
+
+
+def makes_no_copies(config: Mapping[str, Any]) -> bool:
+    """True of the config of a plan whose method cuts one FFN up."""
+    name, keys = config["method"]["name"], {key: value for key, value in config["method"].items() if key != "name"}
+    return name not in grow.METHODS and methods.load(name, keys).needs.disjoint
+
+
+def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
+    """`moe` with the copies and granularity of the plan's `config`, which a config.json does not hold.
+
+    Experts of a method that makes no copies are `disjoint`; so are those of a mixture of experts that was grown or
+    pruned, where numbers do not say which are copies of each other. A ValueError if the two files disagree.
+    """
+    granularity = 1 if makes_no_copies(config) else int(config["granularity"])
+    grown = (
+        config["method"]["name"] in grow.METHODS or int(config["experts"]) * int(config["granularity"]) != moe.experts
+    )
+    if granularity < 1 or moe.experts % granularity:
+        raise ValueError(
+            f"{MANIFEST} says granularity={granularity}, which does not divide the {moe.experts} experts of "
+            "config.json; do the two belong together?"
+        )
+    if moe.slices not in (1, granularity):  # the classes in which the router chooses are part of the model
+        raise ValueError(
+            f"{MANIFEST} says granularity={granularity}, config.json expert_slices={moe.slices}; do the two belong "
+            "together?"
+        )
+    apart = grown or makes_no_copies(config)
+    return replace(moe, copies=moe.experts // granularity, granularity=granularity, disjoint=apart)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a converted folder, None if it has none. A ValueError if it is not as upcycle writes it."""
+    return held(folder / MANIFEST, Manifest, "upcycle wrote", "convert")
+
+
+def read_files(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a folder that was exported, None if it has none: its files, and of what was converted how."""
+    return held(folder / publish.FILES, Listed, "an export wrote", "export")
+
+
+def held(path: Path, kind: Any, who: str, how: str) -> dict[str, Any] | None:
+    """What a manifest of this kind holds, None without the file; `who` writes it, and by doing `how`."""
+    if not path.is_file():
+        return None
+    try:
+        manifest: dict[str, Any] = strict.held(strict.read_object(path), kind, str(path))
+        return manifest
+    except ValueError as error:
+        raise ValueError(f"{path} is not a manifest that {who} ({error}); {how} again") from None
+
+
+def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
+    """read_manifest, of a manifest that also says what was read, as those of older versions do not."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return None
+    try:
+        whole: dict[str, Any] = strict.held(manifest, WholeManifest, str(folder / MANIFEST))
+        return whole
+    except ValueError as error:
+        raise ValueError(
+            f"{folder / MANIFEST} does not say what was read, as this version writes it ({error}); convert again"
+        ) from None
+
+
+def check(folder: Path) -> bool:
+    """Compare sizes and sha256 of all files with the manifest, and the source with what was read of it, if it is here;
+    check that every weight is finite. Prints each fault to stderr; returns True if there is none."""
+    faults = []
+    converted = read_whole_manifest(folder)
+    manifest = converted or read_files(folder)
+    if manifest and manifest["sum"] != publish.digest(manifest):
+        faults.append(f"{MANIFEST if converted else publish.FILES} is not as it was written: its sum differs")
+    for name, line in (manifest or {"files": {}})["files"].items():
+        sha, path = hashlib.sha256(), folder / Path(name).name
+        size = path.stat().st_size if path.is_file() else 0
+        if size != line["bytes"]:
+            faults.append(f"{name} has {size} bytes, {line['bytes']} were written")
+            continue
+        with open(path, "rb") as file, tqdm(total=size, unit="B", unit_scale=True, desc=name, delay=2) as bar:
+            while block := file.read(BLOCK):
+                sha.update(block)
+                bar.update(len(block))
+        if sha.hexdigest() != line["sha256"]:
+            faults.append(f"{name} is not the file that was written: its sha256 differs from the manifest's")
+    with Checkpoint.open(folder) as checkpoint:
+        for name in tqdm(checkpoint.entries, desc="values", delay=2):
+            try:
+                checkpoint.read(name)
+            except ValueError as error:
+                faults.append(str(error))
+    source = ""
+    if converted:
+        source = ", and so is the source" if source_here(converted) else "; the source is not here"
+        faults += changed_source(converted) if source_here(converted) else []
+    for line in faults:
+        print(f"upcycle: {printable(line)}", file=sys.stderr)
+    verdict = (
+        f"sizes, sha256 and values are right{source}"
+        if manifest
+        else "values are finite; there is no manifest to compare sizes, sha256 and the other files with"
+    )
+    print(f"{'checked':<20} {verdict if not faults else f'{len(faults)} wrong'}")
+    if manifest and (others := unchecked(folder, manifest["files"])):
+        print(f"{'not checked':<20} {', '.join(others)}: not in the manifest")
+    return not faults
+
+
+def unchecked(folder: Path, files: Mapping[str, Any]) -> list[str]:
+    """What lies in a folder and its manifest does not list: the model card, and what was put there later."""
+    known = {MANIFEST, publish.FILES, JOB, *files}
+    return sorted(repr(path.name)[1:-1] for path in folder.iterdir() if path.name not in known)
+
+
+def source_names(manifest: Mapping[str, Any]) -> list[str]:
+    return [manifest["from"] or manifest["donors"][0], *manifest["donors"]]
+
+
+def source_here(manifest: Mapping[str, Any]) -> bool:
+    return all(Path(name).is_dir() for name in source_names(manifest))
+
+
+def changed_source(manifest: Mapping[str, Any]) -> list[str]:
+    """Why the models that the folder was made of are not as they were read; empty if they are."""
+    try:
+        with ExitStack() as stack:
+            checkpoints = [stack.enter_context(Checkpoint.open(name)) for name in source_names(manifest)]
+            what = changed(manifest["read"], checkpoints, {})
+    except ValueError as error:
+        return [f"the source: {error}"]
+    return [f"{what} has changed since this was made of it; convert again"] if what else []

@@ -1,0 +1,283 @@
+"""Rebuild: the plan of a converted folder made again from its dense source, and the folder held to it.
+
+`plan_of` makes the plan that the manifest names, `faults` compares all that a plan fixes without reading a weight,
+`weights` makes tensors again and compares their bits. `Rounded` gives the dense model the rounding that the converted
+one has, so that two functions that should be equal can be compared to 1e-5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from upcycle import plugin
+from upcycle.arch.ffn import FFN, NEURON_DIM, scale
+from upcycle.arch.spec import MoESpec
+from upcycle.arch.targets.common import Slot
+from upcycle.config import reading as config
+from upcycle.config.reading import UpcycleConfig
+from upcycle.converting import card, grow
+from upcycle.converting.convert import MANIFEST, MEASURED, changed, in_flight, jsonable
+from upcycle.converting.make import Maker, Piece
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.publish import digest
+from upcycle.planning import rng
+from upcycle.planning.plan import Output, Recipe, UpcyclePlan, build
+from upcycle.planning.promise import moe_output
+
+BUDGET = 2 << 30  # bytes of weights made again
+SLICE = 64 << 20  # bytes of one tensor that are compared
+
+
+# ---- the plan
+
+
+@contextmanager
+def sources(dense: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[list[Checkpoint]]:
+    """The base, which is `dense`, and the manifest's donors, if `dense` is what the folder was made of, as far as a
+    fingerprint tells; else a ValueError."""
+    with ExitStack() as stack:
+        checkpoints = [dense, *(stack.enter_context(Checkpoint.open(name)) for name in manifest["donors"])]
+        if [c.fingerprint() for c in checkpoints] != manifest["source"]:
+            raise ValueError(
+                f"{dense.folder} is not, or no longer, what the MoE was made of (its content is not the one that "
+                f"{MANIFEST} names); give that model, or --tolerance to compare any two"
+            )
+        yield checkpoints
+
+
+def plan_of(folder: Path, manifest: Mapping[str, Any], checkpoints: Sequence[Checkpoint]) -> UpcyclePlan:
+    settings = config.build(UpcycleConfig, config.of_manifest(manifest))
+    settings = replace(settings, source=str(checkpoints[0].folder) if settings.source else "", output=str(folder))
+    plan = build(settings, checkpoints, grow.stored(folder / MEASURED) if grow.is_measured(settings) else {})
+    if not plan.needs_text:
+        return plan
+    if not (folder / MEASURED).is_file():
+        raise ValueError(f"{folder} lacks {MEASURED}, which holds what was measured on text; convert again")
+    from upcycle.text import measure
+
+    return replace(plan, observed=measure.read(folder / MEASURED, plan))
+
+
+def faults(
+    plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], made: Checkpoint, manifest: Mapping[str, Any]
+) -> Iterator[str]:
+    """What differs between a plan and the folder made by it, weights aside, one sentence each."""
+    if manifest["sum"] != digest(manifest):
+        yield f"{MANIFEST} is not as it was written: its sum differs"
+    if plan.hash != manifest["plan"]:
+        yield f"{MANIFEST} names another plan than its config and the dense model give"
+    if jsonable(card.promised(plan)) != manifest["promise"]:
+        yield f"{MANIFEST} promises something else than its plan does"
+    want, have = jsonable(plan.hf_config), dict(made.config)
+    for key in sorted(want.keys() | have.keys()):
+        if key not in have or key not in want or want[key] != have[key]:
+            yield f"config.json has {key}={have.get(key)!r}, the plan {want.get(key)!r}"
+    for path in checkpoints[0].copied_files():
+        copy = made.folder / path.name
+        if not copy.is_file() or copy.read_bytes() != path.read_bytes():
+            yield f"{path.name} is not the dense model's"
+    if manifest["sources"] != [c.stamps() for c in checkpoints]:
+        what = changed(manifest["read"], checkpoints, dict[Piece, str]())
+        if what:
+            yield f"{what} has changed since the MoE was made of it"
+    missing = sorted(plan.by_name.keys() - made.entries.keys())
+    extra = sorted(made.entries.keys() - plan.by_name.keys())
+    if missing or extra:
+        yield f"{len(missing)} tensors of the plan are missing and {len(extra)} are not in it: {(missing + extra)[0]}"
+    for name in plan.by_name.keys() & made.entries.keys():
+        entry, output = made.entries[name], plan.by_name[name]
+        if (entry.shape, entry.dtype) != (output.shape, output.dtype):
+            yield f"{name} is {entry.dtype} {list(entry.shape)}, the plan has {output.dtype} {list(output.shape)}"
+
+
+# ---- the weights
+
+
+@dataclass(frozen=True)
+class Compared:
+    tensors: int
+    share: float  # of the folder's bytes
+    wrong: tuple[str, ...]
+
+
+def weights(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], made: Checkpoint) -> Compared:
+    """Make random tensors of the plan again, of each kind at least one, and of large ones a random slice, and compare
+    them bit for bit. All of a model of up to BUDGET bytes."""
+    maker, wrong, done = layer_maker(plan, checkpoints), [], 0
+    chosen = sample(plan)
+    for output, rows in tqdm(chosen, desc="made again", unit="tensor", delay=2):
+        entry = made.entries.get(output.name)
+        if entry is None or (entry.shape, entry.dtype) != (output.shape, output.dtype):
+            continue  # see faults
+        have = made.read(output.name, rows, check=False)
+        want = maker.tensor(output.name) if rows is None else maker.slice(output.name, (slice(*rows),))
+        done += have.nbytes
+        if not torch.equal(have.flatten().view(torch.uint8), want.flatten().view(torch.uint8)):
+            wrong.append(f"{output.name} is not what the plan makes of the dense model")
+    return Compared(len(chosen), done / plan.bytes, tuple(wrong))
+
+
+def layer_maker(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Maker:
+    """A Maker that keeps no more than a layer's FFN."""
+    return Maker(plan, checkpoints, in_flight(plan, 1)[1])
+
+
+def sample(plan: UpcyclePlan) -> list[tuple[Output, tuple[int, int] | None]]:
+    """Outputs and the rows of each (None: all), in the order of the plan, which makes the most of what is read once."""
+    generator = rng.generator(plan.config.seed, "rebuild", plan.hash)
+    order = torch.randperm(len(plan.outputs), generator=generator).tolist()
+    first: dict[tuple[str, str], int] = {}
+    for i in order:
+        first.setdefault((plan.outputs[i].parts[0].kind, plan.outputs[i].parts[0].matrix), i)
+    room, chosen = BUDGET, {}
+    for i in [*first.values(), *order]:
+        output = plan.outputs[i]
+        size = min(output.bytes, SLICE)
+        if i in chosen or (room < size and i not in first.values()):
+            continue
+        room -= size
+        rows = None
+        if output.bytes > SLICE:
+            count = max(1, SLICE // (output.bytes // output.shape[0]))
+            start = int(torch.randint(0, output.shape[0] - count + 1, (), generator=generator))
+            rows = (start, start + count)
+        chosen[i] = (output, rows)
+    return [chosen[i] for i in sorted(chosen)]
+
+
+# ---- what the experts compute
+
+
+class Reference:
+    """A function (layer, x_TD) -> what the FFN of a converted layer is by the plan, from weights made again."""
+
+    def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
+        self.plan, self.maker, self.room = plan, layer_maker(plan, checkpoints), BUDGET
+        self.recipes: dict[tuple[int, str, int, str], Recipe] = {}
+        for part in (part for output in plan.outputs for part in output.parts):
+            if part.kind in ("expert", "shared", "router"):
+                self.recipes[part.layer, part.kind, part.expert, part.matrix] = part
+
+    def may_make(self, layer: int) -> bool:
+        """True for layers of together BUDGET bytes, and at least one."""
+        return self.within(sum(4 * prod(r.shape) for key, r in self.recipes.items() if key[0] == layer))
+
+    def within(self, size: int) -> bool:
+        first, self.room = self.room == BUDGET, self.room - size
+        return first or self.room >= 0
+
+    def __call__(self, layer: int, x_TD: Tensor) -> Tensor:
+        plan, moe, x_TD = self.plan, self.plan.moe, x_TD.float()
+        activation = "relu" if plan.gated and not moe.dense.gated else moe.dense.activation
+        rows = self.maker.part(self.recipes[layer, "router", -1, ""]).float()
+        y_TD = moe_output(x_TD, moe, rows, [self.ffn(layer, "expert", i) for i in range(moe.experts)], activation)
+        if moe.shared:
+            shared = self.ffn(layer, "shared", -1)
+            y_TD = y_TD + shared(x_TD, activation) / self.recipes[layer, "shared", -1, "down"].factor
+        return y_TD
+
+    def ffn(self, layer: int, kind: str, index: int) -> FFN:
+        """An expert whose matrices are made when they are used, so that one expert's are there at a time."""
+        own = {key[3]: recipe for key, recipe in self.recipes.items() if key[:3] == (layer, kind, index)}
+        width = own["up"].shape[0]
+        return FFN(width, self.plan.dense.hidden, tuple(own), lambda matrix: self.maker.part(own[matrix]).float())
+
+
+class FewerExperts(Reference):
+    """The same of an MoE whose source is one, too: its tensors are found by the roles that the target gives them."""
+
+    def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
+        super().__init__(plan, checkpoints)
+        architecture = plugin.load("upcycle.arch.targets", plan.target)
+        self.moe: MoESpec = architecture.read(plan.hf_config)
+        self.slots = {role: (slot, i) for slot in architecture.slots(self.moe) for i, role in enumerate(slot.roles)}
+        self.held: dict[str, Tensor] = {}  # fused tensors of one layer, of which each expert has a part
+
+    def may_make(self, layer: int) -> bool:
+        return self.within(sum(4 * prod(slot.shape) for slot in self.slots_of(layer).values()))
+
+    def slots_of(self, layer: int) -> dict[str, Slot]:
+        start = f"layers.{layer}."
+        return {slot.name: slot for role, (slot, _) in self.slots.items() if role.startswith(start)}
+
+    def __call__(self, layer: int, x_TD: Tensor) -> Tensor:
+        moe, x_TD, start = self.moe, x_TD.float(), f"layers.{layer}"
+        self.held = {
+            slot.name: self.maker.tensor(slot.name) for slot in self.slots_of(layer).values() if len(slot.roles) > 1
+        }
+        bias = self.role(f"{start}.router.bias") if f"{start}.router.bias" in self.slots else None
+        experts = [self.block(f"{start}.experts.{i}", width) for i, width in enumerate(moe.widths)]
+        activation = moe.dense.activation
+        y_TD = moe_output(x_TD, moe, self.role(f"{start}.router.weight"), experts, activation, bias)
+        if moe.shared:
+            shared_TD = self.block(f"{start}.shared", moe.shared)(x_TD, activation)
+            gate = self.role(f"{start}.shared_gate.weight") if moe.shared_gate else None
+            y_TD = y_TD + (shared_TD if gate is None else shared_TD * (x_TD @ gate.T).sigmoid())
+        return y_TD
+
+    def block(self, prefix: str, width: int) -> FFN:
+        names = self.moe.dense.ffn_matrices
+        return FFN(width, self.moe.dense.hidden, names, lambda matrix: self.role(f"{prefix}.{matrix}.weight"))
+
+    def role(self, role: str) -> Tensor:
+        slot, i = self.slots[role]
+        whole = self.held[slot.name] if len(slot.roles) > 1 else self.maker.tensor(slot.name)
+        return whole.reshape(len(slot.roles), *self.moe.shape(role))[i].float()
+
+
+# ---- rounding
+
+
+class Rounded:
+    """A function (name, tensor) -> the dense tensor with the values that the MoE's weights of it stand for.
+
+    An exact plan that narrows the dtype is exact but for the rounding of each weight, `round(w * factor)`. The dense
+    model with `round(w * factor) / factor` is the same function but for the order of sums.
+    """
+
+    def __init__(self, plan: UpcyclePlan) -> None:
+        self.plan = plan
+        self.recipes: dict[str, list[Recipe]] = {}
+        seen = set()
+        for recipe in (part for output in plan.outputs for part in output.parts if part.sources):
+            source, factor = recipe.sources[0], self.factor(recipe)
+            key = (source, recipe.kind, factor)
+            if key not in seen:
+                seen.add(key)
+                self.recipes.setdefault(source.name, []).append(recipe)
+
+    def factor(self, recipe: Recipe) -> float:
+        if recipe.kind == "expert":
+            return self.plan.factors(recipe.layer).get(recipe.matrix, 1.0)
+        return recipe.factor
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self.recipes:
+            return tensor  # not used, for instance a buffer
+        out = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        for recipe in self.recipes[name]:
+            index = torch.cat([torch.arange(*rows) for rows in recipe.sources[0].rows or [(0, len(tensor))]])
+            out[index] = self.rounded(recipe, tensor[index], out[index])
+        return out
+
+    def rounded(self, recipe: Recipe, w: Tensor, so_far: Tensor) -> Tensor:
+        dtype, factor, cut = getattr(torch, recipe.dtype), self.factor(recipe), self.plan.moe.cut_shared
+        if recipe.add:
+            return (w.to(torch.float32) + recipe.add).to(dtype).to(so_far.dtype) - recipe.add
+        held = scale(w, factor).to(dtype).to(so_far.dtype) / factor
+        dim = NEURON_DIM.get(recipe.matrix)
+        if recipe.kind not in ("expert", "shared") or dim is None or not cut:
+            return held
+        # the shared expert has neurons of its own: only those are rounded as it is
+        order = self.plan.observed.get(f"layers.{recipe.layer}.order", torch.arange(self.plan.dense.ffn))
+        mine = order[:cut] if recipe.kind == "shared" else order[cut:]
+        return so_far.index_copy(dim, mine, held.index_select(dim, mine))

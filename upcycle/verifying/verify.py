@@ -1,0 +1,354 @@
+"""`verify`: is a converted folder what its plan promised?
+
+Two checks that know nothing of each other. The plan is made again from the dense model and the manifest, and the
+folder's files, numbers and names are held to it, random slices of weights bit for bit (rebuild). And stock transformers
+runs both models, layer by layer (streamed): of an exact plan the logits are compared, of an inexact one the FFN of each
+layer, whose error, gain and cosine the plan predicts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from upcycle.arch.siblings import text_of
+from upcycle.cli.frame import printable
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.planning import rng
+from upcycle.planning.plan import UpcyclePlan
+from upcycle.planning.promise import Estimate, compare
+from upcycle.text import tokens as text
+from upcycle.text.streamed import Streamed
+from upcycle.verifying import rebuild
+from upcycle.verifying.inspect import read_whole_manifest
+
+# of the largest logit, by which those of an exact plan may differ: the judge's own bound, whatever a manifest says
+EXACT = 1e-5
+# in float32 trained models of many layers differ by up to so much through rounding alone (SmolLM2-135M by 1.4e-5); such
+# logits are judged in float64, by the same bound
+ROUNDED = 1e-3
+HALF = 0.1  # logits in half precision: the models round differently, and router ties split some virtual groups
+CHUNK = 16 << 20  # bytes of logits of one model at a time
+TAPPED = 64 << 20  # bytes of FFN inputs kept of all layers together
+# how far an FFN may be from what the plan's own does, of the cosine and as a factor of its norm: --dtype may round, and
+# a router that takes a part of a copy takes any, for the rows of a copy tie
+NEAR, TIED = (0.05, 1.15), (0.2, 1.5)
+# what stock decoder layers call their FFN; its parts are added
+FFNS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
+
+
+@dataclass(frozen=True)
+class Report:
+    tokens: int
+    max_difference: float  # of logits
+    mean_difference: float
+    relative: float  # max_difference over the largest dense logit
+    kl: float  # dense || MoE, nats a token, mean
+    top1_agreement: float  # share of tokens
+    promised: str
+    tolerance: float | None  # of `relative`; None: no bound was promised
+    held: bool  # false if it is broken, and if nothing was promised
+    nothing: bool = False  # nothing was promised
+    blocks: str = ""  # measured of the converted FFNs, and predicted
+    rebuilt: str = ""
+    kernels: str = ""
+    computed: str = ""  # another dtype than was asked for, and why
+    faults: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        bound = f" (relative difference up to {self.tolerance:g})" if self.tolerance is not None else ""
+        lines = [
+            ("tokens", f"{self.tokens}"),
+            (
+                "logits",
+                f"max difference {self.max_difference:.3g}, mean {self.mean_difference:.3g}, "
+                f"relative {self.relative:.3g}",
+            ),
+            ("KL", f"{self.kl:.3g} nats a token"),
+            ("top-1", f"{self.top1_agreement:.2%} agree"),
+            ("FFNs", self.blocks),
+            ("made again", self.rebuilt),
+            ("kernels", self.kernels),
+            ("computed in", self.computed),
+            ("promised", self.promised + bound),
+            *(("fault", fault) for fault in self.faults[:8]),
+            ("fault", f"and {len(self.faults) - 8} more" if len(self.faults) > 8 else ""),
+            ("verdict", "held" if self.held else "nothing to hold; logits are finite" if self.nothing else "BROKEN"),
+        ]
+        return "\n".join(f"{name:<12} {printable(value)}" for name, value in lines if value)
+
+
+# ---- tokens
+
+
+def tokens(dense: Checkpoint, texts: Sequence[str], count: int, length: int) -> list[Tensor]:
+    """Sequences of up to `length` ids, `count` together: of the texts as many as are whole, else random."""
+    vocab = vocabulary(dense)
+    context = text_of(dense.config).get("max_position_embeddings")
+    length = min(length, context) if isinstance(context, int) else length
+    if count < 2 or length < 2:
+        raise ValueError(f"--tokens {count} and --length {length} leave nothing to compare; give at least 2 of each")
+    if texts:
+        return list(text.token_batches(dense.folder, texts, count, length, vocab))
+    return list(torch.split(torch.randint(0, vocab, (count,), generator=rng.generator(0, "verify")), length))
+
+
+def vocabulary(checkpoint: Checkpoint) -> int:
+    size = text_of(checkpoint.config).get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"config.json of {checkpoint.folder} has vocab_size={size!r}; it must be at least 1")
+    return size
+
+
+# ---- the comparison
+
+
+def verify(
+    dense: Any,
+    moe: Any,
+    texts: Sequence[str] = (),
+    count: int = 1024,
+    length: int = 256,
+    dtype: str = "float32",
+    tolerance: float | None = None,
+    device: str = "cpu",
+) -> Report:
+    """Compare a dense model and what was made of it. With a `tolerance`, any two models of one vocabulary, by their
+    logits alone."""
+    with Checkpoint.open(dense) as a, Checkpoint.open(moe) as b, ExitStack() as stack:
+        if vocabulary(a) != vocabulary(b):
+            raise ValueError(
+                f"the two models have {vocabulary(a)} and {vocabulary(b)} logits; they do not share a vocabulary"
+            )
+        rows = tokens(a, texts, count, length)
+        manifest = read_whole_manifest(b.folder) if tolerance is None else None
+        plan, checkpoints, faults, rebuilt = None, list[Checkpoint](), list[str](), ""
+        if manifest is not None:
+            checkpoints = stack.enter_context(rebuild.sources(a, manifest))
+            plan = rebuild.plan_of(b.folder, manifest, checkpoints)
+            faults += rebuild.faults(plan, checkpoints, b, manifest)
+            again = rebuild.weights(plan, checkpoints, b)
+            faults += again.wrong
+            bytes_again = f"{100 * again.share:.3g} % of the bytes"
+            rebuilt = f"{again.tensors} of {len(plan.outputs)} tensors, {bytes_again}, bit for bit"
+        if not math.isfinite(tolerance or 0):
+            raise ValueError(f"--tolerance is {tolerance}; give a number")
+        report = compared(a, b, rows, plan, checkpoints, [*faults], rebuilt, dtype, tolerance, device)
+        exact = plan is not None and plan.promise.exact and dtype == "float32" and not faults
+        if exact and len(report.faults) == 1 and EXACT < report.relative < ROUNDED:
+            why = f"float64, because float32 rounds: there logits differ by {report.relative:.3g} of the largest"
+            finer = compared(a, b, rows, plan, checkpoints, [], rebuilt, "float64", tolerance, device)
+            # which kernels a user can load it with is what float32 said: some know no float64
+            return replace(finer, computed=why, kernels=report.kernels)
+        return report
+
+
+def compared(
+    a: Checkpoint,
+    b: Checkpoint,
+    rows: list[Tensor],
+    plan: UpcyclePlan | None,
+    checkpoints: Sequence[Checkpoint],
+    faults: list[str],
+    rebuilt: str,
+    dtype: str,
+    tolerance: float | None,
+    device: str,
+) -> Report:
+    exact = plan is not None and plan.promise.exact
+    change = rebuild.Rounded(plan) if exact and plan is not None else None
+    first = Streamed(a, getattr(torch, dtype), device, change)
+    taps = Taps(plan, checkpoints) if plan is not None else None
+    want, _ = hidden(first, rows, "dense", taps.listen if taps else None)
+    second = Streamed(b, getattr(torch, dtype), device)
+    have, kernels = hidden(second, rows, "MoE", taps.measure if taps else None)
+    if kernels:
+        second = kernels.model
+        have = kernels.hidden
+    numbers = Numbers()
+    with first.with_head() as want_logits, second.with_head() as have_logits:
+        step = max(1, CHUNK // (4 * vocabulary(a)))
+        for w, h in zip(torch.split(want, step), torch.split(have, step), strict=True):
+            numbers.add(want_logits(w).float(), have_logits(h).float())
+    if not numbers.dense_finite:
+        raise ValueError(f"{a.folder} itself gives NaN or infinite logits in {dtype}; try --dtype float32")
+    if not numbers.finite:
+        faults.append("its logits are NaN or infinite")
+    blocks = ""
+    if plan is not None:
+        if exact:
+            tolerance = EXACT if dtype in ("float32", "float64") else HALF
+        assert taps is not None
+        blocks, off = judged(taps, plan)
+        faults += off
+    if tolerance is not None and not numbers.relative <= tolerance:
+        faults.append(f"logits differ by {numbers.relative:.3g} of the largest, {tolerance:g} was promised")
+    nothing = plan is None and tolerance is None
+    return Report(
+        **numbers.result(),
+        promised=said(plan, tolerance),
+        tolerance=tolerance,
+        held=not faults and not nothing,
+        nothing=nothing and not faults,
+        blocks=blocks,
+        rebuilt=rebuilt,
+        kernels=kernels.said if kernels else "",
+        faults=tuple(faults),
+    )
+
+
+def said(plan: UpcyclePlan | None, tolerance: float | None) -> str:
+    if plan is None:
+        return "what --tolerance says" if tolerance is not None else "nothing: no manifest, so no conversion by upcycle"
+    return "exact" if plan.promise.exact else f"not exact: {'; '.join(plan.promise.reasons)}"
+
+
+@dataclass(frozen=True)
+class Eager:
+    """The run by the eager kernels, after the default ones failed."""
+
+    model: Streamed
+    hidden: Tensor
+    said: str
+
+
+def hidden(
+    model: Streamed, rows: list[Tensor], label: str, at_layer: Callable[[int, nn.Module], None] | None
+) -> tuple[Tensor, Eager | None]:
+    """Last hidden states, by transformers' default kernels; if those fail, by the eager ones, and the reason."""
+    try:
+        return model.hidden(rows, label, at_layer), None
+    except ValueError:  # ours: a folder that does not fit
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        eager = Streamed(model.checkpoint, model.dtype, model.device, model.change, experts="eager")
+        try:
+            out = eager.hidden(rows, label, at_layer)
+        except ValueError:
+            raise
+        except Exception:
+            raise ValueError(
+                f"transformers cannot run {model.checkpoint.folder} ({type(error).__name__}: {reason})"
+            ) from error
+        return out, Eager(
+            eager,
+            out,
+            f"transformers' default fails ({type(error).__name__}: {reason}); load it with "
+            "experts_implementation='eager', as was done here",
+        )
+
+
+class Numbers:
+    """Differences of logits, added up chunk by chunk."""
+
+    def __init__(self) -> None:
+        self.tokens, self.largest, self.dense_largest = 0, 0.0, 0.0
+        self.difference = self.kl = self.same = 0.0
+        self.finite = self.dense_finite = True
+
+    def add(self, want: Tensor, have: Tensor) -> None:
+        difference = (have - want).abs()
+        log_p, log_q = want.double().log_softmax(-1), have.double().log_softmax(-1)
+        self.tokens += len(want)
+        self.largest = max(self.largest, float(difference.max()))
+        self.dense_largest = max(self.dense_largest, float(want.abs().max()))
+        self.difference += float(difference.double().mean()) * len(want)
+        self.kl += float((log_p.exp() * (log_p - log_q)).sum())
+        self.same += float((want.argmax(-1) == have.argmax(-1)).sum())
+        self.finite &= bool(torch.isfinite(have).all())
+        self.dense_finite &= bool(torch.isfinite(want).all())
+
+    @property
+    def relative(self) -> float:
+        return self.largest / self.dense_largest if self.dense_largest else math.inf * self.largest
+
+    def result(self) -> Mapping[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "max_difference": self.largest,
+            "mean_difference": self.difference / self.tokens,
+            "relative": self.relative,
+            "kl": self.kl / self.tokens,
+            "top1_agreement": self.same / self.tokens,
+        }
+
+
+# ---- the FFNs of an inexact plan
+
+
+class Taps:
+    """Inputs and outputs of the dense FFNs, what the MoE's make of the same inputs, and what the plan says they do."""
+
+    def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
+        self.plan, self.layers = plan, frozenset(plan.moe.layers)
+        self.reference = (rebuild.FewerExperts if plan.grown else rebuild.Reference)(plan, checkpoints)
+        self.count = max(16, TAPPED // (4 * plan.dense.hidden * len(self.layers)))  # tokens of a layer
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.found: dict[int, Estimate] = {}
+        self.predicted: dict[int, Estimate] = {}
+
+    def listen(self, layer: int, module: nn.Module) -> None:
+        """Keep the first tokens that pass through the dense FFN of this layer."""
+        if layer not in self.layers or layer in self.kept:
+            return
+
+        ffn = ffn_of(module)
+        if len(ffn) > 1:  # of a grown MoE, whose shared expert lies beside the block
+            return
+
+        def keep(_: nn.Module, given: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
+            y_TD = out if isinstance(out, Tensor) else out[0]  # blocks of experts may return their logits too
+            x_TD, y_TD = given[0].flatten(0, -2), y_TD.flatten(0, -2)
+            self.kept[layer] = (x_TD[: self.count].clone(), y_TD[: self.count].clone())
+            hook.remove()
+
+        hook = ffn[0].register_forward_hook(keep)
+
+    def measure(self, layer: int, module: nn.Module) -> None:
+        if layer in self.kept and layer not in self.found:
+            x_TD, want_TD = self.kept[layer]
+            outs = [part(x_TD[None]) for part in ffn_of(module)]
+            y_TD = sum(out[0] if isinstance(out, Tensor) else out[0][0] for out in outs)
+            assert isinstance(y_TD, Tensor)
+            self.found[layer] = compare(y_TD.double(), want_TD.double())
+            if not self.plan.promise.exact and self.reference.may_make(layer):
+                self.predicted[layer] = compare(self.reference(layer, x_TD.cpu()).double(), want_TD.cpu().double())
+
+
+def ffn_of(layer: nn.Module) -> list[nn.Module]:
+    return [part for name in FFNS if isinstance(part := getattr(layer, name, None), nn.Module)]
+
+
+def judged(taps: Taps, plan: UpcyclePlan) -> tuple[str, list[str]]:
+    """(what was found, faults). Each FFN is held to what the plan's own experts, made again, do with its tokens; the
+    plan's estimate, of Gaussian weights and tokens, is shown beside."""
+    if not taps.found:
+        return "", []
+    values = list(taps.found.values())
+    error, gain, cosine = (median([getattr(m, k) for m in values]) for k in ("error", "gain", "cosine"))
+    text, want = f"error {error:.2g}, gain {gain:.3g}, cosine {cosine:.3g} (median of layers)", plan.promise.estimate
+    faults = [] if all(math.isfinite(m.error) for m in values) else ["the output of an FFN is NaN or infinite"]
+    if want is not None and not plan.promise.exact:
+        text += f"; the plan estimates {want.error:.2g}, {want.gain:.3g}, {want.cosine:.3g}"
+    cosine, factor = TIED if plan.moe.copies_of_slices and plan.moe.top_k % plan.moe.granularity else NEAR
+    for layer, right in taps.predicted.items():
+        m = taps.found[layer]
+        if not (abs(m.cosine - right.cosine) <= cosine and norm(right) / factor <= norm(m) <= norm(right) * factor):
+            faults.append(
+                f"the FFN of layer {layer} has error {m.error:.2g}, gain {m.gain:.3g}, cosine {m.cosine:.3g}; by the "
+                f"plan they are {right.error:.2g}, {right.gain:.3g}, {right.cosine:.3g}"
+            )
+    return text, faults
+
+
+def norm(e: Estimate) -> float:
+    """The output's norm relative to the dense FFN's."""
+    return math.sqrt(max(e.error**2 - 1 + 2 * e.gain, 0.0))
