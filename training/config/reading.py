@@ -190,8 +190,8 @@ class TrainConfig:
             )
         if self.lora.rank and self.model.expert_backend not in ADAPTED:
             raise ValueError(
-                f"lora.rank={self.lora.rank} does not go with "
-                f"model.expert_backend={self.model.expert_backend}, which has no adapters; write model.expert_backend={ADAPTED[0]}"
+                f"lora.rank={self.lora.rank} does not go with model.expert_backend={self.model.expert_backend}, which "
+                f"has no adapters; write model.expert_backend={ADAPTED[0]}"
             )
         steps_to_trace(self.profile)
         if self.model.dtype not in COMPUTE:
