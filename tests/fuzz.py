@@ -438,7 +438,7 @@ def dense(folder: Path) -> None:
 
 def read_dense(folder: Path, path: Path) -> str:
     from training.checkpoint import layout
-    from upcycle.config.reading import UpcycleConfig
+    from upcycle.config.schema import UpcycleConfig
     from upcycle.converting import card
     from upcycle.io.checkpoint import Checkpoint
     from upcycle.planning import plan
@@ -453,7 +453,7 @@ def read_dense(folder: Path, path: Path) -> str:
 
 
 def converted(**values: Any) -> None:
-    from upcycle.config.reading import UpcycleConfig
+    from upcycle.config.schema import UpcycleConfig
     from upcycle.converting.convert import convert
     from upcycle.converting.job import Worker
     from upcycle.io.checkpoint import Checkpoint
@@ -490,7 +490,7 @@ def siblings(folder: Path) -> None:
 
 
 def read_sibling(folder: Path, path: Path) -> str:
-    from upcycle.config.reading import Router, UpcycleConfig
+    from upcycle.config.schema import Router, UpcycleConfig
     from upcycle.converting import card
     from upcycle.io.checkpoint import Checkpoint
     from upcycle.planning import plan
@@ -505,7 +505,7 @@ def read_sibling(folder: Path, path: Path) -> str:
 def mixtures(folder: Path) -> None:
     """Models whose experts are copied or pruned, and a file that says how they were used."""
     from tests.parity import tiny
-    from upcycle.config.reading import Router
+    from upcycle.config.schema import Router
 
     source = tiny.make("llama", folder / "dense", num_hidden_layers=1)
     for target in ("qwen2_moe", "granitemoe", "glm4_moe"):
@@ -528,7 +528,7 @@ def sign_mixtures(folder: Path) -> None:
 
 
 def read_mixture(folder: Path, path: Path) -> str:
-    from upcycle.config.reading import UpcycleConfig
+    from upcycle.config.schema import UpcycleConfig
     from upcycle.converting import card
     from upcycle.io.checkpoint import Checkpoint
     from upcycle.planning import plan
@@ -864,7 +864,8 @@ def read_configs(folder: Path, path: Path) -> None:
     from evaluation.study.plan import read_study
     from training.config import reading as training
     from training.data.prepare import PrepareConfig
-    from upcycle.config.reading import UpcycleConfig, read
+    from upcycle.config.reading import read
+    from upcycle.config.schema import UpcycleConfig
 
     match path.stem:
         case "upcycle":
@@ -893,7 +894,7 @@ def measured(folder: Path) -> None:
 
 
 def again(folder: Path) -> None:
-    from upcycle.config.reading import Calibration, Router
+    from upcycle.config.schema import Calibration, Router
 
     converted(
         source=str(folder / "readable"), output=str(folder / "moe"), scale="calibrated", max_shard="100KB",

@@ -121,7 +121,8 @@ def main(words: list[str]) -> int:
 
 
 def load(words: Sequence[str]) -> Upcycling:
-    from upcycle.config.reading import UpcycleConfig, read
+    from upcycle.config.reading import read
+    from upcycle.config.schema import UpcycleConfig
     from upcycle.library import Upcycling
 
     return Upcycling(read(UpcycleConfig, *cli.file_and_words(words)))

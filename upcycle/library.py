@@ -16,7 +16,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from upcycle.config.reading import UpcycleConfig, read
+from upcycle.config.reading import read
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
 from upcycle.converting.convert import convert
 from upcycle.converting.job import Worker

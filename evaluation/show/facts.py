@@ -25,7 +25,8 @@ from training.observe import plots
 from training.observe.metrics import FILE as METRICS
 from training.observe.metrics import duration
 from upcycle.arch.spec import MAX_EXPERTS
-from upcycle.config.reading import UpcycleConfig, build
+from upcycle.config.reading import build
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
 from upcycle.converting.convert import MANIFEST
 from upcycle.io import strict

@@ -16,7 +16,8 @@ from upcycle import plugin
 from upcycle.__main__ import main
 from upcycle.arch import families
 from upcycle.cli import frame as cli
-from upcycle.config.reading import UpcycleConfig, read
+from upcycle.config.reading import read
+from upcycle.config.schema import UpcycleConfig
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.planning.plan import build, family, target
 from upcycle.sample import make_llama

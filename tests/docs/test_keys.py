@@ -29,7 +29,7 @@ from training.data.mixture import TrainSource, ValidSource
 from training.data.prepare import PrepareConfig
 from training.estimate import measure
 from upcycle import plugin
-from upcycle.config.reading import UpcycleConfig
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import grow
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"

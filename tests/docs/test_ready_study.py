@@ -25,7 +25,8 @@ from training.cli.prepare import main as prepare
 from training.data.shards import META
 from training.observe import metrics
 from training.run.loop import train
-from upcycle.config.reading import UpcycleConfig, build
+from upcycle.config.reading import build
+from upcycle.config.schema import UpcycleConfig
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.sample import make_llama
 

@@ -22,7 +22,8 @@ from training.config.reading import ModelConfig
 from training.model.decoder import Decoder
 from training.model.loss import linear_cross_entropy
 from upcycle.__main__ import main
-from upcycle.config.reading import UpcycleConfig, build, read
+from upcycle.config.reading import build, read
+from upcycle.config.schema import UpcycleConfig
 
 # (dense variant, target, upcycle words): every target, every form of router, shared experts, mixed layers
 SLICES = ["router.choice=each-slice", "router.init.name=independent"]

@@ -28,7 +28,8 @@ from training.model.stock.model import Stock
 from upcycle.__main__ import main
 from upcycle.arch import siblings
 from upcycle.arch.spec import MoESpec
-from upcycle.config.reading import UpcycleConfig, read
+from upcycle.config.reading import read
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting.convert import convert
 from upcycle.converting.make import Maker
 from upcycle.io.checkpoint import Checkpoint

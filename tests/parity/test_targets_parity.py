@@ -27,7 +27,8 @@ from transformers.utils import logging
 from upcycle import plugin
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.arch.targets.common import refusals
-from upcycle.config.reading import Router, RouterInit, UpcycleConfig, read
+from upcycle.config.reading import read
+from upcycle.config.schema import Router, RouterInit, UpcycleConfig
 from upcycle.converting.card import table
 from upcycle.converting.convert import convert
 from upcycle.converting.make import Maker

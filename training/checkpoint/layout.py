@@ -36,7 +36,8 @@ from upcycle import plugin
 from upcycle.arch.families.common import Source
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 from upcycle.arch.targets.common import Slot
-from upcycle.config.reading import UpcycleConfig, byte_size
+from upcycle.config.reading import byte_size
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
 from upcycle.converting.job import JOB, Worker, check_first, explained, job, read_json
 from upcycle.converting.make import Maker

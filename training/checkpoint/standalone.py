@@ -35,7 +35,8 @@ from training.model.lora import LoraConfig, attach
 from training.parallel.collectives import broadcast, broadcast_tensors
 from training.parallel.processes import rank
 from upcycle.arch.targets.upcycled import MODELING
-from upcycle.config.reading import UpcycleConfig, build
+from upcycle.config.reading import build
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
 from upcycle.converting.job import read_json
 from upcycle.io import strict

@@ -24,8 +24,9 @@ from training.optim.teacher import TeacherConfig
 from training.parallel.mesh import MeshConfig
 from training.run.resume import ResumeConfig, flat
 from training.run.suite import EvalConfig
-from upcycle.config.reading import UpcycleConfig, build, read
+from upcycle.config.reading import build, read
 from upcycle.config.ready import TRAIN
+from upcycle.config.schema import UpcycleConfig
 from upcycle.io.strict import short
 
 ADAPTED = ("grouped", "reference")  # backends of experts that compute adapters

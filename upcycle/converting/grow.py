@@ -31,7 +31,8 @@ from upcycle import plugin
 from upcycle.arch.families.common import Source
 from upcycle.arch.spec import MAX_EXPERTS, MoESpec
 from upcycle.arch.targets.common import Slot
-from upcycle.config.reading import Router, UpcycleConfig, build
+from upcycle.config.reading import build
+from upcycle.config.schema import Router, UpcycleConfig
 from upcycle.io import strict
 from upcycle.io.checkpoint import Checkpoint, read_header
 from upcycle.io.strict import Count

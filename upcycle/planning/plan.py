@@ -24,7 +24,8 @@ from upcycle.arch import siblings
 from upcycle.arch.families.common import Source
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 from upcycle.arch.targets.common import Slot, refusals, relu2_as_gated
-from upcycle.config.reading import UpcycleConfig, byte_size
+from upcycle.config.reading import byte_size
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import grow
 from upcycle.io import disk
 from upcycle.io.checkpoint import Checkpoint

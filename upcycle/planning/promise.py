@@ -17,7 +17,7 @@ from torch import Tensor
 from upcycle.arch.ffn import FFN
 from upcycle.arch.spec import BYTES, MoESpec
 from upcycle.arch.targets.common import relu2_as_gated
-from upcycle.config.reading import UpcycleConfig
+from upcycle.config.schema import UpcycleConfig
 from upcycle.planning import rng, routers, scale
 from upcycle.planning.methods import Method, Place
 

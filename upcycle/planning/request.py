@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from upcycle import plugin
 from upcycle.arch.spec import BYTES, MAX_EXPERTS, DenseSpec, MoESpec, Order
-from upcycle.config.reading import UpcycleConfig
+from upcycle.config.schema import UpcycleConfig
 from upcycle.planning import methods, routers
 from upcycle.planning.methods import Method, Sizes
 

@@ -23,7 +23,7 @@ from upcycle.arch.ffn import FFN, NEURON_DIM, scale
 from upcycle.arch.spec import MoESpec
 from upcycle.arch.targets.common import Slot
 from upcycle.config import reading as config
-from upcycle.config.reading import UpcycleConfig
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card, grow
 from upcycle.converting.convert import MANIFEST, MEASURED, changed, in_flight, jsonable
 from upcycle.converting.make import Maker, Piece

@@ -6,7 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from upcycle.config.reading import UpcycleConfig, read
+from upcycle.config.reading import read
+from upcycle.config.schema import UpcycleConfig
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.planning.plan import UpcyclePlan, build
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from upcycle.__main__ import main
-from upcycle.config.reading import UpcycleConfig, read
+from upcycle.config.reading import read
+from upcycle.config.schema import UpcycleConfig
 
 
 @pytest.mark.parametrize("text", ["a: &a [*a]", "layers: &x [1, *x]"])

@@ -22,7 +22,8 @@ from tqdm import tqdm
 
 from tests.parity import tiny
 from upcycle.__main__ import main
-from upcycle.config.reading import UpcycleConfig, read
+from upcycle.config.reading import read
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import convert as converting
 from upcycle.converting import job
 from upcycle.converting.convert import convert

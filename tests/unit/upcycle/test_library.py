@@ -11,7 +11,8 @@ import pytest
 
 from upcycle import Upcycling
 from upcycle.__main__ import main
-from upcycle.config.reading import UpcycleConfig, read
+from upcycle.config.reading import read
+from upcycle.config.schema import UpcycleConfig
 
 
 def test_it_plans_converts_and_verifies_as_the_commands_do(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tests.parity import tiny
 from upcycle import plugin
-from upcycle.config.reading import UpcycleConfig, read
+from upcycle.config.reading import read
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting.make import Maker
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.planning import methods

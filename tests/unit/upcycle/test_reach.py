@@ -13,7 +13,8 @@ import torch
 
 from training.checkpoint import standalone
 from upcycle.__main__ import main
-from upcycle.config.reading import UpcycleConfig, build, read
+from upcycle.config.reading import build, read
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
 from upcycle.io.checkpoint import MAX_COPIED, Checkpoint
 from upcycle.io.publish import digest

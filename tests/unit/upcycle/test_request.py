@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.parity import tiny
 from tests.unit.upcycle.plans import load
 from upcycle.__main__ import main
-from upcycle.config.reading import UpcycleConfig, byte_size, read
+from upcycle.config.reading import byte_size, read
+from upcycle.config.schema import UpcycleConfig
 from upcycle.converting.convert import convert
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.planning.plan import UpcyclePlan, build

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import pytest
 import zstandard
 
-from upcycle.config.reading import UpcycleConfig, read
+from upcycle.config.reading import read
+from upcycle.config.schema import UpcycleConfig
 from upcycle.io import strict
 from upcycle.io.strict import Count, Range, held, parse, parse_yaml
 from upcycle.text import tokens as text
