@@ -147,7 +147,7 @@ def test_experts_of_one_rank_alone() -> None:
     assert three.total == on(mesh, replace(CONFIG, batch=16)).total
     shared = MeshConfig(ep=2)  # two ranks with the same experts: FSDP sums in float32
     assert on(shared).gradients == on(shared, replace(CONFIG, batch=4)).gradients
-    exact = replace(CONFIG, model=replace(CONFIG.model, compute="float32"))  # where nothing is copied
+    exact = replace(CONFIG, model=replace(CONFIG.model, dtype="float32"))  # where nothing is copied
     assert on(mesh, exact).gathered == on(mesh, replace(exact, model=replace(exact.model, recompute="full"))).gathered
     again = {mode: on(mesh, replace(CONFIG, model=replace(CONFIG.model, recompute=mode))) for mode in MODES}
     assert again["full"].gathered == again["experts"].gathered < several.gathered == again["attention"].gathered
@@ -161,7 +161,7 @@ def test_what_kernels_of_narrow_experts_keep() -> None:
     assert alone - divided == tokens * layers * rows * a_row  # weights that FSDP divides are for torch's products
     more = replace(COPIES, widths=(1536,) * 9)  # one expert more than anybody measured, and 12 bytes of its router
     assert alone - memory(more, config, 1).activations == tokens * layers * (rows * a_row - 12)
-    quack = replace(config, model=replace(config.model, experts="quack"))  # of rows the first product alone
+    quack = replace(config, model=replace(config.model, expert_backend="quack"))  # of rows the first product alone
     assert memory(COPIES, quack, 1).activations - divided == tokens * layers * rows * 2 * -576
     for spec, seen in ((SMOL, 36.7e9), (SLICES, 45.2e9), (MORE_SLICES, 54.3e9), (COPIES, 63.0e9)):
         assert seen < memory(spec, replace(config, batch=64), 1).total < 1.5 * seen
@@ -298,7 +298,7 @@ def test_what_is_not_in_the_seconds_is_said() -> None:
     frozen = replace(plain, optim=OptimConfig(groups=({"match": "*.router.*", "lr": 0.0},)))
     for config, says in (
         (plain, ""), (CONFIG, "documents (less attention)"), (frozen, "frozen parameters"),
-        (replace(plain, model=replace(plain.model, compute="float32")), "float32 (they are bfloat16's)"),
+        (replace(plain, model=replace(plain.model, dtype="float32")), "float32 (they are bfloat16's)"),
         (replace(plain, lora=LoraConfig(rank=4)), "adapters"), (replace(plain, optim=OptimConfig(name="muon")), "Muon"),
     ):  # fmt: skip
         text = clocked(SPECS["moe"], config, PlanConfig(gpus=1), card)

@@ -775,8 +775,8 @@ def asking(**model: Any) -> TrainConfig:
     [
         (ALONE, 1, D, 0, False), (ALONE, 1, M, 40e9, False), (ALONE, 1, M, 41e9, True), (ALONE, 2, M, 0, True),
         (asking(graph=True), 1, M, 41e9, False), (asking(graph=False), 1, D, 0, True),
-        (asking(compute="float32"), 1, D, 0, False), (asking(compute="float32"), 1, M, 0, True),
-        (asking(experts="reference"), 1, D, 0, False), (asking(experts="reference"), 1, M, 0, True),
+        (asking(dtype="float32"), 1, D, 0, False), (asking(dtype="float32"), 1, M, 0, True),
+        (asking(expert_backend="reference"), 1, D, 0, False), (asking(expert_backend="reference"), 1, M, 0, True),
         (asking(transformer_engine=("norm",)), 1, D, 0, True),
         (replace(ALONE, teacher=TeacherConfig(source="y", weight=0.5)), 1, D, 0, True),
         (replace(ALONE, islands=IslandsConfig(join="here:1")), 1, D, 0, True),

@@ -20,7 +20,7 @@ WORDS = {"upcycle": ["plan", "source=x"], "evaluation": ["compare", "a", "b"], "
          "training.cli.plots": ["run", "--output", "x.png"]}  # fmt: skip
 COMMANDS = sorted(
     cli.name_of(module)
-    for package in cli.OURS
+    for package in (*cli.OURS, "benchmarks", "examples")
     for path in (ROOT / package).rglob("*.py")
     for module in re.findall(r'^ *.*cli\.start\("([\w.]+)"', path.read_text(), re.MULTILINE)
     if path.name != "cli.py"
