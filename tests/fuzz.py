@@ -708,7 +708,7 @@ def read_trained(folder: Path, path: Path) -> str:
 def read_kept(folder: Path, path: Path) -> str:
     from evaluation.ask.load import end_tokens
     from training.checkpoint import standalone
-    from training.config.reading import ModelConfig
+    from training.config.schema import ModelConfig
 
     run = next(parent for parent in path.parents if parent.parent == folder)
     origin = standalone.kept(run)

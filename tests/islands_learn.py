@@ -46,7 +46,7 @@ from torch import Tensor
 
 from evaluation.judge.seeds import paired
 from training.checkpoint import layout
-from training.config.reading import TrainConfig
+from training.config.schema import TrainConfig
 from training.data.open import check_tokens, open_training, open_validation
 from training.islands.config import IslandsConfig
 from training.islands.island import OTHER, Island

@@ -64,7 +64,7 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
     import torch
 
     from training.checkpoint import layout
-    from training.config.reading import ModelConfig, TrainConfig
+    from training.config.schema import ModelConfig, TrainConfig
     from training.data.batch import Batch
     from training.data.mixture import DataConfig
     from training.model.decoder import Decoder

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from upcycle.cli import frame as cli
 
 if TYPE_CHECKING:
-    from training.config.reading import TrainConfig
+    from training.config.schema import TrainConfig
     from training.run.suite import Suite
 
 

@@ -57,11 +57,12 @@ from evaluation.judge.answers import (
 )
 from evaluation.judge.results import Evaluation, Group, Item, Model, Raw, Task
 from training.checkpoint.layout import Origin
+from training.config.resume import flat
+from training.config.schema import EvalConfig
 from training.model.decoder import Decoder
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import alone, processes
-from training.run.resume import flat
-from training.run.suite import Ask, EvalConfig, Poll
+from training.run.suite import Ask, Poll
 from upcycle import __version__
 from upcycle.cli import frame as cli
 from upcycle.config.reading import read

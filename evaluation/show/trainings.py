@@ -17,9 +17,9 @@ from evaluation.judge import compare, curves
 from evaluation.judge.compare import Losses
 from evaluation.judge.curves import Band, Spent
 from training.checkpoint.storage import read_manifest
-from training.config.reading import ModelConfig, TrainConfig
+from training.config.resume import flat, shown
+from training.config.schema import ModelConfig, TrainConfig
 from training.observe import plots
-from training.run.resume import flat, shown
 from upcycle.io import strict
 
 MEAN = "mean of sets"  # of validation

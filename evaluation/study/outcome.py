@@ -9,7 +9,7 @@ from pathlib import Path
 
 from evaluation.judge.curves import Curve, Row, Spent, mean_curve, points, spending
 from evaluation.study.plan import tokens_of_step
-from training.config.reading import TrainConfig
+from training.config.schema import TrainConfig
 from training.observe import metrics
 from upcycle.config.reading import build
 from upcycle.io import strict

@@ -19,12 +19,12 @@ import yaml
 from omegaconf import OmegaConf
 
 from examples.demo import DemoConfig
-from training.config.reading import TrainConfig
+from training.config.resume import QUIET
+from training.config.schema import TrainConfig
 from training.data.shards import META
 from training.observe.metrics import FILE as METRICS
 from training.optim.schedule import schedule
 from training.run.build import flops_a_token, source
-from training.run.resume import QUIET
 from upcycle.config.reading import build, keys_of, literal, read
 from upcycle.config.ready import STUDY, TRAIN, UPCYCLE
 from upcycle.io import strict

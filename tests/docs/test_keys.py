@@ -24,7 +24,7 @@ from evaluation.study.plan import StudyConfig
 from examples import demo
 from training.cli import bench
 from training.cli import estimate as plan
-from training.config.reading import StageConfig, TrainConfig
+from training.config.schema import StageConfig, TrainConfig
 from training.data.mixture import TrainSource, ValidSource
 from training.data.prepare import PrepareConfig
 from training.estimate import measure

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.parallel import models
 from tests.parallel.ranks import run
-from training.config.reading import ModelConfig, TrainConfig
+from training.config.schema import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.optim.optimizer import OptimConfig
 from training.parallel.collectives import Group, all_reduce, local

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from tests.parallel import models, ranks, test_run, tiny
-from training.config.reading import ModelConfig, TrainConfig
+from training.config.schema import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.estimate import memory
 from training.optim.balance import Balance, BalanceConfig

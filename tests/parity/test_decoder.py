@@ -18,7 +18,7 @@ from tests.parity import test_targets_parity as parity
 from tests.parity import tiny
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
-from training.config.reading import ModelConfig
+from training.config.schema import ModelConfig
 from training.model.decoder import Decoder
 from training.model.loss import linear_cross_entropy
 from upcycle.__main__ import main

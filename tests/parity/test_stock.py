@@ -37,7 +37,7 @@ from training.checkpoint.layout import Origin
 from training.cli.estimate import main as plan
 from training.cli.export import main as export
 from training.cli.prepare import main as prepare
-from training.config.reading import ModelConfig
+from training.config.schema import ModelConfig
 from training.model.decoder import Decoder
 from training.model.stock.model import Stock, StockMoE, on_meta
 from training.model.stock.probe import read_blocks

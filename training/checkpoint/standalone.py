@@ -29,7 +29,8 @@ from training.checkpoint import layout
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import STEP, Checkpoints, check_same, weights
 from training.checkpoint.storage import Reader, read_manifest, read_whole
-from training.config.reading import ModelConfig, upcycle_config
+from training.config.reading import upcycle_config
+from training.config.schema import ModelConfig
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach
 from training.parallel.collectives import broadcast, broadcast_tensors

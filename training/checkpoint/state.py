@@ -44,9 +44,9 @@ from torch.optim import Optimizer
 
 from training.checkpoint import storage
 from training.checkpoint.storage import Reader, check_free, read_whole
+from training.config.resume import judge
 from training.model.names import plain_name
 from training.parallel.collectives import gather, local
-from training.run.resume import judge
 from upcycle.io import strict
 from upcycle.io.disk import sync_folder
 

@@ -41,7 +41,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.checkpoint import layout
-from training.config.reading import COMPUTE, ModelConfig, TrainConfig
+from training.config.checks import COMPUTE
+from training.config.resume import flat
+from training.config.schema import ModelConfig, TrainConfig
 from training.data.batch import Batch
 from training.data.mixture import DataConfig, Mock
 from training.model.decoder import Decoder
@@ -58,7 +60,6 @@ from training.parallel.processes import processes, rank
 from training.parallel.shard import trouble
 from training.run.build import check_optim, data_rank, hold, learner, room, stages_of_rank
 from training.run.record import stepping
-from training.run.resume import flat
 from training.run.step import gradients, train_step
 from upcycle import plugin
 from upcycle.arch.spec import DenseSpec, MoESpec

@@ -41,7 +41,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from tqdm import tqdm
 
-from training.config.reading import Stage, TrainConfig, read_config, stages_of
+from training.config.reading import read_config
+from training.config.schema import TrainConfig
+from training.config.stages import Stage, stages_of
 from training.estimate import hardware
 from training.estimate.budget import advised, amount, bill, few
 from training.estimate.mappings import AXES, Timed, data_ranks, mappings, micro_batches, ranked, refused

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
-from training.config.reading import TrainConfig
+from training.config.schema import TrainConfig
 from training.estimate import hardware
 from training.estimate.memory import Memory, Model, memory
 from training.estimate.seconds import Routing, Seconds, step

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from training.config.reading import TrainConfig, stages_of
+from training.config.schema import TrainConfig
+from training.config.stages import stages_of
 from training.dispatch import nvlink
 from training.model.lora import LoraConfig, attach
 from training.model.loss import COPIES, LOGITS, TAUGHT

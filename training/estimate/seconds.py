@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import NormalDist
 
-from training.config.reading import TrainConfig
+from training.config.schema import TrainConfig
 from training.estimate.hardware import Hardware, Link, attention_rates, rates
 from training.parallel.mesh import grids
 from training.parallel.pipeline import cut, stages

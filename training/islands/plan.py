@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from training.config.reading import TrainConfig
+from training.config.schema import TrainConfig
 from training.islands.config import IslandsConfig
 from training.islands.link.wire import BITMAP, CHUNK, FEW, most
 from training.islands.places import NUMBERS, Layout, share_of

@@ -16,7 +16,7 @@ from torch import Tensor
 from training.checkpoint import layout
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import Stop, found, step_of
-from training.config.reading import TrainConfig
+from training.config.schema import TrainConfig
 from training.islands.center import Center
 from training.islands.journal import Journal
 from training.islands.link import frames

@@ -21,7 +21,10 @@ from torch import Tensor
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import Checkpoints, TrainState, found
-from training.config.reading import ModelConfig, Stage, TrainConfig, stage_of, stages_of, upcycle_config
+from training.config.reading import upcycle_config
+from training.config.resume import compared
+from training.config.schema import ModelConfig, TrainConfig
+from training.config.stages import Stage, stage_of, stages_of
 from training.data.batch import Samples
 from training.data.mixture import DataConfig, Loader
 from training.data.open import check_tokens, first_tokens, open_training
@@ -41,7 +44,6 @@ from training.parallel.pipeline import Pipeline, cut, stages
 from training.parallel.pipeline import check as check_schedule
 from training.parallel.placement import rule
 from training.parallel.shard import learns_anew, parallelize
-from training.run.resume import compared
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.io import disk
 from upcycle.io.checkpoint import Checkpoint

@@ -16,7 +16,9 @@ import torch
 
 from training.checkpoint import layout, peft
 from training.checkpoint.state import Stop, Stopped, anywhere, found, step_of
-from training.config.reading import Stage, TrainConfig, settings, stage_of, tokens_by
+from training.config.reading import settings
+from training.config.schema import TrainConfig
+from training.config.stages import Stage, stage_of, tokens_by
 from training.data.open import open_validation
 from training.islands.island import Island
 from training.observe.metrics import Metrics

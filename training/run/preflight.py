@@ -13,7 +13,8 @@ from training.checkpoint import standalone
 from training.checkpoint.layout import Origin
 from training.checkpoint.peft import check_peft
 from training.checkpoint.state import found, step_of
-from training.config.reading import TrainConfig, of_stage, stages_of
+from training.config.schema import TrainConfig, of_stage
+from training.config.stages import stages_of
 from training.data.mixture import Mixture, same_tokenizer
 from training.data.open import open_training, open_validation
 from training.data.shards import partial_of

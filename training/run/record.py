@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from training.config.reading import TrainConfig
+from training.config.schema import TrainConfig
 from training.data.batch import Batch
 from training.run.build import Learner
 

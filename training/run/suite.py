@@ -1,4 +1,4 @@
-"""Evaluation during training: its config, and what the loop expects of a Suite.
+"""Evaluation during training: what the loop expects of a Suite.
 
 Nothing here knows evaluation/: training/__main__.py imports its suite, where a run wants one.
 """
@@ -6,29 +6,12 @@ Nothing here knows evaluation/: training/__main__.py imports its suite, where a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from training.checkpoint.layout import Origin
+from training.config.schema import EvalConfig
 from training.model.decoder import Decoder
 from training.parallel.mesh import ParallelMesh
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    every: int = 0  # steps between evaluations, besides those before the first and after the last; 0: none
-    suite: str = "tiny"  # a file of evaluation/suites, or one of your own
-    data: str = ""  # a folder with the suite's files; "": from the hub
-    texts: tuple[str, ...] = ()  # suite perplexity: .txt, .jsonl or .jsonl.zst
-    fewshot: int | None = None  # examples in a prompt, where the task leaves it open
-    limit: int = 0  # items of each task; 0: all
-    tokenizer: str = ""  # a folder with one; "": the checkpoint's
-
-    def __post_init__(self) -> None:
-        for name in ("every", "limit", "fewshot"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"eval.{name} is {getattr(self, name)}; it must be at least 0")
-
 
 Ask = Callable[[], Mapping[str, float]]  # called by all ranks together; all get the numbers
 

@@ -23,7 +23,8 @@ from evaluation.show.trainings import MEAN, shared
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, subjects, task, text, write
 from training.checkpoint.storage import FORMAT, signed
-from training.config.reading import TrainConfig, read_config
+from training.config.reading import read_config
+from training.config.schema import TrainConfig
 from upcycle.__main__ import main as upcycle
 from upcycle.config.reading import build
 from upcycle.io import publish

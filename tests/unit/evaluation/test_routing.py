@@ -15,7 +15,8 @@ from evaluation.show import routing
 from tests.parity import tiny
 from tests.unit.training.test_data import make_tokenizer
 from training.checkpoint import layout, standalone
-from training.config.reading import ModelConfig, upcycle_config
+from training.config.reading import upcycle_config
+from training.config.schema import ModelConfig
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
 from upcycle.__main__ import main as upcycle

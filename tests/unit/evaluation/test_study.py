@@ -31,7 +31,7 @@ from evaluation.study.plan import Plan, changed, read_study, timed, trials
 from evaluation.study.running import Job, Workers
 from evaluation.study.suites import suite_of
 from training.cli.prepare import main as prepare
-from training.config.reading import TrainConfig
+from training.config.schema import TrainConfig
 from training.data.shards import META
 from upcycle.config.reading import build
 from upcycle.sample import make_llama

@@ -30,7 +30,8 @@ from tests.parity import tiny
 from tests.unit.training.test_data import make_tokenizer, texts
 from training.checkpoint import layout
 from training.cli.prepare import main
-from training.config.reading import TrainConfig, read_config
+from training.config.reading import read_config
+from training.config.schema import TrainConfig
 from training.data.batch import IGNORE
 from training.data.mixture import Mixture, Talks, Validation
 from training.data.packing import packed

@@ -17,7 +17,7 @@ from tests.parallel import models
 from tests.unit.training.test_plan import CONFIG, EXPERTS, M
 from tests.unit.training.test_train import Stopped, config, stops_before
 from tests.unit.training.test_train import place as place
-from training.config.reading import TrainConfig
+from training.config.schema import TrainConfig
 from training.data.mixture import DataConfig
 from training.data.open import open_training
 from training.estimate.memory import memory

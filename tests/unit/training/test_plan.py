@@ -14,7 +14,7 @@ from tests.unit.training.test_seconds import COPIES, MORE_SLICES, SLICES, SMOL
 from training.checkpoint.layout import opened
 from training.cli.bench import BenchConfig, as_training, spec_of
 from training.cli.estimate import PlanConfig, clocked, main, split, table, why
-from training.config.reading import CheckpointConfig, ModelConfig, TrainConfig
+from training.config.schema import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch import nvlink
 from training.estimate import hardware, law

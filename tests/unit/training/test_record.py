@@ -84,9 +84,9 @@ def test_what_cannot_be_recorded(place: Path, tmp_path: Path) -> None:
             finally:
                 run.config = kept
 
-        assert "model.expert_backend=reference" in refused(experts="reference")
-        assert not refused(experts="quack")
-        assert "model.compute is float32" in refused(compute="float32")
+        assert "model.expert_backend=reference" in refused(expert_backend="reference")
+        assert not refused(expert_backend="quack")
+        assert "model.dtype is float32" in refused(dtype="float32")
         assert "transformer_engine" in refused(transformer_engine=("norm",))
         run.mesh.world = 2
         assert "2 ranks" in record.obstacle(run)

@@ -21,7 +21,8 @@ import torch
 from training.cli import bench
 from training.cli.estimate import lasting, seconds_of
 from training.cli.estimate import main as plan
-from training.config.reading import ModelConfig, Stage, TrainConfig
+from training.config.schema import ModelConfig, TrainConfig
+from training.config.stages import Stage
 from training.data.mixture import DataConfig
 from training.estimate import hardware, measure
 from training.estimate.hardware import Hardware, Link

@@ -23,7 +23,8 @@ from training.checkpoint.storage import read_manifest
 from training.cli.estimate import main as plan
 from training.cli.estimate import table
 from training.cli.prepare import main as prepare
-from training.config.reading import TrainConfig, stages_of, tokens_by
+from training.config.schema import TrainConfig
+from training.config.stages import stages_of, tokens_by
 from training.estimate.memory import Model, memory
 from training.observe import plots
 from training.observe.metrics import read as read_metrics
@@ -171,8 +172,8 @@ def test_a_finished_run_may_be_given_another_stage(two: Path, tmp_path: Path) ->
     ("stages", "says"),
     [
         ("[{steps: 3, mesh: {ep: 2}}]", r"stages\.0\.mesh cannot differ between the stages of a run"),
-        ("[{steps: 3, schedule: {peek: 2}}]", r"stages\.0: unknown key 'schedule\.peek'; did you mean 'peak'"),
-        ("[{steps: 3}, {steps: 3, schedule: {peak: -2}}]", r"stages\.1: schedule\.peak is -2"),
+        ("[{steps: 8, schedule: {peek: 2}}]", r"stages\.0: unknown key 'schedule\.peek'; did you mean 'peak'"),
+        ("[{steps: 3}, {steps: 5, schedule: {peak: -2}}]", r"stages\.1: schedule\.peak is -2"),
         ("[{}]", r"stages\.0: steps is 0 and tokens is 0; one of them says"),
         ("[{steps: 3, tokens: 4}]", r"one of them says"),
         ("[{steps: 8, optim: {name: muon}}]", r"stages\.0: optim\.name is 'muon' and the run's is 'adamw'"),
@@ -203,7 +204,7 @@ def test_plots_know_where_a_stage_ends(whole: Path) -> None:
 
 
 def test_the_plan_has_a_line_a_stage(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = replace(run_of(two, tmp_path / "run"), model=replace(run_of(two, tmp_path).model, compute="bfloat16"))
+    settings = replace(run_of(two, tmp_path / "run"), model=replace(run_of(two, tmp_path).model, dtype="bfloat16"))
     with source(settings) as origin:
         first, second, third = (
             memory(origin.spec, stage.config, 1, Model(origin.spec, stage.config, whole=settings))

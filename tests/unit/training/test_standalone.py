@@ -23,7 +23,8 @@ from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.checkpoint import layout, standalone
 from training.checkpoint.standalone import keep, keeps, kept
 from training.cli.prepare import main as prepare
-from training.config.reading import ModelConfig, read_config
+from training.config.reading import read_config
+from training.config.schema import ModelConfig
 from training.data import open as opening
 from training.data.open import open_training
 from training.observe.metrics import read as read_metrics

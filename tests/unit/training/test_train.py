@@ -24,7 +24,8 @@ from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.__main__ import main
 from training.cli.prepare import main as prepare
-from training.config.reading import TrainConfig, read_config
+from training.config.reading import read_config
+from training.config.schema import TrainConfig
 from training.data.open import open_training
 from training.observe.metrics import read as read_metrics
 from training.parallel.watch import Watch

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from tests.unit.training.test_experts import GroupedLinearStandIn, case
 from training.checkpoint import layout
-from training.config.reading import DataConfig, ModelConfig, TrainConfig
+from training.config.schema import ModelConfig, TrainConfig
+from training.data.mixture import DataConfig
 from training.experts import reference
 from training.experts import transformer_engine as experts
 from training.model import transformer_engine

@@ -13,7 +13,8 @@ import yaml
 
 from tests.unit.training.test_train import config, place
 from training.cli.bench import BenchConfig, spec_of
-from training.config.reading import DataConfig, ModelConfig, TrainConfig
+from training.config.schema import ModelConfig, TrainConfig
+from training.data.mixture import DataConfig
 from training.estimate.memory import memory
 from training.islands.config import IslandsConfig
 from training.islands.link import wire

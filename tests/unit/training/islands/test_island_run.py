@@ -19,7 +19,7 @@ from tests.islands import SECRET
 from tests.unit.training.test_train import WORDS, Stopped, config, losses, moe, place, stops_before
 from training.__main__ import main
 from training.checkpoint.state import found
-from training.config.reading import TrainConfig
+from training.config.schema import TrainConfig
 from training.islands import island as island_module
 from training.islands import run as run_module
 from training.islands.config import IslandsConfig

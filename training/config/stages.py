@@ -1,0 +1,87 @@
+"""Cut a run into stages: each has its own steps and its own whole config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from training.config.schema import STAGED, StageConfig, TrainConfig, merged, of_stage
+
+ALONG = (  # keys of staged parts that are of the whole run: checkpoint and memory are made for one value
+    "data.stream", "data.tokenizer", "data.seed", "optim.name", "optim.moments", "optim.spike_window", "teacher.source",
+)  # fmt: skip
+AT_THE_END = ("average", "shrink")  # of optim: what a run's last step does
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some of a run's steps, and the config that holds in them: `config.steps` of them, after the `first` ones."""
+
+    number: int  # from 1
+    name: str
+    first: int
+    config: TrainConfig
+
+    @property
+    def last(self) -> int:
+        return self.first + self.config.steps
+
+
+def stages_of(config: TrainConfig) -> tuple[Stage, ...]:
+    """Return a run's stages, each with its whole config; a run without any is one stage."""
+    if not config.stages:
+        return (Stage(1, "", 0, config),)
+    found, first = list[Stage](), 0
+    for number, own in enumerate(config.stages):
+        with of_stage(number):
+            stage = settled(config, own)
+        found.append(Stage(number + 1, own.name or f"stage {number + 1}", first, stage))
+        first = found[-1].last
+        ends = [f"optim.{key}" for key in AT_THE_END if own.optim.get(key) and own is not config.stages[-1]]
+        if ends:
+            raise ValueError(f"stages.{number} has {ends[0]}, which is of a run's end; write it in the last stage")
+    check_sources(found)
+    return tuple(found)
+
+
+def settled(config: TrainConfig, own: StageConfig) -> TrainConfig:
+    """Return the run's config with a stage's keys in it."""
+    parts = {name: merged(getattr(config, name), getattr(own, name), f"{name}.") for name in STAGED}
+    numbers = {name: getattr(own, name) for name in ("batch", "micro_batch") if getattr(own, name)}
+    numbers |= {} if own.valid_every is None else {"valid_every": own.valid_every}
+    stage = replace(config, stages=(), steps=own.length(config), **parts, **numbers)
+    for key in ALONG:
+        part, _, name = key.partition(".")
+        ours, runs = (getattr(getattr(each, part), name) for each in (stage, config))
+        if ours != runs:
+            raise ValueError(
+                f"{key} is {ours!r} and the run's is {runs!r}; it is of the whole run, so leave it out here"
+            )
+    if config.data.stream and replace(stage.data, valid=()) != replace(config.data, valid=()):
+        raise ValueError(
+            "data differs from the run's, and a stream only goes on as it is; prepare it, and use data.train"
+        )
+    return stage
+
+
+def check_sources(stages: Sequence[Stage]) -> None:
+    """Raise a ValueError if two folders have one name, because how far a source is read is known by its name."""
+    paths: dict[str, str] = {}
+    for stage in stages:
+        for source in stage.config.data.train:
+            if paths.setdefault(source.name, source.path) != source.path:
+                raise ValueError(
+                    f"stages.{stage.number - 1}.data.train has {source.name} in {source.path}, which in an earlier "
+                    f"stage is {paths[source.name]}; give one of them another name"
+                )
+
+
+def stage_of(stages: Sequence[Stage], step: int) -> Stage:
+    """Return the stage that makes a step: the first one for step 0, the last one for steps behind the run's end."""
+    return next((stage for stage in stages if step <= stage.last), stages[-1])
+
+
+def tokens_by(stages: Sequence[Stage], step: int) -> int:
+    """Return how many tokens the first steps of a run take."""
+    made = ((max(min(step, stage.last) - stage.first, 0), stage.config) for stage in stages)
+    return sum(steps * config.batch * config.data.sequence for steps, config in made)
