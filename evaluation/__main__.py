@@ -31,7 +31,7 @@ COMMANDS = {  # each a module with a main(words), whose docstring is its help
     "lm-eval": "evaluation.ask.harness",
     "compare": "evaluation.judge.compare",
     "routing": "evaluation.show.routing",
-    "study": "evaluation.study.study",
+    "study": "evaluation.studies.study",
     "report": "evaluation.show.report",
 }
 RESUME = ("run", "study")  # started again these go on where they were: answers and runs are kept

@@ -696,7 +696,7 @@ LLAMA = {
 
 def read_trained(folder: Path, path: Path) -> str:
     from evaluation.judge.compare import compare_losses, loss_table
-    from evaluation.study.outcome import outcome
+    from evaluation.studies.outcome import outcome
     from training.observe import metrics
 
     shown = reported(folder / "dense", folder / "moe") + loss_table(compare_losses([folder / "dense", folder / "moe"]))
@@ -861,7 +861,7 @@ def configs(folder: Path) -> None:
 def read_configs(folder: Path, path: Path) -> None:
     from evaluation.ask.run import is_config, read_config
     from evaluation.ask.tasks import read_suite
-    from evaluation.study.plan import read_study
+    from evaluation.studies.plan import read_study
     from training.config import reading as training
     from training.data.prepare import PrepareConfig
     from upcycle.config.reading import read

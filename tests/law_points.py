@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from training.estimate import law
+from training.estimating import law
 
 HERE = Path(__file__).parent / "law_points.json"
 CHECKS = HERE.with_name("law_checks.json")

@@ -34,7 +34,7 @@ def start(world: int, copies: bool) -> dict[str, Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from training.cli import bench
-    from training.estimate import measure
+    from training.estimating import measure
     from training.parallel.mesh import MeshConfig
 
     sent: Counter[str] = Counter()

@@ -11,8 +11,8 @@ from evaluation.judge.seeds import LEAST, Paired
 from evaluation.show import pictures as draw
 from evaluation.show.page import Palette, better, charts, document, lines, loss_pictures, minus
 from evaluation.show.pictures import Curve, ForestRow, Mark
-from evaluation.study.judging import QUESTIONS, Contrast, Judged
-from evaluation.study.outcome import Outcome
+from evaluation.studies.judging import QUESTIONS, Contrast, Judged
+from evaluation.studies.outcome import Outcome
 from training.observe.metrics import duration
 
 OF_LAYERS = {  # what is measured of a layer -> title, unit, whether from zero

@@ -153,13 +153,13 @@ def understood(command: str) -> str:
     from benchmarks import evaluation as evaluation_bench
     from evaluation.__main__ import COMMANDS
     from evaluation.ask.run import read_config as read_evaluation
-    from evaluation.study.plan import read_study
+    from evaluation.studies.plan import read_study
     from examples import demo
     from training.cli import bench
     from training.cli.estimate import split
     from training.config.reading import read_config
     from training.data.prepare import PrepareConfig
-    from training.estimate.measure import MeasureConfig
+    from training.estimating.measure import MeasureConfig
 
     words = shlex.split(command)
     module, *words = words[words.index("-m") + 1 :] if "-m" in words else words

@@ -33,9 +33,9 @@ from tests.parity import tiny
 from tests.unit.training.test_chat import chat_tokenizer, conversations, rows, template
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.config.reading import read_config
-from training.estimate import hardware
-from training.estimate.memory import memory
-from training.estimate.seconds import step
+from training.estimating import hardware
+from training.estimating.memory import memory
+from training.estimating.seconds import step
 from training.observe.metrics import read as read_metrics
 from training.run.build import source
 

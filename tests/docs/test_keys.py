@@ -20,14 +20,14 @@ from benchmarks import evaluation as evaluation_bench
 from evaluation.ask import harness, run
 from evaluation.judge import compare
 from evaluation.show import report, routing
-from evaluation.study.plan import StudyConfig
+from evaluation.studies.plan import StudyConfig
 from examples import demo
 from training.cli import bench
 from training.cli import estimate as plan
 from training.config.schema import StageConfig, TrainConfig
 from training.data.mixture import TrainSource, ValidSource
 from training.data.prepare import PrepareConfig
-from training.estimate import measure
+from training.estimating import measure
 from upcycle import plugin
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import grow

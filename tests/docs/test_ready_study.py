@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from evaluation.__main__ import main as study
-from evaluation.study.plan import flops, read_study, steps, trials
+from evaluation.studies.plan import flops, read_study, steps, trials
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.__main__ import main as train_command
 from training.checkpoint.layout import online

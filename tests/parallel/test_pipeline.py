@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from tests.parallel import models, ranks, test_run, tiny
 from training.config.schema import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
-from training.estimate import memory
+from training.estimating import memory
 from training.optim.balance import Balance, BalanceConfig
 from training.parallel import pipeline as module
 from training.parallel.collectives import all_reduce, local

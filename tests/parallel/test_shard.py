@@ -18,7 +18,7 @@ from tests.parallel.ranks import run
 from training.config.schema import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch.alltoall import AllToAll
-from training.estimate.memory import memory
+from training.estimating.memory import memory
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.optim import balance as balance_module

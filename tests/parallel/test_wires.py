@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.ranks import run
-from training.estimate import hardware, measure
-from training.estimate.hardware import Hardware
+from training.estimating import hardware, measure
+from training.estimating.hardware import Hardware
 
 
 def of_two(rank: int, world: int) -> Hardware:

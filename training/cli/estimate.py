@@ -18,7 +18,7 @@ are bfloat16 (model.frozen) half of the bytes; activations are counted as if all
 (teacher.weight) has a column of its own. A run in stages has a line for each, with the moments of all stages in every
 one, and with `hardware` the hours of each.
 
-With `hardware` those that fit are ranked by predicted tokens/s (training/estimate/seconds.py); `budget`, `price` and
+With `hardware` those that fit are ranked by predicted tokens/s (training/estimating/seconds.py); `budget`, `price` and
 `seen` make
 hours, money and what the law of upcycling expects of that. docs/planning.md says how good these predictions are.
 
@@ -44,11 +44,11 @@ from tqdm import tqdm
 from training.config.reading import read_config
 from training.config.schema import TrainConfig
 from training.config.stages import Stage, stages_of
-from training.estimate import hardware
-from training.estimate.budget import advised, amount, bill, few
-from training.estimate.mappings import AXES, Timed, data_ranks, mappings, micro_batches, ranked, refused
-from training.estimate.memory import Model, memory
-from training.estimate.seconds import RANDOM, Routing, step
+from training.estimating import hardware
+from training.estimating.budget import advised, amount, bill, few
+from training.estimating.mappings import AXES, Timed, data_ranks, mappings, micro_batches, ranked, refused
+from training.estimating.memory import Model, memory
+from training.estimating.seconds import RANDOM, Routing, step
 from training.islands import plan as islands
 from training.observe.flops import model_flops
 from training.optim.optimizer import learning
@@ -180,7 +180,7 @@ def clocked(
 
 
 def uncounted(config: TrainConfig) -> dict[str, bool]:
-    """What a step may have that training.estimate.seconds does not count, and whether this one has it."""
+    """What a step may have that training.estimating.seconds does not count, and whether this one has it."""
     return {
         "adapters": config.lora.rank > 0,
         "a teacher": config.teacher.asked,
@@ -287,7 +287,7 @@ def of_bench(file: str, words: list[str], asked: PlanConfig, card: hardware.Hard
 @cli.command()
 def main(words: list[str]) -> int:
     if words[:1] == ["measure"]:
-        from training.estimate import measure  # it needs the bench, and so all that trains
+        from training.estimating import measure  # it needs the bench, and so all that trains
 
         return measure.main(words[1:])
     file, words = cli.file_and_words(words)

@@ -4,7 +4,7 @@ Everything is a sum. A rank's loss is its own tokens' nats divided by the number
 true gradient is the plain sum over the ranks that hold different tokens, and nobody divides by a number of ranks.
 
 Over which ranks a gradient is summed depends on which tokens its parameter sees. There are three kinds of parameters
-(the table is in placement.py; training/estimate/memory.py counts by it too):
+(the table is in placement.py; training/estimating/memory.py counts by it too):
 
     tokens   embedding, head, norms, router: a rank's own tokens. Between attention and FFN each tp rank holds another
              part of the sequence, so tp is one more data axis: sharded over dp_shard x cp x tp.

@@ -23,13 +23,13 @@ from evaluation.judge import curves, results
 from evaluation.judge.results import Evaluation, Model, Task
 from evaluation.judge.seeds import Paired
 from evaluation.show.study import sentences, table, tiles
-from evaluation.study import plan as planning
-from evaluation.study import study
-from evaluation.study.judging import Contrast, Judged, judge
-from evaluation.study.outcome import outcome
-from evaluation.study.plan import Plan, changed, read_study, timed, trials
-from evaluation.study.running import Job, Workers
-from evaluation.study.suites import suite_of
+from evaluation.studies import plan as planning
+from evaluation.studies import study
+from evaluation.studies.judging import Contrast, Judged, judge
+from evaluation.studies.outcome import outcome
+from evaluation.studies.plan import Plan, changed, read_study, timed, trials
+from evaluation.studies.running import Job, Workers
+from evaluation.studies.suites import suite_of
 from training.cli.prepare import main as prepare
 from training.config.schema import TrainConfig
 from training.data.shards import META
@@ -708,7 +708,7 @@ def wait_for(file: Path) -> None:
 
 def test_two_studies_do_not_write_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path)
-    code = "import sys; from pathlib import Path; from evaluation.study.running import alone\nwith alone(Path(sys.argv[1])): print(1, flush=True); sys.stdin.read()"
+    code = "import sys; from pathlib import Path; from evaluation.studies.running import alone\nwith alone(Path(sys.argv[1])): print(1, flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "study")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:

@@ -15,7 +15,7 @@ from tests.unit.training.test_train import Stopped, config, losses, stops_before
 from tests.unit.training.test_train import place as place
 from training.checkpoint.state import moments
 from training.cli.export import export
-from training.estimate.memory import memory
+from training.estimating.memory import memory
 from training.optim.optimizer import OptimConfig
 from training.run import loop as train_module
 from training.run.build import checkpoints_of, start

@@ -20,7 +20,7 @@ from tests.unit.training.test_train import place as place
 from training.config.schema import TrainConfig
 from training.data.mixture import DataConfig
 from training.data.open import open_training
-from training.estimate.memory import memory
+from training.estimating.memory import memory
 from training.model.lora import LoraConfig, attach, is_adapter
 from training.observe.flops import spared_flops
 from training.optim.optimizer import OptimConfig, Optimizer, ParameterGroup, check_groups, freeze, multiplier

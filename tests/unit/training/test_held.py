@@ -17,7 +17,7 @@ from tests.unit.training.test_train import place as place
 from training.checkpoint.state import found
 from training.cli.estimate import of_frozen
 from training.cli.export import export
-from training.estimate.memory import Model, memory
+from training.estimating.memory import Model, memory
 from training.model.lora import is_adapter
 from training.run.build import begin, held_in, start
 from training.run.loop import train

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.parallel.ranks import run
 from training.cli import bench
-from training.estimate.measure import TINY
+from training.estimating.measure import TINY
 from training.parallel.mesh import MeshConfig
 from training.parallel.shard import Summed
 

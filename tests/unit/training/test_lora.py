@@ -25,7 +25,7 @@ from training.checkpoint.layout import Stored, Whole
 from training.checkpoint.peft import adapters
 from training.cli.export import export
 from training.data.mixture import DataConfig
-from training.estimate.memory import memory
+from training.estimating.memory import memory
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach, is_adapter, pairs
 from training.model.moe import MoE

@@ -17,11 +17,11 @@ from training.cli.estimate import PlanConfig, clocked, main, split, table, why
 from training.config.schema import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch import nvlink
-from training.estimate import hardware, law
-from training.estimate.budget import amount, bill
-from training.estimate.mappings import SPARE, Timed, ranked
-from training.estimate.memory import Memory, in_flight, memory
-from training.estimate.seconds import Routing, Seconds, step
+from training.estimating import hardware, law
+from training.estimating.budget import amount, bill
+from training.estimating.mappings import SPARE, Timed, ranked
+from training.estimating.memory import Memory, in_flight, memory
+from training.estimating.seconds import Routing, Seconds, step
 from training.model.lora import LoraConfig
 from training.model.recompute import MODES
 from training.optim.balance import BalanceConfig
@@ -357,7 +357,7 @@ def test_the_law_is_asked_of_the_dense_model_itself(
     words = {"virtual_group": ["experts=2", "granularity=4", "top_k=4"], "split": ["experts=4", "top_k=4"]}
     made = [f"model.upcycle.{word}" for word in words.get(method, ["experts=2", "top_k=1"])]
     cases = list[law.Case]()
-    monkeypatch.setattr("training.estimate.law.advice", lambda case: cases.append(case) or "advice")
+    monkeypatch.setattr("training.estimating.law.advice", lambda case: cases.append(case) or "advice")
     run = [f"model.upcycle.source={dense}", f"model.upcycle.method={method}", "model.upcycle.target=mixtral", *made]
     asked = ["data.sequence=32", "batch=8", "gpus=1", "hardware=h100", "budget=1B tokens", "seen=1T"]
     assert main([*run, *asked]) == 0

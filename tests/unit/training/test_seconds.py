@@ -24,10 +24,10 @@ from training.cli.estimate import main as plan
 from training.config.schema import ModelConfig, TrainConfig
 from training.config.stages import Stage
 from training.data.mixture import DataConfig
-from training.estimate import hardware, measure
-from training.estimate.hardware import Hardware, Link
-from training.estimate.mappings import ranked
-from training.estimate.seconds import (
+from training.estimating import hardware, measure
+from training.estimating.hardware import Hardware, Link
+from training.estimating.mappings import ranked
+from training.estimating.seconds import (
     ACTIVATION,
     BOTH,
     CLOCK,

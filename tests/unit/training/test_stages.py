@@ -25,7 +25,7 @@ from training.cli.estimate import table
 from training.cli.prepare import main as prepare
 from training.config.schema import TrainConfig
 from training.config.stages import stages_of, tokens_by
-from training.estimate.memory import Model, memory
+from training.estimating.memory import Model, memory
 from training.observe import plots
 from training.observe.metrics import read as read_metrics
 from training.parallel.shard import learns_anew

@@ -19,7 +19,7 @@ from tests.unit.training.test_train import place as place
 from training.checkpoint.layout import opened
 from training.cli.estimate import table
 from training.data.mixture import DataConfig
-from training.estimate.memory import Model, memory
+from training.estimating.memory import Model, memory
 from training.model import loss as loss_module
 from training.model.loss import Lesson, linear_cross_entropy, taught_cross_entropy
 from training.observe.metrics import read as read_metrics

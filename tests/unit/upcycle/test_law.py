@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests import law_points
-from training.estimate import law
-from training.estimate.law import Case, advice, dense, outside, overtaken, scratch, second, short, upcycled
+from training.estimating import law
+from training.estimating.law import Case, advice, dense, outside, overtaken, scratch, second, short, upcycled
 
 WITHIN = Case(parameters=1e9, first=74e9, more=10e9, copies=8, top_k=2, cost=1.8)
 
@@ -130,14 +130,14 @@ def test_points_of_our_own(tmp_path: Path) -> None:
 
 
 def test_points_that_were_fixed_before_they_ran() -> None:
-    """The must of 2 %: of 12 points that no constant has seen, and that `training.estimate.law` says."""
+    """The must of 2 %: of 12 points that no constant has seen, and that `training.estimating.law` says."""
     points, loss, _ = law_points.read()
     rows, off = law_points.checked()
     at, real = law_points.values(rows)
     assert len(points) == 36 and len(rows) == 12 and not {*map(tuple, points)} & {*map(tuple, at)}
     assert {n for n, *_ in at} == {11835456, 25051840}
     by_law = np.array([law.continued(*each) for each in at])
-    assert np.abs(by_law / real - 1).max() <= 0.02, "what training.estimate.law says, as asked"
+    assert np.abs(by_law / real - 1).max() <= 0.02, "what training.estimating.law says, as asked"
     said = {"along": (0.005, 0.019), "refitted": (0.010, 0.019), "as published": (0.086, 0.137)}
     for form, pair in said.items():
         assert (np.abs(off[form]).mean(), np.abs(off[form]).max()) == pytest.approx(pair, abs=6e-4)

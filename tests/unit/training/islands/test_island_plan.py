@@ -15,7 +15,7 @@ from tests.unit.training.test_train import config, place
 from training.cli.bench import BenchConfig, spec_of
 from training.config.schema import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
-from training.estimate.memory import memory
+from training.estimating.memory import memory
 from training.islands.config import IslandsConfig
 from training.islands.link import wire
 from training.islands.places import Layout, share_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evaluation.judge.curves import Curve, Row, Spent, mean_curve, points, spending
-from evaluation.study.plan import tokens_of_step
+from evaluation.studies.plan import tokens_of_step
 from training.config.schema import TrainConfig
 from training.observe import metrics
 from upcycle.config.reading import build

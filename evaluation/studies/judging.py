@@ -20,9 +20,9 @@ from pathlib import Path
 
 from evaluation.judge.curves import Band, Curve, band, difference_band, mean
 from evaluation.judge.seeds import Paired, paired
-from evaluation.study.outcome import Outcome, outcome
-from evaluation.study.plan import Plan
-from evaluation.study.suites import Score, before_folder, scores, starts, suites_of
+from evaluation.studies.outcome import Outcome, outcome
+from evaluation.studies.plan import Plan
+from evaluation.studies.suites import Score, before_folder, scores, starts, suites_of
 
 QUESTIONS = {"tokens": "equal tokens", "flops": "equal FLOPs", "seconds": "equal seconds"}
 SAME = 0.01  # share by which what is held equal may differ: a token's FLOPs by the router's, say

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from tqdm import tqdm
 
 from training.config.schema import TrainConfig
-from training.estimate import hardware
-from training.estimate.memory import Memory, Model, memory
-from training.estimate.seconds import Routing, Seconds, step
+from training.estimating import hardware
+from training.estimating.memory import Memory, Model, memory
+from training.estimating.seconds import Routing, Seconds, step
 from training.model.stock.model import dense_of
 from training.parallel.mesh import MeshConfig, changed_to, in_sizes, problem
 from training.parallel.pipeline import SINGLE

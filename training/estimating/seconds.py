@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields
 from statistics import NormalDist
 
 from training.config.schema import TrainConfig
-from training.estimate.hardware import Hardware, Link, attention_rates, rates
+from training.estimating.hardware import Hardware, Link, attention_rates, rates
 from training.parallel.mesh import grids
 from training.parallel.pipeline import cut, stages
 from training.run.record import MOST, hindrance

@@ -1,4 +1,4 @@
-"""What does a budget buy? Tokens, hours and money, and what the law of upcycling (training/estimate/law.py) expects
+"""What does a budget buy? Tokens, hours and money, and what the law of upcycling (training/estimating/law.py) expects
 of them."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from training.checkpoint.layout import Origin
-from training.estimate import law
+from training.estimating import law
 from training.observe.flops import model_flops
 from upcycle.planning.size import dense_flops, dense_parameters
 

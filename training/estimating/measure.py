@@ -1,4 +1,4 @@
-"""upcycle estimate measure: what training.estimate.hardware wants to know of a machine, measured in less than a minute.
+"""upcycle estimate measure: all that training.estimating.hardware wants to know of a machine, in less than a minute.
 
   upcycle estimate measure output=mine.yaml                       # one card: products, attention, memory, host
   torchrun --nproc-per-node 8 -m upcycle estimate measure output=mine.yaml  # and the wires between the cards
@@ -27,8 +27,8 @@ from torch.nn.attention import sdpa_kernel
 
 from training.cli import bench
 from training.dispatch import alltoall
-from training.estimate import hardware
-from training.estimate.hardware import Hardware, Link
+from training.estimating import hardware
+from training.estimating.hardware import Hardware, Link
 from training.experts import grouped
 from training.model.attention import BACKENDS
 from training.observe.flops import peak_tflops

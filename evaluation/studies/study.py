@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.show.study import page, sentences, table
-from evaluation.study import plan as planning
-from evaluation.study.judging import Contrast, Judged, judge
-from evaluation.study.outcome import finished
-from evaluation.study.plan import Plan, Trial, demo_config, read_study
-from evaluation.study.running import ROOT, Job, Workers, alone, device, stopping
-from evaluation.study.suites import Suite, before_folder, starts, suites_of
+from evaluation.studies import plan as planning
+from evaluation.studies.judging import Contrast, Judged, judge
+from evaluation.studies.outcome import finished
+from evaluation.studies.plan import Plan, Trial, demo_config, read_study
+from evaluation.studies.running import ROOT, Job, Workers, alone, device, stopping
+from evaluation.studies.suites import Suite, before_folder, starts, suites_of
 from examples import demo
 from training.observe import metrics
 from upcycle import __version__

@@ -11,7 +11,7 @@ from typing import Any
 
 from evaluation.judge import results
 from evaluation.judge.compare import PREFERRED, is_inner, is_share
-from evaluation.study.plan import Plan
+from evaluation.studies.plan import Plan
 
 
 @dataclass(frozen=True)
