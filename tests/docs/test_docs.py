@@ -330,9 +330,9 @@ def test_importing_the_converter_does_not_import_transformers() -> None:
 
 def test_every_plug_in_keeps_its_contract() -> None:
     contracts = {
-        "families": ("read", "sources", "IGNORED"),
-        "targets": ("ABILITIES", "config", "read", "slots", "notes"),
-        "methods": ("Options", "EXACT", "expert"),
+        "arch.families": ("read", "sources", "IGNORED"),
+        "arch.targets": ("ABILITIES", "config", "read", "slots", "notes"),
+        "planning.methods": ("Options", "EXACT", "expert"),
     }
     for package, wanted in contracts.items():
         names = plugin.names(f"upcycle.{package}")

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.many_ranks import checkpoint, start
+from benchmarks.many_ranks import checkpoint, start
 from training.checkpoint import storage
 from training.dispatch.deepep import check_nodes
 from training.parallel.processes import OTHER_FILES, make_room

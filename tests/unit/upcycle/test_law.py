@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from training.estimate import law
+from training.estimate.law import Case, advice, dense, outside, overtaken, scratch, second, short, upcycled
 
-from tests import law_points
+from benchmarks import law_points
 from training.estimating import law
 from training.estimating.law import Case, advice, dense, outside, overtaken, scratch, second, short, upcycled
 

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.judge.seeds import paired
-from tests import islands_learn
-from tests.islands_learn import (
+from benchmarks import islands_learn
+from benchmarks.islands_learn import (
     ARMS,
     KEPT,
     MAIN,
@@ -35,6 +34,7 @@ from tests.islands_learn import (
     table,
     together,
 )
+from evaluation.judge.seeds import paired
 from tests.unit.training.test_train import place
 from training.data.open import check_tokens
 from training.data.shards import TokenShards
@@ -270,7 +270,7 @@ def test_three_seeds_have_an_interval() -> None:
 
 def test_what_the_docs_say_of_smollm2_is_in_its_rows() -> None:
     """docs/islands.md, two GPUs with rates and seeds: each line of its table is one of the rows' table, and all are there."""
-    rows = [json.loads(line) for line in Path("tests/islands_smollm2.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("benchmarks/data/islands_smollm2.jsonl").read_text().splitlines()]
     made = set()
     for line in table(rows).splitlines()[2:]:
         _, place, arm, before, after, gaps, _, _, sent, _, seconds, _ = (cell.strip() for cell in line.split("|"))
@@ -301,7 +301,7 @@ def test_what_the_docs_say_of_smollm2_is_in_its_rows() -> None:
 
 def test_what_the_docs_say_of_equal_seconds_is_in_the_toys_rows() -> None:
     """docs/islands.md, over three links: each line is of three seeds of one arm, and the first of a link is the best."""
-    rows = [json.loads(line) for line in Path("tests/islands_toy.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("benchmarks/data/islands_toy.jsonl").read_text().splitlines()]
     assert not any("error" in row for row in rows)
     arms: dict[tuple[str, ...], dict[int, float]] = {}
     for row in [row for row in rows if row["seconds"]]:
@@ -337,7 +337,7 @@ def test_what_the_docs_say_of_equal_seconds_is_in_the_toys_rows() -> None:
 
 def test_what_the_docs_say_of_all_rules_is_in_the_toys_rows() -> None:
     """docs/islands.md, at equal tokens: each line is of three seeds, at the better of its rates, and the best is first."""
-    rows = [json.loads(line) for line in Path("tests/islands_toy.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("benchmarks/data/islands_toy.jsonl").read_text().splitlines()]
     rows = [row for row in rows if not row["seconds"]]
     arms: dict[tuple[str, str], dict[float, list[dict[str, Any]]]] = {}
     for row, gap in zip(rows, behind(rows), strict=True):

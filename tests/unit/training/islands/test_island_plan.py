@@ -52,7 +52,7 @@ def test_the_plan_is_within_a_tenth_of_what_is_sent(share: float, islands: int) 
 
 
 def smollm2() -> Layout:
-    """SmolLM2-135M with four copies in every sixth layer, as tests/islands_smollm2.jsonl has it."""
+    """SmolLM2-135M with four copies in every sixth layer, as benchmarks/data/islands_smollm2.jsonl has it."""
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (49152, 576), "final_norm.weight": (576,)}
     for layer in range(30):
         of = f"layers.{layer}."
@@ -71,7 +71,7 @@ def test_the_plan_is_within_a_tenth_of_what_a_run_of_smollm2_sent() -> None:
     """Messages of four islands on GPUs. What an island is told is planned for a run that goes on: at its first exchange
     it has missed 0, 1, 2, 3 pushes, and later 3 and its own, so four exchanges of each have 13 % less than is planned."""
     layout = smollm2()
-    rows = [json.loads(line) for line in Path("tests/islands_smollm2.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("benchmarks/data/islands_smollm2.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["model"] == "copies" and row["rule"] == "dgs" and not row["answer"]]
     assert rows and all(row["dense"] == 2 * layout.size for row in rows)
     for row in rows:

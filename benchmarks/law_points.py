@@ -1,10 +1,10 @@
 """The law of upcycling, held to runs of our own: (size, D1, D2) points of small models on real text.
 
-  python -m tests.law_points all TOKENS POINTS 150  # on GPUs: one process a (size, D1), at most 150 s; a line a point
-  python -m tests.law_points fit POINTS             # keeps the 36 in tests/law_points.json; says how far the law is off
-  python -m tests.law_points judge POINTS           # keeps the 12 in tests/law_checks.json; says how far off they were
-  python -m tests.law_points run TOKENS POINTS 150  # the 36 alone
-  python -m tests.law_points check TOKENS POINTS 75 # the 12 alone, and two chains of the 36 with other seeds
+  python -m benchmarks.law_points all TOKENS POINTS 150  # on GPUs: one process a (size, D1), at most 150 s; a line a point
+  python -m benchmarks.law_points fit POINTS             # keeps the 36 in benchmarks/data/law_points.json; says how far the law is off
+  python -m benchmarks.law_points judge POINTS           # keeps the 12 in benchmarks/data/law_checks.json; says how far off they were
+  python -m benchmarks.law_points run TOKENS POINTS 150  # the 36 alone
+  python -m benchmarks.law_points check TOKENS POINTS 75 # the 12 alone, and two chains of the 36 with other seeds
 
 A dense model of each size learns from D1 tokens, to a rate of zero; each FFN becomes eight copies with top-2, which go on
 for D2 tokens. The rate is constant but for the last fifth of D2, so that one run has all its D2s: each ends in a fifth of
@@ -27,7 +27,7 @@ import numpy as np
 
 from training.estimating import law
 
-HERE = Path(__file__).parent / "law_points.json"
+HERE = Path(__file__).parent / "data" / "law_points.json"
 CHECKS = HERE.with_name("law_checks.json")
 # of an earlier day, nine of the 12, and two other seeds of a chain of the 36; nobody wrote their texts down
 BEFORE = HERE.with_name("law_before.json")
@@ -85,7 +85,7 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
     folders = sorted(folder for folder in tokens.iterdir() if (folder / "meta.json").exists())
     texts = {folder.name: np.memmap(next(folder.glob("tokens-*.bin")), np.uint16, "r") for folder in folders}
     of_texts = {
-        name: f"{len(text):,} tokens, sha256 {hashlib.sha256(text).hexdigest()}" for name, text in texts.items()
+        name: f"{len(text):,} tokens, sha256 {hashlib.sha256(text.data).hexdigest()}" for name, text in texts.items()
     }
     learned = [text for name, text in texts.items() if not name.endswith("-val")]
     held = [text for name, text in texts.items() if name.endswith("-val")]
@@ -111,7 +111,7 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
         cuda = device.type == "cuda"
         config = TrainConfig(
             model=ModelConfig(
-                source="x", random=True, experts="grouped" if cuda else "reference",
+                source="x", random=True, expert_backend="grouped" if cuda else "reference",
                 dtype="bfloat16" if cuda else "float32",
             ),
             data=DataConfig(sequence=SEQUENCE, mask_documents=False), balance=BalanceConfig(aux_weight=0.01),
@@ -167,6 +167,7 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
         for more in more_steps:
             cool = max(done, round(more * (1 - COOL)))
             steps(sparse, done, cool, 2 * seed + 1, peak)
+            assert sparse.optimizer is not None
             live = [*sparse.model.parameters(), *sparse.model.buffers()]
             live += [each for each in sparse.optimizer.state_dict().values() if isinstance(each, torch.Tensor)]
             kept = [each.detach().clone() for each in live]
@@ -210,7 +211,7 @@ def run(tokens: Path, points: Path, limit: float, every: list[tuple[int, int, in
         busy[gpu] += cost[each]
         own = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": own[gpu], "OMP_NUM_THREADS": "2"}
-        words = [sys.executable, "-m", "tests.law_points", "chain", str(tokens), str(points), *map(str, each)]
+        words = [sys.executable, "-m", "benchmarks.law_points", "chain", str(tokens), str(points), *map(str, each)]
         started.append(subprocess.Popen(words, env=environ))
         if "LAW_SHORT" in os.environ:
             started[-1].wait()
@@ -356,7 +357,7 @@ def same(texts: dict[str, str], which: str = CHECKS.name) -> None:
     if texts != known(HERE)[1]:
         raise ValueError(
             f"{which} is of the texts {texts} and {HERE.name} of {known(HERE)[1]}; losses compare on the same ones: "
-            "run all points in one go (python -m tests.law_points all), and write fit before judge"
+            "run all points in one go (python -m benchmarks.law_points all), and write fit before judge"
         )
 
 
@@ -370,7 +371,7 @@ def keep(file: Path, points: Path, between: bool) -> None:
     if not rows or any(each != texts[0] for each in texts):
         raise ValueError(
             f"{points} has {len(rows)} points of hidden {sorted(sizes)}, which must be some, and all that it has of the "
-            "same texts; run them in one go (python -m tests.law_points all)"
+            "same texts; run them in one go (python -m benchmarks.law_points all)"
         )
     if between:
         same(texts[0], str(points))

@@ -1,13 +1,13 @@
 """Do islands learn? A small MoE, four islands of unequal speed, simulated clock and links.
 
-    python -m tests.islands_learn words FOLDER tokens=/data/tok vocab=1024               token shards of few words, for a toy
-    python -m tests.islands_learn base FOLDER tokens=/data/tok                           a dense model, from nothing
-    python -m tests.islands_learn arms FOLDER tokens=/data/tok                           each arm at each rate; appends to FOLDER/rows.jsonl
-    python -m tests.islands_learn arms FOLDER tokens=/data/tok tuned=ROWS seeds=0,1,2    each at its best, and what follows
-    python -m tests.islands_learn arms FOLDER tokens=/data/tok "named=1:copies:2:5e-4;3:copies:0:1e-3:70:794:1e8"
+    python -m benchmarks.islands_learn words FOLDER tokens=/data/tok vocab=1024               token shards of few words, for a toy
+    python -m benchmarks.islands_learn base FOLDER tokens=/data/tok                           a dense model, from nothing
+    python -m benchmarks.islands_learn arms FOLDER tokens=/data/tok                           each arm at each rate; appends to FOLDER/rows.jsonl
+    python -m benchmarks.islands_learn arms FOLDER tokens=/data/tok tuned=ROWS seeds=0,1,2    each at its best, and what follows
+    python -m benchmarks.islands_learn arms FOLDER tokens=/data/tok "named=1:copies:2:5e-4;3:copies:0:1e-3:70:794:1e8"
                                                     these alone: number, model, seed, rate, and every, seconds, link if other
-    python -m tests.islands_learn table FOLDER/rows.jsonl [plot=curves.png]              what docs/islands.md has
-    python -m tests.islands_learn table tests/islands_smollm2.jsonl                      its runs of SmolLM2 on GPUs
+    python -m benchmarks.islands_learn table FOLDER/rows.jsonl [plot=curves.png]              what docs/islands.md has
+    python -m benchmarks.islands_learn table benchmarks/data/islands_smollm2.jsonl                      its runs of SmolLM2 on GPUs
 
 Steps are real (the trainer's own: upcycled as it is loaded, AdamW, clipping, balance), and so are the rules of push and
 pull and every message's bytes. Only time is counted instead of waited for, in one process: events (an island has made its
@@ -151,7 +151,7 @@ class Runner:
             "sequence": self.size.sequence, "seed": seed, "mask_documents": False,
         }  # fmt: skip
         given = {
-            "model": {"compute": self.size.compute, **model}, "data": data, "batch": batch, "micro_batch": self.size.micro or self.size.batch,
+            "model": {"dtype": self.size.compute, **model}, "data": data, "batch": batch, "micro_batch": self.size.micro or self.size.batch,
             "optim": {"weight_decay": 0.0}, "seed": seed, "device": self.device.type,
         }  # fmt: skip
         found: TrainConfig = built(TrainConfig, given, "")
@@ -159,7 +159,7 @@ class Runner:
 
     def moe(self, arm: Arm) -> dict[str, Any]:
         """Copies of whole FFNs, or of their halves: as many numbers, and as many at work."""
-        more = {"experts": self.size.copies, "top_k": 2}
+        more: dict[str, Any] = {"experts": self.size.copies, "top_k": 2}
         if arm.model == "groups":
             more = {"experts": self.size.copies, "granularity": 2, "top_k": 4, "method": "virtual_group",
                     "router": {"init": {"name": "virtual_group"}, "choice": "each-slice"}}  # fmt: skip
@@ -363,7 +363,8 @@ class Islands:
         events: list[tuple[float, int, int, Sparse | None]]
         events = [(arm.every * speed, next(number), k, None) for k, speed in enumerate(SPEEDS)]
         waiting: list[int] = []
-        rate, curve, now = rates(arm), [], 0.0
+        rate, now = rates(arm), 0.0
+        curve: list[Any] = []
         while events:
             now, _, k, data = heapq.heappop(events)
             if arm.seconds and now > until:
@@ -751,9 +752,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row, more in zip(rows, behind(rows), strict=True):
         row = {**row, "behind": more}
         if "error" not in row:
-            key = (row["model"], row["link"] if row["seconds"] else 0, row["name"], row["every"], row["peak"], row["gain"],
+            arm = (row["model"], row["link"] if row["seconds"] else 0, row["name"], row["every"], row["peak"], row["gain"],
                    row["share"], row["answer"])  # fmt: skip
-            groups.setdefault(key, []).append(row)
+            groups.setdefault(arm, []).append(row)
     lines = ["| model, until | arm | loss, mean (min-max) | after the last exchange | behind one big run of its seed, % | up, % of dense | down, % | up, % of the synchronous run's | steps | s |", "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for (model, link, name, every, peak, _, share, answer), runs in groups.items():
         mean = {k: statistics.fmean(r[k] for r in runs) for k in ("up", "down", "dense", "steps", "clock", "exchanges")}
@@ -765,12 +766,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             losses = [r[key] for r in runs]
             spans.append(f"{statistics.fmean(losses):.4f} ({min(losses):.4f}-{max(losses):.4f})")
         gaps = [100 * r["behind"] for r in runs if r["behind"] is not None]
-        more = ", ".join(f"{gap:.2f}" for gap in gaps)
+        said = ", ".join(f"{gap:.2f}" for gap in gaps)
         if gaps and (found := paired(gaps)).low is not None:
-            more += f": {found.mean:.2f}, 95 % {found.low:.2f} to {found.high:.2f}"
+            said += f": {found.mean:.2f}, 95 % {found.low:.2f} to {found.high:.2f}"
         lines.append(
             f"| {model}, {f'{link / 1e9:g} Gb/s' if link else 'equal tokens'} | {name}, H {every}, {peak:g}, {share:g}/{answer:g}, {len(runs)} seeds | "
-            f"{spans[0]} | {spans[1]} | {more} | {100 * mean['up'] / mean['dense']:.1f} | {100 * mean['down'] / mean['dense']:.1f} | "
+            f"{spans[0]} | {spans[1]} | {said} | {100 * mean['up'] / mean['dense']:.1f} | {100 * mean['down'] / mean['dense']:.1f} | "
             f"{100 * sent / (mean['steps'] * mean['dense']):.2f} | {mean['steps']:.0f} | {statistics.fmean(ended(r) for r in runs):.0f} |"
         )
     return "\n".join(lines)

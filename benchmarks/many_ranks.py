@@ -1,8 +1,8 @@
 """What a thousand ranks cost before the first of them computes, on one machine: the table of docs/planning.md.
 
-  python -m tests.many_ranks start 1024 [copies]  # one rank of torch's "fake" group: meshes and FSDP, the host of a step
-  python -m tests.many_ranks checkpoint 1024      # plans, lines and manifest of so many ranks, on one
-  python -m tests.many_ranks sockets 16           # real gloo processes in three groups, connected as asked, and all at once
+  python -m benchmarks.many_ranks start 1024 [copies]  # one rank of torch's "fake" group: meshes and FSDP, the host of a step
+  python -m benchmarks.many_ranks checkpoint 1024      # plans, lines and manifest of so many ranks, on one
+  python -m benchmarks.many_ranks sockets 16           # real gloo processes in three groups, connected as asked, and all at once
 
 `start` is of 24 MoE layers whose products are tiny, ep 8, two micro-batches, FSDP over all ranks (`copies`: inside a node
 of 8, and a copy in each); nothing is sent, so what a rank computes is rubbish. `checkpoint` is of 1,100 tensors, of which
@@ -36,17 +36,18 @@ def start(world: int, copies: bool) -> dict[str, Any]:
     from training.cli import bench
     from training.estimating import measure
     from training.parallel.mesh import MeshConfig
+    from training.run import build
 
     sent: Counter[str] = Counter()
 
-    class Counted(TorchDispatchMode):
+    class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             sent.update(str(function).split(".")[:1])
             return function(*args, **(kwargs or {}))
 
     built: list[float] = []
     steps: list[float] = []
-    real = bench.learner
+    real = build.learner
 
     def learner(*inputs: Any, **named: Any) -> Any:
         made = real(*inputs, **named)
@@ -61,7 +62,7 @@ def start(world: int, copies: bool) -> dict[str, Any]:
 
     def counted(step: Any, device: torch.device, often: int) -> float:
         sent.clear()
-        with Counted():
+        with Counted():  # type: ignore[no-untyped-call]
             step()
         return 1.0
 
@@ -145,7 +146,7 @@ def sockets(world: int) -> dict[str, Any]:
             "29731",
         ]
         said = subprocess.run(
-            [*command, "-m", "tests.many_ranks", "of-one"], env=environ, capture_output=True, text=True, check=True
+            [*command, "-m", "benchmarks.many_ranks", "of-one"], env=environ, capture_output=True, text=True, check=True
         ).stdout
         found[f"sockets, {name}"] = max(map(int, said.split()))
     return found
