@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training.estimate import law
-from training.estimate.law import Case, advice, dense, outside, overtaken, scratch, second, short, upcycled
 
 from benchmarks import law_points
 from training.estimating import law
