@@ -57,7 +57,7 @@ from training.islands.sparse import Sparse
 from training.observe.plots import COLORS
 from training.optim.schedule import ScheduleConfig, schedule
 from training.parallel.mesh import MeshConfig, ParallelMesh
-from training.run import build
+from training.run import build, parts
 from training.run.record import stepping
 from training.run.step import train_step, validate
 from upcycle import plugin
@@ -175,9 +175,9 @@ class Runner:
         }
 
     def learner(self, config: TrainConfig) -> tuple[build.Learner, layout.Origin]:
-        with build.source(config, build.observing(config, self.device)) as origin:
+        with parts.source(config, parts.observing(config, self.device)) as origin:
             layers = range(origin.dense.layers)
-            model = build.divided(config, origin, self.mesh, layers, self.device)
+            model = parts.divided(config, origin, self.mesh, layers, self.device)
             if config.model.random:
                 layout.initialise(model, config.seed)
             else:
@@ -217,7 +217,7 @@ class One:
         learner = self.learner
         assert learner.optimizer is not None
         assert all(p.dtype == torch.float32 for p in self.named.values()), "a master of its own would stay as it is"
-        with build.source(config, build.observing(config, learner.device)) as self.origin:
+        with parts.source(config, parts.observing(config, learner.device)) as self.origin:
             layout.load(learner.model, self.origin)
         states = (learner.guard.state_dict(), learner.balance.load.state_dict())
         for tensor in itertools.chain(self.live, *self.kept, *(state.values() for state in states)):

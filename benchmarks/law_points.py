@@ -71,7 +71,8 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
     from training.optim.balance import BalanceConfig
     from training.parallel.mesh import MeshConfig, ParallelMesh
     from training.parallel.processes import processes
-    from training.run.build import Learner, learner, room
+    from training.run.build import Learner, learner
+    from training.run.parts import room
     from training.run.step import nll, train_step
     from upcycle.arch.spec import DenseSpec, MoESpec
     from upcycle.planning import rng

@@ -19,14 +19,8 @@ keys, with defaults and meaning: docs/config.md
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from upcycle.cli import frame as cli
-
-if TYPE_CHECKING:
-    from training.config.schema import TrainConfig
-    from training.run.suite import Suite
-
 
 STOPPED = 75  # exit code of a run that was asked to stop: EX_TEMPFAIL, the same command goes on. `a && b` ends there
 
@@ -47,27 +41,13 @@ def main(words: list[str]) -> int:
     said, code = f"{config.output} is trained: metrics.jsonl, checkpoints/", 0
     said += f"; {config.export} is its model" if config.export else ""
     try:
-        train(config, suite_of(config))
+        train(config)
     except Stopped as stopped:
         said = f"{config.output} {stopped} of {config.steps}; the same command goes on from there"
         code = STOPPED
     if rank() == 0:  # the first one speaks for all
         print(said)
     return code
-
-
-def suite_of(config: TrainConfig) -> Suite | None:
-    """evaluation's suite, where a run wants one: the only place in training that imports evaluation, and so lm-eval."""
-    if not config.eval.every:
-        return None
-    try:
-        from evaluation.ask import run
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"eval.every={config.eval.every} needs the package {error.name}, which is not installed; "
-            'pip install -e ".[eval]", or write eval.every=0'
-        ) from None
-    return run
 
 
 if __name__ == "__main__":

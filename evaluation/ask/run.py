@@ -62,7 +62,6 @@ from training.config.schema import EvalConfig
 from training.model.decoder import Decoder
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import alone, processes
-from training.run.suite import Ask, Poll
 from upcycle import __version__
 from upcycle.cli import frame as cli
 from upcycle.config.reading import read
@@ -299,7 +298,9 @@ def tokenizer_of(config: EvalConfig, origin: Origin) -> Any:
     return load.load_tokenizer(source, origin, config.tokenizer)
 
 
-def live(config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh, poll: Poll) -> Ask:
+def live(
+    config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh, poll: Callable[[], object]
+) -> Callable[[], Mapping[str, float]]:
     """A function that asks a model in training the suite of its run's `eval` keys; see training.run.suite.Suite."""
     tokenizer = tokenizer_of(config, origin)
     options: dict[str, Any] = {name: getattr(config, name) for name in ("data", "texts", "fewshot", "limit")}
@@ -311,7 +312,7 @@ def evaluate_live(
     tokenizer: Any,
     suite: str,
     mesh: ParallelMesh,
-    poll: Poll = bool,
+    poll: Callable[[], object] = bool,
     *,
     data: str = "",
     texts: Sequence[str] = (),

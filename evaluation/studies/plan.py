@@ -24,7 +24,8 @@ from training.config.schema import TrainConfig
 from training.data.shards import META
 from training.observe.metrics import FILE as METRICS
 from training.optim.schedule import schedule
-from training.run.build import flops_a_token, source
+from training.run.parts import source
+from training.run.stages import flops_a_token
 from upcycle.config.reading import build, keys_of, literal, read
 from upcycle.config.ready import STUDY, TRAIN, UPCYCLE
 from upcycle.io import strict

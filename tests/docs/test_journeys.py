@@ -37,7 +37,7 @@ from training.estimating import hardware
 from training.estimating.memory import memory
 from training.estimating.seconds import step
 from training.observe.metrics import read as read_metrics
-from training.run.build import source
+from training.run.parts import source
 
 README = (ROOT / "README.md").read_text()
 CARD = 80.0  # GB of a GPU: some 85.5 are free on one of "80 GB", of which 3 are the driver's and NCCL's

@@ -11,7 +11,7 @@ import torch
 from tests.unit.training.test_train import losses, place
 from training.config.reading import read_config
 from training.experts import quack
-from training.run import loop as train_module
+from training.run import step as step_module
 from training.run.loop import train
 
 __all__ = ["place"]
@@ -48,7 +48,7 @@ def test_recorded_steps_are_the_steps(place: Path, tmp_path: Path, kind: str) ->
 def test_no_step_waits_for_the_device(
     place: Path, tmp_path: Path, upcycled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, count = train_module.train_step, [0]
+    real, count = step_module.train_step, [0]
 
     def step(*inputs: Any) -> dict[str, torch.Tensor]:
         count[0] += 1
@@ -58,20 +58,20 @@ def test_no_step_waits_for_the_device(
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(train_module, "train_step", step)
+    monkeypatch.setattr(step_module, "train_step", step)
     train(read_config("", words(place, tmp_path / "run", upcycled, "model.graph=false", "steps=4")))
 
 
 def test_a_step_that_waits_is_not_recorded(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(read_config("", words(place, tmp_path / "plain", False, "model.graph=false")))
-    real = train_module.train_step
+    real = step_module.train_step
 
     def waits(*inputs: Any) -> dict[str, torch.Tensor]:
         learned = real(*inputs)
         float(learned["loss"])
         return learned
 
-    monkeypatch.setattr(train_module, "train_step", waits)
+    monkeypatch.setattr(step_module, "train_step", waits)
     with pytest.warns(UserWarning, match="the step is not recorded"):
         run = train(read_config("", words(place, tmp_path / "waits", False)))
     assert losses(run) == losses(plain)

@@ -12,12 +12,12 @@ import torch
 
 from training.checkpoint.state import Stopped as AskedToStop
 from training.config.reading import read_config
-from training.run import loop as module
 from training.run import step as step_module
+from training.run.loop import train
 
 
 def on_rank(rank: int, world: int, arguments: list[str]) -> Path:
-    return module.train(read_config("", arguments))
+    return train(read_config("", arguments))
 
 
 class Stopped(BaseException):
@@ -26,7 +26,7 @@ class Stopped(BaseException):
 
 def stopped_on_rank(rank: int, world: int, arguments: list[str], before: int) -> None:
     """Trains as on_rank does, but dies without an orderly end before step number `before`."""
-    real, count = module.train_step, [0]
+    real, count = step_module.train_step, [0]
 
     def step(*inputs: Any) -> Any:
         count[0] += 1
@@ -34,7 +34,7 @@ def stopped_on_rank(rank: int, world: int, arguments: list[str], before: int) ->
             raise Stopped
         return real(*inputs)
 
-    with mock.patch.object(module, "train_step", step):
+    with mock.patch.object(step_module, "train_step", step):
         try:
             on_rank(rank, world, arguments)
         except Stopped:
@@ -46,7 +46,7 @@ def stopped_in_validation(rank: int, world: int, arguments: list[str], step: int
     """Rank 1 alone gets a SIGTERM in the first batch of the validation after `step`. Returns the step that the run says it
     has saved, and whether at most one batch was computed after that."""
     steps, batches = [0], [0]
-    real_step, real_nll = module.train_step, step_module.nll
+    real_step, real_nll = step_module.train_step, step_module.nll
 
     def train_step(*inputs: Any) -> Any:
         steps[0] += 1
@@ -59,7 +59,7 @@ def stopped_in_validation(rank: int, world: int, arguments: list[str], step: int
                 os.kill(os.getpid(), signal.SIGTERM)
         return real_nll(*inputs)
 
-    with mock.patch.object(module, "train_step", train_step), mock.patch.object(step_module, "nll", nll):
+    with mock.patch.object(step_module, "train_step", train_step), mock.patch.object(step_module, "nll", nll):
         try:
             on_rank(rank, world, arguments)
         except AskedToStop as stopped:

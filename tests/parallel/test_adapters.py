@@ -17,7 +17,8 @@ from training.model.moe import MoE
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.pipeline import can_split
 from training.parallel.shard import parallelize
-from training.run.build import data_rank, learner, stages_of_rank
+from training.run.build import data_rank, learner
+from training.run.parts import stages_of_rank
 from training.run.step import gradients
 from upcycle.planning import rng
 

@@ -28,7 +28,8 @@ from training.parallel.context import split
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.pipeline import SINGLE, SPLIT, Pipeline, can_split, check, cut, stages
 from training.parallel.shard import parallelize, reshard
-from training.run.build import learner, stages_of_rank
+from training.run.build import learner
+from training.run.parts import stages_of_rank
 from training.run.step import gradients, validate
 from upcycle.arch.spec import DenseSpec, MoESpec
 

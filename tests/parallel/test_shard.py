@@ -28,7 +28,8 @@ from training.parallel import shard
 from training.parallel.collectives import local
 from training.parallel.mesh import AXES, MeshConfig, ParallelMesh
 from training.parallel.shard import one_step, own_part, parallelize, reshard
-from training.run.build import data_rank, learner, stages_of_rank
+from training.run.build import data_rank, learner
+from training.run.parts import stages_of_rank
 from training.run.step import gradients, nll
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ import torch.distributed.tensor
 import evaluation.ask.harness
 import tests.parallel.models
 import tests.parity.tiny
-from training.run import loop as train
+from training.run import session
 
-train.draw = lambda folder: None
+session.draw = lambda folder: None
 gc.collect()
 gc.freeze()

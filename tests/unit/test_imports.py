@@ -56,7 +56,7 @@ def test_training_and_evaluation_look_at_upcycle_and_never_back() -> None:
         for other in others
         if other.partition(".")[0] not in below[name.partition(".")[0]]
     }
-    assert up == {("training.__main__", "evaluation.ask.run")}
+    assert up == {("training.run.suite", "evaluation.ask.run")}
 
 
 def test_what_computes_on_one_device_knows_no_mesh() -> None:

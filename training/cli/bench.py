@@ -58,7 +58,9 @@ from training.parallel.collectives import all_reduce, local
 from training.parallel.mesh import MeshConfig, ParallelMesh, check
 from training.parallel.processes import processes, rank
 from training.parallel.shard import trouble
-from training.run.build import check_optim, data_rank, hold, learner, room, stages_of_rank
+from training.run.build import data_rank, learner
+from training.run.parts import hold, room, stages_of_rank
+from training.run.preflight import check_optim
 from training.run.record import stepping
 from training.run.step import gradients, train_step
 from upcycle import plugin

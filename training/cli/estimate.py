@@ -54,7 +54,8 @@ from training.observe.flops import model_flops
 from training.optim.optimizer import learning
 from training.optim.teacher import check_teacher
 from training.parallel.mesh import MeshConfig, check
-from training.run.build import check_optim, held_in, source, taught_by, whole_on_meta
+from training.run.parts import held_in, source, taught_by, whole_on_meta
+from training.run.preflight import check_optim
 from upcycle import plugin
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.reading import find, read

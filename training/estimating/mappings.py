@@ -18,7 +18,7 @@ from training.estimating.seconds import Routing, Seconds, step
 from training.model.stock.model import dense_of
 from training.parallel.mesh import MeshConfig, changed_to, in_sizes, problem
 from training.parallel.pipeline import SINGLE
-from training.run.build import check_batch
+from training.run.preflight import check_batch
 from upcycle.arch.spec import DenseSpec, MoESpec
 
 AXES = ("tp", "cp", "pp", "ep", "etp")  # that are divided in all ways; dp_replicate is of the best

@@ -28,7 +28,7 @@ from training.optim.optimizer import learning, multiplier
 from training.parallel.mesh import MeshConfig, grids
 from training.parallel.pipeline import cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim
-from training.run.build import held_in
+from training.run.parts import held_in
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 
 MASTER = 4  # bytes of a weight, and of a sum of gradients

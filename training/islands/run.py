@@ -27,8 +27,8 @@ from training.model.moe import MoE
 from training.optim.optimizer import make_slot
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import alone
-from training.run.build import CHECKPOINTS, divided, observing, source
-from training.run.preflight import check_export, check_writable
+from training.run.parts import divided, observing, source
+from training.run.preflight import CHECKPOINTS, check_export, check_writable
 
 FOLDER = "islands"  # in the server's output
 

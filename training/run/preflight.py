@@ -1,11 +1,12 @@
-"""What is wrong with a run and can be known before its model is made and its weights are read, which takes minutes."""
+"""Say what is wrong with a run before its model is made and its weights are read, which takes minutes."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,21 +14,31 @@ from training.checkpoint import standalone
 from training.checkpoint.layout import Origin
 from training.checkpoint.peft import check_peft
 from training.checkpoint.state import found, step_of
-from training.config.schema import TrainConfig, of_stage
-from training.config.stages import stages_of
+from training.config.schema import ModelConfig, TrainConfig, of_stage
+from training.config.stages import Stage, stages_of
 from training.data.mixture import Mixture, same_tokenizer
 from training.data.open import open_training, open_validation
 from training.data.shards import partial_of
 from training.dispatch.nvlink import check_nodes
+from training.model.decoder import Decoder
+from training.model.lora import attach, check_match, is_adapter
+from training.model.stock.model import dense_of, model_of
+from training.optim.optimizer import check_groups, settled
 from training.optim.schedule import schedule
 from training.optim.teacher import check_teacher
-from training.run.build import CHECKPOINTS, check_optim, source, taught_by
-from training.run.suite import Suite
+from training.parallel.mesh import MeshConfig
+from training.parallel.pipeline import check as check_schedule
+from training.parallel.pipeline import cut
+from training.run.parts import origin_of, taught_by, whole_on_meta
+from training.run.suite import suite_of
+from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.converting.job import check_ours
 
+CHECKPOINTS = "checkpoints"  # in the run's folder
 
-def preflight(config: TrainConfig, suite: Suite | None) -> None:
-    """Raises a ValueError of one sentence for the first thing that is wrong."""
+
+def preflight(config: TrainConfig) -> None:
+    """Raise a ValueError of one sentence for the first thing that is wrong."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for the run's checkpoints and metrics")
     if config.device.startswith("cuda") and not torch.cuda.is_available():
@@ -44,33 +55,32 @@ def preflight(config: TrainConfig, suite: Suite | None) -> None:
         if wanted and importlib.util.find_spec(name) is None:
             raise ValueError(f"{name} is asked for but not installed; pip install {name}, or leave log.{name} out")
     saved = found(Path(config.output) / CHECKPOINTS)
-    check_export(config, step_of(saved[0]) if saved else 0)
-    with described(config, resumes=bool(saved)) as origin:
+    step = step_of(saved[0]) if saved else 0
+    check_export(config, step)
+    with origin_of(config, bool(saved) and standalone.keeps(Path(config.output), config.model)) as origin:
         check_optim(config, origin.spec)
-        if not saved or step_of(saved[0]) < config.steps:
+        if not saved or step < config.steps:
             check_peft(config.lora, origin)
         for asking in [stage.config for stage in stages if stage.config.teacher.asked][:1]:
             with taught_by(asking) as teacher:
                 check_teacher(teacher, origin.spec)
-        read = []
-        for stage in stages:
-            samples = open_training(stage.config.data, origin.dense.vocab)
-            read += [source.shards for source in samples.sources] if isinstance(samples, Mixture) else []
-            open_validation(stage.config.data, origin.dense.vocab)
-        same_tokenizer(read)
-        if suite is not None and config.eval.every:
+        check_data(stages, origin)
+        if (suite := suite_of(config)) is not None:
             suite.ready(config.eval, origin)
 
 
-def described(config: TrainConfig, *, resumes: bool) -> AbstractContextManager[Origin]:
-    folder = Path(config.output)
-    return (
-        nullcontext(standalone.kept(folder)) if resumes and standalone.keeps(folder, config.model) else source(config)
-    )
+def check_data(stages: tuple[Stage, ...], origin: Origin) -> None:
+    """Open what every stage reads, and refuse texts of several tokenizers."""
+    read = []
+    for stage in stages:
+        samples = open_training(stage.config.data, origin.dense.vocab)
+        read += [source.shards for source in samples.sources] if isinstance(samples, Mixture) else []
+        open_validation(stage.config.data, origin.dense.vocab)
+    same_tokenizer(read)
 
 
 def check_export(config: TrainConfig, step: int) -> None:
-    """Refuses an export that is there; but of a run that is at its end, whose own it may be."""
+    """Refuse an export that is there, except the one of a run at its end, which may be its own."""
     if config.export and step < config.steps and Path(config.export).exists():
         raise ValueError(f"export={config.export} exists already; remove it or choose another folder")
     if config.export:
@@ -78,7 +88,74 @@ def check_export(config: TrainConfig, step: int) -> None:
 
 
 def check_writable(name: str, folder: Path) -> None:
+    """Refuse a folder that cannot be made."""
     there = next(path for path in (folder, *folder.parents, Path(".")) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         what = "may not be written to" if there.is_dir() else "is a file"
         raise ValueError(f"{name}={folder} cannot be made, because {there} {what}; choose another folder")
+
+
+def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
+    """Refuse groups of parameters that this model has none of, and what is meant for copies where there are none."""
+    for stage in stages_of(config):
+        settled(stage.config.optim, spec if isinstance(spec, MoESpec) else None)
+    check_stock(config, spec)
+    with torch.device("meta"):
+        check_match(model_of(spec, experts="reference"), config.lora)
+    check_cuts(spec, config)
+    whole = whole_on_meta(spec, config)
+    for stage in stages_of(config):
+        check_groups(stage.config.optim, [name for name, _ in whole.named_parameters()])
+
+
+def check_cuts(spec: DenseSpec | MoESpec, config: TrainConfig) -> None:
+    """Refuse a stage of the pipeline that would have no adapters, and so nothing to learn."""
+    if not (config.lora.rank and config.mesh.pp > 1):
+        return
+    for layers in cut(spec, config.mesh.pp, config.mesh.schedule):
+        with torch.device("meta"):
+            part = Decoder(spec, part=layers, experts="reference")
+            attach(part, config.lora)
+        if not any(is_adapter(name) for name, _ in part.named_parameters()):
+            raise ValueError(
+                f"mesh.pp={config.mesh.pp} makes a stage of layers {layers.start} to {layers.stop - 1}, in which "
+                f"lora.match={','.join(config.lora.match)} adapts nothing; match more, or take a smaller mesh.pp"
+            )
+
+
+def check_stock(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
+    """Refuse what transformers' own modelling code cannot do."""
+    if dense_of(spec).carried is None:
+        return
+    default: dict[str, Any] = {f"mesh.{axis}": 1 for axis in ("tp", "cp", "pp", "etp")}
+    for name in ("random", "compile", "graph", "transformer_engine", "frozen"):
+        default[f"model.{name}"] = getattr(ModelConfig(), name)
+    default |= {"model.recompute": "none"} if config.model.recompute != "experts" else {}
+    default |= {"lora.rank": 0, "eval.every": 0, "islands.join": ""}
+    given = [(config, default), *((stage.config, {"data.mask_documents": False}) for stage in stages_of(config))]
+    given += [(stage.config, {"teacher.weight": 0.0}) for stage in stages_of(config) if stage.config.teacher.asked]
+    for settings, allowed in given:
+        for key, instead in allowed.items():
+            part, _, name = key.partition(".")
+            if (got := getattr(getattr(settings, part), name)) != instead:
+                raise ValueError(
+                    f"{key} is {shown(got)}, but a {dense_of(spec).family} model is computed by transformers' own "
+                    "code, which goes with FSDP, mesh.ep and model.recompute=experts, and sees no ends of documents; "
+                    f"write {key}={shown(instead)}"
+                )
+
+
+def shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_batch(config: TrainConfig, mesh: MeshConfig, ranks: int) -> None:
+    """Refuse a batch that so many data-parallel ranks cannot cut, or whose pieces the schedule does not take."""
+    at_once = config.micro_batch * ranks
+    if config.batch % at_once:
+        raise ValueError(
+            f"batch={config.batch} cannot be cut into micro-batches of micro_batch={config.micro_batch} sequences on "
+            f"{ranks} data-parallel ranks; try batch={-(-config.batch // at_once) * at_once}"
+        )
+    count, model = config.batch // at_once, config.model
+    check_schedule(mesh, count, recomputed=model.recompute, compiled=model.compile)

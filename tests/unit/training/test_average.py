@@ -17,9 +17,10 @@ from training.checkpoint.state import moments
 from training.cli.export import export
 from training.estimating.memory import memory
 from training.optim.optimizer import OptimConfig
-from training.run import loop as train_module
-from training.run.build import checkpoints_of, start
+from training.run import step as step_module
+from training.run.build import start
 from training.run.loop import train
+from training.run.saving import checkpoints_of
 
 EVERY = ["checkpoint.every=1", "checkpoint.keep=9", "valid_every=4"]
 
@@ -52,7 +53,7 @@ def test_a_resume_is_the_run_that_never_stopped(place: Path, tmp_path: Path) -> 
     words = ["optim.average=0.5", "checkpoint.every=1"]
     whole = train(config(place, tmp_path / "whole", *words, f"export={tmp_path / 'a'}", steps=6))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(train_module, "train_step", stops_before(6))
+        patch.setattr(step_module, "train_step", stops_before(6))
         train(config(place, tmp_path / "parts", *words, steps=6))
     parts = train(config(place, tmp_path / "parts", *words, f"export={tmp_path / 'b'}", steps=6))
     assert losses(whole) == losses(parts)
@@ -63,7 +64,7 @@ def test_a_resume_is_the_run_that_never_stopped(place: Path, tmp_path: Path) -> 
 def test_a_resume_may_begin_to_average_and_keeps_its_moments(place: Path, tmp_path: Path) -> None:
     plain = train(config(place, tmp_path / "plain", "checkpoint.every=1", "checkpoint.keep=9", steps=6))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(train_module, "train_step", stops_before(5))
+        patch.setattr(step_module, "train_step", stops_before(5))
         train(config(place, tmp_path / "late", "checkpoint.every=1", steps=6))
     with pytest.warns(UserWarning, match=r"optim\.average was 0\.0 and is 1\.0"):
         late = train(config(place, tmp_path / "late", "optim.average=1", steps=6))

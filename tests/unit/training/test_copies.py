@@ -157,7 +157,7 @@ def test_a_run_knows_its_copies_and_refuses_to_have_none(place: Path, tmp_path: 
         )
     dense = ["model.upcycle=null", f"model.source={place / 'dense'}", "optim.share=0.5"]
     with pytest.raises(ValueError, match=r"optim.share is 0.5, but no expert"):
-        preflight(config(place, tmp_path / "dense", *dense), None)
+        preflight(config(place, tmp_path / "dense", *dense))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_folder_says_whether_its_experts_are_copies(
     assert upcycle(["convert", f"source={base}", f"output={folder}", "target=auto", *words]) == 0
     own = ["model.upcycle=null", f"model.source={folder}", "balance.bias_rate=0", "optim.shrink=0.3"]
     with nullcontext() if copies else pytest.raises(ValueError, match=r"optim.shrink is 0.3, but no expert"):
-        preflight(config(place, tmp_path / "run", *own), None)
+        preflight(config(place, tmp_path / "run", *own))
 
 
 SLICED = [
@@ -206,11 +206,11 @@ def test_a_strangers_folder_has_no_copies_unless_its_router_says_so(
     folder = tmp_path / "moe"
     assert upcycle(["convert", f"source={place / 'dense'}", f"output={folder}", *words]) == 0
     own = ["model.upcycle=null", f"model.source={folder}", "balance.bias_rate=0", "optim.share=0.3"]
-    preflight(config(place, tmp_path / "run", *own), None)
+    preflight(config(place, tmp_path / "run", *own))
     (folder / MANIFEST).unlink()
     (folder / "files.json").write_text("[]")  # a stranger's file of that name, too
     with nullcontext() if copies else pytest.raises(ValueError, match=r"optim.share is 0.3, but no expert"):
-        preflight(config(place, tmp_path / "run", *own), None)
+        preflight(config(place, tmp_path / "run", *own))
     facts = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "num_experts": 8}
     facts |= {"intermediate_size": 16, "num_experts_per_tok": 2}
     olmoe = described("olmoe", {"model_type": "olmoe", **facts}, no_weights, ())

@@ -13,14 +13,14 @@ from tests.unit.training.test_train import place
 from training.__main__ import main
 from training.observe.metrics import read as read_metrics
 from training.optim.optimizer import OptimConfig, Optimizer
-from training.run import loop as train_module
+from training.run import step as step_module
 
 __all__ = ["place"]  # a fixture
 
 
 def skipping(first: int, last: int) -> Any:
     """train_step, in which the steps first ... last are skipped."""
-    real, count = train_module.train_step, [0]
+    real, count = step_module.train_step, [0]
 
     def step(run: Any, batches: Any, lr: float) -> Any:
         count[0] += 1
@@ -50,7 +50,7 @@ def words(place: Path, folder: Path, *more: str) -> list[str]:
 def test_a_run_that_only_skips_ends_and_names_the_checkpoint_from_before(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train_module, "train_step", skipping(6, 10**9))
+    monkeypatch.setattr(step_module, "train_step", skipping(6, 10**9))
     assert main(words(place, tmp_path / "run", "steps=20", "optim.skips=7")) == 2
     said = capsys.readouterr().err
     good = tmp_path / "run" / "checkpoints" / "step-00000004"
@@ -72,12 +72,12 @@ def test_a_peak_of_ten_thousand_is_no_trained_model(
 def test_few_skipped_steps_are_no_end_and_none_has_no_limit(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_module, "train_step", skipping(3, 5))
+    monkeypatch.setattr(step_module, "train_step", skipping(3, 5))
     assert main(words(place, tmp_path / "few", "steps=8", "optim.skips=4")) == 0
     assert read_metrics(tmp_path / "few")[-1]["skipped"] == 3
-    monkeypatch.setattr(train_module, "train_step", skipping(3, 5))
+    monkeypatch.setattr(step_module, "train_step", skipping(3, 5))
     assert main(words(place, tmp_path / "ends", "steps=8", "optim.skips=3")) == 2  # it is over when it is asked
-    monkeypatch.setattr(train_module, "train_step", skipping(2, 8))
+    monkeypatch.setattr(step_module, "train_step", skipping(2, 8))
     assert main(words(place, tmp_path / "none", "steps=8", "optim.skips=0")) == 0
 
 

@@ -26,7 +26,7 @@ from training.checkpoint.state import Checkpoints
 from training.cli.export import export
 from training.cli.export import main as export_main
 from training.config.reading import read_config
-from training.run import loop as train_module
+from training.run import step as step_module
 from training.run.loop import train
 from upcycle.__main__ import main as upcycle
 from upcycle.io import disk, publish
@@ -94,8 +94,8 @@ def test_a_save_that_failed_is_said_at_the_next_step_and_tried_again(
         time.sleep(0.2)  # in which a save of this small model comes to its end
         return real_step(*inputs)
 
-    real_step = train_module.train_step
-    monkeypatch.setattr(train_module, "train_step", step)
+    real_step = step_module.train_step
+    monkeypatch.setattr(step_module, "train_step", step)
     monkeypatch.setattr(disk, "write_all", write)
     said = r"No space left on device: .*step-00000004.partial/shard-00000.safetensors.*; tries again with step 5"
     with pytest.warns(UserWarning, match=said):
@@ -115,7 +115,7 @@ def test_room_is_asked_for_before_the_first_step(
     def never(*_: Any) -> None:
         raise AssertionError("it trains, and could not save")
 
-    monkeypatch.setattr(train_module, "train_step", never)
+    monkeypatch.setattr(step_module, "train_step", never)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=storage.SPARE + 10**5))
     assert main(words(place, tmp_path / "run", "steps=8")) == 2

@@ -25,7 +25,7 @@ from training.model.lora import LoraConfig, attach, is_adapter
 from training.observe.flops import spared_flops
 from training.optim.optimizer import OptimConfig, Optimizer, ParameterGroup, check_groups, freeze, multiplier
 from training.parallel.mesh import MeshConfig
-from training.run import loop as train_module
+from training.run import step as step_module
 from training.run.build import begin, loader_of, start
 from training.run.loop import train
 from training.run.step import gradients
@@ -153,7 +153,7 @@ def exported(place: Path, folder: Path, *words: str, steps: int) -> dict[str, to
 
 def test_a_resume_may_thaw_what_was_frozen(place: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(train_module, "train_step", stops_before(5))
+        patch.setattr(step_module, "train_step", stops_before(5))
         train(config(place, tmp_path / "run", FROZEN))
     with pytest.warns(UserWarning, match=r"optim\.groups\.0\.match was experts and is unset"):
         train(config(place, tmp_path / "run", f"export={tmp_path / 'out'}"))

@@ -19,8 +19,9 @@ from training.cli.estimate import of_frozen
 from training.cli.export import export
 from training.estimating.memory import Model, memory
 from training.model.lora import is_adapter
-from training.run.build import begin, held_in, start
+from training.run.build import begin, start
 from training.run.loop import train
+from training.run.parts import held_in
 from training.run.step import gradients
 
 BF16, NARROW = "model.upcycle.dtype=bfloat16", "model.frozen=bfloat16"

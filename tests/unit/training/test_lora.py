@@ -30,10 +30,11 @@ from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach, is_adapter, pairs
 from training.model.moe import MoE
 from training.parallel.mesh import MeshConfig
-from training.run import loop as train_module
+from training.run import step as step_module
 from training.run.build import begin, start
 from training.run.loop import train
 from training.run.preflight import preflight
+from training.run.saving import checkpoints_of
 from training.run.step import gradients
 from upcycle.__main__ import main as upcycle
 
@@ -114,7 +115,7 @@ def test_adapters_begin_as_the_model_and_alone_learn(place: Path, tmp_path: Path
 def test_a_run_is_resumed_bitwise_and_exported_merged(place: Path, tmp_path: Path) -> None:
     whole = train(config(place, tmp_path / "whole", *WORDS, f"export={tmp_path / 'a'}", steps=4))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(train_module, "train_step", stops_before(4))
+        patch.setattr(step_module, "train_step", stops_before(4))
         train(config(place, tmp_path / "parts", *WORDS, steps=4))
     parts = train(config(place, tmp_path / "parts", *WORDS, f"export={tmp_path / 'b'}", steps=4))
     assert losses(whole) == losses(parts)
@@ -123,7 +124,7 @@ def test_a_run_is_resumed_bitwise_and_exported_merged(place: Path, tmp_path: Pat
     assert all(torch.equal(a[name], b[name]) and torch.equal(a[name], c[name]) for name in a)
     # the exported model computes what the run's does
     with start(config(place, tmp_path / "whole", *WORDS, steps=4), torch.device("cpu")) as run:
-        train_module.checkpoints_of(run).load(run.state)
+        checkpoints_of(run).load(run.state)
         batch = first_batches(run)[0]
         have = run.model.loss(batch.tokens, batch.labels).detach()
         moved = max(float(b.detach().abs().max()) for _, _, b, _ in pairs(run.model))
@@ -215,7 +216,7 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
     labels = tokens.roll(-1, 1)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     with start(trained, torch.device("cpu")) as run:
-        train_module.checkpoints_of(run).load(run.state)
+        checkpoints_of(run).load(run.state)
         run.model.loss(tokens, labels).backward()
         for parameter in run.model.parameters():
             parameter.data = parameter.grad if parameter.grad is not None else parameter.data
@@ -256,4 +257,4 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
 )
 def test_what_cannot_be_adapted_is_a_sentence(place: Path, tmp_path: Path, words: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        preflight(config(place, tmp_path / "run", *words), None)
+        preflight(config(place, tmp_path / "run", *words))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.training.test_train import WORDS, moe, place
 from training.__main__ import main
-from training.run import loop as train_module
+from training.run import session
 
 __all__ = ["place"]  # a fixture
 
@@ -56,7 +56,7 @@ def test_it_is_said_before_the_model_is_made(
     def reached(*_: object) -> None:
         raise Reached
 
-    monkeypatch.setattr(train_module, "start", reached)
+    monkeypatch.setattr(session, "start", reached)
     for package in ("tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, package, None)
     shutil.copytree(place / "data", tmp_path / "cut")

@@ -15,8 +15,8 @@ import torch
 from tests.unit.training.test_train import Stopped, config, losses, place, stops_before
 from training.data.batch import Batch
 from training.observe.metrics import read as read_metrics
-from training.run import loop as train_module
 from training.run import record
+from training.run import step as step_module
 from training.run.build import start
 from training.run.loop import train
 
@@ -59,7 +59,7 @@ def test_recorded_steps_are_the_steps_with_stops_and_stages(
     run = train(config(place, tmp_path / "recorded", *ASKED))
     assert len(recordings) == 1 and losses(run) == losses(plain)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(train_module, "train_step", stops_before(7))
+        patch.setattr(step_module, "train_step", stops_before(7))
         train(config(place, tmp_path / "parts", *ASKED))
     parts = train(config(place, tmp_path / "parts", *ASKED))
     assert len(recordings) == 2 and losses(parts) == losses(plain)  # two steps were left, which are as they are
@@ -159,7 +159,7 @@ def test_a_recording_that_fails_leaves_nothing_on_the_host(
     # Device looks at all objects of the process: a tuple that a thread is making then cannot be finished
     words.append("checkpoint.asynchronous=false")
     plain = train(config(place, tmp_path / "plain", "model.graph=false", *words))
-    device, real, names = Device(), train_module.train_step, {"loss": "forward", "clip": "optimizer"}
+    device, real, names = Device(), step_module.train_step, {"loss": "forward", "clip": "optimizer"}
 
     def then(made: Any, here: bool, *inputs: Any) -> Any:
         found = made(*inputs)
@@ -186,7 +186,7 @@ def test_a_recording_that_fails_leaves_nothing_on_the_host(
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
     monkeypatch.setattr(record, "obstacle", lambda run: "")
-    monkeypatch.setattr(train_module, "train_step", step)
+    monkeypatch.setattr(step_module, "train_step", step)
     with pytest.warns(UserWarning, match="the step is not recorded"):
         run = train(config(place, tmp_path / "run", *words))
     assert device.steps == 9 and device.current == "own" and not device.waiting

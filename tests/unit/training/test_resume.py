@@ -15,8 +15,8 @@ from tests.unit.training.test_train import config, place
 from training.checkpoint.storage import read_manifest
 from training.config.reading import read_config
 from training.config.resume import REFUSED, ResumeConfig, compared, flat, judge
-from training.run.build import settings_of
 from training.run.loop import train
+from training.run.saving import settings_of
 
 __all__ = ["place"]  # a fixture
 CHECKPOINT = Path("checkpoints/step-00000003")

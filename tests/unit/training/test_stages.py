@@ -29,11 +29,13 @@ from training.estimating.memory import Model, memory
 from training.observe import plots
 from training.observe.metrics import read as read_metrics
 from training.parallel.shard import learns_anew
-from training.run import build
-from training.run import loop as train_module
-from training.run.build import begin, enter, source, start
+from training.run import stages
+from training.run.build import begin, start
 from training.run.loop import train
+from training.run.parts import source
 from training.run.preflight import preflight
+from training.run.saving import checkpoints_of
+from training.run.stages import enter
 
 LOGGED = ("step", "stage", "loss", "grad_norm", "lr", "tokens", "flops", "skipped", "valid/", "balance/", "epochs/")
 
@@ -113,7 +115,7 @@ def test_what_a_stage_freezes_keeps_its_bits_and_learns_later(two: Path, whole: 
         weights[0] = {name: p.detach().clone() for name, p in run.model.named_parameters()}
         for step in (2, 5):
             run.folder = back_to(whole, tmp_path / f"at-{step}", step)
-            with train_module.checkpoints_of(run) as checkpoints:
+            with checkpoints_of(run) as checkpoints:
                 assert checkpoints.load(run.state) == step
             weights[step] = {name: p.detach().clone() for name, p in run.model.named_parameters()}
             moments = run.optimizer.state if run.optimizer else {}
@@ -129,10 +131,10 @@ def test_a_mixture_goes_on_across_stages(two: Path, whole: Path, monkeypatch: py
     """Of the last stage's six samples of twice the length each source has its share within one, and none begins anew."""
     with start(run_of(two, whole), torch.device("cpu")) as run:
         windows = {}
-        with train_module.checkpoints_of(run) as checkpoints:
+        with checkpoints_of(run) as checkpoints:
             checkpoints.load(run.state)
         anew = list[tuple[int, nn.Module]]()
-        monkeypatch.setattr(build, "learns_anew", lambda part: anew.append((run.stage.number, part)))
+        monkeypatch.setattr(stages, "learns_anew", lambda part: anew.append((run.stage.number, part)))
         for stage in run.stages:
             enter(run, stage)
             windows[stage.number] = run.place.samples.state(20)["windows"] if run.place.samples else {}
@@ -187,7 +189,7 @@ def test_a_finished_run_may_be_given_another_stage(two: Path, tmp_path: Path) ->
 )  # fmt: skip
 def test_what_cannot_be_staged_is_a_sentence(place: Path, tmp_path: Path, stages: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        preflight(config(place, tmp_path / "run", f"stages={stages}"), None)
+        preflight(config(place, tmp_path / "run", f"stages={stages}"))
 
 
 def test_tokens_are_counted_through_stages(place: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from training.config.schema import ModelConfig
 from training.data import open as opening
 from training.data.open import open_training
 from training.observe.metrics import read as read_metrics
-from training.run import build
+from training.run import parts
 from training.run.build import begin, start
 from upcycle.converting.make import Maker
 from upcycle.io.checkpoint import Checkpoint
@@ -265,7 +265,7 @@ def test_first_rows_are_clusters_of_the_text_that_a_run_reads_first(
     place: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], rows: str
 ) -> None:
     config = read_config("", words(place, "run", slices(place), *more))
-    with build.source(config) as origin:
+    with parts.source(config) as origin:
         assert origin.plan is not None and origin.plan.config.router.init.name == rows
     if rows == "normal":
         return
@@ -281,7 +281,7 @@ def test_first_rows_are_clusters_of_the_text_that_a_run_reads_first(
 
 
 def test_text_that_a_config_names_is_read_instead(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "first_tokens", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(parts, "first_tokens", mock.Mock(side_effect=AssertionError))
     named = {"texts": [str(place / "measured.txt")], "tokens": 128, "length": 32}
     with start(read_config("", words(place, "run", slices(place, calibration=named))), torch.device("cpu")) as run:
         assert run.origin.plan is not None and run.origin.plan.config.router.init.name == "clusters"
@@ -289,6 +289,6 @@ def test_text_that_a_config_names_is_read_instead(place: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("made", [calibrated, slices])
 def test_the_plan_of_memory_measures_nothing(place: Path, made: Callable[[Path], str]) -> None:
-    source = build.source(read_config("", words(place, "run", made(place))))
+    source = parts.source(read_config("", words(place, "run", made(place))))
     with mock.patch.object(measure, "measure", side_effect=AssertionError), source as origin:
         assert origin.spec.experts == 8  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.training.test_train import place
 from training.__main__ import main
 from training.checkpoint import layout, standalone, storage
-from training.run import loop as train
+from training.run import measures, session
 
 __all__ = ["place"]  # a fixture
 
@@ -57,9 +57,9 @@ def test_ctrl_c_in_the_first_validation(
     words = [f"data.train=[{data}]", f"data.valid=[{data}]", f"model.source={place / 'dense'}", f"output={run}"]
     more = ["data.sequence=24", "batch=2", "micro_batch=2", "schedule.warmup=0", "steps=2", "device=cpu"]
     drawn: list[Path] = []
-    monkeypatch.setattr(train, "draw", drawn.append)
+    monkeypatch.setattr(session, "draw", drawn.append)
     with monkeypatch.context() as patch:
-        patch.setattr(train, "measured", interrupted(train.measured))
+        patch.setattr(measures, "measured", interrupted(measures.measured))
         assert main([*words, *more]) == 75
     assert "stopped after step 0" in capfd.readouterr().out and not drawn
     assert main([*words, *more]) == 0 and drawn == [run]

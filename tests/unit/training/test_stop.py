@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from evaluation.ask import run as suite
 from evaluation.ask.engine import Engine
 from tests.parallel.ranks import run
 from tests.parallel.runs import stopped_in_validation
@@ -75,7 +74,7 @@ def test_a_signal_in_the_last_step_leaves_the_end_to_the_next_start(
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         given = read_config("", [*words(place, tmp_path / "run"), f"export={out}", "steps=3", "valid_every=0"])
-        patch.setattr("training.run.loop.train_step", signal_before(step_module.train_step, 3))
+        patch.setattr("training.run.step.train_step", signal_before(step_module.train_step, 3))
         with pytest.raises(Stopped, match="after step 3"):
             train(given)
         assert not out.exists() and losses(tmp_path / "run")[-1][3] is None
@@ -105,9 +104,9 @@ def test_a_suite_is_left_at_the_next_forward(place: Path, tmp_path: Path, monkey
     call, calls = signalled(Engine.hidden, 2)
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="after step 0"):
         patch.setattr(Engine, "hidden", lambda *inputs: call(*inputs))
-        train(given, suite)
+        train(given)
     assert calls[0] == 2 and not (tmp_path / "run" / "checkpoints").exists()
-    train(given, suite)
+    train(given)
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows if any(name.startswith("eval/") for name in row)] == [0, 3]
 

@@ -24,7 +24,7 @@ from training.model import loss as loss_module
 from training.model.loss import Lesson, linear_cross_entropy, taught_cross_entropy
 from training.observe.metrics import read as read_metrics
 from training.optim.teacher import TeacherConfig, weights
-from training.run import loop as train_module
+from training.run import step as step_module
 from training.run.build import begin, start
 from training.run.loop import train
 from training.run.preflight import preflight
@@ -107,13 +107,13 @@ def test_an_exact_upcycle_begins_at_its_teacher(place: Path, tmp_path: Path) -> 
 
 def test_a_resume_is_the_run_that_never_stopped_and_keeps_no_teacher(place: Path, tmp_path: Path) -> None:
     words = [*TEACHER, "teacher.final=0.1", *QUICK]
-    real, used = train_module.train_step, list[float]()
+    real, used = step_module.train_step, list[float]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "train_step", lambda run, *a: (used.append(run.teacher.weight), real(run, *a))[1])
+        patch.setattr(step_module, "train_step", lambda run, *a: (used.append(run.teacher.weight), real(run, *a))[1])
         whole = train(config(place, tmp_path / "whole", *words, f"export={tmp_path / 'a'}", steps=4))
     assert used == [weights(TeacherConfig(weight=0.5, final=0.1), 4)(step) for step in range(4)]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(train_module, "train_step", stops_before(4))
+        patch.setattr(step_module, "train_step", stops_before(4))
         train(config(place, tmp_path / "parts", *words, steps=4))
     parts = train(config(place, tmp_path / "parts", *words, f"export={tmp_path / 'b'}", steps=4))
     assert losses(whole) == losses(parts)
@@ -154,7 +154,7 @@ def test_what_cannot_teach_is_a_sentence(place: Path, tmp_path: Path, words: lis
         tiny.make("llama", tmp_path / "other", vocab_size=300)
     names = {"other": tmp_path / "other", "dense": place / "dense", "place": place}
     with pytest.raises(ValueError, match=says):
-        preflight(config(place, tmp_path / "run", *(word.format(**names) for word in words)), None)
+        preflight(config(place, tmp_path / "run", *(word.format(**names) for word in words)))
 
 
 def test_the_plan_counts_the_teacher() -> None:

@@ -19,7 +19,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from evaluation.ask import run as suite
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.__main__ import main
@@ -29,9 +28,11 @@ from training.config.schema import TrainConfig
 from training.data.open import open_training
 from training.observe.metrics import read as read_metrics
 from training.parallel.watch import Watch
-from training.run import loop as train_module
+from training.run import session
+from training.run import step as step_module
 from training.run.build import begin, start
-from training.run.loop import draw, train
+from training.run.loop import train
+from training.run.session import draw
 from training.run.step import train_step
 from upcycle.__main__ import main as upcycle
 
@@ -76,7 +77,7 @@ class Stopped(BaseException):
 
 
 def stops_before(number: int) -> Callable[..., Any]:
-    real, count = train_module.train_step, [0]
+    real, count = step_module.train_step, [0]
 
     def step(*arguments: Any) -> Any:
         count[0] += 1
@@ -91,7 +92,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(place: Path, tmp_path: Path
     whole = train(config(place, tmp_path / "whole", f"export={tmp_path / 'whole-out'}"))
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(train_module, "train_step", stops_before(6))  # after the checkpoint of step 3, in the middle
+        patch.setattr(step_module, "train_step", stops_before(6))  # after the checkpoint of step 3, in the middle
         train(config(place, tmp_path / "parts"))
     parts = train(config(place, tmp_path / "parts", f"export={tmp_path / 'parts-out'}"))
     assert losses(whole) == losses(parts)
@@ -128,7 +129,7 @@ def test_what_a_resumed_run_says_of_its_routers_is_what_the_whole_one_says(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(config(place, whole, *words))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(train_module, "train_step", stops_before(6))
+        patch.setattr(step_module, "train_step", stops_before(6))
         train(config(place, parts, *words))
     train(config(place, parts, *words))
     assert balances(whole) == balances(parts)
@@ -206,7 +207,7 @@ def test_the_export_is_what_was_trained(place: Path, tmp_path: Path) -> None:
 def test_what_a_person_asked_to_see_is_there(
     place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_module, "draw", draw)  # the real one; tests/conftest.py takes it from all other runs
+    monkeypatch.setattr(session, "draw", draw)  # the real one; tests/conftest.py takes it from all other runs
     folder = train(config(place, tmp_path / "run", "profile=2-3", "log_every=2", steps=4))
     assert (folder / "plots.png").read_bytes()[:4] == b"\x89PNG"
     assert {"trace-2-3.json.gz", "config.json", "metrics.jsonl", "checkpoints"} <= {p.name for p in folder.iterdir()}
@@ -244,7 +245,7 @@ def test_a_suite_is_asked_while_it_trains(place: Path, tmp_path: Path, capsys: p
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
     (tmp_path / "words" / "tokenizer_config.json").write_text(json.dumps(settings))
     words = ["eval.every=2", f"eval.tokenizer={tmp_path / 'words'}", "eval.limit=4"]
-    asked = train(config(place, tmp_path / "asked", *words, steps=3), suite)
+    asked = train(config(place, tmp_path / "asked", *words, steps=3))
     plain = train(config(place, tmp_path / "plain", steps=3))
     rows = [row for row in read_metrics(asked) if any(key.startswith("eval/") for key in row)]
     assert [row["step"] for row in rows] == [0, 2, 3]

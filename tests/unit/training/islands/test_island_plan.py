@@ -21,7 +21,7 @@ from training.islands.link import wire
 from training.islands.places import Layout, share_of
 from training.islands.plan import bits_a_second, everything, held, layout_of, table, traffic
 from training.islands.sparse import Sparse, largest
-from training.run.build import source
+from training.run.parts import source
 from upcycle import plugin
 
 __all__ = ["place"]  # a fixture

@@ -29,7 +29,7 @@ from training.islands.link.server import Server
 from training.islands.rules import dgs
 from training.islands.sparse import Sparse
 from training.observe.metrics import read as read_metrics
-from training.run import loop as train_module
+from training.run import step as step_module
 from training.run.loop import train
 from upcycle.io import publish
 
@@ -131,7 +131,7 @@ def test_a_run_and_its_server_stopped_anywhere_are_bitwise_the_run_that_never_st
         whole = train(joined(place, tmp_path / "a", "one", here.port, *more))
         model = here.center.rule.model
     with server(served(place, tmp_path / "b", *more)) as here, monkeypatch.context() as patch:
-        patch.setattr(train_module, "train_step", stops_before(6))
+        patch.setattr(step_module, "train_step", stops_before(6))
         with pytest.raises(Stopped):
             train(joined(place, tmp_path / "b", "one", here.port, *more))
     (folder,) = found(tmp_path / "b" / "one" / "checkpoints")

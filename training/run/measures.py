@@ -1,0 +1,60 @@
+"""Measure a run next to its steps: validation, and a suite that evaluates the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from training.checkpoint.state import Stopped
+from training.data.open import open_validation
+from training.observe.metrics import Metrics
+from training.observe.metrics import read as read_metrics
+from training.parallel.collectives import broadcast
+from training.run.build import Run
+from training.run.saving import due
+from training.run.step import validate
+from training.run.suite import Ask, Poll, suite_of
+
+Measures = dict[str, tuple[int, Ask]]  # prefix of their names in the log: (steps between them, what makes them)
+
+
+def evaluation_of(run: Run, enter: Callable[[str], object], poll: Poll) -> Measures:
+    """Return the evaluation that the run asks for, if any."""
+    suite = suite_of(run.whole)
+    if suite is None:
+        return {}
+    ask = suite.live(run.whole.eval, run.model, run.origin, run.mesh, poll)
+
+    def evaluate() -> Mapping[str, float]:
+        enter("evaluation")
+        return ask()
+
+    return {"eval/": (run.whole.eval.every, evaluate)}
+
+
+def validation_of(run: Run, poll: Poll) -> Measures:
+    """Return the validation of the stage that the run is in."""
+    valid = open_validation(run.config.data, run.origin.dense.vocab)
+    return {"valid/": (run.config.valid_every, partial(validate, run, valid, poll))}
+
+
+def at(measures: Measures, step: int, last: int) -> Measures:
+    """Return those that are to be made after a step."""
+    return {name: (every, make) for name, (every, make) in measures.items() if due(step, every, last)}
+
+
+def missing(run: Run, step: int, measures: Measures) -> Measures:
+    """Return those that the log does not have: the run ended after the step's checkpoint and before they were made."""
+    row = next((row for row in read_metrics(run.folder) if row["step"] == step), {}) if run.leads else {}
+    names = broadcast([name for name in measures if not any(key.startswith(name) for key in row)])
+    return {name: measures[name] for name in names}
+
+
+def measured(metrics: Metrics, step: int, measures: Measures) -> bool:
+    """Make and log measures; return False if the run was asked to stop before all were made."""
+    try:
+        for _, make in measures.values():
+            metrics.log(step, **make())
+    except Stopped:
+        return False
+    return True

@@ -1,0 +1,141 @@
+"""Open the model that a run trains, and make the parts of it that this rank computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from training.checkpoint import layout, standalone
+from training.checkpoint.layout import Origin
+from training.config.reading import upcycle_config
+from training.config.schema import ModelConfig, TrainConfig
+from training.config.stages import stages_of
+from training.data.open import first_tokens
+from training.model import transformer_engine
+from training.model.decoder import Decoder
+from training.model.lora import attach
+from training.model.stock.model import dense_of, model_of
+from training.optim.optimizer import freeze
+from training.optim.teacher import Teacher, check_teacher, made
+from training.parallel.mesh import ParallelMesh, check
+from training.parallel.pipeline import cut, stages
+from training.parallel.placement import rule
+from training.parallel.shard import parallelize
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.planning.plan import UpcyclePlan
+
+
+def nothing(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str, Tensor]:
+    """Measure nothing on text."""
+    return {}
+
+
+def observing(config: TrainConfig, device: torch.device) -> layout.Observe:
+    """Return what measures for upcycling on this device: the texts of model.upcycle, else the run's first ones."""
+    first = stages_of(config)[0].config
+    given = partial(first_tokens, first.data, first.steps * first.batch)
+    return partial(standalone.measured_once, given=given, device=device)
+
+
+def source(config: TrainConfig, observe: layout.Observe = nothing) -> AbstractContextManager[Origin]:
+    """Open the Origin of the config's model. Without `observe` it knows the model's sizes, and nothing of any text."""
+    model, text = config.model, bool(stages_of(config)[0].config.data.train)
+    return layout.online(upcycle_config(model), observe, text=text) if model.upcycle else layout.opened(model.source)
+
+
+def origin_of(config: TrainConfig, kept: bool, observe: layout.Observe = nothing) -> AbstractContextManager[Origin]:
+    """Open the Origin that the run's folder keeps if `kept`, else the one of the config's model."""
+    return nullcontext(standalone.kept(Path(config.output))) if kept else source(config, observe)
+
+
+def taught_by(config: TrainConfig) -> AbstractContextManager[Origin]:
+    """Open the Origin of the config's teacher: the one that it names, else the dense model that is upcycled."""
+    name = config.teacher.source or (upcycle_config(config.model).source if config.model.upcycle else "")
+    if not name:
+        raise ValueError("no teacher is known, because no dense model is upcycled by this config; write teacher.source")
+    return layout.opened(name)
+
+
+def teacher_of(config: TrainConfig, origin: Origin, mesh: ParallelMesh, device: torch.device) -> Teacher | None:
+    """Return the config's teacher with its weights, if any stage has one."""
+    config = next((stage.config for stage in stages_of(config) if stage.config.teacher.asked), config)
+    if not config.teacher.asked:
+        return None
+    with taught_by(config) as of_teacher:
+        dense = check_teacher(of_teacher, origin.spec)
+        check(replace(config.mesh, ep=1, etp=1), mesh.world, dense, config.data.sequence)
+        model = replace(config.model, recompute="none")
+        decoder = room(made(dense, getattr(torch, model.dtype)), model, mesh, device)
+        return Teacher(layout.load(decoder, of_teacher), config.teacher.temperature)
+
+
+def whole_on_meta(spec: DenseSpec | MoESpec, config: TrainConfig) -> Decoder:
+    """Return all of the model with its adapters, without memory: for the names in it."""
+    with torch.device("meta"):
+        whole = model_of(spec, experts="reference")
+        attach(whole, config.lora)
+    return whole
+
+
+def stages_of_rank(spec: DenseSpec | MoESpec, mesh: ParallelMesh) -> list[range]:
+    """Return the layers of each part of the model that this rank computes."""
+    pp, name = mesh.size("pp"), mesh.config.schedule
+    if pp == 1:
+        return [range(dense_of(spec).layers)]
+    layers = cut(spec, pp, name)
+    return [layers[stage] for stage in stages(pp, name)[mesh.index("pp")]]
+
+
+def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: range, device: torch.device) -> Decoder:
+    """Return a Decoder of these layers, with memory for this rank's part of them only."""
+    model = config.model
+    with torch.device("meta"):
+        part = model_of(origin.spec, part=layers, experts=model.expert_backend, compute=getattr(torch, model.dtype))
+        attach(part, config.lora)
+    freeze(part, *(stage.config.optim for stage in stages_of(config)))
+    hold(part, held_in(model, origin.spec))
+    return room(part, model, mesh, device)
+
+
+def held_in(model: ModelConfig, spec: DenseSpec | MoESpec) -> torch.dtype:
+    """Return the dtype of the weights that never learn."""
+    if dense_of(spec).carried is not None:
+        return torch.float32  # transformers' layers hold weights of one dtype
+    narrow = model.frozen or (spec.dtype if model.dtype == "bfloat16" else "")
+    return torch.bfloat16 if narrow == "bfloat16" else torch.float32
+
+
+def hold(part: Decoder, dtype: torch.dtype) -> None:
+    """Give this dtype to the parameters of a part on the meta device that do not learn: they need no float32 master.
+
+    Routers and norms keep float32: they are small, and are gathered together with parameters that learn.
+    """
+    for name, parameter in part.named_parameters():
+        if not parameter.requires_grad and not rule(name, part.dense).exact:
+            parameter.data = parameter.data.to(dtype)
+
+
+def room(part: Decoder, model: ModelConfig, mesh: ParallelMesh, device: torch.device) -> Decoder:
+    """Set up a part on the meta device as `model` says, and return it with memory for this rank's share."""
+    transformer_engine.use(part, model.transformer_engine)
+    parallelize(part, mesh, recomputed=model.recompute, compiled=model.compile)
+    return part.to_empty(device=device)
+
+
+def under_one_roof(parts: Sequence[Decoder]) -> Decoder:
+    """Return a Decoder with all parts' parameters under the whole model's names; of several parts it cannot compute."""
+    if len(parts) == 1:
+        return parts[0]
+    roof = Decoder(parts[0].moe or parts[0].dense, part=range(1, 1))
+    for part in parts:
+        roof.layers.update(dict(part.layers.items()))
+        roof.embed = roof.embed or part.embed  # if tied, the first part's: see Pipeline.sum_tied
+        roof.final_norm, roof.head = roof.final_norm or part.final_norm, roof.head or part.head
+    return roof

@@ -1,0 +1,99 @@
+"""Save a run: when a checkpoint is due, which settings it holds, and what ends a run that is not worth saving."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from training.checkpoint import standalone
+from training.checkpoint.state import Checkpoints, anywhere, found, step_of
+from training.config.resume import compared
+from training.config.schema import TrainConfig
+from training.config.stages import stage_of, stages_of
+from training.parallel.shard import trouble
+from training.run.build import Run
+from training.run.preflight import CHECKPOINTS
+from upcycle.io import disk
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Return whether a thing is due that is done every so many steps and after the last one; 0: only then."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def checkpoints_of(run: Run) -> Checkpoints:
+    """Return the run's checkpoints."""
+    keep = run.config.checkpoint
+    return Checkpoints(
+        run.folder / CHECKPOINTS,
+        keep=keep.keep,
+        keep_every=keep.keep_every,
+        asynchronous=keep.asynchronous,
+        settings=partial(settings_at, run.whole),
+        allow=run.config.resume.allow,
+    )
+
+
+def saves_left(run: Run, first: int) -> int:
+    """Return how many checkpoints are due at most after a step."""
+    return -(-(run.whole.steps - first) // (run.whole.checkpoint.every or run.whole.steps)) + len(run.stages) - 1
+
+
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """Return what a checkpoint holds of the config, with the contents of a ready config in place of its name."""
+    settings: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    settings["model"]["upcycle"] = standalone.named(config.model)["upcycle"]
+    del settings["stages"]  # see settings_at
+    return compared(settings)
+
+
+def settings_at(config: TrainConfig, step: int) -> dict[str, Any]:
+    """Return what a checkpoint after a step holds: of a run in stages, the settings of the one that made the step, and
+    where that began. So other stages may be put in, left out or changed before they begin."""
+    stage = stage_of(stages_of(config), min(step, config.steps))
+    return settings_of(stage.config) | ({"stages": f"{stage.name}, after step {stage.first}"} if stage.first else {})
+
+
+def describe(run: Run) -> None:
+    """Write the run's config.json and what it keeps of its model, on rank 0, once a resume is accepted."""
+    if run.leads:
+        disk.make_folder(run.folder)
+        if not (found(run.folder / CHECKPOINTS) and standalone.keeps(run.folder, run.config.model)):
+            standalone.keep(run.folder, run.origin, run.config.model)
+        settings = json.dumps(asdict(run.whole), indent=2, default=str).encode() + b"\n"
+        disk.write_atomic(run.folder / "config.json", settings)
+
+
+def worth_saving(run: Run) -> bool:
+    """Return whether a checkpoint is due. None is while steps are skipped in a row: they would push out older ones."""
+    if not due(run.state.step, run.config.checkpoint.every, run.stage.last):
+        return False
+    return run.state.step == run.whole.steps or int(run.optimizer.in_a_row) < 2
+
+
+def check_alive(run: Run) -> None:
+    """End a run that has skipped optim.skips steps in a row: none of them learned, and none of the next will. Ask as
+    seldom as can be, because the host waits for the device to count."""
+    limit, step = run.config.optim.skips, run.state.step
+    if not limit or not due(step, limit, run.stage.last):
+        return
+    longest = int(run.optimizer.longest)
+    if longest >= limit:
+        good = next((path for path in found(run.folder / CHECKPOINTS) if step_of(path) <= step - longest), None)
+        last = f"the last checkpoint from before them is {good}" if good else "there is no checkpoint from before them"
+        raise ValueError(
+            f"{longest} steps in a row were skipped by step {step}, because their loss or gradient was not finite or a "
+            f"spike; {last}; start it in a new folder or go on from there with a lower schedule.peak (it is "
+            f"{run.config.schedule.peak:g}), or set optim.skips"
+        )
+
+
+def check_arrived(run: Run) -> None:
+    """End a run whose dispatcher lost rows on any rank. A step that lost any was skipped, so no weight knows of it."""
+    if run.config.mesh.dispatcher != "nvlink":  # the others lose none, and ranks need not ask each other
+        return
+    said = trouble(run.parts)
+    if anywhere([bool(said)], run.control)[0]:
+        raise ValueError(said or "the dispatcher of another rank lost rows, and that rank says why; look at its output")

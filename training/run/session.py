@@ -1,0 +1,239 @@
+"""Hold what a run has open, and take each step of the loop. All ranks call every method together."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from training.checkpoint import layout, peft
+from training.checkpoint.state import Stop, Stopped, anywhere
+from training.config.reading import settings
+from training.config.schema import TrainConfig
+from training.config.stages import Stage, stage_of, tokens_by
+from training.data.batch import Batch
+from training.data.mixture import Loader
+from training.islands.island import Island
+from training.observe.metrics import Metrics, Value
+from training.observe.profiling import Trace, memory_snapshot, steps_to_trace
+from training.optim.schedule import schedule
+from training.optim.teacher import weights
+from training.parallel.collectives import broadcast
+from training.parallel.processes import alone, processes
+from training.parallel.watch import Watch, guarded
+from training.run import measures, saving, stages, step
+from training.run.build import Run, begin, loader_of, start
+from training.run.preflight import check_export
+from training.run.record import stepping
+from training.run.saving import due
+
+
+@contextmanager
+def opened(config: TrainConfig) -> Iterator[Session]:
+    """Open a run's processes, their watch, its folder and its model; yield the session, and close what it opened."""
+    torch.manual_seed(config.seed)  # nothing draws from these two generators; if a module ever does, it is reproducible
+    random.seed(config.seed)
+    patience = timedelta(minutes=config.patience)
+    with (
+        processes(config.device, patience, settings(config)) as device,
+        guarded(patience, folder=Path(config.output)) as watch,
+        alone(Path(config.output)),
+        start(config, device) as run,
+        ExitStack() as stack,
+    ):
+        run.phases.tell = watch.enter
+        yield Session(run, watch, stack)
+
+
+class Session:
+    """A run that is open."""
+
+    loader: Loader
+    metrics: Metrics
+    lr: float  # of the last step
+
+    def __init__(self, run: Run, watch: Watch, stack: ExitStack) -> None:
+        self.run, self.watch, self.stack, self.reading = run, watch, stack, ExitStack()
+        self.config, self.folder, self.state = run.whole, run.folder, run.state
+        self.stop, self.stopped, self.again = Stop(), False, False
+        self.island = Island(run) if self.config.islands.asked else None
+        if self.island is not None:
+            self.state.parts["island"] = self.island
+        self.checkpoints = stack.enter_context(saving.checkpoints_of(run))
+        self.trace = stack.enter_context(Trace(run.folder, steps_to_trace(self.config.profile if run.leads else "")))
+        if self.config.memory_snapshot and run.leads:
+            stack.enter_context(memory_snapshot(run.folder / "memory.pickle"))
+
+    def begin(self) -> None:
+        """Take up the newest checkpoint, or the weights of step 0; open the log; measure what it lacks of this step."""
+        run, config = self.run, self.config
+        self.first = self.saved = self.checkpoints.load(self.state)
+        if self.first < config.steps:
+            self.checkpoints.check_room(self.state, saving.saves_left(run, self.first))
+        if not self.first:
+            begin(run)
+        self.exported = bool(config.export) and layout.exported(Path(config.export))
+        check_export(config, self.first)  # once more: a damaged checkpoint may have been passed over
+        if self.island is not None and self.first < config.steps:
+            self.island.join()
+        self.poll = partial(self.stop.poll, run.control)
+        self.evaluation = measures.evaluation_of(run, self.watch.enter, self.poll)
+        order = self.island.order if self.island else lambda data: data
+        self.samples = stages.enter(run, stage_of(run.stages, self.first), order)
+        saving.describe(run)
+        self.flops = [stages.flops_a_token(stage.config, run.origin.spec) for stage in run.stages]
+        self.metrics = Metrics(
+            run.folder,
+            self.first,
+            steps=config.steps,
+            planned=partial(tokens_by, run.stages),
+            gpus=run.mesh.world,
+            config=asdict(config),
+            **asdict(config.log),
+        )
+        for part in (self.metrics, self.stop, self.reading):
+            self.stack.enter_context(part)
+        self.announce()
+        self.measure(measures.missing(run, self.first, self.due_measures()) if self.first else self.measures)
+
+    def announce(self) -> None:
+        """Tell the log of the stage that the run is in, and open its validation."""
+        stages.announce(self.metrics, self.run.stage, self.run.stages, self.flops)
+        self.measures = measures.validation_of(self.run, self.poll) | self.evaluation
+
+    def stages_left(self) -> Iterator[Stage]:
+        """Yield the stages that are not over, as long as nothing stops the run."""
+        for stage in self.run.stages:
+            if stage.last > self.first and not self.stopped:
+                yield stage
+
+    def begin_stage(self, stage: Stage) -> None:
+        """Go over to a stage: its data, its rates, and what makes its steps."""
+        run, config = self.run, stage.config
+        self.reading.close()
+        if stage is not run.stage:
+            self.samples = stages.enter(run, stage)
+            self.announce()
+        stages.warn_of_readings(run)
+        self.rate, self.teaching = schedule(config.schedule, config.steps), weights(config.teacher, config.steps)
+        self.make_step = stepping(run, step.train_step)
+        self.loader = self.reading.enter_context(loader_of(run, self.samples))
+
+    def goes_on(self) -> bool:
+        """Return whether the stage has a step left and nothing stops the run."""
+        return self.state.step < self.run.stage.last and not self.stopped
+
+    def next_batches(self) -> list[Batch]:
+        """Return the micro-batches of the next step."""
+        number = self.state.step + 1
+        self.watch.doing(f"step {number}")
+        self.trace.before(number)
+        with self.run.phases("data"):
+            found = [next(self.loader) for _ in range(self.run.micro_batches)]
+        self.cursor = found[-1][1]
+        return [batch for batch, _ in found]
+
+    def learn(self, batches: Sequence[Batch]) -> dict[str, Value]:
+        """Take a step, and return its figures, which are on the device."""
+        run, done = self.run, self.state.step - self.run.stage.first
+        self.lr = self.rate(done)
+        if run.teacher is not None:
+            run.teacher.begin(self.teaching(done))
+        learned = self.make_step(batches, self.lr)
+        self.state.step, run.place.cursor = self.state.step + 1, self.cursor
+        if run.stage is run.stages[-1]:
+            run.optimizer.finish(done + 1, run.stage.config.steps)
+        return dict(learned)
+
+    def exchange(self) -> dict[str, Value]:
+        """Exchange with the other islands if that is due, and return its figures."""
+        return {} if self.island is None else dict(self.island.after(self.state.step, self.lr))
+
+    def count(self, figures: Mapping[str, Value]) -> None:
+        """Remember a step's figures for the log."""
+        tokens = self.run.config.batch * self.run.config.data.sequence
+        self.metrics.step(self.state.step, tokens=tokens, lr=self.lr, **figures)
+
+    def heed_signals(self) -> None:
+        """Learn whether any rank was asked to stop, or could not write the last checkpoint."""
+        asked = [self.stop.signal is not None, self.checkpoints.failed]
+        self.stopped, self.again = anywhere(asked, self.run.control)
+
+    def log_if_due(self) -> None:
+        """Write a line of the log."""
+        run = self.run
+        if due(self.state.step, self.config.log_every, run.stage.last) or self.stopped:
+            seconds = run.phases.fetch(max(self.metrics.taken, 1))
+            self.metrics.log(self.state.step, **step.balance_numbers(run), **seconds, **stages.epochs(run))
+            saving.check_arrived(run)
+
+    def check_alive(self) -> None:
+        """End a run that no longer learns."""
+        saving.check_alive(self.run)
+
+    def save_if_due(self) -> None:
+        """Save before what takes minutes: a run that is stopped in a validation has no time left to save."""
+        if saving.worth_saving(self.run) or self.stopped or self.again:
+            self.save()
+
+    def save(self) -> None:
+        """Save the run, after the log is on the disk."""
+        self.watch.enter("checkpoint")
+        self.metrics.sync()
+        self.checkpoints.save(self.state.step, self.state)
+        self.saved = self.state.step
+
+    def due_measures(self) -> measures.Measures:
+        """Return the measures that are due after this step."""
+        return measures.at(self.measures, self.state.step, self.run.stage.last)
+
+    def validate_if_due(self) -> None:
+        """Validate and evaluate what is due, unless the run is to stop."""
+        if not self.stopped:
+            self.measure(self.due_measures())
+
+    def measure(self, wanted: measures.Measures) -> None:
+        """Make and log measures; a signal in the midst of them stops the run."""
+        self.stopped = not measures.measured(self.metrics, self.state.step, wanted)
+
+    def finish(self) -> None:
+        """Save what is not saved, close the log, and leave a picture and the exports of a run that is at its end."""
+        self.reading.close()
+        if self.saved < self.state.step:
+            self.save()
+        self.checkpoints.settle(self.state)
+        self.stack.close()
+        if self.run.leads and (self.state.step > self.first or not self.stopped):  # else it may have no loss yet
+            draw(self.folder)
+        if not self.stopped:
+            self.export()
+
+    def export(self) -> None:
+        """Write the model and its adapters where the config wants them, if they are not there yet."""
+        run, config = self.run, self.config
+        if config.export and not self.exported:
+            self.watch.enter("export")
+            layout.export(run.model, run.origin, config.export, mesh=run.mesh)
+        if config.lora.export and not broadcast(Path(config.lora.export).exists()):
+            self.watch.enter("export")
+            peft.write(run.model, run.origin, config.lora, config.model.source, run.mesh)
+
+    def say_if_stopped(self) -> None:
+        """Raise Stopped if the run is not at its end."""
+        if self.stopped:
+            raise Stopped(self.state.step)
+
+
+def draw(folder: Path) -> None:
+    """Draw plots.png, if matplotlib is installed."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        from training.observe.plots import plot
+
+        plot([folder], folder / "plots.png")
