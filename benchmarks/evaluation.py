@@ -39,7 +39,7 @@ from evaluation.ask.engine import Engine
 from evaluation.ask.harness import DTYPES
 from evaluation.ask.lm import DecoderLM
 from evaluation.ask.run import ask, versions
-from evaluation.judge.answers import numbers
+from evaluation.judge.logged import numbers
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
 from upcycle.config.reading import read
@@ -56,9 +56,9 @@ class BenchConfig:
     fewshot: int | None = None  # examples in a prompt, where the task leaves it open
     limit: int = 0  # items of each task; 0: all
     dtype: str = "float32"  # float32 | bfloat16 | float64
-    tokens: int = 8192  # tokens of one forward of ours, at most
+    forward_tokens: int = 8192  # tokens of one forward of ours, at most
     batch_sizes: tuple[int, ...] = (1, 16)  # rows at a time of HFLM, one turn each
-    experts: str = "grouped"  # a backend, a file of training/experts
+    expert_backend: str = "grouped"  # a backend, a file of training/experts
     device: str = ""  # cuda | cpu; "": cuda if there is one
 
     def __post_init__(self) -> None:
@@ -129,12 +129,12 @@ def items(config: BenchConfig) -> tasks.Tasks:
 
 def ours(config: BenchConfig, model: load.Loaded) -> Asked:
     def fresh() -> DecoderLM:
-        return DecoderLM(Engine(model.model, config.tokens, progress=False), model.tokenizer, stops=model.stops)
+        return DecoderLM(Engine(model.model, config.forward_tokens, progress=False), model.tokenizer, stops=model.stops)
 
-    ask(fresh(), first(items(config)), 1, 0)
+    ask(fresh(), first(items(config)), 0, limit=1)
     found, lm = items(config), fresh()
     clock, start = Clock(lm), time.perf_counter()
-    answered = ask(lm, found, config.limit, 0)
+    answered = ask(lm, found, 0, limit=config.limit or None)
     seconds, work = time.perf_counter() - start, lm.engine.work
     return asked(answered, seconds, clock, int(work["tokens"]), int(work["forwards"]))
 
@@ -217,7 +217,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
             raise ValueError("benchmarks.evaluation is one process; start it without torchrun")
         loaded = load.opened(
             config.checkpoint, config.dtype, ParallelMesh(MeshConfig(), device_type=device.type), device,
-            experts=config.experts,
+            expert_backend=config.expert_backend,
         )  # fmt: skip
         mine, tokenizer = ours(config, loaded), loaded.tokenizer
         say("ours", mine)

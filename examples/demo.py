@@ -349,7 +349,7 @@ def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
     """Five lines on the result, whichever way it went."""
     from evaluation.judge.compare import compare_losses
     from evaluation.judge.curves import mean
-    from evaluation.judge.results import load
+    from evaluation.judge.logged import load
     from training.observe.metrics import read as read_metrics
 
     losses = compare_losses([here / "runs" / arm for arm in ARMS])

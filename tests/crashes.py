@@ -327,6 +327,7 @@ def commands(place: Path) -> dict[str, Command]:
     """`place`: what they read."""
     from evaluation.judge import results
     from evaluation.show import report
+    from tests.unit.evaluation.written import save
     from training.__main__ import main as train
     from training.cli import export, prepare
     from training.observe.metrics import read
@@ -351,7 +352,7 @@ def commands(place: Path) -> dict[str, Command]:
         )
         items = [results.Item("t", i, f"{i}", "p", "x", {"acc": 1.0}, (-1.5,)) for i in range(50)]
         with alone(folder):
-            results.save(folder, run, items)
+            save(folder, run, items)
         return 0
 
     def report_sums(here: Path) -> Any:

@@ -630,6 +630,20 @@ def evaluated(folder: Path) -> None:
     subjects(folder / "b", {"x": [1] + [0] * 4 + [1], "y": [1, 2] * 2}, rights)
 
 
+def sign_results(folder: Path) -> None:
+    from upcycle.io.disk import sha256
+    from upcycle.io.publish import digest
+
+    for path in folder.glob("*/results_*.json"):
+        value = json.loads(path.read_text())
+        own = value["upcycle"]
+        for name in own["samples"]:
+            own["samples"][name] = sha256(next(path.parent.glob(f"samples_{name}_*")))
+        del own["sum"]
+        own["sum"] = digest(value)
+        path.write_text(json.dumps(value))
+
+
 def read_evaluated(folder: Path, path: Path) -> str:
     from evaluation.judge.compare import compare, table
 
@@ -1008,7 +1022,7 @@ READERS: dict[str, Reader] = {
     "talk shards": Reader(talk_shards, read_shards, ("out/*",), sign_shards),
     "tokenizer": Reader(tokenizer, read_tokenizer, ("*.json",)),
     "configs": Reader(configs, read_configs, ("*.yaml",)),
-    "results": Reader(evaluated, read_evaluated, ("run.json", "items.jsonl")),
+    "results": Reader(evaluated, read_evaluated, ("results_*.json", "samples_*.jsonl"), sign_results),
     "routing": Reader(routed, lambda folder, path: reported(path), ("*.json",)),
     "answers": Reader(answers, read_answers, ("*.jsonl",)),
     "published": Reader(published, read_published, ("*.*",)),

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -44,28 +44,47 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    pretrained: str = ""  # a Hugging Face folder, a hub id, or a training run's folder
+class AskConfig:
+    """How our engine answers: keys that `upcycle eval` and lm-eval's --model_args share."""
+
+    ELSEWHERE: ClassVar = {"experts": "expert_backend", "tokens": "forward_tokens"}
+
     dtype: str = "float32"  # float32 | bfloat16 | float64
-    tokens: int = 8192  # tokens of one forward, at most
+    forward_tokens: int = 8192  # tokens of one forward, at most
     max_length: int = 0  # tokens that are read at most; 0: the model's context
-    max_gen_toks: int = 0  # tokens of a written answer at most; 0: as the task says, or 256
-    experts: str = "grouped"  # a backend, a file of training/experts
+    expert_backend: str = "grouped"  # a backend, a file of training/experts
     tokenizer: str = ""  # a folder with one; "": the checkpoint's
-    cache: str = ""  # a folder where answers are remembered, by the model as computed; "": nowhere
     device: str = ""  # cuda | cpu; "": cuda if there is one
-    batch_size: Any = None  # lm-eval's; without a meaning here: `tokens` says how large a forward is
-    max_batch_size: Any = None  # lm-eval's, as batch_size
     mesh: MeshConfig = field(default_factory=MeshConfig)  # how several processes divide the model
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("max_length", 0), ("max_gen_toks", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
-        if self.mesh.pp > 1:
-            raise ValueError(f"mesh.pp={self.mesh.pp}: evaluation has no pipeline; divide the model by mesh.ep or tp")
+        refuse(
+            (self.forward_tokens < 1, f"forward_tokens is {self.forward_tokens}; it must be at least 1"),
+            (self.max_length < 0, f"max_length is {self.max_length}; it must be at least 0"),
+            (self.dtype not in DTYPES, f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}"),
+            (self.mesh.pp > 1,
+             f"mesh.pp={self.mesh.pp}: evaluation has no pipeline; divide the model by mesh.ep or tp"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelConfig(AskConfig):
+    pretrained: str = ""  # a Hugging Face folder, a hub id, or a training run's folder
+    max_gen_toks: int = 0  # tokens of a written answer at most; 0: as the task says, or 256
+    cache: str = ""  # a folder where answers are remembered, by the model as computed; "": nowhere
+    batch_size: Any = None  # lm-eval's; without a meaning here: `forward_tokens` says how large a forward is
+    max_batch_size: Any = None  # lm-eval's, as batch_size
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse((self.max_gen_toks < 0, f"max_gen_toks is {self.max_gen_toks}; it must be at least 0"))
+
+
+def refuse(*wrong: tuple[Any, str]) -> None:
+    """Raise a ValueError with the first sentence whose condition is true."""
+    for condition, sentence in wrong:
+        if condition:
+            raise ValueError(sentence)
 
 
 @register_model(NAME)
@@ -86,10 +105,15 @@ class UpcycleLM(DecoderLM):
             device = stack.enter_context(processes(kind_of(config.device)))  # there already, if several
             self.mesh = ParallelMesh(config.mesh, device_type=device.type)
             loaded = load.opened(
-                config.pretrained, config.dtype, self.mesh, device, experts=config.experts, tokenizer=config.tokenizer
+                config.pretrained,
+                config.dtype,
+                self.mesh,
+                device,
+                expert_backend=config.expert_backend,
+                tokenizer=config.tokenizer,
             )
         engine = Engine(
-            loaded.model, config.tokens, ranks_of(self.mesh), self.mesh.group("tp"),
+            loaded.model, config.forward_tokens, ranks_of(self.mesh), self.mesh.group("tp"),
             progress=progress and self.mesh.rank == 0,
         )  # fmt: skip
         super().__init__(
@@ -114,6 +138,7 @@ class UpcycleLM(DecoderLM):
             "model_type": about.kind,
             "model_sha": about.fingerprint,
             "model_identity": about.identity,
+            "model_step": about.step,
         }
 
 

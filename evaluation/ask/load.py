@@ -49,14 +49,20 @@ class Loaded:
 
 
 def opened(
-    source: str, dtype: str, mesh: ParallelMesh, device: torch.device, *, experts: str = "grouped", tokenizer: str = ""
+    source: str,
+    dtype: str,
+    mesh: ParallelMesh,
+    device: torch.device,
+    *,
+    expert_backend: str = "grouped",
+    tokenizer: str = "",
 ) -> Loaded:
     run, step_folder = standalone.training_run(Path(source))
     with origin_of(source, run) as origin:
         encoder = load_tokenizer(source, origin, tokenizer)  # first: a missing one is found soonest
         check(mesh.config, mesh.world, origin.spec, sequence=origin.dense.context)
         with torch.device("meta"):
-            model = Decoder(origin.spec, experts=experts, compute=getattr(torch, dtype))
+            model = Decoder(origin.spec, experts=expert_backend, compute=getattr(torch, dtype))
             if run is not None:
                 standalone.attach_adapters(model, run)
             else:  # a run's float32 masters stay as they are; modules cast for themselves
@@ -80,7 +86,7 @@ def opened(
             active=active,
             dtype=dtype,
             step=step,
-            identity=identity(numbers, origin, encoder_folder, dtype, experts, device.type),
+            identity=identity(numbers, origin, encoder_folder, dtype, expert_backend, device.type),
         )
         return Loaded(model, about, encoder, end_tokens(origin))
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 import platform
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from hashlib import sha256
@@ -41,26 +41,17 @@ from lm_eval.loggers import EvaluationTracker
 
 from evaluation.ask import load, tasks
 from evaluation.ask.engine import Engine
-from evaluation.ask.harness import DTYPES, NAME, UpcycleLM, ranks_of
+from evaluation.ask.harness import NAME, AskConfig, UpcycleLM, ranks_of, refuse
 from evaluation.ask.lm import DecoderLM
+from evaluation.ask.written import Written
+from evaluation.judge import logged
 from evaluation.judge import metrics as measures
-from evaluation.judge import results
-from evaluation.judge.answers import (
-    Samples,
-    answers_digest,
-    answers_of,
-    clusters,
-    metric_name,
-    numbers,
-    own_functions,
-    score,
-)
-from evaluation.judge.results import Evaluation, Group, Item, Model, Raw, Task
+from evaluation.judge.results import Evaluation, Group, Task
 from training.checkpoint.layout import Origin
 from training.config.resume import flat
 from training.config.schema import EvalConfig
 from training.model.decoder import Decoder
-from training.parallel.mesh import MeshConfig, ParallelMesh
+from training.parallel.mesh import ParallelMesh
 from training.parallel.processes import alone, processes
 from upcycle import __version__
 from upcycle.cli import frame as cli
@@ -73,7 +64,7 @@ BOOTSTRAP = 1000  # draws for the standard errors that have no formula (perplexi
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(AskConfig):
     suite: str = ""  # a file of evaluation/suites, or one of your own
     checkpoint: str = ""  # a Hugging Face folder, a hub id, or a training run's folder
     tasks: tuple[str, ...] = ()  # instead of a suite: names that lm-eval knows, or YAML files
@@ -84,71 +75,63 @@ class RunConfig:
     limit: float = 0  # items of each task; below 1: that share of them; 0: all
     samples: dict[str, list[int]] = field(default_factory=dict)  # {task: numbers of its items}; {}: all
     output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-IDENTITY
-    log_samples: bool = False  # also write lm-eval's samples_TASK_*.jsonl, which hold whole prompts
+    log_samples: bool = False  # keep documents and whole prompts in samples_TASK_*.jsonl, as lm-eval does
     name: str = ""  # of the model in tables; "": the checkpoint's
     model: str = NAME  # upcycle (ours) | hf | vllm | another model of lm-eval's, for what our decoder is not made for
     model_args: dict[str, Any] = field(default_factory=dict)  # more for a model of lm-eval's: {batch_size: 8}
-    dtype: str = "float32"  # float32 | bfloat16 | float64
-    tokens: int = 8192  # tokens of one forward, at most
-    max_length: int = 0  # tokens that are read at most; 0: the model's context
     generate: int = 0  # tokens of a written answer at most; 0: as the task says, or 256
     gen_kwargs: dict[str, Any] = field(default_factory=dict)  # over those of tasks: {max_gen_toks: 64, until: [Q]}
     apply_chat_template: Any = False  # true: prompts are conversations, by the tokenizer's template; or the name of one
     system_instruction: str = ""  # before every prompt
     fewshot_as_multiturn: bool | None = None  # examples are turns of the conversation; null: with a chat template
     seeds: tuple[int, ...] = ()  # of python, numpy, torch and examples, or one of all; []: lm-eval's 0 and 1234
-    experts: str = "grouped"  # a backend, a file of training/experts
-    tokenizer: str = ""  # a folder with one; "": the checkpoint's
-    device: str = ""  # cuda | cpu; "": cuda if there is one
-    mesh: MeshConfig = field(default_factory=MeshConfig)  # how several processes divide the model
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("limit", 0), ("generate", 0), ("max_length", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.fewshot is not None and self.fewshot < 0:
-            raise ValueError(f"fewshot is {self.fewshot}; it must be at least 0")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
-        if self.mesh.pp > 1:
-            raise ValueError(f"mesh.pp={self.mesh.pp}: evaluation has no pipeline; divide the model by mesh.ep or tp")
-        if self.suite and self.tasks:
-            raise ValueError(f"suite={self.suite} and tasks={','.join(self.tasks)} are both set; write one of them")
-        if self.limit and self.samples:
-            raise ValueError("limit and samples are both set; write one of them")
-        if len(self.seeds) not in (0, 1, 4):
-            raise ValueError(f"seeds are {len(self.seeds)} numbers; write four (python, numpy, torch, examples) or one")
-        if self.fewshot_as_multiturn and not self.apply_chat_template:
-            raise ValueError("fewshot_as_multiturn is set without a conversation; write apply_chat_template=true too")
-        if self.model not in model_registry:
-            raise ValueError(f"there is no model {self.model!r}{nearest(self.model, list(model_registry))}")
-        if self.model == NAME and self.model_args:
-            raise ValueError(f"model_args are of lm-eval's models, and model is {NAME}; write them as keys")
-        if self.model != NAME and self.model_args.get("trust_remote_code"):
-            raise ValueError(
-                "trust_remote_code runs a stranger's program, which this command does not do; leave it out"
-            )
-
-    @property
-    def picked(self) -> dict[str, list[int]]:
-        """`samples` in order: lm-eval pairs the numbers as given with the items as they come."""
-        return {task: sorted(set(numbers)) for task, numbers in self.samples.items()}
-
-    @property
-    def four_seeds(self) -> tuple[int, ...]:
-        """Of python, numpy, torch and examples; none where lm-eval's own are wanted."""
-        return self.seeds * 4 if len(self.seeds) == 1 else self.seeds
+        super().__post_init__()
+        refuse(
+            *((getattr(self, name) < 0, f"{name} is {getattr(self, name)}; it must be at least 0")
+              for name in ("limit", "generate")),
+            ((self.fewshot or 0) < 0, f"fewshot is {self.fewshot}; it must be at least 0"),
+            (self.suite and self.tasks,
+             f"suite={self.suite} and tasks={','.join(self.tasks)} are both set; write one of them"),
+            (self.limit and self.samples, "limit and samples are both set; write one of them"),
+            (len(self.seeds) not in (0, 1, 4),
+             f"seeds are {len(self.seeds)} numbers; write four (python, numpy, torch, examples) or one"),
+            (self.fewshot_as_multiturn and not self.apply_chat_template,
+             "fewshot_as_multiturn is set without a conversation; write apply_chat_template=true too"),
+            (self.model not in model_registry,
+             f"there is no model {self.model!r}{nearest(self.model, list(model_registry))}"),
+            (self.model == NAME and self.model_args,
+             f"model_args are of lm-eval's models, and model is {NAME}; write them as keys"),
+            (self.model != NAME and self.model_args.get("trust_remote_code"),
+             "trust_remote_code runs a stranger's program, which this command does not do; leave it out"),
+        )  # fmt: skip
 
     @property
     def label(self) -> str:
-        """The name of what is asked, in tables and folders."""
+        """Return the name of what is asked, for tables and folders."""
         return self.suite or ",".join(Path(name).stem for name in self.tasks)
+
+    def asking(self) -> dict[str, Any]:
+        """Return the options of lm_eval.evaluator.evaluate."""
+        multiturn = bool(self.apply_chat_template) if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
+        # in order: lm-eval pairs the numbers as given with the items as they come
+        picked = {task: sorted(set(numbers)) for task, numbers in self.samples.items()}
+        return {
+            "limit": self.limit or None, "samples": picked or None, "fewshot_as_multiturn": multiturn,
+            "system_instruction": self.system_instruction or None, "apply_chat_template": self.apply_chat_template,
+        }  # fmt: skip
+
+    @property
+    def four_seeds(self) -> tuple[int, ...]:
+        """Return the seeds of python, numpy, torch and examples; none where lm-eval's own are wanted."""
+        return self.seeds * 4 if len(self.seeds) == 1 else self.seeds
 
 
 def main(words: Sequence[str]) -> int:
-    config = read_config(words)
-    command = shlex.join(["python", "-m", "evaluation", "run", *words])
-    run(config, command)
+    done = evaluate(read_config(words), shlex.join(["python", "-m", "evaluation", "run", *words]))
+    if done:
+        print(table(done))
     return 0
 
 
@@ -171,7 +154,7 @@ def read_config(words: Sequence[str]) -> RunConfig:
 
 
 def is_config(name: str) -> bool:
-    """Whether `name` is a config, which is a YAML file with the key `suite`; else it names a suite."""
+    """Return whether `name` is a config, which is a YAML file with the key `suite`; else it names a suite."""
     path = next((p for p in (Path(name), EVAL / f"{name}.yaml") if p.is_file()), None)
     if path is None:
         return False
@@ -182,57 +165,43 @@ def is_config(name: str) -> bool:
     return isinstance(found, dict) and "suite" in found
 
 
-def run(config: RunConfig, command: str) -> Path:
-    """Asks the model and returns the folder with the results (results.py)."""
-    started, clock = datetime.now(UTC), time.monotonic()
+# ---- a run
+
+
+def evaluate(config: RunConfig, command: str = "") -> Evaluation | None:
+    """Ask the model, keep its answers in the output folder, and return them; None in other processes than the first."""
+    started, clock, tracker = datetime.now(UTC), time.monotonic(), EvaluationTracker()
     with processes(config.device, settings=flat(asdict(config) | {"device": ""})), ExitStack() as stack:
-        # before the model: what is missing is found in seconds
-        found = tasks_to_ask(config)
+        found = tasks_to_ask(config)  # before the model: what is missing is found in seconds
         lm = model_to_ask(config)
         first = not dist.is_initialized() or dist.get_rank() == 0
-        about = about_of(lm, config)
-        name = Path(config.label).stem if config.suite else config.label[:60]
-        folder = Path(config.output or f"runs/eval/{name}-{about.name}-{about.identity[:8]}")
+        name, mark = name_and_mark(lm, config)
+        label = Path(config.label).stem if config.suite else config.label[:60]
+        folder = Path(config.output or f"runs/eval/{label}-{name.replace('/', '_')}-{mark[:8]}")
         stack.enter_context(alone(folder))
         if isinstance(lm, UpcycleLM):
             lm.remember(folder / "cache")
-        prepared = time.monotonic()
+        prepared, written = time.monotonic(), Written(folder, tracker)
 
-        sums: list[str] = []
-
-        def keep(samples: Samples) -> None:
+        def keep(samples: logged.Samples) -> None:
             if isinstance(lm, UpcycleLM) and lm.remembered:
                 lm.remembered.close()
             if first:
-                sums.append(results.save_items(folder, items_of(samples, found)))
+                configs = {name: task.dump_config() for name, task in found.loaded["tasks"].items()}
+                written.save_samples(samples, configs, config.log_samples)
 
-        answered = ask(
-            lm, found, config.limit, BOOTSTRAP, keep, seeds=config.four_seeds, samples=config.picked or None,
-            system_instruction=config.system_instruction or None, apply_chat_template=config.apply_chat_template,
-            fewshot_as_multiturn=multiturn(config),
-        )  # fmt: skip
-        clock_end, scored = time.monotonic(), tasks_of(answered, found)
-        if not about.fingerprint:
-            about = replace(about, fingerprint=answers_digest(answered["samples"]))
-        evaluation = Evaluation(
-            model=about,
-            suite=config.label,
-            command=command,
-            options=asdict(config),
-            versions=versions(),
-            started=started.isoformat(timespec="seconds"),
-            seconds=clock_end - clock,
-            work=work_of(lm, answered) | {"loading_seconds": prepared - clock, "asking_seconds": clock_end - prepared},
-            tasks=scored,
-            groups=groups_of(answered, found),
-            notes=(*found.notes, *notes_of(config, lm), *own_functions(scored)),
-        )
-        if first:
-            results.save_run(folder, evaluation, sums[0])
-            written = save_as_lm_eval(folder, config, lm, about, answered)
-            print(table(evaluation))
-            print(f"\n{folder}: run.json, items.jsonl, {', '.join(written)}")
-    return folder
+        answered = ask(lm, found, BOOTSTRAP, keep, seeds=config.four_seeds, **config.asking())
+        seconds = {"loading_seconds": prepared - clock, "asking_seconds": time.monotonic() - prepared}
+        own = {
+            "suite": config.label, "name": config.name or name, "command": command, "options": asdict(config),
+            "started": started.isoformat(timespec="seconds"), "work": work_of(lm, answered) | seconds,
+            "notes": [*found.notes, *notes_of(config, lm)], **functions_of(answered, found),
+        }  # fmt: skip
+        if not first:
+            return None
+        describe(tracker, lm, config)
+        written.save_results(results_of(answered, lm, config), answered["samples"], own)
+        return logged.load(folder)
 
 
 def tasks_to_ask(config: RunConfig) -> tasks.Tasks:
@@ -245,13 +214,11 @@ def tasks_to_ask(config: RunConfig) -> tasks.Tasks:
 
 
 def model_to_ask(config: RunConfig) -> LM:
-    """Our model, or one of lm-eval's own."""
+    """Return our model, or one of lm-eval's own."""
     shared = {name: value for name in ("dtype", "tokenizer", "max_length") if (value := getattr(config, name))}
     if config.model == NAME:
-        return UpcycleLM(
-            config.checkpoint, **shared, tokens=config.tokens, max_gen_toks=config.generate, experts=config.experts,
-            device=config.device, mesh=asdict(config.mesh),
-        )  # fmt: skip
+        own = {name: getattr(config, name) for name in ("forward_tokens", "expert_backend", "device")}
+        return UpcycleLM(config.checkpoint, **shared, **own, max_gen_toks=config.generate, mesh=asdict(config.mesh))
     if dist.is_initialized():
         raise ValueError(f"model={config.model} is lm-eval's, which divides its work itself; start it without torchrun")
     given = {"pretrained": config.checkpoint, **shared, **config.model_args}
@@ -261,34 +228,25 @@ def model_to_ask(config: RunConfig) -> LM:
 
 
 def device_instead(kind: type[LM]) -> str | None:
-    """The CPU, where a model of lm-eval's would itself take CUDA and there is none."""
+    """Return the CPU where a model of lm-eval's would itself take CUDA and there is none."""
     taken = getattr(signature(kind).parameters.get("device"), "default", None)
     return "cpu" if taken == "cuda" and not torch.cuda.is_available() else None
 
 
-def about_of(lm: LM, config: RunConfig) -> Model:
-    """What is known of the model; of lm-eval's own no fingerprint, because their weights are not seen here."""
+def name_and_mark(lm: LM, config: RunConfig) -> tuple[str, str]:
+    """Return the model's name, and a digest that tells it apart: for lm-eval's own models, of the keys."""
     if isinstance(lm, UpcycleLM):
-        return replace(lm.about, name=config.name or lm.about.name)
-    info: Mapping[str, Any] = lm.get_model_info() if hasattr(lm, "get_model_info") else {}
-    parameters = int(info.get("model_num_parameters", 0))
+        return lm.about.name, lm.about.identity
     name = Path(config.checkpoint).resolve().name if Path(config.checkpoint).exists() else config.checkpoint
-    asked = repr(
-        (config.checkpoint, config.model, config.model_args, config.dtype, config.tokenizer, config.max_length)
-    )
-    return Model(
-        config.name or name.replace("/", "_"), config.checkpoint, "", config.model, parameters, parameters,
-        config.dtype, identity=sha256(asked.encode()).hexdigest(),
-    )  # fmt: skip
+    asked = (config.checkpoint, config.model, config.model_args, config.dtype, config.tokenizer, config.max_length)
+    return name, sha256(repr(asked).encode()).hexdigest()
 
 
-def multiturn(config: RunConfig) -> bool:
-    wanted = config.fewshot_as_multiturn
-    return bool(config.apply_chat_template) if wanted is None else wanted
+# ---- during training
 
 
 def ready(config: EvalConfig, origin: Origin) -> None:
-    """Raises what is wrong with the `eval` keys of a run: its suite, its files, its packages, its tokenizer."""
+    """Raise what is wrong with the `eval` keys of a run: its suite, its files, its packages, its tokenizer."""
     tokenizer_of(config, origin)
     tasks.load(config.suite, config.data, config.texts, config.fewshot)
 
@@ -301,47 +259,33 @@ def tokenizer_of(config: EvalConfig, origin: Origin) -> Any:
 def live(
     config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh, poll: Callable[[], object]
 ) -> Callable[[], Mapping[str, float]]:
-    """A function that asks a model in training the suite of its run's `eval` keys; see training.run.suite.Suite."""
+    """Return the function that asks a model in training its run's suite."""
     tokenizer = tokenizer_of(config, origin)
     options: dict[str, Any] = {name: getattr(config, name) for name in ("data", "texts", "fewshot", "limit")}
     return partial(evaluate_live, model, tokenizer, config.suite, mesh, poll, **options)
 
 
 def evaluate_live(
-    model: Decoder,
-    tokenizer: Any,
-    suite: str,
-    mesh: ParallelMesh,
-    poll: Callable[[], object] = bool,
-    *,
-    data: str = "",
-    texts: Sequence[str] = (),
-    fewshot: int | None = None,
-    limit: int = 0,
-    tokens: int = 8192,
-) -> dict[str, float]:
-    """The suite's numbers of a model in training, sharded as it is; all ranks call it, and all get them."""
+    model: Decoder, tokenizer: Any, suite: str, mesh: ParallelMesh, poll: Callable[[], object] = bool, *, data: str = "",
+    texts: Sequence[str] = (), fewshot: int | None = None, limit: int = 0, forward_tokens: int = 8192,
+) -> dict[str, float]:  # fmt: skip
+    """Return the suite's numbers of a model in training, sharded as it is; all ranks call it, and all get them."""
     found = tasks.load(suite, data, texts, fewshot)
-    engine = Engine(model, tokens, ranks_of(mesh), mesh.group("tp"), progress=False, poll=poll)
-    answered = ask(DecoderLM(engine, tokenizer), found, limit, bootstrap=0)
-    out: dict[str, float] = {}
-    parts: dict[str, Task | Group] = {**tasks_of(answered, found), **groups_of(answered, found)}
-    for name, part in parts.items():
-        out |= {f"eval/{name}/{metric}": value for metric, value in part.metrics.items()}
-    return out
+    engine = Engine(model, forward_tokens, ranks_of(mesh), mesh.group("tp"), progress=False, poll=poll)
+    answered = ask(DecoderLM(engine, tokenizer), found, 0, limit=limit or None)
+    rows = {name: answered["results"][name] for name in found.loaded["tasks"]} | answered.get("groups", {})
+    scores = {name: logged.numbers(row)[0] for name, row in rows.items()}
+    return {f"eval/{name}/{metric}": value for name, row in scores.items() for metric, value in row.items()}
+
+
+# ---- lm-eval's work
 
 
 def ask(
-    lm: LM,
-    found: tasks.Tasks,
-    limit: float,
-    bootstrap: int,
-    keep: Callable[[Samples], None] | None = None,
-    *,
-    seeds: Sequence[int] = (),
-    **options: Any,
-) -> Any:
-    """lm-eval's results, with its own prompts, metrics and standard errors. Processes divide only the forwards.
+    lm: LM, found: tasks.Tasks, bootstrap: int, keep: Callable[[logged.Samples], None] | None = None, *,
+    seeds: Sequence[int] = (), **options: Any,
+) -> Any:  # fmt: skip
+    """Return lm-eval's results, with its own prompts, metrics and standard errors. Processes divide only the forwards.
 
     `keep` gets the items of all tasks before a metric is computed of them: what was asked for hours is not lost to a
     metric that cannot be computed. `options` are those of lm_eval.evaluator.evaluate.
@@ -362,12 +306,12 @@ def ask(
         if options.get("apply_chat_template"):
             lm.chat_template(options["apply_chat_template"])  # chooses it, or says that there is none
         return lm_eval.evaluator.evaluate(
-            lm=lm, task_dict=found.loaded, limit=limit or None, bootstrap_iters=bootstrap, log_samples=True, **options
+            lm=lm, task_dict=found.loaded, bootstrap_iters=bootstrap, log_samples=True, **options
         )
 
 
 def error_where_there_is_one(metric: Any, bootstrap_iters: int) -> Callable[..., Any] | None:
-    """lm-eval's function for the standard error of a metric, without one where it has no finite value."""
+    """Return lm-eval's function for the standard error of a metric, which says N/A where it has no finite value."""
     real = lm_eval.api.metrics.stderr_for_metric(metric, bootstrap_iters)
 
     def error(scores: Any) -> Any:
@@ -380,7 +324,7 @@ def error_where_there_is_one(metric: Any, bootstrap_iters: int) -> Callable[...,
 
 
 def computable(collected: Any) -> None:
-    """Raises ValueError about the first metric that cannot be computed of its items."""
+    """Raise a ValueError about the first metric that cannot be computed of its items."""
     for name, one in collected.items():
         for (metric, _), scores in one["raw_metrics"].items():
             try:
@@ -388,140 +332,62 @@ def computable(collected: Any) -> None:
             except Exception as error:  # of any library that computes a metric
                 raise ValueError(
                     f"{name}: {metric} cannot be computed of its {len(scores)} items ({' '.join(str(error).split())}); "
-                    "they are in items.jsonl and the answers are remembered; take the metric out and run again"
+                    "they are in samples_*.jsonl and the answers are remembered; take the metric out and run again"
                 ) from None
 
 
-# ---- lm-eval's results as ours
-
-
 def aggregation(task: Any, metric: str) -> Callable[..., Any]:
-    """The function that makes the metric of its items' scores; lm-eval takes the mean where a task names none."""
+    """Return the function that makes the metric of its items' scores; the mean where a task names none."""
     found: Callable[..., Any] = task.aggregation().get(metric, lm_eval.api.metrics.mean)
     return found
 
 
-def tasks_of(answered: Any, found: tasks.Tasks) -> dict[str, Task]:
-    members = tasks.all_groups(found.loaded)
-    out = {}
-    for name, task in found.loaded["tasks"].items():
-        values, errors = numbers(answered["results"][name])
-        functions = {
-            metric: aggregation_of(task, answered["samples"][name], metric, values[metric]) for metric in values
-        }
-        higher = answered["higher_is_better"].get(name, {})
-        within = sorted((len(inside), group) for group, inside in members.items() if name in inside)
-        out[name] = Task(
-            name=name,
-            title=str(task.config.task_alias or name),
-            metrics=values,
-            stderr=errors,
-            higher_is_better={metric: bool(higher.get(metric.partition(",")[0], True)) for metric in values},
-            items=int(answered["n-samples"][name]["effective"]),
-            total=int(answered["n-samples"][name]["original"]),
-            fewshot=int(answered["n-shot"].get(name) or 0),
-            version=str(answered["versions"].get(name)),
-            output=str(task.OUTPUT_TYPE),
-            groups=tuple(group for _, group in within),
-            aggregation={metric: function for metric, function in functions.items() if function != "mean"},
-        )
-    return out
+# ---- what results say besides lm-eval's numbers
 
 
-def aggregation_of(task: Any, samples: Sequence[Mapping[str, Any]], metric: str, value: float) -> str:
-    """The name of the function that makes `value` of the items, as measures.aggregate takes it."""
-    base, _, chosen = metric.partition(",")
-    scores = [
-        score(sample[base])
-        for sample in samples
-        if base in sample["metrics"] and sample["filter"] == (chosen or "none")
-    ]
-    return measures.name_of(aggregation(task, base), scores, value)
-
-
-def groups_of(answered: Any, found: tasks.Tasks) -> dict[str, Group]:
-    out = {}
-    for name, inside in tasks.all_groups(found.loaded).items():
-        values, errors = numbers(answered.get("groups", {}).get(name, {}))
-        items = sum(int(answered["n-samples"][task]["effective"]) for task in inside)
-        title = str(found.loaded["groups"][name].alias or name)
-        out[name] = Group(
-            name, title, values, errors, tuple(inside), items, alike(found.loaded["groups"][name], values)
-        )
-    return out
-
-
-def alike(group: Any, metrics: Iterable[str]) -> tuple[str, ...]:
-    """The group's metrics in which its tasks weigh the same."""
-    unweighted = {each.metric for each in group.aggregate_metric_list or () if not each.weight_by_size}
-    return tuple(metric for metric in metrics if metric.partition(",")[0] in unweighted)
-
-
-def items_of(samples: Samples, found: tasks.Tasks) -> Iterator[Item]:
-    for name, task in found.loaded["tasks"].items():
-        merged: dict[int, Item] = {}
-        for sample in samples[name]:
-            scores = {metric_name(metric, sample["filter"]): score(sample[metric]) for metric in sample["metrics"]}
-            known = merged.get(sample["doc_id"])
-            if known is None:
-                merged[sample["doc_id"]] = item(name, task, sample, scores)
-            else:  # another filter, which finds the answer in the same text its own way
-                merged[sample["doc_id"]] = replace(known, scores={**known.scores, **scores})
-        yield from (merged[number] for number in sorted(merged))
-
-
-def item(name: str, task: Any, sample: Mapping[str, Any], scores: Mapping[str, Raw]) -> Item:
-    rolling, many = (kind == task.OUTPUT_TYPE for kind in ("loglikelihood_rolling", "multiple_choice"))
-    choices: Sequence[Any] = task.doc_to_choice(sample["doc"]) if many else ()
-    text, logprobs, greedy = answers_of([response[0] for response in sample["resps"]], len(choices))
-    return Item(
-        task=name,
-        doc=int(sample["doc_id"]),
-        doc_hash=sample["doc_hash"],
-        prompt_hash=sample["prompt_hash"],
-        target="" if rolling else str(sample["target"]),
-        scores=scores,
-        logprobs=logprobs,
-        greedy=greedy,
-        text=text,
-        choices=tuple(map(str, choices)),
-        clusters=clusters(sample["doc"]),
-    )
-
-
-# ---- as lm-eval writes it
-
-
-def save_as_lm_eval(folder: Path, config: RunConfig, lm: LM, about: Model, answered: Any) -> list[str]:
-    """Writes results_TIME.json, and samples_TASK_TIME.jsonl if asked for, by lm-eval's own writer, over older ones."""
-    for old in [*folder.glob("results_*.json"), *folder.glob("samples_*.jsonl")]:
-        old.unlink()
-    samples = answered["samples"]
-    settings = {name: getattr(config, name) for name in ("device", "limit", "gen_kwargs")}
-    row: dict[str, Any] = {name: value for name, value in answered.items() if name != "samples"}
-    row["config"] = {
+def results_of(answered: Any, lm: LM, config: RunConfig) -> dict[str, Any]:
+    """Return lm-eval's results with what its own command writes of the model, the settings and the versions."""
+    settings = {
         "model": config.model,
         "model_args": {"pretrained": config.checkpoint, "dtype": config.dtype} | config.model_args,
         **(lm.get_model_info() if hasattr(lm, "get_model_info") else {}),
-        **settings,
+        **{name: getattr(config, name) for name in ("device", "limit", "gen_kwargs")},
         "bootstrap_iters": BOOTSTRAP,
     }
-    row |= {f"{name}_version": text for name, text in versions().items()}
-    tracker = EvaluationTracker(output_path=str(folder / "results.json"))
-    chat = config.apply_chat_template
+    found = {name: value for name, value in answered.items() if name != "samples"}
+    return found | {"config": settings} | {f"{name}_version": text for name, text in versions().items()}
+
+
+def describe(tracker: EvaluationTracker, lm: LM, config: RunConfig) -> None:
+    options = config.asking()
+    template = options.pop("apply_chat_template")
     tracker.general_config_tracker.log_experiment_args(
-        model_source=config.model, model_args={"pretrained": about.source},
-        system_instruction=config.system_instruction or None,
-        chat_template=lm.chat_template(chat) if chat else None, fewshot_as_multiturn=multiturn(config),
+        model_source=config.model, model_args={"pretrained": config.checkpoint},
+        chat_template=lm.chat_template(template) if template else None,
+        **{name: options[name] for name in ("system_instruction", "fewshot_as_multiturn")},
     )  # fmt: skip
-    with tasks.alone():
-        tracker.save_results_aggregated(row, samples)
-        for name in samples if config.log_samples else ():
-            tracker.save_results_samples(name, samples[name])
-    return sorted(path.name for path in [*folder.glob("results_*.json"), *folder.glob("samples_*.jsonl")])
 
 
-# ---- about a run: versions, work, notes, table
+def functions_of(answered: Any, found: tasks.Tasks) -> dict[str, dict[str, Any]]:
+    """Return the functions of metrics that are no mean by task, and the metrics that weigh a group's tasks alike."""
+    functions: dict[str, dict[str, str]] = {}
+    for name, task in found.loaded["tasks"].items():
+        values, _ = logged.numbers(answered["results"][name])
+        named = {metric: function_name(task, answered["samples"][name], metric, values[metric]) for metric in values}
+        functions[name] = {metric: function for metric, function in named.items() if function != "mean"}
+    alike = {}
+    for name, group in found.loaded["groups"].items():
+        unweighted = {each.metric for each in group.aggregate_metric_list or () if not each.weight_by_size}
+        values, _ = logged.numbers(answered.get("groups", {}).get(name, {}))
+        alike[name] = [metric for metric in values if metric.partition(",")[0] in unweighted]
+    return {"aggregation": functions, "alike": alike}
+
+
+def function_name(task: Any, samples: Sequence[Mapping[str, Any]], metric: str, value: float) -> str:
+    """Return the name of the function that makes `value` of the items, as measures.aggregate takes it."""
+    base, _, chosen = metric.partition(",")
+    rows = [row for row in samples if base in row["metrics"] and row["filter"] == (chosen or "none")]
+    return measures.name_of(aggregation(task, base), [logged.score(row[base]) for row in rows], value)
 
 
 def versions() -> dict[str, str]:
@@ -562,5 +428,6 @@ def table(done: Evaluation) -> str:
         f"{work['requests']:,} requests ({work['recalled']:,} remembered), {work['tokens']:,.0f} tokens in "
         f"{work['forwards']:,.0f} forwards, {done.seconds:.0f} s",
         *(f"note: {note}" for note in done.notes),
+        *(["", f"{done.place} and its samples_*.jsonl"] if done.place else []),
     ]
     return "\n".join(lines)

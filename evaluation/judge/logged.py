@@ -1,9 +1,13 @@
-"""Runs of lm-eval as runs of ours: `load` and `items` read what any lm-eval wrote with --output_path and --log_samples.
+"""Runs of suites in lm-eval's files (--output_path and --log_samples): `load` reads ours and those of any lm-eval.
 
     results_TIME.json           one object: scores, groups, and each task's config
-    samples_TASK_TIME.jsonl     an item and a filter a line: its document, what was asked, the answers, the scores
+    samples_TASK_TIME.jsonl     a line for each item and filter: its document, prompt, answers and scores
 
-lm-eval keeps of a metric's function at most its name. A name is taken where it gives the number that lm-eval wrote of
+A run of ours has more in its results under the key `upcycle` (class Own): the command, notes for the reader, and sums
+of all that was written, because a digit that changes on a disk would move a score without a word. Its samples hold no
+documents and no prompts unless log_samples=true.
+
+lm-eval keeps at most the name of a metric's function. A name is taken where it gives the number that lm-eval wrote of
 the items; a metric for which none does is shown, with a note, and not compared.
 """
 
@@ -13,58 +17,104 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from hashlib import blake2b
+from hashlib import sha256 as sha
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
 from evaluation.judge import metrics as measures
-from evaluation.judge import results
-from evaluation.judge.answers import (
-    Samples,
-    answers_digest,
-    answers_of,
-    clusters,
-    metric_name,
-    numbers,
-    own_functions,
-    score,
-)
-from evaluation.judge.results import Evaluation, Group, Item, Model, Task, tuples
+from evaluation.judge.results import Evaluation, Group, Item, Model, Raw, Task
 from upcycle.io import strict
+from upcycle.io.disk import sha256
+from upcycle.io.publish import digest
 
 OPTIONS = ("model", "model_args", "limit", "gen_kwargs", "batch_size")
+AGAIN = "run the evaluation again"
+# keys of documents that say what several share, the widest first: items of one are no independent evidence (compare)
+FROM = ("file", "path", "url", "document", "article", "story", "passage", "context")
+
+
+class Own(TypedDict):
+    """What a run of ours writes into lm-eval's results besides."""
+
+    suite: str
+    name: str  # of the model in tables
+    command: str
+    options: dict[str, Any]
+    started: str
+    work: dict[str, float]
+    notes: list[str]
+    aggregation: dict[str, dict[str, str]]  # by task and metric, of those that are not the mean
+    alike: dict[str, list[str]]  # by group: metrics in which all tasks weigh the same
+    samples: dict[str, str]  # sha256 of each task's samples
+    sum: str  # of the whole file without this key
+
+
+class Count(TypedDict):
+    original: NotRequired[strict.Count]
+    effective: NotRequired[strict.Count]
+
+
+Rows = dict[str, dict[str, Any]]
+Whole = TypedDict(
+    "Whole",
+    {
+        "results": Rows, "configs": Rows, "config": dict[str, Any], "versions": dict[str, Any],
+        "n-shot": dict[str, int | None], "n-samples": NotRequired[dict[str, Count]], "groups": NotRequired[Rows],
+        "group_subtasks": NotRequired[dict[str, list[str]]], "higher_is_better": NotRequired[Rows],
+        "total_evaluation_time_seconds": NotRequired[str | float | None], "upcycle": NotRequired[Own],
+    },
+)  # fmt: skip
+
+
+class Settings(TypedDict):
+    """What is read of a results file's `config`."""
+
+    limit: NotRequired[float | None]
+    model_num_parameters: NotRequired[int | None]
+    model_active_parameters: NotRequired[int | None]
+    model_step: NotRequired[int | None]
+
+
+class Sample(TypedDict):
+    """What is read of a line of samples."""
+
+    doc_id: strict.Count
+    doc: Any
+    target: Any
+    arguments: Any
+    resps: list[list[Any]]
+    doc_hash: str
+    prompt_hash: str
+    filter: NotRequired[str]
+    metrics: NotRequired[list[str]]
+    choices: NotRequired[list[str]]  # of a run of ours without log_samples, as are clusters
+    clusters: NotRequired[dict[str, str]]
+
+
+Samples = Mapping[str, Sequence[Mapping[str, Any]]]  # of each task
 
 
 def is_run(place: str | Path) -> bool:
-    """Whether it is a folder of `evaluation run`, or one of lm-eval, or lm-eval's results file itself."""
-    return (Path(place) / "run.json").is_file() or newest(Path(place)) is not None
+    """Return whether the path is a results file, or a folder that has one."""
+    return newest(Path(place)) is not None
 
 
 def load(place: str | Path) -> Evaluation:
-    if (Path(place) / "run.json").is_file():
-        return results.load(place)
-    return read(*found(place))[0]
-
-
-def items(place: str | Path) -> Iterator[Item]:
-    if (Path(place) / "run.json").is_file():
-        return results.items(place)
-    return iter(read(*found(place))[1])
-
-
-def found(place: str | Path) -> tuple[Path, float]:
+    """Return the scores and the items of a run: a results file, its folder, or the folder around that."""
     path = newest(Path(place))
     if path is None:
         raise ValueError(
-            f"{place} has no run.json, nor results_*.json of lm-eval; give a folder that `python -m evaluation run` or "
-            "lm-eval (--output_path FOLDER --log_samples) has finished"
+            f"{place} has no results_*.json; give a folder that `upcycle eval` of this version or lm-eval "
+            "(--output_path FOLDER --log_samples) has finished"
         )
-    return path, path.stat().st_mtime
+    return read(path, path.stat().st_mtime)
 
 
 def newest(place: Path) -> Path | None:
-    """lm-eval's results file: the path itself, or the last one in the folder, or in its only folder that has any."""
+    """Return lm-eval's results file: the path itself, or the last in the folder, or in its only folder that has any."""
     if place.is_file():
         return place if place.name.endswith(".json") and time_of(place) else None
     folders = [place, *(sorted(inner for inner in place.iterdir() if inner.is_dir()) if place.is_dir() else ())]
@@ -77,7 +127,7 @@ def newest(place: Path) -> Path | None:
 
 
 def time_of(path: Path) -> str:
-    """When it was written, the end of every name that lm-eval gives; "" if the name is another."""
+    """Return the time in the name of a results file; "" if lm-eval would not write such a name."""
     stem, _, time = path.stem.rpartition("_")
     return time if stem and time[:2].isdigit() else ""
 
@@ -85,98 +135,172 @@ def time_of(path: Path) -> str:
 # ---- one run
 
 
-@lru_cache(4)
-def read(path: Path, changed: float) -> tuple[Evaluation, tuple[Item, ...]]:
-    """The scores and the items of a results file. `changed`: when, so that a file is read again that is another now."""
+@lru_cache(16)
+def read(path: Path, changed: float) -> Evaluation:
+    """Return the run of a results file. `changed` is the file's time: a file that was written again is read again."""
     whole = opened(path)
-    lacking = [key for key in ("results", "configs", "config", "n-shot", "versions") if key not in whole]
-    if lacking:
-        raise ValueError(f"{path} has no {', '.join(lacking)}; is it a results file of lm-eval 0.4 or newer?")
-    rows = {name: samples(path, name) for name in whole["configs"]}
-    found_tasks = {name: task(name, whole, rows[name]) for name in rows}
-    groups, notes = groups_of(whole, found_tasks)
+    names = dict.fromkeys([*(name for name in whole["results"] if name in whole["configs"]), *whole["configs"]])
+    rows = {name: samples(path, name, whole) for name in names}
+    tasks = {name: task(name, whole, rows[name]) for name in rows}
+    groups, notes = groups_of(whole, tasks)
     inside = {name: sorted((len(g.tasks), g.name) for g in groups.values() if name in g.tasks) for name in rows}
-    found_tasks = {
-        name: replace(each, groups=tuple(group for _, group in inside[name])) for name, each in found_tasks.items()
-    }
-    config = whole["config"]
+    tasks = {name: replace(each, groups=tuple(group for _, group in inside[name])) for name, each in tasks.items()}
+    config, own = whole["config"], whole.get("upcycle")
     top = [name for name in (*groups, *rows) if not any(name in g.tasks for g in groups.values() if g.name != name)]
-    run = Evaluation(
+    suite = ",".join(top)
+    try:
+        settings = strict.held(config, Settings, str(path))
+        seconds = float(whole.get("total_evaluation_time_seconds") or 0)
+        items = tuple(item for name in rows for item in items_of(name, whole["configs"][name], rows[name]))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} and its samples are not what lm-eval writes ({error}); {AGAIN}") from None
+    if own:
+        check_items(path, items, tasks, whole)
+    return Evaluation(
         model=model(config, whole, rows),
-        suite=",".join(top),
-        command=f"lm-eval run --model {config.get('model')} --tasks {','.join(top)}",
-        options={key: config[key] for key in OPTIONS if config.get(key)},
-        versions={"lm_eval": str(whole.get("lm_eval_version")), "transformers": str(whole.get("transformers_version"))},
-        started=time_of(path),
-        seconds=float(whole.get("total_evaluation_time_seconds") or 0),
-        work={},
-        tasks=found_tasks,
+        suite=own["suite"] if own else suite,
+        command=own["command"] if own else f"lm-eval run --model {config.get('model')} --tasks {suite}",
+        options=own["options"] if own else {key: config[key] for key in OPTIONS if config.get(key)},
+        versions={key.removesuffix("_version"): str(whole.get(key)) for key in whole if key.endswith("_version")},
+        started=own["started"] if own else time_of(path),
+        seconds=seconds,
+        work=own["work"] if own else {},
+        tasks=tasks,
         groups=groups,
-        notes=(*notes, *own_functions(found_tasks), *limited(config)),
+        notes=(*(own["notes"] if own else limited(settings)), *notes, *own_functions(tasks)),
+        items=items,
+        place=str(path),
     )
-    return run, tuple(item for name in rows for item in items_of(name, whole["configs"][name], rows[name]))
 
 
-class Sample(TypedDict):
-    """What is read of a line of samples."""
-
-    doc_id: strict.Count
-    doc: Any
-    target: Any
-    arguments: Any
-    resps: list[Any]
-    doc_hash: str
-    prompt_hash: str
-
-
-def opened(path: Path) -> dict[str, Any]:
-    return strict.read_object(path, constants=True)
+def opened(path: Path) -> Whole:
+    """Return what a results file holds; of ours, if it is as it was written."""
+    value = strict.read_object(path, constants=True)
+    try:
+        whole: Whole = strict.held(value, Whole, str(path))
+    except ValueError as error:
+        raise ValueError(f"{error}: is it a results file of lm-eval 0.4 or newer?") from None
+    if own := value.get("upcycle"):
+        unsigned = {key: each for key, each in own.items() if key != "sum"}
+        if own["sum"] != digest(value | {"upcycle": unsigned}):
+            raise ValueError(f"{path} is not what was written: its sum differs; {AGAIN}")
+    return whole
 
 
-def samples(results_file: Path, name: str) -> list[dict[str, Any]]:
-    path = results_file.with_name(f"samples_{name}_{time_of(results_file)}.jsonl")
+def samples(results_file: Path, name: str, whole: Whole) -> list[dict[str, Any]]:
+    path, own = results_file.with_name(f"samples_{name}_{time_of(results_file)}.jsonl"), whole.get("upcycle")
     if not path.is_file():
         raise ValueError(f"{path} is missing, and runs are compared item by item; run lm-eval with --log_samples")
+    if own and sha256(path) != own["samples"].get(name):
+        raise ValueError(f"{path} is not what was written: its sha256 is not that in {results_file.name}; {AGAIN}")
     try:
         return [
             strict.held(strict.parse(line, where, constants=True), Sample, where)
             for where, line in strict.read_lines(path)
         ]
     except ValueError as error:
-        raise ValueError(f"{path} is not what lm-eval writes ({error}); run lm-eval again") from None
+        raise ValueError(f"{path} is not what lm-eval writes ({error}); {AGAIN}") from None
 
 
-def limited(config: Mapping[str, Any]) -> Iterator[str]:
-    if config.get("limit"):
-        yield f"limit={config['limit']:g}: not all items of each task"
+def check_items(path: Path, items: Sequence[Item], tasks: Mapping[str, Task], whole: Whole) -> None:
+    """Raise a ValueError unless the items of a run of ours are all there and their numbers finite."""
+    for item in items:
+        check_finite(item.task, item.doc, [item.logprobs, item.scores], f"{path} is damaged; {AGAIN}")
+        if len(item.logprobs) < len(item.choices):
+            raise ValueError(f"{item.task} {item.doc} has more choices than log-probabilities in {path}; {AGAIN}")
+    for name, each in tasks.items():
+        wanted = whole.get("n-samples", {}).get(name, {}).get("effective")
+        if each.items != wanted:
+            raise ValueError(f"{path} has {wanted} items of {name} and its samples {each.items}; {AGAIN}")
 
 
-def model(config: Mapping[str, Any], whole: Mapping[str, Any], rows: Samples) -> Model:
-    """lm-eval keeps no fingerprint of other models than ours: a digest of all answers stands for it."""
-    given = config.get("model_args")
+def check_finite(task: str, doc: int, numbers: Any, how: str) -> None:
+    if not finite(numbers):
+        raise ValueError(f"item {doc} of {task} has a number that is not finite; {how}")
+
+
+def finite(value: Any) -> bool:
+    """Return whether no number in the value is nan or infinite, at any depth."""
+    if isinstance(value, Mapping):
+        return all(map(finite, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def limited(settings: Settings) -> Iterator[str]:
+    if limit := settings.get("limit"):
+        yield f"limit={limit:g}: not all items of each task"
+
+
+def own_functions(tasks: Mapping[str, Task]) -> Iterator[str]:
+    """Yield a sentence about each task with metrics that nobody but the task can compute again."""
+    for each in tasks.values():
+        if own := [metric for metric, function in each.aggregation.items() if function == measures.OWN]:
+            yield f"{each.name}: {', '.join(own)} is made by a function of the task's own: no interval, not compared"
+
+
+# ---- the model
+
+
+def model(config: Mapping[str, Any], whole: Whole, rows: Samples) -> Model:
+    """Return the model; a digest of all answers stands for the fingerprint, which lm-eval keeps of our model alone."""
+    given, own = config.get("model_args"), whole.get("upcycle")
     named = (
         given if isinstance(given, dict) else dict(part.split("=", 1) for part in str(given).split(",") if "=" in part)
     )
     source = str(named.get("pretrained") or named.get("model") or whole.get("model_name") or config.get("model"))
-    digest = answers_digest(rows)
+    answers = answers_digest(rows)
     parameters = int(config.get("model_num_parameters") or 0)
     return Model(
-        name=Path(source).name,
+        name=own["name"] if own else Path(source).name,
         source=source,
-        fingerprint=str(config.get("model_sha") or digest) if config.get("model_identity") else digest,
+        fingerprint=str(config.get("model_sha") or answers) if config.get("model_identity") else answers,
         kind=str(config.get("model_type") or config.get("model")),
         parameters=parameters,
         active=int(config.get("model_active_parameters") or parameters),
         dtype=str(config.get("model_dtype") or named.get("dtype") or "").removeprefix("torch."),
-        identity=str(config.get("model_identity") or digest),
+        step=config.get("model_step"),
+        identity=str(config.get("model_identity") or answers),
     )
 
 
-def task(name: str, whole: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Task:
+def answers_digest(rows: Samples) -> str:
+    """Return a digest that stands for the weights of a model that is not ours: another one answers otherwise."""
+    sums = sha()
+    for name, lines in sorted(rows.items()):
+        sums.update(repr((name, [(line["doc_id"], line["resps"]) for line in lines])).encode())
+    return sums.hexdigest()
+
+
+# ---- tasks and groups
+
+
+def metric_name(metric: str, chosen: str) -> str:
+    """Return lm-eval's `acc,none` as acc; exact_match,strict-match keeps the filter that found the answer."""
+    return metric if chosen == "none" else f"{metric},{chosen}"
+
+
+def numbers(row: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the (metrics, standard errors) of a row of lm-eval's results."""
+    values: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for name, value in row.items():
+        metric, comma, chosen = name.partition(",")
+        if not comma or not isinstance(value, float | int | np.number):  # "N/A"; lists and tables of a task's own
+            continue
+        kept, base = (errors, metric.removesuffix("_stderr")) if metric.endswith("_stderr") else (values, metric)
+        kept[metric_name(base, chosen)] = float(value)
+    return values, errors
+
+
+def task(name: str, whole: Whole, rows: Sequence[Mapping[str, Any]]) -> Task:
     config, (values, errors) = whole["configs"][name], numbers(whole["results"].get(name, {}))
     higher = whole.get("higher_is_better", {}).get(name) or {}
-    functions = {metric: function_of(metric, value, config, rows) for metric, value in values.items()}
-    count = whole.get("n-samples", {}).get(name) or {}
+    if own := whole.get("upcycle"):
+        functions = own["aggregation"].get(name, {})
+    else:
+        functions = {metric: function_of(metric, value, config, rows) for metric, value in values.items()}
     effective = len({row["doc_id"] for row in rows})
     return Task(
         name=name,
@@ -185,8 +309,8 @@ def task(name: str, whole: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         stderr=errors,
         higher_is_better={metric: bool(higher.get(metric.partition(",")[0], True)) for metric in values},
         items=effective,
-        total=int(count.get("original") or effective),
-        fewshot=int(whole["n-shot"].get(name) or 0),
+        total=whole.get("n-samples", {}).get(name, {}).get("original") or effective,
+        fewshot=whole["n-shot"].get(name) or 0,
         version=str(whole["versions"].get(name)),
         output=str(config.get("output_type")),
         aggregation={metric: function for metric, function in functions.items() if function != "mean"},
@@ -194,12 +318,12 @@ def task(name: str, whole: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
 
 
 def function_of(metric: str, value: float, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The name of lm-eval's function that makes `value` of the items' scores; OWN if none does."""
+    """Return the name of lm-eval's function that makes `value` of the items' scores; OWN if none does."""
     from lm_eval.api import metrics as _  # noqa: F401 - fills the registries
     from lm_eval.api.registry import AGGREGATION_REGISTRY, METRIC_AGGREGATION_REGISTRY
 
     base, _comma, chosen = metric.partition(",")
-    scores = [score_of(row[base]) for row in rows if base in row and row.get("filter", "none") == (chosen or "none")]
+    scores = [score(row[base]) for row in rows if base in row and row.get("filter", "none") == (chosen or "none")]
     asked = [each.get("aggregation") for each in config.get("metric_list") or () if each.get("metric") == base]
     usual = METRIC_AGGREGATION_REGISTRY.get(base, None)
     asked += [name for name, function in AGGREGATION_REGISTRY.items() if function is usual]
@@ -214,82 +338,122 @@ def function_of(metric: str, value: float, config: Mapping[str, Any], rows: Sequ
     return measures.OWN
 
 
-def score_of(value: Any) -> Any:
-    return score(tuples(value))
+def groups_of(whole: Whole, known: Mapping[str, Task]) -> tuple[dict[str, Group], list[str]]:
+    """Return (groups, notes). lm-eval does not write how a group weighs its tasks: its number shows that."""
+    children, own = whole.get("group_subtasks", {}), whole.get("upcycle")
+    out, notes = dict[str, Group](), list[str]()
 
-
-def groups_of(whole: Mapping[str, Any], known: Mapping[str, Task]) -> tuple[dict[str, Group], list[str]]:
-    """(groups, notes). lm-eval does not write how a group weighs its tasks: it is seen from its number."""
-    children, out, notes = whole.get("group_subtasks") or {}, {}, []
-
-    def leaves(name: str) -> list[str]:
-        inner = [leaf for child in children.get(name, ()) for leaf in leaves(child)]
+    def leaves(name: str, around: tuple[str, ...] = ()) -> list[str]:
+        if name in around:
+            raise ValueError(f"the group {name:.60} holds itself; {AGAIN}")
+        inner = [leaf for child in children.get(name, ()) for leaf in leaves(child, (*around, name))]
         return list(dict.fromkeys(inner)) or ([name] if name in known else [])
 
     for name in children:
-        inside, row = leaves(name), (whole.get("groups") or {}).get(name, {})
+        inside, row = leaves(name), whole.get("groups", {}).get(name, {})
         if not inside or name in known:
             continue
         values, errors = numbers(row)
-        alike, kept = [], {}
-        for metric, value in values.items():
-            mine = [known[each] for each in inside if metric in known[each].metrics]
-            numbers_of = [each.metrics[metric] for each in mine]
-            if mine and math.isclose(
-                value, np.average(numbers_of, weights=[each.items for each in mine]), rel_tol=1e-9
-            ):
-                kept[metric] = value
-            elif mine and math.isclose(value, float(np.mean(numbers_of)), rel_tol=1e-9):
-                kept[metric] = value
-                alike.append(metric)
-            else:
-                notes.append(f"{name}: {metric} is no mean of its tasks' numbers: not compared")
+        if own:
+            alike = own["alike"].get(name, [])
+        else:
+            weights = {metric: weights_of(metric, value, inside, known) for metric, value in values.items()}
+            alike = [metric for metric, by_size in weights.items() if by_size is False]
+            values = {metric: value for metric, value in values.items() if weights[metric] is not None}
+            lost = [metric for metric, by_size in weights.items() if by_size is None]
+            notes += [f"{name}: {metric} is no mean of its tasks' numbers: not compared" for metric in lost]
         title = str(row.get("alias") or name).strip(" -")
-        errors = {metric: error for metric, error in errors.items() if metric in kept}
-        out[name] = Group(name, title, kept, errors, tuple(inside), sum(known[t].items for t in inside), tuple(alike))
+        errors = {metric: error for metric, error in errors.items() if metric in values}
+        count = sum(known[each].items for each in inside)
+        out[name] = Group(name, title, values, errors, tuple(inside), count, tuple(alike))
     return out, notes
 
 
+def weights_of(metric: str, value: float, inside: Sequence[str], known: Mapping[str, Task]) -> bool | None:
+    """Return whether the group's number weighs its tasks by their items; None if it is no mean of their numbers."""
+    mine = [known[each] for each in inside if metric in known[each].metrics and known[each].items]
+    numbers_of = [each.metrics[metric] for each in mine]
+    if mine and math.isclose(value, np.average(numbers_of, weights=[each.items for each in mine]), rel_tol=1e-9):
+        return True
+    return False if mine and math.isclose(value, float(np.mean(numbers_of)), rel_tol=1e-9) else None
+
+
+# ---- items
+
+
 def items_of(name: str, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[Item]:
-    output, merged = str(config.get("output_type")), dict[int, Item]()
+    """Yield a task's items in order of their documents, each with the scores of all filters."""
+    merged, seen = dict[int, Item](), set[tuple[int, str]]()
     for row in rows:
-        chosen = row.get("filter", "none")
+        doc, chosen = row["doc_id"], row.get("filter", "none")
+        if (doc, chosen) in seen:
+            raise ValueError(f"the item {name} {doc} is there once more")
+        seen.add((doc, chosen))
         bases = row.get("metrics") or [each.get("metric") for each in config.get("metric_list") or ()]
-        scores = {metric_name(base, chosen): score_of(row[base]) for base in bases if base in row}
-        before = merged.get(row["doc_id"])
-        if before is not None:  # another filter of the same answer
-            merged[row["doc_id"]] = replace(before, scores={**before.scores, **scores})
-            continue
-        choices = choices_of(row, str(config.get("target_delimiter", " "))) if output == "multiple_choice" else ()
-        text, logprobs, greedy = answers_of([reply(each[0], output) for each in row["resps"]], len(choices))
-        merged[row["doc_id"]] = Item(
-            task=name,
-            doc=int(row["doc_id"]),
-            doc_hash=row["doc_hash"],
-            prompt_hash=row["prompt_hash"],
-            target="" if output == "loglikelihood_rolling" else str(row["target"]),
-            scores=scores,
-            logprobs=logprobs,
-            greedy=greedy,
-            text=text,
-            choices=choices,
-            clusters=clusters(row["doc"]),
-        )
+        scores = {metric_name(base, chosen): score(row[base]) for base in bases if base in row}
+        if doc in merged:  # another filter of the same answer
+            merged[doc] = replace(merged[doc], scores={**merged[doc].scores, **scores})
+        else:
+            merged[doc] = item(name, config, row, scores)
     yield from (merged[number] for number in sorted(merged))
 
 
+def item(name: str, config: Mapping[str, Any], row: Mapping[str, Any], scores: Mapping[str, Raw]) -> Item:
+    output = str(config.get("output_type"))
+    choices = choices_of(config, row)
+    text, logprobs, greedy = answers_of([reply(each[0], output) for each in row["resps"]], len(choices))
+    return Item(
+        task=name,
+        doc=row["doc_id"],
+        doc_hash=row["doc_hash"],
+        prompt_hash=row["prompt_hash"],
+        target="" if output == "loglikelihood_rolling" else str(row["target"]),
+        scores=scores,
+        logprobs=logprobs,
+        greedy=greedy,
+        text=text,
+        choices=choices,
+        clusters=row["clusters"] if "clusters" in row else clusters(row["doc"]),
+    )
+
+
+def score(value: Any) -> Raw:
+    """Return a score as metrics take it: a number is a float, a list a tuple at every depth."""
+    found = measures.plain(value)
+    return float(found) if isinstance(found, bool | int) else found
+
+
 def reply(value: Any, output: str) -> Any:
-    """An answer, of whose parts lm-eval writes texts: (log-probability, greedy), a log-probability, or a text."""
+    """Return an answer from the texts that lm-eval writes: (log-probability, greedy), a log-probability, or a text."""
     if isinstance(value, list) and len(value) == 2:
         return float(value[0]), value[1] in (True, "True")
     return float(value) if output == "loglikelihood_rolling" else value
 
 
-def choices_of(row: Mapping[str, Any], delimiter: str) -> tuple[str, ...]:
-    """What the log-probabilities are of: the endings, or where these are the same the beginnings."""
+def answers_of(answers: Sequence[Any], choices: int = 0) -> tuple[str, tuple[float, ...], tuple[bool, ...]]:
+    """Return (text, log-probabilities, whether greedy) of the answers to an item's requests, of whatever kinds.
+
+    Of a choice's answers those that its metrics compare: acc_mutual_info asks for each once more, alone.
+    """
+    text = next((answer for answer in answers if isinstance(answer, str)), "")
+    likely = [answer for answer in answers if not isinstance(answer, str)]
+    pairs = [answer if isinstance(answer, tuple | list) else (answer, None) for answer in likely][: choices or None]
+    return text, tuple(float(a) for a, _ in pairs), tuple(bool(b) for _, b in pairs if b is not None)
+
+
+def clusters(doc: Any) -> dict[str, str]:
+    """Return digests of what the document shares with others, by the name of its key."""
+    found = {name: doc[name] for name in FROM if isinstance(doc, Mapping) and isinstance(doc.get(name), str)}
+    return {name: blake2b(value.encode(), digest_size=8).hexdigest() for name, value in found.items() if value}
+
+
+def choices_of(config: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what the log-probabilities are of: the endings, or where these are the same the beginnings."""
+    if "choices" in row or config.get("output_type") != "multiple_choice":
+        return tuple(row.get("choices", ()))
     asked = [(each["arg_0"], each["arg_1"]) for each in row["arguments"].values()]
     half = len(asked) // 2
     if half and all(context == "" for context, _ in asked[half:]) and asked[0][0]:
         asked = asked[:half]  # acc_mutual_info asks for each ending once more, alone
-    endings = [ending.removeprefix(delimiter) for _, ending in asked]
+    endings = [ending.removeprefix(str(config.get("target_delimiter", " "))) for _, ending in asked]
     return tuple(endings if len(set(endings)) > 1 else [context for context, _ in asked])

@@ -231,9 +231,9 @@ def sorted_out(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[Path]
         if path.is_file() and path.suffix == ".json":
             (evaluated if logged.is_run(path) else routed).append(path)
             continue
-        kinds = {"run.json": evaluated, METRICS: trained, MANIFEST: made}
+        kinds = {METRICS: trained, MANIFEST: made}
         there = [name for name in kinds if (path / name).is_file()]
-        if not there and logged.is_run(path):
+        if (not there or any(path.glob("results_*.json"))) and logged.is_run(path):
             evaluated.append(path)
         elif not there:
             raise ValueError(
@@ -298,7 +298,7 @@ def check_sizes(found: Mapping[str, Any], where: str) -> None:
 
 def scores(folder: Path) -> list[Score]:
     run, by_task = logged.load(folder), dict[str, list[Item]]()
-    for item in logged.items(folder):
+    for item in run.items:
         by_task.setdefault(item.task, []).append(item)
     found = []
     parts: list[tuple[results.Group | results.Task, tuple[str, ...], bool]] = [

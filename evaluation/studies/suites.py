@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation.judge import results
+from evaluation.judge import logged
 from evaluation.judge.compare import PREFERRED, is_inner, is_share
 from evaluation.studies.plan import Plan
 
@@ -26,7 +26,7 @@ class Suite:
     def left(self, checkpoint: str, folder: Path) -> list[str] | None:
         """The command, or None if its answers are there."""
         command = self.command(checkpoint, folder)
-        answered_by = (folder / self.name / "run.json").is_file() and results.load(folder / self.name).command
+        answered_by = logged.is_run(folder / self.name) and logged.load(folder / self.name).command
         return None if answered_by == shlex.join(["python", "-m", *command]) else command
 
 
@@ -79,9 +79,9 @@ def scores(folder: Path, suites: Iterable[Suite]) -> dict[tuple[str, str], Score
     """By suite and task: whole groups, and tasks of no group, each by one metric. Only suites with answers."""
     out = {}
     for suite in suites:
-        if not (folder / suite.name / "run.json").is_file():
+        if not logged.is_run(folder / suite.name):
             continue
-        run = results.load(folder / suite.name)
+        run = logged.load(folder / suite.name)
         parts = [(g, run.tasks[g.tasks[0]].higher_is_better) for g in run.groups.values() if not is_inner(g, run)]
         parts += [(t, t.higher_is_better) for t in run.tasks.values() if not t.groups]  # type: ignore[misc]
         for part, higher in parts:

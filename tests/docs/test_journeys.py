@@ -27,6 +27,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from evaluation.judge import logged
 from tests.docs.test_docs import MODELS, ROOT, shaped
 from tests.parallel.ranks import as_torchrun
 from tests.parity import tiny
@@ -310,13 +311,11 @@ def test_qwen3_30b_goes_on(walk: Walk) -> None:
 def test_mmlu_of_dense_and_moe(walk: Walk) -> None:
     place(walk.folder, "llama3-8b", ())
     make_mmlu(walk.folder / "files")
-    small = [f"data={walk.folder / 'files'}", "device=cpu", "dtype=float32", "tokens=4096"]
+    small = [f"data={walk.folder / 'files'}", "device=cpu", "dtype=float32", "forward_tokens=4096"]
     walk(journey("MMLU"), {"evaluation run": small, "mesh.ep=8": ["mesh.ep=2"]})
-    dense, moe = (
-        json.loads((walk.folder / "runs/eval" / name / "run.json").read_text()) for name in ("mmlu-dense", "mmlu-moe")
-    )
-    assert dense["groups"]["mmlu"]["items"] == 57 * 2
-    assert dense["groups"]["mmlu"]["metrics"] == pytest.approx(moe["groups"]["mmlu"]["metrics"])  # an exact upcycle
+    dense, moe = (logged.load(walk.folder / "runs/eval" / name).groups["mmlu"] for name in ("mmlu-dense", "mmlu-moe"))
+    assert dense.items == 57 * 2
+    assert dense.metrics == pytest.approx(moe.metrics)  # an exact upcycle
 
 
 def make_mmlu(folder: Path) -> None:

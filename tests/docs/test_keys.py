@@ -64,7 +64,8 @@ empty text. A key that is not here is refused with the nearest one that is.
 
 
 def meanings(kind: type[Any]) -> dict[str, str]:
-    """The comment beside each field, after the lines of comment right above it."""
+    """The comment beside each field, after the lines of comment right above it; inherited fields included."""
+    before = [meanings(base) for base in kind.__bases__ if dataclasses.is_dataclass(base)]
     source = inspect.getsource(kind)
     lines = source.splitlines()
     comments = {
@@ -72,7 +73,7 @@ def meanings(kind: type[Any]) -> dict[str, str]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    found = {}
+    found = {name: said for each in before for name, said in each.items()}
     for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             first = node.lineno

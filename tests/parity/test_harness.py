@@ -16,7 +16,7 @@ import yaml
 from evaluation.__main__ import main
 from evaluation.ask import load, tasks
 from evaluation.ask.harness import UpcycleLM
-from evaluation.judge import compare, logged, results
+from evaluation.judge import compare, logged
 from evaluation.judge import metrics as measures
 from evaluation.judge.results import Item
 from tests.parity import asked
@@ -137,7 +137,7 @@ class Opened:
 
 
 def told(folder: Path) -> Told:
-    return {item.key: item for item in logged.items(folder)}
+    return {item.key: item for item in logged.load(folder).items}
 
 
 def test_lm_evals_command_ours_and_hflm_agree_item_by_item(three: dict[str, Path]) -> None:
@@ -157,7 +157,7 @@ def test_lm_evals_command_ours_and_hflm_agree_item_by_item(three: dict[str, Path
 
 
 def test_scores_of_every_kind_and_groups_survive_being_written_and_read(three: dict[str, Path]) -> None:
-    mine = results.load(three["ours"])
+    mine = logged.load(three["ours"])
     kinds = {
         "acc",
         "f1",
@@ -188,13 +188,24 @@ def test_scores_of_every_kind_and_groups_survive_being_written_and_read(three: d
     assert mine.model.fingerprint != logged.load(three["hf"]).model.fingerprint
 
 
-def test_our_run_also_writes_lm_evals_files_and_reads_them_as_its_own(three: dict[str, Path], tmp_path: Path) -> None:
+def test_our_files_say_the_same_without_what_is_ours_in_them(three: dict[str, Path], tmp_path: Path) -> None:
+    """What compare reads of any lm-eval's files is what our run knows of itself."""
     copy = shutil.copytree(three["ours"], tmp_path / "copy")
-    (copy / "run.json").unlink()
-    (copy / "items.jsonl").unlink()
-    own, read = results.load(three["ours"]), logged.load(copy)
-    assert told(copy) == told(three["ours"])
-    assert read.tasks == own.tasks and read.groups == own.groups and read.model.fingerprint == own.model.fingerprint
+    [file] = copy.glob("results_*.json")
+    value = json.loads(file.read_text())
+    del value["upcycle"]
+    file.write_text(json.dumps(value))
+    own, read = logged.load(three["ours"]), logged.load(copy)
+    assert (read.items, read.tasks, read.groups) == (own.items, own.tasks, own.groups)
+    assert read.model == own.model and read.versions == own.versions
+
+
+def test_samples_hold_no_documents_and_prompts_unless_asked(place: Path, three: dict[str, Path]) -> None:
+    slim = ours(place, "slim")
+    for mine, whole in zip(told(slim).values(), told(three["ours"]).values(), strict=True):
+        assert mine == whole
+    for path in slim.glob("samples_*.jsonl"):
+        assert all(not row["doc"] and not row["arguments"] for row in map(json.loads, path.read_text().splitlines()))
 
 
 def test_compare_takes_any_two_runs_of_lm_eval(
@@ -263,7 +274,7 @@ def test_options_of_lm_eval_reach_the_run(
         ("two", 3),
         ("words", 2),
     ]
-    assert any("model's context of 20 tokens" in note for note in results.load(folder).notes)
+    assert any("model's context of 20 tokens" in note for note in logged.load(folder).notes)
     written = [(item.text, whole[key].text) for key, item in items.items() if item.text]
     assert written and all(len(short) < len(long) for short, long in written)
     two = [(item.prompt_hash, whole[key].prompt_hash) for key, item in items.items() if item.task == "two"]
@@ -302,7 +313,7 @@ def test_a_model_of_lm_evals_own_is_asked_by_our_command(
     mine, theirs = told(folder), told(three["hf"])
     assert mine.keys() == theirs.keys()
     assert all(mine[key].scores == item.scores and mine[key].logprobs == item.logprobs for key, item in theirs.items())
-    assert results.load(folder).model.kind == "hf" and results.load(folder).work["forwards"] == 0
+    assert logged.load(folder).model.kind == "hf" and logged.load(folder).work["forwards"] == 0
 
 
 def test_wrong_model_args_are_a_sentence(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

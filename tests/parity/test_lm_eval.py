@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evaluation.__main__ import main
 from evaluation.ask import tasks
 from evaluation.ask.offline import Splits
-from evaluation.ask.run import RunConfig, evaluate_live, metric_name, numbers, run
-from evaluation.judge import results
+from evaluation.ask.run import RunConfig, evaluate, evaluate_live
+from evaluation.judge import logged
+from evaluation.judge.logged import metric_name, numbers
 from tests.parity import asked
 from training.__main__ import main as train
 from training.checkpoint import layout
@@ -139,7 +140,8 @@ def ours(folder: Path, name: str, output: Path, monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(tasks, "load", some)
     config = RunConfig(suite=suite(name), checkpoint=str(folder), output=str(output), **(options | more))
-    return run(config, "a command")
+    evaluate(config)
+    return output
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
@@ -148,7 +150,7 @@ def test_every_suite_gives_lm_evals_numbers(
 ) -> None:
     expected = stock(folders[model], name)
     folder = ours(folders[model], name, tmp_path / "run", monkeypatch)
-    found, items = results.load(folder), list(results.items(folder))
+    found, items = logged.load(folder), list(logged.load(folder).items)
     assert set(found.tasks) == set(expected["samples"])
     for task in [*found.tasks.values(), *found.groups.values()]:
         row = expected["results"][task.name] if task.name in found.tasks else expected["groups"][task.name]
@@ -185,9 +187,9 @@ def test_a_broken_weight_gives_other_numbers_and_no_remembered_ones(
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     output = tmp_path / "run"  # the same folder for both
     ours(folders["random mixtral"], "tiny", output, monkeypatch)
-    before, answers = results.load(output), list(results.items(output))
+    before, answers = logged.load(output), list(logged.load(output).items)
     ours(broken, "tiny", output, monkeypatch)
-    after, others = results.load(output), list(results.items(output))
+    after, others = logged.load(output), list(logged.load(output).items)
     assert before.model.fingerprint != after.model.fingerprint
     assert after.work["recalled"] == 0
     moved = [
@@ -217,13 +219,13 @@ def test_a_killed_run_goes_on_and_large_and_small_batches_agree(
                 raise Killed
 
         patch.setattr(Remembered, "put", put)
-        ours(folders["random llama"], "tiny", tmp_path / "run", patch, tokens=32)
-    ours(folders["random llama"], "tiny", tmp_path / "run", monkeypatch, tokens=32)
+        ours(folders["random llama"], "tiny", tmp_path / "run", patch, forward_tokens=32)
+    ours(folders["random llama"], "tiny", tmp_path / "run", monkeypatch, forward_tokens=32)
     ours(folders["random llama"], "tiny", tmp_path / "large", monkeypatch)
-    small, large = results.load(tmp_path / "run"), results.load(tmp_path / "large")
+    small, large = logged.load(tmp_path / "run"), logged.load(tmp_path / "large")
     assert 0 < small.work["recalled"] < small.work["requests"] == large.work["requests"]
     assert large.work["recalled"] == 0
-    for a, b in zip(results.items(tmp_path / "run"), results.items(tmp_path / "large"), strict=True):
+    for a, b in zip(logged.load(tmp_path / "run").items, logged.load(tmp_path / "large").items, strict=True):
         assert (a.key, a.prompt_hash, a.greedy, a.text) == (b.key, b.prompt_hash, b.greedy, b.text)
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
@@ -253,14 +255,14 @@ def test_a_training_run_is_evaluated_as_what_it_exports_and_while_it_trains(
     assert train([*made, f"data.train=[{tmp_path / 'data'}]", *words]) == 0
     for name in ("run", "moe"):
         assert main(["run", "tiny", str(tmp_path / name), f"output={tmp_path / name}-scores"]) == 0
-    one, other = (results.load(tmp_path / f"{name}-scores") for name in ("run", "moe"))
+    one, other = (logged.load(tmp_path / f"{name}-scores") for name in ("run", "moe"))
     assert one.model.fingerprint == other.model.fingerprint
     assert (one.model.step, other.model.step, one.model.name) == (3, None, "run")
     assert one.model.active < one.model.parameters == other.model.parameters
-    assert list(results.items(tmp_path / "run-scores")) == list(results.items(tmp_path / "moe-scores"))
+    assert list(logged.load(tmp_path / "run-scores").items) == list(logged.load(tmp_path / "moe-scores").items)
     step = tmp_path / "run" / "checkpoints" / "step-00000003"
     assert main(["run", "tiny", str(step), "limit=1", f"output={tmp_path / 'step'}"]) == 0
-    assert results.load(tmp_path / "step").model.fingerprint == one.model.fingerprint
+    assert logged.load(tmp_path / "step").model.fingerprint == one.model.fingerprint
     with layout.opened(tmp_path / "moe") as origin:
         model = layout.load(Decoder(origin.spec), origin)
     live = evaluate_live(

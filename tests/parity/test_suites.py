@@ -17,7 +17,7 @@ import pytest
 from evaluation.__main__ import main
 from evaluation.ask import tasks
 from evaluation.ask.offline import Splits
-from evaluation.judge import compare, results
+from evaluation.judge import compare, logged
 from evaluation.judge import metrics as measures
 from tests.parity import asked
 
@@ -101,7 +101,7 @@ def ask(suite: str, model: Path, output: Path, *more: str) -> Path:
 @pytest.mark.parametrize("suite", [name for name in HUB if name != "ifeval"])
 def test_a_suite_asks_what_the_hub_has(suite: str, models: list[Path], tmp_path: Path) -> None:
     folder = ask(suite, models[0], tmp_path / "run")
-    run, items = results.load(folder), list(results.items(folder))
+    run, items = logged.load(folder), list(logged.load(folder).items)
     assert len(run.tasks) == HUB[suite][2] and len(items) == sum(task.items for task in run.tasks.values()) > 0
     assert all(HUB[suite][3] in task.metrics for task in run.tasks.values())
     assert all(HUB[suite][3] in group.metrics for group in run.groups.values())
@@ -125,8 +125,8 @@ def test_ifeval_is_compared_and_on_the_page(
     draw = random.Random(0)
     for model in models:
         ask("ifeval", model, tmp_path / model.name, "limit=12")
-    rows = {name: list(results.items(tmp_path / name)) for name in ("a", "b")}
-    found = results.load(tmp_path / "a").tasks["ifeval"]
+    rows = {name: list(logged.load(tmp_path / name).items) for name in ("a", "b")}
+    found = logged.load(tmp_path / "a").tasks["ifeval"]
     assert found.aggregation == {"inst_level_strict_acc": measures.OF_ALL, "inst_level_loose_acc": measures.OF_ALL}
     lists = [item.scores["inst_level_strict_acc"] for item in rows["a"]]
     assert {len(each) for each in lists} == {1, 2} and 0 < found.metrics["inst_level_strict_acc"] < 1
@@ -147,7 +147,7 @@ def test_ifeval_is_compared_and_on_the_page(
         compare.differ("ifeval", "", "inst_level_strict_acc", measure, True, True, [list(zip(rows["a"], rows["b"], strict=True))], "")
     ]  # fmt: skip
     assert on_instructions.difference == pytest.approx(
-        results.load(tmp_path / "b").tasks["ifeval"].metrics["inst_level_strict_acc"]
+        logged.load(tmp_path / "b").tasks["ifeval"].metrics["inst_level_strict_acc"]
         - found.metrics["inst_level_strict_acc"]
     )
     capsys.readouterr()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evaluation.ask.tasks import SUITES
-from evaluation.judge import compare, results
+from evaluation.judge import compare, logged
 from evaluation.judge.results import Item
 from tests.parity import asked
 from tests.parity.test_stories import STORIES
@@ -72,6 +72,6 @@ def test_an_exact_upcycle_flips_nothing_and_a_changed_one_does(name: str, tmp_pa
     exact, other = compare.compare(runs)
     assert not exact.flips
     assert (exact.differences[0].only_a, exact.differences[0].only_b) == (0, 0)
-    was, now = ({i.doc: i.logprobs for i in results.items(run)} for run in runs[:2])
+    was, now = ({i.doc: i.logprobs for i in logged.load(run).items} for run in runs[:2])
     assert all(now[doc] == pytest.approx(was[doc], abs=1e-3) for doc in was)  # float32, sums of up to 60 tokens
     assert other.flips and other.differences[0].only_a == sum(not f.gained for f in other.flips)

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from evaluation.__main__ import main as evaluate
-from evaluation.judge import compare, results
+from evaluation.judge import compare, logged
 from evaluation.judge.results import Evaluation, Group, Item, Model, Task
 from evaluation.judge.seeds import holm
+from tests.unit.evaluation.written import save
 
 CHOICES = ("A", "B", "C", "D")
 Answers = Sequence[int]
@@ -57,7 +58,7 @@ def write(folder: Path, tasks: Sequence[Task], items: Sequence[Item], groups: Se
         named,
         {g.name: g for g in groups},
     )
-    return results.save(folder, run, items)
+    return save(folder, run, items)
 
 
 def subjects(folder: Path, answers: dict[str, Answers], rights: dict[str, Answers]) -> Path:
@@ -191,7 +192,7 @@ def test_groups_of_other_sizes_and_a_run_that_is_there_twice_are_refused(tmp_pat
     with pytest.raises(ValueError, match="is there twice in one group"):
         compare.compare([a, [b[0], b[1], b[0]]])
     again = tmp_path / "elsewhere"
-    results.save(again, results.load(b[0]), results.items(b[0]))
+    save(again, logged.load(b[0]), logged.load(b[0]).items)
     with pytest.raises(ValueError, match=r"b-0 and .*elsewhere are one model, the same weights"):
         compare.compare([a, [b[0], b[1], again]])
 

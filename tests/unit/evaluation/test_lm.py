@@ -22,9 +22,10 @@ from evaluation.ask import load, tasks
 from evaluation.ask.attention import laid_out
 from evaluation.ask.engine import Engine
 from evaluation.ask.packing import FILL, Input, Row, grouped, plan, share
-from evaluation.judge import results
+from evaluation.judge import logged
 from evaluation.judge.results import Evaluation, Group, Item, Model, Task
 from tests.parallel import models
+from tests.unit.evaluation.written import save
 from training.checkpoint.layout import initialise
 from training.model.decoder import Decoder
 from training.model.moe import MoE, Routing
@@ -282,32 +283,19 @@ def test_a_fingerprint_is_of_the_numbers() -> None:
 
 
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
-    task = Task("t", "T", {"acc": 0.5}, {"acc": 0.1}, {"acc": True}, 1, 2, 5, "1.0", "multiple_choice", ("inner", "g"))
+    task = Task("t", "T", {"acc": 0.5}, {"acc": 0.1}, {"acc": True}, 1, 2, 5, "1.0", "multiple_choice", ("g",))
     run = Evaluation(
-        Model("m", "./m", "f" * 64, "llama", 10, 8, "float32", 3), "tiny", "python -m evaluation run", {"limit": 1},
+        Model("m", "./m", "f" * 64, "llama", 10, 8, "float32", 3, "i"), "tiny", "python -m evaluation run", {"limit": 1},
         {"torch": "2"}, "2026-01-01T00:00:00+00:00", 1.5, {"tokens": 2.0}, {"t": task},
         {"g": Group("g", "G", {"acc": 0.5}, {}, ("t",), 1)}, ("a note",),
     )  # fmt: skip
-    item = Item(
-        "t",
-        0,
-        "h",
-        "p",
-        "1",
-        {"acc": 1.0, "bits_per_byte": (-0.1 - 0.2, 7.0)},
-        (-0.3, -1e-300),
-        (True, False),
-        "",
-        ("a", "ü"),
-    )
-    results.save(tmp_path, run, [item])
-    assert results.load(tmp_path) == run
-    assert list(results.items(tmp_path)) == [item]
-    (tmp_path / "run.json").write_text(json.dumps({"format": 0}))
-    with pytest.raises(ValueError, match="format 3"):
-        results.load(tmp_path)
+    scores = {"acc": 1.0, "bits_per_byte": (-0.1 - 0.2, 7.0)}
+    item = Item("t", 0, "h", "p", "1", scores, (-0.3, -1e-300), (True, False), "", ("a", "ü"), {"file": "f"})
+    found = logged.load(save(tmp_path, run, [item]))
+    assert found == replace(run, items=(item,), place=found.place, seconds=found.seconds)
+    assert found.seconds == pytest.approx(1.5, abs=1) and Path(found.place).parent == tmp_path
     with pytest.raises(ValueError, match="finished"):
-        results.load(tmp_path / "none")
+        logged.load(tmp_path / "none")
 
 
 # ---- files and errors
@@ -371,7 +359,9 @@ def test_suites_are_named_and_take_what_they_can(tmp_path: Path) -> None:
         (["tiny", "./none"], "none"),
         (["tiny", "a", "b"], "one name too many"),
         (["tiny", "a", "limits=3"], "did you mean 'limit'"),
-        (["tiny", "a", "tokens=0"], "tokens is 0; it must be at least 1"),
+        (["tiny", "a", "forward_tokens=0"], "forward_tokens is 0; it must be at least 1"),
+        (["tiny", "a", "tokens=9"], "unknown key 'tokens'; write forward_tokens"),
+        (["tiny", "a", "experts=grouped"], "unknown key 'experts'; write expert_backend"),
         (["tiny", "a", "dtype=half"], "it must be one of float32"),
         (["tiny", "a", "mesh.pp=2"], "has no pipeline"),
         (["mmlu-5shot"], "checkpoint is not set"),

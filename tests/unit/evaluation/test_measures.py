@@ -23,10 +23,11 @@ from transformers import PreTrainedTokenizerFast
 from evaluation.ask import load, tasks
 from evaluation.ask.engine import Engine
 from evaluation.ask.lm import DecoderLM
-from evaluation.ask.run import RunConfig, run
-from evaluation.judge import compare, results
+from evaluation.ask.run import RunConfig, evaluate
+from evaluation.judge import compare, logged, results
 from evaluation.judge import metrics as measures
 from evaluation.show import facts
+from tests.unit.evaluation.written import save
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from upcycle.sample import make_llama
 
@@ -111,7 +112,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = RunConfig(
             suite=str(place / "suite.yaml"), checkpoint=str(place / name), output=str(place / f"run-{name}")
         )
-        run(config, "a command")
+        evaluate(config)
     return place
 
 
@@ -128,7 +129,7 @@ def test_metrics_of_every_kind_are_those_of_simple_evaluate(place: Path) -> None
             bootstrap_iters=0,
             task_manager=lm_eval.tasks.TaskManager(include_path=[place], include_defaults=False),
         )
-    ours = results.load(place / "run-a")
+    ours = logged.load(place / "run-a")
     kinds = {"f1", "mcc", "brier_score", "bleu", "chrf", "ter", "perplexity", "acc"}
     assert kinds == {metric for task in ours.tasks.values() for metric in task.metrics}
     for part in (*ours.tasks.values(), *ours.groups.values()):
@@ -139,8 +140,8 @@ def test_metrics_of_every_kind_are_those_of_simple_evaluate(place: Path) -> None
 
 
 def test_the_items_give_the_metric_again_and_the_interval_is_around_it(place: Path) -> None:
-    run, by_task = results.load(place / "run-a"), dict[str, list[results.Item]]()
-    for item in results.items(place / "run-a"):
+    run, by_task = logged.load(place / "run-a"), dict[str, list[results.Item]]()
+    for item in logged.load(place / "run-a").items:
         by_task.setdefault(item.task, []).append(item)
     for part in (*run.tasks.values(), *run.groups.values()):
         items = [item for task in getattr(part, "tasks", (part.name,)) for item in by_task[task]]
@@ -182,17 +183,17 @@ def test_counts_give_lm_evals_own_f1_and_correlation(monkeypatch: pytest.MonkeyP
 def test_any_metric_is_compared(place: Path, tmp_path: Path, metric: str) -> None:
     """As if the task had no other metric: then it is the one to judge by."""
     for name in ("a", "b"):
-        done = results.load(place / f"run-{name}")
+        done = logged.load(place / f"run-{name}")
         [task] = [task for task in done.tasks.values() if metric in task.metrics]
         kept = results.Task(**{**vars(task), "metrics": {metric: task.metrics[metric]}, "groups": ()})
-        items = [item for item in results.items(place / f"run-{name}") if item.task == task.name]
+        items = [item for item in logged.load(place / f"run-{name}").items if item.task == task.name]
         whole = {**vars(done), "tasks": {task.name: kept}, "groups": {}}
-        results.save(tmp_path / name, results.Evaluation(**whole), items)
+        save(tmp_path / name, results.Evaluation(**whole), items)
     [found] = compare.compare([tmp_path / "a", tmp_path / "b"])
     [difference] = found.differences
     assert (difference.metric, difference.a) == (
         metric,
-        pytest.approx(results.load(tmp_path / "a").tasks[task.name].metrics[metric]),
+        pytest.approx(logged.load(tmp_path / "a").tasks[task.name].metrics[metric]),
     )
     assert difference.difference == pytest.approx(difference.b - difference.a)
     assert difference.items_low <= difference.difference <= difference.items_high
@@ -205,7 +206,7 @@ def test_a_group_that_weighs_its_tasks_alike_is_compared_so(place: Path) -> None
     [found] = compare.compare([place / "run-a", place / "run-b"])
     [group] = [d for d in found.differences if d.name == "alike"]
     for side, name in ((group.a, "a"), (group.b, "b")):
-        done = results.load(place / f"run-{name}")
+        done = logged.load(place / f"run-{name}")
         assert side == pytest.approx(done.groups["alike"].metrics["acc"])
         assert side == pytest.approx(np.mean([done.tasks[t].metrics["acc"] for t in ("few", "many")]))
 
@@ -217,7 +218,7 @@ def test_items_are_saved_before_they_are_aggregated(
     (tmp_path / "three.jsonl").write_text("".join(json.dumps({"text": "a", "label": n}) + "\n" for n in range(3)))
     suite.write_text(yaml.safe_dump({"tasks": [choice("three", registered("f1"), doc_to_choice=["a", "b", "c"])]}))
     config = RunConfig(suite=str(suite), checkpoint=str(place / "a"), output=str(tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"three.*f1.*items\.jsonl"):  # f1 is of two classes
-        run(config, "a command")
-    assert len(list(results.items(tmp_path / "run"))) == 3
-    assert not (tmp_path / "run" / "run.json").exists()
+    with pytest.raises(ValueError, match=r"three.*f1.*samples_\*\.jsonl"):  # f1 is of two classes
+        evaluate(config)
+    [samples] = (tmp_path / "run").glob("samples_three_*.jsonl")
+    assert len(samples.read_text().splitlines()) == 3 and not logged.is_run(tmp_path / "run")

@@ -17,8 +17,8 @@ import torch
 
 from evaluation.ask import load
 from evaluation.ask.remember import Remembered, key
-from evaluation.ask.run import RunConfig, run
-from evaluation.judge import results
+from evaluation.ask.run import RunConfig, evaluate
+from evaluation.judge.results import Evaluation
 from tests.parity import asked
 from training.checkpoint import layout
 from training.checkpoint.layout import Origin
@@ -162,6 +162,12 @@ def test_files_beside_the_weights_and_how_it_is_computed_name_another_model(
 # ---- end to end
 
 
+def asked_anew(config: RunConfig) -> Evaluation:
+    done = evaluate(config)
+    assert done is not None
+    return done
+
+
 def test_two_of_one_conversion_share_neither_answers_nor_a_folder(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,13 +199,12 @@ def test_two_of_one_conversion_share_neither_answers_nor_a_folder(
         assert not change.keys() - config.keys()
         (model / "config.json").write_text(json.dumps(config | change))
         one = RunConfig(suite=str(suite), checkpoint=str(model))
-        own.add(run(one, "a command"))
-        found = results.load(run(replace(one, output="one folder for all"), "a command"))
+        own.add(str(Path(asked_anew(one).place).parent))
+        kept[name] = found = asked_anew(replace(one, output="one folder for all"))
         assert found.work["recalled"] == 0, name
-        kept[name] = found
-    kept_of = [item.clusters["passage"] for item in results.items("one folder for all")]
+    kept_of = [item.clusters["passage"] for item in found.items]
     assert len(kept_of) == 4 and len(set(kept_of)) == 3 and kept_of[2] == kept_of[3]  # for compare's clusters
-    again = results.load(run(replace(one, output="one folder for all"), "a command"))
+    again = asked_anew(replace(one, output="one folder for all"))
     assert again.work["recalled"] == again.work["requests"]  # and the same model is not asked twice
     assert len(own) == len(changes) == len({found.model.identity for found in kept.values()})
     assert len({found.model.fingerprint for found in kept.values()}) == 1

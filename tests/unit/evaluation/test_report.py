@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from evaluation.judge.logged import load
 from evaluation.judge.metrics import Measure
-from evaluation.judge.results import Evaluation, items, load, save
+from evaluation.judge.results import Evaluation
 from evaluation.show import facts, report
 from evaluation.show import pictures as draw
 from evaluation.show.page import tiles
@@ -22,6 +23,7 @@ from evaluation.show.pictures import Curve, ForestRow, Mark
 from evaluation.show.trainings import MEAN, shared
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, subjects, task, text, write
+from tests.unit.evaluation.written import save
 from training.checkpoint.storage import FORMAT, signed
 from training.config.reading import read_config
 from training.config.schema import TrainConfig
@@ -170,7 +172,7 @@ def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
     folder = subjects(tmp_path / "a", {"x": [0, 1]}, {"x": [0, 0]})
     run = load(folder)
     evil = Evaluation(**{**vars(run), "model": model(EVIL), "command": EVIL, "options": {EVIL: EVIL}, "notes": (EVIL,)})
-    save(folder, evil, list(items(folder)))
+    save(folder, evil, load(folder).items)
     bad = json.loads(routed(tmp_path).read_text())
     bad |= {"load": {EVIL: bad["load"]["code"]}, "tokens": {EVIL: 1}, "checkpoint": "<i>"}
     (tmp_path / "bad.json").write_text(json.dumps(bad))
@@ -186,14 +188,14 @@ def test_two_suites_and_two_runs_of_one_name_are_all_on_the_page(tmp_path: Path)
     second = [subjects(tmp_path / "other" / side, {"z": found}, {"z": [0] * 4}) for side, found in answers.items()]
     narrow = subjects(tmp_path / "narrow" / "a", {"x": [1] * 4}, {"x": [0] * 4})
     for folder in second:
-        save(folder, replace(load(folder), suite="another"), list(items(folder)))
+        save(folder, replace(load(folder), suite="another"), load(folder).items)
     found = facts.gather([str(folder) for folder in (*first, *second)], "")
     assert {name: [s.name for s in mine] for name, mine in found.scores.items()} == {
         name: ["all", "x", "all", "z"] for name in "ab"
     }
     assert [one.suite for one in found.comparisons] == ["suite", "another"]
     run = load(narrow)
-    save(narrow, replace(run, model=replace(run.model, dtype="bfloat16")), list(items(narrow)))
+    save(narrow, replace(run, model=replace(run.model, dtype="bfloat16")), load(narrow).items)
     found = facts.gather([str(first[0]), str(narrow)], "")
     assert [mine[0].value for mine in found.scores.values()] == [0.5, 0.0]
     made = facts.apart([tmp_path / "p" / "moe", tmp_path / "q" / "moe", tmp_path / "r"])
@@ -333,7 +335,7 @@ def test_seeds_of_a_suite_are_one_model_of_the_page(tmp_path: Path) -> None:
                 run = load(folder)
                 mark = f"{name} {seed}"
                 other = replace(run.model, fingerprint=mark, identity=mark, source=f"runs/{name}/seed-{seed}")
-                save(folder, replace(run, model=other, suite=suite), list(items(folder)))
+                save(folder, replace(run, model=other, suite=suite), load(folder).items)
                 sides[side].append(str(folder))
     found = facts.gather(sides, "")
     assert {name: [(s.suite, s.name, s.seeds) for s in mine] for name, mine in found.scores.items()} == {
@@ -372,7 +374,7 @@ def test_one_name_with_another_config_is_another_model(tmp_path: Path) -> None:
     for place, identity in (("p", "top-2"), ("q", "top-1")):
         folder = subjects(tmp_path / place / "moe", {"x": [0, 1]}, {"x": [0, 0]})
         run = load(folder)
-        save(folder, replace(run, suite=place, model=replace(run.model, identity=identity)), list(items(folder)))
+        save(folder, replace(run, suite=place, model=replace(run.model, identity=identity)), load(folder).items)
     found = facts.gather([str(tmp_path / "p" / "moe"), str(tmp_path / "q" / "moe")], "")
     assert list(found.scores) == [f"moe ({tmp_path / place / 'moe'})" for place in "pq"]
 
@@ -429,7 +431,7 @@ def test_perplexities_and_what_is_not_finite(tmp_path: Path) -> None:
     assert data["comparisons"][0]["flips"][0]["swing"] == 8.0 and "+8.00" in page
     assert data["comparisons"][0]["differences"][0]["p"] is None  # JSON has no nan
     measure = Measure({"x": "weighted_perplexity"})
-    score = facts.score("x", "x", "perplexity", measure, False, True, [*items(tmp_path / "a")])
+    score = facts.score("x", "x", "perplexity", measure, False, True, load(tmp_path / "a").items)
     assert score.value == pytest.approx(math.exp(3 / 4))
     assert (score.low, score.high) == pytest.approx(
         (math.exp(1 / 2), math.exp(1))

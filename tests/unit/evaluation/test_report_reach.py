@@ -12,11 +12,12 @@ import huggingface_hub
 import pytest
 
 from evaluation.judge import compare
-from evaluation.judge.results import Group, save
+from evaluation.judge.results import Group
 from evaluation.show import report
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, task, write
 from tests.unit.evaluation.test_report import Tags, made, routed
+from tests.unit.evaluation.written import save
 from upcycle.__main__ import main as upcycle
 
 SECRET = "hf_a-secret-of-the-environment"

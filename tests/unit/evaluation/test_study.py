@@ -19,8 +19,8 @@ import yaml
 
 from evaluation.__main__ import COMMANDS
 from evaluation.__main__ import main as evaluate
-from evaluation.judge import curves, results
-from evaluation.judge.results import Evaluation, Model, Task
+from evaluation.judge import curves
+from evaluation.judge.results import Evaluation, Item, Model, Task
 from evaluation.judge.seeds import Paired
 from evaluation.show.study import sentences, table, tiles
 from evaluation.studies import plan as planning
@@ -30,6 +30,7 @@ from evaluation.studies.outcome import outcome
 from evaluation.studies.plan import Plan, changed, read_study, timed, trials
 from evaluation.studies.running import Job, Workers
 from evaluation.studies.suites import suite_of
+from tests.unit.evaluation.written import save
 from training.cli.prepare import main as prepare
 from training.config.schema import TrainConfig
 from training.data.shards import META
@@ -505,9 +506,8 @@ def test_a_study_that_has_just_begun_has_a_page(tmp_path: Path, capsys: pytest.C
 def scored(folder: Path, value: float, command: str = "c") -> None:
     task = Task("last", "Last word", {"acc": value}, {}, {"acc": True}, 10, 10, 0, "1", "multiple_choice")
     model = Model("m", "m", "f", "llama", 1, 1, "float32")
-    results.save(
-        folder, Evaluation(model, "tiny", command, {}, {}, "2026-01-01T00:00:00Z", 1.0, {}, {"last": task}), []
-    )
+    items = [Item("last", doc, f"{doc}", "p", "x", {"acc": value}) for doc in range(10)]
+    save(folder, Evaluation(model, "tiny", command, {}, {}, "2026-01-01T00:00:00Z", 1.0, {}, {"last": task}), items)
 
 
 def test_suites_before_and_after(done: Plan) -> None:

@@ -16,7 +16,7 @@ from evaluation.ask import offline, tasks
 from evaluation.ask.engine import Engine
 from evaluation.ask.harness import check_ranks
 from evaluation.ask.lm import DecoderLM
-from evaluation.ask.run import RunConfig, run
+from evaluation.ask.run import RunConfig, evaluate
 from evaluation.judge import compare
 from evaluation.show import facts
 from tests.parallel import models
@@ -166,7 +166,7 @@ def test_what_a_task_needs_is_named(tmp_path: Path) -> None:
 def test_a_mesh_of_more_processes_than_there_are_is_a_sentence(tmp_path: Path) -> None:
     config = RunConfig(suite="tiny", checkpoint=str(tmp_path), mesh=MeshConfig(ep=2), device="cpu")
     with pytest.raises(ValueError, match=r"mesh.ep=2 needs a multiple of 2 processes, and there is 1; start it with"):
-        run(config, "a command")
+        evaluate(config)
     check_ranks(MeshConfig(ep=2), 4)
 
 

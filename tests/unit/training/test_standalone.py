@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from evaluation.ask.run import main as evaluate
-from evaluation.judge.results import items
+from evaluation.judge.logged import load
 from evaluation.show import facts, routing
 from tests.parallel import ranks
 from tests.parallel.runs import on_rank, stopped_on_rank
@@ -110,7 +110,7 @@ def run_counted(words: list[str]) -> Counter[str]:
 def asked(place: Path, folder: Path) -> list[Any]:
     out = place / f"{folder.name}-asked"
     assert evaluate(["tiny", str(folder), "limit=3", f"output={out}"]) == 0
-    return list(items(out))
+    return list(load(out).items)
 
 
 def losses(folder: Path) -> list[Any]:

@@ -1,0 +1,83 @@
+"""What a run leaves behind: lm-eval's files, written by lm-eval's EvaluationTracker; logged.py reads them.
+
+samples_TASK_TIME.jsonl     before a metric is computed; with documents and prompts only if log_samples=true
+results_TIME.json           last, whole or not at all: a folder that has one is whole
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lm_eval.loggers import EvaluationTracker
+
+from evaluation.judge import logged
+from evaluation.judge import metrics as measures
+from evaluation.judge.logged import Samples
+from upcycle.io.disk import make_folder, sha256, write_atomic
+from upcycle.io.publish import digest
+
+
+class Written:
+    """The files of one run in its folder, instead of those of an older run."""
+
+    def __init__(self, folder: Path, tracker: EvaluationTracker) -> None:
+        self.folder, self.tracker, self.sums = folder, tracker, dict[str, str]()
+        tracker.output_path, tracker.date_id = (
+            str(folder / "results.json"),
+            datetime.now().isoformat().replace(":", "-"),
+        )
+
+    def save_samples(self, samples: Samples, configs: Mapping[str, Mapping[str, Any]], whole: bool) -> None:
+        """Write every task's samples; `configs` are the tasks' own, and `whole` keeps documents and prompts."""
+        make_folder(self.folder)
+        for pattern in ("results_*.json", "samples_*.jsonl"):
+            for old in self.folder.glob(pattern):
+                old.unlink()
+        for name, rows in samples.items():
+            path = self.folder / f"samples_{name}_{self.tracker.date_id}.jsonl"
+            path.touch()
+            self.tracker.save_results_samples(name, list(lines(name, rows, configs[name], whole)))
+            with path.open("rb") as file:  # the tracker says nothing of a disk that is full
+                if sum(1 for _ in file) != len(rows):
+                    raise OSError(f"{path} could not be written whole; is the disk full?")
+                os.fsync(file.fileno())
+            self.sums[name] = sha256(path)
+
+    def save_results(self, results: Mapping[str, Any], samples: Samples, own: Mapping[str, Any]) -> Path:
+        """Write lm-eval's results with our own under the key `upcycle` (logged.Own), and return the file."""
+        with TemporaryDirectory() as scratch:
+            self.tracker.output_path, time = str(Path(scratch) / "results.json"), self.tracker.date_id
+            self.tracker.save_results_aggregated({**results, "upcycle": dict(own)}, samples)
+            [path] = Path(scratch).glob("*.json")
+            value = json.loads(path.read_text(encoding="utf-8"))
+        value["upcycle"]["samples"] = self.sums
+        value["upcycle"]["sum"] = digest(value)
+        path = self.folder / f"results_{time}.json"
+        write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
+        return path
+
+
+def lines(
+    task: str, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], whole: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield the samples as lm-eval's tracker takes them: with finite numbers, in types that JSON has."""
+    for row in rows:
+        scores = {metric: measures.plain(row[metric]) for metric in row["metrics"]}
+        answers = [answer for asked in row["resps"] for answer in asked]
+        how = "the model gives numbers that cannot be judged; try dtype=float32"
+        logged.check_finite(task, row["doc_id"], [scores, measures.plain(answers)], how)
+        line = {**row, **scores}
+        if not whole:
+            arguments = {
+                n: {f"arg_{i}": each for i, each in enumerate(asked)} for n, asked in enumerate(row["arguments"])
+            }
+            choices = logged.choices_of(config, {"arguments": arguments})
+            line |= {"doc": {}, "arguments": [], "choices": choices, "clusters": logged.clusters(row["doc"])}
+            line["target"] = "" if config["output_type"] == "loglikelihood_rolling" else row["target"]
+        yield line
