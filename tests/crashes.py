@@ -37,7 +37,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +325,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 def commands(place: Path) -> dict[str, Command]:
     """`place`: what they read."""
-    from evaluation.judge import results
+    from evaluation.judge import logged, results
     from evaluation.show import report
     from tests.unit.evaluation.written import save
     from training.__main__ import main as train
@@ -347,8 +347,9 @@ def commands(place: Path) -> dict[str, Command]:
     def save_results(words: list[str]) -> int:
         """What `evaluation run` does with its answers."""
         folder = Path(words[0])
+        task = results.Task("t", "t", {"acc": 1.0}, {}, {"acc": True}, 50, 50, 0, "1", "loglikelihood")
         run = results.Evaluation(
-            results.Model("m", "m", "f", "llama", 1, 1, "float32"), "tiny", "", {}, {}, "", 0.0, {}, {}
+            results.Model("m", "m", "f", "llama", 1, 1, "float32"), "tiny", "", {}, {}, "", 0.0, {}, {"t": task}
         )
         items = [results.Item("t", i, f"{i}", "p", "x", {"acc": 1.0}, (-1.5,)) for i in range(50)]
         with alone(folder):
@@ -418,7 +419,7 @@ def commands(place: Path) -> dict[str, Command]:
         Command(
             "results",
             lambda here: save_results([str(here / "eval")]),
-            lambda here: digests(here / "eval"),
+            lambda here: replace(logged.load(here / "eval"), place="", seconds=0.0),
             lambda here: [here / "eval"],
             lambda here: [here / "eval"],
         ),
