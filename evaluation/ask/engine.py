@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from evaluation.ask.attention import Memory, Remembering, Rows, laid_out, next_tokens
-from evaluation.ask.packing import FOREVER, Ids, Input, Plan, Row, plan, share
+from evaluation.ask.packing import FOREVER, Batch, Ids, Input, Plan, Row, plan, share
 from evaluation.ask.ranks import Ranks
 from training.kernels.attention import capped
 from training.model.decoder import Decoder, Layer
@@ -59,8 +59,10 @@ class Engine:
 
     @contextmanager
     def open(self) -> Iterator[Engine]:
-        """Within, attention is over packed rows and routers count nothing; afterwards the model is what it was. Opened
-        again inside, it stays open."""
+        """Let attention be over packed rows and routers count nothing; leave the model as it was.
+
+        Opened inside again, it stays open.
+        """
         if self.is_open:
             yield self
             return
@@ -104,7 +106,7 @@ class Engine:
     # ---- forwards
 
     def together(self, work: Work) -> None:
-        """Does the work, each forward in step with all other ranks."""
+        """Do the work, each forward in step with all other ranks."""
         forward = next(work, None)
         while self.ranks.any(forward is not None):
             self.poll()
@@ -131,11 +133,66 @@ class Engine:
         hidden = self.model.hidden(own[None], positions[None], None, rows.length)
         return all_gather(hidden[0], group)[: len(rows.tokens_T)]
 
+    def each(self, planned: Plan, length: int, what: str, answer: Callable[[Batch, int], Work]) -> Work:
+        """Do `answer` with each batch of this rank and the length of its prefix, whose keys are in the memory."""
+        batches, group = share(planned.batches, planned.prefixes, self.ranks.index, self.ranks.count), -1
+        with tqdm(
+            total=sum(batch.tokens for batch in batches), desc=what, unit="tok", disable=not self.progress
+        ) as bar:
+            for batch in batches:
+                prefix = planned.prefixes[batch.group]
+                if batch.group != group:
+                    yield from self.fill(prefix, length)
+                    group = batch.group
+                yield from answer(batch, len(prefix))
+                bar.update(batch.tokens)
+
+    def fill(self, prefix: Ids, length: int) -> Work:
+        """Compute the keys and values of the prefix that all rows of a group attend to."""
+        self.memory.forget()
+        if len(prefix):
+            row = Row(prefix.tolist(), list(range(len(prefix))), [FOREVER] * len(prefix))
+            yield laid_out([row], 0, length, 0, self.device), "prefix"
+
+    # ---- how likely
+
+    def score(self, pairs: Sequence[tuple[Ids, Ids]], done: Callable[[Mapping[int, Score]], None]) -> None:
+        """Score (context, continuation) pairs; `done` gets this rank's scores by the pair's number, batch by batch."""
+        for numbers, length in self.regimes([len(a) + len(b) - 1 for a, b in pairs]):
+            asked: dict[bytes, list[int]] = {}  # what a forward reads -> the pairs that it answers
+            for number in numbers:
+                context, continuation = pairs[number]
+                asked.setdefault(np.concatenate([context, continuation[:-1]]).tobytes(), []).append(number)
+            inputs = []
+            for raw, asking in asked.items():
+                tokens = np.frombuffer(raw, np.int64)
+                inputs.append(Input(tokens, len(tokens) - max(len(pairs[n][1]) for n in asking)))
+            answer = partial(self.score_batch, askers=list(asked.values()), pairs=pairs, length=length, done=done)
+            self.together(self.each(plan(inputs, self.budget), length, "scoring", answer))
+
+    def score_batch(
+        self, batch: Batch, prefix: int, askers: Sequence[Sequence[int]], pairs: Sequence[tuple[Ids, Ids]], length: int,
+        done: Callable[[Mapping[int, Score]], None],
+    ) -> Work:  # fmt: skip
+        hidden = yield laid_out(batch.rows, prefix, length, 0, self.device), ""
+        starts = np.cumsum([0, *map(len, batch.rows)])
+        found = [
+            (number, start + np.array(at[-len(pairs[number][1]) :]))
+            for start, row in zip(starts, batch.rows, strict=False)
+            for index, at in row.places.items()
+            for number in askers[index]
+        ]
+        targets = [pairs[number][1] for number, _ in found]
+        logp, greedy = self.scored(hidden, np.concatenate([places for _, places in found]), np.concatenate(targets))
+        ends = np.cumsum([len(target) for target in targets])[:-1]
+        answers = zip(found, np.split(logp, ends), np.split(greedy, ends), strict=True)
+        done({number: (float(nats.sum()), bool(best.all())) for (number, _), nats, best in answers})
+
     def scored(
-        self, hidden_TD: Tensor, places: Sequence[int], targets: Ids
+        self, hidden_TD: Tensor, places: NDArray[np.int64], targets: Ids
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """log p(target | place) of each pair, and whether no token is more likely. Logits are of these places alone."""
-        unique, which = np.unique(np.asarray(places), return_inverse=True)
+        """Return log p(target | place) of each pair, and whether no token is likelier; only these have logits."""
+        unique, which = np.unique(places, return_inverse=True)
         order = np.argsort(which, kind="stable")
         target = torch.from_numpy(targets[order]).to(self.device)
         row = torch.from_numpy(which[order]).to(self.device)
@@ -152,123 +209,41 @@ class Engine:
         inverse = np.argsort(order)
         return torch.cat(logp).double().cpu().numpy()[inverse], torch.cat(best).cpu().numpy()[inverse]
 
-    # ---- how likely
-
-    def score(self, pairs: Sequence[tuple[Ids, Ids]], done: Callable[[Mapping[int, Score]], None]) -> None:
-        """Scores (context, continuation) pairs; `done` gets this rank's scores by the pair's number, batch by batch."""
-        for numbers, length in self.regimes([len(a) + len(b) - 1 for a, b in pairs]):
-            askers: dict[bytes, list[int]] = {}  # what a forward reads -> the pairs that it answers
-            for number in numbers:
-                context, continuation = pairs[number]
-                askers.setdefault(np.concatenate([context, continuation[:-1]]).tobytes(), []).append(number)
-            inputs = []
-            for raw, asking in askers.items():
-                tokens = np.frombuffer(raw, np.int64)
-                inputs.append(Input(tokens, len(tokens) - max(len(pairs[n][1]) for n in asking)))
-            planned = plan(inputs, self.budget)
-            self.together(self.scoring(planned, list(askers.values()), pairs, length, done))
-
-    def scoring(
-        self,
-        planned: Plan,
-        askers: Sequence[Sequence[int]],
-        pairs: Sequence[tuple[Ids, Ids]],
-        length: int,
-        done: Callable[[Mapping[int, Score]], None],
-    ) -> Work:
-        group = -1
-        batches = share(planned.batches, planned.prefixes, self.ranks.index, self.ranks.count)
-        with self.bar(sum(batch.tokens for batch in batches), "scoring") as bar:
-            for batch in batches:
-                prefix = planned.prefixes[batch.group]
-                if batch.group != group:
-                    yield from self.fill(prefix, length)
-                    group = batch.group
-                hidden = yield laid_out(batch.rows, len(prefix), length, 0, self.device), ""
-                numbers: list[int] = []
-                places: list[int] = []
-                start = 0
-                for row in batch.rows:
-                    for index, at in row.places.items():
-                        for number in askers[index]:
-                            numbers.append(number)
-                            places += [start + place for place in at[-len(pairs[number][1]) :]]
-                    start += len(row)
-                targets = np.concatenate([pairs[number][1] for number in numbers])
-                logp, greedy = self.scored(hidden, places, targets)
-                ends = np.cumsum([len(pairs[number][1]) for number in numbers])[:-1]
-                done(
-                    {
-                        n: (float(lp.sum()), bool(g.all()))
-                        for n, lp, g in zip(numbers, np.split(logp, ends), np.split(greedy, ends), strict=True)
-                    }
-                )
-                bar.update(batch.tokens)
-
-    def fill(self, prefix: Ids, length: int) -> Work:
-        """Computes the keys and values of the prefix that all rows of a group attend to."""
-        self.memory.forget()
-        if len(prefix):
-            row = Row(prefix.tolist(), list(range(len(prefix))), [FOREVER] * len(prefix))
-            yield laid_out([row], 0, length, 0, self.device), "prefix"
-
     # ---- what comes next
 
     def write(
-        self,
-        prompts: Sequence[Ids],
-        limit: int,
-        stopped: Callable[[Sequence[int]], bool],
+        self, prompts: Sequence[Ids], limit: int, stopped: Callable[[Sequence[int]], bool],
         done: Callable[[Mapping[int, Sequence[int]]], None],
-    ) -> None:
-        """Writes greedy tokens after each prompt: `limit` at most, or until `stopped` is true of them. `done` gets this
+    ) -> None:  # fmt: skip
+        """Write greedy tokens after each prompt: `limit` at most, or until `stopped` is true of them. `done` gets this
         rank's tokens by the prompt's number, batch by batch."""
         for numbers, length in self.regimes([len(prompt) + limit for prompt in prompts]):
             inputs = [Input(prompts[n], len(prompts[n]) - 1) for n in numbers]
-            planned = plan(inputs, self.budget, trees=False)
-            self.together(self.writing(planned, numbers, length, limit, stopped, done))
+            answer = partial(self.write_batch, numbers=numbers, length=length, limit=limit, stopped=stopped, done=done)
+            self.together(self.each(plan(inputs, self.budget, trees=False), length, "writing", answer))
 
-    def writing(
-        self,
-        planned: Plan,
-        numbers: Sequence[int],
-        length: int,
-        limit: int,
-        stopped: Callable[[Sequence[int]], bool],
-        done: Callable[[Mapping[int, Sequence[int]]], None],
-    ) -> Work:
-        batches = share(planned.batches, planned.prefixes, self.ranks.index, self.ranks.count)
-        group = -1
-        with self.bar(sum(len(batch.rows) for batch in batches), "writing") as bar:
-            for batch in batches:
-                prefix = planned.prefixes[batch.group]
-                if batch.group != group:
-                    yield from self.fill(prefix, length)
-                    group = batch.group
-                rows = laid_out(batch.rows, len(prefix), length, limit, self.device)
-                ends = np.cumsum([len(row) for row in batch.rows]) - 1
-                hidden = yield rows, "own"
-                hidden = hidden[torch.from_numpy(ends).to(self.device)]
-                slot = rows.queries[1]
-                alive = list(range(len(batch.rows)))
-                texts: list[list[int]] = [[] for _ in alive]
-                while True:
-                    for row, token in zip(alive, self.likeliest(hidden), strict=True):
-                        texts[row].append(token)
-                    alive = [row for row in alive if len(texts[row]) < limit and not stopped(texts[row])]
-                    if not alive:
-                        break
-                    at = [batch.rows[row].positions[-1] + len(texts[row]) for row in alive]
-                    rows = next_tokens(rows, alive, [texts[row][-1] for row in alive], at, slot)
-                    hidden = yield rows, ""
-                    slot += 1
-                self.memory.own.clear()
-                done({numbers[n]: text for row, text in zip(batch.rows, texts, strict=True) for n in row.places})
-                bar.update(len(batch.rows))
-
-    def likeliest(self, x_BD: Tensor) -> list[int]:
-        tokens: list[int] = self.logits(x_BD).argmax(-1).tolist()
-        return tokens
+    def write_batch(
+        self, batch: Batch, prefix: int, numbers: Sequence[int], length: int, limit: int,
+        stopped: Callable[[Sequence[int]], bool], done: Callable[[Mapping[int, Sequence[int]]], None],
+    ) -> Work:  # fmt: skip
+        rows = laid_out(batch.rows, prefix, length, limit, self.device)
+        ends = np.cumsum([len(row) for row in batch.rows]) - 1
+        hidden = yield rows, "own"
+        hidden = hidden[torch.from_numpy(ends).to(self.device)]
+        slot, alive = rows.queries[1], list(range(len(batch.rows)))
+        texts: list[list[int]] = [[] for _ in alive]
+        while True:
+            for row, token in zip(alive, self.logits(hidden).argmax(-1).tolist(), strict=True):
+                texts[row].append(token)
+            alive = [row for row in alive if len(texts[row]) < limit and not stopped(texts[row])]
+            if not alive:
+                break
+            at = [batch.rows[row].positions[-1] + len(texts[row]) for row in alive]
+            rows = next_tokens(rows, alive, [texts[row][-1] for row in alive], at, slot)
+            hidden = yield rows, ""
+            slot += 1
+        self.memory.own.clear()
+        done({numbers[n]: text for row, text in zip(batch.rows, texts, strict=True) for n in row.places})
 
     # ---- small parts
 
@@ -277,14 +252,11 @@ class Engine:
         return capped(functional.linear(x_TD, self.head_VD) * dense.logit_scale, dense.logit_cap)
 
     def regimes(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-        """(numbers, longest length) of sequences that may be computed together: all of them, unless the rotation is
-        longrope, which is another one for sequences longer than those of its first training."""
+        """Yield (numbers, longest length) of sequences that may be computed together: all of them, unless the rotation
+        is longrope, which is another one for sequences longer than those of its first training."""
         rope = self.model.dense.rope
         border = original(rope) if rope["rope_type"] == "longrope" else max(lengths, default=0)
         for long in (False, True):
             numbers = [n for n, length in enumerate(lengths) if (length > border) == long]
             if numbers:
                 yield numbers, max(lengths[n] for n in numbers)
-
-    def bar(self, total: int, what: str) -> Any:
-        return tqdm(total=total, desc=what, unit="tok" if what == "scoring" else "text", disable=not self.progress)

@@ -22,6 +22,7 @@ from evaluation.ask.remember import Remembered, key
 from evaluation.ask.tasks import check_greedy
 
 Pair = tuple[list[int], list[int]]
+Done = Callable[[Mapping[int, Any]], None]
 GENERATED = 256  # tokens, where a task does not say; as HFLM
 
 
@@ -68,14 +69,11 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as text, by the tokenizer's template: for one without a system's role, without it."""
+        """Return the conversation as text, by the tokenizer's template: for one without a system's role, without it."""
         options: dict[str, Any] = {
-            "tokenize": False,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
-        if self.chat is not None:
-            options["chat_template"] = self.chat
+            "tokenize": False, "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt, **({"chat_template": self.chat} if self.chat else {}),
+        }  # fmt: skip
         try:
             return str(self.tokenizer.apply_chat_template(chat_history, **options))
         except TemplateError:
@@ -83,7 +81,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
             return str(self.tokenizer.apply_chat_template(spoken, **options))
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The text of the tokenizer's template, the one of that name if it has several. ValueError if it has none."""
+        """Return the tokenizer's template, the one of that name if it has several. ValueError if it has none."""
         if not chat_template:
             return ""
         given = self.tokenizer.chat_template
@@ -103,7 +101,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         return self.encode([string], add_special_tokens)[string]
 
     def encode(self, texts: Iterable[str], special: bool | None = None) -> dict[str, list[int]]:
-        """Tokens by text, on all processors. A text that starts with the prefix token's text gets no second one."""
+        """Return tokens by text, made on all processors. A text that starts with the prefix gets no second one."""
         prefix = self.tokenizer.decode(self.prefix_token_id)
         found: dict[str, list[int]] = {}
         unique = list(dict.fromkeys(texts))
@@ -119,11 +117,8 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
                 found |= dict(zip(part, self.tokenizer(part, add_special_tokens=not bare)["input_ids"], strict=True))
         return found
 
-    def _encode_pair(self, context: str, continuation: str) -> Pair:
-        return self.pairs([(context, continuation)])[0]
-
     def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
-        """TemplateLM's token pairs, all at once: a continuation is what the whole has beyond its context."""
+        """Return TemplateLM's token pairs, all at once: a continuation is what the whole has beyond its context."""
         moved = [moved_spaces(*pair) for pair in texts]
         whole = self.encode([a + b for a, b in moved if a] + [a for a, _ in moved if a])
         alone = self.encode([b for a, b in moved if not a], special=False)
@@ -186,13 +181,7 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
             self.cut += len(context) > keep
             inputs.append((np.asarray(context[-keep:], np.int64), np.asarray(continuation, np.int64)))
         names = [key("score", a, b) for a, b in inputs]
-        found = self.recall(names)
-        left = list({name: n for n, name in enumerate(names) if name not in found}.values())
-
-        def compute(done: Callable[[Mapping[int, Any]], None]) -> None:
-            self.engine.score([inputs[n] for n in left], done)
-
-        found |= self.compute(compute, [names[n] for n in left])
+        found = self.answers(names, lambda left, done: self.engine.score([inputs[n] for n in left], done))
         return [(found[name][0], bool(found[name][1])) for name in names]
 
     def texts(self, prompts: Sequence[str], limit: int, until: tuple[str, ...]) -> dict[str, str]:
@@ -207,8 +196,6 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
         inputs: list[Ids] = [np.asarray(ids[prompt][-room:], np.int64) for prompt in prompts]
         stops = ",".join(map(str, sorted(self.stops)))  # they end a text, as the stop words do
         names = [key("write", x, str(limit), stops, *until) for x in inputs]
-        found = self.recall(names)
-        left = list({name: n for n, name in enumerate(names) if name not in found}.values())
         # a token is at least a byte, so the last ones hold any stop word; HFLM looks back two tokens further, too
         back = max((len(word.encode()) for word in until), default=0) + 2
 
@@ -218,40 +205,36 @@ class DecoderLM(TemplateLM):  # type: ignore[misc]
             tail = self.tokenizer.decode(tokens[-back:])
             return any(word in tail for word in until if word)
 
-        def compute(done: Callable[[Mapping[int, Any]], None]) -> None:
-            self.engine.write([inputs[n] for n in left], limit, stopped, done)
-
-        found |= self.compute(compute, [names[n] for n in left])
+        found = self.answers(
+            names, lambda left, done: self.engine.write([inputs[n] for n in left], limit, stopped, done)
+        )
+        written = [self.tokenizer.decode(list(found[name]), skip_special_tokens=True) for name in names]
         return {
-            prompt: postprocess_generated_text(
-                self.tokenizer.decode(found[name], skip_special_tokens=True), list(until), None
-            )
-            for prompt, name in zip(prompts, names, strict=True)
+            prompt: postprocess_generated_text(text, list(until), None)
+            for prompt, text in zip(prompts, written, strict=True)
         }
 
-    def recall(self, names: Sequence[str]) -> dict[str, Any]:
-        """Remembered answers by name: the same in every process, because all must agree on what is left to do."""
-        self.asked += len(names)
+    def answers(self, names: Sequence[str], compute: Callable[[list[int], Done], None]) -> dict[str, Any]:
+        """Return the answers of all processes by name. `compute` answers the requests of the given numbers.
+
+        Each process writes its own answers down as they come. All remember the same, so they agree on what is left.
+        """
         known = self.remembered.answers if self.remembered else {}
         found = {name: known[name] for name in names if name in known}
+        self.asked += len(names)
         self.recalled += sum(name in found for name in names)
-        return found
-
-    def compute(
-        self, compute: Callable[[Callable[[Mapping[int, Any]], None]], None], names: Sequence[str]
-    ) -> dict[str, Any]:
-        """All processes' answers by name; this one's are written down as they come."""
+        left = list({name: n for n, name in enumerate(names) if name not in found}.values())
         mine: dict[str, Any] = {}
 
         def done(answers: Mapping[int, Any]) -> None:
-            new = {names[n]: answer for n, answer in answers.items()}
+            new = {names[left[n]]: answer for n, answer in answers.items()}
             mine.update(new)
             if self.remembered:
                 self.remembered.put(new)
 
         with self.engine.open():
-            compute(done)
-        found = {name: answer for part in self.engine.ranks.gather(mine) for name, answer in part.items()}
+            compute(left, done)
+        found |= {name: answer for part in self.engine.ranks.gather(mine) for name, answer in part.items()}
         if self.remembered:
             self.remembered.answers.update(found)
         return found

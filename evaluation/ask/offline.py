@@ -1,8 +1,9 @@
-"""Documents from files, in the form that lm-eval's own tasks know from the hub.
+"""Documents from files, in the columns that lm-eval's own tasks know from the hub.
 
-A task stays lm-eval's, prompts and metrics included; only its documents come from elsewhere. READERS has a function for
-each data set, by its name on the hub, that reads the files as their authors publish them. A suite's own task names
-`jsonl` (or `text`) as its data set, and a file.
+A task stays lm-eval's, prompts and metrics included; only its documents come from elsewhere. SOURCES says of each data
+set, by its name on the hub, which files its authors publish and what a line of them is. A suite's own task names `jsonl`
+(or `text`) as its data set, and a file. The reader of `datasets` would take any columns, and lists of any depth, with
+which it does not come back: here a wrong file is a sentence that names the line.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import bz2
 import csv
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -32,39 +34,56 @@ class Splits(dict[str, Dataset]):
         return next(iter(self.values())).select([])
 
 
+@dataclass(frozen=True)
+class Source:
+    files: Mapping[str, str]  # by split; {part} stands for the part of the data set
+    keys: tuple[str, ...] = ()  # that a line must have
+    document: Callable[[Row, str], Row] = lambda row, part: row  # of a line
+    parts: Mapping[str, str] | None = None  # that the files are of: as the hub and as files call them; None: all
+    lines: Callable[[Path, Sequence[str]], Iterator[Row]] | None = None  # None: of CSV or JSON, as the file's name ends
+
+
 def reads(dataset: str, name: str | None) -> bool:
-    """Whether a data set, of its parts the one called `name`, can be read from files."""
-    return dataset in READERS and (dataset not in PARTS or (name or "") in PARTS[dataset])
+    """Return whether the part of a data set that is called `name` can be read from files."""
+    parts: Mapping[str, str] | None = SOURCES[dataset].parts if dataset in SOURCES else {}
+    return parts is None or (name or "") in parts
 
 
 def splits(folder: Path, dataset: str, name: str | None) -> Splits:
     if not reads(dataset, name):
-        part = f" ({name})" if name and dataset in READERS else ""
-        raise ValueError(f"{dataset}{part} cannot be read from files; leave data away, or add its reader to offline.py")
-    found = Splits()
-    for split, rows in READERS[dataset](folder, name or ""):
-        if not rows:
-            raise ValueError(f"{folder} has no documents for {dataset} ({split}); is the file empty?")
-        documents = list(rows)
-        try:
-            check_depth(documents, MAX_NESTED)
-            found[split] = Dataset.from_list(documents)
-        except (ArrowException, OverflowError, TypeError, ValueError) as error:  # a number here, a list there
-            said = " ".join(str(error).split())
-            raise ValueError(
-                f"{folder} has documents for {dataset} ({split}) that make no table: {said:.200}"
-            ) from None
+        part = f" ({name})" if name and dataset in SOURCES else ""
+        raise ValueError(f"{dataset}{part} cannot be read from files; leave data away, or add it to offline.py")
+    source, found = SOURCES[dataset], Splits()
+    part = (name or "") if source.parts is None else source.parts[name or ""]
+    for split, file in source.files.items():
+        path = folder / file.format(part=part)
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; give data=FOLDER that has it, or leave data away to use the hub")
+        found[split] = table(list(documents(source, path, part)), f"{dataset} ({split})", path)
     return found
 
 
-# ---- files
+def documents(source: Source, path: Path, part: str) -> Iterator[Row]:
+    lines = source.lines or (csv_rows if path.suffix == ".csv" else json_rows)
+    for row in lines(path, source.keys):
+        try:
+            yield source.document(row, part)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
 
-def opened(folder: Path, file: str) -> Path:
-    path = folder / file
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; give data=FOLDER that has {file}, or leave data away to use the hub")
-    return path
+def table(documents: list[Row], what: str, path: Path) -> Dataset:
+    if not documents:
+        raise ValueError(f"{path} has no documents for {what}; is the file empty?")
+    try:
+        check_depth(documents, MAX_NESTED)
+        return Dataset.from_list(documents)
+    except (ArrowException, OverflowError, TypeError, ValueError) as error:  # a number here, a list there
+        said = " ".join(str(error).split())
+        raise ValueError(f"{path} has documents for {what} that make no table: {said:.200}") from None
+
+
+# ---- lines of files
 
 
 def need(row: Any, keys: Sequence[str], where: str) -> Row:
@@ -75,8 +94,7 @@ def need(row: Any, keys: Sequence[str], where: str) -> Row:
     return dict(row)
 
 
-def json_rows(folder: Path, file: str, *keys: str) -> Iterator[Row]:
-    path = opened(folder, file)
+def json_rows(path: Path, keys: Sequence[str]) -> Iterator[Row]:
     with text.opened(path) as lines:
         for number, line in text.rows(path, lines):
             where = f"{path}:{number}"
@@ -88,7 +106,7 @@ def json_rows(folder: Path, file: str, *keys: str) -> Iterator[Row]:
 
 
 def fits(row: Row, key: str) -> bool:
-    """Whether the value of a key that is read is of its kind: two or more texts, one of them, or a text."""
+    """Return whether the value of a key is of its kind: two or more texts, the number of one of them, or a text."""
     value, options = row[key], row.get("choices", row.get("context_options", ["no", "yes"]))
     if key in ("choices", "context_options"):
         return isinstance(value, list) and len(value) > 1 and all(isinstance(each, str) for each in value)
@@ -97,8 +115,7 @@ def fits(row: Row, key: str) -> bool:
     return isinstance(value, str)
 
 
-def csv_rows(folder: Path, file: str, *keys: str) -> Iterator[Row]:
-    path = opened(folder, file)
+def csv_rows(path: Path, keys: Sequence[str]) -> Iterator[Row]:
     with path.open(newline="", encoding="utf-8-sig") as lines:
         try:
             for number, row in enumerate(csv.DictReader(lines), 2):
@@ -107,11 +124,53 @@ def csv_rows(folder: Path, file: str, *keys: str) -> Iterator[Row]:
             raise ValueError(f"{path} is not usable CSV: {error}; is this the right file?") from None
 
 
-def after(row: Row, key: str, start: str, where: str) -> str:
-    """row[key] without `start`, which the file has before each question and the task's prompt would add once more."""
-    value = str(row[key])
+def hellaswag_rows(path: Path, keys: Sequence[str]) -> Iterator[Row]:
+    """Yield items of six lines: text, number of the right ending, four endings.
+
+    The hub has the text in three parts; the last one is the unfinished sentence, which the task writes with a capital.
+    """
+    try:
+        with bz2.open(path, "rt", encoding="utf-8") as file:
+            content = file.read(MAX_LINE + 1)
+    except EOFError:
+        raise ValueError(f"{path} is cut short; copy or download it again") from None
+    if len(content) > MAX_LINE:
+        raise ValueError(f"{path} unpacks to more than {MAX_LINE} characters; is this the right file?")
+    lines = content.removesuffix("\n").split("\n") if content else []
+    if len(lines) % 6:
+        raise ValueError(f"{path} has {len(lines)} lines, which is not six an item; is it whole?")
+    for at in range(0, len(lines), 6):
+        label, _, context = lines[at].partition(": ")
+        *before, last = re.split(r"(?<=[.!?]) (?=[a-z][^.!?]*$)", context)
+        yield {
+            "activity_label": label, "ctx_a": " ".join(before) if before else last, "ctx_b": last if before else "",
+            "endings": lines[at + 2 : at + 6], "label": lines[at + 1].strip(),
+        }  # fmt: skip
+
+
+def wikitext_rows(path: Path, keys: Sequence[str]) -> Iterator[Row]:
+    """Yield articles of the raw file, in which headings stand between blank lines."""
+    pages: list[str] = []
+    for line in filter(None, (line.strip() for line in read_text(path).splitlines())):
+        heading = re.fullmatch(r"(= )+[^=].*?( =)+", line)
+        if (heading and not line.startswith("= =")) or not pages:
+            pages.append("")
+        pages[-1] += f" \n {line} \n \n" if heading and pages[-1] else f" {line} \n" + (" \n" if heading else "")
+    yield from ({"page": page} for page in pages)
+
+
+def text_rows(path: Path, keys: Sequence[str]) -> Iterator[Row]:
+    yield from ({"text": document} for document in text.documents([path]))
+
+
+# ---- a document of a line
+
+
+def after(row: Row, start: str) -> str:
+    """Return the row's query without `start`, which the task's prompt would add once more."""
+    value = str(row["query"])
     if not value.startswith(start):
-        raise ValueError(f"{where}: {key} starts with {value[:20]!r} instead of {start!r}; is this the right file?")
+        raise ValueError(f"query starts with {value[:20]!r} instead of {start!r}; is this the right file?")
     return value[len(start) :]
 
 
@@ -120,181 +179,73 @@ def lettered(row: Row) -> Row:
     return {"choices": {"text": row["choices"], "label": letters}, "answerKey": letters[row["gold"]]}
 
 
-# ---- data sets: (split, documents) each
-
-Split = tuple[str, list[Row]]
-
-
-def mmlu(folder: Path, subject: str) -> Iterator[Split]:
-    keys = ["question", "choice0", "choice1", "choice2", "choice3", "answer"]
-    for split in ("test", "dev"):
-        file = f"mmlu/{split}/{subject}_{split}.csv"
-        yield (
-            split,
-            [
-                {
-                    "question": row["question"],
-                    "subject": subject,
-                    "choices": [row[key] for key in keys[1:5]],
-                    "answer": int(row["answer"]),
-                }
-                for row in csv_rows(folder, file, *keys)
-            ],
-        )
+def mmlu(row: Row, subject: str) -> Row:
+    choices = [row[f"choice{number}"] for number in range(4)]
+    return {"question": row["question"], "subject": subject, "choices": choices, "answer": int(row["answer"])}
 
 
-def arc(folder: Path, name: str) -> Iterator[Split]:
-    file = arc_file(name)
-    rows = json_rows(folder, file, "query", "choices", "gold")
-    yield "test", [{"question": after(row, "query", "Question: ", file), **lettered(row)} for row in rows]
+def piqa(row: Row, part: str) -> Row:
+    first, second = row["choices"][:2]
+    return {"goal": after(row, "Question: ").removesuffix("\n"), "sol1": first, "sol2": second, "label": row["gold"]}
 
 
-def arc_file(name: str) -> str:
-    return f"arc/arc_{name.removeprefix('ARC-').lower()}.jsonl"
+def boolq(row: Row, part: str) -> Row:
+    passage, _, question = after(row, "Passage: ").rpartition("\nQuestion: ")
+    return {"passage": passage, "question": question.removesuffix("?"), "label": row["gold"]}
 
 
-def piqa(folder: Path, name: str) -> Iterator[Split]:
-    rows = json_rows(folder, "piqa/piqa.jsonl", "query", "choices", "gold")
-    yield (
-        "validation",
-        [
-            {
-                "goal": after(row, "query", "Question: ", "piqa.jsonl").removesuffix("\n"),
-                "sol1": row["choices"][0],
-                "sol2": row["choices"][1],
-                "label": row["gold"],
-            }
-            for row in rows
-        ],
-    )
+def winogrande(row: Row, part: str) -> Row:
+    options = row["context_options"]
+    words = zip(*(option.split(" ") for option in options), strict=False)
+    start = sum(len(a) + 1 for a, _ in takewhile(lambda pair: pair[0] == pair[1], words))
+    return {
+        "sentence": f"{options[0][:start]}_ {row['continuation']}", "option1": options[0][start:],
+        "option2": options[1][start:], "answer": str(row["gold"] + 1),
+    }  # fmt: skip
 
 
-def openbookqa(folder: Path, name: str) -> Iterator[Split]:
-    rows = json_rows(folder, "openbookqa/openbook_qa.jsonl", "query", "choices", "gold")
-    yield "test", [{"question_stem": row["query"], **lettered(row)} for row in rows]
+def truthfulqa(row: Row, part: str) -> Row:
+    wrong = [answer.strip() for answer in row["Incorrect Answers"].split(";") if answer.strip()]
+    targets = {"choices": [row["Best Answer"], *wrong], "labels": [1] + [0] * len(wrong)}
+    return {"question": row["Question"], "mc1_targets": targets}
 
 
-def boolq(folder: Path, name: str) -> Iterator[Split]:
-    out = []
-    for row in json_rows(folder, "boolq/boolq.jsonl", "query", "gold"):
-        passage, _, question = after(row, "query", "Passage: ", "boolq.jsonl").rpartition("\nQuestion: ")
-        out.append({"passage": passage, "question": question.removesuffix("?"), "label": row["gold"]})
-    yield "validation", out
-
-
-def winogrande(folder: Path, name: str) -> Iterator[Split]:
-    out = []
-    for row in json_rows(folder, "winogrande/winogrande.jsonl", "context_options", "continuation", "gold"):
-        options = row["context_options"]
-        words = zip(*(option.split(" ") for option in options), strict=False)
-        start = sum(len(a) + 1 for a, _ in takewhile(lambda pair: pair[0] == pair[1], words))
-        out.append(
-            {
-                "sentence": f"{options[0][:start]}_ {row['continuation']}",
-                "option1": options[0][start:],
-                "option2": options[1][start:],
-                "answer": str(row["gold"] + 1),
-            }
-        )
-    yield "validation", out
-
-
-def lambada(folder: Path, name: str) -> Iterator[Split]:
-    rows = json_rows(folder, "lambada/lambada_openai.jsonl", "context", "continuation")
-    yield "test", [{"text": f"{row['context']} {row['continuation']}"} for row in rows]
-
-
-def hellaswag(folder: Path, name: str) -> Iterator[Split]:
-    """Six lines an item: text, number of the right ending, four endings. The hub has the text in three parts; the last
-    one is the unfinished sentence, which the task writes with a capital."""
-    path = opened(folder, "hellaswag/hellaswag_val_full.txt.bz2")
-    try:
-        with bz2.open(path, "rt", encoding="utf-8") as file:
-            content = file.read(MAX_LINE + 1)
-    except EOFError:
-        raise ValueError(f"{path} is cut short; copy or download it again") from None
-    if len(content) > MAX_LINE:
-        raise ValueError(f"{path} unpacks to more than {MAX_LINE} characters; is this the right file?")
-    lines = content.split("\n")
-    lines = lines[:-1] if lines[-1] == "" else lines
-    if len(lines) % 6:
-        raise ValueError(f"{path} has {len(lines)} lines, which is not six an item; is it whole?")
-    out = []
-    for at in range(0, len(lines), 6):
-        label, _, context = lines[at].partition(": ")
-        *before, last = re.split(r"(?<=[.!?]) (?=[a-z][^.!?]*$)", context)
-        out.append(
-            {
-                "activity_label": label,
-                "ctx_a": " ".join(before) if before else last,
-                "ctx_b": last if before else "",
-                "endings": lines[at + 2 : at + 6],
-                "label": lines[at + 1].strip(),
-            }
-        )
-    yield "validation", out
-
-
-def truthfulqa(folder: Path, name: str) -> Iterator[Split]:
-    out = []
-    for row in csv_rows(folder, "truthfulqa/TruthfulQA.csv", "Question", "Best Answer", "Incorrect Answers"):
-        wrong = [answer.strip() for answer in row["Incorrect Answers"].split(";") if answer.strip()]
-        labels = [1] + [0] * len(wrong)
-        out.append(
-            {"question": row["Question"], "mc1_targets": {"choices": [row["Best Answer"], *wrong], "labels": labels}}
-        )
-    yield "validation", out
-
-
-def gsm8k(folder: Path, name: str) -> Iterator[Split]:
-    yield "test", list(json_rows(folder, "gsm8k/test.jsonl", "question", "answer"))
-
-
-def wikitext(folder: Path, name: str) -> Iterator[Split]:
-    """Articles of the raw test file; headings stand between blank lines there."""
-    path = opened(folder, "wikitext2/wiki.test.raw.crlf.txt")
-    pages: list[str] = []
-    for line in filter(None, (line.strip() for line in read_text(path).splitlines())):
-        heading = re.fullmatch(r"(= )+[^=].*?( =)+", line)
-        if (heading and not line.startswith("= =")) or not pages:
-            pages.append("")
-        pages[-1] += f" \n {line} \n \n" if heading and pages[-1] else f" {line} \n" + (" \n" if heading else "")
-    yield "test", [{"page": page} for page in pages]
-
-
-def jsonl(folder: Path, name: str) -> Iterator[Split]:
-    yield "test", list(json_rows(folder, name))
-
-
-def plain(folder: Path, name: str) -> Iterator[Split]:
-    yield "test", [{"text": document} for document in text.documents([opened(folder, name)])]
-
-
-# data sets of which the files are one part only: any other would be given these documents
-PARTS = {
-    "aps/super_glue": ("boolq",),
-    "baber/piqa": ("",),
-    "allenai/openbookqa": ("main",),
-    "allenai/winogrande": ("winogrande_xl",),
-    "allenai/ai2_arc": ("ARC-Easy", "ARC-Challenge"),
-    "EleutherAI/lambada_openai": ("default",),
-    "Rowan/hellaswag": ("",),
-    "truthfulqa/truthful_qa": ("multiple_choice",),
-    "openai/gsm8k": ("main",),
-    "EleutherAI/wikitext_document_level": ("wikitext-2-raw-v1",),
-}
-READERS: dict[str, Callable[[Path, str], Iterator[Split]]] = {
-    "cais/mmlu": mmlu,
-    "allenai/ai2_arc": arc,
-    "baber/piqa": piqa,
-    "allenai/openbookqa": openbookqa,
-    "aps/super_glue": boolq,
-    "allenai/winogrande": winogrande,
-    "EleutherAI/lambada_openai": lambada,
-    "Rowan/hellaswag": hellaswag,
-    "truthfulqa/truthful_qa": truthfulqa,
-    "openai/gsm8k": gsm8k,
-    "EleutherAI/wikitext_document_level": wikitext,
-    "jsonl": jsonl,
-    "text": plain,
-}
+ANSWERED = ("query", "choices", "gold")
+SOURCES = {
+    "cais/mmlu": Source(
+        {split: f"mmlu/{split}/{{part}}_{split}.csv" for split in ("test", "dev")},
+        ("question", "choice0", "choice1", "choice2", "choice3", "answer"), mmlu,
+    ),
+    "allenai/ai2_arc": Source(
+        {"test": "arc/arc_{part}.jsonl"}, ANSWERED,
+        lambda row, part: {"question": after(row, "Question: "), **lettered(row)},
+        {"ARC-Easy": "easy", "ARC-Challenge": "challenge"},
+    ),
+    "baber/piqa": Source({"validation": "piqa/piqa.jsonl"}, ANSWERED, piqa, {"": ""}),
+    "allenai/openbookqa": Source(
+        {"test": "openbookqa/openbook_qa.jsonl"}, ANSWERED,
+        lambda row, part: {"question_stem": row["query"], **lettered(row)}, {"main": ""},
+    ),
+    "aps/super_glue": Source({"validation": "boolq/boolq.jsonl"}, ("query", "gold"), boolq, {"boolq": ""}),
+    "allenai/winogrande": Source(
+        {"validation": "winogrande/winogrande.jsonl"}, ("context_options", "continuation", "gold"), winogrande,
+        {"winogrande_xl": ""},
+    ),
+    "EleutherAI/lambada_openai": Source(
+        {"test": "lambada/lambada_openai.jsonl"}, ("context", "continuation"),
+        lambda row, part: {"text": f"{row['context']} {row['continuation']}"}, {"default": ""},
+    ),
+    "Rowan/hellaswag": Source(
+        {"validation": "hellaswag/hellaswag_val_full.txt.bz2"}, parts={"": ""}, lines=hellaswag_rows
+    ),
+    "truthfulqa/truthful_qa": Source(
+        {"validation": "truthfulqa/TruthfulQA.csv"}, ("Question", "Best Answer", "Incorrect Answers"), truthfulqa,
+        {"multiple_choice": ""},
+    ),
+    "openai/gsm8k": Source({"test": "gsm8k/test.jsonl"}, ("question", "answer"), parts={"main": ""}),
+    "EleutherAI/wikitext_document_level": Source(
+        {"test": "wikitext2/wiki.test.raw.crlf.txt"}, parts={"wikitext-2-raw-v1": ""}, lines=wikitext_rows
+    ),
+    "jsonl": Source({"test": "{part}"}),
+    "text": Source({"test": "{part}"}, lines=text_rows),
+}  # fmt: skip

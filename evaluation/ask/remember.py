@@ -1,16 +1,14 @@
 """Finished requests on disk: an evaluation that was killed goes on where it was.
 
-The folder's name has the identity of the model as computed (load.identity), so that a model never gets another one's
-answers (lm-eval's own cache is keyed by the request alone). A line is a request's key, its answer and a checksum of the
-two and of the model: one that was cut by a kill, changed since, copied from another model's file or is not finite is no
-answer, which is said once, and its request is asked again. Each process appends to its own file.
+lm-eval's CachingLM would lose this: it keys by the request alone, so a model gets another one's answers; it unpickles
+what lies in the folder; it keeps answers when all are there; ranks would write one database. Here a line is a request's
+key, its answer, and a checksum of both and of the model as computed (load.identity), which the folder is named after.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -23,10 +21,11 @@ from numpy.typing import NDArray
 from upcycle.io import strict
 
 VERSION = 3  # of how answers are computed; a change that alters answers raises it, so that old ones are not used
+Line = tuple[str, tuple[float, bool] | tuple[strict.Count, ...], int]  # key, (log-probability, greedy) or tokens, sum
 
 
 def key(kind: str, *parts: NDArray[np.int64] | str) -> str:
-    """A digest of a request: of `kind`, and of the tokens or texts that it is made of."""
+    """Return a digest of a request: of `kind`, and of the tokens or texts that it is made of."""
     sums = hashlib.blake2b(kind.encode(), digest_size=16)
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part.tobytes()
@@ -40,20 +39,10 @@ class Remembered:
     def __init__(self, folder: str | Path, identity: str, rank: int = 0) -> None:
         self.folder, self.identity = Path(folder) / identity[:32], identity
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.answers: dict[str, Any] = {}
-        broken = 0
-        for path in sorted(self.folder.glob("*.jsonl")):
-            for where, line in strict.read_lines(path):
-                if not line:
-                    continue
-                try:
-                    name, answer, _ = strict.parse(line, where, constants=True)
-                    whole = isinstance(name, str) and is_answer(answer) and line == written(name, answer, identity)
-                except (ValueError, TypeError):  # no JSON, or no three things
-                    whole = False
-                if whole:
-                    self.answers[name] = answer
-                broken += not whole
+        paths = sorted(self.folder.glob("*.jsonl"))
+        found = [read(line, identity) for path in paths for _, line in strict.read_lines(path) if line]
+        self.answers: dict[str, Any] = dict(pair for pair in found if pair)
+        broken = found.count(None)
         if broken and rank == 0:  # who speaks for all
             lines = "1 line is" if broken == 1 else f"{broken:,} lines are"
             warnings.warn(
@@ -65,7 +54,7 @@ class Remembered:
         self.file.write(b"\n")  # so that new lines do not join half a line that a kill left
 
     def put(self, answers: Mapping[str, Any]) -> None:
-        """Writes the answers together and at once: a kill loses no more than the batch in work."""
+        """Write the answers together and at once: a kill loses no more than the batch in work."""
         self.file.write(b"".join(written(*pair, self.identity) + b"\n" for pair in answers.items()))
         self.file.flush()
 
@@ -73,13 +62,13 @@ class Remembered:
         self.file.close()
 
 
-def is_answer(value: Any) -> bool:
-    """Whether it is what an engine answers: (log-probability, greedy) or the tokens of a text."""
-    if not isinstance(value, list):
-        return False
-    if len(value) == 2 and isinstance(value[0], float):
-        return math.isfinite(value[0]) and isinstance(value[1], bool)
-    return all(type(token) is int and token >= 0 for token in value)
+def read(line: bytes, identity: str) -> tuple[str, Any] | None:
+    """Return the key and the answer of a line that was written for this model; None of any other line."""
+    try:
+        name, answer, _ = strict.held(strict.parse(line, "an answer"), Line, "an answer")
+    except ValueError:
+        return None
+    return (name, answer) if line == written(name, answer, identity) else None
 
 
 def written(name: str, answer: Any, identity: str) -> bytes:

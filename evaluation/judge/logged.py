@@ -153,7 +153,7 @@ def read(path: Path, changed: float) -> Evaluation:
         seconds = float(whole.get("total_evaluation_time_seconds") or 0)
         items = tuple(item for name in rows for item in items_of(name, whole["configs"][name], rows[name]))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} and its samples are not what lm-eval writes ({error}); {AGAIN}") from None
+        raise ValueError(f"{path} and its samples are not what lm-eval writes ({error!s:.300}); {AGAIN}") from None
     if own:
         check_items(path, items, tasks, whole)
     return Evaluation(
@@ -199,7 +199,7 @@ def samples(results_file: Path, name: str, whole: Whole) -> list[dict[str, Any]]
             for where, line in strict.read_lines(path)
         ]
     except ValueError as error:
-        raise ValueError(f"{path} is not what lm-eval writes ({error}); {AGAIN}") from None
+        raise ValueError(f"{path} is not what lm-eval writes ({error!s:.300}); {AGAIN}") from None
 
 
 def check_items(path: Path, items: Sequence[Item], tasks: Mapping[str, Task], whole: Whole) -> None:

@@ -223,11 +223,11 @@ def test_answers_survive_a_kill_and_belong_to_their_model(tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes()[:-6])  # killed while it wrote y
     with pytest.warns(UserWarning, match="a{32}: 1 line is no answer .*asked again") as said:
         second = Remembered(tmp_path, "a" * 64)
-    assert second.answers == {"x": [-1.25, True]}
+    assert second.answers == {"x": (-1.25, True)}
     assert [found.category for found in said].count(UserWarning) == 1
     second.put({"z": [3, 4]})
     second.close()
-    assert Remembered(tmp_path, "a" * 64, rank=1).answers == {"x": [-1.25, True], "z": [3, 4]}
+    assert Remembered(tmp_path, "a" * 64, rank=1).answers == {"x": (-1.25, True), "z": (3, 4)}
     assert Remembered(tmp_path, "b" * 64).answers == {}
 
 
@@ -243,11 +243,11 @@ def test_a_line_that_nobody_wrote_is_no_answer(tmp_path: Path, line: str) -> Non
         file.write(line.encode("latin-1") + b"\n")
     path.write_bytes(path.read_bytes() + path.read_bytes().replace(b"1.25", b"9.25"))  # a digit changed later
     with pytest.warns(UserWarning, match="3 lines are no answer") as said:  # the line, twice, and the changed one
-        assert Remembered(tmp_path, "a" * 64).answers == {"x": [-1.25, True]}
+        assert Remembered(tmp_path, "a" * 64).answers == {"x": (-1.25, True)}
     assert [found.category for found in said].count(UserWarning) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # other processes do not say it too
-        assert Remembered(tmp_path, "a" * 64, rank=1).answers == {"x": [-1.25, True]}
+        assert Remembered(tmp_path, "a" * 64, rank=1).answers == {"x": (-1.25, True)}
         assert Remembered(tmp_path, "b" * 64).answers == {}
 
 

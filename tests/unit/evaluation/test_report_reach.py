@@ -51,12 +51,12 @@ def test_nothing_is_put_in_and_nothing_is_fetched(tmp_path: Path, monkeypatch: p
 
 
 def test_no_file_of_a_report_has_markup_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = []
+    folders, called = [], EVIL.replace("/", "")  # a task's name is in the name of its file
     for name, answers in (("a", [0, 1]), ("b", [0, 0])):
-        found = [replace(chosen(EVIL, i, 0, answer), target=EVIL, choices=(EVIL, "B", "C", "D"), text=EVIL)
+        found = [replace(chosen(called, i, 0, answer), target=EVIL, choices=(EVIL, "B", "C", "D"), text=EVIL)
                  for i, answer in enumerate(answers)]  # fmt: skip
-        part = replace(task(EVIL, 2, groups=("all",)), title=EVIL, version=EVIL)
-        folder = write(tmp_path / name, [part], found, [Group("all", EVIL, {"acc": 0.5}, {}, (EVIL,), 2)])
+        part = replace(task(called, 2, groups=("all",)), title=EVIL, version=EVIL)
+        folder = write(tmp_path / name, [part], found, [Group("all", EVIL, {"acc": 0.5}, {}, (called,), 2)])
         run = report.gather([str(folder)], "").models[0]
         evil = replace(run, model=replace(model(f"{name}{EVIL}"), kind=EVIL), command=EVIL, suite=EVIL, notes=(EVIL,))
         folders.append(str(save(folder, replace(evil, options={EVIL: EVIL}, versions={EVIL: EVIL}), found)))

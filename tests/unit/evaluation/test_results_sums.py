@@ -127,7 +127,7 @@ def test_a_model_that_gives_no_numbers_is_not_judged(tmp_path: Path) -> None:
 
 def test_remembered_answers_are_the_models_own_and_numbers(tmp_path: Path) -> None:
     first = Remembered(tmp_path, MODEL)
-    answers = {"x": [-1.25, True], "y": [-0.5, False], "z": [3, 4], "none": []}
+    answers = {"x": (-1.25, True), "y": (-0.5, False), "z": (3, 4), "none": ()}
     first.put(answers)
     first.close()
     assert Remembered(tmp_path, MODEL, 1).answers == answers

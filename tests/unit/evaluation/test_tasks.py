@@ -16,6 +16,7 @@ from evaluation.ask import offline, tasks
 from evaluation.ask.engine import Engine
 from evaluation.ask.harness import check_ranks
 from evaluation.ask.lm import DecoderLM
+from evaluation.ask.remember import Remembered
 from evaluation.ask.run import RunConfig, evaluate
 from evaluation.judge import compare
 from evaluation.show import facts
@@ -72,14 +73,16 @@ def test_settings_that_leave_the_likeliest_text_are_taken(tmp_path: Path) -> Non
         tasks.check_greedy({"until": ["a"], "max_gen_toks": 16, "do_sample": False}, name)
 
 
-def test_another_end_token_is_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_end_token_is_another_text(tmp_path: Path) -> None:
     """What was remembered with other tokens that end a text is not taken for it."""
-    asked: list[list[str]] = []
-    monkeypatch.setattr(DecoderLM, "recall", lambda _, names: asked.append(list(names)) or {n: [1] for n in names})
-    monkeypatch.setattr(DecoderLM, "compute", lambda *_: {})
+    recalled = []
     for stops in ((), (5,), (7,), (5,)):
-        DecoderLM(Engine(models.make("dense"), 64, progress=False), Words(), stops=stops).texts(["a"], 4, ())
-    assert len({names[0] for names in asked}) == 3 and asked[1] == asked[3]
+        kept = Remembered(tmp_path, "a" * 64)
+        lm = DecoderLM(Engine(models.make("dense"), 64, progress=False), Words(), stops=stops, remembered=kept)
+        lm.texts(["a"], 4, ())
+        kept.close()
+        recalled.append(lm.recalled)
+    assert recalled == [0, 0, 0, 1]
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:

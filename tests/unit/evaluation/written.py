@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def of_filter(metric: str, end: str = "") -> str:
 
 def rows(item: Item) -> list[Mapping[str, Any]]:
     """Return the lines that lm-eval logs of an item: one for each filter."""
-    answers: list[Any] = [[pair] for pair in zip(item.logprobs, item.greedy, strict=False)]
-    answers = answers or [[logprob] for logprob in item.logprobs] or [[item.text]]
+    pairs = zip_longest(item.logprobs, item.greedy, fillvalue=False)
+    answers: list[Any] = [[pair] for pair in pairs] or [[item.text]]
     row = {
         "doc_id": item.doc, "doc": {}, "target": item.target, "arguments": [], "resps": answers, "filtered_resps": [],
         "doc_hash": item.doc_hash, "prompt_hash": item.prompt_hash, "target_hash": "", "choices": item.choices,
