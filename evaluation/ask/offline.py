@@ -1,7 +1,7 @@
 """Documents from files, in the columns that lm-eval's own tasks know from the hub.
 
 A task stays lm-eval's, prompts and metrics included; only its documents come from elsewhere. SOURCES says of each data
-set, by its name on the hub, which files its authors publish and what a line of them is. A suite's own task names `jsonl`
+set, by its name on the hub, which files its authors publish and what a line is. A suite's own task names `jsonl`
 (or `text`) as its data set, and a file. The reader of `datasets` would take any columns, and lists of any depth, with
 which it does not come back: here a wrong file is a sentence that names the line.
 """

@@ -266,8 +266,8 @@ def live(
 
 
 def evaluate_live(
-    model: Decoder, tokenizer: Any, suite: str, mesh: ParallelMesh, poll: Callable[[], object] = bool, *, data: str = "",
-    texts: Sequence[str] = (), fewshot: int | None = None, limit: int = 0, forward_tokens: int = 8192,
+    model: Decoder, tokenizer: Any, suite: str, mesh: ParallelMesh, poll: Callable[[], object] = bool, *,
+    data: str = "", texts: Sequence[str] = (), fewshot: int | None = None, limit: int = 0, forward_tokens: int = 8192,
 ) -> dict[str, float]:  # fmt: skip
     """Return the suite's numbers of a model in training, sharded as it is; all ranks call it, and all get them."""
     found = tasks.load(suite, data, texts, fewshot)
