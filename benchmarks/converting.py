@@ -50,7 +50,7 @@ class Measured:
 
 def write_dense(folder: Path, layers: int) -> None:
     """Write the dense model that both converters read."""
-    from upcycle import sample
+    from upcycle.arch import sample
 
     sample.make_llama(folder, sample.TINYLLAMA | {"num_hidden_layers": layers})
     write_tokenizer(folder)

@@ -44,10 +44,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import yaml
 
+from upcycle.arch.sample import make_llama
 from upcycle.config.reading import read
 from upcycle.io import strict
 from upcycle.io.disk import write_atomic
-from upcycle.sample import make_llama
 
 if TYPE_CHECKING:
     from training.optim.optimizer import OptimConfig

@@ -442,7 +442,7 @@ def commands(place: Path) -> dict[str, Command]:
 def set_up(place: Path, names: Collection[str]) -> None:
     """Makes what the commands read."""
     from tests.unit.training.test_data import jsonl, make_tokenizer, texts
-    from upcycle.sample import make_llama
+    from upcycle.arch.sample import make_llama
 
     shape = {
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -68,7 +68,7 @@ def run_tests(folder: Path, files: list[str], expression: str) -> tuple[int, Map
 
 
 def test_every_kind_of_plug_in_is_shown_with_its_command() -> None:
-    folders = {"upcycle/families", "upcycle/targets", "upcycle/methods"}
+    folders = {"upcycle/arch/families", "upcycle/arch/targets", "upcycle/planning/methods"}
     folders |= {"training/dispatch", "training/experts", "evaluation/suites"}
     assert {str(Path(file).parent) for file in new_files()} == folders
     assert len(blocks("diff")) == len(new_files()) == 7, "a plug-in is one file"
@@ -104,7 +104,7 @@ def test_a_diff_that_does_not_fit_or_is_wrong_is_seen(tmp_path: Path) -> None:
     assert apply(
         diff.replace("new file mode 100644\n--- /dev/null", "--- a/upcycle/arch/families/stablelm.py"), copy
     ).stderr
-    broken = diff.replace("partial=0.25", "partial=0.5")
+    broken = diff.replace('"partial": 0.25', '"partial": 0.5')
     assert broken != diff and apply(broken, copy).returncode == 0
     code, passed, said = run_tests(copy, ["tests/unit/upcycle/test_families.py"], "stablelm and (sizes or counted)")
     assert code == 1, said

@@ -25,10 +25,10 @@ from training.cli.prepare import main as prepare
 from training.data.shards import META
 from training.observe import metrics
 from training.run.loop import train
+from upcycle.arch.sample import make_llama
 from upcycle.config.reading import build
 from upcycle.config.schema import UpcycleConfig
 from upcycle.io.checkpoint import Checkpoint
-from upcycle.sample import make_llama
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

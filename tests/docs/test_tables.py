@@ -16,9 +16,9 @@ from transformers import AutoConfig
 
 from tests.parity import tiny
 from upcycle import plugin
-from upcycle.arch import siblings
+from upcycle.arch import registry, siblings
+from upcycle.arch.abilities import Abilities, refusals
 from upcycle.arch.spec import DenseSpec, MoESpec
-from upcycle.arch.targets.common import Abilities, refusals
 from upcycle.planning import engines
 
 ROOT = Path(__file__).parents[2]
@@ -37,16 +37,14 @@ CALLED = {
 
 
 def abilities(target: str) -> Abilities:
-    found: Abilities = plugin.load("upcycle.arch.targets", target).ABILITIES
+    found: Abilities = registry.readable(target).can
     return found
 
 
 def plain(family: str) -> DenseSpec:
     """A model of the family as it is by default."""
     settings = {k: v for k, v in (tiny.SIZES | tiny.OWN.get(family, {})).items() if k != "num_key_value_heads" or v}
-    spec: DenseSpec = plugin.load("upcycle.arch.families", family).read(
-        AutoConfig.for_model(family, **settings).to_dict()
-    )
+    spec: DenseSpec = registry.family(family).read(AutoConfig.for_model(family, **settings).to_dict())
     return replace(spec, dtype="float32")
 
 
@@ -137,7 +135,7 @@ def natives() -> str:
     lines = ["| model_type | parameters, of a token | attention | experts |", "|---|---|---|---|"]
     for kind, shape in [(name, shape) for name in plugin.names("upcycle.arch.natives") for shape in SHAPES[name]]:
         keys = yaml.safe_load((ROOT / "configs" / "train" / f"{shape}.yaml").read_text())["architecture"]
-        native = plugin.load("upcycle.arch.natives", kind)
+        native = registry.native(kind)
         moe: MoESpec = native.read(keys)
         latent = moe.dense.latent
         sizes = [(slot.roles[0], prod(slot.shape)) for slot in native.slots(moe)]

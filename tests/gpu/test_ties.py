@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests.parity import tiny
 from upcycle.__main__ import main
+from upcycle.arch.sample import make_llama
 from upcycle.planning import rng
-from upcycle.sample import make_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPES = [(8, 8, 8), (16, 8, 8), (8, 4, 8), (4, 2, 2), (3, 7, 7), (32, 16, 32)]  # E, G, T

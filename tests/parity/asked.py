@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import ByteLevelBPETokenizer
 
 from evaluation.ask.tasks import SUITES
-from upcycle.sample import make_llama
+from upcycle.arch.sample import make_llama
 
 END = "<|end|>"
 VOCAB = 400  # 256 bytes and a few words, so that endings have several tokens

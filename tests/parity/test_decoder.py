@@ -55,7 +55,7 @@ MOES: dict[str, tuple[str, str, list[str]]] = {
 }  # fmt: skip
 for target in parity.TARGETS:  # one that has no row is held by a model it can hold, and the plainest words
     if target not in {name for _, name, _ in MOES.values()}:
-        score = "softmax" if "softmax" in parity.target_of(target).ABILITIES.scores else "sigmoid"
+        score = "softmax" if "softmax" in parity.target_of(target).can.scores else "sigmoid"
         MOES[target] = (parity.first_variant(target), target, [f"router.score={score}"])
 BASE = ["method.name=virtual_group", "experts=3", "granularity=2", "top_k=4", "router.init.std=0.3"]
 

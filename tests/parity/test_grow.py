@@ -17,7 +17,7 @@ from tests.parity.test_targets_parity import TARGETS, first_variant, moe_of, spe
 from tests.unit.upcycle.mutations import unreadable, written
 from tests.unit.upcycle.plans import load
 from training.checkpoint import layout
-from upcycle import plugin
+from upcycle.arch import registry
 from upcycle.arch.spec import MoESpec
 from upcycle.converting.card import table
 from upcycle.converting.convert import convert
@@ -32,7 +32,7 @@ def trained(target: str, folder: Path) -> Path:
     spec = spec_of_variant(first_variant(target))
     assert spec is not None
     moe = moe_of(spec, target, copies=4, parts=1, top_k=2)
-    config = AutoConfig.for_model(**plugin.load("upcycle.arch.targets", target).config(moe))
+    config = AutoConfig.for_model(**registry.readable(target).config(moe))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     for name, p in sorted(model.named_parameters()):

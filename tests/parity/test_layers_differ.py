@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from tests.parity import tiny
 from training.checkpoint import layout
 from training.model.decoder import Decoder
-from upcycle import plugin
 from upcycle.__main__ import PROMISE_BROKEN, main
+from upcycle.arch import registry
 from upcycle.arch.spec import DenseSpec
 
 FAMILIES = ("smollm3", "olmo3", "gemma2", "gemma3_text")
@@ -45,7 +45,7 @@ def pair(family: str, change: Mapping[str, Any], given: Roles) -> Iterator[tuple
     """transformers' model, ours with `change` in its spec and the weights of other roles where `given` says so, and the
     names of transformers' parameters by role."""
     theirs = tiny.build(family, dtype=torch.float64)
-    module = plugin.load("upcycle.arch.families", family)
+    module = registry.family(family)
     spec: DenseSpec = module.read(theirs.config.to_dict())
     names = {role: source.name for role, source in module.sources(spec).items()}
     weights = dict(theirs.named_parameters())

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cache
 from math import prod
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,8 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from upcycle import plugin
+from upcycle.arch import registry
+from upcycle.arch.abilities import refusals
 from upcycle.arch.spec import DenseSpec, MoESpec
-from upcycle.arch.targets.common import refusals
+from upcycle.arch.targets.common import Target
 from upcycle.config.reading import read
 from upcycle.config.schema import Router, RouterInit, UpcycleConfig
 from upcycle.converting.card import table
@@ -37,16 +38,14 @@ from upcycle.planning.plan import build
 from upcycle.verifying.verify import verify
 
 logging.disable_progress_bar()
-TARGETS = [
-    name for name in plugin.names("upcycle.arch.targets") if plugin.load("upcycle.arch.targets", name).ABILITIES.stock
-]
+TARGETS = [name for name in plugin.names("upcycle.arch.targets") if registry.readable(name).can.stock]
 TOLERANCE = 1e-6  # of the largest dense logit, in float32
 BROKEN = 1e-3  # what a twin must exceed
 Tensors = dict[str, Tensor]
 
 
-def target_of(name: str) -> ModuleType:
-    return plugin.load("upcycle.arch.targets", name)
+def target_of(name: str) -> Target:
+    return registry.readable(name)
 
 
 # ---- dense models, made once
@@ -69,7 +68,7 @@ def spec_of_variant(variant: str) -> DenseSpec | None:
         k: v for k, v in (tiny.SIZES | tiny.OWN.get(family, {}) | overrides).items() if k != "num_key_value_heads" or v
     }
     config = AutoConfig.for_model(family, **settings).to_dict()
-    return replace(plugin.load("upcycle.arch.families", family).read(config), dtype="float32")
+    return replace(registry.family(family).read(config), dtype="float32")
 
 
 @cache
@@ -80,7 +79,7 @@ def dense_logits(folder: Path) -> Tensor:
 def dense_tensors(folder: Path, spec: DenseSpec) -> Tensors:
     stored = load_file(folder / "model.safetensors")
     out = {}
-    for role, source in plugin.load("upcycle.arch.families", spec.family).sources(spec).items():
+    for role, source in registry.family(spec.family).sources(spec).items():
         whole = stored[source.name]
         out[role] = torch.cat([whole[a:b] for a, b in source.rows]) if source.rows else whole
     return out
@@ -92,7 +91,7 @@ def dense_tensors(folder: Path, spec: DenseSpec) -> Tensors:
 def moe_of(
     spec: DenseSpec, target: str, copies: int = 4, parts: int = 2, top_k: int = 4, shared: int = 0, layers: Any = None
 ) -> MoESpec:
-    can = target_of(target).ABILITIES
+    can = target_of(target).can
     return MoESpec(
         dense=spec,
         layers=tuple(range(spec.layers)) if layers is None else layers,
@@ -122,7 +121,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def accepted() -> Iterator[Any]:
     """Every target x variant, in the shape that asks most of the target; the plain families in every shape."""
     for target in TARGETS:
-        can = target_of(target).ABILITIES
+        can = target_of(target).can
         for variant in tiny.VARIANTS:
             spec = spec_of_variant(variant)
             fits = [s for s in SHAPES if spec and not refusals(can, moe_of(spec, target, **SHAPES[s]))]
@@ -132,7 +131,7 @@ def accepted() -> Iterator[Any]:
 
 
 def first_variant(target: str, shape: str = "E4G2T4") -> str:
-    can = target_of(target).ABILITIES
+    can = target_of(target).can
     specs = {variant: spec_of_variant(variant) for variant in tiny.VARIANTS}
     return next(v for v, spec in specs.items() if spec and not refusals(can, moe_of(spec, target, **SHAPES[shape])))
 
@@ -245,7 +244,7 @@ def test_every_named_activation_reaches_the_experts(dense: Callable[[str], Path]
         assert spec is not None
         moe = moe_of(spec, target)
         same = {spec.activation, "relu"} if spec.activation == "relu2" else {spec.activation}
-        for act in sorted(target_of(target).ABILITIES.activations - same):
+        for act in sorted(target_of(target).can.activations - same):
             wrong = replace(moe, dense=replace(spec, activation=act))
             folder = upcycled(source, wrong, target, tmp_path / f"{target}-{act}")
             assert difference(load(folder), dense_logits(source)) > BROKEN / 10, (target, act)
@@ -257,7 +256,7 @@ def test_every_named_activation_reaches_the_experts(dense: Callable[[str], Path]
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("wrong", ["scale", "shard", "top_k"])
 def test_twin_fails(target: str, wrong: str, dense: Callable[[str], Path], tmp_path: Path) -> None:
-    if wrong == "scale" and "post" in target_of(target).ABILITIES.blocks:
+    if wrong == "scale" and "post" in target_of(target).can.blocks:
         pytest.skip("a norm after the FFN undoes any scale of its output")
     variant = first_variant(target)
     source, spec = dense(variant), spec_of_variant(variant)
@@ -317,7 +316,7 @@ def test_twin_of_the_shared_gate_fails(dense: Callable[[str], Path], tmp_path: P
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_saved_again_the_names_and_bytes_are_ours(target: str, dense: Callable[[str], Path], tmp_path: Path) -> None:
-    can = target_of(target).ABILITIES
+    can = target_of(target).can
     variant = first_variant(target)
     spec = spec_of_variant(variant)
     assert spec is not None
@@ -361,7 +360,7 @@ def test_the_converter_writes_what_the_evaluator_says(
     for variant in tiny.FAMILIES:
         spec, module = spec_of_variant(variant), target_of(target)
         assert spec is not None
-        shape = next((s for s in shapes if not refusals(module.ABILITIES, moe_of(spec, target, **SHAPES[s]))), None)
+        shape = next((s for s in shapes if not refusals(module.can, moe_of(spec, target, **SHAPES[s]))), None)
         if shape is None:
             continue
         moe = moe_of(spec, target, **SHAPES[shape])
@@ -403,7 +402,7 @@ def split_share(target: str, tokens: int = 20_000, hidden: int = 512) -> float:
     """Share of tokens whose chosen experts are not whole virtual groups (E8G8T8), in the target's own router in bf16."""
     dense = DenseSpec(
         "llama", layers=1, hidden=hidden, ffn=64, heads=8, kv_heads=8, head_dim=hidden // 8, vocab=8, context=8,
-        block="post" if "post" in target_of(target).ABILITIES.blocks else "pre",
+        block="post" if "post" in target_of(target).can.blocks else "pre",
     )  # fmt: skip
     moe = replace(moe_of(dense, target, copies=8, parts=8, top_k=8), dtype="bfloat16")
     config = AutoConfig.for_model(**target_of(target).config(moe))
@@ -423,7 +422,7 @@ def split_share(target: str, tokens: int = 20_000, hidden: int = 512) -> float:
 @pytest.mark.parametrize("target", TARGETS)
 def test_only_float32_routers_keep_groups_whole(target: str) -> None:
     share = split_share(target)
-    if target_of(target).ABILITIES.router_fp32:
+    if target_of(target).can.router_fp32:
         # Not quite never: sigmoid gives two groups the same float32 score for about 2 tokens in a million.
         assert share < 2e-4, share
     else:

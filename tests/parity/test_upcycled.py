@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from tests.parity import tiny
-from upcycle import plugin
+from upcycle.arch import registry
 from upcycle.arch.remote.modeling_upcycled import UpcycledConfig, UpcycledForCausalLM, UpcycledMoE
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.arch.targets import upcycled
@@ -47,14 +47,14 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def spec_of(folder: Path) -> DenseSpec:
     config = json.loads((folder / "config.json").read_text())
-    spec: DenseSpec = plugin.load("upcycle.arch.families", config["model_type"]).read(config)
+    spec: DenseSpec = registry.family(config["model_type"]).read(config)
     return replace(spec, dtype="float32")
 
 
 def dense_tensors(folder: Path, spec: DenseSpec) -> Tensors:
     """role -> tensor"""
     stored, found = load_file(folder / "model.safetensors"), {}
-    for role, source in plugin.load("upcycle.arch.families", spec.family).sources(spec).items():
+    for role, source in registry.family(spec.family).sources(spec).items():
         whole = stored[source.name]
         found[role] = torch.cat([whole[a:b] for a, b in source.rows]) if source.rows else whole
     return found
@@ -62,10 +62,10 @@ def dense_tensors(folder: Path, spec: DenseSpec) -> Tensors:
 
 def write(folder: Path, moe: MoESpec, roles: Tensors, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    config = upcycled.config(moe) | changes
+    config = upcycled.TARGET.config(moe) | changes
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {}
-    for slot in upcycled.slots(moe):
+    for slot in upcycled.TARGET.slots(moe):
         whole = torch.cat([roles[role] for role in slot.roles]).view(slot.shape)
         tensors[slot.name] = whole.to(getattr(torch, slot.dtype or moe.dtype)).clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -77,12 +77,14 @@ def identity(folder: Path, attention: str = "eager", **changes: Any) -> Any:
     """The donor in our class, without a file between."""
     spec = spec_of(folder)
     moe = MoESpec(spec, layers=(), widths=(), top_k=0, copies=1, dtype="float32")
-    config = upcycled.config(moe) | changes
+    config = upcycled.TARGET.config(moe) | changes
     if "rope_parameters" in changes:
         config.pop("rope_scaling", None)  # the same under its old name, and read first
     model = UpcycledForCausalLM(UpcycledConfig(**config, attn_implementation=attention))
     roles = dense_tensors(folder, spec)
-    missing, unexpected = model.load_state_dict({s.name: roles[s.roles[0]] for s in upcycled.slots(moe)}, strict=False)
+    missing, unexpected = model.load_state_dict(
+        {s.name: roles[s.roles[0]] for s in upcycled.TARGET.slots(moe)}, strict=False
+    )
     assert not unexpected and missing == (["lm_head.weight"] if spec.tied else [])
     model.tie_weights()
     return model.eval()

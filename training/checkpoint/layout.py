@@ -33,9 +33,10 @@ from training.model.stock.model import Stock, known
 from training.parallel.collectives import gather, local
 from training.parallel.mesh import ParallelMesh
 from upcycle import plugin
+from upcycle.arch import registry
 from upcycle.arch.families.common import Source
+from upcycle.arch.slots import Slot
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
-from upcycle.arch.targets.common import Slot
 from upcycle.config.reading import byte_size
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
@@ -152,22 +153,21 @@ def described(
     plan that made the model, as upcycle.json holds them. `entries`: its tensors, of which the names count where
     transformers computes the model."""
     model_type, files = str(config.get("model_type")), tuple(files)
-    families, targets = plugin.names("upcycle.arch.families"), plugin.names("upcycle.arch.targets")
-    natives = plugin.names("upcycle.arch.natives")
+    families, targets, natives = map(plugin.names, (registry.FAMILIES, registry.TARGETS, registry.NATIVES))
     if model_type in families:
-        family = plugin.load("upcycle.arch.families", model_type)
-        dense: DenseSpec = family.read(config)
+        family = registry.family(model_type)
+        dense = family.read(config)
         return Origin(dense, dense_tensors(dense, family.sources(dense)), read, config, files)
     if model_type in targets:
-        target = plugin.load("upcycle.arch.targets", model_type)
-        moe: MoESpec = target.read(config)
+        target = registry.readable(model_type)
+        moe = target.read(config)
         # without a word of how they were made, only a router that chooses in each slice says that experts are copies
         moe = replace(moe, disjoint=moe.slices == 1) if settings is None else in_slices(moe, settings)
-        code = getattr(target, "MODELING", None)
+        code = target.modeling
         files += (code,) if code is not None and code.name not in {file.name for file in files} else ()
         return Origin(moe, stored_slots(moe, target.slots(moe)), read, config, files, settings=settings)
     if model_type in natives:
-        native = plugin.load("upcycle.arch.natives", model_type)
+        native = registry.native(model_type)
         moe = replace(native.read(config), disjoint=True)  # what no dense model becomes
         return Origin(moe, stored_slots(moe, native.slots(moe)), read, config, files)
     if entries is not None and known(model_type):

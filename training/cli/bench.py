@@ -63,7 +63,7 @@ from training.run.parts import hold, room, stages_of_rank
 from training.run.preflight import check_optim
 from training.run.record import stepping
 from training.run.step import gradients, train_step
-from upcycle import plugin
+from upcycle.arch import registry
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.reading import read
 from upcycle.io import strict
@@ -123,9 +123,7 @@ def spec_of(config: BenchConfig) -> DenseSpec | MoESpec:
         raise ValueError("architecture must be a config.json: its path, or keys and values with model_type among them")
     keys = {**keys, **({"num_hidden_layers": config.layers} if config.layers else {})}
     kind = keys["model_type"]
-    package = next((p for p in ("families", "natives") if kind in plugin.names(f"upcycle.{p}")), "targets")
-    spec: DenseSpec | MoESpec = plugin.load(f"upcycle.{package}", kind).read(keys)
-    return spec
+    return registry.any_of(kind).read(keys)
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from upcycle.arch.families import common as families
-from upcycle.arch.families.common import Config, Source
+from upcycle.arch.abilities import Abilities, refusals
+from upcycle.arch.families.common import ROTARY_BUFFERS, Config, Family, Source, layers, refuse_foreign
+from upcycle.arch.slots import GATED, PARTS, Slot, ffn_slots, one, shared_slots
 from upcycle.arch.spec import Carried, DenseSpec, MoESpec
 from upcycle.arch.targets import common, granitemoe
-from upcycle.arch.targets.common import Abilities, Slot
 from upcycle.io import typed
 from upcycle.io.checkpoint import Entry
 
@@ -33,7 +33,6 @@ FREE = {
     "use_cache",
 }  # fmt: skip
 PREFIXES = ("model.", "model.language_model.")  # of the decoder's tensors; the second beside an image encoder
-GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 def width_stated(config: Config) -> int:
@@ -61,7 +60,7 @@ def width_of_granite(config: Config) -> int:
 
 
 def lfm2_layers(text: Config) -> list[str]:
-    count = families.layers(text)
+    count = layers(text)
     full = typed.wholes(text, "full_attn_idxs", list(range(count)), low=0, high=count)
     return typed.names(text, "layer_types", ["full_attention" if i in full else "conv" for i in range(count)])
 
@@ -73,7 +72,8 @@ class Pair:
     architecture: str  # the sibling's class
     can: Abilities  # of the MoE blocks; of the dense part nothing is asked
     keys: Callable[[MoESpec, Config], dict[str, Any]]  # what the sibling's config.json (or text_config) says besides
-    defaults: Mapping[str, int] = field(default_factory=dict)  # kv_heads and head_dim, where config.json does not say
+    kv_heads: int | None = None  # where config.json does not say
+    head_dim: int | None = None
     without: tuple[str, ...] = ()  # keys of the dense model that its sibling does not have
     only: Mapping[str, Any] = field(default_factory=dict)  # keys with the one value that the sibling can hold
     width: Callable[[Config], int] = width_stated  # of the dense FFN
@@ -111,7 +111,8 @@ QWEN3_5 = Pair(
     "Qwen3_5MoeForCausalLM",
     Abilities(shared="any"),
     qwen3_5_keys,
-    {"kv_heads": 4, "head_dim": 256},
+    kv_heads=4,
+    head_dim=256,
     without=("intermediate_size",),
     shared="shared_expert",
     shared_gate="shared_expert_gate.weight",
@@ -132,7 +133,8 @@ PAIRS = (
             "moe_layer_end_index": moe.dense.layers - 1,
             "moe_layer_interval": 1,
         },
-        {"kv_heads": 2, "head_dim": 128},
+        kv_heads=2,
+        head_dim=128,
         only={"use_bias": False},
         bias="moe_statics.e_score_correction_bias",
         bias_dims=2,
@@ -183,7 +185,7 @@ PAIRS = (
             "use_expert_bias": True,
             "layer_types": lfm2_layers(config),
         },
-        {"kv_heads": 8},
+        kv_heads=8,
         without=(
             "block_ff_dim", "block_auto_adjust_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier",
             "full_attn_idxs",
@@ -231,7 +233,7 @@ def target_of(moe: MoESpec, asked: str) -> tuple[str, str]:
             f"target is {asked}, but all of a {pair.dense} model except its FFNs is carried over by name, which its "
             f"sibling {pair.moe} alone can hold; write target=auto"
         )
-    reasons = common.refusals(pair.can, moe)
+    reasons = refusals(pair.can, moe)
     if reasons:
         scores = "" if moe.score in pair.can.scores else f"; write router.score={' or '.join(sorted(pair.can.scores))}"
         raise ValueError(
@@ -255,24 +257,18 @@ class Dense:
     """A dense architecture of PAIRS, as a file in families/ is one."""
 
     pair: Pair
-    IGNORED: tuple[str, ...] = families.ROTARY_BUFFERS
+    ignored: tuple[str, ...] = ROTARY_BUFFERS
 
     def read(self, config: Config) -> DenseSpec:
         pair, text = self.pair, text_of(config)
         if (text is config) == bool(pair.wrapped):
             raise typed.wrong(config, "text_config", "keys and values" if pair.wrapped else "absent")
-        families.refuse_foreign({key: value for key, value in config.items() if key != "architectures"})
-        common.only(text, **pair.only)
+        refuse_foreign({key: value for key, value in config.items() if key != "architectures"})
+        common.only(text, pair.only)
         named = {"intermediate_size": pair.width(text), "architectures": None}
-        spec = families.dense(
-            {**text, **named},
-            pair.dense,
-            context=4096,
-            kv_heads=pair.defaults.get("kv_heads"),
-            head_dim=pair.defaults.get("head_dim"),
-            rope=ROPE,
-            carried=Carried(config),
-        )
+        fixed = {"rope": ROPE, "carried": Carried(config)}
+        family = Family(pair.dense, context=4096, kv_heads=pair.kv_heads, head_dim=pair.head_dim, fixed=fixed)
+        spec = family.read({**text, **named})
         pair.keys(self.plainest(spec), text)  # what only the writing of config.json reads is checked here too
         return spec
 
@@ -289,7 +285,7 @@ class Dense:
         tensors = {
             name: (entry.shape, entry.dtype)
             for name, entry in entries.items()
-            if name not in ffns and not any(re.fullmatch(pattern, name) for pattern in self.IGNORED)
+            if name not in ffns and not any(re.fullmatch(pattern, name) for pattern in self.ignored)
         }
         layer = re.compile(rf"{re.escape(prefix)}layers\.([0-9]+)\.")
         beyond = [name for name in tensors if (found := layer.match(name)) and int(found[1]) >= spec.layers]
@@ -304,7 +300,7 @@ class Dense:
         """Where gate, up and down of a layer lie."""
         block, (one, two, three) = f"{prefix}layers.{layer}.{self.pair.dense_block}", self.pair.names
         if three:
-            names = zip(("gate", "up", "down"), (one, two, three), strict=True)
+            names = zip(PARTS, (one, two, three), strict=True)
             return {matrix: Source(f"{block}.{name}.weight") for matrix, name in names}
         rows = {"gate": ((0, ffn),), "up": ((ffn, 2 * ffn),)}
         fused = {matrix: Source(f"{block}.{one}.weight", found) for matrix, found in rows.items()}
@@ -325,12 +321,14 @@ class MoE:
 
     pair: Pair
 
+    modeling = None
+
     @property
-    def ABILITIES(self) -> Abilities:
+    def can(self) -> Abilities:
         return self.pair.can
 
     @property
-    def __name__(self) -> str:
+    def name(self) -> str:
         return self.pair.moe
 
     def config(self, moe: MoESpec) -> dict[str, Any]:
@@ -369,24 +367,21 @@ class MoE:
     def ffn(self, moe: MoESpec, prefix: str, layer: int) -> Iterator[Slot]:
         pair = self.pair
         if layer not in moe.layers:
-            return common.ffn_slots(moe, f"{prefix}.{pair.dense_block}", f"layers.{layer}", pair.names)
+            return ffn_slots(moe, f"{prefix}.{pair.dense_block}", f"layers.{layer}", pair.names)
         return fused_slots(moe, prefix, layer) if pair.fused else self.block(moe, prefix, layer)
 
     def block(self, moe: MoESpec, prefix: str, layer: int) -> Iterator[Slot]:
         pair, role, block = self.pair, f"layers.{layer}", f"{prefix}.{self.pair.block}"
-        yield common.one(moe, f"{block}.{pair.router}", f"{role}.router.weight")
+        yield one(moe, f"{block}.{pair.router}", f"{role}.router.weight")
         if pair.bias:
             shape = (1,) * (pair.bias_dims - 1) + (moe.experts,)
             yield Slot(f"{block}.{pair.bias}", (f"{role}.router.bias",), shape, "float32")
         for i in range(moe.experts):
-            yield from common.ffn_slots(moe, f"{block}.experts.{i}", f"{role}.experts.{i}", pair.names)
+            yield from ffn_slots(moe, f"{block}.experts.{i}", f"{role}.experts.{i}", pair.names)
         if moe.shared or pair.least(moe):
-            width, hidden = moe.shared or pair.least(moe), moe.dense.hidden
-            for part, name in zip(("gate", "up", "down"), pair.names, strict=True):
-                shape = (hidden, width) if part == "down" else (width, hidden)
-                yield Slot(f"{block}.{pair.shared}.{name}.weight", (f"{role}.shared.{part}.weight",), shape)
+            yield from shared_slots(moe, f"{block}.{pair.shared}", layer, pair.least(moe), pair.names)
         if pair.shared_gate:
-            yield common.one(moe, f"{block}.{pair.shared_gate}", f"{role}.shared_gate.weight")
+            yield one(moe, f"{block}.{pair.shared_gate}", f"{role}.shared_gate.weight")
 
     def routers(self, entries: Mapping[str, Entry]) -> dict[int, str]:
         """The router's name in each MoE layer of a folder."""
@@ -402,16 +397,14 @@ class MoE:
             if not pair.wrapped
             else f"plan, convert and verify know {pair.moe}; training and our own evaluation do not: use other tools"
         )
-        mtp = any(name.startswith("mtp.") for name in carried.tensors)
-        least = pair.least(moe)
-        more = common.empty_shared_note(moe, least) if least else {}
-        more["the layers for multi-token prediction (mtp.) are carried over dense; transformers ignores them"] = mtp
-        return [sentence, *common.notes(moe, pair.can, more)]
+        mtp = "the layers for multi-token prediction (mtp.) are carried over dense; transformers ignores them"
+        found = common.notes(moe, pair.can, {}, pair.least(moe))
+        return [sentence, *found, *([mtp] if any(name.startswith("mtp.") for name in carried.tensors) else [])]
 
 
 def fused_slots(moe: MoESpec, prefix: str, layer: int) -> Iterator[Slot]:
     """One block of granitemoehybrid: the experts of granitemoe, and always a shared one."""
-    yield from granitemoe.granite_block(moe, layer, prefix)
+    yield from granitemoe.fused_slots(moe, prefix, layer)
     if not moe.shared:
         for name, shape in {"input": (2 * LEAST, moe.dense.hidden), "output": (moe.dense.hidden, LEAST)}.items():
             yield Slot(f"{prefix}.shared_mlp.{name}_linear.weight", (f"layers.{layer}.shared.down.weight",), shape)

@@ -11,9 +11,10 @@ from typing import Any
 
 from yaml import YAMLError
 
+from upcycle.arch.registry import target
 from upcycle.cli.frame import printable
 from upcycle.planning import engines, size
-from upcycle.planning.plan import UpcyclePlan, sizes, target
+from upcycle.planning.plan import UpcyclePlan, sizes
 from upcycle.planning.promise import Promise
 from upcycle.version import __version__
 
@@ -157,7 +158,7 @@ def text(plan: UpcyclePlan, dense: Path) -> str:
     from_name = inert(public(plan.config.source or plan.config.donors[0]))
     load = (
         "AutoModelForCausalLM.from_pretrained(folder)"
-        if target(plan.target).ABILITIES.stock
+        if target(plan.target).can.stock
         else "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"
     )
     lines = [

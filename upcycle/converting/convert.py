@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from upcycle.arch.registry import target
 from upcycle.arch.spec import BYTES
 from upcycle.config.reading import byte_size
 from upcycle.converting import card, make
@@ -46,7 +47,7 @@ from upcycle.io.checkpoint import Checkpoint
 from upcycle.io.disk import write_atomic
 from upcycle.io.strict import Count
 from upcycle.planning import request
-from upcycle.planning.plan import Output, UpcyclePlan, target
+from upcycle.planning.plan import Output, UpcyclePlan
 from upcycle.version import __version__
 
 MANIFEST = "upcycle.json"
@@ -377,7 +378,7 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         index = {"metadata": {"total_size": plan.bytes}, "weight_map": dict(sorted(weight_map.items()))}
         beside.append(partial / "model.safetensors.index.json")
         write_atomic(beside[-1], json.dumps(index, indent=2).encode() + b"\n")
-    modeling = getattr(target(plan.target), "MODELING", None)
+    modeling = target(plan.target).modeling
     copied = {path.name: path for path in (*checkpoints[0].copied_files(), *([modeling] if modeling else []))}
     if plan.observed:
         copied[MEASURED] = partial / JOB / OBSERVED

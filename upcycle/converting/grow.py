@@ -29,8 +29,8 @@ from torch import Tensor
 
 from upcycle import plugin
 from upcycle.arch.families.common import Source
+from upcycle.arch.slots import Slot
 from upcycle.arch.spec import MAX_EXPERTS, MoESpec
-from upcycle.arch.targets.common import Slot
 from upcycle.config.reading import build
 from upcycle.config.schema import Router, UpcycleConfig
 from upcycle.io import strict

@@ -13,8 +13,7 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from upcycle import plugin
-from upcycle.arch import siblings
+from upcycle.arch import registry, siblings
 from upcycle.arch.spec import MoESpec
 from upcycle.io import strict
 
@@ -123,8 +122,8 @@ def sentence(target: str, config: Mapping[str, Any]) -> str:
     """transformers, vLLM; not MLX: ...; not tried: ... Of a config.json, because that is what an engine sees."""
     if target in siblings.MOE:
         return "transformers; no other engine was tried"
-    chosen = plugin.load("upcycle.arch.targets", target)
-    if not chosen.ABILITIES.stock:
+    chosen = registry.readable(target)
+    if not chosen.can.stock:
         return "transformers with trust_remote_code=True; no other engine knows this architecture"
     right, wrong, untried = fits(target, chosen.read(config))
     return "; ".join(

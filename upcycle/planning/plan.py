@@ -14,22 +14,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from upcycle import plugin
 from upcycle.arch import siblings
+from upcycle.arch.abilities import refusals, relu2_as_gated
 from upcycle.arch.families.common import Source
+from upcycle.arch.registry import AnyDense, AnyTarget, family, readable, target
+from upcycle.arch.slots import Slot
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
-from upcycle.arch.targets.common import Slot, refusals, relu2_as_gated
 from upcycle.config.reading import byte_size
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import grow
 from upcycle.io import disk
 from upcycle.io.checkpoint import Checkpoint
-from upcycle.io.strict import short
 from upcycle.planning import request, routers, scale, size
 from upcycle.planning.methods import Method
 from upcycle.planning.promise import Promise, make_promise
@@ -131,7 +131,7 @@ class UpcyclePlan:
     @property
     def gated(self) -> bool:
         """True if the target's experts have a gate, be it the donor's or one that equals `up`."""
-        return self.dense.gated or relu2_as_gated(self.moe, target(self.target).ABILITIES)
+        return self.dense.gated or relu2_as_gated(self.moe, target(self.target).can)
 
     def factors(self, layer: int) -> dict[str, float]:
         """The factor of each matrix of this layer's routed experts."""
@@ -166,32 +166,9 @@ class UpcyclePlan:
         return digest.hexdigest()
 
 
-def family(model_type: Any) -> Any:
-    """The file of a dense architecture, or a siblings.Dense, which has the same names."""
-    if isinstance(model_type, str) and model_type in siblings.DENSE:
-        return siblings.Dense(siblings.DENSE[model_type])
-    known = sorted([*plugin.names("upcycle.arch.families"), *siblings.DENSE])
-    if model_type in [*plugin.names("upcycle.arch.targets"), *plugin.names("upcycle.arch.natives"), *siblings.MOE]:
-        raise ValueError(
-            f"config.json has model_type {model_type!r}, which is a mixture of experts already; give a dense model, of "
-            f"one of the families {', '.join(known)}"
-        )
-    if model_type not in known:  # no nearest name: programs write this key, so another name is another architecture
-        raise ValueError(f"config.json has model_type {short(model_type)}; dense families known: {', '.join(known)}")
-    return plugin.load("upcycle.arch.families", model_type)
-
-
-def target(name: str) -> Any:
-    """The file of an MoE architecture, or a siblings.MoE, which has the same names."""
-    return siblings.MoE(siblings.MOE[name]) if name in siblings.MOE else plugin.load("upcycle.arch.targets", name)
-
-
-def read_dense(source_family: Any, checkpoint: Checkpoint) -> DenseSpec:
-    spec: DenseSpec = source_family.read(checkpoint.config)
-    if spec.carried is None:
-        return spec
-    carried: DenseSpec = source_family.carry(spec, checkpoint.entries)
-    return carried
+def read_dense(source_family: AnyDense, checkpoint: Checkpoint) -> DenseSpec:
+    spec = source_family.read(checkpoint.config)
+    return source_family.carry(spec, checkpoint.entries) if isinstance(source_family, siblings.Dense) else spec
 
 
 def build(
@@ -261,7 +238,7 @@ def build(
 def grown(config: UpcycleConfig, base: Checkpoint, known: Mapping[str, Tensor]) -> UpcyclePlan:
     """The plan of an MoE with more or fewer experts than the source, an MoE too (grow.py)."""
     name = str(base.config["model_type"])
-    chosen, dtype = target(name), config.dtype or stored_dtype(base)
+    chosen, dtype = readable(name), config.dtype or stored_dtype(base)
     if dtype not in BYTES:
         raise refused_dtype(base, dtype)
     view: MoESpec = chosen.read(base.config)
@@ -376,15 +353,15 @@ def padded(moe: MoESpec) -> Iterator[str]:
 # ---- which architecture
 
 
-def place_scale(config: UpcycleConfig, moe: MoESpec, kind: str | float, chosen: ModuleType) -> MoESpec:
+def place_scale(config: UpcycleConfig, moe: MoESpec, kind: str | float, chosen: AnyTarget) -> MoESpec:
     """`moe` with c as its output_scale where the target has one; elsewhere c goes into the weights (plan.factors)."""
     if config.scale_in not in ("auto", "weights", "output"):
         raise ValueError(f"scale_in is {config.scale_in!r}; write auto, weights or output")
-    fits = chosen.ABILITIES.output_scale and kind not in ("published", "calibrated")
+    fits = chosen.can.output_scale and kind not in ("published", "calibrated")
     if config.scale_in == "output" and not fits:
         raise ValueError(
             "scale_in=output needs a target with an output scale and one number for all layers, got "
-            f"{chosen.__name__.rsplit('.', 1)[-1]} with scale={kind}"
+            f"{chosen.name} with scale={kind}"
         )
     c = scale.gain(moe, kind, None)
     return replace(moe, output_scale=c) if fits and config.scale_in != "weights" and c is not None else moe
@@ -401,7 +378,7 @@ def stock_targets(config: UpcycleConfig, moe: MoESpec) -> dict[str, list[str]]:
         pair = siblings.DENSE[moe.dense.family]
         return {pair.moe: refusals(pair.can, moe)}
     names = plugin.names("upcycle.arch.targets") if config.target == "auto" else [config.target]
-    return {name: refusals(target(name).ABILITIES, moe) for name in names if target(name).ABILITIES.stock}
+    return {name: refusals(target(name).can, moe) for name in names if target(name).can.stock}
 
 
 def scored(config: UpcycleConfig, moe: MoESpec) -> tuple[MoESpec, str]:
@@ -422,7 +399,7 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
     """(target, why this one). A ValueError if the config names a target that cannot hold the model."""
     if moe.dense.carried is not None:
         return siblings.target_of(moe, config.target)
-    reasons = {name: refusals(target(name).ABILITIES, moe) for name in plugin.names("upcycle.arch.targets")}
+    reasons = {name: refusals(target(name).can, moe) for name in plugin.names("upcycle.arch.targets")}
     holding = sorted((n for n in reasons if not reasons[n]), key=rank)
     if config.target != "auto":
         target(config.target)  # an unknown name is refused here
@@ -433,17 +410,17 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
                 f"{', '.join(holding)}{instead}"
             )
         return config.target, "asked for"
-    stock = [n for n in holding if target(n).ABILITIES.stock]
+    stock = [n for n in holding if target(n).can.stock]
     if stock:
         best, *rest = stock
         # a bf16 router has ties, which split virtual groups; stock targets of one score all route in the same precision
         half = moe.dtype in ("bfloat16", "float16")
-        fp32 = " and routes in float32" if half and moe.granularity > 1 and target(best).ABILITIES.router_fp32 else ""
+        fp32 = " and routes in float32" if half and moe.granularity > 1 and target(best).can.router_fp32 else ""
         others = f"; {', '.join(rest)} would too" if rest else ""
-        adds_one = half and moe.dense.norm == "rms1p" and "rms1p" not in target(best).ABILITIES.norms
+        adds_one = half and moe.dense.norm == "rms1p" and "rms1p" not in target(best).can.norms
         held = f"but for rounding norm weights + 1 to {moe.dtype}" if adds_one else "exactly"
         return best, f"stock transformers, holds this model {held}{fp32}{others}"
-    close = sorted((n for n in reasons if target(n).ABILITIES.stock), key=lambda n: (len(reasons[n]), rank(n)))[:2]
+    close = sorted((n for n in reasons if target(n).can.stock), key=lambda n: (len(reasons[n]), rank(n)))[:2]
     return holding[0], "no stock architecture holds it: " + "; ".join(
         f"{n} has no {' and no '.join(reasons[n])}" for n in close
     )
@@ -460,9 +437,9 @@ TINY = 1e-20
 class Recipes:
     """Turns a target's slots into outputs with recipes. `dense` says what fills a role that the donor lacks."""
 
-    def __init__(self, moe: MoESpec, method: Method, sources: list[dict[str, Source]], chosen: ModuleType) -> None:
+    def __init__(self, moe: MoESpec, method: Method, sources: list[dict[str, Source]], chosen: AnyTarget) -> None:
         self.moe, self.needs, self.sources = moe, method.needs, sources
-        self.one_p = moe.dense.norm == "rms1p" and "rms1p" not in chosen.ABILITIES.norms
+        self.one_p = moe.dense.norm == "rms1p" and "rms1p" not in chosen.can.norms
         self.slots: list[Slot] = list(chosen.slots(moe))
         self.shared_factor = 2.0 if any(".shared_gate." in role for slot in self.slots for role in slot.roles) else 1.0
 
@@ -548,7 +525,7 @@ def refused_dtype(checkpoint: Checkpoint, dtype: str) -> ValueError:
     )
 
 
-def check_sources(dense: DenseSpec, source_family: ModuleType, checkpoints: Sequence[Checkpoint]) -> set[str]:
+def check_sources(dense: DenseSpec, source_family: AnyDense, checkpoints: Sequence[Checkpoint]) -> set[str]:
     """Check that every tensor of the family is there in the right shape and that all donors have one architecture.
 
     Returns the dtypes of the tensors; raises a ValueError otherwise.
@@ -609,7 +586,7 @@ def check_outputs(outputs: Sequence[Output]) -> None:
         assert sum(prod(part.shape) for part in out.parts) == prod(out.shape), out.name
 
 
-def dropped(source_family: ModuleType, dense: DenseSpec, base: Checkpoint) -> tuple[tuple[str, str], ...]:
+def dropped(source_family: AnyDense, dense: DenseSpec, base: Checkpoint) -> tuple[tuple[str, str], ...]:
     """(name, reason) of every unused tensor of the base. One without a reason is a ValueError: it would be lost."""
     sources = source_family.sources(dense)
     used = {source.name for source in sources.values()}
@@ -621,7 +598,7 @@ def dropped(source_family: ModuleType, dense: DenseSpec, base: Checkpoint) -> tu
             continue
         if name == head:  # unused, so the model is tied
             out.append((name, "tied to the embedding"))
-        elif any(re.fullmatch(pattern, name) for pattern in source_family.IGNORED):
+        elif any(re.fullmatch(pattern, name) for pattern in source_family.ignored):
             out.append((name, "a buffer, not a weight"))
         else:
             raise ValueError(

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from upcycle.arch.abilities import relu2_as_gated
 from upcycle.arch.ffn import FFN
+from upcycle.arch.registry import AnyTarget
 from upcycle.arch.spec import BYTES, MoESpec
-from upcycle.arch.targets.common import relu2_as_gated
 from upcycle.config.schema import UpcycleConfig
 from upcycle.planning import rng, routers, scale
 from upcycle.planning.methods import Method, Place
@@ -119,12 +119,12 @@ def make_promise(
     moe: MoESpec,
     method: Method,
     kind: str | float,
-    chosen: ModuleType,
+    chosen: AnyTarget,
     stored: Collection[str],
 ) -> Promise:
     """The Promise of a plan for the target `chosen`. `stored`: the dtypes of the source's tensors."""
     g, d = moe.granularity, moe.dense
-    gated = d.gated or relu2_as_gated(moe, chosen.ABILITIES)
+    gated = d.gated or relu2_as_gated(moe, chosen.can)
     why_not, remarks = [], []
     if method.needs.mixes:
         why_not.append("the donors are mixed")
@@ -151,7 +151,7 @@ def make_promise(
     half = moe.dtype in ("bfloat16", "float16")
     if exact and rounded:
         remarks.append(f"exact but for the rounding of {rounded} to {moe.dtype}")
-    if exact and half and g > 1 and not chosen.ABILITIES.router_fp32:
+    if exact and half and g > 1 and not chosen.can.router_fp32:
         remarks.append(
             f"computed in {moe.dtype} on a CPU, router logits tie and about 0.5 % of tokens a layer split a virtual "
             "group; CUDA's topk keeps groups whole, and so do targets that route in float32"
@@ -179,7 +179,7 @@ def rounding(
     kind: str | float,
     c: float | None,
     gated: bool,
-    chosen: ModuleType,
+    chosen: AnyTarget,
     stored: Collection[str],
 ) -> str:
     """The kind of weights that are rounded when stored; '' if every number is kept."""
@@ -192,4 +192,4 @@ def rounding(
         factors = scale.weight_factors(moe, kind, c, gated=gated)
         if any(math.frexp(factors[matrix])[0] != 0.5 for matrix in moe.dense.ffn_matrices):  # not a power of two
             return "scaled weights"
-    return "norm weights + 1" if moe.dense.norm == "rms1p" and "rms1p" not in chosen.ABILITIES.norms else ""
+    return "norm weights + 1" if moe.dense.norm == "rms1p" and "rms1p" not in chosen.can.norms else ""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from upcycle import plugin
+from upcycle.arch import registry
 from upcycle.converting.make import Maker, router_rows
 from upcycle.io.checkpoint import Checkpoint, read_header
 from upcycle.planning import request, routers
@@ -105,7 +105,7 @@ def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> tuple[Tensor
 def reader(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> observe.Read:
     """A function role -> tensor of the dense model: the base, or the donors' mean if the method averages the rest."""
     maker = Maker(plan, checkpoints)
-    sources = plugin.load("upcycle.arch.families", plan.dense.family).sources(plan.dense)
+    sources = registry.family(plan.dense.family).sources(plan.dense)
     donors = range(1, len(checkpoints)) if plan.method.needs.rest == "mean" else [0]
 
     def read(role: str) -> Tensor:

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
+from upcycle.arch import slots
 from upcycle.arch.ffn import ACTIVATIONS, FFN
 from upcycle.arch.spec import DenseSpec, MoESpec
-from upcycle.arch.targets import common, upcycled
+from upcycle.arch.targets import upcycled
 from upcycle.planning import rng, routers
 
 Read = Callable[[str], Tensor]  # a role (see spec.py) -> its tensor
@@ -55,14 +56,14 @@ def run_layer(spec: DenseSpec, read: Read, index: int, x_BSD: Tensor) -> Tensor:
     from upcycle.arch.remote import modeling_upcycled as model  # imports transformers
 
     dense = MoESpec(spec, layers=(), widths=(), top_k=0, copies=1, dtype="float32")
-    config = model.UpcycledConfig(**upcycled.config(dense))
+    config = model.UpcycledConfig(**upcycled.TARGET.config(dense))
     config._attn_implementation = "eager" if spec.attention_cap else "sdpa"  # SDPA has no soft cap
     with torch.device("meta"):
         layer = model.UpcycledDecoderLayer(config, index)
     weights = {}
     for role in spec.attention_shapes() | spec.ffn_shapes():
         part, kind = role.rsplit(".", 1)
-        weights[f"{common.LLAMA[part]}.{kind}"] = read(f"layers.{index}.{role}").to(x_BSD.device).float()
+        weights[f"{slots.LLAMA[part]}.{kind}"] = read(f"layers.{index}.{role}").to(x_BSD.device).float()
     layer.load_state_dict(weights, assign=True)
     seen: list[Tensor] = []
     layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))

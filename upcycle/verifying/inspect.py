@@ -13,8 +13,7 @@ from typing import Any, NotRequired, TypedDict
 
 from tqdm import tqdm
 
-from upcycle import plugin
-from upcycle.arch import siblings
+from upcycle.arch import registry, siblings
 from upcycle.arch.spec import MoESpec
 from upcycle.cli.frame import printable
 from upcycle.converting import grow
@@ -144,7 +143,7 @@ def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator
             return
         names = siblings.MoE(siblings.MOE[kind]).routers(checkpoint.entries)
     else:
-        target = plugin.load("upcycle.arch.targets", kind)
+        target = registry.readable(kind)
         moe = in_slices(target.read(checkpoint.config), manifest["config"])
         if not moe.copies_of_slices:
             return

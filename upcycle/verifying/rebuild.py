@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from upcycle import plugin
+from upcycle.arch import registry
 from upcycle.arch.ffn import FFN, NEURON_DIM, scale
-from upcycle.arch.spec import MoESpec
-from upcycle.arch.targets.common import Slot
+from upcycle.arch.slots import Slot
 from upcycle.config import reading as config
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card, grow
@@ -197,8 +196,8 @@ class FewerExperts(Reference):
 
     def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
         super().__init__(plan, checkpoints)
-        architecture = plugin.load("upcycle.arch.targets", plan.target)
-        self.moe: MoESpec = architecture.read(plan.hf_config)
+        architecture = registry.readable(plan.target)
+        self.moe = architecture.read(plan.hf_config)
         self.slots = {role: (slot, i) for slot in architecture.slots(self.moe) for i, role in enumerate(slot.roles)}
         self.held: dict[str, Tensor] = {}  # fused tensors of one layer, of which each expert has a part
 

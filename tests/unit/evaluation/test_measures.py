@@ -29,7 +29,7 @@ from evaluation.judge import metrics as measures
 from evaluation.show import facts
 from tests.unit.evaluation.written import save
 from training.parallel.mesh import MeshConfig, ParallelMesh
-from upcycle.sample import make_llama
+from upcycle.arch.sample import make_llama
 
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -34,8 +34,8 @@ from tests.unit.evaluation.written import save
 from training.cli.prepare import main as prepare
 from training.config.schema import TrainConfig
 from training.data.shards import META
+from upcycle.arch.sample import make_llama
 from upcycle.config.reading import build
-from upcycle.sample import make_llama
 
 STUDY: dict[str, Any] = {
     "base": {

@@ -12,7 +12,7 @@ from typing import Any
 
 import upcycle
 
-ROOT = Path(upcycle.__file__).parent
+ROOT = Path(upcycle.__file__).parent / "arch"
 VALUES: list[Any] = [
     None, "", "x", "2", "a\nb", [], ["x"], [0], [None], [[]], {}, {"x": []}, 0, 1, 3, -1, 10**9, 10**19, 0.5, -0.0, -2.5, 1e9,
     1e300, float("inf"), float("nan"), True, False,

@@ -23,13 +23,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.parity import tiny
 from tests.unit.upcycle.mutations import keys_read, unreadable, written
 from tests.unit.upcycle.plans import load
-from upcycle import plugin
+from upcycle.arch import registry
 from upcycle.arch.families.common import Source
 from upcycle.arch.spec import DenseSpec
 
 
 def family(name: str) -> Any:
-    return plugin.load("upcycle.arch.families", name)
+    return registry.family(name)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def problems(spec: DenseSpec, found: Mapping[str, Tensor]) -> Iterator[str]:
             yield f"{name}: rows {sorted(ranges)} overlap or leave a gap"
     tied_head = {module.sources(replace(spec, tied=False))["head.weight"].name} if spec.tied else set()
     for name in found.keys() - taken.keys() - tied_head:
-        if not any(re.fullmatch(pattern, name) for pattern in module.IGNORED):
+        if not any(re.fullmatch(pattern, name) for pattern in module.ignored):
             yield f"{name} is not used"
 
 
@@ -151,7 +151,7 @@ def test_gpt_neox_fused_tensors(name: str, checkpoint: Any) -> None:
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)
 def test_ignored_are_buffers_and_never_weights(name: str, checkpoint: Any) -> None:
-    patterns = family(name).IGNORED
+    patterns = family(name).ignored
     buffers = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.31.self_attn.rotary_emb.cos_cached"]
     if name == "gpt_neox":
         buffers = [f"gpt_neox.layers.3.attention.{b}" for b in ("bias", "masked_bias", "rotary_emb.inv_freq")]

@@ -8,7 +8,8 @@ import pytest
 
 from tests.unit.upcycle.mutations import keys_read, unreadable
 from upcycle import plugin
-from upcycle.planning.plan import family
+from upcycle.arch import registry
+from upcycle.arch.registry import family
 
 DEEPSEEK: dict[str, Any] = {
     "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
@@ -38,7 +39,7 @@ NATIVES: dict[str, dict[str, Any]] = {
 
 
 def tensors(config: dict[str, Any]) -> int:
-    native = plugin.load("upcycle.arch.natives", str(config["model_type"]))
+    native = registry.native(str(config["model_type"]))
     moe = native.read(config)
     large = moe.experts * moe.dense.layers > 1000  # to be listed for each mutant
     return 0 if large else len(list(native.slots(moe)))

@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from tests.parity import tiny
-from upcycle import plugin
+from upcycle.arch import registry
 from upcycle.arch.ffn import FFN
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.text import observe
@@ -41,7 +41,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def opened(folder: Path) -> tuple[DenseSpec, observe.Read]:
     config = json.loads((folder / "config.json").read_text())
-    family, stored = plugin.load("upcycle.arch.families", config["model_type"]), load_file(folder / "model.safetensors")
+    family, stored = registry.family(config["model_type"]), load_file(folder / "model.safetensors")
     spec = family.read(config)
     sources = family.sources(spec)
 

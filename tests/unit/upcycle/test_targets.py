@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from upcycle import plugin
+from upcycle.arch import registry
+from upcycle.arch.abilities import refusals
 from upcycle.arch.spec import DenseSpec, MoESpec
-from upcycle.arch.targets.common import refusals
 
 TARGETS = plugin.names("upcycle.arch.targets")
-STOCK = [name for name in TARGETS if plugin.load("upcycle.arch.targets", name).ABILITIES.stock]
+STOCK = [name for name in TARGETS if registry.readable(name).can.stock]
 
 LLAMA = DenseSpec("llama", layers=4, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=256, context=128)
 SIGMOID = {"glm4_moe", "dots1", "solar_open"}
@@ -22,7 +23,7 @@ SIGMOID = {"glm4_moe", "dots1", "solar_open"}
 
 def moe_for(target: str, dense: dict[str, Any] | None = None, **moe: Any) -> MoESpec:
     """A model that `target` holds (a Llama if it can hold one), with changes to the dense model and to the MoE."""
-    can = plugin.load("upcycle.arch.targets", target).ABILITIES
+    can = registry.readable(target).can
     block, qk_norm = (
         plain if plain in held else min(held) for plain, held in (("pre", can.blocks), ("none", can.qk_norms))
     )
@@ -36,7 +37,7 @@ def moe_for(target: str, dense: dict[str, Any] | None = None, **moe: Any) -> MoE
 
 
 def reasons(target: str, dense: dict[str, Any] | None = None, **moe: Any) -> list[str]:
-    return refusals(plugin.load("upcycle.arch.targets", target).ABILITIES, moe_for(target, dense, **moe))
+    return refusals(registry.readable(target).can, moe_for(target, dense, **moe))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -166,7 +167,7 @@ STATED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_config_states_what_has_a_wrong_default(target: str) -> None:
-    config = plugin.load("upcycle.arch.targets", target).config(moe_for(target))
+    config = registry.readable(target).config(moe_for(target))
     assert json.loads(json.dumps(config)) == config
     assert config["model_type"] == target and len(config["architectures"]) == 1
     assert {key: config.get(key, "not stated") for key in STATED.get(target, {})} == STATED.get(target, {})
@@ -178,7 +179,7 @@ def test_the_config_states_what_has_a_wrong_default(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_rope_scaling_passes_through_for_old_and_new_loaders(target: str) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    config = plugin.load("upcycle.arch.targets", target).config(moe_for(target, {"rope": rope}))
+    config = registry.readable(target).config(moe_for(target, {"rope": rope}))
     extra = {"partial_rotary_factor": 1.0} if target == "glm4_moe" else {}
     assert config["rope_parameters"] == rope | extra
     assert config["rope_scaling"] | {"rope_theta": config["rope_theta"]} == rope | extra
@@ -186,8 +187,8 @@ def test_rope_scaling_passes_through_for_old_and_new_loaders(target: str) -> Non
 
 @pytest.mark.parametrize("target", STATED)
 def test_the_config_follows_the_model(target: str) -> None:
-    module = plugin.load("upcycle.arch.targets", target)
-    can = module.ABILITIES
+    module = registry.readable(target)
+    can = module.can
     if can.mixed != "none":
         config = module.config(moe_for(target, layers=(1, 2, 3)))
         assert config.get("mlp_only_layers") == [0] or config.get("first_k_dense_replace") == 1
@@ -220,7 +221,7 @@ def changes(target: str) -> list[MoESpec]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_slots_are_unique_and_as_large_as_their_roles(target: str) -> None:
     for moe in changes(target):
-        slots = list(plugin.load("upcycle.arch.targets", target).slots(moe))
+        slots = list(registry.readable(target).slots(moe))
         assert len({slot.name for slot in slots}) == len(slots)
         for slot in slots:
             if ".shared." in slot.roles[0] and not moe.shared:
@@ -233,7 +234,7 @@ def test_slots_are_unique_and_as_large_as_their_roles(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_dense_weight_has_a_place_and_every_expert_is_there(target: str) -> None:
     for moe in changes(target):
-        roles = [role for slot in plugin.load("upcycle.arch.targets", target).slots(moe) for role in slot.roles]
+        roles = [role for slot in registry.readable(target).slots(moe) for role in slot.roles]
         assert len(set(roles)) == len(roles)
         for role, _ in moe.dense.roles():
             path = role.split(".")
@@ -249,14 +250,14 @@ def test_every_dense_weight_has_a_place_and_every_expert_is_there(target: str) -
 
 
 def names(target: str, dense: dict[str, Any] | None = None, **moe: Any) -> set[str]:
-    return {slot.name for slot in plugin.load("upcycle.arch.targets", target).slots(moe_for(target, dense, **moe))}
+    return {slot.name for slot in registry.readable(target).slots(moe_for(target, dense, **moe))}
 
 
 def test_heads_are_written_where_vllm_never_ties() -> None:
     tied = {target for target in STATED if "lm_head.weight" not in names(target, {"tied": True})}
     assert tied == set(STATED) - SIGMOID
     for target in SIGMOID:
-        config = plugin.load("upcycle.arch.targets", target).config(moe_for(target, {"tied": True}))
+        config = registry.readable(target).config(moe_for(target, {"tied": True}))
         assert config["tie_word_embeddings"] is False
 
 
@@ -273,7 +274,7 @@ def test_one_switch_for_four_biases_fills_the_missing_ones() -> None:
 
 
 def notes(target: str, dense: dict[str, Any] | None = None, **moe: Any) -> str:
-    return " ".join(plugin.load("upcycle.arch.targets", target).notes(moe_for(target, dense, **moe)))
+    return " ".join(registry.readable(target).notes(moe_for(target, dense, **moe)))
 
 
 def test_notes_say_what_a_user_must_know() -> None:

@@ -13,7 +13,6 @@ from copy import deepcopy
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,16 +26,18 @@ import test_targets_parity as parity
 
 from tests.unit.upcycle.mutations import keys_read, unreadable
 from upcycle import plugin
+from upcycle.arch import registry
+from upcycle.arch.abilities import refusals
 from upcycle.arch.remote.modeling_upcycled import UpcycledConfig
 from upcycle.arch.spec import MoESpec
-from upcycle.arch.targets.common import refusals
+from upcycle.arch.targets.common import Target
 
 logging.set_verbosity_error()
 Config = dict[str, Any]
 
 
-def module(target: str) -> ModuleType:
-    return plugin.load("upcycle.arch.targets", target)
+def module(target: str) -> Target:
+    return registry.readable(target)
 
 
 def shapes(target: str, moe: MoESpec) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -99,14 +100,14 @@ def test_the_view_has_our_tensors_and_our_config(target: str, variant: str, shap
     assert shapes(target, view) == shapes(target, moe)
     assert ours.read(ours.config(view)) == view
     assert ours.read(saved_again(written, tmp_path)) == view
-    assert refusals(ours.ABILITIES, view) == []
+    assert refusals(ours.can, view) == []
     assert {role for slot in ours.slots(view) for role in slot.roles} == set(roles(view))
 
 
 @pytest.mark.parametrize("target", parity.TARGETS)
 def test_stock_transformers_saves_the_folder_and_the_view_is_the_same(target: str, tmp_path: Path) -> None:
     """With weights: the tensors that transformers saves are the slots of the view of the config.json that it saves."""
-    can, variant, ours = module(target).ABILITIES, parity.first_variant(target), module(target)
+    can, variant, ours = module(target).can, parity.first_variant(target), module(target)
     fits = ("E4G2T4-shared", "last-layer", "E4G2T4")
     moe = next(m for m in (moe_of(target, variant, shape) for shape in fits) if not refusals(can, m))
     tensors = {s.name: torch.randn(s.shape, generator=torch.Generator().manual_seed(0)) for s in ours.slots(moe)}

@@ -1,17 +1,17 @@
 """What the families share: config keys with transformers' defaults, and the tensor names of the Llama line.
 
-A family is a call of `dense()`, which reads the keys that every architecture has; the arguments say how this one
-differs. Keys of its own a family reads with `typed`, so that a wrong type or value is one sentence. A default here or
-in a family is that of transformers' configuration class, because save_pretrained has at times left out values that
-equal the default, and hand-written configs still do.
+A default here or in a family is that of transformers' configuration class, because save_pretrained has at times left
+out values that equal the default, and hand-written configs still do. Keys are read with `typed`, so that a wrong type
+or value is one sentence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from upcycle.arch.slots import LLAMA
 from upcycle.arch.spec import Activation, DenseSpec
 from upcycle.io import typed
 from upcycle.io.strict import short
@@ -49,52 +49,81 @@ class Source:
     donor: int = 0
 
 
-def dense(
-    config: Config,
-    family: str,
-    *,
-    context: int,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    tied: bool = False,
-    eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
-    act: str = "silu",
-    init_std: float = 0.02,
-    bos: int | None = None,
-    eos: int | None = None,
-    pad: int | None = None,
-    **different: Any,
-) -> DenseSpec:
-    """The DenseSpec of `config`. The named arguments are this family's defaults for absent keys (`eps` with the key's
-    name); `different` are DenseSpec fields that are set directly."""
-    refuse_foreign(config)
-    hidden, heads = typed.whole(config, "hidden_size"), typed.whole(config, "num_attention_heads", high=MAX_HEADS)
-    # absent, these two are the family's own; null, they are what follows from the others
-    kv_heads = kv_heads if "num_key_value_heads" not in config else None
-    head_dim = head_dim if "head_dim" not in config else None
-    fields: dict[str, Any] = {
-        "layers": layers(config),
-        "hidden": hidden,
-        "ffn": typed.whole(config, "intermediate_size"),
-        "heads": heads,
-        "kv_heads": typed.whole(config, "num_key_value_heads", kv_heads or heads),
-        "head_dim": typed.whole(config, "head_dim", head_dim or max(hidden // heads, 1)),
-        "vocab": typed.whole(config, "vocab_size"),
-        "context": context_length(config, context),
-        "norm_eps": typed.number(config, eps[0], eps[1], low=0, high=1),
-        "tied": typed.flag(config, "tie_word_embeddings", tied),
-        "dtype": dtype(config),
-        "tokens": tokens(config, bos=bos, eos=eos, pad=pad),
-        "init_std": typed.number(config, "initializer_range", init_std, low=0),
-    } | different
-    if "activation" not in fields:
-        fields["activation"] = activation(config, default=act)
-    if "rope" not in fields:
-        fields["rope"] = rope(config, context=fields["context"])
-    spec = DenseSpec(family=family, **fields)
-    spec.check()
-    check_rotation(spec)
-    return spec
+# field of a DenseSpec -> key of config.json that switches it on, and its default
+ATTENTION: Mapping[str, tuple[str, bool]] = {
+    "qkv_bias": ("attention_bias", False), "out_bias": ("attention_bias", False),
+}  # fmt: skip
+ALL_BIASES: Mapping[str, tuple[str, bool]] = {**ATTENTION, "ffn_bias": ("mlp_bias", False)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A dense architecture: its fields of a DenseSpec, its defaults for absent keys, and where its tensors lie."""
+
+    name: str
+    context: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    tied: bool = False
+    eps: tuple[str, float] = ("rms_norm_eps", 1e-6)  # the key and its default
+    act: str = "silu"
+    init_std: float = 0.02
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+    flags: Mapping[str, tuple[str, bool]] = field(default_factory=dict)  # as ATTENTION
+    rope: Mapping[str, Any] = field(default_factory=dict)  # arguments of the function `rope`
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that no key changes
+    own: Callable[[Config], Mapping[str, Any]] = lambda config: {}  # fields that keys of this family alone decide
+    adapt: Callable[[Config], Config] = lambda config: config  # the keys as every family has them
+    names: Mapping[str, str] = field(default_factory=dict)  # of modules whose name is not Llama's
+    model: str = "model"
+    parts: Callable[[DenseSpec], Mapping[str, Source]] = lambda spec: {}  # roles that share a tensor
+    ignored: tuple[str, ...] = ROTARY_BUFFERS  # regular expressions of tensors that are not weights
+
+    def read(self, config: Config) -> DenseSpec:
+        """Return the DenseSpec of a config.json; raise a ValueError for what no model of this family can be."""
+        config = self.adapt(config)
+        refuse_foreign(config)
+        hidden, heads = typed.whole(config, "hidden_size"), typed.whole(config, "num_attention_heads", high=MAX_HEADS)
+        # absent, these two are the family's own; null, they are what follows from the others
+        kv_heads = self.kv_heads if "num_key_value_heads" not in config else None
+        head_dim = self.head_dim if "head_dim" not in config else None
+        fields: dict[str, Any] = {
+            "layers": layers(config),
+            "hidden": hidden,
+            "ffn": typed.whole(config, "intermediate_size"),
+            "heads": heads,
+            "kv_heads": typed.whole(config, "num_key_value_heads", kv_heads or heads),
+            "head_dim": typed.whole(config, "head_dim", head_dim or max(hidden // heads, 1)),
+            "vocab": typed.whole(config, "vocab_size"),
+            "context": context_length(config, self.context),
+            "norm_eps": typed.number(config, *self.eps, low=0, high=1),
+            "tied": typed.flag(config, "tie_word_embeddings", self.tied),
+            "dtype": dtype(config),
+            "tokens": tokens(config, bos=self.bos, eos=self.eos, pad=self.pad),
+            "init_std": typed.number(config, "initializer_range", self.init_std, low=0),
+        }
+        fields |= {name: typed.flag(config, *key) for name, key in self.flags.items()}
+        fields |= {**self.fixed, **self.own(config)}
+        if "activation" not in fields:
+            fields["activation"] = activation(config, default=self.act)
+        if "rope" not in fields:
+            fields["rope"] = rope(config, context=fields["context"], **self.rope)
+        spec = DenseSpec(family=self.name, **fields)
+        spec.check()
+        check_rotation(spec)
+        return spec
+
+    def sources(self, spec: DenseSpec) -> dict[str, Source]:
+        """Return where each role of `spec` lies in the checkpoint."""
+        module = {**LLAMA, **self.names}
+        out = {}
+        for role, _ in spec.roles():
+            *layer, part, kind = role.split(".")
+            prefix = f"{self.model}.layers.{layer[1]}." if layer else ""
+            out[role] = Source(f"{prefix}{module[part]}.{kind}")
+        return {**out, **self.parts(spec)}
 
 
 def refuse_foreign(config: Config) -> None:
@@ -306,20 +335,3 @@ def check_window_rope(rope: Mapping[str, Any]) -> None:
 def cap(config: Config, key: str, default: float | None) -> float:
     """A soft cap; 0 where it is null."""
     return 0.0 if config.get(key, default) is None else float(typed.number(config, key, default))
-
-
-def llama_sources(spec: DenseSpec, names: Mapping[str, str] | None = None, model: str = "model") -> dict[str, Source]:
-    """The Source of every role of `spec`, by Llama's tensor names; `names` overrides module names."""
-    module = {
-        "embed": f"{model}.embed_tokens", "final_norm": f"{model}.norm", "head": "lm_head",
-        "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-        "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
-        "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
-        "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-    } | dict(names or {})  # fmt: skip
-    out = {}
-    for role, _ in spec.roles():
-        *layer, part, kind = role.split(".")
-        prefix = f"{model}.layers.{layer[1]}." if layer else ""
-        out[role] = Source(f"{prefix}{module[part]}.{kind}")
-    return out

@@ -2,56 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from upcycle.arch.families import common
-from upcycle.arch.families.common import Config, Source
-from upcycle.arch.spec import DenseSpec
+from upcycle.arch.families import gemma
+from upcycle.arch.families.common import Config, activation, cap, windows_by_type
+from upcycle.arch.families.gemma import only_causal
 from upcycle.io import typed
-
-IGNORED = common.ROTARY_BUFFERS
-
-
-def read(config: Config) -> DenseSpec:
-    return common.dense(
-        config,
-        "gemma2",
-        context=8192,
-        kv_heads=4,
-        head_dim=256,
-        tied=True,
-        **sandwich(config),
-        attention_cap=common.cap(config, "attn_logit_softcapping", 50.0),
-        logit_cap=common.cap(config, "final_logit_softcapping", 30.0),
-        **common.windows_by_type(config, every=2),
-        bos=2,
-        eos=1,
-        pad=0,
-    )
 
 
 def sandwich(config: Config) -> dict[str, Any]:
-    """What Gemma 2 and 3 share, as fields of a DenseSpec."""
-    if typed.flag(config, "use_bidirectional_attention"):
-        raise ValueError("config.json has use_bidirectional_attention; only causal models can be upcycled")
-    bias = typed.flag(config, "attention_bias")
+    """Return what Gemma 2 and 3 share, as fields of a DenseSpec."""
+    only_causal(config)
     return {
-        "activation": common.activation(config, "hidden_activation", "gelu_pytorch_tanh"),
-        "norm": "rms1p",
-        "block": "sandwich",
+        "activation": activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         "embed_scale": float(typed.whole(config, "hidden_size")) ** 0.5,
         "attention_scale": typed.number(config, "query_pre_attn_scalar", 256) ** -0.5,
-        "qkv_bias": bias,
-        "out_bias": bias,
     }
 
 
-def sources(spec: DenseSpec) -> dict[str, Source]:
-    return common.llama_sources(
-        spec,
-        {
-            "attn_out_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "ffn_out_norm": "post_feedforward_layernorm",
-        },
-    )
+def own(config: Config) -> dict[str, Any]:
+    return {
+        **sandwich(config),
+        "attention_cap": cap(config, "attn_logit_softcapping", 50.0),
+        "logit_cap": cap(config, "final_logit_softcapping", 30.0),
+        **windows_by_type(config, every=2),
+    }
+
+
+FAMILY = replace(
+    gemma.FAMILY,
+    name="gemma2",
+    kv_heads=4,
+    fixed={"norm": "rms1p", "block": "sandwich"},
+    own=own,
+    names={
+        "attn_out_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "ffn_out_norm": "post_feedforward_layernorm",
+    },
+)

@@ -2,26 +2,6 @@
 
 from __future__ import annotations
 
-from upcycle.arch.families import common
-from upcycle.arch.families.common import Config, Source
-from upcycle.arch.spec import DenseSpec
-from upcycle.io import typed
+from upcycle.arch.families.common import ALL_BIASES, Family
 
-IGNORED = common.ROTARY_BUFFERS
-
-
-def read(config: Config) -> DenseSpec:
-    return common.dense(
-        config,
-        "llama",
-        context=2048,
-        qkv_bias=typed.flag(config, "attention_bias"),
-        out_bias=typed.flag(config, "attention_bias"),
-        ffn_bias=typed.flag(config, "mlp_bias"),
-        bos=1,
-        eos=2,
-    )
-
-
-def sources(spec: DenseSpec) -> dict[str, Source]:
-    return common.llama_sources(spec)
+FAMILY = Family("llama", context=2048, flags=ALL_BIASES, bos=1, eos=2)

@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from upcycle.arch.families import common
-from upcycle.arch.families.common import Config, Source
-from upcycle.arch.spec import DenseSpec
+from functools import partial
 
-IGNORED = common.ROTARY_BUFFERS
+from upcycle.arch.families.common import Family, windows
 
-
-def read(config: Config) -> DenseSpec:
-    return common.dense(
-        config,
-        "mistral",
-        context=131072,
-        kv_heads=8,
-        **common.windows(config, default=4096),
-        bos=1,
-        eos=2,
-    )
-
-
-def sources(spec: DenseSpec) -> dict[str, Source]:
-    return common.llama_sources(spec)
+FAMILY = Family("mistral", context=131072, kv_heads=8, own=partial(windows, default=4096), bos=1, eos=2)

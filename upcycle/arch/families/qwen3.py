@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from upcycle.arch.families import common
-from upcycle.arch.families.common import Config, Source
-from upcycle.arch.spec import DenseSpec
-from upcycle.io import typed
+from upcycle.arch.families.common import ATTENTION, Family, windows_by_layer
 
-IGNORED = common.ROTARY_BUFFERS
-
-
-def read(config: Config) -> DenseSpec:
-    return common.dense(
-        config,
-        "qwen3",
-        context=32768,
-        kv_heads=32,
-        head_dim=128,
-        qk_norm="head",
-        qkv_bias=typed.flag(config, "attention_bias"),
-        out_bias=typed.flag(config, "attention_bias"),
-        **common.windows_by_layer(config),
-    )
-
-
-def sources(spec: DenseSpec) -> dict[str, Source]:
-    return common.llama_sources(spec)
+FAMILY = Family(
+    "qwen3",
+    context=32768,
+    kv_heads=32,
+    head_dim=128,
+    flags=ATTENTION,
+    fixed={"qk_norm": "head"},
+    own=windows_by_layer,
+)

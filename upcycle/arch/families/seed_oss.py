@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from upcycle.arch.families import common
-from upcycle.arch.families.common import Config, Source
-from upcycle.arch.spec import DenseSpec
-from upcycle.io import typed
+from upcycle.arch.families.common import Family
 
-IGNORED = common.ROTARY_BUFFERS
-
-
-def read(config: Config) -> DenseSpec:
-    return common.dense(
-        config,
-        "seed_oss",
-        context=524288,
-        kv_heads=8,
-        head_dim=128,
-        qkv_bias=typed.flag(config, "attention_bias", True),
-        out_bias=typed.flag(config, "attention_out_bias"),
-        ffn_bias=typed.flag(config, "mlp_bias"),
-        bos=0,
-        eos=2,
-        pad=1,
-    )
-
-
-def sources(spec: DenseSpec) -> dict[str, Source]:
-    return common.llama_sources(spec)
+FAMILY = Family(
+    "seed_oss",
+    context=524288,
+    kv_heads=8,
+    head_dim=128,
+    flags={
+        "qkv_bias": ("attention_bias", True),
+        "out_bias": ("attention_out_bias", False),
+        "ffn_bias": ("mlp_bias", False),
+    },
+    bos=0,
+    eos=2,
+    pad=1,
+)

@@ -5,30 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from upcycle.arch.families import common
-from upcycle.arch.families.common import Config, Source
-from upcycle.arch.spec import DenseSpec
+from upcycle.arch.families.common import Config, Family
 from upcycle.io import typed
 
-IGNORED = common.ROTARY_BUFFERS
+
+def adapt(config: Config) -> Config:
+    return {**config, "rope_theta": 2e6} if config.get("rope_theta") is None else config
 
 
-def read(config: Config) -> DenseSpec:
+def own(config: Config) -> dict[str, Any]:
     nope = nope_layers(config)
-    return common.dense(
-        {**config, "rope_theta": 2e6} if config.get("rope_theta") is None else config,
-        "smollm3",
-        context=32768,
-        kv_heads=4,
-        tied=True,
-        qkv_bias=typed.flag(config, "attention_bias"),
-        out_bias=typed.flag(config, "attention_bias"),
-        ffn_bias=typed.flag(config, "mlp_bias"),
-        nope_layers=nope,
-        **windows(config, nope),
-        bos=128000,
-        eos=128001,
-        pad=128004,
-    )
+    return {"nope_layers": nope, **windows(config, nope)}
 
 
 def nope_layers(config: Config) -> tuple[int, ...]:
@@ -43,7 +30,7 @@ def nope_layers(config: Config) -> tuple[int, ...]:
 
 
 def windows(config: Config, nope: tuple[int, ...]) -> dict[str, Any]:
-    """DenseSpec's window fields. Unless layer_types says otherwise, a window is of the layers that do not rotate."""
+    """Return the fields of windows: unless layer_types says otherwise, the layers that do not rotate have one."""
     count, width = common.layers(config), common.window(config, None)
     on = typed.flag(config, "use_sliding_window") and width is not None
     types = ["sliding_attention" if on and layer in nope else "full_attention" for layer in range(count)]
@@ -52,5 +39,15 @@ def windows(config: Config, nope: tuple[int, ...]) -> dict[str, Any]:
     return found if found["window_layers"] else {}
 
 
-def sources(spec: DenseSpec) -> dict[str, Source]:
-    return common.llama_sources(spec)
+FAMILY = Family(
+    "smollm3",
+    context=32768,
+    kv_heads=4,
+    tied=True,
+    flags=common.ALL_BIASES,
+    own=own,
+    adapt=adapt,
+    bos=128000,
+    eos=128001,
+    pad=128004,
+)

@@ -7,78 +7,77 @@ Experts are fused on disk, transposed and gate and up by turns: gate_up_proj is 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from upcycle.arch.families.common import Config, context_length, dense, rope, windows_by_type
+from upcycle.arch.abilities import EITHER, YES, Abilities
+from upcycle.arch.families.common import Config, Family, windows_by_type
 from upcycle.arch.ffn import ALPHA, CLAMPED, LIMIT
+from upcycle.arch.slots import LLAMA, Slot, one, stack
 from upcycle.arch.spec import MoESpec
-from upcycle.arch.targets import common
-from upcycle.arch.targets.common import EITHER, YES, Abilities, Slot
-from upcycle.io import typed
+from upcycle.arch.targets.common import Native, refuse_quantised
 
-ABILITIES = Abilities(qkv_bias=EITHER, out_bias=EITHER, ffn_bias=YES, activations=frozenset({CLAMPED}), windows="any")
+BIAS = ("attention_bias", True)
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
 
-def read(config: Config) -> MoESpec:
-    if config.get("quantization_config"):
-        raise ValueError(
-            f"config.json of this {typed.model_type(config)} model has 'quantization_config', and training needs the "
-            "weights themselves; load it in transformers with quantization_config=Mxfp4Config(dequantize=True) and "
-            "dtype bfloat16, write it with save_pretrained, and give that folder"
-        )
-    common.only(config, swiglu_alpha=ALPHA, swiglu_limit=LIMIT, hidden_act="silu", tie_word_embeddings=False)
+class GptOss(Native):
+    def slots(self, moe: MoESpec) -> Iterator[Slot]:
+        for slot in super().slots(moe):
+            yield slot._replace(name=slot.name.removesuffix(".weight")) if slot.name.endswith("sinks.weight") else slot
+
+
+def adapt(config: Config) -> Config:
+    refuse_quantised(
+        config,
+        "load it in transformers with quantization_config=Mxfp4Config(dequantize=True) and dtype bfloat16, write it "
+        "with save_pretrained, and give that folder",
+    )
     plain = config.get("rope_scaling") is None and config.get("rope_parameters") is None
-    config = {"rope_theta": 150000.0, "sliding_window": 128, **config} | ({"rope_parameters": YARN} if plain else {})
-    context, bias = context_length(config, 131072), typed.flag(config, "attention_bias", True)
-    d = dense(
-        config,
-        "gpt_oss",
-        context=context,
-        kv_heads=8,
-        head_dim=64,
-        eps=("rms_norm_eps", 1e-5),
-        rope=rope(config, context=context),
-        activation=CLAMPED,
-        qkv_bias=bias,
-        out_bias=bias,
-        ffn_bias=True,
-        sinks=True,
-        **windows_by_type(config, every=2),
-    )
-    return common.view(
-        config,
-        ABILITIES,
-        d,
-        width="intermediate_size",
-        order="topk-then-softmax",
-        normalize=False,  # a softmax over the chosen adds up to 1 already
-        router_offset=True,
-    )
+    return {"rope_theta": 150000.0, "sliding_window": 128, **config, **({"rope_parameters": YARN} if plain else {})}
 
 
-def slots(moe: MoESpec) -> Iterator[Slot]:
-    for slot in common.llama_slots(
-        moe, lambda layer: block(moe, layer), names=common.LLAMA | {"sinks": "self_attn.sinks"}
-    ):
-        yield slot._replace(name=slot.name.removesuffix(".weight")) if slot.name.endswith("sinks.weight") else slot
+def own(config: Config) -> dict[str, Any]:
+    return windows_by_type(config, every=2)
 
 
 def block(moe: MoESpec, layer: int) -> Iterator[Slot]:
-    """Slots of one MoE block."""
+    """Yield the slots of one MoE block."""
     prefix, role, n, f, d = f"model.layers.{layer}.mlp", f"layers.{layer}", moe.experts, moe.width, moe.dense.hidden
 
     def each(kind: str, *parts: str) -> list[str]:
         return [f"{role}.experts.{i}.{part}.{kind}" for i in range(n) for part in parts]
 
-    yield common.one(moe, f"{prefix}.router.weight", f"{role}.router.weight")
-    yield common.one(moe, f"{prefix}.router.bias", f"{role}.router.offset")
-    fused = common.stack(moe, f"{prefix}.experts.gate_up_proj", each("weight", "gate", "up"), (n, d, 2 * f))
+    yield one(moe, f"{prefix}.router.weight", f"{role}.router.weight")
+    yield one(moe, f"{prefix}.router.bias", f"{role}.router.offset")
+    fused = stack(moe, f"{prefix}.experts.gate_up_proj", each("weight", "gate", "up"), (n, d, 2 * f))
     yield fused._replace(view=(n, 2, f, d), order=(0, 3, 2, 1))
-    fused = common.stack(moe, f"{prefix}.experts.gate_up_proj_bias", each("bias", "gate", "up"), (n, 2 * f))
+    fused = stack(moe, f"{prefix}.experts.gate_up_proj_bias", each("bias", "gate", "up"), (n, 2 * f))
     yield fused._replace(view=(n, 2, f), order=(0, 2, 1))
-    fused = common.stack(moe, f"{prefix}.experts.down_proj", each("weight", "down"), (n, f, d))
+    fused = stack(moe, f"{prefix}.experts.down_proj", each("weight", "down"), (n, f, d))
     yield fused._replace(view=(n, d, f), order=(0, 2, 1))
-    yield common.stack(moe, f"{prefix}.experts.down_proj_bias", each("bias", "down"), (n, d))
+    yield stack(moe, f"{prefix}.experts.down_proj_bias", each("bias", "down"), (n, d))
+
+
+NATIVE = GptOss(
+    Family(
+        "gpt_oss",
+        context=131072,
+        kv_heads=8,
+        head_dim=64,
+        eps=("rms_norm_eps", 1e-5),
+        flags={"qkv_bias": BIAS, "out_bias": BIAS},
+        fixed={"activation": CLAMPED, "ffn_bias": True, "sinks": True},
+        own=own,
+        adapt=adapt,
+    ),
+    Abilities(qkv_bias=EITHER, out_bias=EITHER, ffn_bias=YES, activations=frozenset({CLAMPED}), windows="any"),
+    # a softmax over the chosen adds up to 1 already
+    moe=lambda config, dense: {"order": "topk-then-softmax", "normalize": False, "router_offset": True},
+    block=block,
+    width="intermediate_size",
+    only={"swiglu_alpha": ALPHA, "swiglu_limit": LIMIT, "hidden_act": "silu", "tie_word_embeddings": False},
+    names={**LLAMA, "sinks": "self_attn.sinks"},
+)

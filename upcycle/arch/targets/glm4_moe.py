@@ -5,64 +5,64 @@ A trap: partial_rotary_factor defaults to 0.5, in transformers and in vLLM, with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from upcycle.arch.families.common import Config, context_length, dense, rope
+from upcycle.arch.abilities import EITHER, Abilities
+from upcycle.arch.families.common import Config, Family
+from upcycle.arch.slots import sigmoid_slots
 from upcycle.arch.spec import MoESpec
-from upcycle.arch.targets import common
-from upcycle.arch.targets.common import EITHER, Abilities, Slot
+from upcycle.arch.targets.common import ONE_GROUP, SIGMOID, Target, sigmoid_keys, sigmoid_moe
 from upcycle.io import typed
 
-ABILITIES = Abilities(
-    qk_norms=frozenset({"none", "head"}),
-    qkv_bias=EITHER,
-    partial_rotary=True,
-    scores=frozenset({"sigmoid"}),
-    normalize=EITHER,
-    shared="multiple",
-    mixed="first-dense",
-    output_scale=True,
-    router_fp32=True,
-)
 
-
-def config(moe: MoESpec) -> dict[str, Any]:
+def keys(moe: MoESpec) -> dict[str, Any]:
     d = moe.dense
-    base = common.base_config(moe, "glm4_moe", "Glm4MoeForCausalLM", ABILITIES)
     rotary = {"partial_rotary_factor": d.partial_rotary}
-    # MLX refuses a config.json without the key
-    scaling = {"rope_scaling": base["rope_scaling"] | rotary if "rope_scaling" in base else None}
-    return base | scaling | rotary | common.sigmoid_config(moe) | {
-        "rope_parameters": base["rope_parameters"] | rotary,
+    scaling = {key: value for key, value in d.rope.items() if key != "rope_theta"} | rotary
+    return {
+        "rope_scaling": scaling if d.rope["rope_type"] != "default" else None,  # MLX refuses a config.json without it
+        **rotary,
+        **sigmoid_keys(moe),
+        "rope_parameters": {**d.rope, **rotary},
         "first_k_dense_replace": moe.first_dense,
         "use_qk_norm": d.qk_norm == "head",
         "attention_bias": d.qkv_bias,
         "num_nextn_predict_layers": 0,
         "tie_word_embeddings": False,  # vLLM never ties this architecture
-    }  # fmt: skip
+    }
 
 
-def read(config: Config) -> MoESpec:
-    """The view of `config`, without the layers for multi-token prediction (num_nextn_predict_layers)."""
-    context = context_length(config, 131072)
-    d = dense(
-        config,
+def own(config: Config) -> dict[str, Any]:
+    return {"qk_norm": "head" if typed.flag(config, "use_qk_norm") else "none"}
+
+
+TARGET = Target(  # layers for multi-token prediction (num_nextn_predict_layers) are not read
+    Family(
         "glm4_moe",
-        context=context,
+        context=131072,
         kv_heads=8,
         eps=("rms_norm_eps", 1e-5),
-        rope=rope(config, context=context, partial=0.5),
-        qk_norm="head" if typed.flag(config, "use_qk_norm") else "none",
-        qkv_bias=typed.flag(config, "attention_bias"),
-    )
-    layers = range(typed.whole(config, "first_k_dense_replace", 1, low=0), d.layers)
-    return common.sigmoid_view(config, ABILITIES, d, normalize=True, shared=1, layers=layers)
-
-
-def slots(moe: MoESpec) -> Iterator[Slot]:
-    return common.llama_slots(moe, lambda layer: common.sigmoid_slots(moe, layer), untie=True, gate=True)
-
-
-def notes(moe: MoESpec) -> list[str]:
-    return common.notes(moe, ABILITIES, common.untied_note(moe) | common.empty_shared_note(moe, moe.width))
+        flags={"qkv_bias": ("attention_bias", False)},
+        rope={"partial": 0.5},
+        own=own,
+    ),
+    Abilities(
+        qk_norms=frozenset({"none", "head"}),
+        qkv_bias=EITHER,
+        partial_rotary=True,
+        scores=frozenset({"sigmoid"}),
+        normalize=EITHER,
+        shared="multiple",
+        mixed="first-dense",
+        output_scale=True,
+        router_fp32=True,
+    ),
+    moe=partial(sigmoid_moe, normalize=True, shared=1, first_dense=1),
+    block=sigmoid_slots,
+    only=SIGMOID | ONE_GROUP,
+    unties=True,
+    architecture="Glm4MoeForCausalLM",
+    keys=keys,
+    least=lambda moe: moe.width,
+)

@@ -5,28 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from upcycle.arch.families.common import Config, dense
-from upcycle.arch.spec import MoESpec
-from upcycle.arch.targets import common
-from upcycle.arch.targets.common import EITHER, Abilities, Slot
+from upcycle.arch.abilities import EITHER, Abilities
+from upcycle.arch.families.common import Config, Family
+from upcycle.arch.slots import Slot, expert_slots, one, shared_slots
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.arch.targets.common import Target, stepped_keys, stepped_moe
 from upcycle.io import typed
 
-# No sliding windows: the class masks by layer_types but does not pass the window to flash attention.
-ABILITIES = Abilities(qkv_bias=EITHER, normalize=EITHER, shared="any", mixed="any")
-LEAST_SHARED = 64  # neurons of zeros if the model has no shared expert; tensor parallel sizes divide it
+LEAST_SHARED = 64  # tensor parallel sizes divide it
 
 
-def config(moe: MoESpec) -> dict[str, Any]:
+def keys(moe: MoESpec) -> dict[str, Any]:
     d = moe.dense
-    return common.base_config(moe, "qwen2_moe", "Qwen2MoeForCausalLM", ABILITIES) | {
+    return {
         "intermediate_size": d.ffn,
         "moe_intermediate_size": moe.width,
-        "shared_expert_intermediate_size": common.shared_width(moe, LEAST_SHARED),
+        "shared_expert_intermediate_size": moe.shared or LEAST_SHARED,
         "num_experts": moe.experts,
         "num_experts_per_tok": moe.top_k,
-        "norm_topk_prob": moe.weights_sum_to_one,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer in range(d.layers) if layer not in moe.layers],
+        **stepped_keys(moe),
         "qkv_bias": True,  # vLLM always has these biases; zeros where the donor has none
         "use_sliding_window": False,
         "sliding_window": None,
@@ -37,36 +34,34 @@ def config(moe: MoESpec) -> dict[str, Any]:
     }
 
 
-def read(config: Config) -> MoESpec:
-    # slots() always has the biases; for windows see ABILITIES
-    common.only(config, qkv_bias=True, use_sliding_window=False)
-    d = dense(config, "qwen2_moe", context=32768, kv_heads=16, qkv_bias=True)
-    return common.view(
-        config,
-        ABILITIES,
-        d,
-        layers=common.stepped_layers(config, d.layers),
-        shared=typed.whole(config, "shared_expert_intermediate_size"),
-        shared_gate=True,
-        normalize=typed.flag(config, "norm_topk_prob"),
-    )
+def moe(config: Config, dense: DenseSpec) -> dict[str, Any]:
+    shared = typed.whole(config, "shared_expert_intermediate_size")
+    return {**stepped_moe(config, dense), "shared": shared, "shared_gate": True}
 
 
-def slots(moe: MoESpec) -> Iterator[Slot]:
-    def moe_layer(layer: int) -> Iterator[Slot]:
-        yield from common.expert_slots(moe, layer)
-        yield from common.shared_slots(moe, layer, "shared_expert", LEAST_SHARED)
-        name = f"model.layers.{layer}.mlp.shared_expert_gate.weight"
-        yield common.one(moe, name, f"layers.{layer}.shared_gate.weight")
-
-    return common.llama_slots(moe, moe_layer, zero_qkv_bias=True, gate=True)
+def block(moe: MoESpec, layer: int) -> Iterator[Slot]:
+    prefix = f"model.layers.{layer}.mlp"
+    yield from expert_slots(moe, layer)
+    yield from shared_slots(moe, f"{prefix}.shared_expert", layer, LEAST_SHARED)
+    yield one(moe, f"{prefix}.shared_expert_gate.weight", f"layers.{layer}.shared_gate.weight")
 
 
-def notes(moe: MoESpec) -> list[str]:
+def warns(moe: MoESpec) -> dict[str, bool]:
     d = moe.dense
-    return common.notes(
-        moe,
-        ABILITIES,
-        {"vLLM takes head_dim = hidden/heads for this architecture; use transformers": d.head_dim * d.heads != d.hidden}
-        | common.empty_shared_note(moe, LEAST_SHARED),
-    )
+    return {
+        "vLLM takes head_dim = hidden/heads for this architecture; use transformers": d.head_dim * d.heads != d.hidden
+    }
+
+
+TARGET = Target(
+    Family("qwen2_moe", context=32768, kv_heads=16, fixed={"qkv_bias": True}),
+    # No sliding windows: the class masks by layer_types but does not pass the window to flash attention.
+    Abilities(qkv_bias=EITHER, normalize=EITHER, shared="any", mixed="any"),
+    moe=moe,
+    block=block,
+    only={"qkv_bias": True, "use_sliding_window": False},
+    architecture="Qwen2MoeForCausalLM",
+    keys=keys,
+    warns=warns,
+    least=lambda moe: LEAST_SHARED,
+)

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from upcycle.arch.families.common import Config, cap, check_window_rope, context_length, dense, layers, rope
+from upcycle.arch.abilities import EITHER, Abilities
+from upcycle.arch.families.common import Config, Family, cap, check_window_rope, context_length, layers, rope
+from upcycle.arch.slots import Slot, expert_slots, ffn_slots
 from upcycle.arch.spec import ORDERS, SCORES, MoESpec
 from upcycle.arch.targets import common
-from upcycle.arch.targets.common import EITHER, Abilities, Slot
 from upcycle.io import typed
 
 MODELING = Path(__file__).parent.parent / "remote" / "modeling_upcycled.py"  # copied into the output folder
-
+CONTEXT = 2048
 ABILITIES = Abilities(
     stock=False,
     blocks=frozenset({"pre", "post", "parallel", "sandwich"}),
@@ -38,14 +39,50 @@ ABILITIES = Abilities(
     uneven=True,
     router_fp32=True,
 )
+FLAGS = {
+    "gated": ("gated", True),
+    "qkv_bias": ("qkv_bias", False),
+    "out_bias": ("out_bias", False),
+    "ffn_bias": ("mlp_bias", False),
+}
 
 
-def config(moe: MoESpec) -> dict[str, Any]:
+class Upcycled(common.Target):
+    """A target whose config.json says all that an MoESpec does."""
+
+    def config(self, moe: MoESpec) -> dict[str, Any]:
+        base = common.base_config(moe, self.name, self.architecture, self.can)
+        return {key: value for key, value in base.items() if key != "rms_norm_eps"} | keys(moe)
+
+    def read(self, config: Config) -> MoESpec:
+        d = self.dense.read(config)
+        widths = tuple(typed.wholes(config, "expert_widths", low=1, high=typed.LARGEST))
+        slices = typed.whole(config, "expert_slices", 1)
+        moe = MoESpec(
+            dense=d,
+            layers=tuple(typed.wholes(config, "moe_layers", low=0, high=d.layers - 1)),
+            widths=widths,
+            top_k=typed.whole(config, "num_experts_per_tok", 2),
+            copies=len(widths) // slices,
+            granularity=slices,
+            choice="each-slice" if slices > 1 else "any",
+            shared=typed.whole(config, "shared_expert_intermediate_size", 0, low=0),
+            score=typed.word(config, "scoring_func", "softmax", SCORES),
+            order=typed.word(config, "router_order", "softmax-then-topk", ORDERS),
+            normalize=typed.flag(config, "norm_topk_prob", True),
+            output_scale=typed.number(config, "routed_scaling_factor", 1.0),
+            dtype=d.dtype,
+        )
+        return common.checked(moe, self.can) if moe.layers else moe  # without MoE layers it is a plain dense model
+
+    def notes(self, moe: MoESpec) -> list[str]:
+        return [f"the folder ships {MODELING.name}, which transformers runs only if told trust_remote_code=True"]
+
+
+def keys(moe: MoESpec) -> dict[str, Any]:
     d = moe.dense
-    base = common.base_config(moe, "upcycled", "UpcycledForCausalLM", ABILITIES)
-    base["norm_eps"] = base.pop("rms_norm_eps")  # not every norm of ours is an RMS norm
-    sliding = set(d.window_layers) if d.window is not None else set()
-    return base | {
+    return {
+        "norm_eps": d.norm_eps,  # not every norm of ours is an RMS norm
         "auto_map": {
             "AutoConfig": f"{MODELING.stem}.UpcycledConfig",
             "AutoModelForCausalLM": f"{MODELING.stem}.UpcycledForCausalLM",
@@ -58,8 +95,8 @@ def config(moe: MoESpec) -> dict[str, Any]:
         "qkv_bias": d.qkv_bias,
         "out_bias": d.out_bias,
         "mlp_bias": d.ffn_bias,
-        "sliding_window": d.window if sliding else None,
-        "layer_types": ["sliding_attention" if i in sliding else "full_attention" for i in range(d.layers)],
+        "sliding_window": d.window if d.window_layers else None,
+        "layer_types": common.layer_types(moe),
         "attention_multiplier": d.attention_scale,
         "embedding_multiplier": d.embed_scale,
         "residual_multiplier": d.residual_scale,
@@ -80,74 +117,53 @@ def config(moe: MoESpec) -> dict[str, Any]:
     }
 
 
-def read(config: Config) -> MoESpec:
-    d = dense(
-        config,
-        "upcycled",
-        context=2048,
-        kv_heads=4,
-        head_dim=16,
-        eps=("norm_eps", 1e-6),
-        rope=rope(config, context=context_length(config, 2048), partial=1.0),
-        gated=typed.flag(config, "gated", True),
-        block=typed.word(config, "block", "pre", ABILITIES.blocks),
-        norm=typed.word(config, "norm", "rms", ABILITIES.norms),
-        qk_norm=typed.word(config, "qk_norm", "none", ABILITIES.qk_norms),
-        qkv_bias=typed.flag(config, "qkv_bias"),
-        out_bias=typed.flag(config, "out_bias"),
-        ffn_bias=typed.flag(config, "mlp_bias"),
-        attention_scale=typed.number(config, "attention_multiplier", 0.0, low=0),
-        embed_scale=typed.number(config, "embedding_multiplier", 1.0),
-        residual_scale=typed.number(config, "residual_multiplier", 1.0),
-        logit_scale=typed.number(config, "logit_multiplier", 1.0),
-        attention_cap=cap(config, "attn_logit_softcapping", None),
-        logit_cap=cap(config, "final_logit_softcapping", None),
-        window_rope=sliding_rope(config),
-        nope_layers=tuple(typed.wholes(config, "nope_layers", [], low=0, high=layers(config) - 1)),
-        **common.some_windows({"sliding_window": None, "max_window_layers": config.get("num_hidden_layers"), **config}),
-    )
-    widths = tuple(typed.wholes(config, "expert_widths", low=1, high=typed.LARGEST))
-    slices = typed.whole(config, "expert_slices", 1)
-    moe = MoESpec(
-        dense=d,
-        layers=tuple(typed.wholes(config, "moe_layers", low=0, high=d.layers - 1)),
-        widths=widths,
-        top_k=typed.whole(config, "num_experts_per_tok", 2),
-        copies=len(widths) // slices,
-        granularity=slices,
-        choice="each-slice" if slices > 1 else "any",
-        shared=typed.whole(config, "shared_expert_intermediate_size", 0, low=0),
-        score=typed.word(config, "scoring_func", "softmax", SCORES),
-        order=typed.word(config, "router_order", "softmax-then-topk", ORDERS),
-        normalize=typed.flag(config, "norm_topk_prob", True),
-        output_scale=typed.number(config, "routed_scaling_factor", 1.0),
-        dtype=d.dtype,
-    )
-    return common.checked(moe, ABILITIES) if moe.layers else moe  # without MoE layers the class is a plain dense model
+def own(config: Config) -> dict[str, Any]:
+    windows = {"sliding_window": None, "max_window_layers": config.get("num_hidden_layers"), **config}
+    return {
+        "block": typed.word(config, "block", "pre", ABILITIES.blocks),
+        "norm": typed.word(config, "norm", "rms", ABILITIES.norms),
+        "qk_norm": typed.word(config, "qk_norm", "none", ABILITIES.qk_norms),
+        "attention_scale": typed.number(config, "attention_multiplier", 0.0, low=0),
+        "embed_scale": typed.number(config, "embedding_multiplier", 1.0),
+        "residual_scale": typed.number(config, "residual_multiplier", 1.0),
+        "logit_scale": typed.number(config, "logit_multiplier", 1.0),
+        "attention_cap": cap(config, "attn_logit_softcapping", None),
+        "logit_cap": cap(config, "final_logit_softcapping", None),
+        "window_rope": sliding_rope(config),
+        "nope_layers": tuple(typed.wholes(config, "nope_layers", [], low=0, high=layers(config) - 1)),
+        **common.some_windows(windows),
+    }
 
 
 def sliding_rope(config: Config) -> dict[str, Any] | None:
     if config.get("sliding_rope_parameters") is None:
         return None
     stated = {**config, "rope_scaling": None, "rope_parameters": config["sliding_rope_parameters"]}
-    found = rope(stated, context=context_length(config, 2048), partial=1.0)
+    found = rope(stated, context=context_length(config, CONTEXT), partial=1.0)
     check_window_rope(found)
     return found
 
 
-def slots(moe: MoESpec) -> Iterator[Slot]:
-    def moe_layer(layer: int) -> Iterator[Slot]:
-        prefix, role = f"model.layers.{layer}.mlp", f"layers.{layer}"
-        yield common.one(moe, f"{prefix}.gate.weight", f"{role}.router.weight")
-        if moe.score == "sigmoid":
-            yield common.one(moe, f"{prefix}.gate.e_score_correction_bias", f"{role}.router.bias", "float32")
-        for i in range(moe.experts):
-            yield from common.ffn_slots(moe, f"{prefix}.experts.{i}", f"{role}.experts.{i}")
-        if moe.shared:
-            yield from common.ffn_slots(moe, f"{prefix}.shared_experts", f"{role}.shared")
-
-    return common.llama_slots(moe, moe_layer)
+def block(moe: MoESpec, layer: int) -> Iterator[Slot]:
+    gate = moe.dense.gated
+    yield from expert_slots(moe, layer, bias=moe.score == "sigmoid", gate=gate)
+    if moe.shared:
+        yield from ffn_slots(moe, f"model.layers.{layer}.mlp.shared_experts", f"layers.{layer}.shared", gate=gate)
 
 
-def notes(moe: MoESpec) -> list[str]:
-    return [f"the folder ships {MODELING.name}, which transformers runs only if told trust_remote_code=True"]
+TARGET = Upcycled(
+    Family(
+        "upcycled",
+        context=CONTEXT,
+        kv_heads=4,
+        head_dim=16,
+        eps=("norm_eps", 1e-6),
+        flags=FLAGS,
+        rope={"partial": 1.0},
+        own=own,
+    ),
+    ABILITIES,
+    block=block,
+    architecture="UpcycledForCausalLM",
+    modeling=MODELING,
+)

@@ -34,8 +34,8 @@ def make_llama(folder: Path, config: Mapping[str, Any] = SMALL, *, seed: int = 0
         "tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "bos_token_id": 1, "eos_token_id": 2, **config,
     }  # fmt: skip
-    spec = llama.read(full)
-    names, dtype = llama.sources(spec), getattr(torch, spec.dtype)
+    spec = llama.FAMILY.read(full)
+    names, dtype = llama.FAMILY.sources(spec), getattr(torch, spec.dtype)
     outputs = [(role, Output(names[role].name, shape, spec.dtype, ())) for role, shape in spec.roles()]
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.safetensors.part"
