@@ -50,7 +50,7 @@ from upcycle.io import strict
 from upcycle.io.disk import write_atomic
 
 if TYPE_CHECKING:
-    from training.optim.optimizer import OptimConfig
+    from training.optim.config import OptimConfig
 
 DOMAINS = {  # the standard library by subject, as patterns of files
     "network": ("asyncio/*", "email/*", "http/*", "urllib/*", "xmlrpc/*", "wsgiref/*", "s*server.py", "socket.py",
@@ -396,7 +396,7 @@ def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
 def settings_of(folder: Path) -> OptimConfig:
     """The optimiser's settings that the model in a folder has where none are written."""
     from training.checkpoint.layout import opened
-    from training.optim.optimizer import OptimConfig, settled
+    from training.optim.config import OptimConfig, settled
     from upcycle.arch.spec import MoESpec
 
     with opened(folder) as origin:

@@ -575,7 +575,8 @@ def sign_manifests(folder: Path) -> None:
 def saved(folder: Path) -> None:
     from tests.unit.training.test_state import small
     from training.checkpoint.state import Checkpoints
-    from training.optim.optimizer import OptimConfig, SpikeGuard
+    from training.optim.config import OptimConfig
+    from training.optim.guard import SpikeGuard
 
     state = small(3, box=[1, {"a": (2, None)}, "x"])
     state.parts = {**state.parts, "guard": SpikeGuard(OptimConfig())}
@@ -590,7 +591,8 @@ def read_saved(folder: Path, path: Path) -> None:
     from tests.unit.training.test_state import small
     from training.checkpoint import standalone
     from training.checkpoint.state import Checkpoints
-    from training.optim.optimizer import OptimConfig, SpikeGuard
+    from training.optim.config import OptimConfig
+    from training.optim.guard import SpikeGuard
 
     state = small(0, box=0)
     standalone.load_step(state.model, folder, path.parent)  # type: ignore[arg-type]

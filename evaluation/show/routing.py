@@ -49,7 +49,7 @@ from training.checkpoint.layout import Origin
 from training.model.decoder import Decoder
 from training.model.lora import merge
 from training.model.moe import ExpertFunction, MoE, Router, Routing
-from training.optim.balance import coherence, expert_counts, token_entropy
+from training.optim.loads import coherence, expert_counts, token_entropy
 from upcycle.arch.spec import MoESpec
 from upcycle.cli import frame as cli
 from upcycle.config.reading import read

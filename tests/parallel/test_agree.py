@@ -13,7 +13,7 @@ from tests.parallel import models
 from tests.parallel.ranks import run
 from training.config.schema import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
-from training.optim.optimizer import OptimConfig
+from training.optim.config import OptimConfig
 from training.parallel.collectives import Group, all_reduce, local
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import parallelize

@@ -22,8 +22,10 @@ from training.estimating.memory import memory
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.optim import balance as balance_module
-from training.optim.balance import Balance, BalanceConfig, LayerLoad
-from training.optim.optimizer import OptimConfig, Optimizer
+from training.optim.balance import Balance, BalanceConfig
+from training.optim.config import OptimConfig
+from training.optim.loads import LayerLoad
+from training.optim.optimizer import Optimizer
 from training.parallel import shard
 from training.parallel.collectives import local
 from training.parallel.mesh import AXES, MeshConfig, ParallelMesh

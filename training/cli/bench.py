@@ -53,7 +53,8 @@ from training.model.recompute import MODES
 from training.observe.flops import model_flops, peak_tflops
 from training.observe.phases import phases
 from training.optim.balance import BalanceConfig
-from training.optim.optimizer import MOMENTS, OptimConfig, freeze
+from training.optim.config import MOMENTS, OptimConfig
+from training.optim.slots import freeze
 from training.parallel.collectives import all_reduce, local
 from training.parallel.mesh import MeshConfig, ParallelMesh, check
 from training.parallel.processes import processes, rank

@@ -51,7 +51,7 @@ from training.estimating.memory import Model, memory
 from training.estimating.seconds import RANDOM, Routing, step
 from training.islands import plan as islands
 from training.observe.flops import model_flops
-from training.optim.optimizer import learning
+from training.optim.slots import learning
 from training.optim.teacher import check_teacher
 from training.parallel.mesh import MeshConfig, check
 from training.run.parts import held_in, source, taught_by, whole_on_meta

@@ -17,7 +17,7 @@ from training.islands.config import IslandsConfig
 from training.model.lora import LoraConfig
 from training.model.recompute import MODES
 from training.optim.balance import BalanceConfig
-from training.optim.optimizer import OptimConfig
+from training.optim.config import OptimConfig
 from training.optim.schedule import ScheduleConfig
 from training.optim.teacher import TeacherConfig
 from training.parallel.mesh import MeshConfig

@@ -24,7 +24,7 @@ from training.model.loss import COPIES, LOGITS, TAUGHT
 from training.model.narrow import near
 from training.model.recompute import MOVES
 from training.model.stock.model import LAYER, dense_of, model_of
-from training.optim.optimizer import learning, multiplier
+from training.optim.slots import learning, multiplier
 from training.parallel.mesh import MeshConfig, grids
 from training.parallel.pipeline import cut, stages
 from training.parallel.placement import Rule, rule, sharded_dim

@@ -36,7 +36,7 @@ from training.islands.places import NUMBERS, Layout, Place, inside, share_of, wh
 from training.islands.rules.dgs import Push
 from training.islands.sparse import Sparse
 from training.model.moe import MoE
-from training.optim.optimizer import Slot, copy_where_apart
+from training.optim.slots import Slot, copy_where_apart
 from training.parallel.collectives import all_reduce, broadcast, broadcast_bytes, gather, local
 from training.run.build import Run
 from upcycle import plugin

@@ -19,7 +19,7 @@ from training.islands.link.wire import BITMAP, CHUNK, FEW, most
 from training.islands.places import NUMBERS, Layout, share_of
 from training.model.decoder import Decoder
 from training.model.lora import attach
-from training.optim.optimizer import learning
+from training.optim.slots import learning
 from upcycle.arch.spec import DenseSpec, MoESpec
 
 # bytes a number of an exchange of all numbers, as measured: its message and the copies of it that a socket needs; the

@@ -24,7 +24,7 @@ from training.islands.link.server import Server
 from training.islands.places import Layout
 from training.model.decoder import Decoder
 from training.model.moe import MoE
-from training.optim.optimizer import make_slot
+from training.optim.slots import make_slot
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import alone
 from training.run.parts import divided, observing, source

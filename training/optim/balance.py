@@ -1,7 +1,6 @@
-"""Load balance of the experts: losses, selection bias, capacity and statistics. All of it stays on the device.
+"""Balance the load of experts: losses, selection bias, capacity. All of it stays on the device.
 
-Shapes: T tokens, E experts, K experts chosen a token, G slices of a dense FFN, S sequences of L tokens, N MoE layers, F
-figures. Counts are int64: adding them up is exact in any order, so a run repeats bit for bit.
+Shapes: T tokens, E experts, K experts chosen a token, S sequences of L tokens, N MoE layers.
 
 The loop sees one object, which attaches itself to the model's MoE blocks:
 
@@ -14,7 +13,6 @@ The loop sees one object, which attaches itself to the model's MoE blocks:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,13 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.kernels import permute, router
+from training.kernels import router
 from training.model.moe import MoE, Routing
+from training.optim.loads import Reduce, RouterLoad, coherence, expert_counts, token_entropy
+from upcycle.config.values import check_values, finite, one_of
 
 SCOPES = ("micro_batch", "sequence", "global")
 POLICIES = ("probability", "position")
 TOGETHER = 2**25  # logits whose figures are made at once: 128 MiB
-Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold different tokens
 
 
 @dataclass(frozen=True)
@@ -53,26 +52,14 @@ class BalanceConfig:
     pad_to_capacity: bool = False
 
     def __post_init__(self) -> None:
-        if self.aux_scope not in SCOPES:
-            raise ValueError(f"balance.aux_scope is {self.aux_scope!r}; it must be one of {', '.join(SCOPES)}")
-        if self.drop_policy not in POLICIES:
-            raise ValueError(f"balance.drop_policy is {self.drop_policy!r}; it must be one of {', '.join(POLICIES)}")
+        off = finite(", 0 switches it off")
+        rules = {"aux_scope": one_of(SCOPES), "drop_policy": one_of(POLICIES)}
+        check_values(self, "balance.", {**rules, "aux_weight z_weight bias_rate capacity_factor": off})
         if self.pad_to_capacity and not self.capacity_factor:
             raise ValueError(
                 "balance.pad_to_capacity needs a capacity, and balance.capacity_factor is 0; set that to 1, or drop "
                 "pad_to_capacity"
             )
-        for name in ("aux_weight", "z_weight", "bias_rate", "capacity_factor"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"balance.{name} is {value}; it must be a number of at least 0, 0 switches it off")
-
-
-def expert_counts(expert_TK: Tensor, experts: int) -> Tensor:
-    """How often each expert was chosen: (..., T, K) -> (..., E). Not bincount, which waits for the device."""
-    flat = expert_TK.flatten(-2).long()
-    zeros = torch.zeros(*flat.shape[:-1], experts, dtype=torch.int64, device=flat.device)
-    return zeros.scatter_add_(-1, flat, torch.ones_like(flat))
 
 
 def probabilities(logits_TE: Tensor, score: str) -> Tensor:
@@ -166,124 +153,8 @@ def capacity_mask(
     return keep.view(T, K), 1 - keep.double().mean()
 
 
-def token_entropy(probability_TE: Tensor) -> Tensor:
-    """Mean over tokens of the router's entropy, divided by log E: 1 is undecided, 0 is certain. Leading dimensions
-    stay."""
-    entropy_T: Tensor = torch.special.entr(probability_TE).sum(-1)
-    return entropy_T.mean(-1) / math.log(max(probability_TE.shape[-1], 2))
-
-
-def coherence(expert_TK: Tensor, granularity: int) -> Tensor:
-    """(whole, missing, doubled), means over tokens: do a token's choices make up whole FFNs? Leading dimensions stay.
-
-    Expert e * G + g is slice g of copy e, and a dense FFN is one of each slice, of whatever copies. K choices should be
-    n = K / G whole FFNs, so that every slice is there n times. whole: the share of tokens where it is so. missing,
-    doubled: how many of the G slices a token has less often, and more often, than n times. Where G does not divide K, n
-    is rounded up: no choice is whole then, and the last FFN's missing slices count. A choice that a full expert drops
-    counts as made.
-    """
-    slices, times = granularity, -(-expert_TK.shape[-1] // granularity)
-    held_TG = expert_counts((expert_TK % slices)[..., None, :], slices)
-    missing_T, doubled_T = (held_TG < times).sum(-1), (held_TG > times).sum(-1)
-    return torch.stack([missing_T + doubled_T == 0, missing_T, doubled_T]).double().mean(-1)
-
-
-# what is averaged over tokens besides the counts
-FIGURES = ("dropped", "router_entropy", "aux", "z", "whole", "missing", "doubled")
-
-
-@dataclass(frozen=True)
-class LayerLoad:
-    """What a person reads of one MoE layer, over a logging interval; nan where it was not measured."""
-
-    histogram: tuple[int, ...]  # choices an expert
-    max_over_mean: float  # 1 in balance; what the slowest rank waits for
-    entropy: float  # of the histogram, divided by log E: 1 in balance
-    dropped: float  # share of the choices, where a capacity drops any
-    router_entropy: float  # mean over tokens, see token_entropy
-    aux: float  # the balance loss before its weight: 1 in balance
-    z: float  # the z-loss before its weight
-    whole: float  # share of tokens; these three see coherence
-    missing: float  # slices a token
-    doubled: float
-
-
-class RouterLoad:
-    """Counts of all MoE layers, kept on the device: of the current step, and of the interval since the last `fetch`.
-
-    Call `add` once a forward, outside of what activation checkpointing recomputes, or choices count twice.
-    """
-
-    def __init__(self, layers: int, experts: int, device: torch.device | str = "cpu") -> None:
-        self.step_NE = torch.zeros(layers, experts, dtype=torch.int64, device=device)
-        self.total_NE = torch.zeros_like(self.step_NE)
-        self.since_NE = torch.zeros_like(self.step_NE)  # since an island's last exchange, which starts it at 0
-        # each figure's sum over tokens, and the number of tokens in it
-        self.sums_N2F = torch.zeros(layers, 2, len(FIGURES), dtype=torch.float64, device=device)
-        self.nothing = torch.full((), math.nan, dtype=torch.float64, device=device)
-
-    def count(self, layer: int, expert_TK: Tensor) -> Tensor:
-        """Adds a micro-batch's choices; returns the counts of the step so far, which the next ones change."""
-        return permute.count_(self.step_NE[layer], expert_TK)
-
-    @torch.no_grad()
-    def average(self, first: int, tokens: int, **means: Tensor | None) -> None:
-        """Adds a micro-batch's FIGURES, of the layers from the first one on; one that is left out, or not finite,
-        counts for no token."""
-        found = [means.get(name) for name in FIGURES]
-        layers = max(mean.numel() for mean in found if mean is not None)
-        each = [(self.nothing if mean is None else mean.double()).expand(layers) for mean in found]
-        mean_NF = torch.stack(each, 1)
-        known_NF = mean_NF.isfinite()
-        known = torch.stack([mean_NF.where(known_NF, 0), known_NF.double()], 1)
-        self.sums_N2F[first : first + layers] += tokens * known
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The interval's sums at a step's end, so that a resumed run logs the same numbers too."""
-        return {"total": self.total_NE, "figures": self.sums_N2F, "since": self.since_NE}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.total_NE.copy_(state["total"])
-        if "figures" in state:  # older checkpoints have none: they begin at 0
-            self.sums_N2F.copy_(state["figures"])
-        if "since" in state:
-            self.since_NE.copy_(state["since"])
-
-    @torch.no_grad()
-    def end_step(self, reduce: Reduce | None = None) -> Tensor:
-        """The step's counts, over all ranks if `reduce` sums over them; the next step starts at 0."""
-        count_NE = self.step_NE.clone()
-        self.total_NE += count_NE
-        self.since_NE += count_NE
-        self.step_NE.zero_()
-        return count_NE if reduce is None else reduce(count_NE)
-
-    @torch.no_grad()
-    def fetch(self, reduce: Reduce | None = None) -> list[LayerLoad]:
-        """One copy to the host, once a logging interval, of the steps that ended; the next interval starts at 0."""
-        table = torch.cat([self.total_NE.double(), self.sums_N2F.flatten(1)], dim=1)
-        rows = (table if reduce is None else reduce(table)).tolist()
-        self.total_NE.zero_()
-        self.sums_N2F.zero_()
-        experts, figures = self.total_NE.shape[1], len(FIGURES)
-        return [layer_load([int(n) for n in row[:experts]], row[experts:-figures], row[-figures:]) for row in rows]
-
-
-def layer_load(histogram: list[int], sums: list[float], tokens: list[float]) -> LayerLoad:
-    means = {name: s / n if n else math.nan for name, s, n in zip(FIGURES, sums, tokens, strict=True)}
-    total = max(sum(histogram), 1)
-    shares = [n / total for n in histogram if n]
-    return LayerLoad(
-        histogram=tuple(histogram),
-        max_over_mean=max(histogram) * len(histogram) / total,
-        entropy=-sum(p * math.log(p) for p in shares) / math.log(max(len(histogram), 2)),
-        **means,
-    )
-
-
 class Routed(NamedTuple):
-    """A layer's routing of a micro-batch, as far as the log's figures need it."""
+    """What the log's figures need of a layer's routing of a micro-batch."""
 
     layer: int
     logits_TE: Tensor

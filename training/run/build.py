@@ -29,7 +29,9 @@ from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.observe.profiling import Phases
 from training.optim.balance import Balance
-from training.optim.optimizer import Optimizer, SpikeGuard, freeze
+from training.optim.guard import SpikeGuard
+from training.optim.optimizer import Optimizer
+from training.optim.slots import freeze
 from training.optim.teacher import Teacher
 from training.parallel.collectives import all_reduce, broadcast
 from training.parallel.mesh import ParallelMesh, check

@@ -21,7 +21,7 @@ from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.lora import attach
 from training.model.stock.model import dense_of, model_of
-from training.optim.optimizer import freeze
+from training.optim.slots import freeze
 from training.optim.teacher import Teacher, check_teacher, made
 from training.parallel.mesh import ParallelMesh, check
 from training.parallel.pipeline import cut, stages

@@ -23,8 +23,9 @@ from training.dispatch.nvlink import check_nodes
 from training.model.decoder import Decoder
 from training.model.lora import attach, check_match, is_adapter
 from training.model.stock.model import dense_of, model_of
-from training.optim.optimizer import check_groups, settled
+from training.optim.config import settled
 from training.optim.schedule import schedule
+from training.optim.slots import check_groups
 from training.optim.teacher import check_teacher
 from training.parallel.mesh import MeshConfig
 from training.parallel.pipeline import check as check_schedule

@@ -12,7 +12,7 @@ from training.data.mixture import DataConfig
 from training.data.open import open_training
 from training.observe.flops import model_flops, spared_flops
 from training.observe.metrics import Metrics
-from training.optim.optimizer import freeze
+from training.optim.slots import freeze
 from training.parallel.shard import learns_anew
 from training.run.build import Run
 from training.run.parts import taught_by, whole_on_meta

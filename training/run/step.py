@@ -12,7 +12,7 @@ from torch import Tensor
 from training.data.batch import Batch
 from training.data.mixture import Validation
 from training.model.moe import MoE
-from training.optim.balance import FIGURES
+from training.optim.loads import FIGURES
 from training.parallel.collectives import all_reduce, gather
 from training.parallel.shard import one_step, own_part, reshard, synchronize
 from training.run.build import Learner, data_rank

@@ -31,7 +31,7 @@ def above_zero(what: str = "it must be a number above 0") -> Rule:
     return Rule(lambda value: math.isfinite(value) and value > 0, what)
 
 
-def share(what: str = "it must be a number from 0 to 1") -> Rule:
+def share_of_one(what: str = "it must be a number from 0 to 1") -> Rule:
     """Return the rule of a number from 0 to 1."""
     return Rule(lambda value: 0 <= value <= 1, what)
 

@@ -16,7 +16,7 @@ from tests.unit.training.test_train import place as place
 from training.checkpoint.state import moments
 from training.cli.export import export
 from training.estimating.memory import memory
-from training.optim.optimizer import OptimConfig
+from training.optim.config import OptimConfig
 from training.run import step as step_module
 from training.run.build import start
 from training.run.loop import train

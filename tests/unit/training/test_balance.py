@@ -23,18 +23,15 @@ from training.optim.balance import (
     AuxLoss,
     Balance,
     BalanceConfig,
-    RouterLoad,
     balance_loss,
     capacity,
     capacity_mask,
-    coherence,
-    expert_counts,
     probabilities,
     shares,
-    token_entropy,
     update_bias_,
     z_loss,
 )
+from training.optim.loads import RouterLoad, coherence, expert_counts, token_entropy
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.reading import build
 

@@ -16,8 +16,10 @@ from tests.unit.training.test_train import config
 from tests.unit.training.test_train import place as place
 from training.checkpoint.layout import described, opened
 from training.checkpoint.standalone import no_weights
+from training.optim.config import OptimConfig, settled
 from training.optim.copies import pull_
-from training.optim.optimizer import OptimConfig, Optimizer, multiplier, settled
+from training.optim.optimizer import Optimizer
+from training.optim.slots import multiplier
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import parallelize
 from training.run.build import start

@@ -12,7 +12,8 @@ import torch
 from tests.unit.training.test_train import place
 from training.__main__ import main
 from training.observe.metrics import read as read_metrics
-from training.optim.optimizer import OptimConfig, Optimizer
+from training.optim.config import OptimConfig
+from training.optim.optimizer import Optimizer
 from training.run import step as step_module
 
 __all__ = ["place"]  # a fixture

@@ -23,7 +23,9 @@ from training.data.open import open_training
 from training.estimating.memory import memory
 from training.model.lora import LoraConfig, attach, is_adapter
 from training.observe.flops import spared_flops
-from training.optim.optimizer import OptimConfig, Optimizer, ParameterGroup, check_groups, freeze, multiplier
+from training.optim.config import OptimConfig, ParameterGroup
+from training.optim.optimizer import Optimizer
+from training.optim.slots import check_groups, freeze, multiplier
 from training.parallel.mesh import MeshConfig
 from training.run import step as step_module
 from training.run.build import begin, loader_of, start

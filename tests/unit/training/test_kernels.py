@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from training.kernels import cross_entropy, permute, rotary, router, swiglu, updates
-from training.optim.optimizer import OptimConfig, Optimizer
+from training.optim.config import OptimConfig
+from training.optim.optimizer import Optimizer
 from upcycle.arch.ffn import gated_product
 from upcycle.planning import rng
 
@@ -633,7 +634,8 @@ def test_routed_tokens_have_one_gradient(read: bool) -> None:
 @pytest.mark.parametrize(("tokens", "experts", "k", "slices"), [(70, 32, 4, 4), (300, 24, 6, 4), (9, 8, 2, 1)])
 def test_figures_of_a_router(tokens: int, experts: int, k: int, slices: int) -> None:
     from training.kernels.triton import router as router_triton
-    from training.optim.balance import coherence, token_entropy, z_loss
+    from training.optim.balance import z_loss
+    from training.optim.loads import coherence, token_entropy
 
     logits = rng.normal((tokens, experts), 0, "logits") * 3
     expert = router.choose(rng.normal((tokens, experts), 0, "choice"), k)

@@ -25,7 +25,7 @@ from training.estimating.seconds import Routing, Seconds, step
 from training.model.lora import LoraConfig
 from training.model.recompute import MODES
 from training.optim.balance import BalanceConfig
-from training.optim.optimizer import OptimConfig
+from training.optim.config import OptimConfig
 from training.parallel.mesh import MeshConfig
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.reading import read

@@ -31,7 +31,8 @@ from training.checkpoint import state as state_module
 from training.checkpoint import storage
 from training.checkpoint.state import Checkpoints, Stop, TrainState, get, put
 from training.checkpoint.storage import MANIFEST, SAFETENSORS, damage, read_manifest
-from training.optim.optimizer import OptimConfig, SpikeGuard
+from training.optim.config import OptimConfig
+from training.optim.guard import SpikeGuard
 from training.optim.optimizer import Optimizer as OurOptimizer
 from upcycle.io import disk
 
