@@ -107,7 +107,7 @@ def backends(shape: Shape, count_E: Tensor) -> Iterator[tuple[str, Callable[[], 
 
 def grouped_products(shape: Shape, count_E: Tensor) -> Iterator[tuple[str, Callable[[], str]]]:
     """The six products of `grouped`, one by one: the speed that the whole would reach if nothing else cost time."""
-    from training.experts.grouped import products
+    from training.kernels.products import products
 
     ends_E, two = count_E.cumsum(0, dtype=torch.int32), 2 * shape.width
     with torch.no_grad():

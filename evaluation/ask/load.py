@@ -22,6 +22,7 @@ from evaluation.ask.remember import VERSION
 from evaluation.judge.results import Model
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
+from training.experts import DEFAULT, SPECIFICATION
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.parallel.mesh import ParallelMesh, check
@@ -54,7 +55,7 @@ def opened(
     mesh: ParallelMesh,
     device: torch.device,
     *,
-    expert_backend: str = "grouped",
+    expert_backend: str = DEFAULT,
     tokenizer: str = "",
 ) -> Loaded:
     run, step_folder = standalone.training_run(Path(source))
@@ -163,7 +164,7 @@ def parameters(origin: Origin) -> tuple[int, int]:
         count = dense_parameters(origin.dense)
         return count, count
     with torch.device("meta"):
-        model = Decoder(origin.spec, experts="reference")
+        model = Decoder(origin.spec, experts=SPECIFICATION)
     total = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     widths = sorted(origin.spec.widths)

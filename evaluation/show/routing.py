@@ -46,9 +46,10 @@ from tqdm import tqdm
 from evaluation.ask import load
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
+from training.experts import Backend, ExpertFunction
 from training.model.decoder import Decoder
 from training.model.lora import merge
-from training.model.moe import ExpertFunction, MoE, Router, Routing
+from training.model.moe import MoE, Router, Routing
 from training.optim.loads import coherence, expert_counts, token_entropy
 from upcycle.arch.spec import MoESpec
 from upcycle.cli import frame as cli
@@ -114,15 +115,15 @@ class Watch:
         return y_RD
 
     def __enter__(self) -> Watch:
-        self.before = [(block.balance, block.experts.compute) for _, block in self.blocks]
+        self.before = [(block.balance, block.experts.backend) for _, block in self.blocks]
         for number, (_, block) in enumerate(self.blocks):
             block.balance = partial(self.see, number)
-            block.experts.compute = partial(self.weigh, number, block.experts.compute)
+            block.experts.backend = Backend(partial(self.weigh, number, block.experts.backend.compute))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for (_, block), (balance, compute) in zip(self.blocks, self.before, strict=True):
-            block.balance, block.experts.compute = balance, compute
+        for (_, block), (balance, backend) in zip(self.blocks, self.before, strict=True):
+            block.balance, block.experts.backend = balance, backend
 
 
 @torch.no_grad()

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from training.dispatch import Dispatcher, create, deepep
 from training.dispatch.local import Local
-from training.dispatch.nvlink import NVLink
 from training.experts import ExpertWeights
 from training.experts.reference import experts as compute
 from training.parallel.mesh import MeshConfig, ParallelMesh
@@ -90,10 +89,7 @@ def made(name: str, mesh: ParallelMesh) -> Dispatcher:
     reason = plugin.load("training.dispatch", name).available()
     if reason:
         pytest.skip(reason)
-    found = create(name, PER_RANK * RANKS, mesh.group("ep"))
-    if isinstance(found, NVLink):
-        found.arrivals = RANKS  # for all rows that can come
-    return found
+    return create(name, PER_RANK * RANKS, mesh.group("ep"), arrivals=RANKS)  # memory for all rows that can come
 
 
 @pytest.mark.parametrize("spare", [None, 0, 21], ids=["waits", "exact", "spare"])

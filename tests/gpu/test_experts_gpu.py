@@ -45,7 +45,7 @@ def error(backend: str, made: Case, activation: str) -> float:
 @pytest.mark.parametrize("tail", [0, 37])
 @pytest.mark.parametrize("counts", COUNTS, ids=lambda c: f"{len(c)} experts, {sum(c)} rows")
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("name", [name for name in HERE if name not in ("reference", "grouped_fp8", "quack")])
+@pytest.mark.parametrize("name", [name for name in HERE if name not in ("reference", "quack")])
 def test_bfloat16_is_as_close_to_float64_as_the_loop(
     name: str, gated: bool, counts: tuple[int, ...], tail: int
 ) -> None:
@@ -54,17 +54,6 @@ def test_bfloat16_is_as_close_to_float64_as_the_loop(
         ours, loop = error(name, made, activation), error("reference", made, activation)
         assert ours <= 2 * loop + 1e-6, (activation, bias)
         assert ours < 0.05
-
-
-@pytest.mark.skipif("grouped_fp8" not in HERE, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("tail", [0, 37])
-@pytest.mark.parametrize("gated", [True, False])
-def test_fp8_is_a_few_percent_away(gated: bool, tail: int) -> None:
-    made = on_gpu((40, 0, 77, 16), tail, gated=gated)
-    got = run(plugin.load("training.experts", "grouped_fp8").experts, made, "silu")
-    for name, right in run(reference.experts, in_float64(made), "silu").items():
-        far = float((got[name].double() - right).norm() / right.norm())
-        assert 0.01 < far < 0.12, (name, far)  # 3 bits behind the point: 0.03 a factor on average
 
 
 with_quack = pytest.mark.skipif("quack" not in HERE, reason="needs quack-kernels and a Hopper GPU")

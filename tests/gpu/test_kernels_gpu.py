@@ -8,8 +8,8 @@ import torch
 from tests.unit.training.test_kernels import NARROW, assert_updates_agree, ready
 from training.dispatch.local import Local
 from training.experts import ExpertWeights, grouped
+from training.experts import _narrow as narrow
 from training.kernels import cross_entropy, norm, rotary, router, updates
-from training.model import narrow
 from training.model.loss import linear_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

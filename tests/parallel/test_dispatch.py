@@ -197,10 +197,8 @@ def compare(
 
 def made(name: str, mesh: ParallelMesh) -> Dispatcher:
     if not name.startswith(ADAPTERS):
-        found = dispatch.create(name, EXPERTS, mesh.group("ep"), mesh.group("etp"))
-        if isinstance(found, NVLink):
-            found.arrivals = found.group.size()  # for all rows that can come
-        return found
+        room = mesh.size("ep")  # for all rows that can come
+        return dispatch.create(name, EXPERTS, mesh.group("ep"), mesh.group("etp"), arrivals=room)
     name, _, generation = name.partition(" on ")
     sys.modules["deep_ep"] = fakes.package(generation)
     found = plugin.load("training.dispatch", name).dispatcher(EXPERTS, mesh.group("ep"), mesh.group("etp"))

@@ -189,7 +189,7 @@ def uncounted(config: TrainConfig) -> dict[str, bool]:
         "Muon's products": config.optim.name == "muon",
         "documents (less attention)": config.data.mask_documents,
         f"{config.model.dtype} (they are bfloat16's)": config.model.dtype != "bfloat16",
-        "FP8": "fp8" in config.model.expert_backend or "linear_fp8" in config.model.transformer_engine,
+        "FP8": "linear_fp8" in config.model.transformer_engine,
     }
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from training.checkpoint import layout, standalone
+from training.experts import SPECIFICATION
 from training.model.stock.model import model_of
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes, rank
@@ -40,7 +41,7 @@ def export(source: Path, output: Path) -> int:
     with processes("cpu"):
         mesh = ParallelMesh(MeshConfig())
         with torch.device("meta"):
-            model = model_of(origin.spec, experts="reference", compute=torch.float32)
+            model = model_of(origin.spec, experts=SPECIFICATION, compute=torch.float32)
             standalone.attach_adapters(model, run)
         parallelize(model, mesh)
         model = model.to_empty(device="cpu")

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from training.experts import DEFAULT, capabilities
 from training.model import transformer_engine
 from training.observe.profiling import steps_to_trace
 
-ADAPTED = ("grouped", "reference")  # backends of experts that compute adapters
 COMPUTE = ("bfloat16", "float32", "float64")
 
 
 def te_attention(config: Any) -> bool:
     return "attention" in config.model.transformer_engine
-
-
-def has_adapters(config: Any) -> bool:
-    """Return whether the backend of experts computes adapters."""
-    return config.model.expert_backend in ADAPTED
 
 
 # (what is wrong of a TrainConfig, what is said of it)
@@ -59,10 +54,10 @@ RULES: tuple[tuple[Callable[[Any], object], Callable[[Any], str]], ...] = (
         ),
     ),
     (
-        lambda c: c.lora.rank and not has_adapters(c),
+        lambda c: c.lora.rank and not capabilities(c.model.expert_backend).adapters,
         lambda c: (
             f"lora.rank={c.lora.rank} does not go with model.expert_backend={c.model.expert_backend}, which "
-            f"has no adapters; write model.expert_backend={ADAPTED[0]}"
+            f"has no adapters; write model.expert_backend={DEFAULT}"
         ),
     ),
     (

@@ -14,19 +14,24 @@ arrive. `room` is a promise of the caller: no expert gets more than `room` rows 
 the same `room`, under gradients. Then buffers can be made large enough without asking the device, and nothing
 waits (except deepep on 2.x and between nodes).
 
-A file has `available() -> str` ("" if it can run here, else one sentence) and `dispatcher(experts, ep_group,
-etp_group)`. What the latter returns may hold large buffers: one object serves all layers. Groups of one rank are None.
+A file has `CAPABILITIES`, `available() -> str` ("" if it can run here, else one sentence) and `dispatcher(experts,
+ep_group, etp_group)`. What the latter returns may hold large buffers: one object serves all layers. Groups of
+one rank are None. Other modules ask for capabilities, and name no dispatcher.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from upcycle import plugin
+
+DEFAULT = "alltoall"  # runs everywhere, and hardware files have its rate
+ARRIVALS = 2.0
 
 
 @dataclass(frozen=True)
@@ -38,19 +43,56 @@ class Dispatched:
     handle: Any
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What a dispatcher does, for those who run it or count what it costs."""
+
+    stays: bool = False  # all experts are on this device, and so are their tokens
+    loses: bool = False  # has memory for `arrivals` (an attribute) times the rows of balanced routing, and loses more
+    each_choice: bool = False  # sends a row for each choice, not for each rank that has some of a token's experts
+    sorts: bool = False  # its own kernels sort rows by expert
+    tells: bool = False  # every rank gets the choices of all, a byte an expert
+    # of a MoE layer's host time, for how long the device has nothing to do at a dispatch that the host waits for: by
+    # how much that takes longer than the way home, which has the same rows (docs/performance.md)
+    wait: float = 0.0
+    kernels: tuple[str, ...] = ()  # parts of its kernels' names, for profiles
+    # tokens of a rank, ranks, hidden size, k, bytes an element -> bytes of its buffers
+    buffer_bytes: Callable[[int, int, int, int, int], int] = lambda *_: 0
+    # k, ranks, experts of a rank, arrivals -> rows that a rank has memory for, for each of its own tokens
+    rows_a_token: Callable[[int, int, int, float], float] = lambda k, *_: k
+    # mesh.ep, ranks of this machine (0: not said): raises a ValueError where ranks of several machines do not go
+    check_nodes: Callable[[int, int], None] = lambda *_: None
+
+
 class Dispatcher(Protocol):
+    can: ClassVar[Capabilities]
+
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched: ...
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
+    def trouble(self) -> str: ...  # what went wrong since it was asked last, or ""; the host may wait for the device
 
 
 def create(
-    name: str, experts: int, ep_group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None = None
+    name: str,
+    experts: int,
+    ep_group: dist.ProcessGroup | None,
+    etp_group: dist.ProcessGroup | None = None,
+    arrivals: float = ARRIVALS,
 ) -> Dispatcher:
-    """The dispatcher `name` of a mesh; groups of one rank are None, and with both None it is `local`. A ValueError
-    says why a dispatcher cannot run here."""
+    """Return the dispatcher `name` of a mesh, or `local` where both groups are None, which stands for one rank. Raise a
+    ValueError that says why where it cannot run here."""
     module = plugin.load("training.dispatch", "local" if ep_group is None and etp_group is None else name)
     reason = module.available()
     if reason:
         raise ValueError(reason)
-    made: Dispatcher = module.dispatcher(experts, ep_group, etp_group)
-    return made
+    made: Any = module.dispatcher(experts, ep_group, etp_group)
+    if made.can.loses:
+        made.arrivals = arrivals
+    found: Dispatcher = made
+    return found
+
+
+def capabilities(name: str) -> Capabilities:
+    """Return what the dispatcher `name` does, wherever it can run."""
+    found: Capabilities = plugin.load("training.dispatch", name).CAPABILITIES
+    return found

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.dispatch import Dispatched, common
+from training.dispatch import Capabilities, Dispatched, common
 from training.kernels.permute import gather, places, spread
 
 Group = dist.ProcessGroup
+CAPABILITIES = Capabilities(each_choice=True, wait=0.112)
 
 
 def available() -> str:
@@ -36,7 +37,8 @@ def dispatcher(experts: int, ep_group: Group | None, etp_group: Group | None = N
 
 
 @dataclass(frozen=True)
-class AllToAll:
+class AllToAll(common.Routed):
+    can = CAPABILITIES
     experts: int  # of all ranks; rank i of ep has the i-th part of them
     ep_group: Group | None
     etp_group: Group | None = None
@@ -48,9 +50,6 @@ class AllToAll:
             return plan.out(x_TD), plan.there(weight_R), plan.count_E, plan
 
         return common.dispatch(first, x_TD, weight_TK)
-
-    def combine(self, y_RD: Tensor, handle: Plan) -> Tensor:
-        return common.combine(y_RD, handle)
 
     def plan(self, weight_TK: Tensor, expert_TK: Tensor, room: int | None) -> Plan:
         ep, etp = size(self.ep_group), size(self.etp_group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
-from training.dispatch import Dispatched
+from training.dispatch import DEFAULT, Capabilities, Dispatched
 
 
 class Route(Protocol):
@@ -42,6 +42,18 @@ def dispatch(first: First, x_TD: Tensor, weight_TK: Tensor) -> Dispatched:
 def combine(y_RD: Tensor, route: Route) -> Tensor:
     y_TD: Tensor = _Home.apply(y_RD, route)  # type: ignore[no-untyped-call]
     return y_TD
+
+
+class Routed:
+    """The base of dispatchers whose handle is a Route."""
+
+    can: ClassVar[Capabilities]
+
+    def combine(self, y_RD: Tensor, handle: Route) -> Tensor:
+        return combine(y_RD, handle)
+
+    def trouble(self) -> str:
+        return ""
 
 
 class _Out(torch.autograd.Function):
@@ -102,7 +114,7 @@ def take(weight_R: Tensor, back_C: Tensor) -> Tensor:
 
 def missing(dispatcher: str, *classes: str) -> str:
     """ "" if deep_ep has one of `classes` and there is a CUDA device for it, else one sentence."""
-    start, end = f"dispatcher={dispatcher} needs", "use dispatcher=alltoall"
+    start, end = f"dispatcher={dispatcher} needs", f"use dispatcher={DEFAULT}"
     try:
         package = importlib.import_module("deep_ep")
     except ModuleNotFoundError as error:
@@ -122,7 +134,7 @@ def whole_experts(dispatcher: str, ep_group: ProcessGroup | None, etp_group: Pro
     if etp_group is not None:
         raise ValueError(
             f"dispatcher={dispatcher} sends rows to whole experts, and mesh.etp is {etp_group.size()}; "
-            "use mesh.etp=1 or dispatcher=alltoall"
+            f"use mesh.etp=1 or dispatcher={DEFAULT}"
         )
     assert ep_group is not None, "create() takes local for a mesh without ep"
     return ep_group
@@ -132,5 +144,5 @@ def only_bfloat16(dispatcher: str, x_TD: Tensor) -> None:
     if x_TD.is_cuda and x_TD.dtype != torch.bfloat16:
         got = str(x_TD.dtype).removeprefix("torch.")
         raise ValueError(
-            f"dispatcher={dispatcher} sends bfloat16 and got {got}; use model.dtype=bfloat16 or dispatcher=alltoall"
+            f"dispatcher={dispatcher} sends bfloat16 and got {got}; use model.dtype=bfloat16 or dispatcher={DEFAULT}"
         )

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.dispatch import Dispatched, Dispatcher, common
+from training.dispatch import DEFAULT, Capabilities, Dispatched, Dispatcher, common
 from training.kernels.permute import gather, places, spread
 
 NODE = 8  # ranks that 1.x takes for one node
 SMS = 24  # multiprocessors that communicate; left alone, 2.x takes 4 where it cannot read NVLink's speed
+CAPABILITIES = Capabilities(wait=0.061, kernels=("deep_ep", "intranode"))
 
 
 def available() -> str:
@@ -51,7 +52,7 @@ def check_nodes(ranks: int, local: int) -> None:
         raise ValueError(
             f"deepep 1.x takes {NODE} ranks for one node, and here mesh.ep={ranks} spans nodes of {local}; "
             f"write mesh.ep={max(n for n in range(1, local + 1) if ranks % n == 0)}, "
-            "mesh.dispatcher=alltoall, or install deepep 2.x"
+            f"mesh.dispatcher={DEFAULT}, or install deepep 2.x"
         )
 
 
@@ -64,7 +65,8 @@ def kept(weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
 
 
 @dataclass
-class Second:
+class Second(common.Routed):
+    can = CAPABILITIES
     experts: int
     group: dist.ProcessGroup
     deep_ep: Any
@@ -91,9 +93,6 @@ class Second:
             return x_RD, weight_R.to(weight_TK.dtype), count_E, route
 
         return common.dispatch(first, x_TD, weight_TK)
-
-    def combine(self, y_RD: Tensor, handle: SecondRoute) -> Tensor:
-        return common.combine(y_RD, handle)
 
     def make_buffer(self, most: int, hidden: int, k: int) -> None:
         """Makes the buffer, which all ranks do together, at first and whenever a rank brings more tokens than any did
@@ -130,7 +129,8 @@ class SecondRoute:
 
 
 @dataclass
-class First:
+class First(common.Routed):
+    can = CAPABILITIES
     experts: int
     group: dist.ProcessGroup
     deep_ep: Any
@@ -163,9 +163,6 @@ class First:
             return spread(x_ND, back_R, k, rows), weight_R, count_E[:-1].contiguous(), route
 
         return common.dispatch(first, x_TD, weight_TK)
-
-    def combine(self, y_RD: Tensor, handle: FirstRoute) -> Tensor:
-        return common.combine(y_RD, handle)
 
     def make_buffer(self, x_TD: Tensor) -> None:
         if self.buffer is not None:

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from training.dispatch import Dispatched, common
+from training.dispatch import Capabilities, Dispatched, common
 from training.kernels import swiglu
 
 CHUNK = 64  # tokens that its kernels take at a time
+CAPABILITIES = Capabilities(sorts=True, tells=True, wait=0.045, kernels=("hybrid_ep",))
 
 
 def available() -> str:
@@ -34,7 +35,8 @@ def dispatcher(
 
 
 @dataclass
-class HybridEP:
+class HybridEP(common.Routed):
+    can = CAPABILITIES
     experts: int
     group: dist.ProcessGroup
     deep_ep: Any
@@ -67,9 +69,6 @@ class HybridEP:
             return x_RD, weight_R.to(weight_TK.dtype), count_E, route
 
         return common.dispatch(first, x_TD, weight_TK)
-
-    def combine(self, y_RD: Tensor, handle: Route) -> Tensor:
-        return common.combine(y_RD, handle)
 
 
 def padded(rows_TD: Tensor, most: int) -> Tensor:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from training.dispatch import Dispatched
+from training.dispatch import DEFAULT, Capabilities, Dispatched
 from training.kernels.permute import gather, places, spread
+
+CAPABILITIES = Capabilities(stays=True)
 
 
 def available() -> str:
@@ -19,12 +21,13 @@ def available() -> str:
 
 def dispatcher(experts: int, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None = None) -> Local:
     if ep_group is not None or etp_group is not None:
-        raise ValueError("dispatcher=local knows no other ranks; with mesh.ep or mesh.etp use dispatcher=alltoall")
+        raise ValueError(f"dispatcher=local knows no other ranks; with mesh.ep or mesh.etp use dispatcher={DEFAULT}")
     return Local(experts)
 
 
 @dataclass(frozen=True)
 class Local:
+    can: ClassVar = CAPABILITIES
     experts: int
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched:
@@ -37,6 +40,9 @@ class Local:
     def combine(self, y_RD: Tensor, handle: tuple[Tensor, int]) -> Tensor:
         y_TD: Tensor = _Gather.apply(y_RD, *handle)  # type: ignore[no-untyped-call]
         return y_TD
+
+    def trouble(self) -> str:
+        return ""
 
 
 # The two are each other's transpose. Written out, because autograd would turn the gradient into a scatter-add: atomics

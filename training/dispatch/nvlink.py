@@ -31,11 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from training.dispatch import Dispatched, common
+from training.dispatch import ARRIVALS, DEFAULT, Capabilities, Dispatched, common
 from training.experts.common import absent
 from training.kernels.permute import gather, kernels_run, places, spread
 
-ARRIVALS = 2.0
 NOWHERE = 2**31 - 1  # the row of a choice whose expert is on another rank
 PATIENCE = 2**31 - 1  # times that a rank looks whether the others have come: seven minutes on an H200
 HEAD = 1 << 12  # bytes before the slots: a number of each rank, how often it has come
@@ -43,7 +42,7 @@ LINE = 128  # bytes
 
 
 def available() -> str:
-    return absent("dispatcher=nvlink", "triton", "use dispatcher=alltoall") if torch.cuda.is_available() else ""
+    return absent("dispatcher=nvlink", "triton", f"use dispatcher={DEFAULT}") if torch.cuda.is_available() else ""
 
 
 def dispatcher(experts: int, ep_group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None = None) -> NVLink:
@@ -58,7 +57,7 @@ def check_nodes(ep: int, local: int) -> None:
         most = max(n for n in range(1, ep + 1) if ep % n == 0 and local % n == 0)
         raise ValueError(
             f"dispatcher=nvlink reaches the memory of GPUs of one machine, and here mesh.ep={ep} spans machines of "
-            f"{local} ranks; write mesh.ep={most}, or mesh.dispatcher=alltoall"
+            f"{local} ranks; write mesh.ep={most}, or mesh.dispatcher={DEFAULT}"
         )
 
 
@@ -78,6 +77,16 @@ def buffer_bytes(tokens: int, ranks: int, hidden: int, k: int, itemsize: int) ->
 
 def lined(size: int) -> int:
     return -(-size // LINE) * LINE
+
+
+CAPABILITIES = Capabilities(
+    loses=True,
+    sorts=True,
+    kernels=("meet_kernel", "pull_kernel", "push_kernel"),
+    buffer_bytes=buffer_bytes,
+    rows_a_token=rows_a_token,
+    check_nodes=check_nodes,
+)
 
 
 class Wires(Protocol):
@@ -115,7 +124,8 @@ class Route:
 
 
 @dataclass
-class NVLink:
+class NVLink(common.Routed):
+    can = CAPABILITIES
     experts: int
     group: dist.ProcessGroup
     arrivals: float = ARRIVALS
@@ -146,9 +156,6 @@ class NVLink:
 
         return common.dispatch(first, x_TD, weight_TK)
 
-    def combine(self, y_RD: Tensor, handle: Route) -> Tensor:
-        return common.combine(y_RD, handle)
-
     def wires(self, rows: Tensor, size: int = 0) -> Wires:
         """What moves such rows, in buffers of at least `size` bytes, which is the same on all ranks."""
         if not kernels_run(rows):
@@ -167,7 +174,7 @@ class NVLink:
         if missing:
             return (
                 f"dispatcher=nvlink waited for rank {missing - 1} of mesh.ep={self.group.size()} in vain; look at what "
-                "that one says, or use mesh.dispatcher=alltoall"
+                f"that one says, or use mesh.dispatcher={DEFAULT}"
             )
         if not came:
             return ""
@@ -177,7 +184,7 @@ class NVLink:
         return (
             f"{came:,} rows came to a rank's experts, {times:.2f} times as many as balanced routing sends, and "
             f"mesh.arrivals={self.arrivals:g} has memory for less; nothing was learned from that step: go on from the "
-            f"last checkpoint with mesh.arrivals={math.ceil(11 * times) / 10:g}, or mesh.dispatcher=alltoall"
+            f"last checkpoint with mesh.arrivals={math.ceil(11 * times) / 10:g}, or mesh.dispatcher={DEFAULT}"
         )
 
 

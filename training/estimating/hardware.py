@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from training.dispatch import DEFAULT
 from upcycle.config.reading import find
 from upcycle.config.ready import HARDWARE
 from upcycle.io import strict
@@ -54,8 +55,8 @@ class Hardware:
                 f"hardware {self.name!r}: products and attention need a row at least; "
                 "upcycle estimate measure writes them"
             )
-        if "alltoall" not in self.rows:
-            raise ValueError(f"hardware {self.name!r}: rows has no alltoall, the dispatcher of every machine; add it")
+        if DEFAULT not in self.rows:
+            raise ValueError(f"hardware {self.name!r}: rows has no {DEFAULT}, the dispatcher of every machine; add it")
         above = [(name, getattr(self, name)) for name in ("memory", "node", "peak", "bandwidth")]
         above += [(name, n) for name in ("products", "attention") for row in getattr(self, name) for n in row]
         above += [("link.rate", self.link.rate), ("network.rate", self.network.rate)]

@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
+from training import experts
 from training.cli import bench
-from training.dispatch import alltoall
+from training.dispatch import DEFAULT, create
 from training.estimating import hardware
 from training.estimating.hardware import Hardware, Link
-from training.experts import grouped
+from training.kernels.products import products as grouped_products
 from training.model.attention import BACKENDS
 from training.observe.flops import peak_tflops
 from training.parallel.processes import processes, rank
@@ -127,7 +128,7 @@ def measured(device: torch.device, base: Hardware, alone: tuple[float, float], n
     )
     if dist.is_initialized() and dist.get_world_size() > 1:
         link, sent = linked(device), travelled(device, found.bandwidth)
-        scale = sent / base.rows["alltoall"][0]
+        scale = sent / base.rows[DEFAULT][0]
         others = {name: (digits(scale * rate), more) for name, (rate, more) in base.rows.items()}
         return replace(found, link=link, rows=others)
     return replace(found, sheet=(*found.sheet, "link", "rows"))
@@ -186,9 +187,9 @@ def product(device: torch.device, groups: int, rows: int, out: int, inner: int) 
         ways: tuple[Callable[[], Tensor], ...] = (lambda: x @ w[0].T, lambda: y @ w[0], lambda: y.T @ x)
     else:
         ways = (
-            lambda: grouped.products(x, w.transpose(1, 2), ends),
-            lambda: grouped.products(y, w, ends),
-            lambda: grouped.products(y.T, x, ends),
+            lambda: grouped_products(x, w.transpose(1, 2), ends),
+            lambda: grouped_products(y, w, ends),
+            lambda: grouped_products(y.T, x, ends),
         )
     work = 2 * groups * rows * out * inner
     first, second, third = (round(work / seconds(way, device) / 1e12, 6) for way in ways)
@@ -226,7 +227,7 @@ def hosted(device: torch.device) -> tuple[float, float]:
     def stepped(more: dict[str, Any], layers: int) -> float:
         asked = bench.BenchConfig(
             architecture={**TINY, **more, "num_hidden_layers": layers}, sequence=64, batch=world, micro_batch=1,
-            warmup=2, steps=4, experts="grouped" if device.type == "cuda" else "reference",
+            warmup=2, steps=4, experts=experts.DEFAULT if device.type == "cuda" else experts.SPECIFICATION,
             compute="bfloat16" if device.type == "cuda" else "float32",
             weights="bfloat16" if device.type == "cuda" else "float32",
         )  # fmt: skip
@@ -267,9 +268,9 @@ def linked(device: torch.device) -> Link:
 def travelled(device: torch.device, bandwidth: float) -> float:
     """GB/s of rows to other ranks, by dispatch and combine of 8 of 64 random experts, without what is local in them."""
     world, (tokens, hidden) = dist.get_world_size(), (16384, 2048) if device.type == "cuda" else (64, 16)
-    experts, k = 32 * world, 8
-    own = alltoall.dispatcher(experts, dist.group.WORLD)
-    chosen = torch.rand(tokens, experts, device=device).topk(k).indices
+    count, k = 32 * world, 8
+    own = create(DEFAULT, count, dist.group.WORLD)
+    chosen = torch.rand(tokens, count, device=device).topk(k).indices
     x, weight = random(device, tokens, hidden), torch.ones(tokens, k, device=device) / k
 
     def both() -> None:

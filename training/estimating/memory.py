@@ -16,12 +16,11 @@ from typing import NamedTuple
 
 import torch
 
+from training import dispatch, experts
 from training.config.schema import TrainConfig
 from training.config.stages import stages_of
-from training.dispatch import nvlink
 from training.model.lora import LoraConfig, attach
 from training.model.loss import COPIES, LOGITS, TAUGHT
-from training.model.narrow import near
 from training.model.recompute import MOVES
 from training.model.stock.model import LAYER, dense_of, model_of
 from training.optim.slots import learning, multiplier
@@ -42,7 +41,7 @@ class Memory:
     weights: int  # float32; those that never learn perhaps bfloat16
     gradients: int
     moments: int
-    gathered: int  # what a layer computes with, in the compute dtype; nvlink's buffers
+    gathered: int  # what a layer computes with, in the compute dtype; a dispatcher's buffers
     activations: int
     loss: int  # the head's logits and gradient
     # activations that are gone by the time the last backward has made the gradients, or has made them wide
@@ -108,7 +107,7 @@ class Model:
     def of(self, part: range) -> Counter[int]:
         if part not in self.parts:
             with torch.device("meta"):
-                model = model_of(self.spec, part=part, experts="reference")
+                model = model_of(self.spec, part=part, experts=experts.SPECIFICATION)
                 attach(model, self.lora)
             names = [name for name, _ in model.named_parameters()]
             learned, kept = learning(self.optim, names), set[str]().union(*(learning(o, names) for o in self.all))
@@ -234,10 +233,10 @@ def of_rank(
     moments += total.kept * MASTER * (model.all[-1].average > 0)  # the mean of the last steps' weights
     moments += total.kept * MASTER * 2 * config.islands.asked  # what the server knows, and what it is not told yet
     tokens = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp)
-    if isinstance(model.spec, MoESpec) and mesh.dispatcher == "nvlink" and mesh.ep > 1:
-        buffers += nvlink.buffer_bytes(tokens, mesh.ep, dense.hidden, model.spec.top_k, narrow)
-    if mesh.dispatcher == "hybridep" and mesh.ep > 1 and isinstance(model.spec, MoESpec):
-        buffers += tokens * mesh.ep * model.spec.experts  # the choices of all ranks' tokens, a byte an expert
+    if isinstance(model.spec, MoESpec) and mesh.ep > 1:
+        can = dispatch.capabilities(mesh.dispatcher)
+        buffers += can.buffer_bytes(tokens, mesh.ep, dense.hidden, model.spec.top_k, narrow)
+        buffers += can.tells * tokens * mesh.ep * model.spec.experts
     flight = in_flight(mesh, count, place, len(parts))
     activations = flight * tokens * layers
     loss = 0
@@ -291,12 +290,12 @@ def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool, world
     rows: float = moe.top_k
     if config.balance.pad_to_capacity and mesh.ep * mesh.etp > 1:
         rows = min(rows * config.balance.capacity_factor, moe.experts)
-    elif mesh.dispatcher == "nvlink" and mesh.ep > 1:
-        rows = nvlink.rows_a_token(moe.top_k, mesh.ep, moe.experts // mesh.ep, mesh.arrivals)
+    elif mesh.ep > 1:
+        room = dispatch.capabilities(mesh.dispatcher).rows_a_token
+        rows = room(moe.top_k, mesh.ep, moe.experts // mesh.ep, mesh.arrivals)
     # x and its products; over etp each rank has a slice of the neurons of etp times as many rows
     kept = d.hidden * mesh.etp + matrices * max(moe.widths)
-    if world == 1 and config.model.expert_backend == "quack":
-        kept = matrices * max(moe.widths)  # x is there as tokens
-    elif world == 1 and near(config.micro_batch * config.data.sequence, moe.experts, d.hidden, max(moe.widths)):
-        kept = max(kept, (matrices + 1) * max(moe.widths))  # products and their activation; x is there as tokens
+    if world == 1:
+        tokens, can = config.micro_batch * config.data.sequence, experts.capabilities(config.model.expert_backend)
+        kept = can.kept(tokens, moe.experts, d.hidden, max(moe.widths), matrices) or kept
     return bytes_kept + round(rows * narrow * kept) + router

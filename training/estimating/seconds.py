@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields
 from statistics import NormalDist
 
 from training.config.schema import TrainConfig
+from training.dispatch import DEFAULT, Capabilities, capabilities
 from training.estimating.hardware import Hardware, Link, attention_rates, rates
 from training.parallel.mesh import grids
 from training.parallel.pipeline import cut, stages
@@ -53,10 +54,8 @@ COMPILED = 0.5  # of a layer's host time with model.compile; an estimate
 HOOKS, OVER_TP, OVER_CP = 0.8, 0.15, 0.4
 # A capacity's mask, of a MoE layer's host time: 100 of 1,731 of torch's calls forward and backward, on two CPU ranks
 DROPPING = 0.06
-# Of a MoE layer's host time, for how long the device has nothing to do at a dispatch that the host waits for: by how
-# much that takes longer than the way home, which has the same rows (628, 341, 254 microseconds, docs/performance.md)
-WAITS = {"alltoall": 0.112, "deepep": 0.061, "hybridep": 0.045}
-BOTH = 1.15  # times that, where rows go over ep and etp: 54 of torch's calls instead of 47, counted on four CPU ranks
+# Times a dispatcher's wait, where rows go over ep and etp: 54 of torch's calls instead of 47, on four CPU ranks
+BOTH = 1.15
 # Passes over data in elements, forward and backward: a norm with its residual addition, rotation and head norm, an
 # activation (9 with what is made again), and over logits the products, the loss and its gradient
 NORM, ROTATION, ACTIVATION, LOGITS = 8, 5, 9, 5
@@ -303,7 +302,7 @@ class Clock:
         found["products"] = 3 * self.product(0, self.tokens, moe.experts, d.hidden, False)  # float32 out of three
         # backward goes by the plan of forward, and waits for nobody
         found["rows"] = (1 + again) * self.waiting() + (4 + again) * self.home(moe, kept)
-        if mesh.dispatcher == "hybridep" and mesh.ep > 1:  # every rank gets the choices of all, a byte an expert
+        if self.can.tells and mesh.ep > 1:
             choices = self.tokens * mesh.ep * moe.experts
             found["rows"] += (1 + again) * self.collective(mesh.ep, mesh.etp, choices)
         return found
@@ -329,9 +328,8 @@ class Clock:
         leave = self.passing((self.tokens + rows) * row)
         if self.alone:
             return leave
-        name = mesh.dispatcher
         wires = self.wires(moe, kept, row)
-        if name in ("hybridep", "nvlink"):  # sort in their own kernels
+        if self.can.sorts:
             return wires
         arrive = self.passing(2 * rows * mesh.etp * row)
         if mesh.etp > 1:  # repeated for every peer, and summed up where they come back
@@ -349,9 +347,9 @@ class Clock:
             far = max(1.0, moe.top_k / (moe.experts / nodes))
         else:
             ranks, far = distinct(moe.experts, moe.top_k, mesh.ep), distinct(moe.experts, moe.top_k, nodes)
-        if mesh.dispatcher == "alltoall":  # a row for each choice
+        if self.can.each_choice:
             ranks = far = moe.top_k
-        rate, more = card.rows.get(mesh.dispatcher, card.rows["alltoall"])
+        rate, more = card.rows.get(mesh.dispatcher, card.rows[DEFAULT])
         beside = self.tokens * kept * ranks * (1 - 1 / near) * (row / rate + more) / 1e9
         beyond = self.tokens * kept * far * (1 - 1 / nodes) * row / (card.network.rate * 1e9)
         latency = ((near - 1) * card.link.latency + (nodes - 1) * card.network.latency) / 1e6
@@ -469,7 +467,12 @@ class Clock:
         mesh = self.mesh
         asks = not (self.config.balance.pad_to_capacity or self.alone)
         both = BOTH if min(mesh.ep, mesh.etp) > 1 else 1
-        return asks * both * self.card.host[1] * WAITS.get(mesh.dispatcher, 0) / 1e3
+        return asks * both * self.card.host[1] * self.can.wait / 1e3
+
+    @property
+    def can(self) -> Capabilities:
+        """What the dispatcher does."""
+        return capabilities(self.mesh.dispatcher)
 
     @property
     def alone(self) -> bool:
@@ -497,7 +500,7 @@ class Clock:
         card = self.card
         near, nodes = self.placed(size, stride)
         latency = ((near - 1) * card.link.latency + (nodes - 1) * card.network.latency) / 1e6
-        inside = own * (near - 1) / size / (card.rows["alltoall"][0] * 1e9)
+        inside = own * (near - 1) / size / (card.rows[DEFAULT][0] * 1e9)
         return latency + max(inside, own * (1 - 1 / nodes) / (card.network.rate * 1e9))
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from training.experts import ExpertWeights
+from training.experts import DEFAULT, ExpertWeights
+from training.kernels import swiglu
 
 
 def missing(backend: str, module: str) -> str:
     """ "" if `module` can be imported and there is a CUDA device for it, else one sentence."""
-    return absent(f"experts={backend}", module, "use experts=grouped")
+    return absent(f"experts={backend}", module, f"use experts={DEFAULT}")
 
 
 def absent(asked: str, module: str, instead: str) -> str:
@@ -65,15 +67,28 @@ def check(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights) -> 
         assert shapes == [(experts, size) for size in (hidden, rows, width, hidden)], "the adapters do not fit"
     given = {t.dtype for t in (x_RD, w.up_EFD, w.down_EDF, w.up_bias_EF, w.down_bias_ED) if t is not None}
     assert len(given) == 1, f"rows and weights have several dtypes: {given}"
-    # on a GPU, reading the counts would mean waiting for it
-    assert count_E.is_cuda or int(count_E.sum()) <= len(x_RD), "the counts promise more rows than there are"
+    if count_E.device.type == "cpu":  # on a GPU, reading the counts would mean waiting for it
+        assert int(count_E.sum()) <= len(x_RD), "the counts promise more rows than there are"
 
 
 def only_bfloat16(backend: str, x_RD: Tensor, w: ExpertWeights) -> None:
     if not x_RD.is_cuda or x_RD.dtype != torch.bfloat16:
         got = f"{str(x_RD.dtype).removeprefix('torch.')} on {x_RD.device.type}"
-        raise ValueError(f"experts={backend} computes in bfloat16 on CUDA, and got {got}; use experts=grouped")
+        raise ValueError(f"experts={backend} computes in bfloat16 on CUDA, and got {got}; use experts={DEFAULT}")
     if w.low is not None:
-        raise ValueError(f"experts={backend} has no adapters, and lora gives this model's experts some; use grouped")
+        raise ValueError(f"experts={backend} has no adapters, and lora gives this model's experts some; use {DEFAULT}")
     if w.up_bias_EF is not None or w.down_bias_ED is not None:
-        raise ValueError(f"experts={backend} has no biases, and this model's experts have; use experts=grouped")
+        raise ValueError(f"experts={backend} has no biases, and this model's experts have; use experts={DEFAULT}")
+
+
+def sized(
+    x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str,
+    linear: Callable[[Tensor, Tensor, list[int]], Tensor],
+) -> Tensor:  # fmt: skip
+    """Compute experts without biases by `linear(x_RK, w_ENK, sizes)`, whose sizes the host must know."""
+    sizes, ends_E = count_E.tolist(), count_E.cumsum(0, dtype=torch.int32)
+    rows = sum(sizes)
+    h_RH = linear(x_RD[:rows].contiguous(), w.up_EFD, sizes)
+    a_RF = swiglu.activate(h_RH, weight_R[:rows].contiguous(), ends_E, activation, w.gated)
+    y_RD = linear(a_RF, w.down_EDF, sizes)
+    return functional.pad(y_RD, (0, 0, 0, len(x_RD) - rows)) if rows < len(x_RD) else y_RD

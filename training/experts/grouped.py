@@ -2,36 +2,41 @@
 
 For backward only x, h = [gate | up] and the routing weights are kept; the activation is recomputed there, in the same
 pass that makes its gradient. A forward that is run once more for backward stops at h. Adapters are products of their
-own, in and out of their rank, which are recomputed too. In bfloat16 on Hopper and
-Blackwell nothing waits for the GPU; for other dtypes and older GPUs torch itself falls back to a loop that does.
-
-grouped_mm wants rows of a multiple of 16 bytes and no float64. For rows of other sizes on the CPU, and for float64,
-which is there to check gradients, `products` is a loop over the same slices; unaligned sizes on CUDA are refused.
+own, in and out of their rank, which are recomputed too. In bfloat16 on Hopper and Blackwell nothing waits for the GPU;
+for other dtypes and older GPUs torch itself falls back to a loop that does. Unaligned sizes on CUDA are refused.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from training.experts import ExpertWeights
+from training.experts import SPECIFICATION, Capabilities, ExpertWeights, _narrow
 from training.experts.common import check, recomputed
 from training.kernels import swiglu
+from training.kernels.products import ALIGNED, grouped_mm, products
 
-grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-ALIGNED = 16  # bytes
+CAPABILITIES = Capabilities(
+    adapters=True,
+    waitless=True,
+    fused=_narrow.fused,
+    kept=_narrow.kept,
+    kernels=(
+        "grouped", "groupproblemshape", "activation_kernel", "activation_backward_kernel", "up_kernel", "back_kernel",
+        "rows_kernel", "sums_kernel", "sums_total_kernel", "cut_kernel",
+    ),
+)  # fmt: skip
 
 
 def available() -> str:
     if grouped_mm is None:
-        return f"experts=grouped needs grouped_mm, which torch {torch.__version__} has not; use experts=reference"
+        return f"experts=grouped needs grouped_mm, which torch {torch.__version__} has not; use experts={SPECIFICATION}"
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
-        return "experts=grouped needs the triton package on CUDA, which is not installed; use experts=reference"
+        return f"experts=grouped needs the triton package on CUDA, which is not installed; use experts={SPECIFICATION}"
     return ""
 
 
@@ -43,7 +48,7 @@ def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, a
         dtype = str(x_RD.dtype).removeprefix("torch.")
         raise ValueError(
             f"experts=grouped on CUDA needs a hidden size and an expert width that are multiples of {step} in {dtype}, "
-            f"and got {hidden} and {width}; use experts=reference"
+            f"and got {hidden} and {width}; use experts={SPECIFICATION}"
         )
     ends_E = count_E.cumsum(0, dtype=torch.int32)
     y_RD: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
@@ -124,31 +129,6 @@ def factors(w: ExpertWeights, step: int) -> tuple[float, *tuple[Tensor, ...]]:
         )
     adapters = w.low.up_a_EDr, w.low.up_b_EHr, w.low.down_a_EFr, w.low.down_b_EDr
     return w.low.scale, *(each.contiguous() for each in adapters)
-
-
-def products(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
-    """(R, K) by (E, K, N) -> (R, N), each row with its expert's matrix; or (M, R) by (R, N) -> (E, M, N), the sum over
-    an expert's rows, which is zero where it has none."""
-    per_row = b.ndim == 3
-    rows = (a if per_row else b).shape[0]  # len() of a tensor is five calls
-    shape = (rows, b.shape[2]) if per_row else (ends_E.shape[0], a.shape[0], b.shape[1])
-    if rows == 0:
-        return a.new_zeros(shape)
-    if a.dtype != torch.float64 and (a.is_cuda or (aligned(a) and aligned(b))):
-        assert grouped_mm is not None
-        out: Tensor = grouped_mm(a, b, offs=ends_E)
-        return out
-    out, ends = a.new_zeros(shape), [0, *ends_E.tolist()]
-    for e, (start, end) in enumerate(itertools.pairwise(ends)):
-        if per_row:
-            out[start:end] = a[start:end] @ b[e]
-        else:
-            out[e] = a[:, start:end] @ b[start:end]
-    return out
-
-
-def aligned(tensor: Tensor) -> bool:
-    return all(s == 1 or s * tensor.element_size() % ALIGNED == 0 for s in tensor.stride())
 
 
 # Biases are rare in experts, so they cost a pass of their own instead of a place in every kernel.

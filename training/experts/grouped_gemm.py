@@ -12,11 +12,11 @@ import importlib
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from training.experts import ExpertWeights, reference
-from training.experts.common import check, missing, only_bfloat16
-from training.kernels import swiglu
+from training.experts import Capabilities, ExpertWeights
+from training.experts.common import check, missing, only_bfloat16, sized
+
+CAPABILITIES = Capabilities()
 
 
 def available() -> str:
@@ -26,12 +26,12 @@ def available() -> str:
 def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
     check(x_RD, weight_R, count_E, w)
     only_bfloat16("grouped_gemm", x_RD, w)
+    return sized(x_RD, weight_R, count_E, w, activation, linear)
+
+
+def linear(x_RK: Tensor, w_ENK: Tensor, sizes: list[int]) -> Tensor:
+    if not len(x_RK):  # gmm asserts that there is something to do
+        return x_RK @ w_ENK[0].T
     gmm = importlib.import_module("grouped_gemm.ops").gmm
-    sizes_E = count_E.to("cpu", torch.int64)
-    rows, ends_E = int(sizes_E.sum()), count_E.cumsum(0, dtype=torch.int32)
-    if rows == 0:
-        return reference.experts(x_RD, weight_R, count_E, w, activation)  # gmm asserts that there is something to do
-    h_RH = gmm(x_RD[:rows].contiguous(), w.up_EFD.contiguous(), sizes_E, trans_b=True)
-    a_RF = swiglu.activate(h_RH, weight_R[:rows].contiguous(), ends_E, activation, w.gated)
-    y_RD: Tensor = gmm(a_RF, w.down_EDF.contiguous(), sizes_E, trans_b=True)
-    return functional.pad(y_RD, (0, 0, 0, len(x_RD) - rows)) if rows < len(x_RD) else y_RD
+    y_RN: Tensor = gmm(x_RK, w_ENK.contiguous(), torch.tensor(sizes), trans_b=True)
+    return y_RN

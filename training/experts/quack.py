@@ -2,7 +2,7 @@
 ends of the products beside them, and rows are read from their tokens where those are here. bfloat16, no biases.
 
 Two ways in: `experts` for rows that a dispatcher brings, as every backend, and `ffn` from tokens to tokens, where all
-experts are on this device (see Experts.from_tokens). `ffn` keeps the first product of each row for backward, nothing
+experts are on this device. `ffn` keeps the first product of each row for backward, nothing
 else of its rows, and weights are applied as rows come back.
 
 The package's h has gate and up of a neuron side by side, and so has its gradient; our weights have all gates first, and
@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from training.experts import ExpertWeights
+from training.experts import DEFAULT, SPECIFICATION, Capabilities, ExpertWeights, TokenFunction, _narrow
 from training.experts.common import check, missing, only_bfloat16, recomputed
 from training.kernels import permute, router, swiglu
-from training.model import narrow
 
 PACKAGE, FIRST, BEYOND = "quack-kernels", (0, 3, 11), (0, 5)
 GATED = {"silu": "swiglu", "gelu_tanh": "geglu"}  # ours: theirs
@@ -59,9 +58,9 @@ def available() -> str:
     if not FIRST <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < BEYOND:
         least, limit = (".".join(map(str, version)) for version in (FIRST, BEYOND))
         wanted = f"{PACKAGE} from {least} on and before {limit}"
-        return f"experts=quack needs {wanted}, and {found} is here; use experts=grouped"
+        return f"experts=quack needs {wanted}, and {found} is here; use experts={DEFAULT}"
     if torch.cuda.get_device_capability()[0] != 9:
-        return "experts=quack needs a Hopper GPU, whose tiles were measured, and there is none; use experts=grouped"
+        return f"experts=quack needs a Hopper GPU, whose tiles were measured, and there is none; use experts={DEFAULT}"
     return ""
 
 
@@ -80,12 +79,12 @@ def refuse(x_RD: Tensor, w: ExpertWeights, activation: str) -> None:
     only_bfloat16("quack", x_RD, w)
     if not w.gated or activation not in GATED:
         got = activation if w.gated else f"experts without a gate, with {activation}"
-        raise ValueError(f"experts=quack computes gated {' and '.join(GATED)}, and got {got}; use experts=grouped")
+        raise ValueError(f"experts=quack computes gated {' and '.join(GATED)}, and got {got}; use experts={DEFAULT}")
     hidden, width = w.down_EDF.shape[1:]
     if hidden % ALIGNED or width % ALIGNED:
         raise ValueError(
             f"experts=quack needs a hidden size and an expert width that are multiples of {ALIGNED}, and got "
-            f"{hidden} and {width}; use experts=reference"
+            f"{hidden} and {width}; use experts={SPECIFICATION}"
         )
 
 
@@ -172,13 +171,25 @@ class _Tokens(torch.autograd.Function):
         return d_x_TD, d_weight_TK, None, d_up_EHD, d_down_EDF, None, d_y_TD if needs_onto else None, None
 
 
-ffn = partial(narrow.ffn, function=_Tokens)
+ffn = partial(_narrow.ffn, function=_Tokens)
+
+
+def fused(x_TD: Tensor, up: Tensor, down: Tensor, activation: str) -> TokenFunction | None:
+    return ffn if fits(x_TD, up, down, activation) else None
+
+
+def kept(tokens: int, experts: int, hidden: int, width: int, matrices: int) -> int | None:
+    """Return the numbers of a row that stay for backward: its first product, since x is there as tokens."""
+    return matrices * width
+
+
+CAPABILITIES = Capabilities(waitless=True, opaque=True, fused=fused, kept=kept, kernels=("quackgemm",))
 
 
 def of_long_sums(x_TD: Tensor, down_EDF: Tensor) -> bool:
     """Whether a favoured expert's sums should be cut into pieces, which our kernels for narrow experts do."""
     experts, hidden, width = down_EDF.shape
-    return narrow.near(len(x_TD), experts, hidden, width)
+    return _narrow.near(len(x_TD), experts, hidden, width)
 
 
 def long_sums(

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from training.experts import ExpertWeights
+from training.experts import Capabilities, ExpertWeights
 from training.experts.common import check
 from upcycle.arch.ffn import ACTIVATIONS, gated_product
+
+CAPABILITIES = Capabilities(adapters=True)
 
 
 def available() -> str:

@@ -16,11 +16,11 @@ import importlib
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from training.experts import ExpertWeights
-from training.experts.common import check, missing, only_bfloat16
-from training.kernels import swiglu
+from training.experts import Capabilities, ExpertWeights
+from training.experts.common import check, missing, only_bfloat16, sized
+
+CAPABILITIES = Capabilities()
 
 
 def available() -> str:
@@ -31,12 +31,7 @@ def available() -> str:
 def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
     check(x_RD, weight_R, count_E, w)
     only_bfloat16("transformer_engine", x_RD, w)
-    sizes, ends_E = count_E.tolist(), count_E.cumsum(0, dtype=torch.int32)
-    rows = sum(sizes)
-    h_RH = linear(x_RD[:rows].contiguous(), w.up_EFD, sizes)
-    a_RF = swiglu.activate(h_RH, weight_R[:rows].contiguous(), ends_E, activation, w.gated)
-    y_RD = linear(a_RF, w.down_EDF, sizes)
-    return functional.pad(y_RD, (0, 0, 0, len(x_RD) - rows)) if rows < len(x_RD) else y_RD
+    return sized(x_RD, weight_R, count_E, w, activation, linear)
 
 
 def linear(x_RK: Tensor, w_ENK: Tensor, sizes: list[int]) -> Tensor:

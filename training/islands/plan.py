@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from training.config.schema import TrainConfig
+from training.experts import SPECIFICATION
 from training.islands.config import IslandsConfig
 from training.islands.link.wire import BITMAP, CHUNK, FEW, most
 from training.islands.places import NUMBERS, Layout, share_of
@@ -42,7 +43,7 @@ def bits_a_second(text: str) -> float:
 
 def layout_of(spec: DenseSpec | MoESpec, config: TrainConfig) -> Layout:
     with torch.device("meta"):
-        model = Decoder(spec, experts="reference")
+        model = Decoder(spec, experts=SPECIFICATION)
         attach(model, config.lora)
     names = learning(config.optim, [name for name, _ in model.named_parameters()])
     return Layout({name: tuple(p.shape) for name, p in model.named_parameters() if name in names})

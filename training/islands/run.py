@@ -17,6 +17,7 @@ from training.checkpoint import layout
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import Stop, found, step_of
 from training.config.schema import TrainConfig
+from training.experts import SPECIFICATION
 from training.islands.center import Center
 from training.islands.journal import Journal
 from training.islands.link import frames
@@ -78,7 +79,7 @@ def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> t
 
 def made(config: TrainConfig, origin: Origin, mesh: ParallelMesh) -> Decoder:
     """The model of step 0, on this process alone."""
-    alone = replace(config.model, recompute="none", compile=False, transformer_engine=(), expert_backend="reference")
+    alone = replace(config.model, recompute="none", compile=False, transformer_engine=(), expert_backend=SPECIFICATION)
     spec = origin.spec
     layers = range(origin.dense.layers)
     model = divided(replace(config, model=alone), origin, mesh, layers, torch.device("cpu"))

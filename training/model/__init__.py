@@ -30,7 +30,7 @@ and in no others (tests/unit/training/test_seams.py):
 | Router | region | recompute | computed once more |
 | Router | low | lora | as of Linear |
 | Experts | low | lora | as of Linear |
-| Experts | compute | routing | what each expert says, measured; put back afterwards |
+| Experts | backend | routing | what each expert says, measured; put back afterwards |
 | Experts | weights | shard | a rank's experts, and narrow copies that last for a step |
 | MoE | dispatcher | shard | experts on several ranks |
 | MoE | region | recompute | dispatch, experts and combine once more |

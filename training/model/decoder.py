@@ -6,20 +6,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from training.experts import DEFAULT, Backend, backend
 from training.kernels.attention import capped
 from training.model.attention import Sdpa, Seen, fastest_first, look
 from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm, Region, norm, once
 from training.model.loss import Lesson, taught_cross_entropy
-from training.model.moe import ExpertFunction, MoE
+from training.model.moe import MoE
 from training.model.rope import angles
-from upcycle import plugin
 from upcycle.arch.spec import DenseSpec, MoESpec
 
 
 class Layer(nn.Module):
     region: Region  # replaced by recompute: around the half that attends
 
-    def __init__(self, dense: DenseSpec, moe: MoESpec | None, layer: int, experts: ExpertFunction | None) -> None:
+    def __init__(self, dense: DenseSpec, moe: MoESpec | None, layer: int, experts: Backend | None) -> None:
         super().__init__()
         self.block, self.scale = dense.block, dense.residual_scale
         self.attn_norm, self.ffn_norm = norm(dense), norm(dense)
@@ -62,15 +62,6 @@ class Layer(nn.Module):
         return y if self.scale == 1.0 else y * self.scale
 
 
-def expert_backend(name: str) -> ExpertFunction:
-    module = plugin.load("training.experts", name)
-    why_not: str = module.available()
-    if why_not:
-        raise ValueError(why_not)
-    backend: ExpertFunction = module.experts
-    return backend
-
-
 class Decoder(nn.Module):
     """All of the model, or a stage of a pipeline: consecutive layers under their own numbers, with the embedding before
     the first one, last norm and head after the last. If one matrix embeds and predicts (tied), a pipeline has it twice,
@@ -87,7 +78,7 @@ class Decoder(nn.Module):
         spec: DenseSpec | MoESpec,
         *,
         part: range | None = None,
-        experts: str = "grouped",
+        experts: str = DEFAULT,
         compute: torch.dtype = torch.float32,
     ) -> None:
         """`part`: the layers held, all unless given. `experts`: a backend of training/experts. `compute`: the dtype of
@@ -104,10 +95,10 @@ class Decoder(nn.Module):
             )
         part = range(d.layers) if part is None else part
         self.first, self.last = part.start == 0, part.stop == d.layers
-        backend = None if self.moe is None else expert_backend(experts)
+        found = None if self.moe is None else backend(experts)
         self.embed = nn.Embedding(d.vocab, d.hidden) if self.first or (self.last and d.tied) else None
         # keyed by number, so that a part's layers have their names in the whole model
-        self.layers = nn.ModuleDict({str(i): Layer(d, self.moe, i, backend) for i in part})
+        self.layers = nn.ModuleDict({str(i): Layer(d, self.moe, i, found) for i in part})
         self.final_norm = norm(d) if self.last else None
         self.head = Linear(d.hidden, d.vocab) if self.last and not d.tied else None
 

@@ -10,15 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from training.dispatch import Dispatcher
-from training.dispatch.local import Local
-from training.experts import ExpertWeights, LowRank, grouped, quack
+from training.dispatch import DEFAULT, Dispatcher, create
+from training.experts import Backend, ExpertWeights, LowRank, TokenFunction, fused
 from training.kernels import router
-from training.model import narrow
 from training.model.layers import FeedForward, Linear, Region, once
 from upcycle.arch.spec import MoESpec
-
-ExpertFunction = Callable[[Tensor, Tensor, Tensor, ExpertWeights, str], Tensor]
 
 
 class Routing(NamedTuple):
@@ -98,7 +94,7 @@ class Experts(nn.Module):
     """The routed experts, stacked; uneven ones padded with zero neurons. `up` is (N, 2, F, D) if gated, the gate first,
     else (N, 1, F, D), so that neurons have a dimension of their own to be divided by."""
 
-    compute: ExpertFunction  # by evaluation's routing while it measures what experts say
+    backend: Backend  # replaced by evaluation's routing while it measures what experts say
     # replaced by shard: this rank's part, and copies that last for a step
     weights: Callable[[Experts, torch.dtype], ExpertWeights]
     low: float = 0.0  # see Linear; the adapters of up are those of both halves
@@ -107,10 +103,10 @@ class Experts(nn.Module):
     down_lora_a: Tensor
     down_lora_b: Tensor
 
-    def __init__(self, spec: MoESpec, compute: ExpertFunction) -> None:
+    def __init__(self, spec: MoESpec, backend: Backend) -> None:
         super().__init__()
         n, f, d = spec.experts, max(spec.widths), spec.dense.hidden
-        self.compute, self.activation = compute, spec.dense.activation
+        self.backend, self.activation = backend, spec.dense.activation
         self.gated, halves = spec.dense.gated, 2 if spec.dense.gated else 1
         self.up = nn.Parameter(torch.empty(n, halves, f, d))
         self.down = nn.Parameter(torch.empty(n, d, f))
@@ -119,24 +115,16 @@ class Experts(nn.Module):
         self.weights = whole_weights
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
-        return self.compute(x_RD, weight_R, count_E, self.weights(self, x_RD.dtype), self.activation)
+        return self.backend.compute(x_RD, weight_R, count_E, self.weights(self, x_RD.dtype), self.activation)
 
-    def from_tokens(self, x_TD: Tensor) -> bool:
-        """Whether `of_tokens` does for experts that are all here what dispatch, the backend and combine do."""
+    def fused(self, dispatcher: Dispatcher, x_TD: Tensor) -> TokenFunction | None:
+        """Return the function that does what dispatch, this module and combine do together, if there is one."""
         plain = self.gated and not self.low and self.up_bias is None and self.down_bias is None
         # what FSDP divides it gathers around a call of this module alone, and so do hooks that somebody registers wait
         # for one
         if not plain or type(up := self.up) is not nn.Parameter or hooked(self):
-            return False
-        if self.compute is quack.experts:
-            return quack.fits(x_TD, up, self.down, self.activation)
-        return self.compute is grouped.experts and narrow.fits(x_TD, up, self.down)
-
-    def of_tokens(
-        self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, onto_TD: Tensor | None, rows: router.Rows | None
-    ) -> Tensor:
-        ffn = quack.ffn if self.compute is quack.experts else narrow.ffn
-        return ffn(x_TD, weight_TK, expert_TK, self.weights(self, x_TD.dtype), self.activation, onto_TD, rows)
+            return None
+        return fused(dispatcher, self.backend, x_TD, up, self.down, self.activation)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -170,11 +158,11 @@ class MoE(nn.Module):
     balance: Callable[[Routing], Routing] | None
     region: Region  # by recompute: around all that comes after the routing; by shard: outside of what is compiled
 
-    def __init__(self, spec: MoESpec, experts: ExpertFunction, dispatcher: Dispatcher | None = None) -> None:
+    def __init__(self, spec: MoESpec, backend: Backend, dispatcher: Dispatcher | None = None) -> None:
         super().__init__()
         self.spec = spec
-        self.dispatcher = dispatcher or Local(spec.experts)
-        self.router, self.experts = Router(spec), Experts(spec, experts)
+        self.dispatcher = dispatcher or create(DEFAULT, spec.experts, None)
+        self.router, self.experts = Router(spec), Experts(spec, backend)
         self.shared = FeedForward(spec.dense, spec.shared) if spec.shared else None
         self.shared_gate = Linear(spec.dense.hidden, 1) if spec.shared_gate else None
         self.balance, self.region = None, once
@@ -195,8 +183,9 @@ class MoE(nn.Module):
     def joins(self, x_BSD: Tensor) -> bool:
         """Whether the last pass over the experts' rows can add them to the stream. Not where hooks take what a layer
         adds: those of ranks that divide a sequence, and those that look at it."""
-        alone = self.shared is None and isinstance(self.dispatcher, Local)
-        return alone and not hooked(self) and self.experts.from_tokens(x_BSD.flatten(0, 1))
+        if self.shared is not None or hooked(self):
+            return False
+        return self.experts.fused(self.dispatcher, x_BSD.flatten(0, 1)) is not None
 
     def rows_left(self, routing: Routing) -> router.Rows | None:
         """Where the experts leave the rows of their tokens' gradient for the router to add up: its tiles want 16
@@ -211,8 +200,9 @@ class MoE(nn.Module):
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None,
         onto_TD: Tensor | None = None, rows: router.Rows | None = None,
     ) -> Tensor:  # fmt: skip
-        if isinstance(self.dispatcher, Local) and self.experts.from_tokens(x_TD):
-            y_TD = self.experts.of_tokens(x_TD, weight_TK, expert_TK, onto_TD, rows)
+        if (together := self.experts.fused(self.dispatcher, x_TD)) is not None:
+            weights = self.experts.weights(self.experts, x_TD.dtype)
+            y_TD = together(x_TD, weight_TK, expert_TK, weights, self.experts.activation, onto_TD, rows)
         else:
             sent = self.dispatcher.dispatch(x_TD, weight_TK, expert_TK, room)
             y_RD = self.experts(sent.x_RD, sent.weight_R, sent.count_E)

@@ -6,7 +6,7 @@ selective: norms and the product of an FFN's gate and up. Cheap to compute, larg
     insides are three times its input. (The experts' own product is never kept, see experts/grouped.py.)
 attention: selective, and the half of a layer that attends; for experts whose neurons cost more than all of attention.
 experts: selective, and the MoE's half with its dispatch; for many rows of small experts. Of the experts' two
-    products `experts=grouped` makes only the first again, which is all that backward needs.
+    products the default backend makes only the first again, which is all that backward needs.
 full: both halves. What stays of a token is the stream before each, the FFN's normed input and the routing.
 
 Whatever counts or decides is outside of every region, so no hook needs to know whether it runs for the second time: the

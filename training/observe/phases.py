@@ -16,15 +16,19 @@ from typing import Any
 import torch
 
 from training.parallel.processes import rank
+from upcycle import plugin
+
+
+def of_plugins(package: str) -> tuple[str, ...]:
+    """Return parts of the names of all kernels that a package's plug-ins say are theirs."""
+    return tuple(word for name in plugin.names(package) for word in plugin.load(package, name).CAPABILITIES.kernels)
+
 
 RANGES = ("dispatch", "combine", "optimizer")
-# by what a kernel's name has in it; the first that fits
+# by what a kernel's name has in it; the first that fits. Backends and dispatchers say what theirs have
 NAMES: Mapping[str, tuple[str, ...]] = {
     "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa", "cudnn::fusion", "flex"),
-    "experts": (
-        "grouped", "groupproblemshape", "activation_kernel", "activation_backward_kernel", "quackgemm", "up_kernel",
-        "back_kernel", "rows_kernel", "sums_kernel", "sums_total_kernel", "cut_kernel",
-    ),
+    "experts": of_plugins("training.experts"),
     "router": ("choose_kernel", "softmax", "route_kernel", "route_backward_kernel", "gathered_kernel"),
     "places of rows": ("count_kernel", "place_kernel", "spread_kernel", "gather_kernel"),
     "weights and gradients between ranks": ("allgather", "reducescatter", "allreduce"),
@@ -32,7 +36,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "norms and rotation": ("norm_kernel", "norm_backward_kernel", "heads_kernel", "heads_backward_kernel"),
     "copies": ("memcpy", "memset", "copy", "fill", "catarray"),
 }  # fmt: skip
-COMMUNICATION = ("nccl", "deep_ep", "intranode", "hybrid_ep", "meet_kernel", "pull_kernel", "push_kernel")
+COMMUNICATION = ("nccl", *of_plugins("training.dispatch"))
 KERNELS = 25  # listed by name, for whoever wants to make one faster
 
 

@@ -38,8 +38,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from training.data.batch import Batch
 from training.dispatch import create
-from training.dispatch.nvlink import NVLink
-from training.experts import ExpertWeights, quack
+from training.experts import ExpertWeights
 from training.kernels import updates
 from training.model.decoder import Decoder, Layer
 from training.model.layers import Attention, FeedForward, LatentAttention, Linear, Norm, uncompiled
@@ -81,9 +80,8 @@ def parallelize(
     recompute(model, recomputed)
     if compiled:
         for block in moe_blocks(model):
-            if mesh.size("ep") * mesh.size("etp") > 1 or block.experts.compute is quack.experts:
-                # the number of rows differs from call to call, and between our kernels there is nothing to fuse; into
-                # QuACK's no compiler can look
+            if mesh.size("ep") * mesh.size("etp") > 1 or block.experts.backend.can.opaque:
+                # the number of rows differs from call to call, and between our kernels there is nothing to fuse
                 block.region = uncompiled(block.region)
         model.compile_parts()
     shard_data_parallel(model, mesh)
@@ -213,9 +211,8 @@ def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
     # one for all layers: it may hold large buffers
     dispatcher = None
     if ep * etp > 1 and model.moe is not None:
-        dispatcher = create(mesh.config.dispatcher, model.moe.experts, mesh.group("ep"), mesh.group("etp"))
-        if isinstance(dispatcher, NVLink):
-            dispatcher.arrivals = mesh.config.arrivals
+        groups = mesh.group("ep"), mesh.group("etp")
+        dispatcher = create(mesh.config.dispatcher, model.moe.experts, *groups, mesh.config.arrivals)
     for block in moe_blocks(model):
         if dispatcher is not None:
             block.dispatcher = dispatcher
@@ -226,7 +223,7 @@ def experts_over_ep(model: Decoder, mesh: ParallelMesh, keep: bool) -> None:
 def trouble(parts: Iterable[Decoder]) -> str:
     """What a dispatcher could not say while the device worked, in a sentence, or "". Asking waits for the device."""
     found = {id(block.dispatcher): block.dispatcher for part in parts for block in moe_blocks(part)}
-    said = [each.trouble() for each in found.values() if isinstance(each, NVLink)]
+    said = [each.trouble() for each in found.values()]
     return next((sentence for sentence in said if sentence), "")
 
 

@@ -17,6 +17,7 @@ from training.config.reading import upcycle_config
 from training.config.schema import ModelConfig, TrainConfig
 from training.config.stages import stages_of
 from training.data.open import first_tokens
+from training.experts import SPECIFICATION
 from training.model import transformer_engine
 from training.model.decoder import Decoder
 from training.model.lora import attach
@@ -79,7 +80,7 @@ def teacher_of(config: TrainConfig, origin: Origin, mesh: ParallelMesh, device: 
 def whole_on_meta(spec: DenseSpec | MoESpec, config: TrainConfig) -> Decoder:
     """Return all of the model with its adapters, without memory: for the names in it."""
     with torch.device("meta"):
-        whole = model_of(spec, experts="reference")
+        whole = model_of(spec, experts=SPECIFICATION)
         attach(whole, config.lora)
     return whole
 

@@ -19,7 +19,8 @@ from training.config.stages import Stage, stages_of
 from training.data.mixture import Mixture, same_tokenizer
 from training.data.open import open_training, open_validation
 from training.data.shards import partial_of
-from training.dispatch.nvlink import check_nodes
+from training.dispatch import capabilities
+from training.experts import SPECIFICATION
 from training.model.decoder import Decoder
 from training.model.lora import attach, check_match, is_adapter
 from training.model.stock.model import dense_of, model_of
@@ -48,8 +49,7 @@ def preflight(config: TrainConfig) -> None:
     for stage in stages:
         with of_stage(stage.number - 1) if config.stages else nullcontext():
             schedule(stage.config.schedule, stage.config.steps)
-    if config.mesh.dispatcher == "nvlink":
-        check_nodes(config.mesh.ep, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+    capabilities(config.mesh.dispatcher).check_nodes(config.mesh.ep, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     for name, folder in (("output", config.output), ("export", config.export), ("lora.export", config.lora.export)):
         check_writable(name, Path(folder))
     for name, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
@@ -102,7 +102,7 @@ def check_optim(config: TrainConfig, spec: DenseSpec | MoESpec) -> None:
         settled(stage.config.optim, spec if isinstance(spec, MoESpec) else None)
     check_stock(config, spec)
     with torch.device("meta"):
-        check_match(model_of(spec, experts="reference"), config.lora)
+        check_match(model_of(spec, experts=SPECIFICATION), config.lora)
     check_cuts(spec, config)
     whole = whole_on_meta(spec, config)
     for stage in stages_of(config):
@@ -115,7 +115,7 @@ def check_cuts(spec: DenseSpec | MoESpec, config: TrainConfig) -> None:
         return
     for layers in cut(spec, config.mesh.pp, config.mesh.schedule):
         with torch.device("meta"):
-            part = Decoder(spec, part=layers, experts="reference")
+            part = Decoder(spec, part=layers, experts=SPECIFICATION)
             attach(part, config.lora)
         if not any(is_adapter(name) for name, _ in part.named_parameters()):
             raise ValueError(

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from training.config.schema import TrainConfig
 from training.data.batch import Batch
+from training.experts import capabilities
 from training.run.build import Learner
 
 MOST = 0.5  # share of the device's memory that a step may take: validation finds none of it free
-RECORDABLE = ("grouped", "quack")  # backends of experts that leave their counts on the device
 WARM = 3  # steps that run as they are: kernels are compiled in them, and libraries make room for themselves
 Step = Callable[[Sequence[Batch], float], dict[str, Tensor]]
 TrainStep = Callable[[Learner, Sequence[Batch], float | None], dict[str, Tensor]]
@@ -53,7 +53,7 @@ def hindrance(config: TrainConfig, world: int, moe: bool, *, taught: bool) -> st
         "a teacher's share of the loss changes from step to step": taught,
         "islands exchange their weights between steps": config.islands.asked,
         f"model.transformer_engine is {list(model.transformer_engine)}": bool(model.transformer_engine),
-        f"model.expert_backend={backend} asks the device in a step": moe and backend not in RECORDABLE,
+        f"model.expert_backend={backend} asks the device in a step": moe and not capabilities(backend).waitless,
         f"experts wait for the device where model.dtype is {model.dtype}": moe and model.dtype != "bfloat16",
     }
     return next((reason for reason, stands in reasons.items() if stands), "")

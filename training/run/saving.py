@@ -12,6 +12,7 @@ from training.checkpoint.state import Checkpoints, anywhere, found, step_of
 from training.config.resume import compared
 from training.config.schema import TrainConfig
 from training.config.stages import stage_of, stages_of
+from training.dispatch import capabilities
 from training.parallel.shard import trouble
 from training.run.build import Run
 from training.run.preflight import CHECKPOINTS
@@ -92,7 +93,7 @@ def check_alive(run: Run) -> None:
 
 def check_arrived(run: Run) -> None:
     """End a run whose dispatcher lost rows on any rank. A step that lost any was skipped, so no weight knows of it."""
-    if run.config.mesh.dispatcher != "nvlink":  # the others lose none, and ranks need not ask each other
+    if not capabilities(run.config.mesh.dispatcher).loses:  # ranks need not ask each other
         return
     said = trouble(run.parts)
     if anywhere([bool(said)], run.control)[0]:

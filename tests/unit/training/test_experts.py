@@ -25,7 +25,17 @@ from torch import Tensor, nn
 
 from training import kernels
 from training.dispatch.local import Local
-from training.experts import ExpertWeights, common, grouped, grouped_gemm, quack, reference, transformer_engine
+from training.experts import (
+    ExpertWeights,
+    LowRank,
+    capabilities,
+    common,
+    grouped,
+    grouped_gemm,
+    quack,
+    reference,
+    transformer_engine,
+)
 from training.kernels import permute, swiglu
 from upcycle import plugin
 from upcycle.arch.ffn import ACTIVATIONS, CLAMPED
@@ -126,6 +136,45 @@ def test_the_reference_is_the_formula() -> None:
         want = w.down_EDF[e] @ (gate * gate.sigmoid() * up * weight[row]) + weight[row] * w.down_bias_ED[e]
         torch.testing.assert_close(y[row], want, rtol=1e-10, atol=1e-10)
     assert torch.equal(y[5:], torch.zeros_like(y[5:]))
+
+
+def with_adapters(made: Case, dtype: torch.dtype) -> Case:
+    x, weight, count, w = made
+    (e, up, hidden), width, rank = w.up_EFD.shape, w.down_EDF.shape[2], 2
+
+    def normal(*shape: int, key: str) -> Tensor:
+        return torch.randn(shape, generator=generator(0, key), dtype=torch.float64).to(dtype)
+
+    low = LowRank(
+        normal(e, hidden, rank, key="a"), normal(e, up, rank, key="b"),
+        normal(e, width, rank, key="c"), normal(e, hidden, rank, key="d"), 0.5,
+    )  # fmt: skip
+    return x, weight, count, replace(w, low=low)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_adapters_are_computed_where_a_backend_says_so(name: str) -> None:
+    if not capabilities(name).adapters:
+        pytest.skip("it says that it has none")
+    made = with_adapters(case((2, 0, 3), 1), torch.float64)
+    assert worst(specification(made, "silu"), specification((*made[:3], replace(made[3], low=None)), "silu")) > 1e-2
+    assert worst(run(plugin.load("training.experts", name).experts, made, "silu"), specification(made, "silu")) < 1e-10
+
+
+def waits(experts: Experts) -> bool:
+    """Whether forward or backward reads a number from memory, which on the meta device there is not."""
+    try:
+        x, weight, count, w = case((2, 0, 3), 1, dtype=torch.bfloat16, device="meta")
+        experts(x, weight, count, w, "silu").sum().backward()
+    except (NotImplementedError, RuntimeError) as error:
+        assert "meta" in str(error), error
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_backend_waits_for_the_device_unless_it_says_that_it_does_not(name: str) -> None:
+    assert waits(plugin.load("training.experts", name).experts) == (not capabilities(name).waitless)
 
 
 @pytest.mark.parametrize("name", HERE)

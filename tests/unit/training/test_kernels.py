@@ -313,92 +313,13 @@ def countable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_which_experts_are_narrow() -> None:
-    from training.model.narrow import near
+    from training.experts._narrow import near
 
     measured = (65536, 32, 576, 384), (65536, 64, 576, 384), (65536, 8, 576, 1536)
     assert all(near(*sizes) for sizes in measured)
     beyond = (4096, 8, 576, 384), (65536, 65, 576, 384), (65536, 9, 576, 1536), (65536, 8, 576, 1600)
     odd = (65536, 8, 1088, 384), (65536, 8, 600, 384), (65536, 8, 576, 400)
     assert not any(near(*sizes) for sizes in (*beyond, *odd))
-
-
-@pytest.mark.parametrize(
-    "register",
-    [
-        "register_forward_hook",
-        "register_forward_pre_hook",
-        "register_full_backward_hook",
-        "register_full_backward_pre_hook",
-    ],
-)
-def test_hooks_of_narrow_experts_are_called(register: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shorter way passes by Experts.forward, and so do not those whose experts somebody looks at."""
-    from training.experts import grouped
-    from training.model import narrow
-    from training.model.moe import MoE
-    from upcycle.arch.spec import DenseSpec, MoESpec
-
-    monkeypatch.setattr(narrow, "fits", lambda *_: True)  # of sizes and devices that there are not here
-    monkeypatch.setattr(narrow, "ffn", lambda x_TD, *_: x_TD * 2)
-    dense = DenseSpec(
-        family="llama", layers=1, hidden=16, ffn=32, heads=2, kv_heads=2, head_dim=8, vocab=16, context=8, tied=True
-    )
-    block = MoE(MoESpec(dense, (0,), (32,) * 4, top_k=2, copies=4), grouped.experts)
-    for name, parameter in block.named_parameters():
-        parameter.data = rng.normal(tuple(parameter.shape), 0, name) / 4
-    x = rng.normal((1, 8, 16), 0, "x").requires_grad_()
-    assert torch.equal(block(x), x * 2), "nobody looks"
-    seen: list[str] = []
-    outside = block.register_forward_hook(lambda *_: seen.append("block"))  # sees either way
-    handle = getattr(block.experts, register)(lambda *_: seen.append("experts"))
-    y = block(x)
-    y.sum().backward()
-    assert not torch.equal(y, x * 2) and sorted(seen) == ["block", "experts"]
-    handle.remove()
-    assert torch.equal(block(x), x * 2) and seen.count("block") == 2
-    outside.remove()
-
-
-@pytest.mark.parametrize(
-    "register",
-    [
-        "register_forward_hook",
-        "register_forward_pre_hook",
-        "register_full_backward_hook",
-        "register_full_backward_pre_hook",
-    ],
-)
-def test_whose_experts_join_the_stream(register: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of a block that somebody looks at; whoever asks for the sum gets it, whatever the experts."""
-    from dataclasses import replace
-
-    from tests.parallel import tiny
-    from training.experts import grouped
-    from training.model import narrow
-    from training.model.decoder import Layer
-    from training.model.moe import MoE
-
-    monkeypatch.setattr(narrow, "fits", lambda *_: True)  # of sizes and devices that there are not here
-    monkeypatch.setattr(
-        narrow,
-        "ffn",
-        lambda x_TD, weight_TK, expert_TK, w, act, onto_TD, rows: x_TD * 2 + (0 if onto_TD is None else onto_TD),
-    )
-    layer = Layer(tiny.dense(), replace(tiny.moe(), shared=0), 0, grouped.experts)
-    for name, parameter in layer.named_parameters():
-        parameter.data = rng.normal(tuple(parameter.shape), 0, name) / 4
-    block, (x, stream) = layer.ffn, (rng.normal((2, 5, tiny.dense().hidden), 0, name) for name in ("x", "stream"))
-    x.requires_grad_()
-    seen: list[str] = []
-    assert isinstance(block, MoE) and block.joins(x)
-    handle = getattr(block, register)(lambda *_: seen.append("block"))
-    assert not block.joins(x)
-    monkeypatch.setattr(layer, "attended", lambda x_BSD, *_: (x_BSD, stream))
-    layer(x, None, None, None).sum().backward()
-    handle.remove()
-    assert seen == ["block"] and block.joins(x)
-    monkeypatch.setattr(narrow, "fits", lambda *_: False)
-    assert not block.joins(x) and torch.equal(block.added(x, stream), stream + block(x))
 
 
 @needs_interpreter
@@ -422,8 +343,8 @@ def test_rows_of_another_backward_pass_are_not_added(countable: None, monkeypatc
     from functools import partial
 
     from training.experts import ExpertWeights
+    from training.experts import _narrow as narrow
     from training.kernels.triton import narrow as narrow_triton
-    from training.model import narrow
 
     for name in ("up", "back", "products", "sums"):
         monkeypatch.setattr(narrow_triton, name, partial(getattr(narrow_triton, name), BM=32, BN=64, BK=16))
@@ -456,8 +377,8 @@ def test_narrow_experts(
 
     from training.dispatch.local import Local
     from training.experts import ExpertWeights, grouped
+    from training.experts import _narrow as narrow
     from training.kernels.triton import narrow as narrow_triton
-    from training.model import narrow
 
     monkeypatch.setattr(narrow_triton, "ROWS", 32)
     monkeypatch.setattr(narrow_triton, "LONG", 64)
@@ -520,10 +441,10 @@ def test_layers_of_narrow_experts(
 
     from tests.parallel import tiny
     from training.checkpoint.layout import initialise
+    from training.experts import _narrow as narrow
     from training.kernels.triton import narrow as narrow_triton
     from training.kernels.triton import permute as permute_triton
     from training.kernels.triton import router as router_triton
-    from training.model import narrow
     from training.model.decoder import Decoder
     from training.model.recompute import recompute
     from upcycle.arch.spec import MoESpec

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from tests.unit.training.test_experts import with_quack
 from training.checkpoint import layout
-from training.experts import grouped, quack
+from training.dispatch import create
+from training.experts import backend, grouped, quack
 from training.model.decoder import Decoder, Layer
 from training.model.moe import Experts, MoE
 from training.model.recompute import MODES, again, recompute
@@ -111,11 +112,11 @@ def test_experts_do_not_read_tokens_behind_somebodys_back(monkeypatch: pytest.Mo
 
     def experts() -> Experts:
         (block, *_) = moe_blocks(made("moe", "none", experts="quack")[0])
-        assert block.experts.from_tokens(x)
+        assert block.experts.fused(block.dispatcher, x)
         return block.experts
 
     def other(part: Experts) -> None:
-        part.compute = grouped.experts
+        part.backend = backend("grouped")
 
     changes: list[Callable[[Experts], object]] = [
         lambda part: setattr(part, "low", 1.0),
@@ -128,7 +129,7 @@ def test_experts_do_not_read_tokens_behind_somebodys_back(monkeypatch: pytest.Mo
     for change in changes:
         part = experts()
         change(part)
-        assert not part.from_tokens(x)
+        assert not part.fused(create("local", 6, None), x)
 
 
 @pytest.mark.parametrize("shape", ["moe", "moe, shared, sigmoid, one dense layer"])

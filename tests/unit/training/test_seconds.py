@@ -24,6 +24,7 @@ from training.cli.estimate import main as plan
 from training.config.schema import ModelConfig, TrainConfig
 from training.config.stages import Stage
 from training.data.mixture import DataConfig
+from training.dispatch import capabilities
 from training.estimating import hardware, measure
 from training.estimating.hardware import Hardware, Link
 from training.estimating.mappings import ranked
@@ -44,7 +45,6 @@ from training.estimating.seconds import (
     ROTATION,
     SEPARATE,
     TOGETHER,
-    WAITS,
     Clock,
     Routing,
     Seconds,
@@ -575,13 +575,15 @@ def test_a_dispatch_waits_for_the_device_once() -> None:
         return step(M, config, ep, card, EVEN).rows
 
     often = 2 * 4  # layers and micro-batches
-    assert rows() == pytest.approx(often * WAITS["alltoall"], rel=1e-3)
-    assert rows("full") == pytest.approx(2 * often * WAITS["alltoall"], rel=1e-3)
-    assert rows(dispatcher="hybridep") == pytest.approx(often * WAITS["hybridep"], rel=1e-3)
+    assert rows() == pytest.approx(often * capabilities("alltoall").wait, rel=1e-3)
+    assert rows("full") == pytest.approx(2 * often * capabilities("alltoall").wait, rel=1e-3)
+    assert rows(dispatcher="hybridep") == pytest.approx(often * capabilities("hybridep").wait, rel=1e-3)
     assert max(rows(ep=1), rows(pad=True), rows(dispatcher="nvlink")) < 1e-3
     mapped = replace(PLAIN, mesh=MeshConfig(ep=2, etp=2, reshard=False))
     both = step(M, mapped, 4, card, EVEN).rows
-    assert both == pytest.approx(2 * 2 * BOTH * WAITS["alltoall"], rel=1e-3), "half as many micro-batches on each rank"
+    assert both == pytest.approx(2 * 2 * BOTH * capabilities("alltoall").wait, rel=1e-3), (
+        "half as many micro-batches on each rank"
+    )
 
 
 FOUR = replace(D, layers=4)  # of 262,144 parameters of attention each, 393,216 of an FFN, 512 of norms

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from training.model.decoder import Decoder, expert_backend
+from training.experts import DEFAULT, Backend, backend
+from training.model.decoder import Decoder
 from training.model.loss import Lesson
-from training.model.moe import ExpertFunction, MoE
+from training.model.moe import MoE
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.io.strict import short
 
@@ -47,7 +48,7 @@ def model_of(
     spec: DenseSpec | MoESpec,
     *,
     part: range | None = None,
-    experts: str = "grouped",
+    experts: str = DEFAULT,
     compute: torch.dtype = torch.float32,
 ) -> Decoder:
     """Our own decoder, or where that has no such architecture transformers' model."""
@@ -168,7 +169,7 @@ def parts(name: str, block: nn.Module) -> Block:
 class StockMoE(MoE):
     """Our block, and beside it the shared experts as transformers has them, under their own names."""
 
-    def __init__(self, spec: MoESpec, experts: ExpertFunction, found: Block, stock: nn.Module) -> None:
+    def __init__(self, spec: MoESpec, experts: Backend, found: Block, stock: nn.Module) -> None:
         super().__init__(spec, experts)
         self.found = found
         self.router.register_buffer("bias", torch.zeros(spec.experts) if found.bias else None)
@@ -214,7 +215,7 @@ class Stock(Decoder):
     casts: bool  # replaced by shard: FSDP has cast what it gathers. Parameters are cast to `compute` in each forward
 
     def __init__(
-        self, spec: DenseSpec | MoESpec, *, experts: str = "grouped", compute: torch.dtype = torch.float32
+        self, spec: DenseSpec | MoESpec, *, experts: str = DEFAULT, compute: torch.dtype = torch.float32
     ) -> None:
         nn.Module.__init__(self)
         self.moe = spec if isinstance(spec, MoESpec) else None
@@ -222,12 +223,12 @@ class Stock(Decoder):
         self.compute, self.casts, self.first, self.last = compute, True, True, True
         assert self.dense.carried is not None
         stock = on_meta(self.dense.carried.config).eval()
-        backend = None if self.moe is None else expert_backend(experts)
+        chosen = None if self.moe is None else backend(experts)
         places: dict[str, nn.Module] = {}
         for name, block in blocks(stock):
-            assert self.moe is not None and backend is not None
+            assert self.moe is not None and chosen is not None
             with torch.device("meta"):
-                ours = StockMoE(self.moe, backend, parts(name, block), block)
+                ours = StockMoE(self.moe, chosen, parts(name, block), block)
             stock.set_submodule(name, ours)
             places[layer_of(name)] = Place(ours)
         if self.dense.tied:

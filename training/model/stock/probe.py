@@ -18,7 +18,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from training.experts.reference import experts as reference
+from training.experts import SPECIFICATION, backend
 from training.model.moe import MoE
 from training.model.stock.model import STACKED, Block, StockMoE, blocks, layer_of, parts
 from upcycle.arch.ffn import ACTIVATIONS
@@ -129,7 +129,7 @@ def answered(block: nn.Module, where: Block, dense: DenseSpec, layers: tuple[int
 def ours(spec: MoESpec, where: Block, asked: nn.Module) -> StockMoE:
     """Our block of this spec with the weights of the one that is asked."""
     with torch.device("cpu"):
-        block = StockMoE(spec, reference, where, asked)
+        block = StockMoE(spec, backend(SPECIFICATION), where, asked)
     block.router.weight.copy_(asked.get_parameter(where.weight))
     if block.router.bias is not None:
         block.router.bias.copy_(tensor_of(asked, where.bias).flatten())

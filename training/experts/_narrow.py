@@ -1,4 +1,4 @@
-"""Narrow experts, all of them on this device: from tokens to tokens, without a copy of each token for each choice.
+"""Narrow experts, from tokens to tokens without a copy of each token for each choice: what `grouped` fuses.
 
 A small model's experts are a few hundred neurons wide, and its products are over as soon as they begin: what counts is
 how often rows pass through memory. Here the first product reads each row from its token and ends with the activation,
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from training.experts import ExpertWeights
+from training.experts import ExpertWeights, TokenFunction
 from training.experts.common import recomputed
 from training.kernels import permute, router
 
@@ -39,6 +39,17 @@ def fits(x_TD: Tensor, up: Tensor, down: Tensor) -> bool:
     experts, hidden, width = down.shape
     plain = x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and up.shape[1] == 2
     return plain and hopper(x_TD.device) and near(len(x_TD), experts, hidden, width)
+
+
+def fused(x_TD: Tensor, up: Tensor, down: Tensor, activation: str) -> TokenFunction | None:
+    return ffn if fits(x_TD, up, down) else None
+
+
+def kept(tokens: int, experts: int, hidden: int, width: int, matrices: int) -> int | None:
+    """Return the numbers of a row that stay for backward: products and their activation, or what rows would keep."""
+    if not near(tokens, experts, hidden, width):
+        return None
+    return max(hidden + matrices * width, (matrices + 1) * width)
 
 
 @cache
