@@ -40,5 +40,5 @@ and in no others (tests/unit/training/test_seams.py):
 | MoE | balance | routing | counts of choices; put back afterwards |
 | MoE | balance | engine | None, for no balance; put back afterwards |
 | Decoder | last | teacher | hidden states for the lesson instead of logits |
-| Decoder | embed, final_norm, head | build | modules of several pipeline stages, in one decoder |
+| Decoder | embed, final_norm, head | parts | modules of several pipeline stages, in one decoder |
 """

@@ -67,7 +67,7 @@ class Decoder(nn.Module):
     the first one, last norm and head after the last. If one matrix embeds and predicts (tied), a pipeline has it twice,
     as `embed.weight` of the first and of the last stage."""
 
-    # replaced by build, in the decoder that holds the modules of several parts
+    # replaced by run/parts.py, in the decoder that holds the modules of several parts
     embed: nn.Embedding | None
     final_norm: Norm | None
     head: Linear | None  # by bench too, which may time layers alone
