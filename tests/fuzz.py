@@ -455,8 +455,8 @@ def read_dense(folder: Path, path: Path) -> str:
 def converted(**values: Any) -> None:
     from upcycle.config.schema import UpcycleConfig
     from upcycle.converting.convert import convert
-    from upcycle.converting.job import Worker
     from upcycle.io.checkpoint import Checkpoint
+    from upcycle.io.job import Worker
     from upcycle.planning import plan
 
     config = UpcycleConfig(experts=4, **values)

@@ -171,7 +171,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def run_convert(options: argparse.Namespace) -> int:
-    from upcycle.converting.job import Worker
+    from upcycle.io.job import Worker
 
     worker = Worker.here()
     moe = load(options.words)

@@ -20,9 +20,9 @@ from upcycle.config.reading import read
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
 from upcycle.converting.convert import convert
-from upcycle.converting.job import Worker
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.io.hub import headers
+from upcycle.io.job import Worker
 from upcycle.planning.plan import UpcyclePlan, build
 from upcycle.verifying import verify
 

@@ -28,9 +28,9 @@ from upcycle.arch.spec import MAX_EXPERTS
 from upcycle.config.reading import build
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
-from upcycle.converting.convert import MANIFEST
 from upcycle.io import strict
 from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.publish import MANIFEST
 from upcycle.io.strict import Count, Range
 from upcycle.planning import plan
 from upcycle.verifying.inspect import read_manifest

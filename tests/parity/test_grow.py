@@ -69,7 +69,7 @@ def test_a_grown_moe_gives_the_logits_of_its_source(target: str, tmp_path: Path)
         for x in (wanted, logits(folder))
     ]
     assert abs(loss[0] - loss[1]) < 1e-6
-    assert verify(source, folder, count=48, length=24).held
+    assert verify(source, folder, count=48, sequence=24).held
     maker = Maker(plan, checkpoints)  # online is offline
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(maker.slice(name, (slice(1, 3),)), tensor[1:3]), name
@@ -87,7 +87,7 @@ def test_a_grown_moe_gives_the_logits_of_its_source(target: str, tmp_path: Path)
     tensors[down] = tensors[down].flip(-1).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert (logits(folder) - wanted).abs().max() / wanted.abs().max() > 1e-3
-    assert not verify(source, folder, count=48, length=24).held
+    assert not verify(source, folder, count=48, sequence=24).held
 
 
 def test_what_cannot_be_grown_is_refused(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_pruned_moe_is_its_source_without_these_experts(target: str, tmp_path:
     others = without(source, {0: (0, 3), 1: (1, 2)})  # the twin: other experts
     assert float((have - others).abs().max() / others.abs().max()) > 1e-3
     file.unlink()  # what was chosen is in the folder
-    report = verify.verify(source, folder, count=48, length=24)
+    report = verify.verify(source, folder, count=48, sequence=24)
     assert report.held and "keeps 2 of 4" in report.promised, report
     assert "FFNs" in str(report) or target == "granitemoeshared"
     with layout.online(replace(plan.config, method={**plan.config.method, "by": str(measured(source))})) as origin:
@@ -103,18 +103,18 @@ def test_verify_sees_another_expert_and_another_ffn(tmp_path: Path, monkeypatch:
     tensors = load_file(folder / "model.safetensors")
     one = "model.layers.1.mlp.experts.1.down_proj.weight"
     save_file(tensors | {one: tensors[one].flip(0).contiguous()}, folder / "model.safetensors", {"format": "pt"})
-    report = verify.verify(source, folder, count=48, length=24)
+    report = verify.verify(source, folder, count=48, sequence=24)
     assert not report.held and f"{one} is not what the plan makes" in str(report)
     # the FFN's own check, where bits are not compared
     monkeypatch.setattr(rebuild, "weights", lambda *_: rebuild.Compared(0, 0.0, ()))
     monkeypatch.setattr(verify, "NEAR", (1e-6, 1 + 1e-6))
-    report = verify.verify(source, folder, count=48, length=24)
+    report = verify.verify(source, folder, count=48, sequence=24)
     assert [f for f in report.faults if "layer 1" in f] and not [f for f in report.faults if "layer 0" in f]
     observed = load_file(folder / convert.MEASURED)
     observed["layers.0.experts"] = torch.tensor([1, 1, 2])
     save_file(observed, folder / convert.MEASURED)
     with pytest.raises(ValueError, match="does not say which experts layer 0 has"):
-        verify.verify(source, folder, count=48, length=24)
+        verify.verify(source, folder, count=48, sequence=24)
 
 
 @pytest.mark.parametrize("target", ["qwen2_moe", "glm4_moe"])
@@ -155,7 +155,7 @@ def test_saliency_and_what_pruning_costs_are_measured_on_text(target: str, tmp_p
     assert right.error > 0.01
     errors = sorted(row["pruned"][0] for row in found["layers"])
     assert f"error {sum(errors) / 2:.2g}" in table(plan) and f"largest error is {errors[1]:.2g}" in table(plan)
-    assert verify.verify(source, folder, count=48, length=24).held
+    assert verify.verify(source, folder, count=48, sequence=24).held
 
 
 def chosen_by(block: nn.Module, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,7 +185,7 @@ def test_copies_by_use_compute_what_the_source_does(target: str, tmp_path: Path)
     assert "wait" in table(plan) and "in copies by their use" in table(plan)
     folder, wanted = convert.convert(plan, checkpoints, quiet=True), logits(source)
     assert float((logits(folder) - wanted).abs().max() / wanted.abs().max()) < 1e-6
-    assert verify.verify(source, folder, count=48, length=24).held
+    assert verify.verify(source, folder, count=48, sequence=24).held
     # twins: no copy waits; and none waits long enough for scores that are 0 or 1
     tensors = load_file(folder / "model.safetensors")
     biases = [name for name in tensors if name.endswith("e_score_correction_bias")]

@@ -187,13 +187,13 @@ def test_all_but_the_ffns_keeps_its_name_and_bytes_and_verify_holds_it(
     assert set(after) == set(plan.by_name)
     for name, tensor in after.items():
         assert torch.equal(maker.slice(name, (slice(1, 3),)), tensor[1:3]), name
-    report = verify(source, folder, count=48, length=24)
+    report = verify(source, folder, count=48, sequence=24)
     assert report.held and report.relative < 1e-5, str(report)
     assert "FFNs" in str(report)
     norm = next(name for name in kept if "layers.1." in name and "norm" in name)
     broken = after | {norm: after[norm] * 1.5}
     save_file(broken, folder / "model.safetensors", metadata={"format": "pt"})
-    assert not verify(source, folder, count=48, length=24).held
+    assert not verify(source, folder, count=48, sequence=24).held
 
 
 @pytest.mark.parametrize("dense", siblings.DENSE)

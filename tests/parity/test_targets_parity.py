@@ -457,7 +457,7 @@ def test_experts_are_as_wide_as_grouped_kernels_want_them(
     wanted = tiny.logits(source, tiny.tokens())
     limit = TOLERANCE if plan.moe.dtype == "float32" else 0.1
     assert difference(tiny_default(folder), wanted) < limit  # by the default kernels
-    report = verify(source, folder, count=48, length=24)
+    report = verify(source, folder, count=48, sequence=24)
     assert report.held and not report.kernels, str(report)
     stored = load_file(folder / "model.safetensors")
     down = next(name for name in stored if name.endswith(("experts.1.w2.weight", "experts.1.down_proj.weight")))

@@ -40,10 +40,10 @@ from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 from upcycle.config.reading import byte_size
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
-from upcycle.converting.job import JOB, Worker, check_first, explained, job, read_json
 from upcycle.converting.make import Maker
 from upcycle.io import disk, publish
 from upcycle.io.checkpoint import INDEX, Checkpoint
+from upcycle.io.job import JOB, Worker, check_first, explained, job, read_json
 from upcycle.io.strict import short
 from upcycle.planning.plan import UpcyclePlan, build
 from upcycle.text import measure

@@ -39,10 +39,10 @@ from upcycle.arch.targets.upcycled import MODELING
 from upcycle.config.reading import build
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
-from upcycle.converting.job import read_json
 from upcycle.io import strict
 from upcycle.io.checkpoint import COPIED, TERMS, Checkpoint, own, read_header
 from upcycle.io.disk import make_folder, sweep, write_atomic
+from upcycle.io.job import read_json
 from upcycle.io.strict import short
 from upcycle.planning.plan import UpcyclePlan
 from upcycle.text import measure

@@ -35,7 +35,7 @@ def main(words: list[str]) -> int:
     from training.data.prepare import PrepareConfig, prepare
     from training.data.shards import TokenShards, read_meta
     from upcycle.config.reading import read
-    from upcycle.converting.job import Worker
+    from upcycle.io.job import Worker
 
     if options.check:
         TokenShards.open(options.output).verify()

@@ -42,8 +42,8 @@ from training.data.shards import (
     partial_of,
     read_meta,
 )
-from upcycle.converting.job import JOB, PARTS, POLL, Watch, Worker, check_first, explained, job, read_json
 from upcycle.io import disk, publish, strict
+from upcycle.io.job import JOB, POLL, Watch, Worker, check_first, explained, job, read_json, sweep_unfinished
 from upcycle.text import tokens as text
 
 SUFFIXES = (*text.SUFFIXES, ".parquet")
@@ -53,6 +53,7 @@ BATCH = 1 << 21  # characters tokenised at once: some 100 MB of the tokenizer's 
 LONG = 1 << 22  # characters of a document that are tokenised at once
 TALKS = 512  # conversations tokenised at once
 KINDS = ("text", "chat")
+SHARD = r"tokens-\d{5,}-\d{5,}\.bin"  # names of the files that ranks write in parts
 FILES = SHARD_FILES[CHAT]  # of a part: text has no scored ones
 UNPACKED, RATIO = (
     1 << 28,
@@ -452,7 +453,7 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
             "or remove it"
         )
     try:
-        with explained(partial), job(partial, identity, worker, lambda: None) as watch:
+        with explained(partial), job(partial, identity, worker, lambda: None, SHARD) as watch:
             if worker.rank == 0:
                 check_first(partial, output)
             broken = broken_parts(len(sources), partial, worker)
@@ -712,8 +713,6 @@ def finish(sources: int, partial: Path, identity: dict[str, Any]) -> None:
     if not shards:
         what = "text" if identity["kind"] == KIND else "conversation to learn from"
         raise ValueError(f"there is no {what} in {', '.join(s['name'] for s in identity['sources'])}")
-    for path in partial.iterdir():  # of processes that were killed
-        if PARTS.fullmatch(path.name):
-            path.unlink()
+    sweep_unfinished(partial, SHARD)  # of processes that were killed
     disk.sweep(partial)
     disk.write_atomic(partial / META, json.dumps({**identity, **totals, "shards": shards}, indent=1).encode() + b"\n")

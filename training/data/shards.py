@@ -31,9 +31,9 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from upcycle.converting.job import read_json
 from upcycle.io import strict
 from upcycle.io.disk import write_atomic
+from upcycle.io.job import read_json
 from upcycle.io.strict import Count, Range
 
 META = "meta.json"

@@ -34,7 +34,7 @@ from training.parallel.pipeline import cut
 from training.run.parts import origin_of, taught_by, whole_on_meta
 from training.run.suite import suite_of
 from upcycle.arch.spec import DenseSpec, MoESpec
-from upcycle.converting.job import check_ours
+from upcycle.io.job import check_ours
 
 CHECKPOINTS = "checkpoints"  # in the run's folder
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from yaml import YAMLError
 
 from upcycle.arch.registry import target
 from upcycle.cli.frame import printable
+from upcycle.io.checkpoint import public_name
 from upcycle.planning import engines, size
 from upcycle.planning.plan import UpcyclePlan, sizes
 from upcycle.planning.promise import Promise
@@ -55,12 +55,6 @@ def promise_text(promise: Promise) -> str:
     return text
 
 
-def public(source: str) -> str:
-    """A hub id as it is; of a folder the name, without where it lies on this machine."""
-    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", source) and not os.path.exists(source)
-    return source if is_hub_id else os.path.basename(os.path.normpath(source))
-
-
 def inert(text: str) -> str:
     """The text as Markdown that shows it: without markup, HTML, pictures or lines of its own."""
     return re.sub(r"([\\`\[\]|])", r"\\\1", printable(text)).replace("<", "&lt;")
@@ -73,11 +67,11 @@ def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
     made = f"the source has {plan.source_experts}" if plan.grown else f"{moe.copies} copies x {moe.granularity}"
     yield (
         "source",
-        f"{public(config.source) if config.source else '(first donor)'}: {d.family}, {d.layers} layers, hidden "
+        f"{public_name(config.source) if config.source else '(first donor)'}: {d.family}, {d.layers} layers, hidden "
         f"{d.hidden}, FFN {d.ffn}{'' if d.gated else ' without gate'}, {d.activation}",
     )
     if config.donors:
-        yield "donors", ", ".join(map(public, config.donors))
+        yield "donors", ", ".join(map(public_name, config.donors))
     yield "target", f"{plan.target}: {plan.why}"
     yield (
         "experts",
@@ -155,7 +149,7 @@ def tensors(plan: UpcyclePlan) -> Iterator[str]:
 
 def text(plan: UpcyclePlan, dense: Path) -> str:
     """The README.md of the output folder; `dense`: the folder of the model that it is made of."""
-    from_name = inert(public(plan.config.source or plan.config.donors[0]))
+    from_name = inert(public_name(plan.config.source or plan.config.donors[0]))
     load = (
         "AutoModelForCausalLM.from_pretrained(folder)"
         if target(plan.target).can.stock
@@ -191,7 +185,7 @@ def metadata(plan: UpcyclePlan, dense: Path) -> str:
 
 def hub_id(source: str) -> str:
     """The hub id that a source is, or that its folder in the Hub's cache is of; "" for any other folder."""
-    name = public(source).partition("@")[0]
+    name = public_name(source).partition("@")[0]
     if source and "/" in name:
         return name
     cached = re.search(r"(?:^|/)models--([\w.-]+?)--([\w.-]+)/snapshots/", source)

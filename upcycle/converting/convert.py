@@ -40,20 +40,19 @@ from upcycle.arch.registry import target
 from upcycle.arch.spec import BYTES
 from upcycle.config.reading import byte_size
 from upcycle.converting import card, make
-from upcycle.converting.job import JOB, OBSERVED, PARTS, POLL, Watch, Worker, check_first, explained, job, read_json
 from upcycle.converting.make import Maker, Piece, piece
 from upcycle.io import disk, publish, strict
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.io.disk import write_atomic
+from upcycle.io.job import JOB, POLL, Watch, Worker, check_first, explained, job, read_json, sweep_unfinished
 from upcycle.io.strict import Count
 from upcycle.planning import request
 from upcycle.planning.plan import Output, UpcyclePlan
 from upcycle.version import __version__
 
-MANIFEST = "upcycle.json"
 CARD = "README.md"  # no file of the model: its owner may edit it
-# what the plan measured on text, or chose by that; safetensors, and no loader of weights knows the suffix
-MEASURED = "upcycle.measured"
+OBSERVED = "observed.safetensors"
+SHARD = r"model(?:-\d{5,}-of-\d{5,})?\.safetensors"
 LANES = 4  # shards written at once by one process
 
 
@@ -75,7 +74,7 @@ def convert(
             check_current(output, checkpoints)
         return output
     try:
-        with explained(partial), job(partial, identity, worker, lambda: check_space(plan, partial)) as watch:
+        with explained(partial), job(partial, identity, worker, lambda: check_space(plan, partial), SHARD) as watch:
             if worker.rank == 0:
                 check_first(partial, output)
             plan = replace(plan, observed=observations(plan, checkpoints, partial, watch, quiet=quiet))
@@ -106,8 +105,8 @@ def complete(output: Path, identity: Mapping[str, Any]) -> bool:
         return False
     if output.is_dir() and not any(output.iterdir()):
         return False  # os.rename replaces an empty folder
-    if (output / MANIFEST).is_file():
-        found = read_json(output / MANIFEST)
+    if (output / publish.MANIFEST).is_file():
+        found = read_json(output / publish.MANIFEST)
         others = [k for k in identity if not isinstance(found, dict) or found.get(k) != identity[k]]
         if not others:
             return complete(output, identity)  # another process made it between the two looks
@@ -119,16 +118,16 @@ def complete(output: Path, identity: Mapping[str, Any]) -> bool:
 
 
 def made(output: Path, identity: Mapping[str, Any]) -> bool:
-    found = read_json(output / MANIFEST)
+    found = read_json(output / publish.MANIFEST)
     return isinstance(found, dict) and {k: found.get(k) for k in identity} == dict(identity)
 
 
 def check_whole(output: Path) -> None:
     """Raise a ValueError if the files of the output are not those that its manifest lists."""
     try:
-        said = publish.damage(output / MANIFEST, read_json(output / MANIFEST)["files"])
+        said = publish.damage(output / publish.MANIFEST, read_json(output / publish.MANIFEST)["files"])
     except (KeyError, TypeError, AttributeError):
-        said = f"{output / MANIFEST} does not say what its files are"
+        said = f"{output / publish.MANIFEST} does not say what its files are"
     if said:
         raise ValueError(f"{said}, so {output} is not what was made; remove it and convert again")
 
@@ -136,7 +135,7 @@ def check_whole(output: Path) -> None:
 def check_current(output: Path, checkpoints: Sequence[Checkpoint]) -> None:
     """Raise a ValueError if the source is not what the output was made of. All of it is read again only if the size or
     time of a file changed."""
-    manifest = read_json(output / MANIFEST)
+    manifest = read_json(output / publish.MANIFEST)
     try:
         strict.held(manifest["read"], Read, "read")
         sums = {name: line["sha256"] for name, line in manifest["files"].items()}
@@ -145,8 +144,8 @@ def check_current(output: Path, checkpoints: Sequence[Checkpoint]) -> None:
             said = changed(manifest["read"], checkpoints, {})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{output / MANIFEST} does not say what {output} was made of, as this version's does ({error!r}); remove "
-            f"{output} and convert again"
+            f"{output / publish.MANIFEST} does not say what {output} was made of, as this version does ({error!r}); "
+            f"remove {output} and convert again"
         ) from None
     if said:
         raise ValueError(f"{said} has changed since {output} was made of it; remove {output} and convert again")
@@ -381,7 +380,7 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
     modeling = target(plan.target).modeling
     copied = {path.name: path for path in (*checkpoints[0].copied_files(), *([modeling] if modeling else []))}
     if plan.observed:
-        copied[MEASURED] = partial / JOB / OBSERVED
+        copied[publish.MEASURED] = partial / JOB / OBSERVED
     for name, path in copied.items():
         beside.append(partial / name)
         disk.copy(path, beside[-1])
@@ -404,13 +403,6 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         "sources": [c.stamps() for c in checkpoints],
         "read": [read[key] for key in sorted(read)],
     }
-    write_atomic(partial / MANIFEST, publish.signed(manifest))
-    for path in partial.iterdir():  # of processes that were killed
-        if PARTS.fullmatch(path.name):
-            path.unlink()
+    write_atomic(partial / publish.MANIFEST, publish.signed(manifest))
+    sweep_unfinished(partial, SHARD)  # of processes that were killed
     disk.sweep(partial)
-
-
-def jsonable(value: Any) -> Any:
-    """The value as it is read again from JSON."""
-    return json.loads(json.dumps(value))

@@ -27,6 +27,7 @@ import torch
 from upcycle.io.strict import fill, open_regular, parse_object, read_exactly, read_small, short
 
 INDEX = "model.safetensors.index.json"
+HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)  # (name, revision)
 MAX_HEADER = 50_000_000  # half of what the safetensors package takes, and ten times the longest that is published
 MAX_CONFIG = 16_000_000
 MAX_TENSORS = 100_000  # in one file
@@ -118,8 +119,8 @@ class Checkpoint:
         """Open a folder, or download a hub id (org/name or org/name@revision) and open that."""
         if source != "" and Path(source).is_dir():  # "" would be the current folder, which nobody means
             return Checkpoint(Path(source))
-        hub_id = re.fullmatch(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", str(source), re.ASCII)
-        if isinstance(source, Path) or not hub_id or Path(source).exists():
+        hub_id = hub_match(source)
+        if not hub_id:
             raise ValueError(
                 f"{str(source)!r} is not a folder, nor a hub id such as org/name or org/name@revision; name one, or "
                 "download the model there (hf download org/name --local-dir FOLDER)"
@@ -217,6 +218,19 @@ class Checkpoint:
     def _check_unchanged(self, file: Path) -> None:
         if stamp(self._handle(file)) != self._stamps[file]:
             raise ValueError(f"{file} changed while it was open here; wait until nothing writes it, then start again")
+
+
+# ---- names on the hub
+
+
+def hub_match(source: str | Path) -> re.Match[str] | None:
+    """Match (name, revision) of a hub id; None for a path and for whatever lies here."""
+    return None if isinstance(source, Path) or Path(source).exists() else HUB_ID.fullmatch(source)
+
+
+def public_name(source: str) -> str:
+    """Return a hub id as it is, and of a folder the name without where it lies on this machine."""
+    return source if hub_match(source) else os.path.basename(os.path.normpath(source))
 
 
 # ---- one file's header

@@ -7,7 +7,6 @@ hub.push("./moe", "org/moe")
 from __future__ import annotations
 
 import os
-import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,20 @@ from typing import Any
 
 import torch
 
-from upcycle.converting import card
-from upcycle.converting.convert import MANIFEST, MEASURED
-from upcycle.io.checkpoint import COPIED, INDEX, MAX_CONFIG, MAX_TENSORS, TERMS, Checkpoint, check_entry
-from upcycle.io.publish import FILES, signed
+from upcycle.io.checkpoint import (
+    COPIED,
+    HUB_ID,
+    INDEX,
+    MAX_CONFIG,
+    MAX_TENSORS,
+    TERMS,
+    Checkpoint,
+    check_entry,
+    hub_match,
+    public_name,
+)
+from upcycle.io.publish import FILES, MANIFEST, MEASURED, signed
 from upcycle.io.strict import parse_object, read_object, read_small, short
-
-HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 
 
 class Headers(Checkpoint):
@@ -58,8 +64,8 @@ class Headers(Checkpoint):
 def headers(source: str | Path) -> Checkpoint:
     """What `source` holds, to plan with: a folder is opened, of a hub id config.json and the headers are fetched. Where
     the Hub may not be asked (HF_HUB_OFFLINE) the model is opened that was downloaded before."""
-    hub_id = HUB_ID.fullmatch(str(source))
-    if isinstance(source, Path) or not hub_id or Path(source).exists():
+    hub_id = hub_match(source)
+    if not hub_id:
         return Checkpoint.open(source)
     import huggingface_hub.constants  # which the package alone does not bring
 
@@ -119,7 +125,7 @@ def public_manifest(path: Path) -> bytes:
             return {key: public(inner) for key, inner in value.items()}
         if isinstance(value, list):
             return [public(inner) for inner in value]
-        return card.public(value) if isinstance(value, str) and os.sep in value else value
+        return public_name(value) if isinstance(value, str) and os.sep in value else value
 
     body = {key: public(value) if key in ("from", "donors", "config") else value for key, value in manifest.items()}
     return signed(body)

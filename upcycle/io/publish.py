@@ -25,7 +25,10 @@ from typing import IO, Any
 
 from upcycle.io import disk
 
+MANIFEST = "upcycle.json"  # of a converted folder
 FILES = "files.json"  # the manifest of a folder that has none of its own kind
+# what a plan measured on text, or chose by that; safetensors, and no loader of weights knows the suffix
+MEASURED = "upcycle.measured"
 LOCK = ".lock"  # in a folder that is written in place
 TRIES = 5  # at a lock, which another process may only be testing
 POLL = 0.1  # seconds between them

@@ -18,10 +18,11 @@ from upcycle.arch.spec import MoESpec
 from upcycle.cli.frame import printable
 from upcycle.converting import grow
 from upcycle.converting.card import human
-from upcycle.converting.convert import MANIFEST, Read, changed
-from upcycle.converting.job import JOB
+from upcycle.converting.convert import Read, changed
 from upcycle.io import publish, strict, typed
 from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.job import JOB
+from upcycle.io.publish import MANIFEST
 from upcycle.io.strict import Count
 from upcycle.planning import methods
 

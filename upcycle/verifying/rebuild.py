@@ -7,6 +7,7 @@ one has, so that two functions that should be equal can be compared to 1e-5.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -24,10 +25,10 @@ from upcycle.arch.slots import Slot
 from upcycle.config import reading as config
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card, grow
-from upcycle.converting.convert import MANIFEST, MEASURED, changed, in_flight, jsonable
+from upcycle.converting.convert import changed, in_flight
 from upcycle.converting.make import Maker, Piece
 from upcycle.io.checkpoint import Checkpoint
-from upcycle.io.publish import digest
+from upcycle.io.publish import MANIFEST, MEASURED, digest
 from upcycle.planning import rng
 from upcycle.planning.plan import Output, Recipe, UpcyclePlan, build
 from upcycle.planning.promise import moe_output
@@ -96,6 +97,11 @@ def faults(
         entry, output = made.entries[name], plan.by_name[name]
         if (entry.shape, entry.dtype) != (output.shape, output.dtype):
             yield f"{name} is {entry.dtype} {list(entry.shape)}, the plan has {output.dtype} {list(output.shape)}"
+
+
+def jsonable(value: Any) -> Any:
+    """Return the value as it is read again from JSON."""
+    return json.loads(json.dumps(value))
 
 
 # ---- the weights

@@ -88,16 +88,16 @@ class Report:
 # ---- tokens
 
 
-def tokens(dense: Checkpoint, texts: Sequence[str], count: int, length: int) -> list[Tensor]:
-    """Sequences of up to `length` ids, `count` together: of the texts as many as are whole, else random."""
+def tokens(dense: Checkpoint, texts: Sequence[str], count: int, sequence: int) -> list[Tensor]:
+    """Return sequences of up to `sequence` ids, `count` together: whole ones of the texts, or random ones."""
     vocab = vocabulary(dense)
     context = text_of(dense.config).get("max_position_embeddings")
-    length = min(length, context) if isinstance(context, int) else length
-    if count < 2 or length < 2:
-        raise ValueError(f"--tokens {count} and --length {length} leave nothing to compare; give at least 2 of each")
+    sequence = min(sequence, context) if isinstance(context, int) else sequence
+    if count < 2 or sequence < 2:
+        raise ValueError(f"tokens={count} and sequence={sequence} leave nothing to compare; give at least 2 of each")
     if texts:
-        return list(text.token_batches(dense.folder, texts, count, length, vocab))
-    return list(torch.split(torch.randint(0, vocab, (count,), generator=rng.generator(0, "verify")), length))
+        return list(text.token_batches(dense.folder, texts, count, sequence, vocab))
+    return list(torch.split(torch.randint(0, vocab, (count,), generator=rng.generator(0, "verify")), sequence))
 
 
 def vocabulary(checkpoint: Checkpoint) -> int:
@@ -115,7 +115,7 @@ def verify(
     moe: Any,
     texts: Sequence[str] = (),
     count: int = 1024,
-    length: int = 256,
+    sequence: int = 256,
     dtype: str = "float32",
     tolerance: float | None = None,
     device: str = "cpu",
@@ -127,7 +127,7 @@ def verify(
             raise ValueError(
                 f"the two models have {vocabulary(a)} and {vocabulary(b)} logits; they do not share a vocabulary"
             )
-        rows = tokens(a, texts, count, length)
+        rows = tokens(a, texts, count, sequence)
         manifest = read_whole_manifest(b.folder) if tolerance is None else None
         plan, checkpoints, faults, rebuilt = None, list[Checkpoint](), list[str](), ""
         if manifest is not None:

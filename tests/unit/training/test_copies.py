@@ -27,7 +27,7 @@ from training.run.loop import train
 from training.run.preflight import preflight
 from upcycle.__main__ import main as upcycle
 from upcycle.arch.spec import MoESpec
-from upcycle.converting.convert import MANIFEST
+from upcycle.io.publish import MANIFEST
 from upcycle.verifying.inspect import check
 
 SLICES = models.SPECS["slices"]

@@ -49,7 +49,7 @@ from training.data.open import open_training, open_validation
 from training.data.prepare import PrepareConfig, prepare
 from training.data.shards import Shard, TokenShards
 from upcycle.config.reading import read
-from upcycle.converting.job import Worker
+from upcycle.io.job import Worker
 from upcycle.text import tokens as text
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"

@@ -25,11 +25,11 @@ from upcycle.__main__ import main
 from upcycle.config.reading import read
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import convert as converting
-from upcycle.converting import job
 from upcycle.converting.convert import convert
-from upcycle.converting.job import Worker
 from upcycle.converting.make import Maker
+from upcycle.io import job
 from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.job import Worker
 from upcycle.planning.plan import Recipe, UpcyclePlan, build
 
 WORDS = ["method.name=drop", "granularity=2", "experts=4", "top_k=4", "max_shard=60KB", "dtype=bfloat16"]

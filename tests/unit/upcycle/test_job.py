@@ -13,11 +13,10 @@ import pytest
 
 from tests.unit.upcycle.plans import load, readable
 from upcycle.converting import convert as converting
-from upcycle.converting import job
 from upcycle.converting.convert import convert
-from upcycle.converting.job import Worker
-from upcycle.io import publish
+from upcycle.io import job, publish
 from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.job import Worker
 from upcycle.planning.plan import UpcyclePlan
 
 

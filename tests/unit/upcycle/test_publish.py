@@ -17,7 +17,6 @@ from tests.unit.upcycle.plans import load, readable
 from upcycle.__main__ import main
 from upcycle.converting import convert as converting
 from upcycle.converting.convert import convert
-from upcycle.converting.job import OBSERVED
 from upcycle.io import disk, publish
 
 ROOT = Path(__file__).parents[3]
@@ -159,7 +158,7 @@ def test_a_measurement_that_is_damaged_is_made_again(llama: Path, tmp_path: Path
     more = ["router.normalize=false", "scale=calibrated", "calibration.tokens=8", f"calibration.texts={text}"]
     convert(*load(f"source={source}", f"output={tmp_path / 'whole'}", *WORDS, *more), quiet=True)
     partial = stopped_before_the_end(source, tmp_path / "moe", *more)
-    measured = partial / ".upcycle" / OBSERVED
+    measured = partial / ".upcycle" / converting.OBSERVED
     measured.write_bytes(measured.read_bytes()[:-4] + bytes(4))
     convert(*load(f"source={source}", f"output={tmp_path / 'moe'}", *WORDS, *more), quiet=True)
     for name in ("upcycle.measured", "model-00001-of-00002.safetensors"):

@@ -359,5 +359,5 @@ def test_score_auto_is_made_again_by_verify(tmp_path: Path) -> None:
     plan, checkpoints = load(
         f"source={source}", f"output={tmp_path / 'moe'}", "experts=2", "shared=0.5", "router.score=auto"
     )
-    report = verify(source, convert(plan, checkpoints, quiet=True), count=48, length=24)
+    report = verify(source, convert(plan, checkpoints, quiet=True), count=48, sequence=24)
     assert report.held, str(report)

@@ -161,7 +161,7 @@ def test_as_many_tokens_as_asked_for(llama: Path) -> None:
     with Checkpoint.open(llama) as checkpoint:
         assert [len(row) for row in tokens(checkpoint, (), 300, 100)] == [100, 100, 100]
         assert [len(row) for row in tokens(checkpoint, (), 300, 120)] == [120, 120, 60]
-    assert verify(llama, llama, count=300, length=120, tolerance=1e-6).tokens == 300
+    assert verify(llama, llama, count=300, sequence=120, tolerance=1e-6).tokens == 300
 
 
 def test_kernels_that_fail_are_said_and_the_plain_ones_taken(tmp_path: Path) -> None:

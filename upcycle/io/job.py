@@ -1,9 +1,9 @@
-"""A conversion that several processes share and that may be killed at any time: which processes run, on which plan.
+"""Share a folder that several processes make, and that a kill may stop at any time.
 
 `job` is the context in which a process works; its `Watch` notices processes that have stopped. The state is on disk:
 
 FOLDER.partial/.upcycle/
-    job.json                  the plan and the source of this conversion
+    job.json                  what is made, and of what
     rank-0.lock               held while the process of that rank lives
     rank-0.failed             why the process of that rank stopped
 """
@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,10 @@ from upcycle.io.disk import make_folder, write_atomic
 from upcycle.io.publish import hold, opened
 
 JOB = ".upcycle"
-OBSERVED = "observed.safetensors"
 POLL = 0.2  # seconds between looks at the other processes' work
 PATIENCE = 60.0  # seconds that a process may start later than the others
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CLOSED = (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EPERM, errno.EIO)
 
 
 @dataclass(frozen=True)
@@ -42,19 +43,20 @@ class Worker:
 
     @staticmethod
     def here() -> Worker:
+        """Return this process's worker, as the environment says."""
         rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        if not (rank.isdecimal() and count.isdecimal() and int(rank) < int(count)):
-            raise ValueError(f"the environment has RANK={rank} and WORLD_SIZE={count}; use torchrun, or unset both")
-        if int(count) > 1 and "LOCAL_RANK" not in os.environ:  # left over: nobody else is running, or will
+        right = rank.isdecimal() and count.isdecimal() and int(rank) < int(count)
+        alone = right and int(count) > 1 and "LOCAL_RANK" not in os.environ  # left over: nobody else will run
+        if not right or alone:
             raise ValueError(
-                f"the environment has RANK={rank} and WORLD_SIZE={count} but no LOCAL_RANK, which torchrun sets too; "
-                "use torchrun, or unset both"
+                f"the environment has RANK={rank} and WORLD_SIZE={count}"
+                f"{' but no LOCAL_RANK, which torchrun sets too' if alone else ''}; use torchrun, or unset both"
             )
         return Worker(int(rank), int(count))
 
 
 def read_json(path: Path) -> Any:
-    """The parsed file; None if it is missing or not JSON."""
+    """Return the parsed file; None if it is missing or not JSON."""
     try:
         return strict.read_json(path)
     except (OSError, ValueError):
@@ -62,7 +64,7 @@ def read_json(path: Path) -> Any:
 
 
 class Watch:
-    """Checks that the processes this one waits for are still running. Each holds its lock while it lives."""
+    """Check that the processes this one waits for are still running. Each holds its lock while it lives."""
 
     def __init__(self, partial: Path, worker: Worker) -> None:
         self.folder, self.worker, self.begun = partial / JOB, worker, time.time()
@@ -84,8 +86,7 @@ class Watch:
                 raise ValueError(f"rank-{rank} of {self.worker.count} stopped: {reason}")
 
     def alive(self, rank: int) -> bool:
-        """True if the process of that rank holds its lock. On a filesystem without locks: if it touched the file since
-        the last look."""
+        """Return whether the process of that rank holds its lock; without locks, whether it touched the file lately."""
         lock = self.folder / f"rank-{rank}.lock"
         try:
             with open(lock) as file:
@@ -101,13 +102,22 @@ class Watch:
             return before not in (None, now)
 
 
-PARTS = re.compile(  # shards being written, of `convert` and of `prepare`: by their names ours
-    r"(?:model(?:-\d{5,}-of-\d{5,})?\.safetensors|tokens-\d{5,}-\d{5,}\.bin)\.rank-(\d+)\.part", re.ASCII
-)
+def unfinished(partial: Path, shard: str) -> Iterator[tuple[Path, int]]:
+    """Yield each file NAME.rank-N.part whose NAME matches the pattern `shard`, with the rank N that wrote it."""
+    for path in list(partial.iterdir()) if shard else []:
+        if part := re.fullmatch(rf"(?:{shard})\.rank-(\d+)\.part", path.name, re.ASCII):
+            yield path, int(part[1])
+
+
+def sweep_unfinished(partial: Path, shard: str, worker: Worker | None = None) -> None:
+    """Remove the unfinished shards of all ranks, or those of this worker and of ranks that this run does not have."""
+    for path, rank in unfinished(partial, shard):
+        if worker is None or rank % worker.count == worker.rank:
+            path.unlink(missing_ok=True)
 
 
 def check_ours(partial: Path) -> None:
-    """Raise a ValueError if there is a folder of somebody else's where unfinished work is to lie."""
+    """Raise a ValueError if somebody else's folder is where unfinished work is to lie."""
     if partial.is_dir() and not (partial / JOB).is_dir() and any(partial.iterdir()):
         raise ValueError(
             f"{partial} is there and is no unfinished work of this program; move it, or choose another output"
@@ -115,38 +125,38 @@ def check_ours(partial: Path) -> None:
 
 
 @contextmanager
-def job(partial: Path, identity: Mapping[str, Any], worker: Worker, check: Any) -> Iterator[Watch]:
-    """Take this process's place in the job, one process per rank, all with the same plan. `check` runs before the first
-    write, and may refuse."""
+def job(
+    partial: Path, identity: Mapping[str, Any], worker: Worker, check: Callable[[], object], shard: str = ""
+) -> Iterator[Watch]:
+    """Take this process's place in the job, one process per rank, all with the same identity.
+
+    `check` runs before the first write, and may refuse. `shard` is the pattern of names of the files that ranks write.
+    """
     if worker.rank == 0:
         check_ours(partial)
         if not partial.exists():
             check()
         make_folder(partial / JOB)
-    begun = time.time()
-    while not (partial / JOB).is_dir():  # the other ranks wait for rank 0 to make the folder
-        if time.time() - begun > PATIENCE:
-            raise ValueError(
-                f"{partial} was not begun by rank 0 within a minute; look at that process, or if there is none unset "
-                f"RANK={worker.rank} and WORLD_SIZE={worker.count}"
-            )
-        time.sleep(POLL)
-    with (
-        opened(partial / JOB / f"rank-{worker.rank}.lock") as lock,
-        hold(lock, f"{partial} as rank {worker.rank}"),
-    ):
+    wait_until(
+        lambda: (partial / JOB).is_dir(),
+        f"{partial} was not begun by rank 0 within a minute; look at that process, or if there is none unset "
+        f"RANK={worker.rank} and WORLD_SIZE={worker.count}",
+    )
+    lock_file = partial / JOB / f"rank-{worker.rank}.lock"
+    with opened(lock_file) as lock, hold(lock, f"{partial} as rank {worker.rank}"):
         if not os.fstat(lock.fileno()).st_nlink:  # renamed and removed after it was opened here
             raise ValueError(f"another process has just finished {partial}; run the same command again")
-        failed = partial / JOB / f"rank-{worker.rank}.failed"
+        failed = lock_file.with_suffix(".failed")
         failed.unlink(missing_ok=True)
-        for old in partial.iterdir():  # left by this rank, or by a rank that this run does not have
-            part = PARTS.fullmatch(old.name)
-            if part and int(part[1]) % worker.count == worker.rank:
-                old.unlink(missing_ok=True)
+        sweep_unfinished(partial, shard, worker)
         try:
             if worker.rank == 0:
                 start_job(partial, identity, check)
-            await_job(partial, identity)
+            wait_until(  # rank 0 replaces a stale job.json
+                lambda: read_json(partial / JOB / "job.json") == dict(identity),
+                f"{partial} is not being made by rank 0, or by another plan or of another source than this process "
+                "has; look at that process, and give all one config",
+            )
             yield Watch(partial, worker)
         except BaseException as error:
             if worker.count > 1 and (partial / JOB).is_dir():  # so that the others do not wait for this rank's shards
@@ -163,10 +173,11 @@ def check_first(partial: Path, output: Path) -> None:
         raise ValueError(f"another process has just made {output}; run the same command again, which looks at it")
 
 
-def start_job(partial: Path, identity: Mapping[str, Any], check: Any) -> None:
+def start_job(partial: Path, identity: Mapping[str, Any], check: Callable[[], object]) -> None:
+    """Write job.json, unless work of another identity lies in the folder."""
     if read_json(partial / JOB / "job.json") == dict(identity):
         return
-    if any((partial / JOB).glob("model*.json")) or (partial / JOB / OBSERVED).exists():
+    if any(path.name != "job.json" for kind in ("*.json", "*.safetensors") for path in (partial / JOB).glob(kind)):
         raise ValueError(
             f"{partial} holds an unfinished conversion by another plan or of another source; finish it with "
             "its own config, or remove it"
@@ -175,14 +186,12 @@ def start_job(partial: Path, identity: Mapping[str, Any], check: Any) -> None:
     write_atomic(partial / JOB / "job.json", json.dumps(identity, indent=1).encode())
 
 
-def await_job(partial: Path, identity: Mapping[str, Any]) -> None:
+def wait_until(done: Callable[[], bool], otherwise: str) -> None:
+    """Wait until a condition holds; a ValueError after PATIENCE seconds."""
     begun = time.time()
-    while read_json(partial / JOB / "job.json") != dict(identity):  # rank 0 replaces a stale job.json
+    while not done():
         if time.time() - begun > PATIENCE:
-            raise ValueError(
-                f"{partial} is not being made by rank 0, or by another plan or of another source than this process "
-                "has; look at that process, and give all one config"
-            )
+            raise ValueError(otherwise)
         time.sleep(POLL)
 
 
@@ -192,13 +201,12 @@ def explained(partial: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        file = error.filename or partial
+        if error.errno in FULL:
             raise ValueError(
-                f"no room left while writing {error.filename or partial} ({error.strerror}); free some and run the "
-                "same command again: what is finished is kept"
+                f"no room left while writing {file} ({error.strerror}); free some and run the same command again: "
+                "what is finished is kept"
             ) from None
-        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EPERM, errno.EIO):
-            raise ValueError(
-                f"{error.filename or partial} cannot be written ({error.strerror}); choose another output"
-            ) from None
+        if error.errno in CLOSED:
+            raise ValueError(f"{file} cannot be written ({error.strerror}); choose another output") from None
         raise
