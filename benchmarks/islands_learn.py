@@ -46,6 +46,7 @@ from torch import Tensor
 
 from evaluation.judge.seeds import paired
 from training.checkpoint import layout
+from training.checkpoint.export import export
 from training.config.schema import TrainConfig
 from training.data.open import check_tokens, open_training, open_validation
 from training.islands.config import IslandsConfig
@@ -624,7 +625,7 @@ def base(runner: Runner) -> None:
     for step in range(size.base):
         one.step(rate(step / size.base))
     print(f"dense: {len(one.vector()):,} numbers, held-out loss {runner.loss(one.learner):.4f}", flush=True)
-    layout.export(one.learner.model, one.origin, runner.folder / "dense", mesh=runner.mesh)
+    export(one.learner.model, one.origin, runner.folder / "dense")
 
 
 @contextmanager

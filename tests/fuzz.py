@@ -611,7 +611,7 @@ def sign_saved(folder: Path) -> None:
     """As who changes a checkpoint on purpose signs it: sizes and sums of the shards, and the manifest's own."""
     import hashlib
 
-    from training.checkpoint.storage import signed
+    from training.checkpoint.storage import encode, sealed
 
     for path in folder.glob("checkpoints/*/manifest.json"):
         body = json.loads(path.read_bytes())
@@ -621,7 +621,7 @@ def sign_saved(folder: Path) -> None:
                 data = shard.read_bytes()
                 body["files"][name] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         body.pop("sha256", None)
-        path.write_bytes(signed(body))
+        path.write_bytes(sealed(encode(body)))
 
 
 def evaluated(folder: Path) -> None:

@@ -27,10 +27,10 @@ STOPPED = 75  # exit code of a run that was asked to stop: EX_TEMPFAIL, the same
 
 @cli.command(resumes=True)
 def main(words: list[str]) -> int:
-    from training.checkpoint.state import Stopped
     from training.config.reading import read_config
     from training.parallel.processes import rank
     from training.run.loop import train
+    from training.run.stop import Stopped
 
     config = read_config(*cli.file_and_words(words))
     if config.islands.local:

@@ -10,10 +10,10 @@ from unittest import mock
 
 import torch
 
-from training.checkpoint.state import Stopped as AskedToStop
 from training.config.reading import read_config
 from training.run import step as step_module
 from training.run.loop import train
+from training.run.stop import Stopped as AskedToStop
 
 
 def on_rank(rank: int, world: int, arguments: list[str]) -> Path:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.parity import test_targets_parity as parity
 from tests.parity import tiny
 from training.checkpoint import layout, standalone
+from training.checkpoint.export import export
 from training.checkpoint.layout import Origin
 from training.config.schema import ModelConfig
 from training.model.decoder import Decoder
@@ -125,7 +126,7 @@ def test_a_dense_model_is_transformers_model_and_exports_its_own_bytes(variant: 
     with layout.opened(folder) as origin:
         same_model(folder, tmp_path, origin)
         model = layout.load(Decoder(origin.spec), origin)
-        out = layout.export(model, origin, tmp_path / "out")
+        out = export(model, origin, tmp_path / "out")
     before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() - {"lm_head.weight"} <= after.keys() <= before.keys()
     assert all(torch.equal(before[name], after[name]) for name in after)
@@ -142,7 +143,7 @@ def test_an_moe_is_transformers_model_online_and_from_disk(case: str, tmp_path: 
         offline = layout.load(Decoder(origin.spec, experts="reference"), origin)
     with layout.online(read(UpcycleConfig, "", words(dense, case))) as origin:
         online = layout.load(Decoder(origin.spec, experts="reference"), origin)
-        out = layout.export(online, origin, tmp_path / "out")
+        out = export(online, origin, tmp_path / "out")
         standalone.keep(tmp_path / "run", origin, ModelConfig(upcycle={"source": str(dense)}))
     kept = standalone.kept(tmp_path / "run")  # all that a run needs of it but the weights
     assert (kept.spec, kept.tensors) == (origin.spec, origin.tensors)

@@ -27,6 +27,7 @@ from tests.parity import asked, tiny
 from tests.parity.test_decoder import reference, relative, same_model
 from training.__main__ import main as train
 from training.checkpoint import layout
+from training.checkpoint.export import export
 from training.cli.prepare import main as prepare
 from training.model import attention
 from training.model.decoder import Decoder
@@ -116,7 +117,7 @@ def test_a_native_is_transformers_model_and_exports_its_own_bytes(
     with layout.opened(folder) as origin:
         same_model(folder, tmp_path, origin)
         model = layout.load(Decoder(origin.spec), origin)
-        out = layout.export(model, origin, tmp_path / "out")
+        out = export(model, origin, tmp_path / "out")
     before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[each], after[each]) for each in after)

@@ -7,43 +7,33 @@ bit for bit, and no MoE copy is on disk. `export` writes the layout of the same 
 
 from __future__ import annotations
 
-import itertools
-import json
-import shutil
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from training.checkpoint import stock
 from training.model.decoder import Decoder
-from training.model.lora import A, delta, is_adapter, pairs
+from training.model.lora import A, is_adapter
 from training.model.moe import MoE
 from training.model.names import plain_name
 from training.model.stock.model import Stock, known
-from training.parallel.collectives import gather, local
-from training.parallel.mesh import ParallelMesh
+from training.parallel.collectives import box, local
 from upcycle import plugin
 from upcycle.arch import registry
 from upcycle.arch.families.common import Source
 from upcycle.arch.slots import Slot
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
-from upcycle.config.reading import byte_size
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
 from upcycle.converting.make import Maker
-from upcycle.io import disk, publish
-from upcycle.io.checkpoint import INDEX, Checkpoint
-from upcycle.io.job import JOB, Worker, check_first, explained, job, read_json
+from upcycle.io.checkpoint import Checkpoint
 from upcycle.io.strict import short
 from upcycle.planning.plan import UpcyclePlan, build
 from upcycle.text import measure
@@ -83,6 +73,8 @@ class Origin:
     files: tuple[Path, ...]  # tokenizer and the like
     plan: UpcyclePlan | None = None  # if it is made as it is read
     settings: Mapping[str, Any] | None = None  # of the plan that made it, if one is known
+    sources: tuple[str, ...] = ()  # folders or hub ids of what it was made of
+    terms: Mapping[str, str] = field(default_factory=dict)  # license and the like, of the first of these
     # of a tensor's name: the same for tensors that hold the same numbers, None where that is not known
     alike: Callable[[str], Hashable | None] = lambda _: None
 
@@ -102,7 +94,7 @@ def opened(source: str | Path) -> Iterator[Origin]:
         settings, files = settings_of(checkpoint.folder), checkpoint.copied_files()
         origin = described(source, checkpoint.config, checkpoint.read, files, settings, entries)
         check_shapes(checkpoint, origin.tensors)
-        yield origin
+        yield replace(origin, sources=(str(source),), terms=card.terms(checkpoint.folder))
 
 
 def settings_of(folder: Path) -> Mapping[str, Any] | None:
@@ -138,7 +130,8 @@ def online(config: UpcycleConfig, observe: Observe = measure.measure, *, text: b
         files = checkpoints[0].copied_files()
         entries = {each.name: (each.shape, each.dtype) for each in plan.outputs}
         origin = described(names[0], plan.hf_config, read, files, card.settings(plan), entries)
-        yield replace(origin, plan=plan, alike=maker.alike)
+        used, terms = tuple(dict.fromkeys(names)), card.terms(checkpoints[0].folder)
+        yield replace(origin, plan=plan, alike=maker.alike, sources=used, terms=terms)
 
 
 def described(
@@ -269,67 +262,22 @@ def pieces(model: Decoder) -> dict[str, Piece]:
 
 
 def piece(tensor: Tensor, index: Index) -> Piece:
-    """What this rank holds of tensor[index]."""
-    tensor = tensor.detach()
-    shape, slices, places = overlap(tensor.shape, index, box(tensor))
-    return Piece(shape, slices, local(tensor).new_empty(0) if places is None else local(tensor)[places])
-
-
-def overlap(
-    size: Sequence[int], index: Index, held: Box
-) -> tuple[tuple[int, ...], tuple[slice, ...], tuple[int | slice, ...] | None]:
-    """(the shape of [index] of a tensor of this size, the part of that which lies in the box `held`, where it is in
-    there; None: nowhere)"""
-    index += (slice(None),) * (len(size) - len(index))
-    # bounds in the whole tensor: of the role, of what is held, and of what is in both
-    role = [(e, e + 1) if isinstance(e, int) else e.indices(n)[:2] for e, n in zip(index, size, strict=True)]
+    """Return what this rank holds of tensor[index]."""
+    tensor, held, role = tensor.detach(), box(tensor), bounds(tensor.shape, index)
     both = [(max(a, low), min(b, high)) for (a, b), (low, high) in zip(role, held, strict=True)]
-    is_kept = [not isinstance(e, int) for e in index]
-    shape = tuple(b - a for (a, b), keep in zip(role, is_kept, strict=True) if keep)
+    kept = [dim >= len(index) or not isinstance(index[dim], int) for dim in range(tensor.ndim)]
+    shape = tuple(b - a for (a, b), keep in zip(role, kept, strict=True) if keep)
     if any(first >= last for first, last in both):
-        return shape, (slice(0),) * len(shape), None
-    slices = (slice(f - a, t - a) for (f, t), (a, _), keep in zip(both, role, is_kept, strict=True) if keep)
-    places = (
-        slice(f - low, t - low) if keep else f - low for (f, t), (low, _), keep in zip(both, held, is_kept, strict=True)
-    )
-    return shape, tuple(slices), tuple(places)
+        return Piece(shape, (slice(0),) * len(shape), local(tensor).new_empty(0))
+    slices = tuple(slice(f - a, t - a) for (f, t), (a, _), keep in zip(both, role, kept, strict=True) if keep)
+    places = (slice(f - a, t - a) if keep else f - a for (f, t), (a, _), keep in zip(both, held, kept, strict=True))
+    return Piece(shape, slices, local(tensor)[tuple(places)])
 
 
-def box(tensor: Tensor) -> Box:
-    """[first, last) of each dimension: the part that this rank holds of a tensor that may be divided over ranks."""
-    if not isinstance(tensor, DTensor):
-        return [(0, size) for size in tensor.shape]
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    bounds = box_at(tensor, coordinate)
-    assert tuple(high - low for low, high in bounds) == tensor.to_local().shape
-    return bounds
-
-
-def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """The part that the rank at a place in the tensor's mesh holds."""
-    bounds = [(0, size) for size in tensor.shape]
-    # the last axis of a mesh cuts first: FSDP, the first, divides what tensor and expert parallel have left
-    for axis, placement in reversed(list(enumerate(tensor.placements))):
-        if placement.is_replicate():
-            continue
-        dim = placement.dim  # type: ignore[attr-defined]  # a shard, strided or not
-        low, high = bounds[dim]
-        share = -(-(high - low) // tensor.device_mesh.size(axis))
-        first = min(low + coordinate[axis] * share, high)
-        bounds[dim] = (first, min(first + share, high))
-    return bounds
-
-
-def boxes(tensor: DTensor) -> dict[tuple[int, int], dict[int, Box]]:
-    """Of each part of a tensor the first rank that holds it, with its box, by the rows that it has of dimension 0."""
-    found: dict[tuple[int, int], dict[int, Box]] = {}
-    replicated = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    for coordinate in itertools.product(*map(range, tensor.device_mesh.mesh.shape)):
-        held = box_at(tensor, coordinate)
-        if not any(coordinate[axis] for axis in replicated) and all(low < high for low, high in held):
-            found.setdefault(held[0], {})[int(tensor.device_mesh.mesh[coordinate])] = held
-    return found
+def bounds(size: Sequence[int], index: Index) -> list[tuple[int, int]]:
+    """Return [first, last) of each dimension of tensor[index], for a tensor of this size."""
+    index += (slice(None),) * (len(size) - len(index))
+    return [(e, e + 1) if isinstance(e, int) else e.indices(n)[:2] for e, n in zip(index, size, strict=True)]
 
 
 # ---- weights in, weights out
@@ -464,190 +412,6 @@ def begin_adapters(model: Decoder, seed: int) -> None:
         if isinstance(layer.ffn, MoE) and layer.ffn.experts.low:
             for i, width in enumerate(layer.ffn.spec.widths):  # the padding of uneven experts stays zero, and so idle
                 piece(layer.ffn.experts.down_lora_a, (i, slice(width, max(layer.ffn.spec.widths)))).part.zero_()
-
-
-@torch.no_grad()
-def export(
-    model: Decoder,
-    origin: Origin,
-    folder: str | Path,
-    *,
-    dtype: str = "",
-    max_shard: str = "5GB",
-    mesh: ParallelMesh | None = None,
-) -> Path:
-    """The model as a folder in its origin's layout. It appears under its name when it is complete. Of a model that is
-    divided over the ranks of `mesh`, all of them call this, and the first one writes."""
-    folder = Path(folder)
-    partial = folder.with_name(folder.name + ".partial")
-    writes = mesh is None or mesh.rank == 0
-    if writes and folder.exists():
-        raise ValueError(f"{folder} exists already; remove it or choose another folder to export to")
-    dtype = dtype or origin.dense.dtype
-    # a float32 tensor of a bf16 model (the router's correction bias) stays float32
-    tensors = [replace(t, dtype=dtype if t.dtype == origin.spec.dtype else t.dtype) for t in origin.tensors]
-    source, shards = Whole(model, mesh), disk.shards(tensors, byte_size(max_shard))
-    total = sum(t.bytes for t in tensors)
-    config = {k: v for k, v in origin.config.items() if k != "torch_dtype"} | {"dtype": dtype}
-    texts = {"config.json": json.dumps(config, indent=2).encode() + b"\n"}
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": {t.name: n for n, group in shards for t in group}}
-        texts[INDEX] = json.dumps(index, indent=2).encode()
-    copied = {path.name: path for path in origin.files}
-    files: dict[str, Any] = dict.fromkeys([*(name for name, _ in shards), *texts, *copied])
-    with (
-        unfinished(partial, folder, sorted(files)) if writes else nullcontext(),
-        tqdm(total=total, desc="export", unit="B", unit_scale=True, delay=2, disable=not writes) as bar,
-    ):
-        for name, group in shards:
-            with disk.Stream(partial / name) if writes else nullcontext() as stream:
-                if stream is not None:
-                    stream.write(disk.header(group))
-                for stored in group:
-                    tensor = source.tensor(stored)
-                    if stream is not None:
-                        stream.write(tensor)
-                    bar.update(stored.bytes)
-            if stream is not None:
-                files[name] = {"bytes": stream.bytes, "sha256": stream.sha256}
-        if writes:
-            for name, text in texts.items():
-                disk.write_atomic(partial / name, text)
-            for name, path in copied.items():
-                disk.copy(path, partial / name)
-            files |= publish.listed(partial / name for name in (*texts, *copied))
-            facts: dict[str, Any] = {"format": 1, "files": files}
-            if origin.settings is not None:  # which experts are copies of each other, for who trains on
-                keys = origin.settings.keys() & {"method", "experts", "granularity"}
-                facts["config"] = {key: origin.settings[key] for key in sorted(keys)}
-            disk.write_atomic(partial / publish.FILES, publish.signed(facts))
-            publish.rename(partial, folder)
-            shutil.rmtree(folder / JOB, ignore_errors=True)
-    if mesh is not None and mesh.world > 1:
-        dist.barrier()
-    return folder
-
-
-@contextmanager
-def unfinished(partial: Path, folder: Path, names: list[str]) -> Iterator[None]:
-    """Within, this process alone makes `partial`, of files of these names; those of an export that was killed go."""
-    before = read_json(partial / JOB / "job.json")
-    with explained(partial), job(partial, {"export": names}, Worker(), lambda: None):
-        check_first(partial, folder)
-        if isinstance(before, dict):
-            for name in {*before.get("export", ())} - {*names}:
-                (partial / Path(name).name).unlink(missing_ok=True)
-        disk.sweep(partial)
-        yield
-
-
-def exported(folder: Path) -> bool:
-    """Whether there is a folder to which a run was exported; a ValueError if it is not as it was written."""
-    shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
-    manifest = read_files(folder)
-    if manifest and (said := publish.damage(folder / publish.FILES, manifest["files"])):
-        raise ValueError(f"{said}, so {folder} is not what was exported; remove it, or choose another folder")
-    return folder.exists()
-
-
-class Whole:
-    """Tensors as on disk, of a model that may be divided. What is asked for is sent to the first rank (of each pipeline
-    stage, to send it on), which puts tensors together: a role at a time, an expert's matrix for instance, and of copies
-    by one. No rank holds more of other ranks than that: a layer's stacked experts may be gigabytes."""
-
-    def __init__(self, model: Decoder, mesh: ParallelMesh | None) -> None:
-        self.roles, self.mesh = roles(model), mesh
-        self.adapters = {id(matrix): (a, b, scale) for matrix, a, b, scale in pairs(model)}
-        self.stage, self.stages = (0, 1) if mesh is None else (mesh.index("pp"), mesh.size("pp"))
-        self.rank, self.begin = (0, 0) if mesh is None else (mesh.rank, self.stage * (mesh.world // self.stages))
-        self.device = next(model.parameters()).device
-        self.rounded: OrderedDict[tuple[int, str], Tensor] = OrderedDict()
-        self.holders: dict[int, dict[tuple[int, int], dict[int, Box]]] = {}  # see `boxes`
-        held: list[Any] = [list(self.roles)]
-        if mesh is not None and self.stages > 1:
-            held = gather(held[0], mesh.group("pp"), self.device)
-        self.owner = {role: stage for stage in reversed(range(self.stages)) for role in held[stage]}
-
-    @property
-    def first(self) -> bool:
-        return self.rank == self.begin
-
-    def tensor(self, stored: Stored) -> Tensor:
-        """The tensor, in host memory, on the first rank; what other ranks return is not to be used."""
-        owner, dtype = self.owner[stored.roles[0][0]], getattr(torch, stored.dtype)
-        out = torch.empty(0)
-        if owner == self.stage:
-            source = {role: self.role(role, stored.dtype) for role, _ in stored.roles}
-            if self.first:
-                out = joined(stored, source).to(dtype).contiguous()
-        if owner > 0 and self.first and self.stage in (0, owner):
-            assert self.mesh is not None
-            if self.stage == owner:
-                dist.send(out.to(self.device), dst=0, group=self.mesh.group("pp"))
-            else:
-                coming = torch.empty(stored.shape, dtype=dtype, device=self.device)
-                dist.recv(coming, src=owner * (self.mesh.world // self.stages), group=self.mesh.group("pp"))
-                out = coming.cpu()
-        return out
-
-    def role(self, role: str, dtype: str) -> Tensor:
-        """A role's whole tensor on the stage's first rank, rounded to `dtype` before it is sent: half of the bytes. In
-        host memory, over gloo: NCCL would make a communicator with every rank."""
-        tensor, index = self.roles[role]
-        if not isinstance(tensor, DTensor) and id(tensor) not in self.adapters:
-            return tensor.detach()[index]
-        key = id(tensor), dtype
-        if key not in self.rounded:
-            self.rounded[key] = self.merged(tensor).to(getattr(torch, dtype))
-            while len(self.rounded) > 4:  # stacked experts' up, down and biases are asked for in turn
-                self.rounded.popitem(last=False)
-        rounded = self.rounded[key]
-        if not isinstance(rounded, DTensor):
-            return rounded[index]
-        if id(tensor) not in self.holders:
-            self.holders[id(tensor)] = boxes(rounded)
-        shape, *_ = overlap(rounded.shape, index, [(0, size) for size in rounded.shape])
-        whole = torch.empty(shape if self.first else 0, dtype=rounded.dtype)
-        top = index[0] if index and isinstance(index[0], int) else None
-        for (low, high), held in self.holders[id(tensor)].items():
-            for source in held if top is None or low <= top < high else ():
-                if self.rank in (source, self.begin):
-                    self.bring(rounded, index, source, held[source], whole)
-        return whole
-
-    def bring(self, tensor: DTensor, index: Index, source: int, held: Box, whole: Tensor) -> None:
-        """Fills in, on the first rank, what `source` has of `whole`, tensor[index]; it has the box `held` of all."""
-        _, slices, places = overlap(tensor.shape, index, held)
-        if places is None:
-            return
-        if self.rank != source:
-            part = torch.empty([each.stop - each.start for each in slices], dtype=tensor.dtype)
-            dist.recv(part, src=source)
-        else:
-            part = local(tensor)[places].contiguous().cpu()
-        if self.first:
-            whole[slices] = part
-        elif self.begin in tensor.device_mesh.mesh:  # else the first rank has it from others
-            dist.send(part, dst=self.begin)
-
-    def merged(self, tensor: Tensor) -> Tensor:
-        """A parameter with its adapters in it, divided as it is."""
-        if id(tensor) not in self.adapters:
-            return tensor.detach()
-        a, b, scale = self.adapters[id(tensor)]
-        added = delta(full(a.detach()), full(b.detach()), scale, tensor.shape, box(tensor))
-        part = local(tensor.detach()) + added
-        if not isinstance(tensor, DTensor):
-            return part
-        mesh, places = tensor.device_mesh, tensor.placements
-        whole = DTensor.from_local(part, mesh, places, run_check=False, shape=tensor.shape, stride=tensor.stride())
-        return whole
-
-
-def full(tensor: Tensor) -> Tensor:
-    """The whole tensor, of which ranks may have parts."""
-    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole
 
 
 def joined(stored: Stored, source: Mapping[str, Tensor]) -> Tensor:

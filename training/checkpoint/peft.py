@@ -13,18 +13,16 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
 
-from training.checkpoint.layout import Origin, full
-from training.model.decoder import Decoder
+from training.checkpoint.export import Weights
+from training.checkpoint.layout import Origin
 from training.model.layers import Linear
 from training.model.lora import LoraConfig, adaptable
-from training.model.moe import Experts, Router
-from training.parallel.collectives import gather
-from training.parallel.mesh import ParallelMesh
+from training.model.moe import Router
+from training.parallel.collectives import together
+from training.parallel.processes import rank
 from upcycle.arch.spec import MoESpec
 from upcycle.io import disk, publish
 
@@ -53,54 +51,39 @@ def check_peft(lora: LoraConfig, origin: Origin) -> None:
         )
 
 
-def write(model: Decoder, origin: Origin, lora: LoraConfig, base: str, mesh: ParallelMesh) -> None:
-    """Writes the folder lora.export; all ranks call this, and the first one writes."""
+def write(weights: Weights, origin: Origin, lora: LoraConfig, base: str) -> None:
+    """Write the folder lora.export; all ranks call this, and the first one writes."""
+    with together("export the adapters"):
+        if rank() == 0:
+            write_folder(Path(lora.export), weights, origin, lora, base)
+
+
+def write_folder(folder: Path, weights: Weights, origin: Origin, lora: LoraConfig, base: str) -> None:
     tensors: dict[str, Tensor] = {}
     modules, parameters = list[str](), list[str]()
-    for name, bare, a, b in adapters(model, origin):
+    for name, bare, a, b in adapters(weights, origin):
         (parameters if bare else modules).append(name)
         path = name.rpartition(".")[0] if bare else name
         if name.endswith(".gate_up_proj"):
             path += ".base_layer"
         for key, tensor in (("lora_A", a), ("lora_B", b)):
-            tensors[f"base_model.model.{path}.{key}.weight"] = tensor.cpu().contiguous()
-    tensors, modules, parameters = of_all_stages(tensors, modules, parameters, mesh, next(model.parameters()).device)
+            tensors[f"base_model.model.{path}.{key}.weight"] = tensor.contiguous()
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None, "r": lora.rank,
         "lora_alpha": lora.scale * lora.rank, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
         "use_rslora": False, "use_dora": False, "inference_mode": True, "target_modules": modules,
         "target_parameters": parameters,
     }  # fmt: skip
-    if mesh.rank == 0:
-        folder = Path(lora.export)
-        partial = folder.with_name(f"{folder.name}.partial")
-        disk.make_folder(partial)
-        disk.write_atomic(partial / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
-        disk.write_atomic(partial / "adapter_config.json", json.dumps(config, indent=2).encode() + b"\n")
-        publish.rename(partial, folder)
-    if mesh.world > 1:
-        dist.barrier()
+    partial = folder.with_name(f"{folder.name}.partial")
+    disk.make_folder(partial)
+    disk.write_atomic(partial / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
+    disk.write_atomic(partial / "adapter_config.json", json.dumps(config, indent=2).encode() + b"\n")
+    publish.rename(partial, folder)
 
 
-def of_all_stages(
-    tensors: dict[str, Tensor], modules: list[str], parameters: list[str], mesh: ParallelMesh, device: torch.device
-) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """What the stages of a pipeline have, on all of its ranks."""
-    group = mesh.group("pp")
-    if group is None:
-        return tensors, modules, parameters
-    found = gather([{name: list(t.shape) for name, t in tensors.items()}, modules, parameters], group, device)
-    whole = {}
-    for stage, (shapes, _, _) in enumerate(found):
-        for name, shape in shapes.items():
-            tensor = tensors[name].to(device) if stage == mesh.index("pp") else torch.empty(shape, device=device)
-            dist.broadcast(tensor, group=group, group_src=stage)
-            whole[name] = tensor.cpu()
-    return whole, [name for _, names, _ in found for name in names], [name for _, _, names in found for name in names]
-
-
-def adapters(model: Decoder, origin: Origin) -> Iterator[Adapter]:
-    """All that the model has; ranks gather them together, one module at a time."""
+def adapters(weights: Weights, origin: Origin) -> Iterator[Adapter]:
+    """Return all adapters of the model."""
+    model, whole = weights.model, weights.whole
     stacked = origin.config.get("model_type") in STACKED
     names = {role: stored.name.removesuffix(".weight") for stored in origin.tensors for role, _ in stored.roles}
     for name, module in adaptable(model):
@@ -111,41 +94,22 @@ def adapters(model: Decoder, origin: Origin) -> Iterator[Adapter]:
             path = in_transformers(names[f"{role}.weight"])
             # in a stacked model peft takes any module called gate_proj for an expert of an older transformers
             bare = isinstance(module, Router) or (stacked and ".attention." not in name)
-            name_there = f"{path}.weight" if bare else path
-            yield name_there, bare, full(module.lora_a.detach()), full(module.lora_b.detach())
-        else:
-            found = of_experts(module)
-            if stacked:
-                path = in_transformers(names[f"{role}.0.up.weight"]).rpartition(".experts.")[0] + ".experts"
-                for key, (a, b) in zip(("gate_up_proj", "down_proj"), found, strict=True):
-                    yield f"{path}.{key}", True, a.mT.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
-            else:
-                yield from one_by_one(model, module, found, names, role)
-
-
-def of_experts(module: Experts) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(A, B) of up and of down, as they lie in the model."""
-    up_a, up_b, down_a, down_b = (
-        full(each.detach()) for each in (module.up_lora_a, module.up_lora_b, module.down_lora_a, module.down_lora_b)
-    )
-    return (up_a, up_b), (down_a, down_b)
-
-
-def one_by_one(
-    model: Decoder,
-    module: Experts,
-    found: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
-    names: dict[str, str],
-    role: str,
-) -> Iterator[Adapter]:
-    """Each expert's matrices, without the padding of uneven ones; gate and up have the same A."""
-    assert model.moe is not None
-    (up_a, up_b), (down_a, down_b) = found
-    halves = up_b.view(len(up_b), *module.up.shape[1:3], -1)
-    for i, width in enumerate(model.moe.widths):
-        for half, matrix in enumerate(("gate", "up") if module.gated else ("up",)):
-            yield names[f"{role}.{i}.{matrix}.weight"], False, up_a[i].T, halves[i, half, :width]
-        yield names[f"{role}.{i}.down.weight"], False, down_a[i, :width].T, down_b[i]
+            yield f"{path}.weight" if bare else path, bare, whole(module.lora_a), whole(module.lora_b)
+            continue
+        up = whole(module.up_lora_a), whole(module.up_lora_b)
+        down = whole(module.down_lora_a), whole(module.down_lora_b)
+        if stacked:
+            path = in_transformers(names[f"{role}.0.up.weight"]).rpartition(".experts.")[0] + ".experts"
+            for key, (a, b) in (("gate_up_proj", up), ("down_proj", down)):
+                yield f"{path}.{key}", True, a.mT.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+            continue
+        # each expert's matrices, without the padding of uneven ones; gate and up have the same A
+        assert model.moe is not None
+        halves = up[1].view(len(up[1]), *module.up.shape[1:3], -1)
+        for i, width in enumerate(model.moe.widths):
+            for half, matrix in enumerate(("gate", "up") if module.gated else ("up",)):
+                yield names[f"{role}.{i}.{matrix}.weight"], False, up[0][i].T, halves[i, half, :width]
+            yield names[f"{role}.{i}.down.weight"], False, down[0][i, :width].T, down[1][i]
 
 
 def in_transformers(name: str) -> str:

@@ -11,7 +11,6 @@ text that was measured.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,21 +18,18 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from training.checkpoint import layout
 from training.checkpoint.layout import Origin
-from training.checkpoint.state import STEP, Checkpoints, check_same, weights
-from training.checkpoint.storage import Reader, read_manifest, read_whole
+from training.checkpoint.state import STEP, Checkpoints, check_model, fill_model
+from training.checkpoint.storage import Shards, read_whole
 from training.config.reading import upcycle_config
 from training.config.schema import ModelConfig
 from training.model.decoder import Decoder
 from training.model.lora import LoraConfig, attach
-from training.parallel.collectives import broadcast, broadcast_tensors
+from training.parallel.collectives import broadcast_tensors, together
 from training.parallel.processes import rank
 from upcycle.arch.targets.upcycled import MODELING
 from upcycle.config.reading import build
@@ -67,6 +63,7 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
         "model": named(config),
         "files": [path.name for path in origin.files],
         "settings": origin.settings,
+        "terms": origin.terms,
         "plan": [] if plan is None else list(card.rows(plan)),
     }
     if origin.dense.carried is not None:
@@ -86,7 +83,11 @@ def kept(folder: Path) -> Origin:
     config = strict.read_object(home / CONFIG)
     tensors = record.get("tensors")
     entries = None if tensors is None else {name: (tuple(shape), dtype) for name, shape, dtype in tensors}
-    return layout.described(folder, config, no_weights, files, record.get("settings"), entries)
+    origin = layout.described(folder, config, no_weights, files, record.get("settings"), entries)
+    made = record["model"].get("upcycle") or {}
+    used = [record["model"].get("source"), made.get("source"), *(made.get("donors") or ())]
+    sources = tuple(dict.fromkeys(str(name) for name in used if name))
+    return replace(origin, sources=sources, terms=record.get("terms", {}))
 
 
 def published(file: Path) -> Path:
@@ -121,14 +122,21 @@ def recorded(folder: Path) -> Mapping[str, Any] | None:
     return found
 
 
+class Made(TypedDict):
+    source: NotRequired[str]
+    donors: NotRequired[list[str]]
+
+
 class Named(TypedDict):
-    upcycle: Mapping[str, Any] | None
+    source: NotRequired[str]
+    upcycle: Made | None
 
 
 class Record(TypedDict):
     model: Named
     files: list[str]
     settings: NotRequired[Settings | None]
+    terms: NotRequired[Mapping[str, str]]  # license and the like, of the model that it was made of
     plan: list[tuple[str, str]]
     tensors: NotRequired[list[tuple[str, list[int], str]]]  # of a model that transformers computes: name, shape, dtype
 
@@ -173,29 +181,26 @@ def attach_adapters(model: Decoder, run: Path) -> None:
             attach(model, build(LoraConfig, lora, "lora."))
 
 
+def shards_of(run: Path, folder: Path | None) -> Shards:
+    """Return a checkpoint of a run, its newest if none is given, after comparing its bytes with their sums."""
+    if folder is not None:
+        try:
+            return Shards(folder, read_whole(folder))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder} cannot be used: {error}") from error
+    with Checkpoints(run / "checkpoints", asynchronous=False) as checkpoints:
+        saved = checkpoints.latest()
+    if saved is None:
+        raise ValueError(f"{run} has no checkpoint yet; evaluate it after its first one, or its model.source")
+    return saved
+
+
 def load_step(model: Decoder, run: Path, folder: Path | None) -> int:
-    """Fills the model with the weights of a checkpoint of the run, its newest if none is given; returns the step."""
-    if folder is None:
-        with Checkpoints(run / "checkpoints", asynchronous=False) as checkpoints:
-            folder = checkpoints.latest()
-        if folder is None:
-            raise ValueError(f"{run} has no checkpoint yet; evaluate it after its first one, or its model.source")
-        manifest = read_manifest(folder)
-    else:
-        manifest, problem = read_whole(folder)
-        if problem:
-            raise ValueError(f"{folder} cannot be used: {problem}")
-    reader = Reader(folder, manifest)
-    saved: Any = reader.metadata.state_dict_metadata
-    places = {f"model.{name}": tensor for name, tensor in weights(model).items()}
-    for name, tensor in places.items():
-        check_same(name, tensor, saved)
-    reader.want(places)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        load(dict(places), storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
-    return int(manifest["step"])
+    """Fill the model with the weights of a checkpoint of the run, its newest if none is given; return the step."""
+    saved = shards_of(run, folder)
+    check_model(model, saved)
+    fill_model(model, saved)
+    return saved.step
 
 
 # ---- what upcycling measures on text
@@ -211,16 +216,10 @@ def measured_once(
     """Measures on the first rank, while the others wait; all return its findings. `given`: makes ids [sequence, token]
     of a vocabulary, to be read where the config names no text."""
     found: Mapping[str, Tensor] = {}
-    problem = ""
-    if rank() == 0:
-        try:
+    with together("measure"):  # no rank goes on alone
+        if rank() == 0:
             ids = None if given is None else partial(given, plan.dense.vocab)
             found = measure.measure(plan, checkpoints, given=ids, device=device)
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    problem = broadcast(problem)
-    if problem:  # no rank goes on alone
-        raise ValueError(problem)
     return broadcast_tensors(found)
 
 

@@ -1,14 +1,12 @@
 """All that a run needs to go on as if it had never stopped, and the folder where it is kept.
 
-A checkpoint loads on any other mesh (DCP plans that), and our storage (storage.py) holds it: a tensor is a safetensors
-tensor, anything else (a step, a learning rate, a betas tuple) is its JSON text as a tensor of bytes. No
-pickle is written or read, so a checkpoint is data and cannot run code; its sums tell a damaged one from a whole one.
-An optimizer is saved by parameter names, not by its numbering, and into its `state` directly, because
-Optimizer.load_state_dict would round fp32 moments to a bf16 parameter's type.
+A tensor is a safetensors tensor; anything else (a step, a betas tuple) is its JSON text as a tensor of bytes. An
+optimizer is saved by parameter names, not by its numbering, and is filled in place, because torch's own
+Optimizer.load_state_dict would lose bitwise resumes: it rounds fp32 moments to a bf16 parameter's type.
 
-    with Stop() as stop, Checkpoints(folder, keep=3) as checkpoints:
+    with Checkpoints(folder, keep=3) as checkpoints:
         state.step = checkpoints.load(state)          # 0 if there is none
-        while state.step < steps and not stop.requested():
+        while state.step < steps:
             ...
             if state.step % every == 0: checkpoints.save(state.step, state)
         checkpoints.save(state.step, state)
@@ -16,37 +14,29 @@ Optimizer.load_state_dict would round fp32 moments to a bf16 parameter's type.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
 import re
 import shutil
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from training.checkpoint import storage
-from training.checkpoint.storage import Reader, check_free, read_whole
+from training.checkpoint.storage import Manifest, Shards
 from training.config.resume import judge
 from training.model.names import plain_name
-from training.parallel.collectives import gather, local
+from training.parallel.collectives import box, gather, local, together
 from upcycle.io import strict
 from upcycle.io.disk import sync_folder
 
@@ -79,7 +69,7 @@ class Rng:
 
 @dataclass
 class TrainState:
-    """What a checkpoint holds. Tensors may be DTensors; other values are alike on all ranks, except rng."""
+    """The content of a checkpoint. Tensors may be DTensors; other values are alike on all ranks, except rng."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
@@ -88,7 +78,7 @@ class TrainState:
     rng: Rng = field(default_factory=Rng)
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
-        """Everything, by name."""
+        """Return everything, by name."""
         out = {f"model.{name}": tensor for name, tensor in weights(self.model).items()}
         put(out, "step", self.step)
         for name, group in self.groups().items():
@@ -100,73 +90,38 @@ class TrainState:
             put(out, name, part.state_dict())
         return out
 
-    def places(self, saved: Mapping[str, TensorStorageMetadata], rank: int) -> dict[str, Tensor]:
-        """The tensors to read into: the model's own, and for all the rest new ones, sharded as what they belong to."""
-        own = {f"model.{name}": tensor for name, tensor in weights(self.model).items()}
-        out: dict[str, Tensor] = {}
-        for name, tensor in own.items():
-            check_same(name, tensor, saved)
-            out[name] = tensor
-        trained = self.trained()
-        parts = self.named_parts(rank)
-        fresh: dict[str, Tensor] = {}
-        for name, part in parts.items():
-            put(fresh, name, part.state_dict())
-        for name, entry in saved.items():
-            kind, _, rest = name.partition(".")
-            if name.endswith(JSON):
-                if kind != "rank" or rest.partition(".")[0] == f"{rank}":
-                    out[name] = torch.empty(entry.size, dtype=torch.uint8)
-            elif name.startswith("optimizer.state."):
-                inner = name.removeprefix("optimizer.state.")
-                owner = longest_prefix(inner, trained)
-                if owner is not None:  # else another pipeline stage trains it
-                    out[name] = moment(inner, owner, entry, *trained[owner])
-            elif kind != "model" and (kind == "optimizer" or any(name.startswith(part + ".") for part in parts)):
-                like = fresh.get(name)
-                out[name] = (
-                    torch.empty_like(like, dtype=entry.properties.dtype)
-                    if like is not None and like.shape == entry.size
-                    else torch.empty(entry.size, dtype=entry.properties.dtype)
-                )
-        return out
-
-    def adopt(self, loaded: Mapping[str, Tensor], rank: int, source: Path) -> None:
-        """Takes over what was read into `places`; the model's own tensors have it already."""
-        self.step = get(loaded, "step")
+    def adopt(self, saved: Shards, own: Mapping[str, Tensor], rank: int) -> None:
+        """Take everything over from a checkpoint, whose model `check_model` has compared. `own`: this state's tensors,
+        which are filled in place where they fit."""
+        fill_model(self.model, saved)
+        get = Getter(saved, own)
+        self.step = get("step")
         for name, group in self.groups().items():
-            if f"optimizer.group.{name}{JSON}" not in loaded:
+            if f"optimizer.group.{name}{JSON}" not in saved.tensors:
                 raise ValueError(
-                    f"{source} has no optimizer group {name!r}; resume with the optimizer settings that made it"
+                    f"{saved.folder} has no optimizer group {name!r}; resume with the optimizer settings that made it"
                 )
-            for key, value in get(loaded, f"optimizer.group.{name}").items():
-                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)  # a learning rate in a tensor is one that a compiled step holds on to
-                else:
-                    group[key] = value
+            group.update(get(f"optimizer.group.{name}"))
         for name, (optimizer, parameter) in self.trained().items():
-            own, saved = optimizer.state.get(parameter, {}), dict[str, Any]()
-            if f"optimizer.state.{name}{JSON}" in loaded:  # else it was frozen, and its moments start anew
-                saved = get(loaded, f"optimizer.state.{name}")
-                own = optimizer.state[parameter]
-                own.update(moments(own, saved))  # in place, for the optimizer may hold on to it
-            if "mean" in own and "mean" not in saved:  # as if the steps that are counted had all had these weights
-                own["mean"].copy_(own.get("master", parameter).detach())
-        for name, part in self.named_parts(rank).items():
-            if name + JSON in loaded:
-                part.load_state_dict(get(loaded, name))
+            mine, theirs = optimizer.state[parameter], dict[str, Any]()
+            if f"optimizer.state.{name}{JSON}" in saved.tensors:  # else it was frozen, and its moments start anew
+                theirs = get(f"optimizer.state.{name}")
+                mine.update(moments(mine, theirs))  # in place, for the optimizer may hold on to it
+            if "mean" in mine and "mean" not in theirs:  # as if the steps that are counted had all had these weights
+                mine["mean"].copy_(mine.get("master", parameter).detach())
+        parts = self.named_parts(rank)
+        for name, part in parts.items():
+            if name + JSON in saved.tensors:
+                part.load_state_dict(get(name))
             else:
-                warnings.warn(f"{source} has no {name!r}, which starts anew: this resume is not bitwise", stacklevel=3)
-        for name in loaded:
-            if (
-                name.startswith("part.")
-                and name.endswith(JSON)
-                and name.removesuffix(JSON) not in self.named_parts(rank)
-            ):
-                warnings.warn(f"{source} has {name.removesuffix(JSON)!r}, which this run has no use for", stacklevel=3)
+                warn(f"{saved.folder} has no {name!r}, which starts anew: this resume is not bitwise")
+        for name in (each.removesuffix(JSON) for each in saved.tensors if each.endswith(JSON)):
+            if name.startswith("part.") and name not in parts:
+                warn(f"{saved.folder} has {name!r}, which this run has no use for")
 
     def groups(self) -> dict[str, dict[str, Any]]:
-        """The optimizers' groups by `name`, which is the same on all pipeline stages; a group's number may not be."""
+        """Return the optimizers' groups by `name`, which is the same on all pipeline stages; a group's number may not
+        be."""
         named = [
             (str(group.get("name", f"{i}.{j}")), group)
             for i, optimizer in enumerate(self.optimizers)
@@ -186,21 +141,21 @@ class TrainState:
         return {f"part.{name}": part for name, part in self.parts.items()} | {f"rank.{rank}.rng": self.rng}
 
 
+def warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
+
+
 # ---- values as tensors
 
 
 def put(out: MutableMapping[str, Tensor], name: str, value: Any) -> None:
-    """Puts a value into `out`: its tensors under names of their own, and the rest as JSON text in a tensor of bytes."""
+    """Put a value into `out`: its tensors under names of their own, and the rest as JSON text in a tensor of bytes."""
     text = json.dumps(pack(value, name, out)).encode()
     out[name + JSON] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def get(loaded: Mapping[str, Tensor], name: str) -> Any:
-    return unpack(strict.parse(loaded[name + JSON].numpy().tobytes(), name, constants=True), loaded)
-
-
 def pack(value: Any, name: str, out: MutableMapping[str, Tensor]) -> Any:
-    """JSON knows no tensor, tuple or key that is not a string; those are marked with a $."""
+    """Return a value as JSON, which knows no tensor, tuple or key that is not a string; a $ marks those."""
     if isinstance(value, Tensor):
         if name in out:
             raise ValueError(f"two tensors of the training state are named {name!r}; rename a key of one of them")
@@ -222,74 +177,76 @@ def pack(value: Any, name: str, out: MutableMapping[str, Tensor]) -> Any:
     )
 
 
-def unpack(value: Any, loaded: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [unpack(item, loaded) for item in value]
-    if not isinstance(value, dict):
-        return value
-    match next(iter(value.items()), None):
-        case ("$tensor", name):
-            return loaded[name]
-        case ("$tuple", items):
-            return tuple(unpack(item, loaded) for item in items)
-        case ("$dict", pairs):
-            return {unpack(k, loaded): unpack(v, loaded) for k, v in pairs}
-    return {key: unpack(item, loaded) for key, item in value.items()}
+@dataclass(frozen=True)
+class Getter:
+    """Returns the values that a checkpoint holds by name. Their tensors are `own` ones of this run where they fit."""
+
+    saved: Shards
+    own: Mapping[str, Tensor]
+
+    def __call__(self, name: str) -> Any:
+        text = self.saved.read(name + JSON).numpy().tobytes()
+        return self.unpack(strict.parse(text, name, constants=True))
+
+    def unpack(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.unpack(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        match next(iter(value.items()), None):
+            case ("$tensor", name):
+                return self.tensor(name)
+            case ("$tuple", items):
+                return tuple(self.unpack(item) for item in items)
+            case ("$dict", pairs):
+                return {self.unpack(k): self.unpack(v) for k, v in pairs}
+        return {key: self.unpack(item) for key, item in value.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor: this run's own, which is filled, else a new one, divided over ranks as the own one is."""
+        own, shape, dtype = self.own.get(name), self.saved.shape(name), self.saved.dtype(name)
+        if own is None or own.shape != shape:
+            return self.saved.read(name)
+        if own.dtype != dtype:
+            own = torch.empty_like(own, dtype=dtype, requires_grad=False)
+        self.saved.fill(local(own.detach()), name, box(own))
+        return own
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors by plain name, without Transformer Engine's extra state: that is a pickle, and is made again
-    in the first steps."""
+    """Return the model's tensors by plain name, without Transformer Engine's extra state: that is a pickle, and is made
+    again in the first steps."""
     return {plain_name(n): t for n, t in model.state_dict().items() if not n.endswith("_extra_state")}
 
 
-def check_same(name: str, tensor: Tensor, checkpoint: Mapping[str, TensorStorageMetadata]) -> None:
-    saved = checkpoint.get(name)
-    frozen = f"optimizer.state.{name.removeprefix('model.')}{JSON}" not in checkpoint  # in the run that made it
-    # DCP would cast without a word
-    want = f"{list(tensor.shape)} {tensor.dtype}"
-    got = "no such tensor" if saved is None else f"{list(saved.size)} {saved.properties.dtype}"
-    if (
-        saved is None
-        or saved.size != tensor.shape
-        or not (
-            saved.properties.dtype == tensor.dtype or (frozen and within_dtype(saved.properties.dtype, tensor.dtype))
-        )
-    ):
-        narrower = saved is not None and saved.size == tensor.shape and tensor.dtype == torch.bfloat16
+def check_model(model: nn.Module, saved: Shards) -> None:
+    """Raise a ValueError if a tensor of the model is not in the checkpoint as it is here. Weights that were frozen, and
+    so may be bfloat16, may be float32 here: that has every number of them."""
+    for name, tensor in weights(model).items():
+        key, want, got = f"model.{name}", f"{list(tensor.shape)} {tensor.dtype}", "no such tensor"
+        if key in saved.tensors:
+            shape, dtype = saved.shape(key), saved.dtype(key)
+            frozen = f"optimizer.state.{name}{JSON}" not in saved.tensors
+            widened = frozen and dtype == torch.bfloat16 and tensor.dtype == torch.float32
+            if shape == tensor.shape and (dtype == tensor.dtype or widened):
+                continue
+            got = f"{list(shape)} {dtype}"
+        narrower = got.startswith(f"{list(tensor.shape)} ") and tensor.dtype == torch.bfloat16
         instead = ", or write model.frozen=float32" if narrower else ""
         raise ValueError(
-            f"{name!r} is {want} in this run and {got} in the checkpoint; resume with the config that made the "
+            f"{key!r} is {want} in this run and {got} in the checkpoint; resume with the config that made the "
             f"checkpoint{instead}, or start in another folder"
         )
 
 
-def within_dtype(saved: torch.dtype, own: torch.dtype) -> bool:
-    """Whether `own` has every number of `saved`: frozen weights may be bfloat16, and be read as what learns is held."""
-    return saved == torch.bfloat16 and own == torch.float32
-
-
-def moment(
-    name: str, owner: str, saved: TensorStorageMetadata, optimizer: Optimizer, parameter: nn.Parameter
-) -> Tensor:
-    """The tensor to read an optimizer's tensor into: the optimizer's own if it fits, else a new one, sharded as its
-    parameter."""
-    key, dtype = name.removeprefix(owner + "."), saved.properties.dtype
-    there = optimizer.state.get(parameter, {}).get(key)
-    if isinstance(there, Tensor) and there.shape == saved.size and there.dtype == dtype:
-        return there  # a resume needs no second copy of the moments
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    if key == "step":  # torch's rule: on the device only if the kernel reads it there
-        on_device = group.get("fused") or group.get("capturable")
-        return torch.empty(saved.size, dtype=dtype, device=parameter.device if on_device else "cpu")
-    if saved.size == parameter.shape:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.empty(saved.size, dtype=dtype, device=parameter.device)
+def fill_model(model: nn.Module, saved: Shards) -> None:
+    for name, tensor in weights(model).items():
+        saved.fill(local(tensor.detach()), f"model.{name}", box(tensor))
 
 
 def moments(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The state to go on with: what was saved, in the dtypes that the optimizer has; its own, where another rule made
-    what was saved. An optimizer that has none yet takes what was saved as it is. A mean of weights may begin or end."""
+    """Return the optimizer's state to go on with: the saved one, in the dtypes of the own one; the own one, where
+    another rule made the saved one. A mean of weights may begin or end."""
     if not own:
         return dict(saved)
     if own.keys() - BESIDE != saved.keys() - BESIDE:
@@ -298,19 +255,13 @@ def moments(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **{k: v.to(own[k].dtype) if isinstance(v, Tensor) else v for k, v in known.items()}}
 
 
-def longest_prefix(name: str, names: Mapping[str, Any]) -> str | None:
-    while name and name not in names:
-        name = name.rpartition(".")[0]
-    return name or None
-
-
 # ---- the folder
 
 
 class Checkpoints:
     """A run's checkpoints: step-00000123 and so on. Every method is for all ranks at once.
 
-    keep: the newest so many stay, beside every one whose step is a multiple of keep_every (0: none).
+    keep: the newest so many stay, and every one whose step is a multiple of keep_every (0: none).
     asynchronous: save returns when the state is copied to host memory; a thread writes it, and `failed` is true as soon
     as it could not. The next save waits for it: the first failure in a row is said, for that save tries again, and the
     second is raised. load and close raise any.
@@ -333,11 +284,8 @@ class Checkpoints:
         distributed = dist.is_available() and dist.is_initialized()
         # a group of its own, on the processor: the thread's collectives must not meet those of a training step
         self.group = dist.new_group(backend="gloo") if distributed else None
-        self.owners = storage.Owners(self.group)
         self.rank = dist.get_rank() if distributed else 0
         self.world = dist.get_world_size() if distributed else 1
-        # DCP's remark that it works in one process; for good, because a filter that comes and goes is not thread-safe
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[None] | None = None
         self.failures = 0  # in a row
@@ -351,8 +299,8 @@ class Checkpoints:
             self.forgive(error, step)
         state.step = step
         live = state.tensors(self.rank)
-        staged = self.copy(live) if self.asynchronous else held(live)
-        self.pending = self.thread.submit(self.write, step, live, staged)
+        parts = {name: local(tensor.detach()) for name, tensor in live.items()}
+        self.pending = self.thread.submit(self.write, step, live, self.copy(parts) if self.asynchronous else parts)
         if not self.asynchronous:
             self.wait()
 
@@ -360,61 +308,53 @@ class Checkpoints:
         """Take up the newest whole checkpoint, and return its step; 0 if there is none. A damaged one is set aside.
         What a kill kept the last save from removing goes once the state is taken up: at its end a run saves no more."""
         self.wait()
-        found = self.newest(set_aside=True)
-        if found is None:
+        saved = self.newest(set_aside=True)
+        if saved is None:
             return 0
-        folder, manifest = found
-        if "settings" in manifest:  # older checkpoints hold a digest of them only
-            settings = self.settings(step_of(folder))
-            judge(folder, manifest["settings"], settings, self.allow, warn=self.rank == 0)
-        reader = Reader(folder, manifest)
-        saved: Any = reader.metadata.state_dict_metadata
-        places: dict[str, Tensor] = {}
-        problem = None
+        if saved.settings is not None:  # older checkpoints hold a digest of them only
+            now = self.settings(step_of(saved.folder))
+            judge(saved.folder, saved.settings, now, self.allow, warn=self.rank == 0)
+        self.check_models(state, saved)
+        own = state.tensors(self.rank)
+        with together("save or load a checkpoint", self.group):
+            try:
+                state.adopt(saved, own, self.rank)
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+                said = " ".join(f"{type(error).__name__}: {error}".split())
+                raise ValueError(
+                    f"{saved.folder} holds a state that no save wrote ({said:.200}); where is this checkpoint from?"
+                ) from error
+        if self.rank == 0:
+            self.prune(saved.folder)
+        return state.step
+
+    def check_models(self, state: TrainState, saved: Shards) -> None:
+        """Raise a ValueError on all ranks, before anything changes, if the checkpoint is not of their model."""
+        problem = ""
         try:
-            places = state.places(saved, self.rank)
+            check_model(state.model, saved)
         except ValueError as error:
-            problem = f"{folder}: {error}"
-        named = sorted(name for name in saved if name.startswith("model."))
-        answers = self.gather((problem, "".join("01"[name in places] for name in named)))  # no rank goes on alone
+            problem = f"{saved.folder}: {error}"
+        here = {f"model.{name}" for name in weights(state.model)}
+        named = sorted(name for name in saved.tensors if name.startswith("model."))
+        answers = gather((problem, "".join("01"[name in here] for name in named)), self.group)
         for problem, _ in answers:
             if problem:
                 raise ValueError(problem)
-        strangers = {name for name, *has in zip(named, *(has for _, has in answers), strict=True) if "1" not in has}
+        strangers = [name for name, *has in zip(named, *(has for _, has in answers), strict=True) if "1" not in has]
         if strangers:
             raise ValueError(
-                f"{folder} has {len(strangers)} tensors that this run's model has not, {min(strangers)!r} first; "
+                f"{saved.folder} has {len(strangers)} tensors that this run's model has not, {strangers[0]!r} first; "
                 f"resume with the config that made it, or start in another folder"
             )
-        reader.want(places)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        problem = None
-        try:  # each rank by itself: what it reads follows from the manifest, and DCP would send all plans to rank 0
-            with first_reason(self.rank):
-                load(places, storage_reader=reader, planner=planner, no_dist=True)
-        except ValueError as error:
-            problem = str(error)
-        if problem := next((each for each in self.gather(problem) if each), None):
-            raise ValueError(problem)
-        try:
-            state.adopt(places, self.rank, folder)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(
-                f"{folder} holds a state that no save wrote ({said:.200}); where is this checkpoint from?"
-            ) from error
-        if self.rank == 0:
-            self.prune(folder)
-        return state.step
 
-    def latest(self) -> Path | None:
-        """The newest checkpoint that is whole, every byte of it read and compared; None if there is none at all."""
+    def latest(self) -> Shards | None:
+        """Return the newest checkpoint that is whole, every byte of it read and compared; None if there is none."""
         self.wait()
-        found = self.newest(set_aside=False)
-        return None if found is None else found[0]
+        return self.newest(set_aside=False)
 
     def wait(self) -> None:
-        """Waits until the save in flight is on the disk. Raises what stopped it."""
+        """Wait until the save in flight is on the disk. Raise what stopped it."""
         pending, self.pending = self.pending, None
         if pending is not None:
             self.failures += 1
@@ -427,7 +367,7 @@ class Checkpoints:
         return self.pending is not None and self.pending.done() and self.pending.exception() is not None
 
     def settle(self, state: TrainState) -> None:
-        """Waits for the last save of a run, and tries once more if it could not be made."""
+        """Wait for the last save of a run, and try once more if it could not be made."""
         try:
             self.wait()
         except ValueError as error:
@@ -436,26 +376,22 @@ class Checkpoints:
             self.wait()
 
     def forgive(self, error: ValueError, step: int) -> None:
-        """Says what stopped a save, if the one before it was made; else raises it."""
+        """Say what stopped a save, if the one before it was made; else raise it."""
         if self.failures > 1:
             raise error
         if self.rank == 0:
             warnings.warn(f"{error}; tries again with step {step}", stacklevel=3)
 
     def check_room(self, state: TrainState, saves: int) -> None:
-        """Raises a ValueError if the disk has no room for the checkpoints that lie there at once during some saves."""
-        tensors = state.tensors(self.rank)
-        own = {name: t.numel() * t.element_size() for name, t in tensors.items() if not name.startswith("rank.")}
-        # a sharded tensor counts as a whole, and once: ranks with the same names hold parts or copies of the same ones
-        stage = hashlib.sha256("".join(sorted(own)).encode()).hexdigest()
-        size = sum(dict(map(tuple, self.gather([stage, sum(own.values())]))).values())
-        there = len(self.found())
+        """Raise a ValueError if the disk has no room for the checkpoints that lie there at once during some saves."""
+        own = storage.owned(storage.pieces(state.tensors(self.rank)), self.group)
+        size, there = sum(gather(sum(piece.bytes for piece in own), self.group)), len(found(self.folder))
         problem = ""
         try:
-            check_free(self.folder, size, max(1, min(self.keep + 1, there + saves) - there))
+            storage.check_free(self.folder, size, max(1, min(self.keep + 1, there + saves) - there))
         except ValueError as error:
             problem = str(error)
-        if problem := self.gather(problem)[0]:  # the first rank writes the folder
+        if problem := gather(problem, self.group)[0]:  # the first rank writes the folder
             raise ValueError(problem)
 
     def close(self) -> None:
@@ -475,21 +411,21 @@ class Checkpoints:
                 raise
             print(f"and the last checkpoint was not saved: {failed}", file=sys.stderr)
 
-    # what the thread does
+    # ---- the thread's work
 
     def write(self, step: int, live: Mapping[str, Tensor], staged: Mapping[str, Tensor]) -> None:
         final = self.folder / f"step-{step:08d}"
         partial = final.with_name(final.name + ".partial")
         facts = {"step": step, "settings": self.settings(step), "world": self.world, "torch": torch.__version__}
         try:
-            storage.save(partial, facts, live, staged, self.owners, lambda: self.commit(partial, final))
+            storage.save(partial, facts, live, staged, self.group, lambda: self.commit(partial, final))
         except BaseException:
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
     def commit(self, partial: Path, final: Path) -> None:
-        """Renames a checkpoint, from when on it counts. Older ones are removed only after it is on the disk."""
+        """Rename a checkpoint, from when on it counts. Older ones are removed only after it is on the disk."""
         if final.exists():  # saved again, by a run that went back further; never a moment without one of the two
             replaced = final.with_name(final.name + ".replaced")
             shutil.rmtree(replaced, ignore_errors=True)
@@ -499,12 +435,13 @@ class Checkpoints:
         self.prune(final)
 
     def prune(self, newest: Path) -> None:
-        """Removes older checkpoints, the one that `newest` replaced, and what is half written or half removed."""
-        replaced = newest.with_name(newest.name + ".replaced")
-        counting = [path for path in self.found() if path != replaced]
-        for path in self.found():
-            every = self.keep_every and step_of(path) % self.keep_every == 0
-            if path == replaced or not (path in counting[: self.keep] or path == newest or every):
+        """Remove older checkpoints, the one that `newest` replaced, and what is half written or half removed."""
+        replaced, paths = newest.with_name(newest.name + ".replaced"), found(self.folder)
+        kept = {newest, *[path for path in paths if path != replaced][: self.keep]}
+        if self.keep_every:
+            kept |= {path for path in paths if step_of(path) % self.keep_every == 0 and path != replaced}
+        for path in paths:
+            if path not in kept:
                 removed = path.with_name(path.name.partition(".")[0] + ".removed")
                 shutil.rmtree(removed, ignore_errors=True)
                 os.rename(path, removed)  # so that a kill in the middle leaves no half of a checkpoint
@@ -512,23 +449,19 @@ class Checkpoints:
             if WASTE.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def found(self) -> list[Path]:
-        return found(self.folder)
+    # ---- all ranks together
 
-    # what all ranks do together
-
-    def newest(self, *, set_aside: bool) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint and its manifest."""
+    def newest(self, *, set_aside: bool) -> Shards | None:
+        """Return the newest whole checkpoint."""
         bad: list[Path] = []
-        names: list[str] = self.gather([path.name for path in self.found()])[0]
+        names: list[str] = gather([path.name for path in found(self.folder)], self.group)[0]
         for folder in map(self.folder.joinpath, names):
-            manifest, problem = read_whole(folder, slice(self.rank, None, self.world))
-            problem = next((problem for problem in self.gather(problem) if problem), None)
-            if problem is None:
+            manifest, problem = self.read(folder)
+            if manifest is not None:
                 if set_aside and self.rank == 0:
                     for path in bad:  # or it would count as one to keep, and be found again
                         os.rename(path, free_name(path.with_name(path.name + ".damaged")))
-                return folder, manifest
+                return Shards(folder, manifest)
             if self.rank == 0:
                 warnings.warn(f"checkpoint {folder.name} is not used: {problem}; trying the one before", stacklevel=3)
             bad.append(folder)
@@ -539,13 +472,20 @@ class Checkpoints:
             )
         return None
 
-    def gather(self, value: Any) -> list[Any]:
-        return [value] if self.group is None else gather(value, self.group)
+    def read(self, folder: Path) -> tuple[Manifest | None, str]:
+        """Return a checkpoint's manifest, or None and why it is damaged. Each rank looks at its share of the files."""
+        manifest, problem = None, ""
+        try:
+            manifest = storage.read_whole(folder, slice(self.rank, None, self.world))
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        problem = next((problem for problem in gather(problem, self.group) if problem), "")
+        return None if problem else manifest, problem
 
-    def copy(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of this rank's part of each tensor, in host memory; all at once, so one wait for the device."""
+    def copy(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of this rank's parts, in host memory; all at once, so one wait for the device."""
         copies = {}
-        for name, part in held(live).items():
+        for name, part in parts.items():
             old = self.copies.get(name)
             if old is None or old.shape != part.shape or old.dtype != part.dtype:
                 old = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
@@ -556,28 +496,8 @@ class Checkpoints:
         return copies
 
 
-@contextmanager
-def first_reason(rank: int) -> Iterator[None]:
-    """Context that raises the reason of DCP's exception, a table of tracebacks by rank, on a rank that works without
-    the others, which DCP calls 0."""
-    try:
-        yield
-    except CheckpointException as error:
-        reason, _ = next(iter(error.failures.values()))
-        if isinstance(reason, KeyboardInterrupt):
-            raise KeyboardInterrupt from error
-        if isinstance(reason, OSError | ValueError):
-            raise ValueError(f"rank {rank} could not save or load a checkpoint: {reason}") from error
-        raise
-
-
-def held(live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of each tensor."""
-    return {name: local(tensor.detach()) for name, tensor in live.items()}
-
-
 def found(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first; whole or not."""
+    """Return the checkpoints in a folder, newest first; whole or not."""
     paths = folder.iterdir() if folder.is_dir() else ()
     named = [path for path in paths if STEP.fullmatch(path.name)]
     return sorted(named, key=lambda path: (-step_of(path), path.name))
@@ -590,57 +510,3 @@ def step_of(path: Path) -> int:
 def free_name(path: Path) -> Path:
     names: Iterator[Path] = (path.with_name(f"{path.name}{i or ''}") for i in range(1 << 30))
     return next(name for name in names if not name.exists())
-
-
-# ---- stopping
-
-
-class Stopped(BaseException):
-    """The run was asked to stop, and saved `step`. No Exception: nothing that a suite calls may handle it."""
-
-    def __init__(self, step: int = 0) -> None:
-        super().__init__(f"stopped after step {step}")
-        self.step = step
-
-
-class Stop:
-    """SIGTERM or SIGINT asks the loop to save and end, after this step or this batch of a validation; a second one ends
-    the process at once."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-
-    def __enter__(self) -> Stop:
-        self.before = {number: signal.signal(number, self.handle) for number in self.SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            os._exit(128 + number)
-        self.signal = signal.Signals(number)
-        # os.write: print may be what was interrupted
-        os.write(2, f"\n{self.signal.name}: saving, then leaving; once more to stop at once\n".encode())
-
-    def requested(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Whether to end. With a gloo group: whether any of its ranks was asked to, so that all agree."""
-        return anywhere([self.signal is not None], group)[0]
-
-    def poll(self, group: dist.ProcessGroup | None = None) -> None:
-        """Raises Stopped where `requested` is true; for work that is longer than a step."""
-        if self.requested(group):
-            raise Stopped
-
-
-def anywhere(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
-    """Which of the flags are true on any rank of a gloo group."""
-    if group is None:
-        return list(flags)
-    found = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in found.tolist()]

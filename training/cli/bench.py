@@ -40,7 +40,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.checkpoint import layout
 from training.config.checks import COMPUTE
 from training.config.resume import flat
 from training.config.schema import ModelConfig, TrainConfig
@@ -55,7 +54,7 @@ from training.observe.phases import phases
 from training.optim.balance import BalanceConfig
 from training.optim.config import MOMENTS, OptimConfig
 from training.optim.slots import freeze
-from training.parallel.collectives import all_reduce, local
+from training.parallel.collectives import all_reduce, box, local
 from training.parallel.mesh import MeshConfig, ParallelMesh, check
 from training.parallel.processes import processes, rank
 from training.parallel.shard import trouble
@@ -266,7 +265,7 @@ def build(
                 tensor.fill_(0.0 if name.endswith("bias") or model.dense.norm.endswith("1p") else 1.0)
             else:
                 # drawn on the device, from a seed that ranks share if they hold copies of the same part
-                seed = rng.generator(0, name, layout.box(tensor)).initial_seed()
+                seed = rng.generator(0, name, box(tensor)).initial_seed()
                 local(tensor).normal_(std=0.02, generator=torch.Generator(device).manual_seed(seed))
     return model.train()
 

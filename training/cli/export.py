@@ -5,8 +5,8 @@ usage: upcycle export RUN OUTPUT
   upcycle export runs/moe moe-exported          # the newest checkpoint that is whole
   upcycle export runs/moe/checkpoints/step-00000012 moe-12
 
-RUN is a run's folder, or that of one of its checkpoints. Neither the dense model, the data nor a GPU is needed. The
-weights, 4 bytes a parameter, are in memory; under torchrun each process holds a part of them.
+RUN is a run's folder, or that of one of its checkpoints. Neither the dense model, the data nor a GPU is needed, and one
+tensor at a time is in memory; under torchrun each process writes some of the files.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from training.checkpoint import layout, standalone
+from training.checkpoint import export as exporting
+from training.checkpoint import standalone
+from training.checkpoint.state import check_model
 from training.experts import SPECIFICATION
 from training.model.stock.model import model_of
-from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes, rank
-from training.parallel.shard import parallelize
 
 
 def export(source: Path, output: Path) -> int:
@@ -35,19 +35,17 @@ def export(source: Path, output: Path) -> int:
     run, folder = standalone.training_run(source)
     if run is None:
         raise ValueError(f"{source} is no training run or checkpoint of one; give the folder that checkpoints/ is in")
-    if layout.exported(output):
+    if exporting.exported(output):
         raise ValueError(f"{output} exists already; remove it or choose another folder to export to")
     origin = standalone.kept(run)
     with processes("cpu"):
-        mesh = ParallelMesh(MeshConfig())
         with torch.device("meta"):
             model = model_of(origin.spec, experts=SPECIFICATION, compute=torch.float32)
             standalone.attach_adapters(model, run)
-        parallelize(model, mesh)
-        model = model.to_empty(device="cpu")
-        step = standalone.load_step(model, run, folder)
-        layout.export(model, origin, output, mesh=mesh)
-    return step
+        saved = standalone.shards_of(run, folder)
+        check_model(model, saved)
+        exporting.export(model, origin, output, saved=saved, facts=exporting.facts_of(run, saved.step))
+    return saved.step
 
 
 @cli.command()

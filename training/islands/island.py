@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.checkpoint.layout import box
 from training.data.mixture import DataConfig
 from training.islands import center
 from training.islands.center import Again
@@ -37,7 +36,7 @@ from training.islands.rules.dgs import Push
 from training.islands.sparse import Sparse
 from training.model.moe import MoE
 from training.optim.slots import Slot, copy_where_apart
-from training.parallel.collectives import all_reduce, broadcast, broadcast_bytes, gather, local
+from training.parallel.collectives import all_reduce, box, broadcast, broadcast_bytes, gather, local
 from training.run.build import Run
 from upcycle import plugin
 

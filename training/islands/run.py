@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from training.checkpoint import layout
+from training.checkpoint.export import export, exported
 from training.checkpoint.layout import Origin
-from training.checkpoint.state import Stop, found, step_of
+from training.checkpoint.state import found, step_of
 from training.config.schema import TrainConfig
 from training.experts import SPECIFICATION
 from training.islands.center import Center
@@ -30,6 +31,7 @@ from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import alone
 from training.run.parts import divided, observing, source
 from training.run.preflight import CHECKPOINTS, check_export, check_writable
+from training.run.stop import Stop
 
 FOLDER = "islands"  # in the server's output
 
@@ -70,9 +72,9 @@ def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> t
             f"{center.pushes} pushes, {center.steps} steps, {center.tokens:,} tokens of {len(center.members)} islands"
         )
         if config.export and center.done:
-            if not layout.exported(Path(config.export)):
+            if not exported(Path(config.export)):
                 model = filled(config, made(config, origin, mesh), center)
-                layout.export(model, origin, config.export, mesh=mesh)
+                export(model, origin, config.export, facts=[("tokens trained", f"{center.tokens:,}")])
             said += f"; {config.export} is the model"
         return said, center.done
 

@@ -6,7 +6,8 @@ Never a pickle: what comes from another rank is data and cannot run. A group of 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Group = dist.ProcessGroup
 # torch 2.13 has new names for these two; 2.11 knows only the old ones
@@ -27,6 +29,14 @@ def local(tensor: Tensor) -> Tensor:
     Not detached here: detaching a DTensor goes through torch's dispatch, 25 us of host time, and an optimiser calls
     this some thousand times a step while the device waits."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def box(tensor: Tensor) -> list[tuple[int, int]]:
+    """Return [first, last) of each dimension: the part of the whole tensor that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return [(0, size) for size in tensor.shape]
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return [(first, first + size) for first, size in zip(offset, shape, strict=True)]
 
 
 # ---- tensors
@@ -85,12 +95,35 @@ def broadcast_bytes(data: bytes, source: int) -> bytes:
 def gather(value: Any, group: Group | None = None, device: torch.device | str = "cpu") -> list[Any]:
     """Every rank's value, in order of ranks; otherwise as `broadcast`. `device`: where the group communicates, which
     for a mesh's groups may be the mesh's device only."""
+    return [json.loads(text) for text in gather_bytes(json.dumps(value).encode(), group, device)]
+
+
+def gather_bytes(data: bytes, group: Group | None = None, device: torch.device | str = "cpu") -> list[bytes]:
+    """Return every rank's bytes, in order of ranks; otherwise as `gather`."""
     if not dist.is_initialized():
-        return [value]
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+        return [data]
+    own = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(own)], device=device), group=group)
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
     sizes = torch.cat(lengths).tolist()
-    buffers = [own.new_zeros(max(sizes)) for _ in sizes]
+    buffers = [own.new_zeros(max(1, *sizes)) for _ in sizes]
     dist.all_gather(buffers, torch.cat([own, own.new_zeros(len(buffers[0]) - len(own))]), group=group)
-    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(buffers, sizes, strict=True)]
+    return [text[:size].cpu().numpy().tobytes() for text, size in zip(buffers, sizes, strict=True)]
+
+
+@contextmanager
+def together(what: str, group: Group | None = None) -> Iterator[None]:
+    """Context whose errors are raised on all ranks, each naming the first rank that could not do `what`."""
+    reason: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        reason = error
+    problems = gather("" if reason is None else str(reason) or type(reason).__name__, group)
+    if reason is not None and not isinstance(reason, OSError | ValueError):
+        raise reason
+    if isinstance(reason, ValueError) and len(problems) == 1:
+        raise reason
+    first = next((rank for rank, problem in enumerate(problems) if problem), None)
+    if first is not None:
+        raise ValueError(f"rank {first} could not {what}: {problems[first]}") from reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from training.checkpoint.state import Stopped
 from training.data.open import open_validation
 from training.observe.metrics import Metrics
 from training.observe.metrics import read as read_metrics
@@ -13,6 +12,7 @@ from training.parallel.collectives import broadcast
 from training.run.build import Run
 from training.run.saving import due
 from training.run.step import validate
+from training.run.stop import Stopped
 from training.run.suite import Ask, Poll, suite_of
 
 Measures = dict[str, tuple[int, Ask]]  # prefix of their names in the log: (steps between them, what makes them)

@@ -8,14 +8,18 @@ from functools import partial
 from typing import Any
 
 from training.checkpoint import standalone
-from training.checkpoint.state import Checkpoints, anywhere, found, step_of
+from training.checkpoint.state import Checkpoints, found, step_of
+from training.checkpoint.storage import Shards, read_manifest
 from training.config.resume import compared
 from training.config.schema import TrainConfig
 from training.config.stages import stage_of, stages_of
 from training.dispatch import capabilities
+from training.model.decoder import Decoder
 from training.parallel.shard import trouble
 from training.run.build import Run
+from training.run.parts import whole_on_meta
 from training.run.preflight import CHECKPOINTS
+from training.run.stop import anywhere
 from upcycle.io import disk
 
 
@@ -35,6 +39,14 @@ def checkpoints_of(run: Run) -> Checkpoints:
         settings=partial(settings_at, run.whole),
         allow=run.config.resume.allow,
     )
+
+
+def whole_of(run: Run) -> tuple[Decoder, Shards | None]:
+    """Return the whole model to export: the run's own on one process, else its names and the newest checkpoint."""
+    if run.mesh.world == 1:
+        return run.model, None
+    newest = found(run.folder / CHECKPOINTS)[0]
+    return whole_on_meta(run.origin.spec, run.whole), Shards(newest, read_manifest(newest))
 
 
 def saves_left(run: Run, first: int) -> int:

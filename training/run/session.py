@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from training.checkpoint import layout, peft
-from training.checkpoint.state import Stop, Stopped, anywhere
+from training.checkpoint import peft
+from training.checkpoint.export import Weights, export, exported, facts_of
 from training.config.reading import settings
 from training.config.schema import TrainConfig
 from training.config.stages import Stage, stage_of, tokens_by
@@ -33,6 +33,7 @@ from training.run.build import Run, begin, loader_of, start
 from training.run.preflight import check_export
 from training.run.record import stepping
 from training.run.saving import due
+from training.run.stop import Stop, Stopped, anywhere
 
 
 @contextmanager
@@ -79,7 +80,7 @@ class Session:
             self.checkpoints.check_room(self.state, saving.saves_left(run, self.first))
         if not self.first:
             begin(run)
-        self.exported = bool(config.export) and layout.exported(Path(config.export))
+        self.exported = bool(config.export) and exported(Path(config.export))
         check_export(config, self.first)  # once more: a damaged checkpoint may have been passed over
         if self.island is not None and self.first < config.steps:
             self.island.join()
@@ -220,10 +221,12 @@ class Session:
         run, config = self.run, self.config
         if config.export and not self.exported:
             self.watch.enter("export")
-            layout.export(run.model, run.origin, config.export, mesh=run.mesh)
+            model, newest = saving.whole_of(run)
+            facts = facts_of(run.folder, run.state.step) if run.leads else ()
+            export(model, run.origin, config.export, saved=newest, facts=facts)
         if config.lora.export and not broadcast(Path(config.lora.export).exists()):
             self.watch.enter("export")
-            peft.write(run.model, run.origin, config.lora, config.model.source, run.mesh)
+            peft.write(Weights(*saving.whole_of(run)), run.origin, config.lora, config.model.source)
 
     def say_if_stopped(self) -> None:
         """Raise Stopped if the run is not at its end."""

@@ -1,16 +1,16 @@
-"""The plan as text: the table that `upcycle plan` prints (`table`), and the output folder's model card (`text`)."""
+"""The plan as text: the table that `upcycle plan` prints (`table`), and the model cards of what is converted (`text`)
+and of what is trained (`trained`)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from yaml import YAMLError
 
-from upcycle.arch.registry import target
 from upcycle.cli.frame import printable
 from upcycle.io.checkpoint import public_name
 from upcycle.planning import engines, size
@@ -149,36 +149,69 @@ def tensors(plan: UpcyclePlan) -> Iterator[str]:
 
 def text(plan: UpcyclePlan, dense: Path) -> str:
     """The README.md of the output folder; `dense`: the folder of the model that it is made of."""
-    from_name = inert(public_name(plan.config.source or plan.config.donors[0]))
-    load = (
-        "AutoModelForCausalLM.from_pretrained(folder)"
-        if target(plan.target).can.stock
-        else "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"
-    )
-    lines = [
-        f"# {from_name}, upcycled to a mixture of experts", "",
-        f"Made by upcycle {__version__} from `{from_name}`.",
-        f"Load it with `{load}`.", "",
-        "| | |", "|---|---|",
-        *(f"| {name} | {inert(value)} |" for name, value in rows(plan) if name != "training"), "",
+    sources = [plan.config.source, *plan.config.donors] if plan.config.source else list(plan.config.donors)
+    shown = [row for row in rows(plan) if row[0] != "training"]
+    return page(
+        "upcycled to a mixture of experts", shown, plan.hf_config, sources, terms(dense), ["moe", "upcycled"],
         "Every tensor and its sources, from this folder: `python -m upcycle plan upcycle.json --tensors`; with "
-        "`source=FOLDER` if the model it was made from lies elsewhere now.", "",
+        "`source=FOLDER` if the model it was made from lies elsewhere now.",
+    )  # fmt: skip
+
+
+def trained(
+    recipe: Mapping[str, Any] | None,
+    facts: Iterable[tuple[str, str]],
+    config: Mapping[str, Any],
+    sources: Sequence[str],
+    base_terms: Mapping[str, Any],
+) -> str:
+    """The README.md of a model that was trained. `recipe`: the upcycling config that made its experts, if one did;
+    `facts`: rows of the training; `config`: its config.json; `sources`, `base_terms`: of the models it was made of."""
+    recipe, facts = recipe or {}, list(facts)
+    method = recipe.get("method", {})
+    how = [("method", ", ".join(f"{k}={v}" if k != "name" else str(v) for k, v in method.items()))] if method else []
+    how += [(key, str(recipe[key])) for key in ("experts", "granularity", "top_k") if key in recipe]
+    how.append(("architecture", str(config.get("model_type"))))
+    tags = ["moe", "upcycled"] if recipe else []
+    return page(f"{'upcycled and ' if recipe else ''}trained", how + facts, config, sources, base_terms, tags)
+
+
+def page(
+    done: str,
+    shown: Iterable[tuple[str, str]],
+    config: Mapping[str, Any],
+    sources: Sequence[str],
+    base_terms: Mapping[str, Any],
+    tags: Sequence[str],
+    more: str = "",
+) -> str:
+    """A card: what was done to which model, how the model loads, a table, and a head as the Hub reads it."""
+    name = inert(public_name(sources[0])) if sources else "A model of random weights"
+    remote = ", trust_remote_code=True" if "auto_map" in config else ""
+    lines = [
+        f"# {name}, {done}", "",
+        f"Made by upcycle {__version__} from `{name}`.",
+        f"Load it with `AutoModelForCausalLM.from_pretrained(folder{remote})`.", "",
+        "| | |", "|---|---|",
+        *(f"| {key} | {inert(value)} |" for key, value in shown), "",
+        *([more, ""] if more else []),
     ]  # fmt: skip
-    return f"---\n{metadata(plan, dense)}\n---\n" + "\n".join(lines)
+    return f"---\n{metadata(sources, config, base_terms, tags)}\n---\n" + "\n".join(lines)
 
 
-def metadata(plan: UpcyclePlan, dense: Path) -> str:
+def metadata(
+    sources: Sequence[str], config: Mapping[str, Any], base_terms: Mapping[str, Any], tags: Sequence[str]
+) -> str:
     """The card's head as the Hub reads it. The base is named by its hub id alone; the license is the base's own."""
     from huggingface_hub import ModelCardData
 
-    bases = [name for name in (hub_id(source) for source in (plan.config.source, *plan.config.donors)) if name]
-    base: Any = list(dict.fromkeys(bases))
+    base: Any = list(dict.fromkeys(name for name in map(hub_id, sources) if name))
     data = ModelCardData(
         base_model=base[0] if len(base) == 1 else base or None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["moe", "upcycled", plan.hf_config["model_type"]],
-        **terms(dense),
+        tags=[*tags, config["model_type"]],
+        **base_terms,
     )
     return data.to_yaml()
 

@@ -28,11 +28,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from upcycle.io.checkpoint import DTYPES
+
 BUFFER = 8 << 20  # bytes; two of them: one is filled while the other is written
 PIECE = 1 << 20  # copied, then hashed while it is still in the processor's cache
 ALIGN = 4096  # of every direct write: its address, its length and its place in the file
 TEMPORARY = re.compile(r"(.+)\.\d+-[0-9a-f]{8}\.upcycle\.tmp", re.DOTALL)  # the names of write_blocks, nobody else's
-SAFETENSORS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+SAFETENSORS = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 
 
 class Stored(Protocol):

@@ -24,7 +24,7 @@ from evaluation.show.trainings import MEAN, shared
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, subjects, task, text, write
 from tests.unit.evaluation.written import save
-from training.checkpoint.storage import FORMAT, signed
+from training.checkpoint.storage import FORMAT, encode, sealed
 from training.config.reading import read_config
 from training.config.schema import TrainConfig
 from upcycle.__main__ import main as upcycle
@@ -317,7 +317,9 @@ def test_every_key_that_differs_is_there_and_the_command_makes_the_run(tmp_path:
             assert again == json.loads((Path(folder) / "config.json").read_text())
     step = tmp_path / "moe2" / "seed-0" / "checkpoints" / "step-00000020"
     step.mkdir(parents=True)
-    (step / "manifest.json").write_bytes(signed({"format": FORMAT, "step": 20, "world": 8, "tensors": {}, "files": {}}))
+    (step / "manifest.json").write_bytes(
+        sealed(encode({"format": FORMAT, "step": 20, "world": 8, "tensors": {}, "files": {}}))
+    )
     page = made(tmp_path, joined(groups))[0]
     assert "torchrun --nproc-per-node 8 -m training output=" in words_of(page)
     assert '<th scope="row">model.upcycle.experts</th>' in page

@@ -15,6 +15,7 @@ from evaluation.show import routing
 from tests.parity import tiny
 from tests.unit.training.test_data import make_tokenizer
 from training.checkpoint import layout, standalone
+from training.checkpoint.export import export
 from training.config.reading import upcycle_config
 from training.config.schema import ModelConfig
 from training.model.decoder import Decoder
@@ -138,7 +139,7 @@ def test_what_was_changed_is_what_moved(moe: Path, texts: list[str], tmp_path: P
         for matrix in ("gate", "up", "down"):
             changed[f"layers.1.experts.3.{matrix}.weight"].mul_(1.5)
         changed["layers.0.router.weight"].mul_(-2)
-        folder = layout.export(model, origin, tmp_path / "changed", dtype="float32")
+        folder = export(model, origin, tmp_path / "changed", dtype="float32")
     found = routing.analyse(config(folder, texts, start=str(moe)))  # the export has no upcycle.json, the start has one
     zero, one = found["layers"][:2]
     assert one["moved"] == pytest.approx([0, 0, 0, 0.5, 0, 0, 0, 0], abs=1e-6)

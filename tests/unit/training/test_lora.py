@@ -21,7 +21,7 @@ from tests.unit.training.test_plan import CONFIG as PLAN
 from tests.unit.training.test_train import Stopped, config, losses, stops_before
 from tests.unit.training.test_train import place as place
 from training.checkpoint import layout
-from training.checkpoint.layout import Stored, Whole
+from training.checkpoint.export import Weights
 from training.checkpoint.peft import adapters
 from training.cli.export import export
 from training.data.mixture import DataConfig
@@ -146,11 +146,10 @@ def test_a_run_is_resumed_bitwise_and_exported_merged(place: Path, tmp_path: Pat
 @pytest.mark.parametrize("name", ["moe", "odd", "parallel"])
 def test_merging_is_exact(name: str) -> None:
     model, plain = adapted(name, "reference"), models.make(name)
-    whole = Whole(model, None)
+    merged = Weights(model)
     for key, tensor in layout.roles(plain).items():
         matrix, index = tensor
-        merged = whole.tensor(Stored("x", tuple(matrix[index].shape), "float64", ((key, ()),)))
-        matrix.data[index] = merged
+        matrix.data[index] = merged.role(key)
     part = models.batch(2)
     with torch.no_grad():
         have, want = (m.loss(part.tokens, part.labels, part.positions, part.documents) for m in (plain, model))
@@ -220,7 +219,7 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
         run.model.loss(tokens, labels).backward()
         for parameter in run.model.parameters():
             parameter.data = parameter.grad if parameter.grad is not None else parameter.data
-        slopes = {(n, b): (x, y) for n, b, x, y in adapters(run.model, run.origin)}
+        slopes = {(n, b): (x, y) for n, b, x, y in adapters(Weights(run.model), run.origin)}
     count = 0
     for name, parameter in theirs.named_parameters():
         if parameter.requires_grad:

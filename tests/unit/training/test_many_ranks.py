@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load
+import torch.distributed as dist
 
 from benchmarks.many_ranks import checkpoint, start
+from tests.parallel import ranks
 from training.checkpoint import storage
 from training.dispatch.deepep import check_nodes
 from training.parallel.processes import OTHER_FILES, make_room
@@ -71,88 +66,45 @@ def many(folder: Path, ranks: int) -> Path:
     pieces = [{"file": name, "start": 8, "offset": [2 * i, 0], "shape": [2, 4]} for i, name in enumerate(files)]
     entry = {"dtype": "float32", "shape": [2 * ranks, 4], "pieces": pieces}
     body = {"format": 1, "step": 3, "files": files, "tensors": dict.fromkeys("abcd", entry)}
-    (folder / storage.MANIFEST).write_bytes(storage.signed(body))
+    (folder / storage.MANIFEST).write_bytes(storage.sealed(storage.encode(body)))
     for name in files:
         (folder / name).touch()
     return folder
 
 
-def test_a_rank_keeps_the_pieces_that_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all ranks' pieces those that its rows are in: one of 64 on the same mesh, three where its rows lie across."""
-    reader = storage.Reader(tmp_path, storage.read_manifest(many(tmp_path, 64)))
-    assert not reader.metadata.storage_data
-    for name, rows, want in (
-        ("a", (8, 10), [8]),
-        ("b", (9, 14), [8, 10, 12]),
-        ("c", (8, 8), []),
-        ("d", (0, 128), None),
-    ):
-        monkeypatch.setattr(storage, "rows_of", lambda _, rows=rows: rows)
-        reader.want({name: torch.empty(0)})
-        kept = [index.offset[0] for index in reader.metadata.storage_data if index.fqn == name and index.offset]
-        assert kept == (list(range(0, 128, 2)) if want is None else want)
-        chunks = reader.metadata.state_dict_metadata[name].chunks
-        assert [chunk.offsets[0] for chunk in chunks] == kept
+def owned_on_rank(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """Return the names that a rank holds, and those that it writes: of all ranks' norms, a copy's and its own."""
+    names = [*(f"norm-{n}" for n in range(40)), *(f"copy-{rank % 2}-{n}" for n in range(20)), f"own-{rank}"]
+    held = [storage.Piece(name, "float32", (2,), (0,), (2,)) for name in names]
+    return names, [piece.tensor for piece in storage.owned(held, dist.group.WORLD)]
 
 
 def test_of_many_that_hold_a_piece_one_writes_it() -> None:
-    """Whoever holds it: a copy of the model on every node, a norm on all ranks of tp. Each rank finds the same, and no
-    rank plans for all: DCP's plans of 1,024 ranks took rank 0 two minutes."""
-    drawn = np.random.default_rng(0)
-    keys = [drawn.choice(60, 40, replace=False).astype(np.uint64) for _ in range(16)]
-    writes = storage.written(keys)
-    wrote = [key for own, mask in zip(keys, writes, strict=True) for key in own[mask]]
-    assert sorted(wrote) == sorted(set(np.concatenate(keys).tolist()))
-    assert [len(mask) for mask in writes] == [40] * 16 and max(mask.sum() for mask in writes) < 12, "spread over ranks"
-
-
-def test_who_writes_is_found_anew_when_any_rank_holds_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a stage thaws what had no moments; and is not asked again while nothing changes."""
-    others, asked = [["x", "y"]], [0]
-
-    def pieces(names: Sequence[str]) -> list[storage.Piece]:
-        return [storage.Piece(name, torch.float32, (2,), (0,), (2,)) for name in names]
-
-    def exchanged(keys: storage.Keys, group: object) -> list[storage.Keys]:
-        asked[0] += 1
-        return [keys, storage.digests(pieces(others[-1]))]
-
-    changed = [True]
-    monkeypatch.setattr(storage, "gather", lambda value, group: [value, changed[-1]])
-    monkeypatch.setattr(storage, "exchanged", exchanged)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
-    owners = storage.Owners("of two")  # type: ignore[arg-type]
-
-    def names(held: Sequence[str]) -> set[str]:
-        return {piece.name for piece in owners.own(pieces(held))}
-
-    both = names("xyz")
-    assert "z" in both and asked == [1]
-    changed.append(False)
-    assert names("xyz") == both and asked == [1]
-    assert "w" in names("xyw") and asked == [2], "this rank holds another one"
-    changed.append(True)
-    others.append(["w", "z"])
-    assert {"x", "y"} <= names("xyw") and asked == [3], "the other rank does"
+    """Each rank finds the same, and no rank plans for all: DCP's plans of 1,024 ranks took rank 0 two minutes."""
+    held, wrote = zip(*ranks.run(4, owned_on_rank), strict=True)
+    assert sorted(name for names in wrote for name in names) == sorted({name for names in held for name in names})
+    assert all(f"own-{rank}" in names for rank, names in enumerate(wrote)) and max(map(len, wrote)) < 40, "spread"
 
 
 def test_ranks_lines_are_a_manifest(tmp_path: Path) -> None:
-    """What 64 ranks wrote, joined unparsed, reads as one; and nothing is left out or overlaps without a word."""
+    """What 64 ranks wrote, joined unparsed, reads as one, any part of it; and nothing is left out or overlaps without a
+    word."""
     every, name = [], 'a "name"\twith\nodd characters'
     for rank in range(64):
-        own = [
-            storage.Piece(name, torch.float32, (128, 3), (2 * rank, 0), (2, 3)),
-            *([storage.Piece("b", torch.int64, (), (), ())] if rank == 5 else []),
-        ]
+        own = [storage.Piece(name, "float32", (128, 3), (2 * rank, 0), (2, 3))]
+        own += [storage.Piece("b", "int64", (), (), ())] if rank == 5 else []
         staged = {name: torch.full((2, 3), float(rank)), "b": torch.tensor(7)}
         every.append(storage.write_shard(tmp_path / f"shard-{rank:05d}.safetensors", own, staged))
     (tmp_path / storage.MANIFEST).write_bytes(storage.joined({"step": 3}, every))
-    assert storage.damage(tmp_path) is None
-    reader = storage.Reader(tmp_path, storage.read_manifest(tmp_path))
-    places = {name: torch.zeros(128, 3), "b": torch.tensor(0)}
-    reader.want(places)
-    load(dict(places), storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
-    assert torch.equal(places[name][:, 0], torch.arange(64.0).repeat_interleave(2)) and places["b"] == 7
+    saved = storage.Shards(tmp_path, storage.read_whole(tmp_path))
+    whole = torch.arange(64.0).repeat_interleave(2)[:, None].expand(128, 3)
+    assert torch.equal(saved.read(name), whole) and saved.read("b") == 7
+    assert torch.equal(saved.read(name, [(3, 9), (1, 2)]), whole[3:9, 1:2])
+    assert saved.read(name, [(8, 8), (0, 3)]).shape == (0, 3)
+    saved.tensors[name]["pieces"].pop(1)
+    assert torch.equal(saved.read(name, [(4, 9), (0, 3)]), whole[4:9])
+    with pytest.raises(ValueError, match="does not hold all of"):
+        saved.read(name, [(3, 9), (0, 3)])
     for bad in (every[:-1], [*every, every[0]]):
         with pytest.raises(ValueError, match="does not fill it"):
             storage.joined({"step": 3}, bad)
@@ -163,10 +115,12 @@ def test_ranks_lines_are_a_manifest(tmp_path: Path) -> None:
 def test_each_rank_judges_its_share_of_a_manifest(tmp_path: Path) -> None:
     body = storage.read_manifest(many(tmp_path, 4))
     body["tensors"]["c"] = {**body["tensors"]["c"], "shape": [9, 4]}
-    (tmp_path / storage.MANIFEST).write_bytes(storage.signed(body))
-    said = [storage.read_whole(tmp_path, slice(rank, None, 4))[1] or "" for rank in range(4)]
-    assert ["what no save says" in each for each in said] == [False, False, True, False]
-    assert "what no save says" in (storage.damage(tmp_path) or ""), "one rank judges all"
+    (tmp_path / storage.MANIFEST).write_bytes(storage.sealed(storage.encode(body)))
+    for share in (slice(2, None, 4), slice(None)):
+        with pytest.raises(ValueError, match="what no save says"):
+            storage.read_manifest(tmp_path, share)
+    for rank in (0, 1, 3):
+        storage.read_manifest(tmp_path, slice(rank, None, 4))
 
 
 def test_a_manifests_sum_is_of_its_bytes(tmp_path: Path) -> None:
@@ -176,21 +130,6 @@ def test_a_manifests_sum_is_of_its_bytes(tmp_path: Path) -> None:
         path.write_bytes(bad)
         with pytest.raises(ValueError, match="is damaged"):
             storage.read_manifest(tmp_path)
-
-
-def test_what_is_not_read_is_not_passed_over(tmp_path: Path) -> None:
-    """DCP reads the pieces that it finds and says nothing of the rest, which would stay what the memory held."""
-    reader = storage.Reader(tmp_path, storage.read_manifest(many(tmp_path, 2)))
-    with pytest.raises(ValueError, match="does not hold all of 'anything wanted'"):
-        reader.prepare_local_plan(LoadPlan([]))
-    place = {"a": torch.empty(tuple(reader.metadata.state_dict_metadata["a"].size))}
-    reader.want(place)
-    metadata = reader.metadata.state_dict_metadata["a"]
-    whole = ChunkStorageMetadata(torch.Size((0,) * place["a"].ndim), place["a"].shape)
-    items = create_read_items_for_chunk_list("a", metadata, [whole])
-    assert reader.prepare_local_plan(LoadPlan(items)).items == items
-    with pytest.raises(ValueError, match="does not hold all of 'a'"):
-        reader.prepare_local_plan(LoadPlan(items[1:]))
 
 
 def test_what_the_page_says_of_a_thousand_ranks_can_be_timed_again(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_two_ranks_measure_once_and_have_the_same_weights(place: Path, made: Cal
         assert weights.keys() == alone.keys()
         assert all(torch.equal(weights[name], alone[name]) for name in alone)
     saids = ranks.run(2, refusal_on_rank, words(place, "three", model, "mesh.dp_replicate=2"))
-    assert saids == ["there is no text in it"] * 2
+    assert saids == ["rank 0 could not measure: there is no text in it"] * 2
 
 
 @pytest.mark.parametrize(

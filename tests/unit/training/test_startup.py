@@ -40,7 +40,7 @@ def test_ctrl_c_while_weights_are_read(
             assert said in capfd.readouterr().err and not (tmp_path / "run").exists()
     assert main(words) == 0
     more = [*words, "steps=3"]
-    for owner, name in ((standalone, "kept"), (storage.Reader, "read"), (storage, "read_manifest")):
+    for owner, name in ((standalone, "kept"), (storage.Shards, "fill"), (storage, "read_manifest")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, interrupted(getattr(owner, name)))
             capfd.readouterr()

@@ -22,18 +22,17 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.parallel.ranks import forked
-from training.checkpoint import state as state_module
 from training.checkpoint import storage
-from training.checkpoint.state import Checkpoints, Stop, TrainState, get, put
-from training.checkpoint.storage import MANIFEST, SAFETENSORS, damage, read_manifest
+from training.checkpoint.state import Checkpoints, TrainState
+from training.checkpoint.storage import MANIFEST, SAFETENSORS, read_manifest
 from training.optim.config import OptimConfig
 from training.optim.guard import SpikeGuard
 from training.optim.optimizer import Optimizer as OurOptimizer
+from training.run.stop import Stop
 from upcycle.io import disk
 
 SERVER = forked()
@@ -134,17 +133,17 @@ def test_all_types_and_shapes_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert not all(equal(box.value[name], other[name]) for name in wrote)
 
 
-def test_python_values_come_back_as_they_were() -> None:
+def test_python_values_come_back_as_they_were(tmp_path: Path) -> None:
     value = {
         "numbers": [0, -1, 10**40, 0.1, -0.0, 1e-310, float("inf"), True, None], "tuple": (0.9, (0.999,), []),
         "keys": {1: "int", "1": "str", (2, 3): "tuple", None: "none", "$tensor": "no tensor"}, "text": "ñ☃\n\x00", "": {},
         "$tuple": "no tuple", "tensor": {"deep": [torch.tensor(3, dtype=torch.int16)]},
     }  # fmt: skip
-    out: dict[str, Tensor] = {}
-    put(out, "v", value)
-    back = get(out, "v")
-    assert back["tensor"]["deep"][0].item() == 3
-    assert repr(back) == repr(value)  # repr, because -0.0 == 0 and True == 1
+    state = small(0, box=0)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, small(1, box=value))
+        checkpoints.load(state)
+    assert repr(state.parts["box"].value) == repr(value)  # repr, because -0.0 == 0 and True == 1
 
 
 @pytest.mark.parametrize("value", [np.float64(1), print, {1, 2}, b"bytes", torch.float32])
@@ -154,70 +153,21 @@ def test_what_json_cannot_hold_is_refused_by_name(value: Any, tmp_path: Path) ->
     assert not tmp_path.exists() or names(tmp_path) == []
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, betas=(0.8, 0.95)),
-    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "tensor_lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), capturable=False),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),  # a moment of another shape than its parameter
-    "muon": lambda p: torch.optim.Muon(p, lr=0.1),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_resumed_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """Dropout draws from the generator; a scheduler changes the learning rate; a step depends on all of it."""
-
-    def run() -> tuple[TrainState, Callable[[], None]]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Dropout(0.3), nn.Linear(5, 3, bias=False))
-        optimizer = OPTIMIZERS[name]([{"params": [model[0].weight], "name": "in"}, {"params": [model[2].weight]}])
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
-        state = TrainState(model, [optimizer], parts={"schedule": schedule})
-
-        def step() -> None:
-            optimizer.zero_grad()
-            model(torch.randn(4, 6) + random.random()).square().mean().backward()
-            optimizer.step()
-            schedule.step()
-
-        return state, step
-
-    random.seed(1)
-    state, step = run()
-    step(), step()
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(2, state)
-        for _ in range(3):
-            step()
-        want = state.tensors(0)
-
-        resumed, step = run()
-        random.seed(2)
-        assert checkpoints.load(resumed) == 2
-    for _ in range(3):
-        step()
-    resumed.step = 2
-    got = resumed.tensors(0)
-    assert got.keys() == want.keys() and [n for n in want if not equal(got[n], want[n])] == []
-    step()
-    assert not equal(resumed.tensors(0)["model.0.weight"], want["model.0.weight"])
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"), [("adamw", torch.bfloat16), ("adamw", torch.float32), ("muon", torch.bfloat16)]
 )
-def test_our_optimizer_and_spike_guard_go_on_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Master weights, moments, the count of skipped steps and the guard's statistics; some steps are skipped."""
+def test_a_resumed_run_goes_on_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Masters, moments, skipped steps, the guard's statistics, and the generators that dropout and Python draw from."""
 
     def run() -> tuple[TrainState, Callable[[], None]]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 4)).to(dtype)
+        random.seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 4)).to(dtype)
         config = OptimConfig(name=name)
         optimizer, guard = OurOptimizer(config, model.named_parameters()), SpikeGuard(config)
 
         def step() -> None:
-            loss = model(torch.randn(4, 6, dtype=dtype)).float().square().mean()
+            loss = model(torch.randn(4, 6, dtype=dtype) + random.random()).float().square().mean()
             loss.backward()
             guard.spike(loss.detach(), optimizer.clip())
             optimizer.step(0.1, torch.rand(()) < 0.3)
@@ -232,11 +182,12 @@ def test_our_optimizer_and_spike_guard_go_on_bit_for_bit(name: str, dtype: torch
         checkpoints.save(5, state)
         for _ in range(5):
             step()
+        want = {name: tensor.clone() for name, tensor in state.tensors(0).items()}
         resumed, step = run()
-        checkpoints.load(resumed)
+        assert checkpoints.load(resumed) == 5
     for _ in range(5):
         step()
-    want, got = state.tensors(0), resumed.tensors(0)
+    got = resumed.tensors(0)
     assert got.keys() == want.keys() and [n for n in want if not equal(got[n], want[n])] == []
     assert any(".master" in name for name in want) == (dtype == torch.bfloat16)
     step()
@@ -281,29 +232,19 @@ def test_a_run_on_a_gpu_resumes_bit_for_bit_while_it_trains_on(tmp_path: Path) -
     assert got.keys() == want.keys() and [n for n in want if not equal(got[n].cpu(), want[n].cpu())] == []
 
 
-def test_what_is_read_is_what_the_next_update_uses() -> None:
-    """Moments that were saved in another dtype are new tensors."""
-    layer = nn.Linear(2, 1, bias=False)
-    state = TrainState(layer, [OurOptimizer(OptimConfig(moments="bfloat16"), layer.named_parameters())])
-    loaded = state.tensors(0) | {"optimizer.state.weight.exp_avg": torch.full((1, 2), 0.5)}
-    state.adopt(loaded, 0, Path("checkpoint"))
-    optimizer = state.optimizers[0]
-    assert isinstance(optimizer, OurOptimizer) and optimizer.state[layer.weight]["exp_avg"].eq(0.5).all()
-    assert all(slot.state is optimizer.state[slot.parameter] for slot in optimizer.slots)
+def test_moments_of_another_dtype_are_those_that_the_next_update_uses(tmp_path: Path) -> None:
+    def made(moments: str) -> tuple[OurOptimizer, TrainState]:
+        layer = nn.Linear(2, 1, bias=False)
+        optimizer = OurOptimizer(OptimConfig(moments=moments), layer.named_parameters())
+        return optimizer, TrainState(layer, [optimizer])
 
-
-def test_moments_keep_their_own_type(tmp_path: Path) -> None:
-    """small() has fp32 moments of a bf16 parameter; torch's own load_state_dict rounds them."""
-    state = small(3)
-    moment = state.optimizers[0].state[state.model.b]["exp_avg"]
-    moment.fill_(1 / 3)
+    before, state = made("float32")
+    before.slots[0].state["exp_avg"].fill_(1 / 3)
+    optimizer, resumed = made("bfloat16")
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, state)
-        back = small()
-        checkpoints.load(back)
-    assert equal(back.optimizers[0].state[back.model.b]["exp_avg"], moment)
-    back.optimizers[0].load_state_dict(state.optimizers[0].state_dict())
-    assert not equal(back.optimizers[0].state[back.model.b]["exp_avg"], moment)
+        checkpoints.save(1, state)
+        checkpoints.load(resumed)
+    assert equal(optimizer.slots[0].state["exp_avg"], torch.full((1, 2), 1 / 3).bfloat16())
 
 
 def test_a_compiled_layer_keeps_its_name(tmp_path: Path) -> None:
@@ -333,34 +274,13 @@ def test_a_save_keeps_the_moment_it_was_called(tmp_path: Path, monkeypatch: pyte
     write, go = storage.write_shard, threading.Event()
     monkeypatch.setattr(storage, "write_shard", lambda *given: (go.wait(10), write(*given))[1])
 
-    def step_on_disk_after_a_change() -> bool:
-        go.clear()
-        state = small(1)
-        with Checkpoints(tmp_path) as checkpoints:
-            checkpoints.save(1, state)
-            with torch.no_grad():
-                state.model.w.add_(5)  # training goes on
-            go.set()
-        return same(loaded(tmp_path), 1)
-
-    assert step_on_disk_after_a_change()
-    monkeypatch.setattr(Checkpoints, "copy", lambda self, live: {n: state_module.local(t) for n, t in live.items()})
-    assert not step_on_disk_after_a_change()
-
-
-def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, busy, most = storage.write_shard, [0], [0]
-
-    def slow(*given: Any) -> Any:
-        busy[0] += 1
-        most[0] = max(most[0], busy[0])
-        time.sleep(0.02)
-        busy[0] -= 1
-        return write(*given)
-
-    monkeypatch.setattr(storage, "write_shard", slow)
-    saved(tmp_path, 1, 2, 3)
-    assert most == [1] and names(tmp_path) == [f"step-0000000{i}" for i in (1, 2, 3)]
+    state = small(1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        with torch.no_grad():
+            state.model.w.add_(5)  # training goes on
+        go.set()
+    assert same(loaded(tmp_path), 1)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -438,7 +358,8 @@ def test_who_goes_on_removes_what_a_kill_left(tmp_path: Path) -> None:
         (tmp_path / half / "shard-00000.safetensors").write_bytes(b"half")
     there = names(tmp_path)
     with Checkpoints(tmp_path, keep=2, settings=lambda _: {"seed": 2}) as checkpoints:
-        assert checkpoints.latest() == tmp_path / "step-00000004"
+        newest = checkpoints.latest()
+        assert newest is not None and newest.folder == tmp_path / "step-00000004"
         with pytest.raises(ValueError, match="seed"):
             checkpoints.load(small())
     assert names(tmp_path) == there
@@ -472,7 +393,7 @@ def test_a_kill_while_a_step_is_replaced_leaves_the_old_one(tmp_path: Path, monk
 
     with monkeypatch.context() as killed:
         killed.setattr(os, "rename", dies_at_the_second)
-        with pytest.raises((KeyboardInterrupt, CheckpointException)), Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(KeyboardInterrupt), Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(5, small(5))
     assert calls == ["step-00000005.replaced", "step-00000005"]
     assert same(loaded(tmp_path), 5)
@@ -481,6 +402,14 @@ def test_a_kill_while_a_step_is_replaced_leaves_the_old_one(tmp_path: Path, monk
 
 
 # ---- damage
+
+
+def damage(folder: Path) -> str:
+    try:
+        storage.read_whole(folder)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def flip(path: Path) -> None:
@@ -508,7 +437,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(file: s
         assert same(loaded(tmp_path), 3)
     DAMAGE[kind](tmp_path / "step-00000003" / file)
     with Checkpoints(tmp_path) as checkpoints, pytest.warns(UserWarning, match=rf"step-00000003 .*{file}.*before"):
-        assert checkpoints.latest() == tmp_path / "step-00000002"
+        newest = checkpoints.latest()
+        assert newest is not None and newest.folder == tmp_path / "step-00000002"
     with pytest.warns(UserWarning, match=rf"step-00000003 is not used: .*{file}"):
         assert same(loaded(tmp_path), 2)
     # out of the way, and does not count as one to keep
@@ -517,29 +447,18 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(file: s
     assert names(tmp_path) == ["step-00000003.damaged", "step-00000004"]
 
 
-def test_a_load_parses_its_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand ranks' has 94 MB, and every rank parsed it to look for damage and once more to load."""
-    saved(tmp_path, 1)
-    parse, parsed = storage.strict.parse, list[str]()
-    monkeypatch.setattr(
-        storage.strict, "parse", lambda text, where, **more: (parsed.append(where), parse(text, where, **more))[1]
-    )
-    assert same(loaded(tmp_path), 1)
-    assert parsed.count(MANIFEST) == 1
-
-
 def test_any_flipped_bit_is_seen(tmp_path: Path) -> None:
     folder, choose = saved(tmp_path, 1) / "step-00000001", random.Random(1)
-    assert damage(folder) is None
+    assert not damage(folder)
     for path in folder.iterdir():
         whole = path.read_bytes()
-        for at in choose.sample(range(len(whole) * 8), 150):
+        for at in choose.sample(range(len(whole) * 8), 60):
             broken = bytearray(whole)
             broken[at // 8] ^= 1 << at % 8
             path.write_bytes(broken)
-            assert path.name in (damage(folder) or ""), at
+            assert path.name in damage(folder), at
         path.write_bytes(whole)
-    assert damage(folder) is None
+    assert not damage(folder)
 
 
 def test_all_damaged_is_not_a_fresh_start(tmp_path: Path) -> None:
@@ -570,12 +489,12 @@ def test_a_manifest_that_lies_with_a_right_sum_is_refused(change: dict[str, str]
     body = read_manifest(path.parent)
     tensor = body["tensors"]["model.w"]
     (tensor["pieces"][0] if "file" in change else tensor).update(change)
-    path.write_bytes(storage.signed(body))
-    assert "says of 'model.w' what no save says" in (damage(path.parent) or "")
+    path.write_bytes(storage.sealed(storage.encode(body)))
+    assert "says of 'model.w' what no save says" in damage(path.parent)
     if "file" in change:
         body["files"][change["file"]] = {"bytes": 1, "sha256": ""}
-        path.write_bytes(storage.signed(body))
-        assert "which no save makes" in (damage(path.parent) or "")
+        path.write_bytes(storage.sealed(storage.encode(body)))
+        assert "which no save makes" in damage(path.parent)
 
 
 # ---- another run's checkpoint
@@ -704,9 +623,9 @@ def sharded(step: int, dim: int) -> TrainState:
     model = Weights(**tensors, plain=torch.full((2,), float(step)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     state = TrainState(model, [optimizer], step, {"box": Box(tensors["rows"] * 2)})
+    model.rows.grad = distribute_tensor(full(step)["rows"], mesh, placements["rows"])
+    optimizer.step()  # which makes the moments
     if step:
-        model.rows.grad = distribute_tensor(full(step)["rows"], mesh, placements["rows"])
-        optimizer.step()
         torch.manual_seed(100 * step + dist.get_rank())
     return state
 
@@ -754,11 +673,10 @@ def save_two(rank: int, folder: Path) -> Any:
         checkpoints.save(2, state)
         checkpoints.wait()
         asked: list[int] = []
-        state_module.check_free = lambda folder, size, count: asked.append(size)  # type: ignore[assignment]
+        storage.check_free = lambda folder, size, count: asked.append(size)  # type: ignore[assignment]
         checkpoints.check_room(state, 1)
-    tensors = read_manifest(folder / "run" / "step-00000002")["tensors"]
-    kept = [t for name, t in tensors.items() if not name.startswith("rank.")]
-    assert asked == [sum(int(np.prod(t["shape"])) * getattr(torch, t["dtype"]).itemsize for t in kept)]
+    tensors = read_manifest(folder / "run" / "step-00000002")["tensors"].values()
+    assert asked == [sum(int(np.prod(t["shape"])) * getattr(torch, t["dtype"]).itemsize for t in tensors)]
     draw = torch.rand(3).tolist()
     return {name: value.tolist() for name, value in summary(state).items()}, draw
 

@@ -19,11 +19,11 @@ from tests.parallel.ranks import run
 from tests.parallel.runs import stopped_in_validation
 from tests.unit.training.test_train import WORDS, losses, place
 from training.__main__ import main
-from training.checkpoint.state import Stopped
 from training.config.reading import read_config
 from training.observe.metrics import read as read_metrics
 from training.run import step as step_module
 from training.run.loop import train
+from training.run.stop import Stopped
 
 __all__ = ["place"]  # a fixture
 

@@ -1,0 +1,201 @@
+"""A model leaves as a Hugging Face folder, or its adapters as peft has them (peft.py).
+
+No rank ever holds the whole model: a live model is on one process, and a divided one is read back from its newest
+checkpoint, a tensor at a time, where each rank writes some of the files. torch.distributed.checkpoint's consolidation
+of safetensors would lose the names and stacking of each architecture, merged adapters, and sums of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from training.checkpoint.layout import Index, Origin, Stored, bounds, joined, roles
+from training.checkpoint.storage import Shards
+from training.model.decoder import Decoder
+from training.model.lora import delta, pairs
+from training.model.names import plain_name
+from training.observe import metrics
+from training.parallel.collectives import gather, local, together
+from upcycle.config.reading import byte_size
+from upcycle.converting import card
+from upcycle.io import disk, publish
+from upcycle.io.checkpoint import INDEX
+from upcycle.io.job import JOB, Worker, check_first, explained, job, read_json
+from upcycle.verifying.inspect import read_files
+
+CARD = "README.md"  # in no manifest: its owner may edit it
+Rows = Sequence[tuple[str, str]]
+
+
+class Weights:
+    """A model's whole tensors, in host memory: of the model itself, which is not divided, or of its checkpoint `saved`,
+    for which the model may be on the meta device."""
+
+    def __init__(self, model: Decoder, saved: Shards | None = None) -> None:
+        self.model, self.saved, self.roles = model, saved, roles(model)
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self.names = {id(tensor): f"model.{plain_name(name)}" for name, tensor in named}
+        self.adapters = {id(matrix): (a, b, scale) for matrix, a, b, scale in pairs(model)}
+        self.merged: dict[int, Tensor] = {}
+
+    def whole(self, tensor: Tensor, index: Index = ()) -> Tensor:
+        """Return tensor[index] of one of the model's tensors."""
+        if self.saved is None:
+            return local(tensor.detach())[index].cpu()
+        part = self.saved.read(self.names[id(tensor)], bounds(tensor.shape, index))
+        return part[tuple(0 if isinstance(at, int) else slice(None) for at in index)]
+
+    def role(self, role: str) -> Tensor:
+        """Return a role's tensor, with its adapters in it."""
+        tensor, index = self.roles[role]
+        if id(tensor) not in self.adapters:
+            return self.whole(tensor, index)
+        if id(tensor) not in self.merged:
+            a, b, scale = self.adapters[id(tensor)]
+            whole = [(0, size) for size in tensor.shape]
+            added = delta(self.whole(a), self.whole(b), scale, tensor.shape, whole)
+            while len(self.merged) > 1:  # stacked experts' up and down are asked for in turn
+                self.merged.pop(next(iter(self.merged)))
+            self.merged[id(tensor)] = self.whole(tensor) + added
+        return self.merged[id(tensor)][index]
+
+
+@torch.no_grad()
+def export(
+    model: Decoder,
+    origin: Origin,
+    folder: str | Path,
+    *,
+    saved: Shards | None = None,
+    facts: Rows = (),
+    dtype: str = "",
+    max_shard: str = "5GB",
+) -> Path:
+    """Write the model as a folder in its origin's layout; it appears under its name when it is complete.
+
+    saved: the checkpoint to take the weights from, by all processes together; without it the model is on one process.
+    facts: rows of the model card."""
+    folder = Path(folder)
+    partial, rank, world = folder.with_name(folder.name + ".partial"), 0, 1
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+    dtype = dtype or origin.dense.dtype
+    # a float32 tensor of a bf16 model (the router's correction bias) stays float32
+    tensors = [replace(t, dtype=dtype if t.dtype == origin.spec.dtype else t.dtype) for t in origin.tensors]
+    shards = disk.shards(tensors, byte_size(max_shard))
+    texts = texts_of(origin, dtype, shards) | {CARD: card_of(origin, facts)}
+    names, what = sorted([*(name for name, _ in shards), *texts, *(p.name for p in origin.files)]), "export the model"
+    with ExitStack() as stack:
+        with together(what):
+            if rank == 0:
+                stack.enter_context(unfinished(partial, folder, names))
+        with together(what):
+            weights = Weights(model, saved)
+            sums = {name: write_shard(partial / name, group, weights) for name, group in shards[rank::world]}
+        files = {name: line for each in gather(sums) for name, line in each.items()}
+        with together(what):
+            if rank == 0:
+                finish(partial, folder, origin, texts, {name: files[name] for name, _ in shards})
+    return folder
+
+
+def texts_of(origin: Origin, dtype: str, shards: Sequence[tuple[str, list[Stored]]]) -> dict[str, str]:
+    """Return config.json and, of several shards, the index."""
+    config = {k: v for k, v in origin.config.items() if k != "torch_dtype"} | {"dtype": dtype}
+    texts = {"config.json": json.dumps(config, indent=2) + "\n"}
+    if len(shards) > 1:
+        total = sum(stored.bytes for _, group in shards for stored in group)
+        index = {"metadata": {"total_size": total}, "weight_map": {t.name: n for n, group in shards for t in group}}
+        texts[INDEX] = json.dumps(index, indent=2)
+    return texts
+
+
+def write_shard(path: Path, group: Sequence[Stored], weights: Weights) -> dict[str, Any]:
+    """Write some tensors as a safetensors file, and return its size and sha256."""
+    total = sum(stored.bytes for stored in group)
+    with disk.Stream(path) as stream, tqdm(total=total, desc=path.name, unit="B", unit_scale=True, delay=2) as bar:
+        stream.write(disk.header(group))
+        for stored in group:
+            parts = {role: weights.role(role) for role, _ in stored.roles}
+            stream.write(joined(stored, parts).to(getattr(torch, stored.dtype)).contiguous())
+            bar.update(stored.bytes)
+    return {"bytes": stream.bytes, "sha256": stream.sha256}
+
+
+def finish(
+    partial: Path, folder: Path, origin: Origin, texts: Mapping[str, str], files: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Write all files but the shards `files`, and give the folder its name."""
+    for name, text in texts.items():
+        disk.write_atomic(partial / name, text.encode())
+    for path in origin.files:
+        disk.copy(path, partial / path.name)
+    beside = [partial / name for name in (*texts, *(path.name for path in origin.files)) if name != CARD]
+    manifest: dict[str, Any] = {"format": 1, "files": {**files, **publish.listed(beside)}}
+    if origin.settings is not None:  # which experts are copies of each other, for who trains on
+        keys = origin.settings.keys() & {"method", "experts", "granularity"}
+        manifest["config"] = {key: origin.settings[key] for key in sorted(keys)}
+    disk.write_atomic(partial / publish.FILES, publish.signed(manifest))
+    publish.rename(partial, folder)
+    shutil.rmtree(folder / JOB, ignore_errors=True)
+
+
+@contextmanager
+def unfinished(partial: Path, folder: Path, names: list[str]) -> Iterator[None]:
+    """Context in which this process alone makes `partial`, of files of these names; those of an export that was killed
+    go."""
+    if folder.exists():
+        raise ValueError(f"{folder} exists already; remove it or choose another folder to export to")
+    before = read_json(partial / JOB / "job.json")
+    with explained(partial), job(partial, {"export": names}, Worker(), lambda: None):
+        check_first(partial, folder)
+        if isinstance(before, dict):
+            for name in {*before.get("export", ())} - {*names}:
+                (partial / Path(name).name).unlink(missing_ok=True)
+        disk.sweep(partial)
+        yield
+
+
+def exported(folder: Path) -> bool:
+    """Return whether there is a folder to which a run was exported; raise a ValueError if it is not as it was
+    written."""
+    shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
+    manifest = read_files(folder)
+    if manifest and (said := publish.damage(folder / publish.FILES, manifest["files"])):
+        raise ValueError(f"{said}, so {folder} is not what was exported; remove it, or choose another folder")
+    return folder.exists()
+
+
+# ---- the card
+
+
+def card_of(origin: Origin, facts: Rows) -> str:
+    return card.trained(origin.settings, facts, origin.config, origin.sources, origin.terms)
+
+
+def facts_of(run: Path, step: int) -> Rows:
+    """Return what a model card says of a run's training by a step: tokens, losses, scores."""
+    rows = [row for row in metrics.read(run) if row["step"] <= step]
+    found = [("steps", str(step))]
+    for key in sorted({key for row in rows for key, value in row.items() if value is not None}):
+        values = [row[key] for row in rows if row.get(key) is not None]
+        last, (kind, _, name) = values[-1], key.partition("/")
+        if key == "tokens":
+            found.insert(1, ("tokens trained", f"{last:,}"))
+        elif key == "loss" or kind == "valid":
+            what = f"validation {name}".replace("/", " ") if name else "training loss"
+            found.append((what, f"{values[0]:.4f} at first, {last:.4f} at the end"))
+        elif kind == "eval":
+            found.append((name, f"{last:.4g}"))
+    return found
