@@ -1,8 +1,8 @@
 """How long converting takes, beside what the disk allows and beside mergekit-moe. A measurement, never a test.
 
   python -m benchmarks.converting                                  # a 1.1 B Llama (TinyLlama's shape), 8 experts
-  python -m benchmarks.converting --layers 2 --repeat 1            # a quick look
-  python -m benchmarks.converting --mergekit .venv-oracles/bin/mergekit-moe    # the peer too (`make oracles` makes it)
+  python -m benchmarks.converting layers=2 repeat=1                # a quick look
+  python -m benchmarks.converting mergekit=.venv-oracles/bin/mergekit-moe    # the peer too (`make oracles` makes it)
 
 Everything runs in this one process's children, in turn, on the same disk and with the source in the page cache. Before
 each run the last one's output is deleted and `sync` has emptied the write-back queue, so that none pays for another.
@@ -12,7 +12,6 @@ every file before it calls it complete, mergekit leaves that to the system.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -139,7 +138,7 @@ def python(call: str) -> list[str]:
     return [sys.executable, "-c", f"from pathlib import Path; from upcycle import bench; bench.{call}"]
 
 
-def bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def bench(options: BenchConfig, folder: Path) -> dict[str, Any]:
     dense, out, log = folder / "dense", folder / "out", folder / "log"
     print(f"making the dense model in {folder}", flush=True)
     measure(python(f"write_dense(Path({str(dense)!r}), {options.layers})"), log)
@@ -148,7 +147,7 @@ def bench(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         f"experts={options.experts}", f"top_k={options.top_k}",
     ]  # fmt: skip
     upcycle = [sys.executable, "-m", "upcycle"]
-    planned = subprocess.run([*upcycle, "plan", "--json", *words], stdout=subprocess.PIPE, check=True)
+    planned = subprocess.run([*upcycle, "plan", "json=true", *words], stdout=subprocess.PIPE, check=True)
     size = json.loads(planned.stdout)["bytes"]
     commands = {
         "plain writes": python(f"plain_writes(Path({str(out)!r}), {size}, False)"),
@@ -232,27 +231,28 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def parser() -> argparse.ArgumentParser:
-    command_line = cli.parser(prog="python -m benchmarks.converting", description=__doc__)
-    command_line.add_argument("--layers", type=int, default=22, help="of the dense model (22)")
-    command_line.add_argument("--experts", type=int, default=8)
-    command_line.add_argument("--top-k", type=int, default=2)
-    command_line.add_argument("--repeat", type=int, default=3, help="turns; the table has medians (3)")
-    command_line.add_argument("--mergekit", default="", metavar="PATH", help="the mergekit-moe to compare with")
-    command_line.add_argument("--folder", type=Path, help="on the disk to measure (the system's temporary folder)")
-    return command_line
+@dataclass(frozen=True)
+class BenchConfig:
+    layers: int = 22  # of the dense model
+    experts: int = 8  # copies of each FFN
+    top_k: int = 2  # experts of a token
+    repeat: int = 3  # turns; the table has medians
+    mergekit: str = ""  # the path of the mergekit-moe to compare with; "": none
+    folder: str = ""  # on the disk to measure; "": the system's temporary folder
 
 
 @cli.command()
-def main(words: list[str]) -> int:
-    options = parser().parse_args(words)
+def main(words: Sequence[str]) -> int:
+    from upcycle.config.reading import read
+
+    options = read(BenchConfig, "", words)
     if options.mergekit and not os.access(options.mergekit, os.X_OK):
-        raise ValueError(f"--mergekit {options.mergekit} is no program; give the path of mergekit-moe")
-    with tempfile.TemporaryDirectory(prefix="upcycle-bench-", dir=options.folder) as folder:
+        raise ValueError(f"mergekit={options.mergekit} is no program; give the path of mergekit-moe")
+    with tempfile.TemporaryDirectory(prefix="upcycle-bench-", dir=options.folder or None) as folder:
         result = bench(options, Path(folder))
     print(f"\n{table(result)}\n\n{json.dumps(result)}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(cli.start("benchmarks.converting", own_help=True))
+    cli.program("benchmarks.converting")

@@ -15,17 +15,16 @@ keys, with defaults and meaning: docs/config.md
 
 from __future__ import annotations
 
-import sys
-
 from upcycle.cli import frame as cli
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    sys.exit(cli.start("benchmarks.evaluation"))
+    cli.program("benchmarks.evaluation")
 
 import json
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -250,7 +249,7 @@ def say(name: str, result: Asked) -> None:
 
 
 @cli.command()
-def main(words: list[str]) -> int:
+def main(words: Sequence[str]) -> int:
     checkpoint, words = cli.file_and_words(words)
     print(json.dumps(bench(read(BenchConfig, "", [f"checkpoint={checkpoint}", *words] if checkpoint else words))))
     return 0

@@ -10,15 +10,13 @@ the matrix products, 2 a multiply-add, backward twice the forward; bytes are wha
 
 from __future__ import annotations
 
-import sys
-
 from upcycle.cli import frame as cli
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    sys.exit(cli.start("benchmarks.kernels"))
+    cli.program("benchmarks.kernels")
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -166,7 +164,7 @@ def show(name: str, measure: Callable[[], str]) -> None:
 
 
 @cli.command()
-def main(words: list[str]) -> int:
+def main(words: Sequence[str]) -> int:
     if words:
         raise ValueError(f"{words[0]!r} is one word too many; it measures all that it can")
     if not torch.cuda.is_available():

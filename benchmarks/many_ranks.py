@@ -33,10 +33,12 @@ def start(world: int, copies: bool) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from training.cli import bench
+    from training.config.schema import ModelConfig
+    from training.data.mixture import DataConfig
     from training.estimating import measure
+    from training.optim.balance import BalanceConfig
     from training.parallel.mesh import MeshConfig
-    from training.run import build
+    from training.run import bench, build
 
     sent: Counter[str] = Counter()
 
@@ -72,8 +74,9 @@ def start(world: int, copies: bool) -> dict[str, Any]:
             **measure.TINY, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
             "num_hidden_layers": LAYERS, "hidden_size": 128, "intermediate_size": 128,
         },
-        sequence=8, batch=2 * world, micro_batch=1, capacity=1.0, pad=True, experts="reference", compute="float32",
-        weights="float32", warmup=1, steps=1,
+        data=DataConfig(sequence=8), batch=2 * world, micro_batch=1, weights="float32", warmup=1, steps=1,
+        balance=BalanceConfig(capacity_factor=1.0, pad_to_capacity=True),
+        model=ModelConfig(expert_backend="reference", dtype="float32"),
         mesh=MeshConfig(ep=8, reshard=True, dp_replicate=world // NODE if copies else 1),
     )  # fmt: skip
     with patch.object(bench, "learner", learner), patch.object(bench, "timed", timed):

@@ -1,5 +1,11 @@
-"""Evaluation: lm-eval's tasks and scores on dense and upcycled models, paired comparisons, a report.
+"""Evaluation: lm-eval's tasks and scores on dense and upcycled models, paired comparisons, studies, one page of it."""
 
-python -m evaluation run mmlu CHECKPOINT data=FOLDER     suites/ names tasks, lm.py answers their requests
-python -m evaluation compare A B                         compare.py, over what results.py keeps
-"""
+from typing import TYPE_CHECKING
+
+from upcycle.plugin import lazy
+
+if TYPE_CHECKING:
+    from evaluation.api import compare, evaluate, report, routing, study
+
+__all__ = ["compare", "evaluate", "report", "routing", "study"]
+__getattr__ = lazy(__name__, __all__)

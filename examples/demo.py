@@ -24,7 +24,7 @@ import sys
 from upcycle.cli import frame as cli
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    sys.exit(cli.start("examples.demo"))
+    cli.program("examples.demo")
 
 import json
 import os
@@ -96,7 +96,7 @@ def demo(config: DemoConfig) -> int:
     dense_model(stage, config)
     for arm, words in ways.items():
         convert_words = [f"source={dense}", f"output={here / arm}", f"seed={config.seed}"]
-        verify_words = [dense, here / arm, "--text", *unseen]
+        verify_words = [dense, here / arm, f"text=[{','.join(map(str, unseen))}]"]
         stage(f"convert {arm}", f"Upcycle it: {arm}", call, "upcycle", "convert", *words, *convert_words)
         stage(f"verify {arm}", "Is it the same function?", call, "upcycle", "verify", *verify_words)
     stage("train", f"Go on, side by side: {', '.join(ARMS)}", go_on, config)
@@ -173,7 +173,7 @@ def call(program: str, *words: object) -> None:
     """Runs a command in this process, which saves importing torch again; the line that is shown works in any shell."""
     arguments = [str(word) for word in words]
     show(program, arguments)
-    module = program if program == "training.cli.prepare" else f"{program}.__main__"
+    module = program if program == "upcycle prepare" else f"{program}.__main__"
     if code := import_module(module).main(arguments):
         raise Stopped(code)
 
@@ -294,7 +294,7 @@ def start(here: Path, config: DemoConfig) -> None:
 def tokens(here: Path) -> None:
     for name, sources in {"train": texts(here, "train"), **{p.stem: [p] for p in texts(here, "valid")}}.items():
         call(
-            "training.cli.prepare", here / "tokens" / name, f"tokenizer={here / 'start'}",
+            "upcycle prepare", here / "tokens" / name, f"tokenizer={here / 'start'}",
             f"sources=[{','.join(map(str, sources))}]",
         )  # fmt: skip
 
@@ -404,9 +404,9 @@ def settings_of(folder: Path) -> OptimConfig:
 
 
 @cli.command(resumes=True)
-def main(words: list[str]) -> int:
+def main(words: Sequence[str]) -> int:
     try:
         return demo(read(DemoConfig, "", words))
     except Stopped as stopped:
-        cli.say_stopped(__name__, resumes=True)
+        cli.say_stopped(resumes=True)
         return int(stopped.args[0])

@@ -271,7 +271,7 @@ def crashed(command: Command, here: Path, root: Path, kind: str, at: int, want: 
 
 def finished(command: Command, here: Path, root: Path, want: Any) -> None:
     again = ended(started(command, here, root), root)
-    was_done = again.code == 2 and "exists already" in again.said  # training.cli.export says so
+    was_done = again.code == 2 and "exists already" in again.said  # upcycle export says so
     wanted(again.code == 0 or was_done, "the rerun ends with", again.code, again.said[-3000:])
     found = command.result(here)
     wanted(found == want, "other bytes:", differing(found, want))
@@ -325,8 +325,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 def commands(place: Path) -> dict[str, Command]:
     """`place`: what they read."""
+    from evaluation.cli import report
     from evaluation.judge import logged, results
-    from evaluation.show import report
     from tests.unit.evaluation.written import save
     from training.__main__ import main as train
     from training.cli import export, prepare
@@ -345,7 +345,7 @@ def commands(place: Path) -> dict[str, Command]:
 
     @cli.command()
     def save_results(words: list[str]) -> int:
-        """What `evaluation run` does with its answers."""
+        """What `upcycle eval` does with its answers."""
         folder = Path(words[0])
         task = results.Task("t", "t", {"acc": 1.0}, {}, {"acc": True}, 50, 50, 0, "1", "loglikelihood")
         run = results.Evaluation(
@@ -425,16 +425,12 @@ def commands(place: Path) -> dict[str, Command]:
         ),
         Command(
             "report",
-            lambda here: report_main([str(place / "run"), f"output={here / 'report.html'}"]),
+            lambda here: report.main([str(place / "run"), f"output={here / 'report.html'}"]),
             report_sums,
             lambda here: [here / "report.html", here / "report.md", here / "report.json"],
             lambda here: [here],
         ),
     ]
-
-    @cli.command()
-    def report_main(words: list[str]) -> int:
-        return report.main(words)
 
     return {command.name: command for command in all_of}
 

@@ -1,21 +1,12 @@
 """Turn a dense Hugging Face language model into a mixture of experts: planned, exact, streamed, verified."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from typing import TYPE_CHECKING, Any
-
+from upcycle.plugin import lazy
 from upcycle.version import __version__
 
 if TYPE_CHECKING:
-    from upcycle.library import Upcycling
+    from upcycle.api import Plan, convert, inspect, plan, push, verify
 
-__all__ = ["Upcycling", "__version__"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import `Upcycling` on first use: importing the package alone should not wait for torch."""
-    if name == "Upcycling":
-        from upcycle.library import Upcycling
-
-        return Upcycling
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["Plan", "__version__", "convert", "inspect", "plan", "push", "verify"]
+__getattr__ = lazy(__name__, __all__)  # on first use: importing the package should not wait for torch

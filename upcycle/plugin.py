@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 
 def names(package: str) -> list[str]:
@@ -25,6 +27,17 @@ def load(package: str, name: str) -> ModuleType:
         kind = package.rsplit(".", 1)[-1]
         raise ValueError(f"{name!r} is not one of the {kind} ({', '.join(known)}){nearest(name, known)}")
     return importlib.import_module(f"{package}.{name}")
+
+
+def lazy(package: str, names: Sequence[str]) -> Callable[[str], Any]:
+    """Return a package's `__getattr__`: it imports PACKAGE.api on the first use of one of the names."""
+
+    def get(name: str) -> Any:
+        if name in names:
+            return getattr(importlib.import_module(f"{package}.api"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get
 
 
 def nearest(word: str, known: list[str]) -> str:

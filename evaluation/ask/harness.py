@@ -149,7 +149,7 @@ def check_ranks(mesh: MeshConfig, ranks: int) -> None:
             words = " ".join(f"mesh.{axis}={getattr(mesh, axis)}" for axis in axes if getattr(mesh, axis) > 1)
             raise ValueError(
                 f"{words} needs a multiple of {size} processes, and there {'is' if ranks == 1 else 'are'} {ranks}; "
-                f"start it with torchrun --nproc-per-node {size} -m evaluation run ..."
+                f"start it with upcycle eval ... nproc={size}"
             )
 
 

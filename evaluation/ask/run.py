@@ -1,23 +1,8 @@
-"""Ask a model the items of a suite, and keep every answer.
-
-usage: python -m evaluation run SUITE CHECKPOINT [key=value ...]
-
-  python -m evaluation run mmlu ./moe fewshot=0                            # from the hub; data=FOLDER: from files
-  python -m evaluation run perplexity runs/moe texts=[book.txt]            # a training run: its newest checkpoint
-  python -m evaluation run tiny ./moe limit=10 dtype=bfloat16
-  torchrun --nproc-per-node 8 -m evaluation run tiny ./moe mesh.ep=8
-  python -m evaluation run ./moe tasks=[mmlu_astronomy,arc_easy] limit=0.1    # any tasks of lm-eval's
-
-Suites are the files of evaluation/suites, or a file of your own; SUITE may also be a ready config (configs/eval).
-Killed and started again, it goes on where it was.
-
-keys, with defaults and meaning: docs/config.md
-"""
+"""Ask a model the items of a suite, and keep every answer. `upcycle eval`."""
 
 from __future__ import annotations
 
 import platform
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -126,13 +111,6 @@ class RunConfig(AskConfig):
     def four_seeds(self) -> tuple[int, ...]:
         """Return the seeds of python, numpy, torch and examples; none where lm-eval's own are wanted."""
         return self.seeds * 4 if len(self.seeds) == 1 else self.seeds
-
-
-def main(words: Sequence[str]) -> int:
-    done = evaluate(read_config(words), shlex.join(["python", "-m", "evaluation", "run", *words]))
-    if done:
-        print(table(done))
-    return 0
 
 
 def read_config(words: Sequence[str]) -> RunConfig:

@@ -1,38 +1,12 @@
-"""Is B better than A? Seeds are the unit: several runs of each, paired, at equal tokens and at equal FLOPs.
-
-usage: python -m evaluation compare A1,A2,A3 -- B1,B2,B3 [-- C1,C2,C3 ...] [output=FILE.json] [cluster=KEY]
-
-  python -m evaluation compare runs/eval/dense runs/eval/moe output=compared.json    # folders of `evaluation run`
-  python -m evaluation compare runs/dense runs/moe                                   # folders of `training`
-
-What lm-eval itself wrote (--output_path FOLDER --log_samples), of any model, is taken as a folder of `evaluation run`.
-The first group is what the others are compared with; without `--` each name is a group of its own. The first of A goes
-with the first of B and so on: trainings of one seed, which read the same samples. A metric has
-
-    difference  B - A, the mean over seeds
-    interval    95 %, over seeds (Student's t), of three runs each or more
-    Holm        p over seeds, corrected for how many comparisons there are; headlines (whole suites and groups) are one
-                family, their parts (subjects, domains) another, losses (means of all sets, at equal tokens and, where
-                that is something else, at equal FLOPs) a third. B is better or worse where it is at most 0.05
-    over items  a diagnostic: the 95 % interval for other items and these very models, over clusters of items that come
-                from one file, passage or document (`cluster` names the key). It says nothing about another training,
-                whose data in another order may change hundreds of answers, so of one run each there is no verdict
-
-All must have been asked the same items. What flipped is shown of one run each. Loss at equal FLOPs is read off the
-curves; where that is before the end of a schedule, it is called interpolated: a schedule that ends there is lower.
-An arm that has one is made by `evaluation study` (match: flops).
-
-keys, with defaults and meaning: docs/config.md
-"""
+"""Judge whether B is better than A over seeds: differences, intervals, corrected p-values, and what flipped."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,12 +20,8 @@ from evaluation.judge.metrics import Measure
 from evaluation.judge.results import Evaluation, Item
 from evaluation.judge.seeds import LEAST, Paired, holm, paired, together
 from training.observe import plots
-from training.observe.metrics import FILE as METRICS
-from upcycle.cli import frame as cli
-from upcycle.config.reading import read
 from upcycle.converting.card import inert
 from upcycle.io import strict
-from upcycle.io.disk import write_atomic
 
 DRAWS = 10_000
 WIDTH = 60  # characters of an answer that are shown
@@ -632,45 +602,6 @@ def group_words(words: Sequence[str]) -> list[list[str]]:
         for part in parts
     ]
     return [part for part in found if part]
-
-
-@dataclass(frozen=True)
-class CompareConfig:
-    output: str = ""  # a JSON file to write
-    cluster: str = ""  # a key of documents (file, passage, ...) whose items count as one; "": the first that is kept
-
-
-def main(words: Sequence[str]) -> int:
-    names, keys = cli.names_and_words(words)
-    config, groups = read(CompareConfig, "", keys), group_words(names)
-    if len(groups) < 2:
-        raise ValueError(
-            "compare needs two runs or more, the first is what the others are compared with: compare A B, or "
-            "compare A1,A2,A3 -- B1,B2,B3"
-        )
-    folders = [folder for group in groups for folder in group]
-    if missing := [folder for folder in folders if not Path(folder).exists()]:
-        raise ValueError(
-            f"{', '.join(missing)}: there is no such folder; give folders of `python -m evaluation run`, of lm-eval, "
-            "or of training runs"
-        )
-    output: dict[str, Any] = {}
-    if all(logged.is_run(folder) for folder in folders):
-        found = compare(groups, config.cluster)
-        output["comparisons"] = [asdict(each) for each in found]
-        print("\n\n".join(table(each) for each in found))
-    if all((Path(folder) / METRICS).is_file() for folder in folders):
-        losses = compare_losses(groups)
-        output["losses"] = asdict(losses)
-        print(loss_table(losses))
-    if not output:
-        raise ValueError(
-            f"{', '.join(folders)} are not all of one kind; give folders of `python -m evaluation run`, of "
-            "lm-eval, or of training runs"
-        )
-    if config.output:
-        write_atomic(Path(config.output), (json.dumps(plain(output), indent=1, allow_nan=False) + "\n").encode())
-    return 0
 
 
 def plain(value: Any) -> Any:

@@ -60,7 +60,7 @@ class RoutedLayer(TypedDict):
 
 
 class Routed(TypedDict):
-    """A file of `evaluation routing`."""
+    """A file of `upcycle routing`."""
 
     experts: Annotated[int, Range(1, MAX_EXPERTS)]
     top_k: Annotated[int, Range(1, MAX_EXPERTS)]
@@ -238,7 +238,7 @@ def sorted_out(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[Path]
         elif not there:
             raise ValueError(
                 f"{path} is nothing that a report shows; give folders with {', '.join(kinds)}, lm-eval's results with "
-                "their samples, or the file of `python -m evaluation routing`"
+                "their samples, or the file of `upcycle routing`"
             )
         for name in there:
             kinds[name].append(path)
@@ -267,14 +267,14 @@ def named(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
         try:
             value = strict.read_json(file)
         except ValueError as error:
-            raise ValueError(f"{file} is not whole JSON ({error}); make it again with `evaluation routing`") from None
+            raise ValueError(f"{file} is not whole JSON ({error}); make it again with `upcycle routing`") from None
         if not isinstance(value, dict) or value.get("kind") != "routing":
-            raise ValueError(f"{file} is not a file of `python -m evaluation routing`; make it with that")
+            raise ValueError(f"{file} is not a file of `upcycle routing`; make it with that")
         try:
             value = strict.held(value, Routed, str(file))
             check_sizes(value, str(file))
         except ValueError as error:
-            raise ValueError(f"{error}; make it again with `evaluation routing`") from None
+            raise ValueError(f"{error}; make it again with `upcycle routing`") from None
         name = Path(value["checkpoint"]).name
         found[name if name not in found else f"{name} ({file.stem})"] = value
     return found

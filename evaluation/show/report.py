@@ -1,48 +1,21 @@
-"""One page that shows what came of it: scores, differences, losses, how experts are used, the plan, where it is from.
-
-usage: python -m evaluation report PATH ... [-- PATH ...] [key=value ...]
-
-  python -m evaluation report runs/eval/dense runs/eval/moe runs/dense runs/moe ./moe output=report.html
-  python -m evaluation report runs/dense-{0,1,2} runs/eval/dense-{0,1,2} -- runs/moe-{0,1,2} runs/eval/moe-{0,1,2}
-
-Each path is what it is found to be: a folder of `evaluation run` (run.json), of `training` (metrics.jsonl), of `upcycle
-convert` (upcycle.json), or a file of `evaluation routing`; a folder may be two of these. The first of a kind is what
-the others are compared with; suites and models may be any number. Groups are as `compare` has them: A1,A2,A3 or what
-lies between two `--` are seeds of one model, in the order of the other groups' seeds, and the page shows their mean and
-the interval over them. Of one run each it calls nothing better. Beside report.html come report.md and report.json with
-the same numbers.
-
-The page stands alone: no script, no font, no picture is fetched, and a policy in its head forbids it.
-
-keys, with defaults and meaning: docs/config.md
-"""
+"""Write the report: a page that stands alone, and the same numbers as Markdown and JSON."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from evaluation.judge import compare
 from evaluation.judge.compare import is_share, number
 from evaluation.show import routing
-from evaluation.show.facts import Facts, gather, opening, verdicts
+from evaluation.show.facts import Facts, opening, verdicts
 from evaluation.show.page import of_suite, page, sources
-from upcycle.cli import frame as cli
-from upcycle.config.reading import read
 from upcycle.converting.card import inert
 from upcycle.io import publish
 from upcycle.io.disk import sweep, write_atomic
-
-
-@dataclass(frozen=True)
-class ReportConfig:
-    output: str = "report.html"  # the page to write; .md and .json come beside it
-    title: str = "Upcycling report"  # title of the page
-
 
 # ---- the same as Markdown and JSON
 
@@ -94,17 +67,3 @@ def write(output: Path, facts: Facts) -> None:
             write_atomic(path, text)
         found = as_json(facts) | {"files": sums}
         write_atomic(output.with_suffix(".json"), (json.dumps(found, allow_nan=False) + "\n").encode())
-
-
-def main(words: Sequence[str]) -> int:
-    paths, keys = cli.names_and_words(words)
-    config = read(ReportConfig, "", keys)
-    if not paths:
-        raise ValueError("report needs something to show: report RESULTS ... RUN ... routing.json [output=report.html]")
-    output = Path(config.output)
-    if output.suffix != ".html":
-        raise ValueError(f"output={config.output} must end in .html; its .md and .json come beside it")
-    facts = gather(compare.group_words(paths), config.title)
-    write(output, facts)
-    print("\n".join([*map(cli.printable, [opening(facts), *verdicts(facts)]), str(output)]))
-    return 0

@@ -1,39 +1,15 @@
-"""How a model uses its experts on given text, and how far they have come from the dense FFN they were copied from.
+"""Measure how a model uses its experts on texts, and how far they have come from the dense FFN they were copied from.
 
-usage: python -m evaluation routing CHECKPOINT TEXT ... [key=value ...]
-
-  python -m evaluation routing ./moe book.txt
-  python -m evaluation routing ./moe-trained book.txt other-book.txt start=./moe output=routing.json
-
-Every text is a domain. What is measured of a layer:
-
-    load            an expert's share of the choices / the mean share, by domain: 1 is balance
-    entropy         of the load over all domains, divided by log N: 1 is balance
-    specialisation  what an expert's number tells about the domain: mutual information / log of the number of domains
-    together        how often two experts are chosen for one token / how often they would be if choices were independent
-    whole groups    tokens whose experts are complete virtual groups: the dense FFN of one copy or several, whole
-    whole           tokens whose experts are whole dense FFNs, of slices of whatever copies
-    missing         slices of these FFNs that a token has too seldom; doubled: too often (see training/optim/balance.py)
-    chosen          how many tokens took an expert
-    saliency        the mean over them of weight * |what the expert gave| (REAP, 2510.13999)
-    pruned          with keep=N: error, gain and cosine of the FFN in which the N most salient experts alone are left
-    spread          |expert - mean of its copies| / |mean|, mean over experts: 0 as long as copies are copies
-    moved           |expert - what it was at `start`| / |what it was|, mean over experts; the router's rows likewise
-
-`upcycle` makes fewer or more experts by the file: method.name=prune or utility, method.by=routing.json.
-
-C domains, L MoE layers, N experts = E copies x G parts, K chosen a token, T tokens.
-
-keys, with defaults and meaning: docs/config.md
+`upcycle routing --help` says what each number means. C domains, L MoE layers, N experts = E copies x G parts, K chosen
+a token, T tokens.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -52,11 +28,8 @@ from training.model.lora import merge
 from training.model.moe import MoE, Router, Routing
 from training.optim.loads import coherence, expert_counts, token_entropy
 from upcycle.arch.spec import MoESpec
-from upcycle.cli import frame as cli
-from upcycle.config.reading import read
 from upcycle.converting import grow
 from upcycle.io.checkpoint import Checkpoint
-from upcycle.io.disk import write_atomic
 from upcycle.text import tokens as text
 
 PAIRS = 64  # experts up to which the table of all pairs is written; of more, only the STRONGEST pairs
@@ -451,16 +424,3 @@ def table(found: dict[str, Any]) -> str:
         cells = (("" if value is None else f"{value:.4g}").rjust(len(name)) for name, value in values.items())
         lines.append(f"{int(row['layer']):>5}  " + "  ".join(cells))
     return "\n".join(lines)
-
-
-def main(words: Sequence[str]) -> int:
-    named, keys = cli.names_and_words(words)
-    if not named:
-        raise ValueError("routing needs a checkpoint and texts: routing CHECKPOINT TEXT [TEXT ...] [key=value ...]")
-    given = [f"checkpoint={named[0]}", f"texts={json.dumps(named[1:])}", *keys]
-    config = read(RoutingConfig, "", given)
-    found = analyse(config)
-    write_atomic(Path(config.output), (json.dumps(found | {"config": asdict(config)}) + "\n").encode())
-    print(table(found))
-    print(f"\n{config.output}")
-    return 0

@@ -147,8 +147,7 @@ def command(folder: Path) -> str:
     known = dict(leaves(defaults))
     words = [word(key, value) for key, value in leaves(config) if key not in known or known[key] != value]
     count = ranks(folder)
-    start = ["torchrun", "--nproc-per-node", str(count)] if count > 1 else ["python"]
-    return shlex.join([*start, "-m", "training", *words])
+    return shlex.join(["upcycle", "train", *words, *([f"nproc={count}"] if count > 1 else [])])
 
 
 def ranks(folder: Path) -> int:

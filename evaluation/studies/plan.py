@@ -39,7 +39,7 @@ SET = ("output", "export", "seed", "data.seed", "model.upcycle.seed")  # set by 
 INPUTS = "inputs.json"  # in the study's folder
 NAME = re.compile(r"\w[\w.-]*")
 ABOUT = """\
-# {name} of a study. Alone: python -m training {file}
+# {name} of a study. Alone: upcycle train {file}
 # The order of the samples is a function of data.seed alone (training/data/mixture.py), so that all arms of a seed read
 # the same ones; seed is of random weights, model.upcycle.seed of the routers' rows and of what a method draws.
 """
@@ -58,7 +58,7 @@ class StudyConfig:
     control: str = ""  # the arm that the others are compared with; "": the first
     seeds: tuple[int, ...] = (0, 1, 2)  # of the order of the data and of routers; an interval needs three
     means: Any = field(default_factory=dict)  # name: validation sets, whose mean is a headline; {}: one of all sets
-    suites: tuple[Any, ...] = ()  # of `evaluation run`, before and after: names, or keys with `suite`
+    suites: tuple[Any, ...] = ()  # of `upcycle eval`, before and after: names, or keys with `suite`
     timing: int = 30  # steps of the run that measures how fast an arm is, for match: seconds
     workers: int = 1  # runs at once
     devices: tuple[str, ...] = ()  # a CUDA_VISIBLE_DEVICES for each worker, in turn; (): as it is
@@ -253,7 +253,7 @@ def flops(plan: Plan) -> dict[str, float]:
                 if not (Path(part.path) / META).is_file():
                     raise ValueError(
                         f"data.{kind}: {part.path} is no folder of token shards; make it with python -m "
-                        "training.cli.prepare, or write tokens=FOLDER where the config says ${tokens}"
+                        "upcycle prepare, or write tokens=FOLDER where the config says ${tokens}"
                     )
         try:
             with source(config) as origin:

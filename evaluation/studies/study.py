@@ -1,18 +1,4 @@
-"""Does it pay? Arms x seeds, trained on one device or several, and judged over seeds, on one page.
-
-usage: python -m evaluation study STUDY [key=value ...]
-
-  python -m evaluation study tiny                                     # from nothing, about a minute on a laptop
-  python -m evaluation study smollm2 source=./llama tokens=./tokens workers=2 devices=[0,1]    # a real checkpoint
-  python -m evaluation study tiny judge=true                          # the page of what is there so far
-
-STUDY is a file or a ready one (configs/study). Each arm is a training config: `base` has what all share, `arms` what
-each has of its own. Arms of a seed read the same samples in the same order, seeds differ in it. Each run is `python -m
-training` on a config that lies beside its folder. Started again, the same command goes on where it was stopped:
-finished runs are skipped, begun ones resume. Writes study.html, study.json and runs/ARM/seed-N into its folder.
-
-keys, with defaults and meaning: docs/config.md
-"""
+"""Train and judge arms x seeds, and write the page; what is done already stays."""
 
 from __future__ import annotations
 
@@ -23,7 +9,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from datetime import UTC, datetime
@@ -36,27 +21,22 @@ from evaluation.show.study import page, sentences, table
 from evaluation.studies import plan as planning
 from evaluation.studies.judging import Contrast, Judged, judge
 from evaluation.studies.outcome import finished
-from evaluation.studies.plan import Plan, Trial, demo_config, read_study
+from evaluation.studies.plan import Plan, Trial, demo_config
 from evaluation.studies.running import ROOT, Job, Workers, alone, device, stopping
 from evaluation.studies.suites import Suite, before_folder, starts, suites_of
 from examples import demo
 from training.observe import metrics
 from upcycle import __version__
-from upcycle.cli import frame as cli
 from upcycle.io.disk import write_atomic
 
 
-def main(words: Sequence[str]) -> int:
-    plan = read_study(*cli.file_and_words(words))
-    command = shlex.join(["python", "-m", "evaluation", "study", *words])
+def perform(plan: Plan, command: str) -> dict[str, str]:
+    """Do what is left of a study, or with judge=true show what is there; return the failures, a sentence a job."""
     if plan.config.judge:
         show(plan, command, {})
-        return 0
+        return {}
     with alone(plan.folder):
-        failures = study(plan, command)
-    for sentence in failures.values():
-        print(f"evaluation: {sentence}", file=sys.stderr)
-    return cli.USER_ERROR if failures else 0
+        return study(plan, command)
 
 
 def study(plan: Plan, command: str) -> dict[str, str]:
@@ -103,7 +83,7 @@ def left(trial: Trial, suites: Sequence[Suite], keep: bool) -> list[str] | None:
     """The next command of a trial: training to its end, then each suite."""
     pending = [command for suite in suites if (command := suite.left(str(trial.folder), trial.folder / "suites"))]
     if not trained(trial) or (pending and not has_weights(trial)):
-        return ["training", str(trial.file)]
+        return ["upcycle", "train", str(trial.file)]
     if pending:
         return pending[0]
     if not keep:
@@ -198,12 +178,12 @@ def commands(plan: Plan, command: str) -> dict[str, str]:
     runs, folders = [], [plan.run_folder(arm, seed) for seed in plan.config.seeds for arm in plan.arms]
     for number, folder in enumerate(folders):
         where = "".join(f"{k}={v} " for k, v in device(plan.config.devices, number % plan.config.workers).items())
-        runs.append(f"{where}python -m training {shlex.quote(str(folder))}.yaml")
+        runs.append(f"{where}upcycle train {shlex.quote(str(folder))}.yaml")
     texts = {"The study": command, "Each run by itself": "\n".join(runs)}
     if suites := suites_of(plan):
         asked = [(checkpoint, before_folder(plan, checkpoint)) for checkpoint in dict.fromkeys(starts(plan).values())]
         asked += [(str(folder), folder / "suites") for folder in folders]
-        lines = [shlex.join(["python", "-m", *suite.command(*where)]) for where in asked for suite in suites]
+        lines = [shlex.join(suite.command(*where)) for where in asked for suite in suites]
         texts["What they are asked"] = "\n".join(lines)
     for arm in plan.arms:
         file = plan.run_folder(arm, plan.config.seeds[0]).with_suffix(".yaml")

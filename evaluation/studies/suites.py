@@ -17,17 +17,17 @@ from evaluation.studies.plan import Plan
 @dataclass(frozen=True)
 class Suite:
     name: str
-    words: tuple[str, ...]  # of `evaluation run`, without the checkpoint and the output
+    words: tuple[str, ...]  # of `upcycle eval`, without the checkpoint and the output
 
     def command(self, checkpoint: str, folder: Path) -> list[str]:
         """The command that asks a checkpoint this suite; the answers lie in `folder`/NAME."""
-        return ["evaluation", "run", self.words[0], checkpoint, *self.words[1:], f"output={folder / self.name}"]
+        return ["upcycle", "eval", self.words[0], checkpoint, *self.words[1:], f"output={folder / self.name}"]
 
     def left(self, checkpoint: str, folder: Path) -> list[str] | None:
         """The command, or None if its answers are there."""
         command = self.command(checkpoint, folder)
         answered_by = logged.is_run(folder / self.name) and logged.load(folder / self.name).command
-        return None if answered_by == shlex.join(["python", "-m", *command]) else command
+        return None if answered_by == shlex.join(command) else command
 
 
 @dataclass(frozen=True)

@@ -42,22 +42,7 @@ from training.run.parts import source
 
 README = (ROOT / "README.md").read_text()
 CARD = 80.0  # GB of a GPU: some 85.5 are free on one of "80 GB", of which 3 are the driver's and NCCL's
-PROGRAMS = {
-    "upcycle": "upcycle.__main__",
-    "python -m training": "training.__main__",
-    "python -m evaluation": "evaluation.__main__",
-    **{
-        f"python -m {name}": name
-        for name in (
-            "training.cli.bench",
-            "training.cli.estimate",
-            "training.cli.prepare",
-            "training.cli.plots",
-            "training.cli.export",
-            "benchmarks.evaluation",
-        )
-    },
-}
+ALIASES = {"training": ["train"], "evaluation": []}
 # model, folder, and what makes it small; all the numbers of experts stay as they are
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-8b": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 112}),
@@ -118,11 +103,9 @@ class Walk:
         if "|" in words:
             subprocess.run(["bash", "-o", "pipefail", "-c", command], env=self.environment, check=True)
             return
-        for start, module in PROGRAMS.items():
-            if command.startswith(start + " "):
-                code = importlib.import_module(module).main([*words[len(start.split()) :], *more])
-                assert not code, command
-                return
+        if words[0] == "upcycle" or words[:2] == ["python", "-m"]:
+            self.upcycle(words, more)
+            return
         if words[:2] == ["hf", "download"]:
             helped = subprocess.run(["hf", "download", "--help"], env=self.environment, capture_output=True, text=True)
             assert all(word in helped.stdout for word in words if word.startswith("--")), command
@@ -138,34 +121,31 @@ class Walk:
         else:
             raise AssertionError(f"nobody knows how to try: {command}")
 
-    def torchrun(self, words: list[str], more: list[str]) -> None:
-        """Two processes: on one node, where we stand in for torchrun (which test_kill_rank.py asks for as it is), or two
-        nodes with one each, which share this machine. Where a dense model is asked, one does: two have nothing else to do."""
-        if "evaluation" in words and "mesh.ep=8" not in words:
-            assert (
-                importlib.import_module("evaluation.__main__").main([*words[words.index("evaluation") + 1 :], *more])
-                == 0
-            )
-            return
-        nodes = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
-        assert nodes in (1, 2)
-        words = [word.replace("$FIRST:29400", "localhost:0") for word in words]
-        words[words.index("--nproc-per-node") + 1] = str(2 // nodes)
-        if nodes == 1 and "upcycle" in words:  # whose ranks are refused where one comes after the others have ended
-            words.insert(1, "--standalone")
-            self.together([[sys.executable, "-m", "torch.distributed.run", *words[1:], *more]])
-            return
-        if nodes == 1:
-            assert words[1] == "--nproc-per-node" and words[3] == "-m"
-            module = next(
-                (m for start, m in PROGRAMS.items() if words[4] == start.removeprefix("python -m ")), words[4]
-            )
+    def upcycle(self, words: list[str], more: list[str]) -> None:
+        """In this process; where it says nproc=8, in two that meet over gloo. A dense model is asked in one process."""
+        if words[0] == "python":
+            module, *rest = words[2:]
+            if module.startswith(("benchmarks", "examples")):
+                assert not importlib.import_module(module).main([*rest, *more])
+                return
+            words = ["upcycle", *ALIASES[module], *rest]
+        verb, *given = [word for word in [*words[1:], *more] if not word.startswith("nproc=")]
+        several = any(word.startswith("nproc=") for word in words)
+        if several and verb in ("convert", "prepare"):
+            self.together([[sys.executable, "-m", "upcycle", verb, *given, "nproc=2"]])
+        elif several and (verb != "eval" or "mesh.ep=8" in given):
             said = [self.folder / f"said-{rank}.txt" for rank in range(2)]
-            codes = as_torchrun(2, module, [*words[5:], *more], said)
+            codes = as_torchrun(2, "upcycle.__main__", [verb, *given], said)
             assert codes == [0, 0], "\n".join(file.read_text()[:3000] for file in said)
-            return
+        else:
+            assert not importlib.import_module("upcycle.__main__").main([verb, *given]), words
+
+    def torchrun(self, words: list[str], more: list[str]) -> None:
+        """Two nodes with a process each, which share this machine."""
+        assert words[words.index("--nnodes") + 1] == "2"
+        words[words.index("--nproc-per-node") + 1] = "1"
         words[words.index("--rdzv-endpoint") + 1] = f"localhost:{free_port()}"
-        self.together([[sys.executable, "-m", "torch.distributed.run", *words[1:], *more]] * nodes)
+        self.together([[sys.executable, "-m", "torch.distributed.run", *words[1:], *more]] * 2)
 
     def sbatch(self, words: list[str], more: list[str]) -> None:
         """The batch script itself, under a Slurm that knows one machine: srun starts what it is given, once a node."""
@@ -248,9 +228,9 @@ def fell(folder: Path) -> None:
 def test_llama_3_8b_on_one_node(walk: Walk) -> None:
     place(walk.folder, "llama3-8b", ("web", "academic", "held-out"))
     more = {
-        "-m training llama3": [*TRAINING, "schedule.peak=1e-3"],
+        "upcycle train llama3": [*TRAINING, "schedule.peak=1e-3"],
         "model.source=llama3-8b": ["mesh.ep=1"],
-        "evaluation run": ["device=cpu"],
+        "upcycle eval": ["device=cpu"],
         "mesh.ep=8": ["mesh.ep=2"],
     }
     walk(journey("Llama 3 8B"), more)
@@ -265,7 +245,7 @@ def test_llama_3_8b_on_one_node(walk: Walk) -> None:
 
 def test_nemotron_4_15b_under_slurm(walk: Walk) -> None:
     place(walk.folder, "nemotron4-15b", ("train", "held-out"))
-    more = {"sbatch": [*TRAINING, "schedule.peak=1e-3"], "evaluation run": ["device=cpu", "mesh.ep=2"]}
+    more = {"sbatch": [*TRAINING, "schedule.peak=1e-3"], "upcycle eval": ["device=cpu", "mesh.ep=2"]}
     walk(journey("Nemotron-4 15B"), more)
     fell(walk.folder / "runs" / "nemotron")
     made = json.loads((walk.folder / "nemotron4-15b-e64t8-trained" / "config.json").read_text())
@@ -274,7 +254,7 @@ def test_nemotron_4_15b_under_slurm(walk: Walk) -> None:
 
 def test_qwen3_8b_on_two_nodes(walk: Walk) -> None:
     place(walk.folder, "qwen3-8b-base", ("train", "held-out"))
-    more = {"-m training qwen3": [*TRAINING, "schedule.peak=1e-3"], "evaluation routing": ["tokens=500"]}
+    more = {"train qwen3": [*TRAINING, "schedule.peak=1e-3"], "upcycle routing": ["tokens=500"]}
     walk(journey("Qwen3 8B"), more)
     fell(walk.folder / "runs" / "qwen3")
     made = json.loads((walk.folder / "qwen3-8b-e56t7-trained" / "config.json").read_text())
@@ -294,12 +274,12 @@ def test_qwen3_30b_goes_on(walk: Walk) -> None:
     tokenize(folder)
     small = ["device=cpu", "dtype=float32"]
     more = {
-        "-m training qwen3": [*TRAINING, "schedule.peak=1e-3", "mesh.ep=1"],
-        "evaluation run": small,
-        "evaluation routing": ["tokens=500"],
+        "train qwen3": [*TRAINING, "schedule.peak=1e-3", "mesh.ep=1"],
+        "upcycle eval": small,
+        "upcycle routing": ["tokens=500"],
     }
     # in one process: the other journeys train in two, which take 20 seconds to begin
-    walk([line.replace("torchrun --nproc-per-node 8", "python") for line in journey("Continue Qwen3-30B-A3B")], more)
+    walk([line.replace(" nproc=8", "") for line in journey("Continue Qwen3-30B-A3B")], more)
     fell(walk.folder / "runs" / "qwen3-30b")
     found = json.loads((walk.folder / "routing.json").read_text())
     # random routers may leave the experts that go unused in a layer, so that nothing is lost there
@@ -312,7 +292,7 @@ def test_mmlu_of_dense_and_moe(walk: Walk) -> None:
     place(walk.folder, "llama3-8b", ())
     make_mmlu(walk.folder / "files")
     small = [f"data={walk.folder / 'files'}", "device=cpu", "dtype=float32", "forward_tokens=4096"]
-    walk(journey("MMLU"), {"evaluation run": small, "mesh.ep=8": ["mesh.ep=2"]})
+    walk(journey("MMLU"), {"upcycle eval": small, "mesh.ep=8": ["mesh.ep=2"]})
     dense, moe = (logged.load(walk.folder / "runs/eval" / name).groups["mmlu"] for name in ("mmlu-dense", "mmlu-moe"))
     assert dense.items == 57 * 2
     assert dense.metrics == pytest.approx(moe.metrics)  # an exact upcycle
@@ -343,7 +323,7 @@ def test_chat_on_one_gpu(walk: Walk) -> None:
     (walk.folder / "text").mkdir()
     for seed, name in enumerate(("talks", "held-out")):
         rows(walk.folder / "text" / f"{name}.jsonl", [{"messages": talk} for talk in conversations(20, seed)])
-    more = {"kind=chat": ["sequence=128"], "-m training chat": [*TRAINING, "mesh.ep=1", "data.sequence=128"]}
+    more = {"kind=chat": ["sequence=128"], "upcycle train chat": [*TRAINING, "mesh.ep=1", "data.sequence=128"]}
     walk(journey("Chat, on one GPU"), more)
     for run, made in {"chat": "chat-moe", "chat-lora": "chat-lora"}.items():
         fell(walk.folder / "runs" / run)
@@ -410,7 +390,7 @@ def test_the_journeys_plan_with_the_true_sizes(headers: Path, walk: Walk, capsys
         ("Qwen3 8B", "qwen3-8b-base", "qwen3-8b-e56t7-shared"),
     ):
         (walk.folder / folder).symlink_to(headers / model)
-        plans = [command for command in journey(title) if " plan " in command or ".plan " in command]
+        plans = [command for command in journey(title) if " plan " in command or " estimate " in command]
         assert len(plans) == 2
         capsys.readouterr()
         walk(plans[:1], {})

@@ -17,18 +17,26 @@ from typing import Any, get_type_hints
 import pytest
 
 from benchmarks import evaluation as evaluation_bench
-from evaluation.ask import harness, run
-from evaluation.judge import compare
-from evaluation.show import report, routing
+from evaluation.ask import harness
+from evaluation.ask.run import RunConfig
+from evaluation.cli.compare import CompareConfig
+from evaluation.cli.report import ReportConfig
+from evaluation.show.routing import RoutingConfig
 from evaluation.studies.plan import StudyConfig
 from examples import demo
-from training.cli import bench
-from training.cli import estimate as plan
+from training.cli.prepare import PrepareKeys
 from training.config.schema import StageConfig, TrainConfig
 from training.data.mixture import TrainSource, ValidSource
 from training.data.prepare import PrepareConfig
-from training.estimating import measure
+from training.estimating.estimate import EstimateConfig
+from training.estimating.measure import MeasureConfig
+from training.run.bench import BenchConfig
 from upcycle import plugin
+from upcycle.cli.inspect import InspectKeys
+from upcycle.cli.main import COMMANDS
+from upcycle.cli.plan import PlanKeys
+from upcycle.cli.push import PushKeys
+from upcycle.cli.verify import VerifyKeys
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import grow
 
@@ -36,20 +44,25 @@ PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 # title, what is said above the table, the class; keys of a part that an earlier table has are not listed again
 TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle plan, upcycle convert", "And `model.upcycle` of training.", UpcycleConfig),
-    ("training", "And training.cli.estimate.", TrainConfig),
-    ("training: one of stages", "Keys that are left out are those of the run.", StageConfig),
-    ("training.cli.estimate", "Besides those of training.", plan.PlanConfig),
-    ("training.cli.estimate measure", "", measure.MeasureConfig),
-    ("training: one of data.train", "A folder of token shards alone is its `path`.", TrainSource),
-    ("training: one of data.valid", "A folder of token shards alone is its `path`.", ValidSource),
-    ("training.cli.prepare", "", PrepareConfig),
-    ("training.cli.bench", "", bench.BenchConfig),
-    ("evaluation run", "", type(run.read_config(["tiny", "model"]))),
-    ("evaluation lm-eval", "Of `--model upcycle --model_args key=value,key=value`.", harness.ModelConfig),
-    ("evaluation compare", "", compare.CompareConfig),
-    ("evaluation routing", "", routing.RoutingConfig),
-    ("evaluation report", "", report.ReportConfig),
-    ("evaluation study", "The keys of an arm are those of training.", StudyConfig),
+    ("upcycle plan", "Besides those above.", PlanKeys),
+    ("upcycle verify", "", VerifyKeys),
+    ("upcycle inspect", "", InspectKeys),
+    ("upcycle push", "", PushKeys),
+    ("upcycle prepare", "", PrepareConfig),
+    ("upcycle prepare OUTPUT", "Besides those above.", PrepareKeys),
+    ("upcycle train", "And upcycle estimate.", TrainConfig),
+    ("upcycle train: one of stages", "Keys that are left out are those of the run.", StageConfig),
+    ("upcycle train: one of data.train", "A folder of token shards alone is its `path`.", TrainSource),
+    ("upcycle train: one of data.valid", "A folder of token shards alone is its `path`.", ValidSource),
+    ("upcycle estimate", "Besides those of training.", EstimateConfig),
+    ("upcycle estimate measure=FILE", "", MeasureConfig),
+    ("upcycle bench", "Besides those of training.", BenchConfig),
+    ("upcycle eval", "", RunConfig),
+    ("python -m evaluation lm-eval", "Of `--model upcycle --model_args key=value,key=value`.", harness.ModelConfig),
+    ("upcycle compare", "", CompareConfig),
+    ("upcycle routing", "", RoutingConfig),
+    ("upcycle report", "", ReportConfig),
+    ("upcycle study", "The keys of an arm are those of training.", StudyConfig),
     ("benchmarks.evaluation", "", evaluation_bench.BenchConfig),
     ("examples.demo", "", demo.DemoConfig),
 ]
@@ -58,7 +71,8 @@ HEAD = """# Keys
 Back to the [README](../README.md).
 
 What a config file and `key=value` words may hold, command by command: written by `python -m tests.docs.test_keys` from the
-dataclasses that read them. `a.b=1` on a command line is `a: {b: 1}` in a file; `[a,b]` is a list, nothing after `=` the
+dataclasses that read them. `nproc=8` starts so many processes of convert, prepare, train, export, estimate, bench or eval.
+`a.b=1` on a command line is `a: {b: 1}` in a file; `[a,b]` is a list, nothing after `=` the
 empty text. A key that is not here is refused with the nearest one that is.
 """
 
@@ -95,7 +109,7 @@ def rows(kind: type[Any], known: set[type[Any]], before: str = "") -> list[tuple
     """Key, default, meaning; the keys of a part begin with the part's name."""
     known.add(kind)
     found, hints, said = [], get_type_hints(kind), meanings(kind)
-    for field in dataclasses.fields(kind):
+    for field in [field for field in dataclasses.fields(kind) if field.name in kind.__annotations__]:
         part = hints[field.name]
         if not dataclasses.is_dataclass(part):
             found.append((before + field.name, default_of(field), said[field.name]))
@@ -135,6 +149,11 @@ def page() -> str:
 @pytest.mark.parametrize("kind", [kind for _, _, kind in TABLES], ids=[title for title, _, _ in TABLES])
 def test_every_key_says_what_it_means(kind: type[Any]) -> None:
     assert not [key for key, _, said in rows(kind, set()) if not said]
+
+
+def test_every_command_is_there() -> None:
+    titles = " ".join(title for title, _, _ in TABLES)
+    assert not [name for name in COMMANDS if f"upcycle {name}" not in titles and name != "export"]
 
 
 @pytest.mark.parametrize("name", [*plugin.names("upcycle.planning.methods"), *grow.METHODS])

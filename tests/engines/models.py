@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import upcycle
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.cli.prepare import main as prepare
 from training.config.reading import read_config
 from training.run.loop import train
-from upcycle import Upcycling
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -117,7 +117,7 @@ def make(case: Case, folder: Path, *, trained: bool = False) -> Path:
     keys = {"source": str(dense), "target": case.target, "experts": 4, "top_k": 2, "router": {"init": {"std": 0.1}}}
     keys |= case.asked
     if not trained:
-        return Upcycling(keys).convert(folder / "moe", quiet=True)
+        return upcycle.convert(keys, output=folder / "moe", quiet=True)
     source = jsonl(folder / "text.jsonl", texts(30, 0))
     assert prepare([str(folder / "data"), f"tokenizer={dense}", f"sources=[{source}]"]) == 0
     bias = ["balance.bias_rate=0.05"] if keys["router"].get("score") == "sigmoid" else []

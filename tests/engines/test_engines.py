@@ -26,11 +26,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+import upcycle
 from tests.engines import engines
 from tests.engines.engines import ENGINES, Answer
 from tests.engines.models import CASES, TRAINED, make
 from tests.unit.training.test_data import texts
-from upcycle import Upcycling
 from upcycle.arch.registry import target
 from upcycle.planning import engines as known
 
@@ -128,7 +128,7 @@ def test_smollm2_in_an_engine(engine: str, place: Path) -> None:
     engines.need(engine)
     moe = place / "smollm2"
     if not moe.exists():
-        Upcycling(source=SMOLLM2, target="mixtral", experts=4, top_k=2).convert(moe, quiet=True)
+        upcycle.convert(source=SMOLLM2, target="mixtral", experts=4, top_k=2, output=moe, quiet=True)
     asked = engines.question(moe, "The capital of France is", (engines.ROOT / "README.md").read_text())
     asked["prefixes"] = [p if i % 8 == 7 else None for i, p in enumerate(asked["prefixes"])]  # of a second each
     want, (got,) = engines.transformers(asked | {"folder": str(SMOLLM2)}), engines.ask(ENGINES[engine], [asked], place)

@@ -1,4 +1,4 @@
-"""What transformers' own modelling makes of a bench config's blocks: forward and backward, beside training.cli.bench's row.
+"""What transformers' own modelling makes of a bench config's blocks: forward and backward, beside upcycle bench's row.
 
 usage: python -m tests.gpu.peer_transformers bench-deepseek-v3 layers=4 stack=true [compile=true] [key=value ...]
 
@@ -16,9 +16,9 @@ import torch
 import transformers
 from torch.nn.attention import sdpa_kernel
 
-from training.cli.bench import BLOCKS, BenchConfig, batch, spec_of, timed
 from training.model.attention import BACKENDS
 from training.observe.flops import model_flops
+from training.run.bench import BLOCKS, BenchConfig, batch, spec_of, timed
 from upcycle.arch.spec import MoESpec
 from upcycle.cli import frame as cli
 from upcycle.config.reading import read
@@ -44,7 +44,7 @@ def main(words: list[str]) -> None:
             experts_implementation="grouped_mm",
         )  # fmt: skip
     model.train()
-    if config.compile:
+    if config.model.compile:
         for layer in model.layers:
             layer.compile()
     count = config.batch // (config.micro_batch or config.batch)
@@ -54,17 +54,17 @@ def main(words: list[str]) -> None:
     def step() -> None:
         for tokens_BS in tokens:
             out = model(input_ids=tokens_BS).last_hidden_state
-            (out.float().square().mean(-1).sum() / (config.batch * config.sequence)).backward()
+            (out.float().square().mean(-1).sum() / (config.batch * config.data.sequence)).backward()
         model.zero_grad(set_to_none=True)
 
     with sdpa_kernel(BACKENDS, set_priority=True):
         for _ in range(config.warmup):
             step()
         seconds = statistics.median(timed(step, device, config.steps) for _ in range(BLOCKS))
-    rate = config.batch * config.sequence / seconds
-    flops = model_flops(spec, config.sequence) - 6 * spec.dense.vocab * spec.dense.hidden
+    rate = config.batch * config.data.sequence / seconds
+    flops = model_flops(spec, config.data.sequence) - 6 * spec.dense.vocab * spec.dense.hidden
     row = {
-        "peer": f"transformers {transformers.__version__}, grouped_mm, {attention}", "compile": config.compile,
+        "peer": f"transformers {transformers.__version__}, grouped_mm, {attention}", "compile": config.model.compile,
         "layers": layers, "micro_batch": size, "parameters": sum(p.numel() for p in model.parameters()), "seconds": seconds,
         "tokens_per_s": rate, "tflops": flops * rate / 1e12,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,

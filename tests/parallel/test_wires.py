@@ -1,4 +1,4 @@
-"""What training.cli.estimate measure learns of the wires between ranks, on two of them."""
+"""What upcycle estimate measure=FILE learns of the wires between ranks, on two of them."""
 
 from __future__ import annotations
 

@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 from tests.parity import tiny
 from training.checkpoint import layout
 from training.model.decoder import Decoder
-from upcycle.__main__ import PROMISE_BROKEN, main
+from upcycle.__main__ import main
 from upcycle.arch import registry
 from upcycle.arch.spec import DenseSpec
+from upcycle.cli.verify import PROMISE_BROKEN
 
 FAMILIES = ("smollm3", "olmo3", "gemma2", "gemma3_text")
 Roles = Mapping[str, str]  # role -> the role whose weights it is given
@@ -126,7 +127,7 @@ def test_a_conversion_is_verified(family: str, tmp_path: Path) -> None:
     assert main(["convert", f"source={dense}", f"output={moe}", *words]) == 0
     config = json.loads((moe / "config.json").read_text())
     assert config["model_type"] == "upcycled"
-    verify = ["verify", str(dense), str(moe), "--tokens", "64", "--length", "32"]
+    verify = ["verify", str(dense), str(moe), "tokens=64", "sequence=32"]
     assert main(verify) == 0
     for key in WRITTEN[family]:
         (moe / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != key}))

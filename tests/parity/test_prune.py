@@ -37,7 +37,7 @@ KEPT = ([1, 2], [0, 3])
 
 
 def measured(source: Path, chosen: Sequence[int] = (5, 1, 1, 1), **more: Any) -> Path:
-    """A file of `evaluation routing` with numbers of our own."""
+    """A file of `upcycle routing` with numbers of our own."""
     with Checkpoint.open(source) as checkpoint, layout.opened(source) as origin:
         model = layout.load(Decoder(origin.spec), origin)
         found: dict[str, Any] = {"kind": "routing", "source": checkpoint.fingerprint(), "experts": 4, "keep": 0}

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.utils import logging
 
+import upcycle
 from tests.parity import tiny
 from tests.unit.training.test_data import make_tokenizer, texts
-from upcycle import Upcycling
 
 logging.disable_progress_bar()
 OPTIONS: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.float32}
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "dense" / "tokenizer_config.json").write_text(json.dumps(settings))
     keys = {"experts": 4, "granularity": 2, "top_k": 2, "method": "virtual_group", "shared": 1}
     router = {"choice": "each-slice", "init": {"std": 0.3}}
-    return Upcycling(keys, source=place / "dense", router=router).convert(place / "moe", quiet=True)
+    return upcycle.convert(keys, source=place / "dense", router=router, output=place / "moe", quiet=True)
 
 
 def loaded(folder: Path, **more: Any) -> Any:

@@ -332,7 +332,7 @@ def test_score_auto(dense_folder: Callable[[str], Path]) -> None:
 def test_a_plan_says_what_runs_it_as_a_table_and_as_json(
     dense_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in ([], ["--json"]):
+    for words in ([], ["json=true"]):
         assert main(["plan", f"source={dense_folder('cohere2')}", *words]) == 0
         assert "transformers; no other engine was tried" in capsys.readouterr().out
 

@@ -102,14 +102,14 @@ def test_verify_fails_when_a_weight_of_an_exact_model_is_changed(
     from safetensors.torch import load_file, save_file
 
     folder = convert(tmp_path / "moe", *EXACT["virtual groups"])
-    assert main(["verify", str(STORIES), str(folder), "--tokens", "256"]) == 0
+    assert main(["verify", str(STORIES), str(folder), "tokens=256"]) == 0
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.2.block_sparse_moe.experts.3.w2.weight"] *= 1.01
     save_file(tensors, path, {"format": "pt"})
-    assert main(["verify", str(STORIES), str(folder), "--tokens", "256"]) == 1
+    assert main(["verify", str(STORIES), str(folder), "tokens=256"]) == 1
     assert "BROKEN" in capsys.readouterr().out
-    assert main(["inspect", str(folder), "--check"]) == 1
+    assert main(["inspect", str(folder), "check=true"]) == 1
     assert "written" in capsys.readouterr().err
 
 

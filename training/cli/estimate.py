@@ -8,7 +8,8 @@ usage: upcycle estimate [CONFIG] gpus=N [hardware=NAME] [budget=AMOUNT] [price=P
   upcycle estimate my.yaml gpus=8 hardware=h100 budget="100B tokens" price=2.5 seen=15T   # the fastest that fit
   upcycle estimate my.yaml gpus=1 islands=4 link=1Gb/s    # and what islands send each other
   upcycle estimate bench-deepseek-v3 gpus=256 hardware=h100 mesh.ep=64 mesh.pp=4 batch=512   # of sizes alone
-  upcycle estimate measure output=mine.yaml               # this machine's own hardware file, in a minute
+  upcycle estimate measure=mine.yaml                      # this machine's own hardware file, in a minute
+  upcycle estimate measure=mine.yaml nproc=8              # and the wires between its cards
 
 Weights, gradients and moments are counted, parameter by parameter. Gathered weights and activations are estimated from
 what the modules keep in bf16 on a GPU (attention without its square, experts without their product); the allocator's
@@ -18,322 +19,30 @@ are bfloat16 (model.frozen) half of the bytes; activations are counted as if all
 (teacher.weight) has a column of its own. A run in stages has a line for each, with the moments of all stages in every
 one, and with `hardware` the hours of each.
 
-With `hardware` those that fit are ranked by predicted tokens/s (training/estimating/seconds.py); `budget`, `price` and
-`seen` make
-hours, money and what the law of upcycling expects of that. docs/planning.md says how good these predictions are.
+With `hardware` those that fit are ranked by predicted tokens/s; `budget`, `price` and `seen` make hours, money and what
+the law of upcycling expects of that. docs/planning.md says how good these predictions are.
 
 keys, with defaults and meaning: docs/config.md, its own and those of training
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 
-from upcycle.cli import frame as cli
-from upcycle.config.ready import TRAIN
-
-if __name__ == "__main__":  # before the imports below, which take seconds
-    sys.exit(cli.start("training.cli.estimate"))
-
-import math
-from dataclasses import dataclass, fields, replace
-
-import torch
-from tqdm import tqdm
-
-from training.config.reading import read_config
-from training.config.schema import TrainConfig
-from training.config.stages import Stage, stages_of
-from training.estimating import hardware
-from training.estimating.budget import advised, amount, bill, few
-from training.estimating.mappings import AXES, Timed, data_ranks, mappings, micro_batches, ranked, refused
-from training.estimating.memory import Model, memory
-from training.estimating.seconds import RANDOM, Routing, step
-from training.islands import plan as islands
-from training.observe.flops import model_flops
-from training.optim.slots import learning
-from training.optim.teacher import check_teacher
-from training.parallel.mesh import MeshConfig, check
-from training.run.parts import held_in, source, taught_by, whole_on_meta
-from training.run.preflight import check_optim
-from upcycle import plugin
-from upcycle.arch.spec import DenseSpec, MoESpec
-from upcycle.config.reading import find, read
-from upcycle.io import strict
+from upcycle.cli import frame
 
 
-@dataclass(frozen=True)
-class PlanConfig:
-    gpus: int = 0  # how many to plan for
-    hardware: str = ""  # h100 | h200 | b200, or a file of `upcycle estimate measure`: predicts seconds
-    # "100B tokens", "1e22 FLOPs" or "5000 GPU-hours" of training: says hours, GPU-hours and money
-    budget: str = ""
-    price: float = 0.0  # of a GPU-hour, in any currency
-    seen: str = ""  # tokens that the dense model was trained on, such as 15T: what the law of upcycling expects
-    islands: int = 0  # how many of as many GPUs each (islands.join): says what they send each other
-    link: str = ""  # between the islands and their server, such as 1Gb/s
+@frame.command()
+def main(words: Sequence[str]) -> int:
+    if any(word.startswith("measure=") for word in words):
+        from training.estimating.measure import MeasureConfig, measure
+        from upcycle.config.reading import read
 
+        said = measure(read(MeasureConfig, *frame.file_and_words(words)))
+    else:
+        from training.estimating.estimate import estimate_words
 
-FEW = 1024  # tokens of a step for each GPU, below which a mapping is chosen among bad ones
-HOSTED = 0.3  # of a step; below, a larger micro_batch wins little
-BATCH = 2**22  # tokens of a step: more and fewer were worse where large models were upcycled (arXiv 2410.07524)
-MOST_GPUS = 100_000  # that a search of all mappings still ends for
-# which keys of a hardware file a part of a step depends on
-DEPENDS = {
-    "products": ("products",), "experts": ("products",), "attention": ("attention",), "memory": ("bandwidth",),
-    "rows": ("rows", "network"), "tensor": ("link", "network"), "gathers": ("link", "network"),
-    "bubble": ("products", "network"), "optimizer": ("bandwidth",), "host": ("host",),
-}  # fmt: skip
-
-
-def table(
-    spec: DenseSpec | MoESpec, config: TrainConfig, world: int, rows: int = 12, teacher: DenseSpec | None = None
-) -> str:
-    own, stages = config.mesh, stages_of(config)
-    models = [Model(spec, stage.config, teacher, config) for stage in stages]
-    planned = [memory(spec, stage.config, world, model) for stage, model in zip(stages, models, strict=True)]
-    fullest = max(range(len(stages)), key=lambda number: planned[number].total)
-    config, model = stages[fullest].config, models[fullest]
-    every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
-    found = [(mesh, memory(spec, replace(config, mesh=mesh), world, model)) for mesh in every]
-    found = sorted(((mesh, size) for mesh, size in found if mesh != own), key=lambda item: item[1].total)[:rows]
-    names = ["weights", "gradients", "moments", "gathered", "activations", "loss"]
-    names += ["teacher", "total"] if teacher else ["total"]
-    names += ["host"] if config.checkpoint.asynchronous else []
-    lines = ["  ".join(f"{name:>11}" for name in names) + f"   GB on the fullest of {world} GPUs"]
-    says = [f"   (this config{f', {stage.name}' if stage.name else ''})" for stage in stages] + [""] * len(found)
-    for (mesh, size), said in zip([*((own, size) for size in planned), *found], says, strict=True):
-        cells = "  ".join(f"{getattr(size, name) / 1e9:11.2f}" for name in names)
-        lines.append(f"{cells}   {axes(mesh)}{said}")
-    unfit = dict.fromkeys(refused(stage.config, world) for stage in stages)
-    return "\n".join([*lines, *filter(None, unfit)])
-
-
-def axes(mesh: MeshConfig) -> str:
-    return " ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
-
-
-def clocked(
-    spec: DenseSpec | MoESpec,
-    config: TrainConfig,
-    asked: PlanConfig,
-    card: hardware.Hardware,
-    rows: int = 12,
-    teacher: DenseSpec | None = None,
-    whole: TrainConfig | None = None,
-    routing: Routing | None = None,
-) -> str:
-    """The table of the fastest mappings that fit, and what the budget takes with the first of them."""
-    fit, own = ranked(spec, config, asked.gpus, card, teacher, whole, routing)
-    unfit = refused(config, asked.gpus)
-    if not fit:
-        raise ValueError(
-            unfit
-            or f"no mapping of {asked.gpus} {card.name} holds this step, and the config's takes "
-            f"{own.memory.total / 1e9:.0f} GB of {card.memory:g}; try more gpus, a smaller micro_batch or "
-            "model.recompute=full"
-        )
-    tokens, flops = config.batch * config.data.sequence, model_flops(spec, config.data.sequence)
-    shown = fit[:rows] + ([] if own in fit[:rows] or unfit else [own])
-    lines = ["  rank   tokens/s    of a GPU   ms a step    MFU      GB   mapping; what takes longer than in the first"]
-    for each in shown:
-        rate = tokens / each.seconds.total
-        share = rate * flops / asked.gpus / card.peak / 1e12
-        words = axes(each.mesh) + (f" dp_replicate={each.mesh.dp_replicate}" if each.mesh.dp_replicate > 1 else "")
-        place = f"{fit.index(each) + 1}" if each in fit else "no fit"
-        lines.append(
-            f"{place:>6} {rate:10,.0f}  {rate / asked.gpus:10,.0f}  {each.seconds.total * 1e3:10,.0f} {share:6.1%} "
-            f"{each.memory.total / 1e9:7.1f}   {words}{' (this config)' if each is own else ''}{why(each, fit[0])}"
-        )
-    first = fit[0]
-    parts = sorted(vars(first.seconds).items(), key=lambda item: -item[1])
-    lines.append(
-        f"{card.name}, {len(fit):,} mappings fit. The first, in ms: "
-        + ", ".join(f"{name} {seconds * 1e3:,.0f}" for name, seconds in parts if seconds >= 5e-4)
-    )
-    unsure = [(name, key) for name, _ in parts for key in DEPENDS[name] if key in card.sheet]
-    if unsure and parts[0][1] > 0:
-        keys = ", ".join(dict.fromkeys(key for _, key in unsure))
-        lines.append(f"Not measured on this card: {keys}. Measure first what {unsure[0][0]} takes, then rent many.")
-    if unfit:
-        lines.append(unfit)
-    halves, odd = divmod(micro_batches(config, first.mesh, asked.gpus), 2)
-    if first.seconds.host > HOSTED * first.seconds.total and not odd and halves >= first.mesh.pp:
-        lines.append(
-            f"The host takes {first.seconds.host / first.seconds.total:.0%} of the first: it launches more slowly than "
-            f"the GPUs compute; try micro_batch={2 * config.micro_batch}, or more if it fits."
-        )
-    if tokens < FEW * asked.gpus:
-        lines.append(
-            f"A step has {tokens:,} tokens, {tokens / asked.gpus:,.0f} a GPU, which leaves {asked.gpus:,} GPUs idle in "
-            f"any mapping; write batch={math.ceil(BATCH / config.data.sequence)} for the 4 M that were best in "
-            "upcycling (arXiv 2410.07524), or take fewer GPUs."
-        )
-    left = [name for name, there in uncounted(config).items() if there]
-    if left:
-        lines.append(f"Not in these seconds, which are of plain training: {', '.join(left)}.")
-    if asked.budget:
-        for name, each in {"this config": own, "the first": first}.items():
-            if each in fit and (name == "this config" or own is not first):
-                said = bill(asked.budget, asked.price, asked.gpus, tokens, flops, each.seconds.total)
-                lines.append(f"{asked.budget} with {name}: {said}")
-    return "\n".join(lines)
-
-
-def uncounted(config: TrainConfig) -> dict[str, bool]:
-    """What a step may have that training.estimating.seconds does not count, and whether this one has it."""
-    return {
-        "adapters": config.lora.rank > 0,
-        "a teacher": config.teacher.asked,
-        "frozen parameters": any(group.lr == 0 for group in config.optim.groups),
-        "Muon's products": config.optim.name == "muon",
-        "documents (less attention)": config.data.mask_documents,
-        f"{config.model.dtype} (they are bfloat16's)": config.model.dtype != "bfloat16",
-        "FP8": "linear_fp8" in config.model.transformer_engine,
-    }
-
-
-def why(each: Timed, first: Timed) -> str:
-    """The two largest parts in which it is slower."""
-    more = {name: value - getattr(first.seconds, name) for name, value in vars(each.seconds).items()}
-    most = sorted((item for item in more.items() if item[1] >= 5e-4), key=lambda item: -item[1])[:2]
-    return "; " + ", ".join(f"{name} +{value * 1e3:,.0f} ms" for name, value in most) if most else ""
-
-
-def split(words: list[str]) -> tuple[PlanConfig, list[str]]:
-    """The words of planning alone, read; and the rest, which are training's."""
-    own = tuple(f"{field.name}=" for field in fields(PlanConfig))
-    counts = [word.removeprefix("gpus=") for word in words if word.startswith("gpus=")]
-    if len(counts) != 1 or not counts[0].isdecimal() or counts[0] == "0":
-        raise ValueError("say for how many GPUs to plan, for instance gpus=8")
-    if int(counts[0]) > MOST_GPUS:
-        raise ValueError(f"gpus is {counts[0]}, and at most {MOST_GPUS:,} are planned for; write fewer")
-    asked = read(PlanConfig, "", [word for word in words if word.startswith(own)])
-    for name in ("budget", "seen"):
-        if getattr(asked, name):
-            amount(name, getattr(asked, name))
-    if bool(asked.islands) != bool(asked.link) or asked.islands < 0:
-        raise ValueError("say how many islands, and over what link, for instance islands=4 link=1Gb/s")
-    if not 0 <= asked.price < math.inf:
-        raise ValueError(f"price is {asked.price:g}; it must be finite and at least 0, of a GPU-hour")
-    if not asked.hardware and (asked.price or asked.budget):
-        raise ValueError("budget and price need seconds, and hardware is not set; write for instance hardware=h100")
-    for key in ("seen", "price"):
-        if getattr(asked, key) and not asked.budget:
-            raise ValueError(
-                f'{key} is for what a budget brings, and none is set; write for instance budget="100B tokens"'
-            )
-    return asked, [word for word in words if not word.startswith(own)]
-
-
-def seconds_of(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, card: hardware.Hardware) -> float:
-    """Of a step of this very mapping."""
-    return step(spec, config, world, card, taken=memory(spec, config, world).total).total
-
-
-def lasting(stage: Stage, spec: DenseSpec | MoESpec, world: int, card: hardware.Hardware) -> str:
-    """How long a stage takes with its mapping."""
-    config = stage.config
-    if unfit := refused(config, world):
-        return f"{stage.name or 'stage'}: {unfit}"
-    tokens = config.steps * config.batch * config.data.sequence
-    hours = config.steps * seconds_of(spec, config, world, card) / 3600
-    return f"{stage.name or 'stage'}: {config.steps:,} steps, {tokens / 1e9:,.3f} B tokens, {few(hours, 1)} hours"
-
-
-def check_names(config: TrainConfig) -> None:
-    """Refuses a dispatcher and experts that are not there: they would count as those that wait for nothing."""
-    plugin.load("training.dispatch", config.mesh.dispatcher)
-    plugin.load("training.experts", config.model.expert_backend)
-
-
-def of_frozen(spec: DenseSpec | MoESpec, config: TrainConfig) -> str:
-    """A sentence where weights that never learn are not held as the checkpoint has them, or could take half."""
-    names = [name for name, _ in whole_on_meta(spec, config).named_parameters()]
-    if len(set[str]().union(*(learning(stage.config.optim, names) for stage in stages_of(config)))) == len(names):
-        return ""
-    held = held_in(config.model, spec)
-    if held == torch.float32 and config.model.dtype == "bfloat16" and not config.model.frozen:
-        return f"frozen weights stay float32, because the checkpoint is {spec.dtype}; model.frozen=bfloat16 rounds them"
-    if held == torch.bfloat16 and spec.dtype != "bfloat16":
-        return f"frozen weights are rounded to bfloat16: the checkpoint is {spec.dtype}"
-    return ""
-
-
-def of_bench(file: str, words: list[str], asked: PlanConfig, card: hardware.Hardware | None) -> str:
-    """The table of a config of training.cli.bench, whose model is sizes alone; its routing is the bench's."""
-    from training.cli import bench  # all that trains
-
-    row = read(bench.BenchConfig, file, words, TRAIN)
-    if row.stack or asked.seen or asked.islands:
-        raise ValueError(
-            "of a bench config whole steps of one machine or cluster are planned; leave stack, seen and islands out"
-        )
-    spec = bench.spec_of(row)
-    check(row.mesh, asked.gpus, spec, row.sequence)
-    config = bench.as_training(row, row.micro_batch or max(1, row.batch // data_ranks(row.mesh, asked.gpus)))
-    check_names(config)
-    if card is None:
-        return table(spec, config, asked.gpus)
-    balanced = row.routing == "balanced"
-    half = f"Memory is of float32 weights; {row.weights}, as this config has them, takes half of theirs."
-    half *= row.weights != "float32"
-    try:
-        found = clocked(spec, config, asked, card, routing=Routing(0.0 if balanced else RANDOM, in_turn=balanced))
-    except ValueError as error:
-        raise ValueError(f"{error}. {half}" if half else str(error)) from error
-    return f"{found}\n{half}" if half else found
-
-
-@cli.command()
-def main(words: list[str]) -> int:
-    if words[:1] == ["measure"]:
-        from training.estimating import measure  # it needs the bench, and so all that trains
-
-        return measure.main(words[1:])
-    file, words = cli.file_and_words(words)
-    asked, words = split(words)
-    card = hardware.read(asked.hardware) if asked.hardware else None
-    if "architecture" in (strict.read_yaml(find(file, TRAIN)) if file else {}):
-        print(of_bench(file, words, asked, card))
-        return 0
-    config = read_config(file, words)
-    if asked.islands:  # memory is that of one of them
-        config = replace(config, islands=replace(config.islands, local=0, join=config.islands.join or "server:29600"))
-    with source(config) as origin:
-        stages = stages_of(config)
-        for stage in stages:
-            check(config.mesh, asked.gpus, origin.spec, stage.config.data.sequence)
-        check_optim(config, origin.spec)
-        check_names(config)
-        teacher = None
-        for asking in [stage.config for stage in stages if stage.config.teacher.asked][:1]:
-            with taught_by(asking) as its_origin:
-                teacher = check_teacher(its_origin, origin.spec)
-        if said := of_frozen(origin.spec, config):
-            print(said)
-        if origin.dense.carried is not None:
-            if card is not None:
-                raise ValueError(
-                    f"hardware={asked.hardware} predicts seconds of our own decoder, and transformers' own code "
-                    f"computes {origin.dense.family}; leave it out"
-                )
-            print(
-                f"transformers' own code computes {origin.dense.family}: what its layers keep for backward is not "
-                "planned but for attention and experts, and all logits are in memory, which `loss` does not count"
-            )
-        if card is None:
-            print(table(origin.spec, config, asked.gpus, teacher=teacher))
-        if asked.islands:
-            print("\n" + islands.table(origin.spec, config, asked.islands, asked.link))
-        if card is None:
-            return 0
-        whole, config = config, max(stages, key=lambda stage: stage.config.steps * stage.config.batch).config  # longest
-        print(clocked(origin.spec, config, asked, card, teacher=teacher, whole=whole))
-        for stage in stages if len(stages) > 1 else []:
-            print(lasting(stage, origin.spec, asked.gpus, card))
-        if asked.seen and not refused(config, asked.gpus):
-            own = seconds_of(origin.spec, config, asked.gpus, card)
-            rate = config.batch * config.data.sequence / own / asked.gpus
-            print(advised(origin, config.data.sequence, asked.budget, asked.seen, rate))
+        said = estimate_words(*frame.file_and_words(words))
+    if said:
+        print(said)
     return 0

@@ -1,4 +1,6 @@
-"""Text to token shards, once: streamed, restartable, shared by any number of processes.
+"""Turn text into token shards, once: streamed, restartable, shared by any number of processes.
+
+usage: upcycle prepare OUTPUT [CONFIG] [key=value ...] [nproc=N]
 
 A source is a .txt file (one document), .jsonl or .jsonl.zst (a document a line), .parquet (a document a row), a folder
 or a pattern of such, or a dataset of the hub, `hf:org/name[@revision][:config][:split]`. `#column` says where the text
@@ -10,57 +12,62 @@ value}), or `prompt` and `completion`, rendered by the tokenizer's chat template
   upcycle prepare runs/data tokenizer=./llama sources=[book.txt]
   upcycle prepare runs/data tokenizer=./llama 'sources=[text/*.jsonl,hf:org/name:config:train#text]'
   upcycle prepare runs/chat tokenizer=./llama-chat sources=[talks.jsonl] kind=chat sequence=4096
-  torchrun --nproc-per-node 8 -m upcycle prepare runs/data prepare.yaml
-  upcycle prepare --check runs/stories-data
+  upcycle prepare runs/data prepare.yaml nproc=8
+  upcycle prepare runs/stories-data check=true
 
-keys, with defaults and meaning: docs/config.md
+keys of what is prepared, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from upcycle.cli import frame as cli
+from upcycle.cli import frame
 
 
-@cli.command(resumes=True)
-def main(words: list[str]) -> int:
-    parser = cli.parser(prog="upcycle prepare", description=__doc__)
-    parser.add_argument("output", metavar="OUTPUT", help="the folder to make")
-    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="a YAML file, then key=value words")
-    parser.add_argument("--check", action="store_true", help="read a finished folder and compare every sha256")
-    options = parser.parse_args(words)
+@dataclass(frozen=True)
+class PrepareKeys:
+    check: bool = False  # only read a finished folder and compare every sha256
 
+
+@frame.command(resumes=True)
+def main(words: Sequence[str]) -> int:
     from training.data.prepare import PrepareConfig, prepare
     from training.data.shards import TokenShards, read_meta
-    from upcycle.config.reading import read
+    from upcycle.config.reading import read, read_own
     from upcycle.io.job import Worker
 
+    options, rest = read_own(PrepareKeys, words)
+    names, keys = frame.names_and_words(rest)
+    if not names:
+        raise ValueError("write upcycle prepare OUTPUT [CONFIG] [key=value ...]; OUTPUT is the folder to make")
+    output, *files = names
     if options.check:
-        TokenShards.open(options.output).verify()
+        TokenShards.open(output).verify()
     else:
-        file, words = cli.file_and_words(options.words)
         worker = Worker.here()
-        prepare(read(PrepareConfig, file, [*words, f"output={options.output}"], Path("configs")), worker)
+        file, keys = frame.file_and_words([*files, *keys])
+        prepare(read(PrepareConfig, file, [*keys, f"output={output}"]), worker)
         if worker.rank:
             return 0
-    meta = read_meta(Path(options.output))
-    if "chat" in meta:
-        dropped, most = meta["silent"] + meta["refused"], meta["chat"]["sequence"]
-        print(
-            f"{options.output}: {meta['documents']:,} conversations, {meta['tokens']:,} tokens, of which "
-            f"{meta['scored']:,} are learned ({meta['scored'] / meta['tokens']:.0%}); {meta['truncated']:,} truncated "
-            f"after {most:,} tokens; {dropped:,} dropped ({meta['silent']:,} with nothing to learn, "
-            f"{meta['refused']:,} that the template refuses)"
-        )
-    else:
-        print(
-            f"{options.output}: {meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes "
-            f"of text ({meta['bytes'] / meta['tokens']:.2f} per token)"
-        )
+    print(said(output, read_meta(Path(output))))
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(cli.start("training.cli.prepare", own_help=True))
+def said(output: str, meta: Any) -> str:
+    """Return one sentence on what a folder of token shards holds."""
+    if "chat" not in meta:
+        return (
+            f"{output}: {meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes "
+            f"of text ({meta['bytes'] / meta['tokens']:.2f} per token)"
+        )
+    dropped, most = meta["silent"] + meta["refused"], meta["chat"]["sequence"]
+    return (
+        f"{output}: {meta['documents']:,} conversations, {meta['tokens']:,} tokens, of which "
+        f"{meta['scored']:,} are learned ({meta['scored'] / meta['tokens']:.0%}); {meta['truncated']:,} truncated "
+        f"after {most:,} tokens; {dropped:,} dropped ({meta['silent']:,} with nothing to learn, "
+        f"{meta['refused']:,} that the template refuses)"
+    )

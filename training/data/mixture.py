@@ -187,7 +187,7 @@ class Windows:
         if highest >= self.shards.vocab:
             raise ValueError(
                 f"{self.shards.folder} holds id {highest} but its tokenizer has {self.shards.vocab}; its files are "
-                "damaged: run upcycle prepare --check on it"
+                "damaged: run upcycle prepare FOLDER check=true"
             )
 
     def spans(self, at: int, length: int, epoch: int) -> Iterator[Span]:

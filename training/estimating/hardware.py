@@ -1,5 +1,5 @@
 """What a card and the wires around it can do: one short YAML file each, in configs/hardware, read by
-training.cli.estimate.
+upcycle estimate.
 
 A number is of this card in a measurement, or of a data sheet (or another card's, scaled): `sheet` names the keys of the
 second kind, and upcycle estimate says so beside every answer. `upcycle estimate measure` writes such a file of the

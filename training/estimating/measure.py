@@ -1,7 +1,7 @@
-"""upcycle estimate measure: all that training.estimating.hardware wants to know of a machine, in less than a minute.
+"""upcycle estimate measure=FILE: measure what training.estimating.hardware wants to know of a machine.
 
-  upcycle estimate measure output=mine.yaml                       # one card: products, attention, memory, host
-  torchrun --nproc-per-node 8 -m upcycle estimate measure output=mine.yaml  # and the wires between the cards
+  upcycle estimate measure=mine.yaml              # one card: products, attention, memory, host
+  upcycle estimate measure=mine.yaml nproc=8      # and the wires between the cards
   upcycle estimate my.yaml gpus=8 hardware=mine.yaml
 
 What cannot be measured with so many processes is taken from `like`, and the file says so under `sheet`. Medians, of the
@@ -26,7 +26,8 @@ from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
 from training import experts
-from training.cli import bench
+from training.config.schema import ModelConfig
+from training.data.mixture import DataConfig
 from training.dispatch import DEFAULT, create
 from training.estimating import hardware
 from training.estimating.hardware import Hardware, Link
@@ -34,7 +35,7 @@ from training.kernels.products import products as grouped_products
 from training.model.attention import BACKENDS
 from training.observe.flops import peak_tflops
 from training.parallel.processes import processes, rank
-from upcycle.config import reading as config
+from training.run import bench
 from upcycle.io import disk
 
 # (groups, rows of each, columns out, columns in): a small model, 30B-A3B, 8B, and experts of the three
@@ -59,20 +60,20 @@ TRIES = 5  # at a difference that noise hid
 
 @dataclass(frozen=True)
 class MeasureConfig:
-    output: str = "hardware.yaml"  # the file to write; it must not be there
+    measure: str = "hardware.yaml"  # the file to write; it must not be there
     like: str = "h200"  # where the rest comes from: h100 | h200 | b200, or a file
     node: int = 0  # GPUs that the fast link joins; 0: this machine's
     device: str = ""  # cuda | cpu; "": cuda if there is one
 
 
-def main(words: list[str]) -> int:
-    asked = config.read(MeasureConfig, *cli_words(words))
+def measure(asked: MeasureConfig) -> str:
+    """Measure this machine, write its hardware file, and return what to say; "" on all ranks but the first."""
     base = hardware.read(asked.like)
-    output = Path(asked.output)
+    output = Path(asked.measure)
     if output.exists():
-        raise ValueError(f"output={asked.output} exists already; remove it or choose another file")
+        raise ValueError(f"measure={output} exists already; remove it or choose another file")
     if not os.access(output.parent, os.W_OK):
-        raise ValueError(f"output={asked.output} cannot be written: make the folder {output.parent}, or choose another")
+        raise ValueError(f"measure={output} cannot be written: make the folder {output.parent}, or choose another")
     if asked.node < 0:
         raise ValueError(f"node is {asked.node}; it must be at least 1, or 0 for this machine's GPUs")
     world = os.environ.get("WORLD_SIZE", "1")
@@ -81,17 +82,11 @@ def main(words: list[str]) -> int:
     alone = hosted(placed(asked.device))  # before there are others: FSDP's part is what they add
     with processes(asked.device) as device:
         found = measured(device, base, alone, asked.node)
-    if rank() == 0:
-        disk.write_atomic(output, written(found).encode())
-        rest = f"; from {asked.like}: {', '.join(found.sheet)}" if found.sheet else ""
-        print(f"{asked.output} has what was measured on {found.name}{rest}; use it with hardware={asked.output}")
-    return 0
-
-
-def cli_words(words: list[str]) -> tuple[str, list[str]]:
-    from upcycle.cli import frame as cli
-
-    return cli.file_and_words(words)
+    if rank() > 0:
+        return ""
+    disk.write_atomic(output, written(found).encode())
+    rest = f"; from {asked.like}: {', '.join(found.sheet)}" if found.sheet else ""
+    return f"{output} has what was measured on {found.name}{rest}; use it with hardware={output}"
 
 
 def placed(device: str) -> torch.device:
@@ -123,7 +118,7 @@ def measured(device: torch.device, base: Hardware, alone: tuple[float, float], n
         products=products,
         attention=tuple((*shape[:2], *attended(device, *shape)) for shape in attentions),
         host=alone,
-        source=f"upcycle estimate measure, torch {torch.__version__}",
+        source=f"upcycle estimate, torch {torch.__version__}",
         sheet=("network",) if cuda else ("memory", "node", "network"),
     )
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -225,11 +220,14 @@ def hosted(device: torch.device) -> tuple[float, float]:
     world = dist.get_world_size() if dist.is_initialized() else 1
 
     def stepped(more: dict[str, Any], layers: int) -> float:
+        on_gpu = device.type == "cuda"
+        model = ModelConfig(
+            expert_backend=experts.DEFAULT if on_gpu else experts.SPECIFICATION,
+            dtype="bfloat16" if on_gpu else "float32",
+        )
         asked = bench.BenchConfig(
-            architecture={**TINY, **more, "num_hidden_layers": layers}, sequence=64, batch=world, micro_batch=1,
-            warmup=2, steps=4, experts=experts.DEFAULT if device.type == "cuda" else experts.SPECIFICATION,
-            compute="bfloat16" if device.type == "cuda" else "float32",
-            weights="bfloat16" if device.type == "cuda" else "float32",
+            architecture={**TINY, **more, "num_hidden_layers": layers}, data=DataConfig(sequence=64), batch=world,
+            micro_batch=1, warmup=2, steps=4, model=model, weights=model.dtype,
         )  # fmt: skip
         return float(bench.measured(asked, bench.spec_of(asked), device)["seconds"])
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class IslandsConfig:
-    join: str = ""  # HOST:PORT of a server (python -m training.islands serve) that this run is an island of
+    join: str = ""  # HOST:PORT of a server (islands.serve=true) that this run is an island of
+    serve: bool = False  # be the server that islands join, in place of training
     local: int = 0  # a try on this machine: a server and so many islands, as processes; 0: none
     name: str = ""  # of this island, by which the server knows it again; "": the name of its output folder
     rule: str = "dgs"  # how islands learn from each other, a file of training/islands/rules: dgs | diloco | dense

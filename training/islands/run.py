@@ -154,7 +154,7 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
                 "islands.local=0", f"islands.join=127.0.0.1:{server.port}", f"islands.name=island-{number}",
                 f"islands.secret={secret}", f"output={folder / f'island-{number}'}", "export=",
             ]  # fmt: skip
-            command = [sys.executable, "-m", "training", *words, *more]
+            command = [sys.executable, "-m", "upcycle", "train", *words, *more]
             islands.append(subprocess.Popen(command, env=environment))
         # none may be missed: the others would wait for it, or train without it
         return lambda: (

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -48,6 +49,23 @@ def read(
     except (OmegaConfBaseException, UnicodeError, *NONSENSE) as error:
         raise ValueError(f"the config cannot be read: {' '.join(str(error).split())}") from None
     return build(kind, plain)
+
+
+def config_of(
+    kind: type[T], config: str | PathLike[str] | Mapping[str, Any] | T, keys: Mapping[str, Any], ready: Path = UPCYCLE
+) -> T:
+    """Return a `kind` from values: a YAML file, a ready config's name, keys and values, or a `kind`; then `keys`."""
+    file = fspath(config) if isinstance(config, str | PathLike) else ""
+    values = dataclasses.asdict(cast(Any, config)) if dataclasses.is_dataclass(config) else config
+    given = values.items() if isinstance(values, Mapping) else ()
+    return read(kind, file, ready=ready, values=[*given, *keys.items()])
+
+
+def read_own(kind: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
+    """Read a command's own keys; return them, and the words that are left for its config."""
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    own = [word for word in words if "=" in word and word.partition("=")[0] in names]
+    return read(kind, "", own), [word for word in words if word not in own]
 
 
 def loaded(file: str, ready: Path) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def text(plan: UpcyclePlan, dense: Path) -> str:
     shown = [row for row in rows(plan) if row[0] != "training"]
     return page(
         "upcycled to a mixture of experts", shown, plan.hf_config, sources, terms(dense), ["moe", "upcycled"],
-        "Every tensor and its sources, from this folder: `python -m upcycle plan upcycle.json --tensors`; with "
+        "Every tensor and its sources, from this folder: `upcycle plan upcycle.json tensors=true`; with "
         "`source=FOLDER` if the model it was made from lies elsewhere now.",
     )  # fmt: skip
 

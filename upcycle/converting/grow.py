@@ -11,7 +11,7 @@ prune    the experts of the largest saliency stay (REAP, 2510.13999): the mean, 
          its weight times the norm of its output. Not exact; what it costs is measured on the same text.
 
 Every number of the result is one of the source, but for the biases of copies that wait. What is measured on text is in
-the file of `evaluation routing`, which names the model by its fingerprint.
+the file of `upcycle routing`, which names the model by its fingerprint.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ MARGIN = 1 / 16  # of a bias that waits, below the lowest that could ever be cho
 
 @dataclass(frozen=True)
 class Measured:
-    by: str = ""  # the file that `evaluation routing` wrote of the source: how its experts were used on text
+    by: str = ""  # the file that `upcycle routing` wrote of the source: how its experts were used on text
 
     def check(self, sizes: Sizes) -> None:
         if not self.by:
             raise ValueError(
-                "method.by names no file; write the one that `python -m evaluation routing SOURCE TEXT` makes, for "
+                "method.by names no file; write the one that `upcycle routing SOURCE TEXT` makes, for "
                 "instance method.by=routing.json"
             )
 
@@ -63,7 +63,7 @@ METHODS = {"prune": Measured, "utility": Measured}
 
 
 class Layer(TypedDict):
-    """What is read of a layer in the file of `evaluation routing`."""
+    """What is read of a layer in the file of `upcycle routing`."""
 
     layer: Count
     chosen: list[Count]  # of each expert: how many tokens took it
@@ -216,7 +216,7 @@ def choose(config: UpcycleConfig, moe: MoESpec, base: Checkpoint, known: Mapping
 
 def check_found(found: Found, moe: MoESpec, base: Checkpoint, file: Path) -> None:
     """Raise a ValueError unless the file measured this model."""
-    again = "make it again with `python -m evaluation routing`, of the folder that is `source`"
+    again = "make it again with `upcycle routing`, of the folder that is `source`"
     if found["source"] != base.fingerprint():
         what = "a training run, which is exported first" if not found["source"] else "another model"
         raise ValueError(f"{file} was measured on {what}, not on {base.folder}; {again}")
@@ -272,7 +272,7 @@ def cost(moe: MoESpec, experts: int, observed: Mapping[str, Tensor]) -> str:
     said = f"method prune keeps {experts} of {moe.experts} experts a layer"
     measured = [observed[name].tolist() for layer in moe.layers if (name := f"layers.{layer}.pruned") in observed]
     if not measured:
-        return f"{said}; what that costs was not measured: `evaluation routing` with keep={experts} does"
+        return f"{said}; what that costs was not measured: `upcycle routing` with keep={experts} does"
     error, gain, cosine = (median(column) for column in zip(*measured, strict=True))
     return (
         f"{said}; measured of an FFN on that text: error {error:.2g}, gain {gain:.3g}, cosine {cosine:.3g} (median of "

@@ -134,7 +134,7 @@ def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator
     """Lines (name, value) on how far the router rows of a virtual group differ, layer by layer.
 
     Equal rows choose whole FFNs. Rows that differ may choose one slice twice and another not at all, which only text
-    can tell (`evaluation routing`).
+    can tell (`upcycle routing`).
     """
     if manifest["config"]["granularity"] == 1:
         return

@@ -49,7 +49,7 @@ def sources(dense: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[list[Che
         if [c.fingerprint() for c in checkpoints] != manifest["source"]:
             raise ValueError(
                 f"{dense.folder} is not, or no longer, what the MoE was made of (its content is not the one that "
-                f"{MANIFEST} names); give that model, or --tolerance to compare any two"
+                f"{MANIFEST} names); give that model, or tolerance=1e-4 to compare any two"
             )
         yield checkpoints
 

@@ -37,7 +37,7 @@ ROUNDED = 1e-3
 HALF = 0.1  # logits in half precision: the models round differently, and router ties split some virtual groups
 CHUNK = 16 << 20  # bytes of logits of one model at a time
 TAPPED = 64 << 20  # bytes of FFN inputs kept of all layers together
-# how far an FFN may be from what the plan's own does, of the cosine and as a factor of its norm: --dtype may round, and
+# how far an FFN may be from what the plan's own does, of the cosine and as a factor of its norm: dtype may round, and
 # a router that takes a part of a copy takes any, for the rows of a copy tie
 NEAR, TIED = (0.05, 1.15), (0.2, 1.5)
 # what stock decoder layers call their FFN; its parts are added
@@ -139,7 +139,7 @@ def verify(
             bytes_again = f"{100 * again.share:.3g} % of the bytes"
             rebuilt = f"{again.tensors} of {len(plan.outputs)} tensors, {bytes_again}, bit for bit"
         if not math.isfinite(tolerance or 0):
-            raise ValueError(f"--tolerance is {tolerance}; give a number")
+            raise ValueError(f"tolerance is {tolerance}; give a number")
         report = compared(a, b, rows, plan, checkpoints, [*faults], rebuilt, dtype, tolerance, device)
         exact = plan is not None and plan.promise.exact and dtype == "float32" and not faults
         if exact and len(report.faults) == 1 and EXACT < report.relative < ROUNDED:
@@ -178,7 +178,7 @@ def compared(
         for w, h in zip(torch.split(want, step), torch.split(have, step), strict=True):
             numbers.add(want_logits(w).float(), have_logits(h).float())
     if not numbers.dense_finite:
-        raise ValueError(f"{a.folder} itself gives NaN or infinite logits in {dtype}; try --dtype float32")
+        raise ValueError(f"{a.folder} itself gives NaN or infinite logits in {dtype}; try dtype=float32")
     if not numbers.finite:
         faults.append("its logits are NaN or infinite")
     blocks = ""
@@ -206,7 +206,7 @@ def compared(
 
 def said(plan: UpcyclePlan | None, tolerance: float | None) -> str:
     if plan is None:
-        return "what --tolerance says" if tolerance is not None else "nothing: no manifest, so no conversion by upcycle"
+        return "what tolerance says" if tolerance is not None else "nothing: no manifest, so no conversion by upcycle"
     return "exact" if plan.promise.exact else f"not exact: {'; '.join(plan.promise.reasons)}"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import evaluation
 from evaluation.__main__ import main as evaluate
 from evaluation.judge import compare, logged
 from evaluation.judge.results import Evaluation, Group, Item, Model, Task
@@ -457,7 +458,7 @@ def test_losses_of_other_sets_are_refused(tmp_path: Path) -> None:
 def test_the_command_prints_and_writes(
     two: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert compare.main([*map(str, two), f"output={tmp_path / 'out.json'}"]) == 0
+    assert evaluate(["compare", *map(str, two), f"output={tmp_path / 'out.json'}"]) == 0
     said = capsys.readouterr().out
     assert "one run each: no verdict; 1 headline and 2 part comparisons, p over seeds corrected by Holm" in said
     assert "| All | acc % | 50.00 | 63.33 | +13.33 |  |  | one run each: no verdict | 30 | 30 |" in said
@@ -469,20 +470,18 @@ def test_the_command_prints_and_writes(
 def test_folders_of_two_kinds_are_refused(two: tuple[Path, Path], tmp_path: Path) -> None:
     run = log(tmp_path / "run", 1.0, {0: 5.0, 10: 4.0})
     with pytest.raises(ValueError, match="are not all of one kind"):
-        compare.main([str(two[0]), str(run)])
+        evaluation.compare(two[0], run)
     with pytest.raises(ValueError, match=r"^\S*nowhere: there is no such folder"):
-        compare.main([str(two[0]), str(tmp_path / "nowhere")])
+        evaluation.compare(two[0], tmp_path / "nowhere")
     with pytest.raises(ValueError, match="compare needs two runs or more"):
-        compare.main([str(run)])
-    with pytest.raises(ValueError, match="compare needs two runs or more"):
-        compare.main([f"{run},{run}"])
+        evaluation.compare([run, run])
 
 
 def test_the_command_line_finds_its_commands(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(["compare", *map(str, two)]) == 0
     assert "items flipped" in capsys.readouterr().out
     assert evaluate(["compare", str(two[0])]) == 2
-    assert capsys.readouterr().err.startswith("evaluation: compare needs two runs or more")
+    assert capsys.readouterr().err.startswith("upcycle: compare needs two runs or more")
     assert evaluate(["comp"]) == 2
     assert evaluate([]) == 0
-    assert "routing CHECKPOINT TEXT" in capsys.readouterr().out
+    assert "upcycle COMMAND" in capsys.readouterr().out

@@ -285,7 +285,7 @@ def test_a_fingerprint_is_of_the_numbers() -> None:
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     task = Task("t", "T", {"acc": 0.5}, {"acc": 0.1}, {"acc": True}, 1, 2, 5, "1.0", "multiple_choice", ("g",))
     run = Evaluation(
-        Model("m", "./m", "f" * 64, "llama", 10, 8, "float32", 3, "i"), "tiny", "python -m evaluation run", {"limit": 1},
+        Model("m", "./m", "f" * 64, "llama", 10, 8, "float32", 3, "i"), "tiny", "upcycle eval", {"limit": 1},
         {"torch": "2"}, "2026-01-01T00:00:00+00:00", 1.5, {"tokens": 2.0}, {"t": task},
         {"g": Group("g", "G", {"acc": 0.5}, {}, ("t",), 1)}, ("a note",),
     )  # fmt: skip
@@ -373,7 +373,7 @@ def test_errors_are_one_line_and_exit_code_2(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["run", *words]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("evaluation: ")
+    assert error.startswith("upcycle: ")
     assert said in error
     assert error.count("\n") == 1
 

@@ -13,7 +13,7 @@ import pytest
 
 from evaluation.judge import compare
 from evaluation.judge.results import Group
-from evaluation.show import report
+from evaluation.show import facts
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, task, write
 from tests.unit.evaluation.test_report import Tags, made, routed
@@ -57,7 +57,7 @@ def test_no_file_of_a_report_has_markup_of_others(tmp_path: Path, capsys: pytest
                  for i, answer in enumerate(answers)]  # fmt: skip
         part = replace(task(called, 2, groups=("all",)), title=EVIL, version=EVIL)
         folder = write(tmp_path / name, [part], found, [Group("all", EVIL, {"acc": 0.5}, {}, (called,), 2)])
-        run = report.gather([str(folder)], "").models[0]
+        run = facts.gather([str(folder)], "").models[0]
         evil = replace(run, model=replace(model(f"{name}{EVIL}"), kind=EVIL), command=EVIL, suite=EVIL, notes=(EVIL,))
         folders.append(str(save(folder, replace(evil, options={EVIL: EVIL}, versions={EVIL: EVIL}), found)))
     file = routed(tmp_path)
@@ -79,7 +79,7 @@ def test_no_file_of_a_report_has_markup_of_others(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     page, markdown, _ = made(tmp_path, [*folders, str(file), *map(str, runs)], "title=<script>![p](http)")
     verdicts = capsys.readouterr().out
-    compare.main(folders)
+    compare(folders)
     said = capsys.readouterr().out
     tags = Tags()
     tags.feed(page)

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import yaml
 
-from evaluation.__main__ import COMMANDS
 from evaluation.__main__ import main as evaluate
 from evaluation.judge import curves
 from evaluation.judge.results import Evaluation, Item, Model, Task
@@ -457,7 +456,7 @@ class Tags(HTMLParser):
 def test_the_page_the_json_and_the_table_say_the_same(
     done: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study.show(done, "python -m evaluation study <my>.yaml", {"moe, seed 9": "moe, seed 9 failed: a & b"})
+    study.show(done, "upcycle study <my>.yaml", {"moe, seed 9": "moe, seed 9 failed: a & b"})
     shown, tags = capsys.readouterr().out, Tags()
     tags.feed((done.folder / "study.html").read_text())
     text = " ".join(tags.text)
@@ -470,7 +469,7 @@ def test_the_page_the_json_and_the_table_say_the_same(
         assert said.replace("-0", "−0") in text
     for said in (
         "a & b", "study <my>.yaml", "Whole choices", "seconds of training", "in is the mean of x, y",
-        f"python -m training {done.run_folder('moe', 2)}.yaml", "moe, seed 2", "1.50",
+        f"upcycle train {done.run_folder('moe', 2)}.yaml", "moe, seed 2", "1.50",
     ):  # fmt: skip
         assert said in text
     assert "Of 4 such intervals 0.2 miss the truth by chance" in shown, "in and out, at equal tokens and at equal FLOPs"
@@ -532,7 +531,7 @@ def test_suites_before_and_after(done: Plan) -> None:
     page = (plan.folder / "study.html").read_text()
     assert "Last word (tiny)" in page and "+31.00" in page
     for checkpoint, folder in (("dense", plan.folder / "before" / "0-dense"), *((r, r / "suites") for r in runs)):
-        assert f"python -m evaluation run tiny {checkpoint} output={folder / 'tiny'}" in page
+        assert f"upcycle eval tiny {checkpoint} output={folder / 'tiny'}" in page
     assert "Of 5 such intervals 0.25 miss the truth by chance" in page, "three changes, and two arms beside another"
 
 
@@ -600,7 +599,7 @@ signal.signal(signal.SIGINT, lambda *_: ((folder / "saved").touch(), sys.exit(0)
 (folder / "ready").touch()
 time.sleep(pause)
 if mode == "bad":
-    print("training: it went\\n\\n", file=sys.stderr); sys.exit(2)
+    print("upcycle: it went\\n\\n", file=sys.stderr); sys.exit(2)
 if mode == "killed":
     print("step 3/24  loss 5.4", flush=True); os.kill(os.getpid(), signal.SIGKILL)
 if mode == "good":
@@ -687,16 +686,18 @@ def test_ctrl_c_lets_all_save_and_starts_no_other(script: Any, number: int) -> N
             os.kill(int(began(job)[0][0]), 0)
 
 
-@pytest.mark.parametrize(("command", "goes_on"), [("study", True), ("run", True), ("routing", False)])
+@pytest.mark.parametrize(("command", "goes_on"), [("study", True), ("eval", True), ("routing", False)])
 def test_a_command_that_is_stopped_says_whether_it_goes_on(
     command: str, goes_on: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(words: list[str]) -> int:
+    def stopped(*words: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"{COMMANDS[command]}.main", stopped)
+    monkeypatch.setattr("upcycle.config.reading.read", stopped)
+    monkeypatch.setattr("evaluation.ask.run.read", stopped)
+    monkeypatch.setattr("evaluation.studies.plan.read", stopped)
     assert evaluate([command, "x"]) == 130
-    assert capfd.readouterr().err == f"evaluation: stopped{'; the same command goes on from here' * goes_on}\n"
+    assert capfd.readouterr().err == f"upcycle: stopped{'; the same command goes on from here' * goes_on}\n"
 
 
 def wait_for(file: Path) -> None:
@@ -720,7 +721,7 @@ def test_two_studies_do_not_write_in_one_folder(tmp_path: Path, capsys: pytest.C
 
 
 def test_what_nobody_made_is_not_taken_for_data(tmp_path: Path) -> None:
-    """The path that a study checks is the one that training.cli.prepare writes."""
+    """The path that a study checks is the one that upcycle prepare writes."""
     from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 
     (tmp_path / "tokenizer").mkdir()

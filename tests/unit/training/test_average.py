@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tests.unit.training.test_plan import ALL, CONFIG, M
 from tests.unit.training.test_train import Stopped, config, losses, stops_before
 from tests.unit.training.test_train import place as place
+from training import export
 from training.checkpoint.state import moments
-from training.cli.export import export
 from training.estimating.memory import memory
 from training.optim.config import OptimConfig
 from training.run import step as step_module

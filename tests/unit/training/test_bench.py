@@ -1,4 +1,4 @@
-"""training.cli.bench in small on a CPU: what it counts, that its switches switch, and its errors. It times nothing here."""
+"""upcycle bench in small on a CPU: what it counts, that its switches switch, and its errors. It times nothing here."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from unittest import mock
 import pytest
 import torch
 
-from training.cli import bench as module
-from training.cli.bench import BenchConfig, batch, bench, documents, in_turn, main
+from training.cli.bench import main
+from training.config.schema import ModelConfig
+from training.data.mixture import DataConfig
 from training.model.lora import LoraConfig
 from training.model.moe import Routing
 from training.optim.balance import BalanceConfig
+from training.optim.optimizer import OptimConfig
 from training.parallel.placement import rule
+from training.run import bench as module
 from training.run import step
+from training.run.bench import BenchConfig, batch, bench, documents, in_turn
 from training.run.build import Learner, learner
 
 ARCHITECTURE: dict[str, Any] = {
@@ -25,19 +29,21 @@ ARCHITECTURE: dict[str, Any] = {
     "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "vocab_size": 128,
     "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
 }  # fmt: skip
+FLOAT32 = ModelConfig(dtype="float32")
 SMALL = BenchConfig(
-    architecture=ARCHITECTURE, layers=1, sequence=32, batch=2, weights="float32", compute="float32", warmup=1, steps=1
-)
+    architecture=ARCHITECTURE, layers=1, data=DataConfig(sequence=32), batch=2, weights="float32", model=FLOAT32,
+    warmup=1, steps=1,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {"stack": True},
-        {"optimizer": True, "micro_batch": 1, "moments": "bfloat16"},
-        {"documents": 8, "recompute": "full"},
-        {"routing": "balanced", "capacity": 1.0},
-        {"weights": "bfloat16", "compute": "bfloat16"},
+        {"optimizer": True, "micro_batch": 1, "optim": OptimConfig(moments="bfloat16")},
+        {"documents": 8, "model": replace(FLOAT32, recompute="full")},
+        {"routing": "balanced", "balance": BalanceConfig(capacity_factor=1.0)},
+        {"weights": "bfloat16", "model": ModelConfig()},
     ],
     ids=str,
 )
@@ -48,7 +54,7 @@ def test_it_runs_and_counts(changed: dict[str, Any]) -> None:
     assert row["tokens"] == 64 and row["gpus"] == 1 and row["seconds"] > 0 and row["tokens_per_s"] > 0
     attention, mixture, norms = 32 * 16 * (2 + 1 + 1 + 2), 32 * 8 + 8 * 3 * 16 * 32, 3 * 32 + 2 * 16
     words = 128 * 32  # embedding, and the head where there is one
-    assert row["parameters"] == attention + mixture + norms + words * (1 if row["stack"] else 2)
+    assert row["parameters"] == attention + mixture + norms + words * (1 if row["config"].get("stack") else 2)
     json.dumps(row)
 
 
@@ -63,7 +69,7 @@ def test_flops_of_documents_are_less_and_of_a_stack_lack_the_head() -> None:
 
 
 def test_documents_are_about_as_long_as_asked_and_positions_count_within_them() -> None:
-    config = replace(SMALL, sequence=4000, documents=50)
+    config = replace(SMALL, data=DataConfig(sequence=4000), documents=50)
     number = documents(config, 3)
     assert number[0] == 0 and number.diff().unique().tolist() == [0, 1]
     assert 35 < 4000 / (int(number[-1]) + 1) < 70
@@ -111,14 +117,14 @@ def test_its_steps_are_those_of_training() -> None:
     ("changed", "learns"),
     [
         ({"lora": LoraConfig(rank=4)}, "lora_"),
-        ({"groups": ({"match": "*", "lr": 0}, {"match": "router"})}, "router"),
+        ({"optim": OptimConfig(groups=({"match": "*", "lr": 0}, {"match": "router"}))}, "router"),
     ],
     ids=["lora", "router"],
 )
 def test_what_never_learns_is_narrow_and_has_no_moments(changed: dict[str, Any], learns: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("these sizes are for a CPU")
-    run, _ = stepped(replace(SMALL, compute="bfloat16", optimizer=True, **changed))
+    run, _ = stepped(replace(SMALL, model=ModelConfig(), optimizer=True, **changed))
     assert run.optimizer is not None
     moments = {slot.name for slot in run.optimizer.slots}
     for name, p in run.model.named_parameters():
@@ -138,7 +144,9 @@ def test_balanced_is_balanced_and_a_capacity_drops() -> None:
         pytest.skip("these sizes are for a CPU")
     load = {}
     for routing in ("natural", "balanced"):
-        run, _ = stepped(replace(SMALL, routing=routing, capacity=1.0, pad=True))
+        run, _ = stepped(
+            replace(SMALL, routing=routing, balance=BalanceConfig(capacity_factor=1.0, pad_to_capacity=True))
+        )
         assert run.config.balance.pad_to_capacity
         (load[routing],) = run.balance.load.fetch()
     assert load["natural"].dropped > 0 and load["natural"].max_over_mean > 1
@@ -150,18 +158,21 @@ def test_balanced_is_balanced_and_a_capacity_drops() -> None:
     [
         ([], "architecture must be a config.json"),
         (["architecture=no-such.json"], "no-such.json"),
-        (["bench-qwen3-30b-4l", "compute=bf16"], "compute is 'bf16'; it must be one of bfloat16, float32, float64"),
-        (["bench-qwen3-30b-4l", "recompute=all"], "must be one of none, selective, attention, experts, full"),
+        (
+            ["bench-qwen3-30b-4l", "model.dtype=bf16"],
+            "model.dtype is 'bf16'; it must be one of bfloat16, float32, float64",
+        ),
+        (["bench-qwen3-30b-4l", "model.recompute=all"], "must be one of none, selective, attention, experts, full"),
         (["bench-qwen3-30b-4l", "routing=forced"], "must be one of natural, balanced"),
-        (["pad=true"], "pad=true needs a capacity, and capacity is 0; set that to 1, or drop pad"),
+        (["pad=true"], "write balance.pad_to_capacity"),
         (["bench-qwen3-30b-4l", "steps=0"], "steps is 0; it must be at least 1"),
         (["bench-qwen3-30b-4l", "batch=3", "micro_batch=2"], "try batch=2"),
         (["bench-qwen3-30b-4l", "lora.rank=4", "lora.match=[expert]"], "did you mean 'experts'"),
-        (["bench-qwen3-30b-4l", "groups=[{match: ruter, lr: 0}]"], "did you mean 'router'"),
+        (["bench-qwen3-30b-4l", "optim.groups=[{match: ruter, lr: 0}]"], "did you mean 'router'"),
         (["bench-qwen3-30b-4l", "step=3"], "did you mean 'steps'"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert said.startswith("training.cli.bench: ") and says in said and said.count("\n") == 1
+    assert said.startswith("upcycle: ") and says in said and said.count("\n") == 1

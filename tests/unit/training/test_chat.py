@@ -394,7 +394,7 @@ def test_what_is_cut_and_left_out_is_counted(plain: Path, tmp_path: Path, capsys
     words = [f"tokenizer={folder}", f"sources=[{source}]", "kind=chat", "sequence=40", "shard_tokens=1"]
     with pytest.warns(UserWarning, match="line 3 of .* is left out: the chat template refuses it, the user begins"):
         assert main([str(tmp_path / "out"), *words]) == 0
-    assert main(["--check", str(tmp_path / "out")]) == 0
+    assert main([str(tmp_path / "out"), "check=true"]) == 0
     shards, raw = TokenShards.open(tmp_path / "out"), Tokenizer.from_file(str(folder / "tokenizer.json"))
     wanted = [cut(by_hand(raw, pieces("chatml", talk)), 40) for talk in (talks[0], long)]
     assert stored(shards) == wanted and len(wanted[1][0]) == 40

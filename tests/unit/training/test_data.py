@@ -434,7 +434,7 @@ def test_the_command(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "prepare.yaml").write_text(f"tokenizer: {tokenizer}\nsources: [{path}]\n")
     assert main([str(tmp_path / "out"), str(tmp_path / "prepare.yaml")]) == 0
     assert "2 documents, 5 tokens, 3 bytes of text (0.60 per token)" in capsys.readouterr().out
-    assert main(["--check", str(tmp_path / "out")]) == 0
+    assert main([str(tmp_path / "out"), "check=true"]) == 0
     capsys.readouterr()
     assert main([str(tmp_path / "other"), "tokeniser=x"]) == 2
     assert "did you mean 'tokenizer'?" in capsys.readouterr().err

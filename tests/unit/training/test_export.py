@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 
 from tests.unit.training.test_state import names, saved, small
 from tests.unit.training.test_train import place
+from training import export
 from training.__main__ import main
 from training.checkpoint import storage
 from training.checkpoint.state import Checkpoints
-from training.cli.export import export
 from training.cli.export import main as export_main
 from training.config.reading import read_config
 from training.observe.metrics import read as read_metrics
@@ -184,22 +184,22 @@ def test_all_files_of_an_export_are_checked(place: Path, tmp_path: Path, capsys:
     assert main(given) == 0
     listed = json.loads((out / publish.FILES).read_text())["files"].keys()
     assert listed == {path.name for path in out.iterdir()} - {publish.FILES, "README.md"}
-    assert upcycle(["inspect", str(out), "--check"]) == 0 and main(given) == 0
+    assert upcycle(["inspect", str(out), "check=true"]) == 0 and main(given) == 0
     assert "sizes, sha256 and values are right" in capsys.readouterr().out
     for name in sorted(path.name for path in out.iterdir() if path.name not in ("config.json", "README.md")):
         whole = (out / name).read_bytes()
         (out / name).write_bytes(whole.replace(b"0", b"1", 1) if name == publish.FILES else whole[:-1] + b"?")
-        assert upcycle(["inspect", str(out), "--check"]) == 1
+        assert upcycle(["inspect", str(out), "check=true"]) == 1
         assert name in capsys.readouterr().err
         if name != publish.FILES:
             assert main(given) == 2
             assert f"{name} is not the file that was written" in capsys.readouterr().err
         (out / name).write_bytes(whole)
     (out / "config.json").write_bytes((out / "config.json").read_bytes() + b"\n")
-    assert upcycle(["inspect", str(out), "--check"]) == 1
+    assert upcycle(["inspect", str(out), "check=true"]) == 1
     assert "config.json has" in capsys.readouterr().err
     (out / publish.FILES).unlink()  # as older versions exported
-    assert upcycle(["inspect", str(out), "--check"]) == 0 and main(given) == 0
+    assert upcycle(["inspect", str(out), "check=true"]) == 0 and main(given) == 0
     assert "there is no manifest to compare sizes, sha256 and the other files with" in capsys.readouterr().out
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tests.unit.training.test_frozen import FROZEN, first_batches, still
 from tests.unit.training.test_train import config, losses
 from tests.unit.training.test_train import place as place
+from training import export
 from training.checkpoint.state import found
-from training.cli.estimate import of_frozen
-from training.cli.export import export
+from training.estimating.estimate import of_frozen
 from training.estimating.memory import Model, memory
 from training.model.lora import is_adapter
 from training.run.build import begin, start
@@ -30,7 +30,7 @@ LORA = ["lora.rank=2", "schedule.peak=1e-2", "data.valid=[]"]
 
 @pytest.mark.parametrize("words", [LORA, [FROZEN]], ids=["lora", "groups"])
 def test_half_the_bytes_give_the_same_run(place: Path, tmp_path: Path, words: list[str]) -> None:
-    """Losses, exports (of adapters merged) and what training.cli.export makes of a checkpoint, bit for bit."""
+    """Losses, exports (of adapters merged) and what upcycle export makes of a checkpoint, bit for bit."""
     for name, more in {"wide": [], "half": [NARROW]}.items():
         train(config(place, tmp_path / name, BF16, *more, *words, f"export={tmp_path / name}-out", steps=3))
     assert losses(tmp_path / "wide") == losses(tmp_path / "half")

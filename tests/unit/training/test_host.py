@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from tests.parallel.ranks import run
-from training.cli import bench
+from training.data.mixture import DataConfig
 from training.estimating.measure import TINY
 from training.parallel.mesh import MeshConfig
 from training.parallel.shard import Summed
+from training.run import bench
 
 DENSE: dict[str, Any] = {**TINY, "model_type": "llama"}
 MOE: dict[str, Any] = {
@@ -63,7 +64,7 @@ def of_a_layer(rank: int, world: int, architecture: dict[str, Any]) -> float:
 
     for layers in LAYERS:
         config = bench.BenchConfig(
-            architecture=architecture, layers=layers, sequence=16, batch=2 * world, micro_batch=1, optimizer=True,
+            architecture=architecture, layers=layers, data=DataConfig(sequence=16), batch=2 * world, micro_batch=1, optimizer=True,
             weights="float32", mesh=MeshConfig(ep=world), warmup=2, steps=1,
         )  # fmt: skip
         with patch.object(bench, "timed", once), patch.object(bench, "BLOCKS", 1):

@@ -20,10 +20,10 @@ from tests.unit.training.test_plan import ALL, NORM, NORMS, ROUTER, M
 from tests.unit.training.test_plan import CONFIG as PLAN
 from tests.unit.training.test_train import Stopped, config, losses, stops_before
 from tests.unit.training.test_train import place as place
+from training import export
 from training.checkpoint import layout
 from training.checkpoint.export import Weights
 from training.checkpoint.peft import adapters
-from training.cli.export import export
 from training.data.mixture import DataConfig
 from training.estimating.memory import memory
 from training.model.decoder import Decoder

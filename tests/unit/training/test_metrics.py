@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from training.cli.plots import main
+from evaluation.cli.report import main
 from training.observe import metrics, plots, profiling
 from training.observe.metrics import BEFORE, FILE, Line, Metrics, describe, duration, read
 from training.observe.profiling import Phases, Trace, memory_snapshot, steps_to_trace
@@ -389,7 +389,7 @@ def test_an_island_has_panels_of_its_exchanges(tmp_path: Path, monkeypatch: pyte
 def test_plots_of_two_runs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = [made_up(tmp_path / "dense", 0.0, moe=False), made_up(tmp_path / "moe", 0.2, moe=True)]
-    assert main([*map(str, runs), "--output", str(tmp_path / "new" / "both.png")]) == 0
+    assert main([*map(str, runs), f"output={tmp_path / 'new' / 'both.png'}"]) == 0
     data = (tmp_path / "new" / "both.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 20_000
 
@@ -460,8 +460,8 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
 def test_plots_refuse_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(tmp_path), "--output", "x.png"]) == 2
-    assert re.match(r"training.cli.plots: .* is not there; give the folder of a run", capsys.readouterr().err)
+    assert main([str(tmp_path), "output=x.png"]) == 2
+    assert re.match(r"upcycle: .* is not there; give the folder of a run", capsys.readouterr().err)
     with Metrics(tmp_path, stream=io.StringIO()) as log:
         log.log(0, other=1.0)
     with pytest.raises(ValueError, match="has no loss"):
@@ -476,7 +476,7 @@ def test_plots_refuse_in_one_sentence(
 def test_nothing_optional_is_imported_before_it_is_asked_for() -> None:
     import subprocess
 
-    code = "import sys, training.observe.metrics, training.cli.plots, training.observe.profiling, training.checkpoint.state; print(*sys.modules)"
+    code = "import sys, training.observe.metrics, training.observe.plots, training.observe.profiling, training.checkpoint.state; print(*sys.modules)"
     root = Path(profiling.__file__).parents[2]
     found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
     assert not {"matplotlib", "tensorboard", "wandb", "transformers", "deep_ep"} & set(found.split())

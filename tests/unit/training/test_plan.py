@@ -12,13 +12,13 @@ from tests.parallel.models import SPECS
 from tests.parity import tiny
 from tests.unit.training.test_seconds import COPIES, MORE_SLICES, SLICES, SMOL
 from training.checkpoint.layout import opened
-from training.cli.bench import BenchConfig, as_training, spec_of
-from training.cli.estimate import PlanConfig, clocked, main, split, table, why
+from training.cli.estimate import main
 from training.config.schema import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch import nvlink
 from training.estimating import hardware, law
 from training.estimating.budget import amount, bill
+from training.estimating.estimate import EstimateConfig, clocked, split, table, why
 from training.estimating.mappings import SPARE, Timed, ranked
 from training.estimating.memory import Memory, in_flight, memory
 from training.estimating.seconds import Routing, Seconds, step
@@ -27,6 +27,7 @@ from training.model.recompute import MODES
 from training.optim.balance import BalanceConfig
 from training.optim.config import OptimConfig
 from training.parallel.mesh import MeshConfig
+from training.run.bench import BenchConfig, spec_of
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.reading import read
 from upcycle.planning.size import dense_parameters
@@ -228,7 +229,7 @@ def test_the_table_leaves_out_what_a_schedule_cannot_cut() -> None:
 
 
 def test_the_fastest_that_fit_come_first() -> None:
-    card, asked = hardware.read("h200"), PlanConfig(gpus=4, hardware="h200", budget="1B tokens", price=2.0)
+    card, asked = hardware.read("h200"), EstimateConfig(gpus=4, hardware="h200", budget="1B tokens", price=2.0)
     config = replace(CONFIG, mesh=MeshConfig(tp=2))
     fit, own = ranked(SPECS["moe"], config, 4, card)
     assert own in fit and len(fit) > 5
@@ -248,7 +249,7 @@ def test_the_fastest_that_fit_come_first() -> None:
 def test_a_batch_that_leaves_all_gpus_idle_is_told(batch: int, idle: bool) -> None:
     """Config of a few GPUs, asked for many: its best mapping is the best of bad ones, which no rank in a table says."""
     config = replace(CONFIG, batch=batch, micro_batch=1)
-    shown = clocked(SPECS["moe"], config, PlanConfig(gpus=4, hardware="h200"), hardware.read("h200"))
+    shown = clocked(SPECS["moe"], config, EstimateConfig(gpus=4, hardware="h200"), hardware.read("h200"))
     each = f"A step has {batch * 32:,} tokens, {batch * 32 / 4:,.0f} a GPU, which leaves 4 GPUs idle in any mapping; "
     assert (f"\n{each}write batch={2**22 // 32} for the 4 M" in shown) == idle
 
@@ -262,10 +263,10 @@ def test_what_does_not_fit_is_not_ranked() -> None:
     tight = replace(hardware.read("h200"), memory=(least + SPARE) / 1e9)
     fit, own = ranked(SPECS["moe"], CONFIG, 4, tight)
     assert {each.memory.total for each in fit} == {least} and own not in fit
-    lines = clocked(SPECS["moe"], CONFIG, PlanConfig(gpus=4), tight).splitlines()
+    lines = clocked(SPECS["moe"], CONFIG, EstimateConfig(gpus=4), tight).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["1", "no"] and "(this config)" in lines[2]
     with pytest.raises(ValueError, match=r"no mapping of 4 .*recompute=full"):
-        clocked(SPECS["moe"], CONFIG, PlanConfig(gpus=4), replace(tight, memory=(least + SPARE - 1) / 1e9))
+        clocked(SPECS["moe"], CONFIG, EstimateConfig(gpus=4), replace(tight, memory=(least + SPARE - 1) / 1e9))
 
 
 def test_a_copy_in_each_node_is_offered_where_it_pays() -> None:
@@ -281,7 +282,7 @@ def test_a_copy_in_each_node_is_offered_where_it_pays() -> None:
         assert copied.memory.weights > 3.9 * found[MeshConfig()].memory.weights
     tight = replace(card, memory=(copied.memory.total + SPARE - 1) / 1e9)
     assert MeshConfig(dp_replicate=4) not in {each.mesh for each in ranked(SPECS["moe"], config, 8, tight)[0]}
-    asked = PlanConfig(gpus=8)
+    asked = EstimateConfig(gpus=8)
     assert "dp_replicate=4" in clocked(SPECS["moe"], config, asked, replace(fast, node=2, host=(0.0, 0.0)), rows=99)
 
 
@@ -301,7 +302,7 @@ def test_what_is_not_in_the_seconds_is_said() -> None:
         (replace(plain, model=replace(plain.model, dtype="float32")), "float32 (they are bfloat16's)"),
         (replace(plain, lora=LoraConfig(rank=4)), "adapters"), (replace(plain, optim=OptimConfig(name="muon")), "Muon"),
     ):  # fmt: skip
-        text = clocked(SPECS["moe"], config, PlanConfig(gpus=1), card)
+        text = clocked(SPECS["moe"], config, EstimateConfig(gpus=1), card)
         assert (f"which are of plain training: {says}" in text) if says else ("Not in these seconds" not in text), says
 
 
@@ -332,7 +333,7 @@ def test_budgets() -> None:
 
 def test_words_of_planning_and_of_training() -> None:
     asked, rest = split(["gpus=8", "hardware=h100", "batch=4", "budget=1T tokens", "price=2.5", "seen=15T"])
-    assert rest == ["batch=4"] and asked == PlanConfig(8, "h100", "1T tokens", 2.5, "15T")
+    assert rest == ["batch=4"] and asked == EstimateConfig(8, "h100", "1T tokens", 2.5, "15T")
     for words, says in (
         (["budget=1T"], "hardware is not set"),
         (["hardware=h100", "price=-1"], "price is -1"),
@@ -422,8 +423,8 @@ def test_the_command_with_a_clock_and_the_law(tmp_path: Path, capsys: pytest.Cap
 def test_the_law_is_asked_at_the_rate_of_the_configs_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose memory is known: a step that takes little of one GPU is recorded."""
     source, rates = tiny.make("llama", tmp_path / "dense"), list[float]()
-    monkeypatch.setattr("training.cli.estimate.seconds_of", lambda *_: 2.0)
-    monkeypatch.setattr("training.cli.estimate.advised", lambda *asked: rates.append(asked[-1]))
+    monkeypatch.setattr("training.estimating.estimate.seconds_of", lambda *_: 2.0)
+    monkeypatch.setattr("training.estimating.estimate.advised", lambda *asked: rates.append(asked[-1]))
     words = ["data.sequence=32", "batch=8", "gpus=2", "hardware=h100", "budget=1B tokens", "seen=1T"]
     assert main([f"model.source={source}", *words]) == 0 and rates == [8 * 32 / 2.0 / 2]
 
@@ -436,7 +437,7 @@ def test_a_step_that_waits_for_its_host_is_told_of_larger_micro_batches() -> Non
         (slow, replace(CONFIG, batch=1), False), (slow, replace(CONFIG, batch=3), False),
     ):  # fmt: skip
         shown = clocked(
-            SPECS["moe"], replace(config, model=replace(config.model, graph=False)), PlanConfig(gpus=1), card
+            SPECS["moe"], replace(config, model=replace(config.model, graph=False)), EstimateConfig(gpus=1), card
         )
         assert ("% of the first: it launches" in shown and "try micro_batch=2, " in shown) == says
 
@@ -470,7 +471,7 @@ def test_a_schedule_that_refuses_the_batch_is_not_ranked(schedule: str, batch: i
     for mesh in (each.mesh for each in fit if each is not own and each.mesh.pp > 1):
         count = batch * mesh.tp * mesh.cp * mesh.pp // 4
         assert count >= mesh.pp and (schedule != "interleaved" or count % (count // mesh.pp) == 0)
-    shown = clocked(spec, config, PlanConfig(gpus=4), hardware.read("h200"))
+    shown = clocked(spec, config, EstimateConfig(gpus=4), hardware.read("h200"))
     assert (f"\nThis config does not train on 4 GPUs: mesh.schedule={schedule} with mesh.pp=2 {says}" in shown) == bool(
         says
     )
@@ -481,7 +482,9 @@ def test_a_config_of_the_bench_is_planned_by_its_sizes(tmp_path: Path, capsys: p
              "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 4096, "num_local_experts": 4,
              "num_experts_per_tok": 2}  # fmt: skip
     file = tmp_path / "mine.yaml"
-    file.write_text(f"architecture: {json.dumps({'model_type': 'mixtral', **sizes})}\nsequence: 4096\nbatch: 8\n")
+    file.write_text(
+        f"architecture: {json.dumps({'model_type': 'mixtral', **sizes})}\ndata: {{sequence: 4096}}\nbatch: 8\n"
+    )
     rates = {}
     for routing in ("natural", "balanced"):
         assert main([str(file), "gpus=2", "hardware=h200", "mesh.ep=2", f"routing={routing}"]) == 0
@@ -491,7 +494,7 @@ def test_a_config_of_the_bench_is_planned_by_its_sizes(tmp_path: Path, capsys: p
         rates[routing] = float(own.split()[1].replace(",", ""))
     assert rates["balanced"] > rates["natural"]
     row = read(BenchConfig, str(file), ["mesh.ep=2", "routing=balanced"])
-    seconds = step(spec_of(row), as_training(row, 4), 2, hardware.read("h200"), Routing(0.0, in_turn=True)).total
+    seconds = step(spec_of(row), row.run(4), 2, hardware.read("h200"), Routing(0.0, in_turn=True)).total
     assert rates["balanced"] == pytest.approx(8 * 4096 / seconds, abs=1)
     assert main([str(file), "gpus=2"]) == 0 and "GB on the fullest" in capsys.readouterr().out
     for word, says in {"stack=true": "leave stack", "batch=0": "batch is 0", "mesh.ep=3": "try mesh.ep=2"}.items():

@@ -75,5 +75,5 @@ def test_it_is_said_before_the_model_is_made(
         main(given)  # nothing is wrong with these
     assert main([*given, *(word.format(place=place, tmp=tmp_path) for word in more)]) == 2
     said = capsys.readouterr().err
-    assert says in said and said.count("training: ") == 1 and "Traceback" not in said
+    assert says in said and said.count("upcycle: ") == 1 and "Traceback" not in said
     assert not (tmp_path / "run").exists()

@@ -18,14 +18,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from training.cli import bench
-from training.cli.estimate import lasting, seconds_of
 from training.cli.estimate import main as plan
 from training.config.schema import ModelConfig, TrainConfig
 from training.config.stages import Stage
 from training.data.mixture import DataConfig
 from training.dispatch import capabilities
 from training.estimating import hardware, measure
+from training.estimating.estimate import lasting, seconds_of
 from training.estimating.hardware import Hardware, Link
 from training.estimating.mappings import ranked
 from training.estimating.seconds import (
@@ -56,9 +55,11 @@ from training.observe.flops import model_flops
 from training.optim.balance import BalanceConfig
 from training.optim.teacher import TeacherConfig
 from training.parallel.mesh import MeshConfig
+from training.run import bench
 from training.run.record import MOST, obstacle
 from upcycle.arch.spec import DenseSpec, Latent, MoESpec
 from upcycle.config.reading import read
+from upcycle.config.ready import TRAIN
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE, PERFORMANCE = DOCS / "planning.md", DOCS / "performance.md"
@@ -93,14 +94,16 @@ SLOW_CORES = 2.5
 QWEN, LLAMA, MIXTRAL, QWEN2 = "bench-qwen3-30b", "bench-llama3-8b-e8t2", "bench-mixtral-8x22b", "bench-qwen2-57b"
 DEEPSEEK, GPT_OSS = "bench-deepseek-v3", "bench-gpt-oss-20b"
 HYBRID = " mesh.dispatcher=hybridep"
-SIXTEEN = "mesh.ep=4 batch=16 micro_batch=4 recompute=experts"
-ALL_32 = "mesh.ep=4 batch=8 micro_batch=2 recompute=experts moments=bfloat16 mesh.reshard=true"
+SIXTEEN = "mesh.ep=4 batch=16 micro_batch=4 model.recompute=experts"
+ALL_32 = "mesh.ep=4 batch=8 micro_batch=2 model.recompute=experts optim.moments=bfloat16 mesh.reshard=true"
 TWELVE = "mesh.ep=4 batch=8 micro_batch=1 layers=12" + HYBRID
-SIX = "layers=6 compile=false batch=8 micro_batch=2"  # all that the search lists for two GPUs, in one process each
-TWO = "layers=2 batch=8 compile=false capacity=1 mesh.tp=2"
-AUTOMODEL = "moments=bfloat16 mesh.dispatcher=deepep"
+SIX = (
+    "layers=6 model.compile=false batch=8 micro_batch=2"  # all that the search lists for two GPUs, in one process each
+)
+TWO = "layers=2 batch=8 model.compile=false balance.capacity_factor=1 mesh.tp=2"
+AUTOMODEL = "optim.moments=bfloat16 mesh.dispatcher=deepep"
 FOLDED, COUPLED = "mesh.tp=2 mesh.ep=4", "mesh.tp=2 mesh.ep=2 mesh.etp=2"
-PAPER = "batch=256 capacity=1 mesh.tp=2"
+PAPER = "batch=256 balance.capacity_factor=1 mesh.tp=2"
 
 
 def of(kind: str, card: str, gpus: int, file: str, *rows: tuple[Any, ...], host: float = 1.0) -> list[Row]:
@@ -130,12 +133,12 @@ PLAIN_STEPS = [
 ]  # fmt: skip
 ROWS = [
     *of(
-        "calibration", "h100", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks", 240500, "compile=true"),
-        ("the same, balanced", 249500, "compile=true", IN_TURN),
+        "calibration", "h100", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks", 240500, "model.compile=true"),
+        ("the same, balanced", 249500, "model.compile=true", IN_TURN),
     ),
     small("calibration", "h100", "dense", 65536 / 0.252, SMOL),
     small("calibration", "h100", "8 x 4 slices", 65536 / 0.616, SLICES),
-    *of("calibration", "h200", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks", 253000, "compile=true")),
+    *of("calibration", "h200", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks", 253000, "model.compile=true")),
     small("calibration", "h200", "8 x 4 slices", 195000, SLICES),
     *of(
         "calibration", "h200", 2, QWEN,
@@ -176,9 +179,9 @@ ROWS = [
         ("2 layers, coupled, alltoall", 39517, f"{TWO} mesh.etp=2"),
         ("2 layers, folded, nvlink", 41653, f"{TWO} mesh.ep=2 mesh.dispatcher=nvlink"),
     ),
-    *of("check", "h100", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 108200, "compile=true")),
-    *of("check", "h200", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 109700, "compile=true")),
-    *of("check", "h200", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks, balanced", 265500, "compile=true", IN_TURN)),
+    *of("check", "h100", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 108200, "model.compile=true")),
+    *of("check", "h200", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 109700, "model.compile=true")),
+    *of("check", "h200", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks, balanced", 265500, "model.compile=true", IN_TURN)),
     small("check", "h100", "8 x 4 slices, one micro-batch", 180000, SLICES, 64),
     small("check", "h200", "dense", 361000, SMOL),
     small("check", "h200", "8 copies, top-2", 185000, COPIES),
@@ -195,16 +198,16 @@ ROWS = [
     *PLAIN_STEPS,
     *RECORDED,
     *of(
-        "own", "h200", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks", 254324, "compile=true"),
-        ("the same, balanced", 267257, "compile=true", IN_TURN), ("not compiled", 258034, ""),
+        "own", "h200", 1, f"{QWEN}-4l", ("Qwen3-30B-A3B, 4 blocks", 254324, "model.compile=true"),
+        ("the same, balanced", 267257, "model.compile=true", IN_TURN), ("not compiled", 258034, ""),
     ),
-    *of("own", "h200", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 109172, "compile=true")),
+    *of("own", "h200", 1, f"{LLAMA}-2l", ("Llama-3-8B E8T2, 2 blocks", 109172, "model.compile=true")),
     *of(
         "check", "h200", 4, QWEN,
         ("Qwen3-30B-A3B, hybridep, recompute experts", 13349, SIXTEEN + HYBRID),
         ("the same, balanced", 14670, SIXTEEN + HYBRID, IN_TURN),
-        ("hybridep, recompute full", 12409, SIXTEEN + HYBRID + " recompute=full"),
-        ("the same, two of 2, an earlier state", 10173, SIXTEEN + HYBRID + " recompute=full micro_batch=2"),
+        ("hybridep, recompute full", 12409, SIXTEEN + HYBRID + " model.recompute=full"),
+        ("the same, two of 2, an earlier state", 10173, SIXTEEN + HYBRID + " model.recompute=full micro_batch=2"),
     ),
     *of(
         "check", "h200", 4, QWEN,
@@ -217,16 +220,16 @@ ROWS = [
     *of(
         "check", "h200", 4, LLAMA,
         ("Llama-3-8B E8T2, 32 layers, hybridep", 4893, ALL_32 + HYBRID),
-        ("the same, capacity 1", 4885, ALL_32 + HYBRID + " capacity=1"),
-        ("the same, padded, alltoall", 4989, ALL_32 + " capacity=1 pad=true"),
+        ("the same, capacity 1", 4885, ALL_32 + HYBRID + " balance.capacity_factor=1"),
+        ("the same, padded, alltoall", 4989, ALL_32 + " balance.capacity_factor=1 balance.pad_to_capacity=true"),
         ("12 layers, hybridep", 14250, TWELVE),
-        ("the same, capacity 1", 14716, TWELVE + " capacity=1"),
+        ("the same, capacity 1", 14716, TWELVE + " balance.capacity_factor=1"),
     ),
     *of(
         "check", "h200", 4, MIXTRAL,
-        ("Mixtral-8x22B, 3 layers, capacity 1, folded, hybridep", 30950, f"layers=3 {FOLDED} capacity=1" + HYBRID),
-        ("folded, alltoall", 29850, f"layers=3 {FOLDED} capacity=1"),
-        ("coupled, alltoall", 28100, f"layers=3 {COUPLED} capacity=1"),
+        ("Mixtral-8x22B, 3 layers, capacity 1, folded, hybridep", 30950, f"layers=3 {FOLDED} balance.capacity_factor=1" + HYBRID),
+        ("folded, alltoall", 29850, f"layers=3 {FOLDED} balance.capacity_factor=1"),
+        ("coupled, alltoall", 28100, f"layers=3 {COUPLED} balance.capacity_factor=1"),
         ("dropless, folded, hybridep", 29700, f"layers=3 {FOLDED}" + HYBRID),
         ("dropless, folded, alltoall", 28400, f"layers=3 {FOLDED}"),
         ("dropless, coupled, alltoall", 27900, f"layers=3 {COUPLED}"),
@@ -240,14 +243,14 @@ ROWS = [
     ),
     *of(
         "check", "h200", 4, QWEN2,
-        ("capacity 1, folded, hybridep, slower cores", 12532, FOLDED + HYBRID + " capacity=1"),
-        ("capacity 1, coupled, alltoall, slower cores", 11617, COUPLED + " capacity=1"),
+        ("capacity 1, folded, hybridep, slower cores", 12532, FOLDED + HYBRID + " balance.capacity_factor=1"),
+        ("capacity 1, coupled, alltoall, slower cores", 11617, COUPLED + " balance.capacity_factor=1"),
         host=SLOW_CORES,
     ),
     *of(
         "check", "h200", 1, DEEPSEEK,
         ("DeepSeek-V3, 4 layers", 32309, "layers=4 stack=true micro_batch=2"),
-        ("not compiled", 30663, "layers=4 stack=true micro_batch=2 compile=false"),
+        ("not compiled", 30663, "layers=4 stack=true micro_batch=2 model.compile=false"),
     ),
     *of(
         "check", "h200", 2, DEEPSEEK,
@@ -256,18 +259,18 @@ ROWS = [
     *of(
         "check", "h200", 1, GPT_OSS,
         ("GPT-OSS-20B, 12 layers", 40096, "layers=12 stack=true batch=2 micro_batch=2"),
-        ("compiled", 43510, "layers=12 stack=true batch=2 micro_batch=2 compile=true"),
+        ("compiled", 43510, "layers=12 stack=true batch=2 micro_batch=2 model.compile=true"),
     ),
     *of(
         "check", "h200", 2, GPT_OSS,
-        ("GPT-OSS-20B, ep 2", 13007, "mesh.ep=2 optimizer=true moments=bfloat16 batch=4 micro_batch=2"),
-        ("the same, balanced", 13685, "mesh.ep=2 optimizer=true moments=bfloat16 batch=4 micro_batch=2", IN_TURN),
+        ("GPT-OSS-20B, ep 2", 13007, "mesh.ep=2 optimizer=true optim.moments=bfloat16 batch=4 micro_batch=2"),
+        ("the same, balanced", 13685, "mesh.ep=2 optimizer=true optim.moments=bfloat16 batch=4 micro_batch=2", IN_TURN),
     ),
     *of(
         "elsewhere", "h100", 8, QWEN,
         (
             "NeMo Automodel, Qwen3-30B-A3B, balanced", 12040,
-            f"{AUTOMODEL} mesh.ep=8 batch=512 micro_batch=4 recompute=full", IN_TURN,
+            f"{AUTOMODEL} mesh.ep=8 batch=512 micro_batch=4 model.recompute=full", IN_TURN,
         ),
     ),
     *of(
@@ -282,14 +285,14 @@ ROWS = [
         "elsewhere", "h100", 256, DEEPSEEK,
         (
             "NeMo Automodel, DeepSeek-V3, balanced", 1002,
-            f"{AUTOMODEL} mesh.ep=64 mesh.pp=4 mesh.schedule=interleaved batch=512 micro_batch=1 recompute=full", IN_TURN,
+            f"{AUTOMODEL} mesh.ep=64 mesh.pp=4 mesh.schedule=interleaved batch=512 micro_batch=1 model.recompute=full", IN_TURN,
         ),
     ),
     *of(
         "elsewhere", "h100", 256, "bench-kimi-k2",
         (
             "NeMo Automodel, Kimi-K2, balanced", 924,
-            f"{AUTOMODEL} mesh.ep=32 mesh.pp=8 mesh.schedule=interleaved batch=512 micro_batch=1 recompute=full", IN_TURN,
+            f"{AUTOMODEL} mesh.ep=32 mesh.pp=8 mesh.schedule=interleaved batch=512 micro_batch=1 model.recompute=full", IN_TURN,
         ),
     ),
     *of(
@@ -306,7 +309,7 @@ ROWS = [
         "elsewhere", "h100", 128, LLAMA,
         (
             "Megatron, Llama-3-8B E8T2", 5043,
-            "mesh.ep=8 mesh.cp=2 mesh.pp=4 batch=512 micro_batch=1 capacity=1 mesh.schedule=interleaved",
+            "mesh.ep=8 mesh.cp=2 mesh.pp=4 batch=512 micro_batch=1 balance.capacity_factor=1 mesh.schedule=interleaved",
         ),
     ),
 ]  # fmt: skip
@@ -337,17 +340,17 @@ def predicted(row: Row) -> tuple[float, Seconds]:
         )  # fmt: skip
         found = step(row.spec, config, row.gpus, card, row.routing)
         return 65536 / found.total, found
-    asked = read(bench.BenchConfig, row.file, row.words.split(), bench.TRAIN)
+    asked = read(bench.BenchConfig, row.file, row.words.split(), TRAIN)
     spec = bench.spec_of(asked)
     mesh = asked.mesh
     micro = asked.micro_batch or asked.batch // (row.gpus // (mesh.tp * mesh.cp * mesh.pp))
-    found = step(spec, bench.as_training(asked, micro), row.gpus, card, row.routing, blocks=asked.stack)
-    return asked.batch * asked.sequence / found.total / row.gpus, found
+    found = step(spec, asked.run(micro), row.gpus, card, row.routing, blocks=asked.stack)
+    return asked.batch * asked.data.sequence / found.total / row.gpus, found
 
 
 def teraflops(row: Row, rate: float) -> float:
-    asked = read(bench.BenchConfig, row.file, row.words.split(), bench.TRAIN)
-    return model_flops(bench.spec_of(asked), asked.sequence) * rate / 1e12
+    asked = read(bench.BenchConfig, row.file, row.words.split(), TRAIN)
+    return model_flops(bench.spec_of(asked), asked.data.sequence) * rate / 1e12
 
 
 def published() -> str:
@@ -358,7 +361,7 @@ def published() -> str:
             continue
         rate, name = predicted(row)[0], row.what.split(", ")[1]
         mine, theirs = (f"{each:,.0f} = {teraflops(row, each):.0f}" for each in (rate, row.measured))
-        command = f"python -m training.cli.estimate {row.file} gpus={row.gpus} hardware={row.card} routing=balanced {row.words}"
+        command = f"upcycle estimate {row.file} gpus={row.gpus} hardware={row.card} routing=balanced {row.words}"
         lines.append(f"| {name} | {row.gpus} {row.card.upper()} | {theirs} | *{mine}* | `{command}` |")
     return "\n".join(lines)
 
@@ -402,7 +405,7 @@ def test_the_order_of_what_was_measured_in_turn() -> None:
     def rate(file: str, words: str, in_turn: bool = False, host: float = 1.0) -> float:
         return predicted(rows[file, words, in_turn, host])[0]
 
-    for more in (" capacity=1", ""):
+    for more in (" balance.capacity_factor=1", ""):
         order = (f"layers=3 {FOLDED}{more}{HYBRID}", f"layers=3 {FOLDED}{more}", f"layers=3 {COUPLED}{more}")
         rates = [rate(MIXTRAL, words) for words in order]
         assert rates == sorted(rates, reverse=True), more
@@ -410,10 +413,15 @@ def test_the_order_of_what_was_measured_in_turn() -> None:
     assert dispatchers == sorted(dispatchers, reverse=True)
     for host in (1.0, SLOW_CORES):
         assert rate(QWEN, SIXTEEN + HYBRID, True, host) > rate(QWEN, SIXTEEN + HYBRID, host=host)
-    again = [rate(QWEN, SIXTEEN + HYBRID + more) for more in ("", " recompute=full", " recompute=full micro_batch=2")]
+    again = [
+        rate(QWEN, SIXTEEN + HYBRID + more)
+        for more in ("", " model.recompute=full", " model.recompute=full micro_batch=2")
+    ]
     assert again == sorted(again, reverse=True)
-    assert rate(LLAMA, TWELVE + " capacity=1") > rate(LLAMA, TWELVE)
-    folded, coupled = (rate(QWEN2, f"{words} capacity=1", host=SLOW_CORES) for words in (FOLDED + HYBRID, COUPLED))
+    assert rate(LLAMA, TWELVE + " balance.capacity_factor=1") > rate(LLAMA, TWELVE)
+    folded, coupled = (
+        rate(QWEN2, f"{words} balance.capacity_factor=1", host=SLOW_CORES) for words in (FOLDED + HYBRID, COUPLED)
+    )
     assert folded > coupled
 
 
@@ -872,19 +880,19 @@ def test_a_machines_own_file(
 ) -> None:
     monkeypatch.setattr(measure, "LAYERS", (1, 2))
     file = tmp_path / "mine.yaml"
-    assert plan(["measure", f"output={file}", "device=cpu"]) == 0
+    assert plan([f"measure={file}", "device=cpu"]) == 0
     card, like = hardware.read(str(file)), hardware.read("h200")
     assert card.name == "cpu" and set(card.sheet) == {"memory", "node", "network", "link", "rows"}
     assert card.link == like.link and [row[:4] for row in card.products] == list(measure.SMALL[0])
     assert all(0 < number < 10 for row in card.products for number in row[4:]) and min(card.host) > 0
     assert card.bandwidth > 0.1 and "hardware=" in capsys.readouterr().out
-    assert plan(["measure", f"output={file}"]) == 2 and "exists already" in capsys.readouterr().err
+    assert plan([f"measure={file}"]) == 2 and "exists already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "environ", "says"),
     [
-        (["output=no/such/mine.yaml"], {}, "make the folder no/such"),
+        (["measure=no/such/mine.yaml"], {}, "make the folder no/such"),
         (["device=xpu"], {}, "device is xpu"),
         (["node=-1"], {}, "node is -1; it must be at least 1"),
         ([], {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "start it on one"),
@@ -904,8 +912,8 @@ def test_what_cannot_be_measured_is_said_before(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(measure.bench, "measured", lambda *_: pytest.fail("it began to measure"))
-    assert plan(["measure", *words]) == 2 and says in capsys.readouterr().err
-    assert (plan(["measure", "device=cuda"]) == 2 and "device=cpu" in capsys.readouterr().err) or environ
+    assert plan(["measure=hardware.yaml", *words]) == 2 and says in capsys.readouterr().err
+    assert (plan(["measure=hardware.yaml", "device=cuda"]) == 2 and "device=cpu" in capsys.readouterr().err) or environ
     assert not any(tmp_path.iterdir())
 
 

@@ -21,10 +21,10 @@ from tests.unit.training.test_train import config, moe
 from tests.unit.training.test_train import place as place
 from training.checkpoint.storage import read_manifest
 from training.cli.estimate import main as plan
-from training.cli.estimate import table
 from training.cli.prepare import main as prepare
 from training.config.schema import TrainConfig
 from training.config.stages import stages_of, tokens_by
+from training.estimating.estimate import table
 from training.estimating.memory import Model, memory
 from training.observe import plots
 from training.observe.metrics import read as read_metrics

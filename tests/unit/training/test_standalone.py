@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from evaluation.ask.run import main as evaluate
+from evaluation.cli.eval import main as evaluate
 from evaluation.judge.logged import load
 from evaluation.show import facts, routing
 from tests.parallel import ranks

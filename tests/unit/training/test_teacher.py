@@ -17,8 +17,8 @@ from tests.unit.training.test_plan import CONFIG, D, M
 from tests.unit.training.test_train import Stopped, config, losses, stops_before
 from tests.unit.training.test_train import place as place
 from training.checkpoint.layout import opened
-from training.cli.estimate import table
 from training.data.mixture import DataConfig
+from training.estimating.estimate import table
 from training.estimating.memory import Model, memory
 from training.model import loss as loss_module
 from training.model.loss import Lesson, linear_cross_entropy, taught_cross_entropy

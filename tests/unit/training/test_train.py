@@ -333,7 +333,7 @@ def test_a_bad_config_is_one_sentence(
     assert main([*data, *WORDS, *words]) == 2
     said = capsys.readouterr().err
     assert says in said
-    assert said.count("training: ") == 1
+    assert said.count("upcycle: ") == 1
     assert "Traceback" not in said
 
 

@@ -1,4 +1,4 @@
-"""Planted breaks: a converted folder with one thing wrong, through `verify` and `inspect --check`.
+"""Planted breaks: a converted folder with one thing wrong, through `verify` and `inspect check=true`.
 
 A slice runs here; all of them:
 
@@ -160,13 +160,13 @@ def folders(at: Path) -> Iterator[tuple[str, Path, Path]]:
 
 
 def broken(made: list[tuple[str, Path, Path]], number: int, at: Path) -> tuple[str, str, int, int]:
-    """(method, what is broken, exit codes of verify and of inspect --check) of break `number`."""
+    """(method, what is broken, exit codes of verify and of inspect check=true) of break `number`."""
     chance = random.Random(number)
     name, dense, folder = made[number % len(made)]
     copy = shutil.copytree(folder, at / f"broken-{number}")
     what = chance.choice(BREAKS)(copy, chance)
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        codes = main(["verify", str(dense), str(copy), "--tokens", "32"]), main(["inspect", str(copy), "--check"])
+        codes = main(["verify", str(dense), str(copy), "tokens=32"]), main(["inspect", str(copy), "check=true"])
     shutil.rmtree(copy)
     return name, what, *codes
 
@@ -178,8 +178,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Path, Path
 
 def test_what_is_not_broken_holds(made: list[tuple[str, Path, Path]]) -> None:
     for name, dense, folder in made:
-        assert main(["verify", str(dense), str(folder), "--tokens", "32"]) == 0, name
-        assert main(["inspect", str(folder), "--check"]) == 0, name
+        assert main(["verify", str(dense), str(folder), "tokens=32"]) == 0, name
+        assert main(["inspect", str(folder), "check=true"]) == 0, name
 
 
 def test_planted_breaks_are_found(made: list[tuple[str, Path, Path]], tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_hub_id_can_be_inspected(
     llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(llama))
-    assert main(["inspect", "org/model", "--check"]) == 0
+    assert main(["inspect", "org/model", "check=true"]) == 0
     assert "model type           llama" in capsys.readouterr().out
 
 

@@ -1,37 +1,29 @@
-"""The frame of all commands: help without heavy imports, one-sentence errors, closed pipes, Ctrl-C, warnings."""
+"""The door: help without heavy imports, one-sentence errors, closed pipes, Ctrl-C, warnings, several processes."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from upcycle.cli import frame as cli
+from upcycle.cli import frame
+from upcycle.cli.main import COMMANDS, LAUNCHED, main
 
 ROOT = Path(__file__).parents[3]
 # stdout is buffered, as in a terminal session: output that is not flushed in time fails when Python ends
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
-# every module that calls cli.start is a command; with these words its main reaches the slow imports
-WORDS = {"upcycle": ["plan", "source=x"], "evaluation": ["compare", "a", "b"], "training.cli.prepare": ["out"],
-         "training.cli.plots": ["run", "--output", "x.png"]}  # fmt: skip
-COMMANDS = sorted(
-    cli.name_of(module)
-    for package in (*cli.OURS, "benchmarks", "examples")
-    for path in (ROOT / package).rglob("*.py")
-    for module in re.findall(r'^ *.*cli\.start\("([\w.]+)"', path.read_text(), re.MULTILINE)
-    if path.name != "cli.py"
-)
+PROGRAMS = ("benchmarks.converting", "benchmarks.evaluation", "benchmarks.kernels", "examples.demo")
+# words with which a command reaches the slow imports
+WORDS = {"plan": ["source=x"], "verify": ["a", "b"], "push": ["a", "b/c"], "compare": ["a", "b"], "export": ["a", "b"]}
 
 
-def run(
-    module: str, *words: str, path: Path | None = None, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    more = {"PYTHONPATH": f"{path}:{ROOT}" if path else str(ROOT), **(environment or {})}
-    command = [sys.executable, "-m", module, *words]
+def run(*words: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    more = {"PYTHONPATH": f"{path}:{ROOT}" if path else str(ROOT), **environment}
+    command = [sys.executable, "-m", *words]
     return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT | more, cwd=path or ROOT)
 
 
@@ -45,62 +37,90 @@ def interrupting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_commands_are_found() -> None:
-    assert {"upcycle", "training", "evaluation", "training.cli.estimate", "examples.demo"} < set(COMMANDS)
-    assert len(COMMANDS) == 13
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=str)
+def test_help_imports_nothing_that_takes_seconds(words: list[str], interrupting: Path) -> None:
+    done = run("upcycle", *words, "--help", path=interrupting)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"usage: upcycle {' '.join(words)}".strip() in done.stdout and "  upcycle " in done.stdout
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_other_programs_have_help_too(name: str, interrupting: Path) -> None:
+    done = run(name, "--help", path=interrupting)
+    assert (done.returncode, done.stderr) == (0, "") and f"python -m {name}" in done.stdout
+
+
+def test_importing_the_packages_imports_nothing_that_takes_seconds(interrupting: Path) -> None:
+    code = "import sys, upcycle, training, evaluation; sys.exit(bool({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=interrupting, env=ENVIRONMENT).returncode == 0
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_imports_nothing_that_takes_seconds(name: str, interrupting: Path) -> None:
-    for word in cli.HELP:
-        done = run(name, word, path=interrupting)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert f"usage: {'' if name == 'upcycle' else 'python -m '}{name}" in done.stdout
+def test_ctrl_c_during_the_imports_is_one_line(name: str, interrupting: Path) -> None:
+    words = ["upcycle", name, *WORDS.get(name, ["x"])]
+    done = run(*words, path=interrupting)
+    assert (done.returncode, done.stderr, done.stdout) == (130, "upcycle: stopped\n", "")
 
 
-def test_importing_the_package_imports_nothing_that_takes_seconds(interrupting: Path) -> None:
-    code = "import sys, upcycle, upcycle.cli.frame; sys.exit(bool({'torch', 'numpy', 'transformers', 'yaml'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=interrupting, env=ENVIRONMENT)
-    assert done.returncode == 0
+def test_the_first_rank_speaks_for_all(interrupting: Path) -> None:
+    done = run("upcycle", "train", "x", path=interrupting, RANK="1")
+    assert (done.returncode, done.stderr, done.stdout) == (130, "", "")
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in COMMANDS if name != "benchmarks.converting"]
-)  # bench imports nothing slow
-def test_ctrl_c_during_the_imports_is_one_line(name: str, interrupting: Path) -> None:
-    done = run(name, *WORDS.get(name, ["x"]), path=interrupting)
-    assert (done.returncode, done.stderr, done.stdout) == (130, f"{name}: stopped\n", "")
-    done = run(name, *WORDS.get(name, ["x"]), path=interrupting, environment={"RANK": "1"})
-    assert (done.returncode, done.stderr, done.stdout) == (130, "", ""), "the first rank speaks for all"
+    ("words", "said"),
+    [
+        (["verfy"], "there is no command 'verfy'; did you mean 'verify'?"),
+        (["verify", "a", "b", "--tokens", "3"], "--tokens is no key=value; write tokens=VALUE, or tokens=true"),
+        (["push", "a", "b/c", "--dry-run"], "--dry-run is no key=value; write dry_run=VALUE, or dry_run=true"),
+        (["train", "--data.seed=3"], "--data.seed=3 is no key=value; write data.seed=3"),
+        (["verify", "a"], "write DENSE MOE [key=value ...]"),
+        (["verify", "a", "b", "tokns=3"], "did you mean 'tokens'"),
+        (["compare", "a", "b", "nproc=2"], "compare is one process; leave nproc out"),
+        (["train", "x", "nproc=two"], "nproc=two is no number of processes"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("upcycle: ") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_reader_who_has_gone_is_no_error(name: str) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", name, "--help"],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_nproc_starts_processes_and_keeps_their_exit_code(tmp_path: Path) -> None:
+    assert set(LAUNCHED) < set(COMMANDS)
+    (tmp_path / "a.txt").write_text("text")
+    done = run("upcycle", "convert", "source=nowhere", "output=x", "nproc=2", path=tmp_path)
+    assert done.returncode == 2 and "'nowhere' is not a folder" in done.stderr and "Traceback" not in done.stderr
+    assert run("upcycle", "convert", "nproc=2", RANK="0").stderr.endswith("leave nproc out\n")
 
 
-# ---- commands with one line of code
+def test_a_folder_named_training_hides_nothing(tmp_path: Path) -> None:
+    for name in ("training", "evaluation"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')")
+    for words in (["train", "no-such"], ["compare", "no", "such"]):
+        done = run("upcycle", *words, path=tmp_path)
+        assert done.returncode == 2 and "no" in done.stderr and "not ours" not in done.stderr, done.stderr
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    distributions = {"lm_eval": "lm-eval", "quack": "quack-kernels", "cutlass": "nvidia-cutlass-dsl"}
+    for package, extra in frame.EXTRAS.items():
+        assert any(line.startswith(distributions.get(package, package)) for line in extras[extra]), package
+        assert frame.missing(package).endswith(f'pip install "upcycle[{extra}]"')
+
+
+# ---- programs with one line of code
 
 LINES = {
     "value": "raise ValueError('a sentence\\n  in two lines')",
     "file": "open('no-such-file')",
-    "package": "import no_such_package.part",
+    "package": "import lm_eval_no.part",
     "ours": "import upcycle.no_such_module",
     "defect": "raise KeyError('x')",
     "pipe": "print('x' * 1000000)",
     "stop": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
-    "flag": "cli.parser(prog='it').parse_args(['--no'])",
     "warn": "import warnings; warnings.warn('two\\n   lines'); print('done')",
     "log": "import logging, torch; logging.getLogger('torch.distributed').warning('look')",
     "code": "return 7",
@@ -109,13 +129,12 @@ LINES = {
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("commands")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("programs")
     for name, line in LINES.items():
-        decorator = f"@cli.command(resumes={name == 'stop'})"
-        end = f"if __name__ == '__main__':\n    import sys\n    sys.exit(cli.start('{name}'))\n"
         (folder / f"{name}.py").write_text(
-            f"import sys\nfrom upcycle import cli\n{decorator}\ndef main(words):\n    {line}\n    return 0\n{end}"
+            f"import sys\nfrom upcycle.cli import frame\n@frame.command(resumes={name == 'stop'})\ndef main(words):\n"
+            f"    {line}\n    return 0\nif __name__ == '__main__':\n    frame.program('{name}')\n"
         )
     return folder
 
@@ -123,39 +142,35 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
-        ("value", 2, "value: a sentence in two lines\n"),
-        ("file", 2, "file: [Errno 2] No such file or directory: 'no-such-file'\n"),
-        ("package", 2, 'package: the package no_such_package is not installed; pip install -e ".[eval,data,plots]" '),
-        ("stop", 130, "stop: stopped; the same command goes on from here\n"),
-        ("flag", 2, "flag: unrecognized arguments: --no; it --help shows what it takes\n"),
-        ("warn", 0, "warn: two lines\n"),
+        ("value", 2, "upcycle: a sentence in two lines\n"),
+        ("file", 2, "upcycle: [Errno 2] No such file or directory: 'no-such-file'\n"),
+        ("package", 2, "upcycle: the package lm_eval_no is not installed\n"),
+        ("stop", 130, "upcycle: stopped; the same command goes on from here\n"),
+        ("warn", 0, "upcycle: two lines\n"),
         ("log", 0, "[torch] look\n"),
         ("code", 7, ""),
-        ("ended", 2, "ended: a sentence\n"),
+        ("ended", 2, "upcycle: a sentence\n"),
     ],
 )
-def test_what_happens_is_one_sentence(name: str, code: int, said: str, commands: Path) -> None:
-    done = run(name, path=commands)
-    assert done.returncode == code
-    assert done.stderr.startswith(said) and done.stderr.count("\n") == (said != "")
+def test_what_happens_is_one_sentence(name: str, code: int, said: str, programs: Path) -> None:
+    done = run(name, path=programs)
+    assert (done.returncode, done.stderr) == (code, said)
 
 
-def test_ranks_say_who_they_are(commands: Path) -> None:
-    done = run("value", path=commands, environment={"RANK": "3"})
-    assert (done.returncode, done.stderr) == (2, "value, rank 3: a sentence in two lines\n")
-    done = run("stop", path=commands, environment={"RANK": "3"})
-    assert (done.returncode, done.stderr) == (130, "")
+def test_ranks_say_who_they_are(programs: Path) -> None:
+    assert run("value", path=programs, RANK="3").stderr == "upcycle, rank 3: a sentence in two lines\n"
+    assert run("stop", path=programs, RANK="3").stderr == ""
 
 
 @pytest.mark.parametrize("name", ["ours", "defect"])
-def test_a_defect_keeps_its_traceback(name: str, commands: Path) -> None:
-    done = run(name, path=commands)
+def test_a_defect_keeps_its_traceback(name: str, programs: Path) -> None:
+    done = run(name, path=programs)
     assert done.returncode == 1 and "Traceback" in done.stderr
 
 
-def test_a_reader_who_goes_is_no_error(commands: Path) -> None:
+def test_a_reader_who_goes_is_no_error(programs: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipe"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=commands,
+        [sys.executable, "-m", "pipe"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=programs,
         env=ENVIRONMENT,
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
@@ -164,14 +179,14 @@ def test_a_reader_who_goes_is_no_error(commands: Path) -> None:
     assert (process.stderr.read(), process.wait()) == ("", 0)
 
 
-def test_ctrl_c_stays_ignored_where_a_script_ignores_it(commands: Path) -> None:
+def test_ctrl_c_stays_ignored_where_a_script_ignores_it(programs: Path) -> None:
     command = ["bash", "-c", f"trap '' INT; exec {sys.executable} -m stop"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=commands, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=programs, env=ENVIRONMENT)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_words() -> None:
-    assert cli.file_and_words(["my.yaml", "a=1", "b=c=2"]) == ("my.yaml", ["a=1", "b=c=2"])
-    assert cli.file_and_words(["a=1"]) == ("", ["a=1"])
-    assert cli.file_and_words(["a", "b", "c=1"]) == ("a", ["b", "c=1"])
-    assert cli.names_and_words(["a", "x=1", "b"]) == (["a", "b"], ["x=1"])
+    assert frame.file_and_words(["my.yaml", "a=1", "b=c=2"]) == ("my.yaml", ["a=1", "b=c=2"])
+    assert frame.file_and_words(["a=1"]) == ("", ["a=1"])
+    assert frame.file_and_words(["a", "b", "c=1"]) == ("a", ["b", "c=1"])
+    assert frame.named(["a", "x=1", "b"], "one", "two") == ["one=a", "two=b", "x=1"]

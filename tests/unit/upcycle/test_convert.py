@@ -369,7 +369,7 @@ def test_a_source_that_changed_between_the_samples_is_noticed(
     weights = source / "model.safetensors"
     os.utime(weights, (1, 1))
     assert main(words) == 0  # another time, the same bytes
-    assert main(["inspect", str(output), "--check"]) == 0
+    assert main(["inspect", str(output), "check=true"]) == 0
     assert "and so is the source" in capsys.readouterr().out
     before = Checkpoint.open(source).fingerprint()
     change_rows(source)
@@ -377,9 +377,9 @@ def test_a_source_that_changed_between_the_samples_is_noticed(
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "model.embed_tokens.weight" in said and "has changed since" in said and said.count("\n") == 1
-    assert main(["inspect", str(output), "--check"]) == 1
+    assert main(["inspect", str(output), "check=true"]) == 1
     assert "model.embed_tokens.weight" in capsys.readouterr().err
-    assert main(["verify", str(source), str(output), "--tokens", "32"]) == 1
+    assert main(["verify", str(source), str(output), "tokens=32"]) == 1
     shutil.rmtree(output)
     assert main(words) == 0
     (source / "tokenizer.json").write_text("[]")
@@ -424,10 +424,10 @@ def test_the_cards_recipe_runs_and_names_no_place(
     folder = run(llama, tmp_path / "moe", "method.name=drop", "router.init.std=1e-5", "scale=1.0e-5")
     text = (folder / "README.md").read_text()
     assert str(tmp_path.parent) not in text and str(llama.parent) not in text
-    recipe = next(word for word in text.split("`") if word.startswith("python -m upcycle "))
+    recipe = next(word for word in text.split("`") if word.startswith("upcycle plan "))
     monkeypatch.chdir(folder)
     capsys.readouterr()
-    assert main([*recipe.split()[3:], "--json"]) == 0
+    assert main([*recipe.split()[1:], "json=true"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"] == json.loads(Path("upcycle.json").read_text())["plan"]
 
 

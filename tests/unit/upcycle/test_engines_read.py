@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from tests.engines.engines import ENGINES
 from tests.parity import tiny
-from upcycle import Upcycling, plugin
+from upcycle import convert, plugin
+from upcycle import plan as plan_of
 from upcycle.arch import registry
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.planning import engines
@@ -77,8 +78,8 @@ def test_the_table_has_every_stock_target_and_every_engine() -> None:
 
 def test_a_new_shared_gate_is_one_half_as_llama_cpp_computes_it_too(tmp_path: Path) -> None:
     source = tiny.make("qwen2", tmp_path / "dense")
-    folder = Upcycling(source=source, target="qwen2_moe", experts=4, top_k=2, shared=1).convert(
-        tmp_path / "moe", quiet=True
+    folder = convert(
+        source=source, target="qwen2_moe", experts=4, top_k=2, shared=1, output=tmp_path / "moe", quiet=True
     )
     gates = [w for name, w in load_file(folder / "model.safetensors").items() if "shared_expert_gate" in name]
     for gate in gates:
@@ -104,6 +105,6 @@ def test_a_new_shared_gate_is_one_half_as_llama_cpp_computes_it_too(tmp_path: Pa
 def test_a_plan_says_what_reads_it(
     family: str, overrides: dict[str, Any], words: dict[str, str], said: str, tmp_path: Path
 ) -> None:
-    plan = Upcycling(words, source=tiny.make(family, tmp_path / "dense", **overrides), experts=4, top_k=2).plan
+    plan = plan_of(words, source=tiny.make(family, tmp_path / "dense", **overrides), experts=4, top_k=2)
     (line,) = (line for line in str(plan).splitlines() if line.startswith("runs on"))
     assert line.removeprefix("runs on").lstrip().startswith(said)

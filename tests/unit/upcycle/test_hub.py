@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import ModelCard, get_local_safetensors_metadata
 
 from tests.parity import tiny
-from upcycle import Upcycling
+from upcycle import plan as plan_of
 from upcycle.__main__ import main
 from upcycle.io import hub
 from upcycle.io.checkpoint import Checkpoint
@@ -65,7 +65,7 @@ def remote(dense: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_plan_of_a_hub_id_fetches_headers_alone(dense: Path, remote: list[Any]) -> None:
-    there, here = Upcycling(source="org/tiny@v1", experts=4).plan, Upcycling(source=str(dense), experts=4).plan
+    there, here = plan_of(source="org/tiny@v1", experts=4), plan_of(source=str(dense), experts=4)
     assert remote == [("org/tiny", "config.json", "v1"), ("org/tiny", "headers", "v1")]
     assert there.outputs == here.outputs and there.hf_config == here.hf_config and there.hash == here.hash
     assert "org/tiny" in str(there)
@@ -138,7 +138,7 @@ def test_the_card_is_the_hubs_own_and_names_no_folder(dense: Path, moe: Path) ->
 def test_a_base_is_named_by_its_hub_id_alone(dense: Path, source: str, donors: Any, base: Any) -> None:
     from upcycle.converting import card
 
-    plan = Upcycling(source=str(dense), experts=4).plan
+    plan = plan_of(source=str(dense), experts=4)
     named = replace(plan, config=replace(plan.config, source=source, donors=donors))
     assert ModelCard(card.text(named, dense)).data.to_dict().get("base_model") == base
     (dense / "README.md").write_text("---\nlicense: [\n---\n")
@@ -169,10 +169,10 @@ def test_push_lists_what_it_would_send_and_sends_that(
     monkeypatch.setattr(hub, "upload", look)
     (moe / "notes.txt").write_text("mine")
     capsys.readouterr()
-    assert main(["push", str(moe), "org/moe", "--dry-run"]) == 0
+    assert main(["push", str(moe), "org/moe", "dry_run=true"]) == 0
     shown = capsys.readouterr().out
     assert not sent and "stays  notes.txt" in shown and "to org/moe" in shown
-    assert main(["push", str(moe), "org/moe", "--private"]) == 0
+    assert main(["push", str(moe), "org/moe", "private=true"]) == 0
     assert sent["repo"] == ("org/moe", {"private": True, "exist_ok": True})
     assert len(looked) == 2, "each command looks through the folder once, and sends what it listed"
     assert [*sent["files"]] == [name for name, _ in looked[1].files]

@@ -21,4 +21,4 @@ def test_float32_norms_in_a_bfloat16_model_are_known_to_be_rounded(tmp_path: Pat
     plan, checkpoints = load(f"source={folder}", f"output={tmp_path / 'moe'}")
     assert plan.promise.reasons == ("exact but for the rounding of float32 weights to bfloat16",)
     convert(plan, checkpoints, quiet=True)
-    assert main(["verify", str(folder), str(tmp_path / "moe"), "--tokens", "64"]) == 0
+    assert main(["verify", str(folder), str(tmp_path / "moe"), "tokens=64"]) == 0

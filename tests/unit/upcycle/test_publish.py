@@ -167,11 +167,11 @@ def test_a_measurement_that_is_damaged_is_made_again(llama: Path, tmp_path: Path
 
 
 def test_every_file_is_checked(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each damaged or gone: inspect --check says so, and convert does not call the folder complete."""
+    """Each damaged or gone: inspect check=true says so, and convert does not call the folder complete."""
     source, _ = readable(llama, tmp_path)
     output = tmp_path / "moe"
     assert main([*words(source, output), "target=upcycled"]) == 0  # has a modeling file as well
-    assert main(["inspect", str(output), "--check"]) == 0
+    assert main(["inspect", str(output), "check=true"]) == 0
     said = capsys.readouterr().out
     assert "sizes, sha256 and values are right" in said and "not checked          README.md: not in" in said
     names = {path.name for path in output.iterdir()} - {"README.md", "upcycle.json"}
@@ -182,7 +182,7 @@ def test_every_file_is_checked(llama: Path, tmp_path: Path, capsys: pytest.Captu
         (output / name).write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
         os.utime(output / name, ns=times)
         if name != "config.json" and not name.endswith("index.json"):  # which must be read to describe the folder
-            assert main(["inspect", str(output), "--check"]) == 1
+            assert main(["inspect", str(output), "check=true"]) == 1
             assert name in capsys.readouterr().err
         assert main([*words(source, output), "target=upcycled"]) == 2
         assert name in capsys.readouterr().err
@@ -193,7 +193,7 @@ def test_every_file_is_checked(llama: Path, tmp_path: Path, capsys: pytest.Captu
     (output / "README.md").write_text("its owner's")
     (output / "more.json").write_text("{}")
     assert main([*words(source, output), "target=upcycled"]) == 0
-    assert main(["inspect", str(output), "--check"]) == 0
+    assert main(["inspect", str(output), "check=true"]) == 0
     assert "README.md, more.json: not in the manifest" in capsys.readouterr().out
 
 

@@ -172,12 +172,12 @@ def test_a_files_text_neither_commands_the_terminal_nor_forges_a_line(
     capsys.readouterr()
 
     (moe / "config.json").write_text(json.dumps(files["config.json"] | {"hidden_size": EVIL, EVIL: EVIL}))
-    assert main(["inspect", str(moe), "--check"]) == 1
+    assert main(["inspect", str(moe), "check=true"]) == 1
     out, err = capsys.readouterr()
     harmless(out, 1)
     assert "\x1b" not in err
     (moe / "config.json").write_text(json.dumps(files["config.json"] | {EVIL: EVIL}))
-    assert main(["verify", str(llama), str(moe), "--tokens", "32"]) == 1
+    assert main(["verify", str(llama), str(moe), "tokens=32"]) == 1
     harmless(capsys.readouterr().out, 0)
 
     (moe / "config.json").write_text(json.dumps(files["config.json"]))
@@ -185,7 +185,7 @@ def test_a_files_text_neither_commands_the_terminal_nor_forges_a_line(
     bad["config"] = files["upcycle.json"]["config"] | {"granularity": 1, "method": {"name": "copy", "how": EVIL}}
     bad["promise"] = {"exact": False, "tolerance": 1e9, "reasons": [EVIL]}
     (moe / "upcycle.json").write_text(json.dumps(bad | {"sum": digest(bad)}))
-    main(["inspect", str(moe), "--check"])
+    main(["inspect", str(moe), "check=true"])
     harmless("".join(capsys.readouterr()), 1)
     dense = donor(llama, tmp_path)
     for key in ("hidden_act", "model_type"):
@@ -219,6 +219,6 @@ def test_the_bound_of_verify_is_not_the_judged_ones(
     manifest["promise"]["tolerance"] = 1e9
     file.write_text(json.dumps(manifest | {"sum": digest(manifest)}))
     capsys.readouterr()
-    assert main(["verify", str(llama), str(moe), "--tokens", "32"]) == 1
+    assert main(["verify", str(llama), str(moe), "tokens=32"]) == 1
     said = capsys.readouterr().out
     assert "promises something else than its plan does" in said and "up to 1e-05" in said

@@ -233,7 +233,7 @@ def test_a_plan_warns_where_evidence_says_no(
     assert main(["plan", f"source={llama}", *words]) == 0
     page = capsys.readouterr().out
     assert (page.count("\nwarning "), warned in page) == (bool(warned), True)
-    assert main(["plan", f"source={llama}", *words, "--json"]) == 0
+    assert main(["plan", f"source={llama}", *words, "json=true"]) == 0
     assert json.loads(capsys.readouterr().out)["warnings"] == list(made.warnings)
 
 

@@ -139,13 +139,13 @@ def test_nothing_promised_is_an_exit_code_of_its_own(
 ) -> None:
     folder = made(llama, tmp_path / "moe", "experts=2")
     (folder / "upcycle.json").unlink()  # as in a trained model's folder
-    words = ["verify", str(llama), str(folder), "--tokens", "64"]
+    words = ["verify", str(llama), str(folder), "tokens=64"]
     assert main(words) == 3
     shown = capsys.readouterr()
     assert "nothing to hold" in shown.out and "has no upcycle.json, so nothing was promised" in shown.err
-    assert main([*words, "--tolerance", "1e-5"]) == 0
+    assert main([*words, "tolerance=1e-5"]) == 0
     change(folder, lambda name: ".w2." in name, lambda tensor: tensor * 1.03)
-    assert main([*words, "--tolerance", "1e-5"]) == 1
+    assert main([*words, "tolerance=1e-5"]) == 1
     change(folder, lambda name: ".w2." in name, lambda tensor: tensor * float("inf"))
     assert main(words) in (1, 2)
 
@@ -153,7 +153,7 @@ def test_nothing_promised_is_an_exit_code_of_its_own(
 def test_another_dense_model_is_refused(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = made(llama, tmp_path / "moe", "experts=2")
     other = tiny.make("llama", tmp_path / "other", seed=1)
-    assert main(["verify", str(other), str(folder), "--tokens", "64"]) == 2
+    assert main(["verify", str(other), str(folder), "tokens=64"]) == 2
     assert "is not, or no longer, what the MoE was made of" in capsys.readouterr().err
 
 
@@ -247,7 +247,7 @@ def test_a_manifest_that_is_none_is_one_sentence(llama: Path, tmp_path: Path, te
     for arguments in (
         ["verify", str(llama), str(folder)],
         ["inspect", str(folder)],
-        ["inspect", str(folder), "--check"],
+        ["inspect", str(folder), "check=true"],
     ):
         assert main(arguments) == 2
 

@@ -1,0 +1,49 @@
+"""One page that shows what came of it: scores, differences, losses, how experts are used, the plan, where it is from.
+
+usage: upcycle report PATH ... [-- PATH ...] [key=value ...]
+
+  upcycle report runs/eval/dense runs/eval/moe runs/dense runs/moe ./moe output=report.html
+  upcycle report runs/dense-{0,1,2} runs/eval/dense-{0,1,2} -- runs/moe-{0,1,2} runs/eval/moe-{0,1,2}
+
+  upcycle report runs/dense runs/moe output=loss.png        # losses, learning rate, load: .png, .pdf or .svg
+
+Each path is what it is found to be: a folder of `upcycle eval` (run.json), of `upcycle train` (metrics.jsonl), of
+`upcycle convert` (upcycle.json), or a file of `upcycle routing`; a folder may be two of these. The first of a kind is
+what the others are compared with; suites and models may be any number. Groups are as `compare` has them: A1,A2,A3 or
+what lies between two `--` are seeds of one model, in the order of the other groups' seeds, and the page shows their
+mean and the interval over them. Of one run each it calls nothing better. report.md and report.json have the same
+numbers. A picture reads metrics.jsonl and nothing else, so it can be drawn while a run goes on.
+
+The page stands alone: no script, no font, no picture is fetched, and a policy in its head forbids it.
+
+keys, with defaults and meaning: docs/config.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from upcycle.cli import frame
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    # the page to write, .html; .md and .json come with it. Or a picture of trainings: .png, .pdf or .svg
+    output: str = "report.html"
+    title: str = "Upcycling report"  # title of the page
+
+
+@frame.command()
+def main(words: Sequence[str]) -> int:
+    from evaluation.api import report
+    from evaluation.judge.compare import group_words
+    from upcycle.config.reading import read
+
+    paths, keys = frame.names_and_words(words)
+    config = read(ReportConfig, "", keys)
+    if not paths:
+        raise ValueError("report needs something to show: report RESULTS ... RUN ... routing.json [output=report.html]")
+    said = report(*group_words(paths), output=config.output, title=config.title)
+    print("\n".join([*map(frame.printable, said), config.output]))
+    return 0

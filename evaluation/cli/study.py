@@ -1,0 +1,34 @@
+"""Does it pay? Arms x seeds, trained on one device or several, and judged over seeds, on one page.
+
+usage: upcycle study STUDY [key=value ...]
+
+  upcycle study tiny                                     # from nothing, about a minute on a laptop
+  upcycle study smollm2 source=./llama tokens=./tokens workers=2 devices=[0,1]    # a real checkpoint
+  upcycle study tiny judge=true                          # the page of what is there so far
+
+STUDY is a file or a ready one (configs/study). Each arm is a training config: `base` has what all share, `arms` what
+each has of its own. Arms of a seed read the same samples in the same order, seeds differ in it. Each run is `upcycle
+train` on a config that lies beside its folder. Started again, the same command goes on where it was stopped:
+finished runs are skipped, begun ones resume. Writes study.html, study.json and runs/ARM/seed-N into its folder.
+
+keys, with defaults and meaning: docs/config.md
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+from upcycle.cli import frame
+
+
+@frame.command(resumes=True)
+def main(words: Sequence[str]) -> int:
+    from evaluation.studies.plan import read_study
+    from evaluation.studies.study import perform
+
+    failures = perform(read_study(*frame.file_and_words(words)), shlex.join(["upcycle", "study", *words]))
+    for sentence in failures.values():
+        print(f"upcycle: {sentence}", file=sys.stderr)
+    return frame.USER_ERROR if failures else 0

@@ -1,0 +1,82 @@
+"""Training for notebooks and scripts: what its commands do, with values in place of words. docs/api.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.checkpoint import export as exporting
+from training.checkpoint import standalone
+from training.checkpoint.state import check_model
+from training.config.schema import TrainConfig
+from training.config.stages import stages_of
+from training.data.prepare import PrepareConfig
+from training.data.prepare import prepare as prepare_shards
+from training.data.shards import read_meta
+from training.estimating.estimate import EstimateConfig, estimate_run
+from training.experts import SPECIFICATION
+from training.model.stock.model import model_of
+from training.parallel.processes import processes
+from training.run import loop
+from upcycle.config.reading import config_of
+from upcycle.config.ready import TRAIN
+from upcycle.io.job import Worker
+
+Config = str | PathLike[str] | Mapping[str, Any] | TrainConfig
+
+
+def train(config: Config = "", /, **keys: Any) -> Path:
+    """Train by a config (a YAML file, a ready config's name, or keys and values) with `keys`; return the run's folder.
+
+    A run that stopped goes on where it was. Raises training.run.stop.Stopped if it is asked to stop.
+    """
+    asked = config_of(TrainConfig, config, keys, TRAIN)
+    stages_of(asked)
+    loop.train(asked)
+    return Path(asked.output)
+
+
+def prepare(output: str | PathLike[str], config: str | Mapping[str, Any] = "", /, **keys: Any) -> dict[str, Any]:
+    """Turn texts into token shards in the folder `output`, and return its meta.json: documents, tokens, bytes."""
+    asked = config_of(PrepareConfig, config, {**keys, "output": fspath(output)})
+    prepare_shards(asked, Worker.here())
+    return dict(read_meta(Path(output)))
+
+
+def export(run: str | PathLike[str], output: str | PathLike[str]) -> int:
+    """Write a run, or one of its checkpoints, as a Hugging Face folder; return the checkpoint's step."""
+    source, target = Path(run), Path(output)
+    home, folder = standalone.training_run(source)
+    if home is None:
+        raise ValueError(f"{source} is no training run or checkpoint of one; give the folder that checkpoints/ is in")
+    if exporting.exported(target):
+        raise ValueError(f"{target} exists already; remove it or choose another folder to export to")
+    origin = standalone.kept(home)
+    with processes("cpu"):
+        with torch.device("meta"):
+            model = model_of(origin.spec, experts=SPECIFICATION, compute=torch.float32)
+            standalone.attach_adapters(model, home)
+        saved = standalone.shards_of(home, folder)
+        check_model(model, saved)
+        exporting.export(model, origin, target, saved=saved, facts=exporting.facts_of(home, saved.step))
+    return saved.step
+
+
+def estimate(
+    config: Config = "",
+    /,
+    *,
+    gpus: int,
+    hardware: str = "",
+    budget: str = "",
+    price: float = 0.0,
+    seen: str = "",
+    **keys: Any,
+) -> str:
+    """Return the table of memory, and with `hardware` of seconds, that a run takes on any mapping of so many GPUs."""
+    asked = EstimateConfig(gpus=gpus, hardware=hardware, budget=budget, price=price, seen=seen)
+    return estimate_run(config_of(TrainConfig, config, keys, TRAIN), asked)

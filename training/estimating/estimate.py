@@ -1,0 +1,317 @@
+"""Say in tables what a training run takes on any mapping: memory, seconds, hours, money. `upcycle estimate`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from tqdm import tqdm
+
+from training.checkpoint.layout import Origin
+from training.config.reading import read_config
+from training.config.schema import TrainConfig
+from training.config.stages import Stage, stages_of
+from training.estimating import hardware
+from training.estimating.budget import advised, amount, bill, few
+from training.estimating.mappings import AXES, Timed, data_ranks, mappings, micro_batches, ranked, refused
+from training.estimating.memory import Model, memory
+from training.estimating.seconds import RANDOM, Routing, step
+from training.islands import plan as islands
+from training.observe.flops import model_flops
+from training.optim.slots import learning
+from training.optim.teacher import check_teacher
+from training.parallel.mesh import MeshConfig, check
+from training.run.parts import held_in, source, taught_by, whole_on_meta
+from training.run.preflight import check_optim
+from upcycle import plugin
+from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.config.reading import find, read, read_own
+from upcycle.config.ready import TRAIN
+from upcycle.io import strict
+
+
+@dataclass(frozen=True)
+class EstimateConfig:
+    gpus: int = 0  # how many to plan for
+    hardware: str = ""  # h100 | h200 | b200, or a file of `upcycle estimate measure`: predicts seconds
+    # "100B tokens", "1e22 FLOPs" or "5000 GPU-hours" of training: says hours, GPU-hours and money
+    budget: str = ""
+    price: float = 0.0  # of a GPU-hour, in any currency
+    seen: str = ""  # tokens that the dense model was trained on, such as 15T: what the law of upcycling expects
+    islands: int = 0  # how many of as many GPUs each (islands.join): says what they send each other
+    link: str = ""  # between the islands and their server, such as 1Gb/s
+
+
+FEW = 1024  # tokens of a step for each GPU, below which a mapping is chosen among bad ones
+HOSTED = 0.3  # of a step; below, a larger micro_batch wins little
+BATCH = 2**22  # tokens of a step: more and fewer were worse where large models were upcycled (arXiv 2410.07524)
+MOST_GPUS = 100_000  # that a search of all mappings still ends for
+# which keys of a hardware file a part of a step depends on
+DEPENDS = {
+    "products": ("products",), "experts": ("products",), "attention": ("attention",), "memory": ("bandwidth",),
+    "rows": ("rows", "network"), "tensor": ("link", "network"), "gathers": ("link", "network"),
+    "bubble": ("products", "network"), "optimizer": ("bandwidth",), "host": ("host",),
+}  # fmt: skip
+
+
+def table(
+    spec: DenseSpec | MoESpec, config: TrainConfig, world: int, rows: int = 12, teacher: DenseSpec | None = None
+) -> str:
+    own, stages = config.mesh, stages_of(config)
+    models = [Model(spec, stage.config, teacher, config) for stage in stages]
+    planned = [memory(spec, stage.config, world, model) for stage, model in zip(stages, models, strict=True)]
+    fullest = max(range(len(stages)), key=lambda number: planned[number].total)
+    config, model = stages[fullest].config, models[fullest]
+    every = tqdm(list(mappings(spec, config, world)), desc="mappings", leave=False, delay=2, disable=None)
+    found = [(mesh, memory(spec, replace(config, mesh=mesh), world, model)) for mesh in every]
+    found = sorted(((mesh, size) for mesh, size in found if mesh != own), key=lambda item: item[1].total)[:rows]
+    names = ["weights", "gradients", "moments", "gathered", "activations", "loss"]
+    names += ["teacher", "total"] if teacher else ["total"]
+    names += ["host"] if config.checkpoint.asynchronous else []
+    lines = ["  ".join(f"{name:>11}" for name in names) + f"   GB on the fullest of {world} GPUs"]
+    says = [f"   (this config{f', {stage.name}' if stage.name else ''})" for stage in stages] + [""] * len(found)
+    for (mesh, size), said in zip([*((own, size) for size in planned), *found], says, strict=True):
+        cells = "  ".join(f"{getattr(size, name) / 1e9:11.2f}" for name in names)
+        lines.append(f"{cells}   {axes(mesh)}{said}")
+    unfit = dict.fromkeys(refused(stage.config, world) for stage in stages)
+    return "\n".join([*lines, *filter(None, unfit)])
+
+
+def axes(mesh: MeshConfig) -> str:
+    return " ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
+
+
+def clocked(
+    spec: DenseSpec | MoESpec,
+    config: TrainConfig,
+    asked: EstimateConfig,
+    card: hardware.Hardware,
+    rows: int = 12,
+    teacher: DenseSpec | None = None,
+    whole: TrainConfig | None = None,
+    routing: Routing | None = None,
+) -> str:
+    """The table of the fastest mappings that fit, and what the budget takes with the first of them."""
+    fit, own = ranked(spec, config, asked.gpus, card, teacher, whole, routing)
+    unfit = refused(config, asked.gpus)
+    if not fit:
+        raise ValueError(
+            unfit
+            or f"no mapping of {asked.gpus} {card.name} holds this step, and the config's takes "
+            f"{own.memory.total / 1e9:.0f} GB of {card.memory:g}; try more gpus, a smaller micro_batch or "
+            "model.recompute=full"
+        )
+    tokens, flops = config.batch * config.data.sequence, model_flops(spec, config.data.sequence)
+    shown = fit[:rows] + ([] if own in fit[:rows] or unfit else [own])
+    lines = ["  rank   tokens/s    of a GPU   ms a step    MFU      GB   mapping; what takes longer than in the first"]
+    for each in shown:
+        rate = tokens / each.seconds.total
+        share = rate * flops / asked.gpus / card.peak / 1e12
+        words = axes(each.mesh) + (f" dp_replicate={each.mesh.dp_replicate}" if each.mesh.dp_replicate > 1 else "")
+        place = f"{fit.index(each) + 1}" if each in fit else "no fit"
+        lines.append(
+            f"{place:>6} {rate:10,.0f}  {rate / asked.gpus:10,.0f}  {each.seconds.total * 1e3:10,.0f} {share:6.1%} "
+            f"{each.memory.total / 1e9:7.1f}   {words}{' (this config)' if each is own else ''}{why(each, fit[0])}"
+        )
+    first = fit[0]
+    parts = sorted(vars(first.seconds).items(), key=lambda item: -item[1])
+    lines.append(
+        f"{card.name}, {len(fit):,} mappings fit. The first, in ms: "
+        + ", ".join(f"{name} {seconds * 1e3:,.0f}" for name, seconds in parts if seconds >= 5e-4)
+    )
+    unsure = [(name, key) for name, _ in parts for key in DEPENDS[name] if key in card.sheet]
+    if unsure and parts[0][1] > 0:
+        keys = ", ".join(dict.fromkeys(key for _, key in unsure))
+        lines.append(f"Not measured on this card: {keys}. Measure first what {unsure[0][0]} takes, then rent many.")
+    if unfit:
+        lines.append(unfit)
+    halves, odd = divmod(micro_batches(config, first.mesh, asked.gpus), 2)
+    if first.seconds.host > HOSTED * first.seconds.total and not odd and halves >= first.mesh.pp:
+        lines.append(
+            f"The host takes {first.seconds.host / first.seconds.total:.0%} of the first: it launches more slowly than "
+            f"the GPUs compute; try micro_batch={2 * config.micro_batch}, or more if it fits."
+        )
+    if tokens < FEW * asked.gpus:
+        lines.append(
+            f"A step has {tokens:,} tokens, {tokens / asked.gpus:,.0f} a GPU, which leaves {asked.gpus:,} GPUs idle in "
+            f"any mapping; write batch={math.ceil(BATCH / config.data.sequence)} for the 4 M that were best in "
+            "upcycling (arXiv 2410.07524), or take fewer GPUs."
+        )
+    left = [name for name, there in uncounted(config).items() if there]
+    if left:
+        lines.append(f"Not in these seconds, which are of plain training: {', '.join(left)}.")
+    if asked.budget:
+        for name, each in {"this config": own, "the first": first}.items():
+            if each in fit and (name == "this config" or own is not first):
+                said = bill(asked.budget, asked.price, asked.gpus, tokens, flops, each.seconds.total)
+                lines.append(f"{asked.budget} with {name}: {said}")
+    return "\n".join(lines)
+
+
+def uncounted(config: TrainConfig) -> dict[str, bool]:
+    """What a step may have that training.estimating.seconds does not count, and whether this one has it."""
+    return {
+        "adapters": config.lora.rank > 0,
+        "a teacher": config.teacher.asked,
+        "frozen parameters": any(group.lr == 0 for group in config.optim.groups),
+        "Muon's products": config.optim.name == "muon",
+        "documents (less attention)": config.data.mask_documents,
+        f"{config.model.dtype} (they are bfloat16's)": config.model.dtype != "bfloat16",
+        "FP8": "linear_fp8" in config.model.transformer_engine,
+    }
+
+
+def why(each: Timed, first: Timed) -> str:
+    """The two largest parts in which it is slower."""
+    more = {name: value - getattr(first.seconds, name) for name, value in vars(each.seconds).items()}
+    most = sorted((item for item in more.items() if item[1] >= 5e-4), key=lambda item: -item[1])[:2]
+    return "; " + ", ".join(f"{name} +{value * 1e3:,.0f} ms" for name, value in most) if most else ""
+
+
+def split(words: list[str]) -> tuple[EstimateConfig, list[str]]:
+    """Return the words of estimating alone, read; and the rest, which are training's."""
+    asked, rest = read_own(EstimateConfig, words)
+    check_asked(asked)
+    return asked, rest
+
+
+def check_asked(asked: EstimateConfig) -> None:
+    """Refuse what an estimate cannot be made of."""
+    if asked.gpus < 1:
+        raise ValueError("say for how many GPUs to plan, for instance gpus=8")
+    if asked.gpus > MOST_GPUS:
+        raise ValueError(f"gpus is {asked.gpus}, and at most {MOST_GPUS:,} are planned for; write fewer")
+    for name in ("budget", "seen"):
+        if getattr(asked, name):
+            amount(name, getattr(asked, name))
+    if bool(asked.islands) != bool(asked.link) or asked.islands < 0:
+        raise ValueError("say how many islands, and over what link, for instance islands=4 link=1Gb/s")
+    if not 0 <= asked.price < math.inf:
+        raise ValueError(f"price is {asked.price:g}; it must be finite and at least 0, of a GPU-hour")
+    if not asked.hardware and (asked.price or asked.budget):
+        raise ValueError("budget and price need seconds, and hardware is not set; write for instance hardware=h100")
+    for key in ("seen", "price"):
+        if getattr(asked, key) and not asked.budget:
+            raise ValueError(
+                f'{key} is for what a budget brings, and none is set; write for instance budget="100B tokens"'
+            )
+
+
+def seconds_of(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, card: hardware.Hardware) -> float:
+    """Of a step of this very mapping."""
+    return step(spec, config, world, card, taken=memory(spec, config, world).total).total
+
+
+def lasting(stage: Stage, spec: DenseSpec | MoESpec, world: int, card: hardware.Hardware) -> str:
+    """How long a stage takes with its mapping."""
+    config = stage.config
+    if unfit := refused(config, world):
+        return f"{stage.name or 'stage'}: {unfit}"
+    tokens = config.steps * config.batch * config.data.sequence
+    hours = config.steps * seconds_of(spec, config, world, card) / 3600
+    return f"{stage.name or 'stage'}: {config.steps:,} steps, {tokens / 1e9:,.3f} B tokens, {few(hours, 1)} hours"
+
+
+def check_names(config: TrainConfig) -> None:
+    """Refuses a dispatcher and experts that are not there: they would count as those that wait for nothing."""
+    plugin.load("training.dispatch", config.mesh.dispatcher)
+    plugin.load("training.experts", config.model.expert_backend)
+
+
+def of_frozen(spec: DenseSpec | MoESpec, config: TrainConfig) -> str:
+    """A sentence where weights that never learn are not held as the checkpoint has them, or could take half."""
+    names = [name for name, _ in whole_on_meta(spec, config).named_parameters()]
+    if len(set[str]().union(*(learning(stage.config.optim, names) for stage in stages_of(config)))) == len(names):
+        return ""
+    held = held_in(config.model, spec)
+    if held == torch.float32 and config.model.dtype == "bfloat16" and not config.model.frozen:
+        return f"frozen weights stay float32, because the checkpoint is {spec.dtype}; model.frozen=bfloat16 rounds them"
+    if held == torch.bfloat16 and spec.dtype != "bfloat16":
+        return f"frozen weights are rounded to bfloat16: the checkpoint is {spec.dtype}"
+    return ""
+
+
+def of_bench(file: str, words: list[str], asked: EstimateConfig, card: hardware.Hardware | None) -> str:
+    """The table of a config of upcycle bench, whose model is sizes alone; its routing is the bench's."""
+    from training.run import bench  # all that trains
+
+    row = read(bench.BenchConfig, file, words, TRAIN)
+    if row.stack or asked.seen or asked.islands:
+        raise ValueError(
+            "of a bench config whole steps of one machine or cluster are planned; leave stack, seen and islands out"
+        )
+    spec = bench.spec_of(row)
+    check(row.mesh, asked.gpus, spec, row.data.sequence)
+    config = row.run(row.micro_batch or max(1, row.batch // data_ranks(row.mesh, asked.gpus)))
+    check_names(config)
+    if card is None:
+        return table(spec, config, asked.gpus)
+    balanced = row.routing == "balanced"
+    half = f"Memory is of float32 weights; {row.weights}, as this config has them, takes half of theirs."
+    half *= row.weights != "float32"
+    try:
+        found = clocked(spec, config, asked, card, routing=Routing(0.0 if balanced else RANDOM, in_turn=balanced))
+    except ValueError as error:
+        raise ValueError(f"{error}. {half}" if half else str(error)) from error
+    return f"{found}\n{half}" if half else found
+
+
+def estimate_words(file: str, words: list[str]) -> str:
+    """Return the tables of a config of training, or of one of `upcycle bench`, by a command's words."""
+    asked, rest = split(words)
+    if "architecture" in (strict.read_yaml(find(file, TRAIN)) if file else {}):
+        return of_bench(file, rest, asked, hardware.read(asked.hardware) if asked.hardware else None)
+    return estimate_run(read_config(file, rest), asked)
+
+
+def estimate_run(config: TrainConfig, asked: EstimateConfig) -> str:
+    """Return the tables of a run: memory, or with `hardware` seconds, hours and money."""
+    check_asked(asked)
+    card = hardware.read(asked.hardware) if asked.hardware else None
+    if asked.islands:  # memory is that of one of them
+        config = replace(config, islands=replace(config.islands, local=0, join=config.islands.join or "server:29600"))
+    with source(config) as origin:
+        stages = stages_of(config)
+        for stage in stages:
+            check(config.mesh, asked.gpus, origin.spec, stage.config.data.sequence)
+        check_optim(config, origin.spec)
+        check_names(config)
+        teacher = None
+        for asking in [stage.config for stage in stages if stage.config.teacher.asked][:1]:
+            with taught_by(asking) as its_origin:
+                teacher = check_teacher(its_origin, origin.spec)
+        said = [of_frozen(origin.spec, config)]
+        if origin.dense.carried is not None:
+            if card is not None:
+                raise ValueError(
+                    f"hardware={asked.hardware} predicts seconds of our own decoder, and transformers' own code "
+                    f"computes {origin.dense.family}; leave it out"
+                )
+            said.append(
+                f"transformers' own code computes {origin.dense.family}: what its layers keep for backward is not "
+                "planned but for attention and experts, and all logits are in memory, which `loss` does not count"
+            )
+        if card is None:
+            said.append(table(origin.spec, config, asked.gpus, teacher=teacher))
+        if asked.islands:
+            said.append("\n" + islands.table(origin.spec, config, asked.islands, asked.link))
+        if card is not None:
+            said += timed(origin, config, asked, card, teacher)
+        return "\n".join(filter(None, said))
+
+
+def timed(
+    origin: Origin, config: TrainConfig, asked: EstimateConfig, card: hardware.Hardware, teacher: DenseSpec | None
+) -> Iterator[str]:
+    """Yield the table of seconds, each stage's hours, and what the law of upcycling expects of the budget."""
+    stages = stages_of(config)
+    longest = max(stages, key=lambda stage: stage.config.steps * stage.config.batch).config
+    yield clocked(origin.spec, longest, asked, card, teacher=teacher, whole=config)
+    for stage in stages if len(stages) > 1 else []:
+        yield lasting(stage, origin.spec, asked.gpus, card)
+    if asked.seen and not refused(longest, asked.gpus):
+        own = seconds_of(origin.spec, longest, asked.gpus, card)
+        rate = longest.batch * longest.data.sequence / own / asked.gpus
+        yield advised(origin, longest.data.sequence, asked.budget, asked.seen, rate)

@@ -1,0 +1,41 @@
+"""Say what a checkpoint folder holds, dense or MoE, and whether its bytes are those that were written.
+
+usage: upcycle inspect FOLDER [key=value ...]
+
+  upcycle inspect ./llama
+  upcycle inspect ./moe check=true
+  upcycle inspect ./moe tensors=true
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from upcycle.cli import frame
+
+DAMAGED = 1
+
+
+@dataclass(frozen=True)
+class InspectKeys:
+    folder: str = ""  # a folder or a hub id; the first word
+    tensors: bool = False  # also name, shape, dtype and file of every tensor
+    # compare sizes and sha256 with the manifest, and all of the source, if it is here, with what was read; look for NaN
+    check: bool = False
+
+
+@frame.command()
+def main(words: Sequence[str]) -> int:
+    from upcycle.api import inspect
+    from upcycle.config.reading import read
+    from upcycle.io.checkpoint import Checkpoint
+    from upcycle.verifying.inspect import check
+
+    asked = read(InspectKeys, "", frame.named(words, "folder"))
+    print(inspect(asked.folder, tensors=asked.tensors))
+    if not asked.check:
+        return 0
+    with Checkpoint.open(asked.folder) as checkpoint:
+        folder = checkpoint.folder
+    return 0 if check(folder) else DAMAGED

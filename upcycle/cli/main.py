@@ -1,0 +1,138 @@
+"""The one door: the table of commands, and `main`, which runs one of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from upcycle.cli import frame
+
+TYPE_CHECKING = False  # as in frame.py
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+COMMANDS = {  # each a module with main(words) -> exit code, whose docstring is its help; and one line about it
+    "plan": ("upcycle.cli.plan", "show every tensor, size and promise of an MoE; writes nothing"),
+    "convert": ("upcycle.cli.convert", "make the MoE checkpoint"),
+    "verify": ("upcycle.cli.verify", "hold a converted folder to its plan, bit for bit"),
+    "inspect": ("upcycle.cli.inspect", "say what a checkpoint folder holds, and whether it is whole"),
+    "push": ("upcycle.cli.push", "put a model's folder on the Hub"),
+    "prepare": ("training.cli.prepare", "turn text into token shards"),
+    "train": ("training.cli.train", "train, or go on where the run stopped"),
+    "export": ("training.cli.export", "turn a training checkpoint into a Hugging Face folder"),
+    "estimate": ("training.cli.estimate", "say what fits, how long it takes, and what it costs"),
+    "bench": ("training.cli.bench", "measure tokens/s, TFLOP/s and memory of training steps"),
+    "eval": ("evaluation.cli.eval", "ask a model the items of a suite"),
+    "compare": ("evaluation.cli.compare", "judge whether B is better than A, over seeds"),
+    "routing": ("evaluation.cli.routing", "show how experts are used on texts"),
+    "report": ("evaluation.cli.report", "make one page, or one picture, of runs and results"),
+    "study": ("evaluation.cli.study", "train and judge arms x seeds"),
+}
+MODULES = {name: module for name, (module, _) in COMMANDS.items()} | {"lm-eval": "evaluation.ask.harness"}
+LAUNCHED = ("convert", "prepare", "train", "export", "bench", "eval", "estimate")  # that nproc starts several times
+
+HELP = """Turn a dense language model into a mixture of experts, train it, and judge what came of it.
+
+usage: upcycle COMMAND ... [key=value ...]
+
+{commands}
+
+examples:
+  upcycle plan tiny source=./llama                                    # what would be made; writes nothing
+  upcycle convert source=./llama output=./moe experts=8 top_k=2
+  upcycle verify ./llama ./moe
+  upcycle prepare runs/data tokenizer=./llama sources=[book.txt]
+  upcycle train my.yaml output=runs/moe nproc=8                       # on 8 GPUs of this machine
+  upcycle eval tiny ./moe
+
+`upcycle COMMAND --help` says more. keys, with defaults and meaning: docs/config.md
+"""
+
+
+@frame.command()
+def main(words: Sequence[str]) -> int:
+    """Run the command that the words say: its help, several processes of it, or the command itself."""
+    name, *rest = words or frame.HELP
+    if name in frame.HELP:
+        listed = "\n".join(f"  {name:9} {about}" for name, (_, about) in COMMANDS.items())
+        print(HELP.format(commands=listed), end="")
+        return 0
+    if name == "--version":
+        from upcycle import __version__
+
+        print(__version__)
+        return 0
+    if name not in MODULES:
+        from upcycle.plugin import nearest
+
+        raise ValueError(f"there is no command {name!r}{nearest(name, [*COMMANDS])}; there are {', '.join(COMMANDS)}")
+    show_own_packages()
+    if name == "lm-eval":
+        return call(name, rest)
+    if set(frame.HELP) & set(rest):
+        print(frame.about(MODULES[name]))
+        return 0
+    if flag := next((word for word in rest if word.startswith("-") and word != "--"), None):
+        key, _, value = flag.lstrip("-").partition("=")
+        key = key.replace("-", "_")
+        raise ValueError(f"{flag} is no key=value; write {key}={value}" + ("" if value else f"VALUE, or {key}=true"))
+    counts = [word.partition("=")[2] for word in rest if word.startswith("nproc=")]
+    if counts:
+        return launch(name, counts[-1], [word for word in rest if not word.startswith("nproc=")])
+    return call(name, rest)
+
+
+def call(name: str, words: list[str]) -> int:
+    """Import a command's module and run its main."""
+    from importlib import import_module
+
+    code: int = import_module(MODULES[name]).main(words)
+    return code
+
+
+def launch(name: str, count: str, words: list[str]) -> int:
+    """Run `count` processes of a command under torch's launcher, and return the exit code of the first that failed."""
+    if name not in LAUNCHED:
+        raise ValueError(f"{name} is one process; leave nproc out (it goes with {', '.join(LAUNCHED)})")
+    if not count.isdecimal() or count == "0":
+        raise ValueError(f"nproc={count} is no number of processes; write for instance nproc=8")
+    if "RANK" in os.environ:
+        raise ValueError(f"nproc={count} starts processes, and this is one of torchrun's; leave nproc out")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(count))))  # else torchrun says 1
+    from torch.distributed import run as launcher
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        launcher.main(["--standalone", "--nproc-per-node", count, "-m", "upcycle", name, *words])
+    except ChildFailedError as failed:
+        code = failed.get_first_failure()[1].exitcode
+        return code if code > 0 else 128 - code
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    return 0
+
+
+def show_own_packages() -> None:
+    """Put our own folder first on the path where another package `training` or `evaluation` hides ours."""
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    root = Path(__file__).parents[2]
+    for name in frame.OURS[1:]:
+        found = find_spec(name)
+        if found is None or found.origin is None or Path(found.origin).parents[1] != root:
+            sys.path.insert(0, str(root))
+            return
+
+
+def script(*before: str) -> NoReturn:
+    """Run as a program, with `before` in front of its words."""
+    sys.argv[1:1] = before
+    code = frame.start(main)
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if MODULES.get(name, "upcycle.").startswith("upcycle."):  # all is on the disk; torch's teardown takes 0.4 s
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

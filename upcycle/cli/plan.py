@@ -1,0 +1,72 @@
+"""Show what would be made: every tensor, sizes, exactness. Only headers are read, and nothing is written.
+
+usage: upcycle plan [CONFIG] [key=value ...]
+
+CONFIG is a YAML file or the name of a ready config (configs/upcycle).
+
+  upcycle plan tiny source=./llama
+  upcycle plan source=meta-llama/Llama-3.1-8B experts=8 top_k=2
+  upcycle plan llama3-8b-e8t2 source=./llama layers=every:2 target=auto
+  upcycle plan source=./llama router.normalize=false scale=published    # shows how inexact that is
+  upcycle plan source=./llama tensors=true | grep experts.0
+
+keys of the plan, with defaults and meaning: docs/config.md
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from upcycle.cli import frame
+
+
+@dataclass(frozen=True)
+class PlanKeys:
+    tensors: bool = False  # also every output tensor with its sources and recipe
+    json: bool = False  # the same as one JSON object
+
+
+@frame.command()
+def main(words: Sequence[str]) -> int:
+    from upcycle.api import plan
+    from upcycle.config.reading import read, read_own
+    from upcycle.config.schema import UpcycleConfig
+    from upcycle.converting import card
+
+    options, rest = read_own(PlanKeys, words)
+    made = plan(read(UpcycleConfig, *frame.file_and_words(rest)))
+    if options.json:
+        print(json.dumps(as_json(made, tensors=options.tensors), indent=1, default=str))
+        return 0
+    print(made)
+    if options.tensors:
+        print("\n" + "\n".join(card.tensors(made)))
+    return 0
+
+
+def as_json(plan: Any, *, tensors: bool) -> dict[str, Any]:
+    """Return a plan as JSON has it."""
+    from upcycle.converting import card
+    from upcycle.planning import engines, size
+    from upcycle.planning.plan import sizes
+
+    flops = {
+        "moe": size.moe_flops(plan.moe, plan.config.sequence, gated=plan.gated),
+        "dense": size.dense_flops(plan.dense, plan.config.sequence),
+    }
+    found = {
+        "plan": plan.hash, "target": plan.target, "why": plan.why, "promise": asdict(plan.promise),
+        "parameters": asdict(sizes(plan)), "flops_per_token": flops, "bytes": plan.bytes, "files": len(plan.shards),
+        "config": card.settings(plan), "config.json": plan.hf_config,
+        "runs_on": engines.sentence(plan.target, plan.hf_config), "notes": plan.notes, "warnings": plan.warnings,
+        "dropped": dict(plan.dropped),
+    }  # fmt: skip
+    if tensors:
+        found["tensors"] = [
+            {"name": o.name, "shape": o.shape, "dtype": o.dtype, "recipe": [str(part) for part in o.parts]}
+            for o in plan.outputs
+        ]
+    return found

@@ -1,0 +1,54 @@
+"""Hold a converted folder to its plan: files and random slices of weights bit for bit, and both models' logits.
+
+usage: upcycle verify DENSE MOE [key=value ...]
+
+  upcycle verify ./llama ./moe
+  upcycle verify ./llama ./moe text=book.txt tokens=2048 sequence=512 dtype=bfloat16
+  upcycle verify ./llama ./moe tolerance=1e-4    # any two models with one vocabulary
+
+The exit code is 0 if the plan's promise held, 1 if not, and 3 if nothing was promised (a trained model, or another's).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from upcycle.cli import frame
+
+PROMISE_BROKEN = 1
+NOTHING_PROMISED = 3
+
+
+@dataclass(frozen=True)
+class VerifyKeys:
+    dense: str = ""  # the folder of the dense model, or a hub id; the first word
+    moe: str = ""  # the folder that was converted; the second word
+    text: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst files; []: random tokens
+    tokens: int = 1024  # how many are compared
+    sequence: int = 256  # tokens a sequence
+    dtype: str = "float32"  # float32 | float64 | bfloat16 | float16
+    tolerance: float | None = None  # compare logits alone, of any two models: largest |difference| / largest |logit|
+    device: str = "cpu"  # where layers are computed: cpu, cuda, cuda:1, ...
+    json: bool = False  # the report as one JSON object
+
+
+@frame.command()
+def main(words: Sequence[str]) -> int:
+    from upcycle.api import verify
+    from upcycle.config.reading import read
+
+    asked = asdict(read(VerifyKeys, "", frame.named(words, "dense", "moe")))
+    as_json = asked.pop("json")
+    report = verify(**asked)
+    print(json.dumps(asdict(report), indent=1) if as_json else report)
+    if report.nothing:
+        print(
+            f"upcycle: {asked['moe']} has no upcycle.json, so nothing was promised and nothing was held; "
+            "tolerance=1e-4 compares any two models",
+            file=sys.stderr,
+        )
+        return NOTHING_PROMISED
+    return 0 if report.held else PROMISE_BROKEN
