@@ -1,4 +1,4 @@
-"""What may differ between the settings of a checkpoint and those of the run that goes on from it, key by key.
+"""Judge key by key what differs between a checkpoint's settings and those of the run that goes on from it.
 
 quiet      it changes no number that is learned                        nothing is said
 said       it changes how the run goes on, as it was asked to          one warning that names each key
@@ -57,50 +57,37 @@ class ResumeConfig:
                 )
 
 
-@dataclass(frozen=True)
-class Difference:
-    key: str
-    before: Any
-    now: Any
-
-    def __str__(self) -> str:
-        return f"{self.key} was {shown(self.before)} and is {shown(self.now)}"
-
-
 def judge(source: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str], warn: bool) -> None:
-    """Raises a ValueError if settings differ that are refused; warns, where `warn`, of what is said or allowed. Both
-    settings are as `compared` gives them."""
-    found = differences(before, now)
-    refused = [d for d in found if refusing(d.key) and not within_any(d.key, allow)]
+    """Raise a ValueError if settings differ that are refused; warn, where `warn`, of what is said or allowed.
+
+    Both settings are as `compared` gives them.
+    """
+    keys = [*now, *(key for key in before if key not in now)]
+    found = [key for key in keys if before.get(key) != now.get(key)]
+    told = {key: f"{key} was {shown(before.get(key))} and is {shown(now.get(key))}" for key in found}
+    refused = {key: refusing(key) for key in found if refusing(key) and not within_any(key, allow)}
     if refused:
-        keys = list(dict.fromkeys(refusing(d.key) for d in refused))
-        what = "; ".join(dict.fromkeys(REFUSED[key] for key in keys))
+        what = "; ".join(dict.fromkeys(REFUSED[key] for key in refused.values()))
         raise ValueError(
-            f"this run does not go on from {source}: {listed(refused)}; set them back, choose another output, or "
-            f"write resume.allow=[{','.join(keys)}] ({what})"
+            f"this run does not go on from {source}: {listed([told[key] for key in refused])}; set them back, choose "
+            f"another output, or write resume.allow=[{','.join(dict.fromkeys(refused.values()))}] ({what})"
         )
     if found and warn:
-        warnings.warn(f"goes on from {source} with other settings: {listed(found)}", stacklevel=2)
+        warnings.warn(f"goes on from {source} with other settings: {listed(list(told.values()))}", stacklevel=2)
 
 
 def refusing(key: str) -> str:
-    """The part of REFUSED that a key is, or is of; "" if none is."""
+    """Return the part of REFUSED that holds a key; "" if none does."""
     return "" if WEIGHT.fullmatch(key) else within_any(key, REFUSED)
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """What differs, in the order of the settings."""
-    keys = [*now, *(key for key in before if key not in now)]
-    return [Difference(k, before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)]
-
-
 def compared(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds of a run's settings: dotted key -> value, of all that is not quiet."""
+    """Return what a checkpoint holds of a run's settings, by dotted key: all that is not quiet."""
     return {key: value for key, value in flat(settings).items() if not within_any(key, QUIET)}
 
 
 def flat(value: Any, where: str = "") -> dict[str, Any]:
-    """Dotted key -> value, through mappings and lists of mappings."""
+    """Return values by dotted key, through mappings and lists of mappings."""
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         value = {str(number): item for number, item in enumerate(value)}
     if not isinstance(value, Mapping):
@@ -116,13 +103,13 @@ def within(key: str, outer: str) -> bool:
 
 
 def within_any(key: str, outer: Iterable[str]) -> str:
-    """The one of `outer` that `key` is, or is a part of; "" if it is of none."""
+    """Return the one of `outer` that `key` is, or is a part of; "" if it is of none."""
     return next((name for name in outer if within(key, name)), "")
 
 
-def listed(found: Sequence[Difference]) -> str:
+def listed(found: Sequence[str]) -> str:
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(map(str, found[:SHOWN])) + more
+    return ", ".join(found[:SHOWN]) + more
 
 
 def shown(value: Any) -> str:

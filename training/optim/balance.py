@@ -63,42 +63,36 @@ class BalanceConfig:
 
 
 def probabilities(logits_TE: Tensor, score: str) -> Tensor:
-    """What the balance loss calls the probability of an expert: the scores of all experts, summing to 1 a token."""
+    """Return each expert's probability in the balance loss: the scores of all experts, summing to 1 a token."""
     if score == "sigmoid":  # sigmoid(x) / sum, without 0 / 0 where every logit is very negative
         logits_TE = F.logsigmoid(logits_TE)
     return logits_TE.softmax(-1)
 
 
 def shares(count_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """The share of the choices that went to each expert."""
+    """Return the share of the choices that went to each expert."""
     share_E = count_E.to(dtype)
     return share_E / share_E.sum(-1, keepdim=True).clamp(min=1)
 
 
 def balance_loss(probability_TE: Tensor, share_E: Tensor) -> Tensor:
-    """Switch Transformer's E * sum(f_i * P_i): 1 in balance, up to E. Leading dimensions stay.
+    """Return Switch Transformer's E * sum(f_i * P_i): 1 in balance, up to E. Leading dimensions stay.
 
     f is the share of the choices that went to an expert and has no gradient; P is the mean probability. The loss is
-    linear in P, so with the counts of the whole step in `share_E` the mean over micro-batches and ranks *is* the loss
-    of the whole step. "global" comes near to that: it counts the micro-batches so far, of all ranks, since the backward
-    of one does not wait for the forward of the next. A step of one micro-batch has exactly that loss. Dropped choices
-    count too.
+    linear in P, so with the counts of the whole step the mean over micro-batches and ranks is the loss of the whole
+    step. Scope "global" has the counts of the micro-batches so far, since no backward waits for the next forward.
     """
     return share_E.shape[-1] * (share_E * probability_TE.mean(-2)).sum(-1)
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
-    """ST-MoE's mean squared logsumexp. Leading dimensions stay."""
+    """Return ST-MoE's mean squared logsumexp. Leading dimensions stay."""
     return logits_TE.logsumexp(-1).square().mean(-1)
 
 
 class AuxLoss(torch.autograd.Function):
-    """`x = AuxLoss.apply(x, y, slope)`: x unchanged, and in backward y gets the gradient `slope`, which broadcasts to
-    it: as if the sum of slope * y were a part of the loss.
-
-    The model need not return its router losses, and a pipeline stage need not send them. The gradient is the same
-    whatever the main loss was multiplied with, so scale `slope` by the same factor (1 / micro-batches) yourself.
-    """
+    """Return x as it is, and give y the gradient `slope` in backward, as if the sum of slope * y were a part of the
+    loss: no model returns its router losses, and no pipeline stage sends them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
@@ -113,10 +107,9 @@ class AuxLoss(torch.autograd.Function):
 
 @torch.no_grad()
 def update_bias_(bias_E: Tensor, count_E: Tensor, rate: float, skip: Tensor | None = None) -> None:
-    """DeepSeek-V3's rule, once an optimiser step, from the step's counts of all ranks: busy experts down, idle ones up.
+    """Move busy experts down and idle ones up, by DeepSeek-V3's rule, from a step's counts of all ranks.
 
-    The bias only moves the selection: it is a float32 buffer of the model (in its checkpoint, not a parameter), added
-    to the scores for top-k and to nothing else. float32 because bf16 cannot add 1e-3 to 1. Works on (N, E) at once.
+    The bias moves the selection and nothing else. It is float32, because bf16 cannot add 1e-3 to 1.
     """
     assert bias_E.dtype in (torch.float32, torch.float64), "the selection bias stays float32"
     count = count_E.to(torch.float64)
@@ -125,7 +118,7 @@ def update_bias_(bias_E: Tensor, count_E: Tensor, rate: float, skip: Tensor | No
 
 
 def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
-    """How many tokens an expert takes: `factor` times its share in perfect balance, rounded up."""
+    """Return how many tokens an expert takes: `factor` times its share in perfect balance, rounded up."""
     return min(tokens, math.ceil(factor * tokens * top_k / experts))
 
 
@@ -133,10 +126,9 @@ def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
 def capacity_mask(
     expert_TK: Tensor, weight_TK: Tensor, experts: int, factor: float, policy: str
 ) -> tuple[Tensor, Tensor]:
-    """Which choices fit: (keep_TK, dropped share). A dropped choice gets weight 0: `weight_TK.where(keep_TK, 0)`.
+    """Return which choices fit, and the share that is dropped. Ties go to the earlier token.
 
-    The others keep their weight (no renormalisation), so the token passes by on the residual stream. Ties go to the
-    earlier token. Two stable sorts instead of a count on the host: nothing waits for the device.
+    A dropped choice gets weight 0 and the others keep theirs. Two stable sorts: nothing waits for the device.
     """
     T, K = expert_TK.shape
     flat = expert_TK.flatten().long()
@@ -164,14 +156,12 @@ class Routed(NamedTuple):
 
 
 class Balance:
-    """Watches and balances the routers of one model. Forward passes without gradients (validation) run as if it were
-    not there: they drop nothing and count nothing.
+    """Watch and balance the routers of one model. Forward passes without gradients drop nothing and count nothing.
 
-    scale: the share of a micro-batch's tokens, on this rank, in the whole step's; set it anew when that changes. The
-    router losses are means over tokens, so with this weight their plain sum over micro-batches and ranks is the step's.
-    sequences: of a micro-batch; needed by scope sequence. reduce: sums counts over all ranks with other tokens;
-    reduce_sequence: over those with other parts of the same sequences. Capacity is each rank's own: of its own tokens,
-    an expert takes its share of these, whatever the other ranks have ("sub-sequence" dropping; nothing is exchanged).
+    scale: the share of a micro-batch's tokens, on this rank, in the whole step's: with it the router losses, which are
+    means over tokens, add up to the step's. sequences: of a micro-batch, for scope sequence. reduce: sums counts over
+    all ranks with other tokens; reduce_sequence: over those with other parts of the same sequences. An expert's
+    capacity is a share of this rank's own tokens, whatever the other ranks have.
     """
 
     def __init__(
@@ -195,7 +185,7 @@ class Balance:
             block.balance = partial(self.route, number)
 
     def follow(self, config: BalanceConfig, scale: float | Tensor, sequences: int) -> None:
-        """From here on balance as `config` says."""
+        """Balance as `config` says from here on."""
         if config.bias_rate and any(block.router.bias is None for block in self.blocks):
             raise ValueError(
                 f"balance.bias_rate is {config.bias_rate}, but routers with softmax scores have no selection bias; set "
@@ -204,6 +194,7 @@ class Balance:
         self.config, self.scale, self.sequences = config, scale, sequences
 
     def route(self, number: int, routing: Routing) -> Routing:
+        """Return a layer's routing with its router losses, and without choices that do not fit."""
         if not torch.is_grad_enabled():
             return routing
         config, logits_TE, weight_TK = self.config, routing.logits_TN, routing.weight_TK
@@ -232,7 +223,7 @@ class Balance:
         return routing._replace(weight_TK=weight_TK, room=room)
 
     def counts(self, seen_E: Tensor, expert_TK: Tensor) -> Tensor:
-        """(S, E): what the balance loss calls the load, of all ranks, of each sequence or of everything."""
+        """Return the load of the balance loss, (S, E): of all ranks, of each sequence or of everything."""
         if self.config.aux_scope == "sequence":
             parts_SLK = expert_TK.view(self.sequences, -1, expert_TK.shape[-1])
             count_SE = expert_counts(parts_SLK, len(seen_E))
@@ -241,7 +232,7 @@ class Balance:
         return (count_E if self.reduce is None else self.reduce(count_E))[None]
 
     def measure(self, routed: Routed) -> None:
-        """Remembers a layer's routing for the log's figures, which are made of neighbouring layers at once: they take
+        """Remember a layer's routing for the log's figures, which are made of neighbouring layers at once: they take
         dozens of small kernels, and a layer is too short for its own."""
         if self.routed and not (
             routed.layer == self.routed[-1].layer + 1
@@ -253,16 +244,14 @@ class Balance:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Adds what is remembered to the figures."""
+        """Add what is remembered to the figures."""
         routed, self.routed = self.routed, []
         if not routed:
             return
         spec, experts = self.blocks[0].spec, routed[0].logits_TE.shape[1]
         shared = [r.share_SE for r in routed if r.share_SE is not None]
         share_NSE = torch.stack(shared) if shared else None
-        figures: dict[str, Tensor | None]
-        aux = dropped = None
-        sums = None
+        aux = sums = None
         if spec.score == "softmax" and (share_NSE is None or share_NSE.shape[1] == 1):
             sums = [router.summed(r.logits_TE, r.expert_TK, spec.granularity) for r in routed]
         if sums is not None and all(found is not None for found in sums):
@@ -270,25 +259,25 @@ class Balance:
             mean_NE, (z, entropy), whole = found_NF[:, :experts], found_NF[:, experts:-3].T, found_NF[:, -3:].T
             if share_NSE is not None:
                 aux = experts * (share_NSE[:, 0] * mean_NE).sum(-1)
-            figures = {"aux": aux, "z": z, "router_entropy": entropy / math.log(max(experts, 2))}
+            entropy = entropy / math.log(max(experts, 2))
         else:
             logits_NTE = torch.stack([r.logits_TE for r in routed])
             probability_NTE = probabilities(logits_NTE, spec.score)
             if share_NSE is not None:
                 parts_NSLE = probability_NTE.unflatten(1, (share_NSE.shape[1], -1))  # type: ignore[no-untyped-call]
                 aux = balance_loss(parts_NSLE, share_NSE).mean(-1)
-            figures = {"aux": aux, "z": z_loss(logits_NTE), "router_entropy": token_entropy(probability_NTE)}
+            z, entropy = z_loss(logits_NTE), token_entropy(probability_NTE)
             whole = coherence(torch.stack([r.expert_TK for r in routed]), spec.granularity)
+        figures: dict[str, Tensor | None] = {"aux": aux, "z": z, "router_entropy": entropy}
         if self.config.capacity_factor:
-            dropped = torch.stack([r.dropped for r in routed if r.dropped is not None])
-        figures["dropped"] = dropped
+            figures["dropped"] = torch.stack([r.dropped for r in routed if r.dropped is not None])
         if spec.copies_of_slices:
             figures |= dict(zip(("whole", "missing", "doubled"), whole, strict=True))
         self.load.average(routed[0].layer, len(routed[0].logits_TE), **figures)
 
     @torch.no_grad()
     def end_step(self, skip: Tensor | None = None) -> None:
-        """Moves the selection biases; call it after the optimiser's step, with the same `skip`."""
+        """Move the selection biases, after the optimiser's step and with the same `skip`."""
         self.settle()
         count_NE = self.load.end_step(self.reduce if self.config.bias_rate else None)
         if self.config.bias_rate:

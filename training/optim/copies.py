@@ -1,9 +1,8 @@
-"""Copies of one expert: what they have in common, wherever they are.
+"""Pull the copies of an expert together, wherever they are.
 
-An upcycled expert e * G + g begins as slice g of the dense FFN, like every expert whose number is g modulo G, its
-copies. An expert sees one token in as many as there are copies, so its gradient is that much noisier than the dense
-model's, and AdamW's steps, whose size does not depend on noise, take it away from its copies faster than it learns
-what they should not share. Two remedies, each measured on a real checkpoint (docs/study.md):
+An upcycled expert e * G + g begins as slice g of the dense FFN, like every expert whose number is g modulo G: its
+copies. It sees a part of the tokens, so its gradient is noisier than the dense model's, and AdamW's steps, whose size
+does not depend on noise, part the copies faster than they learn. Two remedies were measured (docs/study.md):
 
     pull_(gradient, slices, 0.5)     # learn half from one's own tokens, half from what all copies' tokens say
     pull_(weight, slices, 0.25)      # at the end, give up a quarter of what tells an expert from its copies
@@ -24,8 +23,8 @@ OVER = ("ep", "edp_shard")
 
 @torch.no_grad()
 def pull_(experts: Tensor, slices: int, share: float) -> None:
-    """Moves every expert of a stack, its first dimension, `share` of the way to the mean of its copies. All ranks that
-    have experts of it call this together."""
+    """Move every expert of a stack `share` of the way to the mean of its copies. All ranks that have experts of it call
+    this together."""
     part, groups, index = local(experts), [], 0
     if isinstance(experts, DTensor):
         mesh, names = experts.device_mesh, list(experts.device_mesh.mesh_dim_names or ())

@@ -1,4 +1,4 @@
-"""A dense teacher beside the model that learns: its next-token distributions are what the model should not forget.
+"""Teach a model by a dense one: its next-token distributions are what the model should not forget.
 
     loss a token = nats of the label + weight * KL(teacher || model)
 
@@ -8,7 +8,6 @@ asks it about its own tokens. It is in no checkpoint, because its source has it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from training.model.loss import Lesson
 from training.parallel.placement import rule
 from training.parallel.shard import reshard
 from upcycle.arch.spec import DenseSpec, MoESpec
+from upcycle.config.values import above_zero, check_values, finite
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,7 @@ class TeacherConfig:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value in (("weight", self.weight), ("final", self.final or 0.0)):
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"teacher.{name} is {value}; it must be a number of at least 0")
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"teacher.temperature is {self.temperature}; it must be a number above 0")
+        check_values(self, "teacher.", {"weight final": finite(), "temperature": above_zero()})
         if self.source and not self.asked:
             raise ValueError(f"teacher.source is {self.source} and teacher.weight is 0; write a weight, for instance 1")
 
@@ -48,13 +44,13 @@ class TeacherConfig:
 
 
 def weights(config: TeacherConfig, steps: int) -> Callable[[int], float]:
-    """The divergence's weight by step, from 0 on."""
+    """Return the divergence's weight by step, from 0 on."""
     final = config.weight if config.final is None else config.final
     return lambda step: config.weight + (final - config.weight) * min(step / max(steps - 1, 1), 1.0)
 
 
 def check_teacher(teacher: Origin, spec: DenseSpec | MoESpec) -> DenseSpec:
-    """Returns what the teacher is; a ValueError if it cannot teach a model of `spec`."""
+    """Return what the teacher is; raise a ValueError if it cannot teach a model of `spec`."""
     if not isinstance(teacher.spec, DenseSpec):
         raise ValueError("the teacher is a mixture-of-experts model and must be dense; write teacher.source=FOLDER")
     learner = spec.dense if isinstance(spec, MoESpec) else spec
@@ -67,7 +63,7 @@ def check_teacher(teacher: Origin, spec: DenseSpec | MoESpec) -> DenseSpec:
 
 
 class Teacher:
-    """Of a decoder that `made` made, divided over the ranks."""
+    """A decoder that `made` made, divided over the ranks."""
 
     divergence: Tensor  # of the last step, a token
 
@@ -78,24 +74,25 @@ class Teacher:
             decoder.set_reshard_after_forward(False, recurse=False)  # its head is wanted after its forward
 
     def begin(self, weight: float) -> None:
-        """Before a step: what the divergence weighs in it."""
+        """Take up the weight of the divergence in the next step."""
         self.weight = weight
 
     @torch.no_grad()
     def lesson(self, part: Batch, length: int) -> Lesson:
-        """About this rank's part of a micro-batch. The head stays gathered until `rest`."""
+        """Return the lesson about this rank's part of a micro-batch. The head stays gathered until `rest`."""
         x_BSD: Tensor = self.decoder(part.tokens, part.positions, part.documents, length=length)
         dense = self.decoder.dense
         head = self.decoder.head_weight.detach()
         return Lesson(x_BSD.flatten(0, 1), head, dense.logit_scale, dense.logit_cap, self.temperature, self.weight)
 
     def rest(self) -> None:
+        """Give up what was gathered."""
         reshard(self.decoder)
 
 
 def made(dense: DenseSpec, compute: torch.dtype) -> Decoder:
-    """A frozen decoder that returns hidden states, on the meta device. It holds in `compute` what the model computes
-    with in `compute`, so an upcycled model begins with the very numbers of its teacher."""
+    """Return a frozen decoder of hidden states, on the meta device. It holds in `compute` what the model computes with
+    in `compute`, so an upcycled model begins with the very numbers of its teacher."""
     with torch.device("meta"):
         decoder = Decoder(dense, compute=compute)
     for name, parameter in decoder.named_parameters():

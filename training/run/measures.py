@@ -13,8 +13,10 @@ from training.run.build import Run
 from training.run.saving import due
 from training.run.step import validate
 from training.run.stop import Stopped
-from training.run.suite import Ask, Poll, suite_of
+from training.run.suite import suite_of
 
+Ask = Callable[[], Mapping[str, float]]  # called by all ranks together; all get the numbers
+Poll = Callable[[], object]  # called by all ranks together, before each forward; raises Stopped if the run is to end
 Measures = dict[str, tuple[int, Ask]]  # prefix of their names in the log: (steps between them, what makes them)
 
 
@@ -23,7 +25,7 @@ def evaluation_of(run: Run, enter: Callable[[str], object], poll: Poll) -> Measu
     suite = suite_of(run.whole)
     if suite is None:
         return {}
-    ask = suite.live(run.whole.eval, run.model, run.origin, run.mesh, poll)
+    ask: Ask = suite.live(run.whole.eval, run.model, run.origin, run.mesh, poll)
 
     def evaluate() -> Mapping[str, float]:
         enter("evaluation")

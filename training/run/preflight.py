@@ -43,8 +43,6 @@ def preflight(config: TrainConfig) -> None:
     """Raise a ValueError of one sentence for the first thing that is wrong."""
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for the run's checkpoints and metrics")
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device is {config.device} and this machine has none; write device=cpu, or leave it out")
     stages = stages_of(config)
     for stage in stages:
         with of_stage(stage.number - 1) if config.stages else nullcontext():

@@ -1,4 +1,4 @@
-"""A step without its host: run a few times, recorded as a CUDA graph, and from then on replayed.
+"""Run a step a few times, record it as a CUDA graph, and replay it from then on, without its host.
 
 A small model's step is thousands of kernels, most of which are done before the host has asked for the next. Replayed,
 they follow each other on the device. What changes from step to step is read from memory that stays where it is: the
@@ -27,7 +27,7 @@ TrainStep = Callable[[Learner, Sequence[Batch], float | None], dict[str, Tensor]
 
 
 def stepping(run: Learner, train_step: TrainStep) -> Step:
-    """What makes a run's steps, as long as its config stays: recorded unless model.graph forbids it or something is in
+    """Return what makes a run's steps while its config stays: recorded unless model.graph forbids it or something is in
     the way."""
     asked, reason = run.config.model.graph, obstacle(run)
     if asked and reason:
@@ -36,7 +36,7 @@ def stepping(run: Learner, train_step: TrainStep) -> Step:
 
 
 def obstacle(run: Learner) -> str:
-    """Why the run's step cannot be recorded; "" if nothing is known to be in the way."""
+    """Return why the run's step cannot be recorded; "" if nothing is known to be in the way."""
     if run.device.type != "cuda":
         return f"there is no CUDA graph on a {run.device.type.upper()}"
     if run.model.dense.carried is not None:
@@ -45,7 +45,7 @@ def obstacle(run: Learner) -> str:
 
 
 def hindrance(config: TrainConfig, world: int, moe: bool, *, taught: bool) -> str:
-    """What of a config is in the way of recording, on any device; "" if nothing is. `moe`: whether the model has
+    """Return what of a config is in the way of recording, on any device; "" if nothing is. `moe`: whether the model has
     experts; `taught`: whether a teacher's loss is a part of a step's."""
     model, backend = config.model, config.model.expert_backend
     reasons = {
@@ -60,8 +60,8 @@ def hindrance(config: TrainConfig, world: int, moe: bool, *, taught: bool) -> st
 
 
 class Recorded:
-    """A run's steps. If recording fails, because memory is short or something asks the device, they go on as they are,
-    unless model.graph insists."""
+    """Take a run's steps. If recording fails, because memory is short or something asks the device, they go on as they
+    are, unless model.graph insists."""
 
     def __init__(self, run: Learner, train_step: TrainStep) -> None:
         self.run, self.train_step, self.warm = run, train_step, WARM
@@ -85,7 +85,7 @@ class Recorded:
         return self.learned
 
     def record(self, batches: Sequence[Batch]) -> None:
-        """Records a step on memory of its own; nothing of it runs."""
+        """Record a step on memory of its own; nothing of it runs."""
         run = self.run
         self.batches = [batch.to(run.device) for batch in batches]
         try:
@@ -120,9 +120,9 @@ class Recorded:
 
 
 def release_generator(number: Tensor) -> None:
-    """Lets torch's generator of random numbers draw again: a recording that fails leaves it waiting for the graph, and
-    every later draw on the device raises. One that ends as it should sets it free. `number`: any of the device, which
-    does not change, since what is recorded here is never replayed; new memory there may be none."""
+    """Let torch's generator of random numbers draw again: a recording that fails leaves it waiting for the graph, and
+    one that ends as it should sets it free. `number`: any of the device; it does not change, since this recording is
+    never replayed, and there may be no new memory."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
         number.add_(0)

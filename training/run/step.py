@@ -1,9 +1,9 @@
-"""One training step and one validation: what the loop repeats, and what bench times."""
+"""Take one training step or one validation: what the loop repeats, and what bench times."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,14 +16,13 @@ from training.optim.loads import FIGURES
 from training.parallel.collectives import all_reduce, gather
 from training.parallel.shard import one_step, own_part, reshard, synchronize
 from training.run.build import Learner, data_rank
-from training.run.suite import Poll
 
 BY_LAYER = ("max_over_mean", "entropy", "whole", "missing", "doubled")  # in the log
 
 
 def train_step(run: Learner, batches: Sequence[Batch], lr: float | None) -> dict[str, Tensor]:
-    """Forward and backward over the micro-batches, one update, at the rate that is set if none is given. Everything
-    stays on the device."""
+    """Run forward and backward over the micro-batches, and update once, at the rate that is set if none is given.
+    Everything stays on the device."""
     assert run.optimizer is not None, "nothing to learn with"
     loss = run.agree(gradients(run, batches))
     with run.phases("optimizer"):
@@ -39,7 +38,7 @@ def train_step(run: Learner, batches: Sequence[Batch], lr: float | None) -> dict
 
 
 def gradients(run: Learner, batches: Sequence[Batch]) -> Tensor:
-    """Makes the gradients of the step's loss a token and returns that loss: all ranks' nats divided by the number of
+    """Make the gradients of the step's loss a token and return that loss: all ranks' nats divided by the number of
     labels that they score. A teacher adds its divergence to what the gradients are of, and not to what is returned."""
     parts = [own_part(batch.to(run.device), run.mesh) for batch in batches]
     scored = run.reduce(torch.stack([part.scored.sum() for part in parts]).sum())
@@ -64,7 +63,7 @@ def gradients(run: Learner, batches: Sequence[Batch]) -> Tensor:
 
 
 def seen(run: Learner, part: Batch) -> Batch:
-    """What the model is given of a batch: without mask_documents no documents, so that attention needs no mask."""
+    """Return what the model is given: without mask_documents no documents, so that attention needs no mask."""
     return part if run.config.data.mask_documents else replace(part, documents=None)  # type: ignore[arg-type]
 
 
@@ -74,7 +73,7 @@ def nll(run: Learner, part: Batch) -> Tensor:
 
 
 def taught(run: Learner, part: Batch) -> tuple[Tensor, Tensor, Tensor | float]:
-    """(what is learned, its nats, its divergence from the teacher)"""
+    """Return what is learned, its nats and its divergence from the teacher."""
     if run.teacher is None:
         loss = nll(run, part)
         return loss, loss, 0.0
@@ -88,13 +87,13 @@ def taught(run: Learner, part: Batch) -> tuple[Tensor, Tensor, Tensor | float]:
 
 
 def elsewhere(run: Learner) -> tuple[str, ...]:
-    """Parameters that another stage counts: tied embeddings are on the first and on the last stage, and count once."""
+    """Return the parameters that another stage counts: tied embeddings are on the first and the last stage."""
     return ("embed.weight",) if run.model.dense.tied and run.mesh.index("pp") > 0 else ()
 
 
 @torch.no_grad()
-def validate(run: Learner, valid: Sequence[Validation], poll: Poll) -> dict[str, float]:
-    """Loss a token and bits per byte of every named set. `poll` is called before each batch, on all ranks alike."""
+def validate(run: Learner, valid: Sequence[Validation], poll: Callable[[], object]) -> dict[str, float]:
+    """Return loss a token and bits per byte of every named set. `poll` is called before each batch, on all ranks."""
     found: dict[str, float] = {}
     run.phases.tell("validation")
     for part in valid:
@@ -119,8 +118,8 @@ def validate(run: Learner, valid: Sequence[Validation], poll: Poll) -> dict[str,
 
 
 def balance_numbers(run: Learner) -> dict[str, float]:
-    """The routers' figures since the last call: worst and mean over layers, and each layer's; without those that were
-    not measured."""
+    """Return the routers' figures since the last call: worst and mean over layers, and each layer's; without those
+    that were not measured."""
     moe = [int(number) for number, layer in run.model.layers.items() if isinstance(layer.ffn, MoE)]
     loads = zip(moe, run.balance.load.fetch(run.reduce), strict=True)
     layers = [(number, {name: getattr(load, name) for name in (*BY_LAYER, *FIGURES)}) for number, load in loads]

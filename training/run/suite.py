@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Any
 
-from training.checkpoint.layout import Origin
-from training.config.schema import EvalConfig, TrainConfig
-from training.model.decoder import Decoder
-from training.parallel.mesh import ParallelMesh
-
-Ask = Callable[[], Mapping[str, float]]  # called by all ranks together; all get the numbers
-Poll = Callable[[], object]  # called by all ranks together; raises Stopped where the run is to end
+from training.config.schema import TrainConfig
 
 
-class Suite(Protocol):
-    """The module evaluation.ask.run."""
+def suite_of(config: TrainConfig) -> Any:
+    """Return the module evaluation.ask.run if the run wants a suite, else None.
 
-    def ready(self, config: EvalConfig, origin: Origin) -> None:
-        """Raise what is wrong with these keys, before the model has its weights."""
-        ...
-
-    def live(self, config: EvalConfig, model: Decoder, origin: Origin, mesh: ParallelMesh, poll: Poll) -> Ask:
-        """Return the function that evaluates this model. It calls `poll` before each forward, so that nobody waits for
-        a suite's end to stop a run."""
-        ...
-
-
-def suite_of(config: TrainConfig) -> Suite | None:
-    """Return evaluation's suite, if the run wants one."""
+    Its `ready` raises what is wrong with the keys of eval; its `live` returns a function that evaluates the model.
+    """
     if not config.eval.every:
         return None
     try:
-        return cast(Suite, import_module("evaluation.ask.run"))
+        return import_module("evaluation.ask.run")
     except ModuleNotFoundError as error:
         raise ValueError(
             f"eval.every={config.eval.every} needs the package {error.name}, which is not installed; "
