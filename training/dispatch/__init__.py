@@ -1,23 +1,16 @@
 """Token dispatch: rows to the experts' devices and back, one dispatcher a file; `local` is the specification.
 
-    dispatch(x_TD, weight_TK, expert_TK, room) -> Dispatched    rows sorted by local expert, counts on the device
-    combine(y_RD, handle) -> y_TD              the sum of a token's rows; weights are applied in the expert
+    CAPABILITIES                                               what it does, as data; others ask, and name no dispatcher
+    available() -> str                                         "" if it can run here, else one sentence why not
+    dispatcher(experts, ep_group, etp_group) -> Dispatcher     one object serves all layers; a group of one is None
+    dispatch(x_TD, weight_TK, expert_TK, room) -> Dispatched   rows sorted by local expert, counts on the device
+    combine(y_RD, handle) -> y_TD                              the sum of a token's rows
 
 Both are differentiable in x, weight and y. A choice with weight 0 was dropped: it need not be sent, and its weight's
-gradient may be 0. Ranks have experts in order: of 8 experts on 2 ranks, the second has 4 to 7.
-
-Under gradients, in training, all ranks bring equally many tokens. Without, in validation and suites, each brings as
-many as it has, down to none; dispatchers whose sizes must agree then ask the others first (common.most_tokens).
-
-With `local` the host never waits for the device; with the others it waits once a dispatch, for the number of rows that
-arrive. `room` is a promise of the caller: no expert gets more than `room` rows from any one rank, and all ranks have
-the same `room`, under gradients. Then buffers can be made large enough without asking the device, and nothing
-waits (except deepep on 2.x and between nodes).
-
-A file has `CAPABILITIES`, `available() -> str` ("" if it can run here, else one sentence) and `dispatcher(experts,
-ep_group, etp_group)`. What the latter returns may hold large buffers: one object serves all layers. Groups of
-one rank are None. Other modules ask for capabilities, and name no dispatcher.
-"""
+gradient may be 0. Ranks have experts in order. Under gradients all ranks bring equally many tokens; without, each
+brings as many as it has, down to none. `local` never waits for the device; the others wait once a dispatch for the
+number of rows, unless `room` promises that no expert gets more rows from any one rank, the same on all ranks (deepep
+2.x waits all the same)."""
 
 from __future__ import annotations
 
@@ -79,8 +72,7 @@ def create(
     etp_group: dist.ProcessGroup | None = None,
     arrivals: float = ARRIVALS,
 ) -> Dispatcher:
-    """Return the dispatcher `name` of a mesh, or `local` where both groups are None, which stands for one rank. Raise a
-    ValueError that says why where it cannot run here."""
+    """Return the dispatcher `name`, or `local` where both groups are None; raise a ValueError if it cannot run here."""
     module = plugin.load("training.dispatch", "local" if ep_group is None and etp_group is None else name)
     reason = module.available()
     if reason:

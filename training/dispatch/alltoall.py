@@ -3,14 +3,11 @@
     out:   sort by expert -> all-to-all over ep -> gather over etp -> sort by local expert
     home:  unsort -> sum over etp -> all-to-all over ep -> sum of a token's rows
 
-Each step home is the transpose of a step out, so the backward of dispatch is the way home and that of combine the way
-out, on the same plan. Runs on gloo and on NCCL; an etp rank's experts compute a summand, from its slice of the neurons.
+Each step home is the transpose of a step out, on the same plan. It runs on gloo and on NCCL. The host waits once a
+dispatch for how many rows go where. With `room` exactly `room` rows leave for every expert, filled or not, and nobody
+waits.
 
-The host waits once a dispatch, to learn how many rows go where. With `room` it need not: exactly `room` rows leave for
-every expert, filled or not, and the rank that receives them sorts the unfilled ones behind its last expert.
-
-R rows that leave, N rows that arrive, E local experts.
-"""
+R rows that leave, N rows that arrive, E local experts."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ class AllToAll(common.Routed):
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each row goes: one plan for the way out and the way home, in forward and in backward."""
+    """Say where each row goes: one plan for the way out and the way home, in forward and in backward."""
 
     k: int
     back_R: Tensor  # choice -> row among those that leave; a dropped choice's row is beyond the last
@@ -105,7 +102,7 @@ class Plan:
         return y_TD, common.take(self.back(weight_R), self.back_R).view(-1, self.k)
 
     def there(self, rows_R: Tensor) -> Tensor:
-        """Rows (or their weights) that leave, sorted by expert -> rows that compute here, sorted by local expert."""
+        """Send rows (or their weights) sorted by expert; return the rows that compute here, sorted by local expert."""
         rows_N = exchange(rows_R, self.send, self.arrive, self.ep_group)
         if self.etp_group is not None:
             # gloo has no uneven all-gather: every rank sends the same rows to all ranks
@@ -117,7 +114,7 @@ class Plan:
         return spread(rows_N, self.place_N, 1)
 
     def back(self, rows_N: Tensor) -> Tensor:
-        """The transpose of `there`: rows go back to the ranks that they came from, summed over etp."""
+        """Send rows back to the ranks that they came from, summed over etp."""
         rows_N = rows_N[self.place_N] if rows_N.dim() == 1 else gather(rows_N, self.place_N, 1)
         if self.etp_group is not None:
             # gloo has no uneven reduce-scatter either: every rank gets its rows from all ranks and adds them up

@@ -16,15 +16,15 @@ from training.dispatch import DEFAULT, Capabilities, Dispatched
 
 
 class Route(Protocol):
-    """One dispatch's plan: made once, it serves the way out and the way home, in forward and in backward."""
+    """Plan one dispatch: the way out and the way home, in forward and in backward."""
 
     def out(self, x_TD: Tensor) -> Tensor:
-        """A copy of each token to all its rows."""
+        """Copy each token to all its rows."""
         ...
 
     def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(the sum of each token's rows, for each choice the number in `weight_R` of its row, 0 where it was dropped).
-        The second is None if `weight_R` is."""
+        """Return the sum of each token's rows, and for each choice its row's number in `weight_R`, 0 where it was
+        dropped."""
         ...
 
 
@@ -45,7 +45,7 @@ def combine(y_RD: Tensor, route: Route) -> Tensor:
 
 
 class Routed:
-    """The base of dispatchers whose handle is a Route."""
+    """Be the base of dispatchers whose handle is a Route."""
 
     can: ClassVar[Capabilities]
 
@@ -84,9 +84,8 @@ class _Home(torch.autograd.Function):
 
 
 def most_tokens(x_TD: Tensor, group: ProcessGroup) -> int:
-    """The most tokens that a rank of the group brings; all its ranks get the same number. Under gradients all bring
-    equally many and nobody is asked; without, the host waits for the others' numbers. Not for use inside of an autograd
-    function, where gradients are always off."""
+    """Return the most tokens that a rank of the group brings. Under gradients all bring equally many and nobody is
+    asked, so do not call it inside of an autograd function, where gradients are always off."""
     if torch.is_grad_enabled():
         return len(x_TD)
     most = torch.tensor(len(x_TD), device=x_TD.device)
@@ -98,14 +97,13 @@ def most_tokens(x_TD: Tensor, group: ProcessGroup) -> int:
 
 
 def put(weight_C: Tensor, back_C: Tensor, rows: int) -> Tensor:
-    """The weights of `rows` rows: row back_C[c] has choice c's, a row of no choice has 0. A choice whose row is beyond
-    the last has none."""
+    """Return the weights of `rows` rows: row back_C[c] has choice c's, and a row of no choice has 0."""
     weight_R = weight_C.new_zeros(rows + 1)
     return weight_R.scatter_(0, back_C.clamp(max=rows), weight_C)[:rows]
 
 
 def take(weight_R: Tensor, back_C: Tensor) -> Tensor:
-    """The weight of row back_C[c] for choice c, 0 for a row beyond the last."""
+    """Return the weight of row back_C[c] for each choice c, and 0 for a row beyond the last."""
     return torch.cat([weight_R, weight_R.new_zeros(1)])[back_C.clamp(max=len(weight_R))]
 
 
@@ -113,7 +111,7 @@ def take(weight_R: Tensor, back_C: Tensor) -> Tensor:
 
 
 def missing(dispatcher: str, *classes: str) -> str:
-    """ "" if deep_ep has one of `classes` and there is a CUDA device for it, else one sentence."""
+    """Return \"\" if deep_ep has one of `classes` and there is a CUDA device for it, else one sentence."""
     start, end = f"dispatcher={dispatcher} needs", f"use dispatcher={DEFAULT}"
     try:
         package = importlib.import_module("deep_ep")

@@ -1,14 +1,10 @@
 """DeepEP (github.com/deepseek-ai/DeepEP): one copy of a token to each rank, whatever the number of its experts there.
 
-Two generations of it are told apart by the class that they have, not by their version:
-
     ElasticBuffer (2.x)  hands out rows sorted by expert, and sums them up on the way home
     Buffer (1.x)         hands out tokens with their choices; here our kernels make rows of them, and sums of the rows
 
-Both move bfloat16 only, and the host waits once a dispatch for the number of rows. With `room`, 1.x inside a node does
-not wait; 2.x need not either, but would then make as many rows as its own buffers allow at worst, so it waits. A
-dispatch with a handle is the transpose of a combine with the same handle, and vice versa.
-"""
+Both move bfloat16 only, and the host waits once a dispatch for the number of rows; with `room`, 1.x inside a node does
+not. A dispatch with a handle is the transpose of a combine with the same handle, and vice versa."""
 
 from __future__ import annotations
 
@@ -47,7 +43,7 @@ def dispatcher(
 
 
 def check_nodes(ranks: int, local: int) -> None:
-    """Refuses nodes that 1.x would take for others: it reaches each NODE ranks by NVLink, wherever they are."""
+    """Refuse nodes that 1.x would take for others: it reaches each NODE ranks by NVLink, wherever they are."""
     if 0 < local < min(ranks, NODE) or (ranks > NODE and local % NODE):
         raise ValueError(
             f"deepep 1.x takes {NODE} ranks for one node, and here mesh.ep={ranks} spans nodes of {local}; "
@@ -57,7 +53,7 @@ def check_nodes(ranks: int, local: int) -> None:
 
 
 def kept(weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-    """Chosen experts as DeepEP wants them: a dropped choice is -1, which DeepEP does not send."""
+    """Return chosen experts with -1 for a dropped choice, which DeepEP does not send."""
     return expert_TK.where(weight_TK != 0, -1).contiguous()
 
 
@@ -95,8 +91,8 @@ class Second(common.Routed):
         return common.dispatch(first, x_TD, weight_TK)
 
     def make_buffer(self, most: int, hidden: int, k: int) -> None:
-        """Makes the buffer, which all ranks do together, at first and whenever a rank brings more tokens than any did
-        before. `most`: the same on all ranks, so that all come here."""
+        """Make the buffer at first, and anew when a rank brings more tokens (`most`, the same on all ranks) than
+        before."""
         if self.buffer is not None and most <= self.tokens:
             return
         self.tokens = max(most, 1)

@@ -1,9 +1,7 @@
 """Hybrid-EP (DeepEP's branch hybrid-ep): rows arrive sorted by expert, and are summed up on the way home.
 
-Moves bfloat16 only; the host waits once a dispatch for the number of rows, unless `room` is given. Between versions its
-handle has grown from 9 to 11 parts and calls have gained arguments: so the handle is passed back unopened, and only
-arguments that both versions know are used. It takes equally many tokens from all ranks: who has fewer pads.
-"""
+It moves bfloat16 only, takes equally many tokens from all ranks, and the host waits once a dispatch unless `room` is
+given. Its handle differs between versions, so it is passed back unopened, with arguments that both versions know."""
 
 from __future__ import annotations
 
@@ -72,7 +70,7 @@ class HybridEP(common.Routed):
 
 
 def padded(rows_TD: Tensor, most: int) -> Tensor:
-    """Rows padded to `most` with zeros, which no expert has chosen. Padding by no row would still be a copy."""
+    """Pad rows to `most` with zeros, which no expert has chosen; padding by no row would still be a copy."""
     short = most - len(rows_TD)
     return (functional.pad(rows_TD, (0, 0, 0, short)) if short else rows_TD).contiguous()
 

@@ -1,19 +1,16 @@
-"""Our own dispatcher, for ranks that reach each other's memory over NVLink: no package to build, and in training no
-wait of the host.
+"""Our own dispatcher, for ranks that reach each other's memory over NVLink; in training the host never waits.
 
-    out:   each rank puts its tokens, its choices and their weights where others can read them; all ranks meet; each
-           counts who chose its experts, and reads each token that it needs once, however many of its experts that has
+    out:   each rank puts its tokens, choices and weights where others can read them; all ranks meet; each counts who
+           chose its experts, and reads each token that it needs once, however many of its experts that has
     home:  each rank writes the sum of a token's rows to the token's rank, once; all meet; each adds up what came
 
-Every rank sees all ranks' choices, so counts and places are made where rows arrive, on the device: no rank tells
-another how many it sends. Where a token travels is known beforehand, its own place in its rank's slot. What is not
-known is how many rows arrive. Without gradients the host asks. In training there is memory for `arrivals` times as many
-as balanced routing would send (with `room`, for as many as that allows); if more come, the tokens that found none are
-nan, so that the step is skipped and not learned from, and `check` says so where the loop waits anyway.
+Every rank sees all choices, so counts and places are made where rows arrive, on the device. Without gradients the host
+asks how many rows arrive. In training there is memory for `arrivals` times the rows of balanced routing; tokens that
+find none are nan, so that the step is skipped, and `trouble` says so where the loop waits anyway.
 
-On CUDA memory is torch's symmetric memory, in two slots that take turns: who writes a slot has met the others since
-they read it last. Multicast, which torch would switch on for it, is not needed and stays off. Elsewhere, and for
-float64, collectives move the same bytes: they are the specification.
+On CUDA memory is torch's symmetric memory without multicast, in two slots that take turns: who writes a slot has met
+the others since they read it last. Elsewhere, and for float64, collectives move the same bytes: they are the
+specification.
 
 P ranks, T tokens of each (padded where they bring different numbers), K choices, C = P * T * K, R rows, E experts here.
 """
@@ -52,7 +49,7 @@ def dispatcher(experts: int, ep_group: dist.ProcessGroup | None, etp_group: dist
 
 
 def check_nodes(ep: int, local: int) -> None:
-    """Refuses ranks of several machines. `local`: ranks of this one; 0: not said."""
+    """Refuse ranks of several machines; `local` is the number of ranks of this one, 0 if nobody said."""
     if local and local % ep:
         most = max(n for n in range(1, ep + 1) if ep % n == 0 and local % n == 0)
         raise ValueError(
@@ -62,12 +59,12 @@ def check_nodes(ep: int, local: int) -> None:
 
 
 def rows_a_token(k: int, ranks: int, local: int, arrivals: float) -> float:
-    """How many rows a rank has memory for in training, for each of its own tokens; never more than come at worst."""
+    """Return how many rows a rank has memory for in training, for each of its own tokens."""
     return min(arrivals * k, ranks * min(k, local))
 
 
 def slot_bytes(tokens: int, ranks: int, hidden: int, k: int, itemsize: int) -> int:
-    """A slot: rows on their way home, choices, weights."""
+    """Return the bytes of a slot: rows on their way home, choices, weights."""
     return lined(ranks * tokens * hidden * itemsize) + 2 * lined(4 * tokens * k)
 
 
@@ -90,13 +87,13 @@ CAPABILITIES = Capabilities(
 
 
 class Wires(Protocol):
-    """How bytes travel."""
+    """Move bytes between ranks."""
 
     def first(
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, most: int, rows: int | None
     ) -> tuple[Tensor, Tensor, Route]:
-        """x_RD, weight_R and the route. `most`: tokens of a rank, with padding; `rows`: that there is memory for, None:
-        as many as come."""
+        """Return x_RD, weight_R and the route, of `most` tokens a rank with padding, with memory for `rows` (None:
+        all)."""
         ...
 
     def out(self, x_TD: Tensor, route: Route) -> Tensor: ...
@@ -105,7 +102,7 @@ class Wires(Protocol):
 
 @dataclass(frozen=True)
 class Route:
-    """One dispatch's plan."""
+    """Plan one dispatch."""
 
     dispatcher: NVLink
     tokens: int  # of this rank
@@ -157,7 +154,7 @@ class NVLink(common.Routed):
         return common.dispatch(first, x_TD, weight_TK)
 
     def wires(self, rows: Tensor, size: int = 0) -> Wires:
-        """What moves such rows, in buffers of at least `size` bytes, which is the same on all ranks."""
+        """Return what moves such rows, in buffers of at least `size` bytes, the same on all ranks."""
         if not kernels_run(rows):
             return Collectives(self)
         if self.peers is None or self.peers.size < size:
@@ -168,7 +165,7 @@ class NVLink(common.Routed):
         return self.peers
 
     def trouble(self) -> str:
-        """What went wrong on this rank since it was asked last, in a sentence, or "". The host waits for the device."""
+        """Say what went wrong on this rank since the last call, or \"\"; the host waits for the device."""
         _, missing, came = self.state.tolist()
         self.state[1:].zero_()
         if missing:
@@ -223,14 +220,14 @@ class Collectives:
         return y_TD, self.summed(common.take(weight_R, route.back_C).view(-1, route.k))[: route.tokens]
 
     def summed(self, rows_N: Tensor) -> Tensor:
-        """Of rows for each rank's tokens, all ranks' sum for this one's."""
+        """Return all ranks' sum for this rank's tokens, of rows for each rank's tokens."""
         ranks, came_N = self.of.group.size(), torch.empty_like(rows_N)
         dist.all_to_all_single(came_N, rows_N.contiguous(), group=self.of.group)
         return came_N.view(ranks, -1, rows_N.shape[1]).sum(0)
 
 
 def all_gather(rows_TN: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' rows, in order of ranks."""
+    """Return all ranks' rows, in order of ranks."""
     out_PTN = rows_TN.new_empty(group.size(), *rows_TN.shape)
     dist.all_gather(list(out_PTN.unbind(0)), rows_TN.contiguous(), group=group)
     return out_PTN.flatten(0, 1)
@@ -244,8 +241,7 @@ def padded(rows_TN: Tensor, most: int, value: int = 0) -> Tensor:
 
 
 class Peers:
-    """Buffers that all ranks of a group reach, and the kernels that move rows through them. All ranks make it together,
-    and from then on call its functions together and in the same order."""
+    """Hold buffers that all ranks reach, and move rows through them; ranks make and call it together, in one order."""
 
     def __init__(self, of: NVLink, size: int, device: torch.device) -> None:
         self.of, self.size, self.turn = of, size, 0
@@ -289,7 +285,7 @@ class Peers:
         kernels().meet(self.pads, self.of.state, self.me, PATIENCE)
 
     def next(self, rows: Tensor, most: int, k: int) -> Any:
-        """The slot whose turn it is: what the ranks read in it last, they read before they met last."""
+        """Return the slot whose turn it is: what ranks read in it last, they read before they met last."""
         self.turn = 1 - self.turn
         addresses, own = self.slots[self.turn]
         expert = lined(self.ranks * most * rows.shape[1] * rows.element_size())
@@ -298,8 +294,7 @@ class Peers:
 
 
 def reached(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Any, list[int]]:
-    """Bytes on this rank that all ranks of the group reach, the first HEAD of them zero: what holds them, and where
-    this rank finds each rank's."""
+    """Return bytes on this rank that all ranks reach (the first HEAD are zero), and where each rank's are."""
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)

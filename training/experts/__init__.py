@@ -1,17 +1,13 @@
-"""Expert FFNs over rows sorted by expert, one backend a file; `reference` is the specification.
+"""Expert FFNs over rows sorted by expert, one backend a file; SPECIFICATION is what the others are held to.
 
-    CAPABILITIES                  what it can do besides, as data
+    CAPABILITIES                  what it can do besides, as data; other modules ask for it, and name no backend
     available() -> str            "" if it can run here, else one sentence why not
     experts(x_RD, weight_R, count_E, w, activation) -> y_RD
 
-Other modules ask for capabilities, and name no backend.
-
-Shapes: R routed rows, sorted by local expert; D hidden; E local experts; F neurons.
-`count_E` (int32, on x's device) says how many rows each expert has; it may be 0. Rows beyond its sum (buffers
-larger than what was routed) may come back as anything, as do their gradients: nobody reads them, and to write zeros
-there would be a pass over memory. The routing weight is applied inside, before `down`, so that combining
-the experts of a token is a plain sum: y = down(act(gate x) * up x * weight) + weight * down_bias.
-"""
+R routed rows, sorted by local expert; D hidden; E local experts; F neurons. `count_E` (int32, on x's device) are the
+rows of each expert, possibly 0. Rows beyond its sum may come back as anything, and so may their gradients: nobody reads
+them. Routing weights are applied inside, so that combining is a plain sum: y = down(act(gate x) * up x * weight) +
+weight * down_bias."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ SPECIFICATION = "reference"  # runs everywhere
 
 @dataclass(frozen=True)
 class LowRank:
-    """Adapters of all local experts (model/lora.py): matrices are as if scale * B A were added to them."""
+    """Hold the adapters of all local experts (model/lora.py), as if scale * B A were added to the matrices."""
 
     up_a_EDr: Tensor
     up_b_EHr: Tensor  # H: the rows of up, 2F if gated
@@ -42,7 +38,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """All local experts, stacked. Uneven ones are padded with zero neurons, which compute and learn nothing."""
+    """Hold all local experts, stacked; uneven ones are padded with zero neurons, which compute and learn nothing."""
 
     up_EFD: Tensor  # gated: (E, 2F, D), gate first, as transformers stacks them
     down_EDF: Tensor
@@ -56,10 +52,8 @@ ExpertFunction = Callable[[Tensor, Tensor, Tensor, ExpertWeights, str], Tensor]
 
 
 class TokenFunction(Protocol):
-    """Compute each token's sum over its experts, added to `onto_TD`, where all experts are on this device.
-
-    `weight_TK` is float32. `rows` is where the router that x_TD came through takes x's gradient from.
-    """
+    """Compute each token's sum over its experts, added to `onto_TD`, where all experts are on this device. `rows` is
+    where the router that x_TD came through takes x's gradient from."""
 
     def __call__(
         self,
@@ -100,7 +94,7 @@ class Backend:
 
 
 def backend(name: str) -> Backend:
-    """Return the backend `name`. Raise a ValueError that says why where it cannot run here."""
+    """Return the backend `name`, or raise a ValueError that says why it cannot run here."""
     module = plugin.load("training.experts", name)
     why_not: str = module.available()
     if why_not:

@@ -1,12 +1,9 @@
-"""Narrow experts, from tokens to tokens without a copy of each token for each choice: what `grouped` fuses.
+"""Narrow experts from tokens to tokens, without a copy of each token for each choice: what `grouped` fuses on Hopper.
 
-A small model's experts are a few hundred neurons wide, and its products are over as soon as they begin: what counts is
-how often rows pass through memory. Here the first product reads each row from its token and ends with the activation,
-tiles divide 576 columns evenly, and a favoured expert's sums are taken in several pieces. Only Hopper runs these
-kernels; the specification is what everybody else computes with: dispatch/local.py and experts/grouped.py.
+Products of a few hundred neurons are over as soon as they begin, so passes over memory count: the first product reads
+rows from their tokens and ends with the activation, and a favoured expert's sums are taken in several pieces.
 
-T tokens, K chosen experts of each, R = T * K rows sorted by expert, E experts, F neurons, D hidden.
-"""
+T tokens, K chosen experts of each, R = T * K rows sorted by expert, E experts, F neurons, D hidden."""
 
 from __future__ import annotations
 
@@ -27,13 +24,13 @@ WIDTHS = {512: 64, 1536: 8}  # neurons at most: experts at most
 
 
 def near(tokens: int, experts: int, hidden: int, width: int) -> bool:
-    """Whether these kernels are the faster ones, as far as anybody measured."""
+    """Return whether these kernels are the faster ones, as far as anybody measured."""
     most = max((count for limit, count in WIDTHS.items() if width <= limit), default=0)
     return tokens >= TOKENS and experts <= most and hidden <= HIDDEN and hidden % 64 == width % 64 == 0
 
 
 def fits(x_TD: Tensor, up: Tensor, down: Tensor) -> bool:
-    """Whether `ffn` can compute with these weights, (E, 2, F, D) and (E, D, F)."""
+    """Return whether `ffn` can compute with these weights, (E, 2, F, D) and (E, D, F)."""
     if torch.compiler.is_compiling():  # which has no words for what follows
         return False
     experts, hidden, width = down.shape
@@ -108,8 +105,7 @@ def ffn(
     x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w: ExpertWeights, activation: str,
     onto_TD: Tensor | None = None, rows: router.Rows | None = None, *, function: Any = _FFN,
 ) -> Tensor:  # fmt: skip
-    """Each token's sum over its experts, added to `onto_TD`. `weight_TK`: float32. `rows`: of the router that x_TD came
-    through, which then takes the gradient from there. `function`: what computes it, here or in experts/quack.py."""
+    """Compute a TokenFunction by `function`, ours or another backend's."""
     y_TD: Tensor = function.apply(
         x_TD, weight_TK, expert_TK, w.up_EFD.contiguous(), w.down_EDF.contiguous(), activation, onto_TD, rows
     )

@@ -1,4 +1,4 @@
-"""What the backends share: refusals of missing packages, checks of a call's inputs, and recognising a recomputation."""
+"""What the backends share: refusals, checks of a call's inputs, and recognising a recomputation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from training.kernels import swiglu
 
 
 def missing(backend: str, module: str) -> str:
-    """ "" if `module` can be imported and there is a CUDA device for it, else one sentence."""
+    """Return \"\" if `module` can be imported and there is a CUDA device for it, else one sentence."""
     return absent(f"experts={backend}", module, f"use experts={DEFAULT}")
 
 
@@ -42,8 +42,7 @@ _again = ContextVar("again", default=False)
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Context in which a forward runs once more (model/recompute.py): it must make what backward needs, and nobody
-    reads what experts return."""
+    """Let a forward run once more: it makes what backward needs, and nobody reads what experts return."""
     token = _again.set(True)
     try:
         yield

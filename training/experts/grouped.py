@@ -1,10 +1,8 @@
 """torch's grouped_mm: one kernel for all experts, the counts read on the device.
 
-For backward only x, h = [gate | up] and the routing weights are kept; the activation is recomputed there, in the same
-pass that makes its gradient. A forward that is run once more for backward stops at h. Adapters are products of their
-own, in and out of their rank, which are recomputed too. In bfloat16 on Hopper and Blackwell nothing waits for the GPU;
-for other dtypes and older GPUs torch itself falls back to a loop that does. Unaligned sizes on CUDA are refused.
-"""
+Backward keeps x, h = [gate | up] and routing weights, and recomputes the activation in the pass that makes its
+gradient; a forward that runs once more stops at h. In bfloat16 on Hopper and Blackwell nothing waits for the GPU; for
+other dtypes and older GPUs torch itself falls back to a loop that does. Unaligned sizes on CUDA are refused."""
 
 from __future__ import annotations
 
@@ -118,7 +116,7 @@ class _Experts(torch.autograd.Function):
 
 
 def factors(w: ExpertWeights, step: int) -> tuple[float, *tuple[Tensor, ...]]:
-    """The scale of the adapters, and them; 0.0 without any. `step`: grouped_mm wants the rank in multiples of it."""
+    """Return the scale of the adapters and them, or 0.0; grouped_mm wants the rank in multiples of `step`."""
     if w.low is None:
         return (0.0,)
     rank = w.low.up_a_EDr.shape[2]
@@ -135,13 +133,12 @@ def factors(w: ExpertWeights, step: int) -> tuple[float, *tuple[Tensor, ...]]:
 
 
 def of_rows(bias_EN: Tensor, ends_E: Tensor, rows: int) -> Tensor:
-    """The bias for each row, that of its expert. Rows of no expert get the last expert's; nobody reads them."""
+    """Return each row's bias, that of its expert; rows of no expert get the last one's, and nobody reads them."""
     index_R = torch.searchsorted(ends_E, torch.arange(rows, dtype=torch.int32, device=ends_E.device), right=True)
     return bias_EN[index_R.clamp_(max=len(bias_EN) - 1)]
 
 
 def row_sums(d_RN: Tensor, weight_R: Tensor, ends_E: Tensor) -> Tensor:
-    """The weighted sum of each expert's rows, as a product with a column: in float32 and in a fixed order, which adding
-    by index is not. The column is repeated because grouped_mm wants 16 bytes."""
+    """Return the weighted sum of each expert's rows in a fixed order, by a column repeated to 16 bytes."""
     columns_RC = weight_R.to(d_RN.dtype)[:, None].repeat(1, ALIGNED // d_RN.element_size())
     return products(d_RN.t(), columns_RC, ends_E)[:, :, 0].contiguous()

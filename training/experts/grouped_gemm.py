@@ -1,7 +1,4 @@
-"""The grouped_gemm package: cuBLAS, one product an expert, over several streams. bfloat16 on CUDA, no biases.
-
-Its sizes live on the host, so a layer waits for the device once; that is what `grouped` is there to avoid.
-"""
+"""The grouped_gemm package: cuBLAS, one product an expert, over several streams; a layer waits for the device once."""
 
 # Written against fanshiqing/grouped_gemm 1.1.4.post8 (15721c6), the fork Megatron uses, and tgale96/grouped_gemm 0.1.6
 # (ebeae0b), which agree: ops.gmm(a_RK, b_EKN, batch_sizes, trans_b=False); batch_sizes int64 on the CPU, all contiguous

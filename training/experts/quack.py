@@ -1,13 +1,9 @@
 """QuACK's products (package quack-kernels, the kernels of SonicMoE), on Hopper: an activation and its gradient are the
 ends of the products beside them, and rows are read from their tokens where those are here. bfloat16, no biases.
 
-Two ways in: `experts` for rows that a dispatcher brings, as every backend, and `ffn` from tokens to tokens, where all
-experts are on this device. `ffn` keeps the first product of each row for backward, nothing
-else of its rows, and weights are applied as rows come back.
-
-The package's h has gate and up of a neuron side by side, and so has its gradient; our weights have all gates first, and
-`concat_layout` says so.
-"""
+`experts` takes rows that a dispatcher brings; `ffn` goes from tokens to tokens, keeps the first product of each row for
+backward, and applies weights as rows come back. The package's h has gate and up of a neuron side by side; our weights
+have all gates first, and `concat_layout` says so."""
 
 # Tested with quack-kernels 0.3.11 on nvidia-cutlass-dsl 4.4.2, signatures compared with 0.4.1. The package's autotuner
 # would begin anew at each number of rows, so products are called beneath it, with tiles of ours.
@@ -118,7 +114,7 @@ class _Rows(torch.autograd.Function):
 
 
 def fits(x_TD: Tensor, up: Tensor, down: Tensor, activation: str) -> bool:
-    """Whether `ffn` can compute with these weights, (E, 2, F, D) and (E, D, F)."""
+    """Return whether `ffn` can compute with these weights, (E, 2, F, D) and (E, D, F)."""
     aligned = down.shape[1] % ALIGNED == down.shape[2] % ALIGNED == 0
     able = not torch.compiler.is_compiling() and x_TD.is_cuda and x_TD.dtype == torch.bfloat16
     return able and aligned and activation in GATED
@@ -187,7 +183,7 @@ CAPABILITIES = Capabilities(waitless=True, opaque=True, fused=fused, kept=kept, 
 
 
 def of_long_sums(x_TD: Tensor, down_EDF: Tensor) -> bool:
-    """Whether a favoured expert's sums should be cut into pieces, which our kernels for narrow experts do."""
+    """Return whether to cut a favoured expert's sums into pieces, which our kernels for narrow experts do."""
     experts, hidden, width = down_EDF.shape
     return _narrow.near(len(x_TD), experts, hidden, width)
 
@@ -195,7 +191,7 @@ def of_long_sums(x_TD: Tensor, down_EDF: Tensor) -> bool:
 def long_sums(
     d_h_RH: Tensor | None, x_TD: Tensor, a_RF: Tensor | None, d_y_TD: Tensor, token_R: Tensor, begins_E1: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(d_up_EHD, d_down_EDF), by our kernels."""
+    """Return (d_up_EHD, d_down_EDF), by our kernels."""
     from training.kernels.triton import narrow as narrow_triton  # triton is where they run
 
     ends_E, size = begins_E1[1:], narrow_triton.long_piece(len(token_R))
@@ -212,7 +208,7 @@ def long_sums(
 
 
 def up(x: Tensor, token_R: Tensor | None, begins_E1: Tensor, up_EHD: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """(h_RH, a_RF), without the rows' weights. `token_R`: which of x each row is; None: x has the rows."""
+    """Return (h_RH, a_RF) without the rows' weights; `token_R` says which of x each row is (None: x has the rows)."""
     rows, both = len(x if token_R is None else token_R), up_EHD.shape[1]
     h_RH, a_RF = x.new_empty(rows, both), x.new_empty(rows, both // 2)
     if rows:
@@ -227,7 +223,7 @@ def back(
     d_y: Tensor, token_R: Tensor | None, begins_E1: Tensor, down_EDF: Tensor, h_RH: Tensor, weight_R: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(d_h_RH, a_RF times its weight, d_weight_R in float32)."""
+    """Return (d_h_RH, a_RF times its weight, d_weight_R in float32)."""
     d_h_RH, a_RF = torch.empty_like(h_RH), h_RH.new_empty(len(h_RH), h_RH.shape[1] // 2)
     if not len(h_RH):
         return d_h_RH, a_RF, torch.zeros_like(weight_R)
@@ -241,7 +237,7 @@ def back(
 
 
 def products(name: str, a_RK: Tensor, b_EKN: Tensor, begins_E1: Tensor, mixed: tuple[str, ...] | None = None) -> Tensor:
-    """Each row with its expert's matrix."""
+    """Return each row times its expert's matrix."""
     out = a_RK.new_empty(len(a_RK), b_EKN.shape[2])
     if len(out):
         config = tile(name, b_EKN.shape[2])  # "down" and "rows" both end at the hidden size

@@ -1,8 +1,7 @@
 """Transformer Engine's GroupedLinear, fed with our stacked weights. bfloat16 on CUDA, no biases.
 
-The module is a template without memory (its parameters are on the meta device); torch.func.functional_call puts the
-experts' matrices in their place for one call, so that there is one copy of the weights, ours. GroupedLinear splits its
-input on the host, so a layer waits for the device once, and a compiled layer leaves its graph.
+The module is a template on the meta device, which functional_call fills for one call, so that there is one copy of the
+weights. It splits its input on the host, so a layer waits for the device once, and a compiled layer leaves its graph.
 """
 
 # Tested with Transformer Engine 2.12, compared with the source of 2.18 (pytorch/module/grouped_linear.py):

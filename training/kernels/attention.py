@@ -1,13 +1,12 @@
 """Attention of some queries over some keys, with the log-sum-exp that lets such blocks be merged (context.py).
 
 The kernels are those behind scaled_dot_product_attention, called by their aten names because that function keeps the
-log-sum-exp to itself. A backward kernel makes the softmax again from the log-sum-exp it is given: given that of *all*
-keys, and the output over all of them, it returns this block's part of the gradients.
+log-sum-exp to itself. A backward kernel that is given the log-sum-exp and output over *all* keys returns its block's
+part.
 
-Shapes: B sequences, H query heads, G key/value heads, S queries, T keys, A dimensions of a head. `bias` [B or 1, 1, S,
-T] is added to the scaled logits; it is finite. `causal` is for a block with as many queries as keys and no bias. With a
-`cap` the scaled logits become cap * tanh(logits / cap) before the bias: plain torch does it, none of the kernels.
-"""
+B sequences, H query heads, G key/value heads, S queries, T keys, A dimensions of a head. `bias` [B or 1, 1, S, T] is
+added to scaled logits and finite. `causal` blocks have as many queries as keys and no bias. Plain torch alone computes
+a `cap`."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ LSE_ROWS = 32  # the efficient kernel pads its log-sum-exps to a multiple
 def block(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(y_BHSA, lse_BHS)."""
+    """Return (y_BHSA, lse_BHS)."""
     s = q.shape[2]
     kernel = "plain" if cap else fastest(q, k, v, bias, causal)
     if kernel == "cudnn":
@@ -54,7 +53,7 @@ def block_backward(
     scale: float,
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(d_q, d_k, d_v): this block's part, `y` and `lse_BHS` being those over all blocks."""
+    """Return this block's part of (d_q, d_k, d_v), given `y` and `lse_BHS` over all blocks."""
     kernel = "plain" if cap else fastest(q, k, v, bias, causal)
     s, t = q.shape[2], k.shape[2]
     if kernel == "plain":
@@ -79,8 +78,7 @@ def block_backward(
 
 
 def fastest(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> str:
-    """The name of the fastest kernel that can run this. cuDNN's is the fastest of all on Hopper (see
-    model/attention.py), flash takes no bias, efficient no key/value groups."""
+    """Name the fastest kernel that can run this: flash takes no bias, efficient no key/value groups."""
     if not q.is_cuda:
         return "plain"
     params = cuda.SDPAParams(q, k, v, bias, 0.0, causal, q.shape[1] != k.shape[1])
@@ -113,7 +111,7 @@ NEVER = -1e30
 
 
 def sunk(y: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
-    """(y, lse) over all keys and the sinks, of those over all keys. `block_backward` is right with these."""
+    """Return (y, lse) over all keys and the sinks, which `block_backward` takes too."""
     both = torch.logaddexp(lse_BHS, sink_H.to(lse_BHS.dtype)[:, None])
     return (y * (lse_BHS - both).exp()[..., None]).to(y.dtype), both
 
@@ -124,7 +122,7 @@ def d_sinks(d_y: Tensor, y: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Tensor:
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink_H: Tensor, scale: float) -> Tensor:
-    """Attention over all keys, causal where there is no bias, that autograd differentiates."""
+    """Attend to all keys, causally where there is no bias."""
     y: Tensor = _WithSinks.apply(q, k, v, bias, sink_H, scale)  # type: ignore[no-untyped-call]
     return y
 
@@ -181,7 +179,7 @@ def plain_backward(
 def plain_capped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float, sink_H: Tensor | None = None
 ) -> Tensor:
-    """Attention over all keys, which autograd differentiates. `mask`: True where a query looks; None: causal."""
+    """Attend to all keys where `mask` is True, or causally; autograd differentiates it."""
     logits = capped(products(q, k, scale), cap)
     if mask is None:
         mask = torch.ones_like(logits[0, 0], dtype=torch.bool).tril()
@@ -205,7 +203,7 @@ def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def hidden(logits: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """The logits, with what a block must not see hidden."""
+    """Return the logits, with what a block must not see hidden."""
     if causal:
         logits = logits.masked_fill(torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1), -math.inf)
     return logits if bias is None else logits + bias

@@ -1,9 +1,7 @@
 """-log softmax(logits)[label] a token, and its gradient in place of the logits.
 
-In torch that is a dozen passes over float32 logits, the largest tensor of a step. The kernel reads the logits in their
-own dtype, twice, and writes once; what it sums it sums in float32. The torch lines are the specification.
-A teacher's divergence has torch's lines alone.
-"""
+The kernel reads the logits in their own dtype, twice, writes once, and sums in float32, for a dozen passes of torch
+over float32. The torch lines are the specification, and alone compute a teacher's divergence."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ def on_kernel(logits: Tensor, cap: float = 0.0) -> bool:
 
 
 def nats_(logits_TV: Tensor, label_T: Tensor, scale: float, gradient: bool, cap: float = 0.0) -> Tensor:
-    """nats_T of scale * logits, float32 at least, 0 where the label is negative. With `gradient`, logits_TV holds the
-    gradient of their sum afterwards. With a `cap`: of cap * tanh(scale * logits / cap)."""
+    """Return nats_T of scale * logits (of cap * tanh(that / cap) with a cap), 0 where the label is negative. With
+    `gradient`, logits_TV holds the gradient of their sum afterwards."""
     if on_kernel(logits_TV, cap):
         from training.kernels.triton import cross_entropy as cross_entropy_triton
 
@@ -49,9 +47,8 @@ def divergence_(
     bend: tuple[float, float],
     temperature: float,
 ) -> Tensor:
-    """KL(softmax(told / temperature) || softmax(logits / temperature)) * temperature^2 of each token, float32 at least,
-    0 where the label is negative; told_TV holds its gradient by logits_TV afterwards. `bend`, `told_bend`: (scale, cap)
-    as in nats_."""
+    """Return KL(softmax(told / temperature) || softmax(logits / temperature)) * temperature^2 of each token, 0 where
+    the label is negative; told_TV holds its gradient by logits_TV afterwards. A bend is (scale, cap) as in nats_."""
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     (scale, cap), counts_T = bend, (label_T >= 0).to(wide)
     p_TV = bent(told_TV.to(wide), *told_bend).div_(temperature).log_softmax(-1)
@@ -68,6 +65,6 @@ def divergence_(
 
 
 def bent(logits: Tensor, scale: float, cap: float) -> Tensor:
-    """In memory of its own: cap * tanh(scale * logits / cap), or without a cap scale * logits."""
+    """Return cap * tanh(scale * logits / cap), or without a cap scale * logits, in memory of its own."""
     scaled = logits * scale
     return scaled.div_(cap).tanh_().mul_(cap) if cap else scaled

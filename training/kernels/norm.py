@@ -1,9 +1,6 @@
-"""RMSNorm, and the addition to the residual stream before it, in one pass each way.
+"""RMSNorm, and the addition to the residual stream before it, in one pass each way, on CUDA.
 
-y = x / rms(x) * gain with x = stream + delta. Backward adds the stream's own gradient on the way and sums the gain's
-beside it; a compiler makes of that three passes, eager torch a dozen. CUDA only: layers.Norm is the specification and
-runs elsewhere. The kernel rounds once, at the end. T tokens of D dimensions.
-"""
+y = x / rms(x) * gain with x = stream + delta; the kernel rounds once, at the end. layers.Norm is the specification."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ def on_kernel(x: Tensor) -> bool:
 
 
 def rms_norm(stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x, y). Use this x from here on: the gradient of both comes back in one piece."""
+    """Return (x, y); go on with this x, so that the gradient of both comes back in one piece."""
     x, y = _RmsNorm.apply(  # type: ignore[no-untyped-call]
         stream.contiguous(), None if delta is None else delta.contiguous(), gain_D, eps
     )

@@ -1,10 +1,7 @@
 """Rows out to their experts and back: where each goes, a copy of every token to its rows, and the sum of them.
 
-The torch lines are the specification and run on a CPU. On CUDA a sort needs forty launches for what is a count, and a
-compiler makes of the sum a reduction that reads its rows in small pieces, at a third of the memory's speed.
-
-T tokens, K experts chosen a token, R = T * K rows. `back_R[t * K + j]` is the row of token t's choice j.
-"""
+The torch lines are the specification and run on a CPU. T tokens, K experts chosen a token, R = T * K rows; back_R[t * K
++ j] is the row of token t's choice j."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import Tensor
 
 
 def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(back_R, count_E): rows sorted by expert, an expert's rows in the tokens' order; int32 counts."""
+    """Return (back_R, int32 count_E): rows sorted by expert, an expert's rows in the tokens' order."""
     if expert_TK.is_cuda:
         from training.kernels.triton import permute as permute_triton
 
@@ -28,8 +25,7 @@ def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def sorted_rows(expert_TK: Tensor, weight_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(back_R, ends_E, token_R, weight_R): `places`, with where each expert's rows end (int32), and each row's token
-    (int32) and weight."""
+    """Return (back_R, ends_E, token_R, weight_R): `places`, where experts' rows end, each row's token and weight."""
     if expert_TK.is_cuda:
         from training.kernels.triton import permute as permute_triton
 
@@ -45,8 +41,7 @@ def sorted_rows(expert_TK: Tensor, weight_TK: Tensor, experts: int) -> tuple[Ten
 
 
 def count_(total_E: Tensor, expert_TK: Tensor) -> Tensor:
-    """Adds to an int64 total how often each expert is chosen. Not bincount, which waits for the device; and on that,
-    added one by one, thousands of choices would wait for each other."""
+    """Add to an int64 total how often each expert is chosen, without waiting for the device as bincount does."""
     if expert_TK.is_cuda:
         from training.kernels.triton import permute as permute_triton
 
@@ -56,10 +51,8 @@ def count_(total_E: Tensor, expert_TK: Tensor) -> Tensor:
 
 
 def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int | None = None) -> Tensor:
-    """Row back_R[t * k + j] is a copy of token t. A token is read once, not k times from far apart.
-
-    With `rows`, that many are made: a choice whose row lies beyond them has none; a row of no choice holds anything.
-    """
+    """Copy token t to row back_R[t * k + j], reading each token once. Of `rows` rows, a choice whose row lies beyond
+    them has none, and a row of no choice holds anything."""
     rows = back_R.shape[0] if rows is None else rows
     if kernels_run(x_TD):
         from training.kernels.triton import permute as permute_triton
@@ -75,11 +68,8 @@ def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int | None = None) -> Ten
 def gather(
     y_RD: Tensor, back_R: Tensor, k: int, onto_TD: Tensor | None = None, weight_TK: Tensor | None = None
 ) -> Tensor:
-    """Token t is the sum of rows back_R[t * k], ..., back_R[t * k + k - 1], in that order, each times its weight where
-    weights are given, and of what `onto_TD` has of it, in float32.
-
-    Rows beyond the last one are zero.
-    """
+    """Sum rows back_R[t * k], ..., back_R[t * k + k - 1] for token t in that order, each times its weight where weights
+    are given, and what `onto_TD` has of it, in float32. Rows beyond the last one are zero."""
     if kernels_run(y_RD):
         from training.kernels.triton import permute as permute_triton
 

@@ -16,8 +16,7 @@ ALIGNED = 16  # bytes
 
 
 def products(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
-    """(R, K) by (E, K, N) -> (R, N), each row with its expert's matrix; or (M, R) by (R, N) -> (E, M, N), the sum over
-    an expert's rows, which is zero where it has none."""
+    """Return each row times its expert's matrix, or for (M, R) by (R, N) the sum over each expert's rows, (E, M, N)."""
     per_row = b.ndim == 3
     rows = (a if per_row else b).shape[0]  # len() of a tensor is five calls
     shape = (rows, b.shape[2]) if per_row else (ends_E.shape[0], a.shape[0], b.shape[1])

@@ -1,8 +1,7 @@
-"""Heads made ready for attention: the norm of each head (where a model has one) and the rotation, in one pass.
+"""The norm of each head (where a model has one) and the rotation, in one pass, on CUDA.
 
-Apart they are three passes forward and four back over the largest activations of a layer. Queries, keys and values come
-from one product, side by side, and their gradients are written side by side for the one product back. The torch lines
-are the specification; the kernel rounds once, at the end. Heads have A dimensions, of which 2 * half are rotated.
+Queries, keys and values come from one product, side by side, and their gradients are written side by side for the one
+product back. The torch lines are the specification; the kernel rounds once. Heads have A dimensions; 2 * half rotate.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 
 def rotate(x_BSHA: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns dimension i with dimension i + n/2 for the first n = 2 * cos.shape[-1] of a head; the rest passes."""
+    """Turn dimension i with dimension i + n/2 for the first n = 2 * cos.shape[-1] of a head; the rest passes."""
     half = cos.shape[-1]
     a, b, rest = x_BSHA[..., :half], x_BSHA[..., half : 2 * half], x_BSHA[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
@@ -30,9 +29,8 @@ def on_kernel(x: Tensor) -> bool:
 def norm_rotate(
     x_BSN: Tensor, heads: Sequence[int], gains: Sequence[Tensor | None], eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, ...]:
-    """x cut into groups, of as many heads each as `heads` says. The first groups, one for each of `gains`, become
-    rotate(x / rms(x) * gain), or where the gain is None rotate(x); the groups behind them pass as they are.
-    cos and sin: [B or 1, S, 1, half]. CUDA only."""
+    """Cut x into groups of `heads` heads each; the first ones, one for each of `gains`, become rotate(x / rms(x) *
+    gain), or rotate(x) where the gain is None, and the others pass. cos and sin are [B or 1, S, 1, half]."""
     groups: tuple[Tensor, ...] = _NormRotate.apply(  # type: ignore[no-untyped-call]
         x_BSN.contiguous(), tuple(heads), eps, cos.contiguous(), sin.contiguous(), *gains
     )
@@ -71,7 +69,7 @@ class _NormRotate(torch.autograd.Function):
 
 
 def groups_of(heads: Sequence[int], width: int, turned: int) -> list[tuple[int, int, bool]]:
-    """(where in a token's row it begins, its number of heads, whether it is turned) for each group."""
+    """Return for each group where it begins in a token's row, its number of heads, and whether it is turned."""
     starts = itertools.accumulate(heads, initial=0)
     return [
         (start * width, count, index < turned) for index, (start, count) in enumerate(zip(starts, heads, strict=False))

@@ -1,12 +1,10 @@
 """The router's products and its choice, in float32 accuracy without float32's speed.
 
-A bf16 token times a float32 weight: the weight is the sum of three bf16 numbers (8 bits each of its 24), bf16 products
-are exact in float32, and tensor cores add in float32, though they cut where others round. So three narrow products, at
-ten times the rate of a float32 one, err by 1e-5 of a logit's size where bf16 logits err by 1e-2, and equal rows of the
-weight still give equal bits. The torch lines are the specification; they run on a CPU, for float32 and for float64.
+A float32 weight is the sum of three bf16 numbers, bf16 products are exact in float32, and tensor cores add in float32:
+three narrow products at ten times the rate of a float32 one err by 1e-5 of a logit's size, and equal rows of the weight
+give equal bits. The torch lines are the specification, on a CPU, for float32 and float64.
 
-T tokens, N experts, K chosen, D hidden.
-"""
+T tokens, N experts, K chosen, D hidden."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from upcycle.planning.routers import chosen
 
 
 def logits(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """x W^T in float32 at least."""
+    """Return x W^T in float32 at least."""
     if x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and weight_ND.dtype in (torch.bfloat16, torch.float32):
         y_TN: Tensor = SplitLinear.apply(x_TD, weight_ND)  # type: ignore[no-untyped-call]
         return y_TN
@@ -51,11 +49,8 @@ class SplitLinear(torch.autograd.Function):
 
 
 def split(x: Tensor, parts: int) -> tuple[Tensor, ...]:
-    """bf16 tensors of 8 bits each whose sum is x, or as near to it as `parts` come; a bf16 tensor is its own.
-
-    A float32's upper half is the bf16 that it is when cut off: a view, for which no kernel runs. (And a compiler that
-    sees x - x.to(bfloat16) computes it in float32, where it is 0.)
-    """
+    """Return bf16 tensors of 8 bits each whose sum is x or near it. The upper half of a float32 is the bf16 cut off: a
+    view, for which no kernel runs, and which a compiler does not compute in float32, where the difference is 0."""
     if x.dtype == torch.bfloat16:
         return (x,)
     out: list[Tensor] = []
@@ -67,12 +62,12 @@ def split(x: Tensor, parts: int) -> tuple[Tensor, ...]:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """bf16 by bf16, float32 out."""
+    """Multiply bf16 by bf16 into float32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def added(y: Tensor, size: int, dim: int) -> Tensor:
-    """The sum of y's parts of `size` along `dim`, the small ones first."""
+    """Return the sum of y's parts of `size` along `dim`, the small ones first."""
     first, *rest = torch.split(y, size, dim)
     for part in reversed(rest):
         first = first + part
@@ -80,8 +75,8 @@ def added(y: Tensor, size: int, dim: int) -> Tensor:
 
 
 def choose(score_TN: Tensor, k: int, slices: int = 1) -> Tensor:
-    """The k largest of each row, in order; among equals the lower index, which keeps a virtual group whole. With
-    slices, the k / slices largest of each class of columns, n % slices."""
+    """Return the k largest of each row in order, the lower index among equals, which keeps a virtual group whole; with
+    slices the k / slices largest of each class of columns n % slices."""
     if score_TN.is_cuda and score_TN.dtype == torch.float32:
         from training.kernels.triton import router as router_triton
 
@@ -91,7 +86,7 @@ def choose(score_TN: Tensor, k: int, slices: int = 1) -> Tensor:
 
 
 def fused(x_TD: Tensor, weight_ND: Tensor, k: int, slices: int) -> bool:
-    """Whether `route` does it: a choice in each class of experts, of sizes that its tiles have."""
+    """Return whether `route` does it: a choice in each class of experts, of sizes that its tiles have."""
     experts, hidden = weight_ND.shape
     sizes = (
         k == slices > 1 and experts <= 128 and experts & (experts - 1) == 0 and experts > slices and hidden % 64 == 0
@@ -102,8 +97,7 @@ def fused(x_TD: Tensor, weight_ND: Tensor, k: int, slices: int) -> bool:
 
 @dataclass
 class Rows:
-    """Gradients of tokens' rows on their way from the experts to the router, which sums them up with its own: autograd
-    would have them summed before, and the sum written and read once more."""
+    """Pass gradients of tokens' rows from the experts to the router, which sums them with its own in one pass."""
 
     given: tuple[Tensor, Tensor, int] | None = None  # rows, back_R and k of permute.gather
     turn: int = -1  # the backward pass that they are of
@@ -112,7 +106,7 @@ class Rows:
         self.given, self.turn = (d_x_RD, back_R, k), torch._C._current_graph_task_id()
 
     def taken(self) -> tuple[Tensor, Tensor, int] | None:
-        """None too if they are left of a pass that asked for the experts' gradients and not for the router's."""
+        """Return what was given in this backward pass, and nothing that another pass left."""
         given, self.given = self.given, None
         return given if self.turn == torch._C._current_graph_task_id() else None
 
@@ -168,10 +162,10 @@ class _Route(torch.autograd.Function):
 def route(
     x_TD: Tensor, weight_ND: Tensor, slices: int, normalize: bool, scale: float, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(logits_TN, scores_TN, expert_TK, weight_TK, x_TD) where `fused`: softmax, the best expert of each class
-    n % slices, and their scores times `scale`, over their sum if `normalize`; one pass each way for a dozen. The last
-    is x for the experts to read: the router's share is added to their gradient where that lies. Or they leave its rows
-    in `rows` and return none."""
+    """Return (logits_TN, scores_TN, expert_TK, weight_TK, x_TD) in one pass where `fused`: softmax, the best expert of
+    each class n % slices, and their scores times `scale`, over their sum if `normalize`. Experts read the x_TD that it
+    returns: the router's share is added to its gradient where that lies, or they leave the gradient's rows in `rows`.
+    """
     out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Route.apply(  # type: ignore[no-untyped-call]
         x_TD, weight_ND, slices, normalize, scale, Rows() if rows is None else rows
     )
@@ -179,8 +173,8 @@ def route(
 
 
 def summed(logits_TN: Tensor, expert_TK: Tensor, slices: int) -> Tensor | None:
-    """Means over tokens, float64 (N + 5): each expert's softmax probability, the squared logsumexp, the entropy, and
-    the three of balance.coherence. None where no kernel runs."""
+    """Return means over tokens (probabilities, squared logsumexp, entropy, coherence's three), or None without a
+    kernel."""
     if not (logits_TN.is_cuda and logits_TN.dtype == torch.float32 and slices & (slices - 1) == 0 and len(logits_TN)):
         return None
     from training.kernels.triton import router as router_triton

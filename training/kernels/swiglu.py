@@ -1,12 +1,10 @@
 """The activation of an expert times the routing weight, in one pass over memory: a = act(gate) * up * weight.
 
-Between two matrix products over the same rows this is all memory traffic, so it is one kernel on CUDA. Its backward
-recomputes `a` from h instead of having kept it (for Qwen3-30B 200 MB a layer), and returns it: the gradient of `down`
-needs it. The torch functions here are the specification, in float32 at least; they run on the CPU and for float64.
+Backward recomputes `a` from h (for Qwen3-30B 200 MB a layer) and returns it, because the gradient of `down` needs it.
+The torch functions are the specification, in float32 at least; they run on the CPU and for float64.
 
-Shapes: R rows sorted by expert, E experts, F neurons, H = 2F for gated FFNs ([gate | up]), else F. `ends_E` (int32) is
-where each expert's rows end; rows behind the last end belong to no expert, and their `a` and `d_h` may hold anything.
-"""
+R rows sorted by expert, E experts, F neurons, H = 2F for gated FFNs ([gate | up]), else F. `ends_E` (int32) is where
+each expert's rows end; rows behind the last end belong to no expert, and their `a` and `d_h` may hold anything."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def product(h_RH: Tensor, weight_R: Tensor, activation: str, gated: bool) -> Ten
 
 
 def forward(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
-    """Returns a_RF."""
+    """Return a_RF."""
     if not on_kernel(h_RH):
         return forward_reference(h_RH, weight_R, ends_E, activation, gated)
     from training.kernels.triton import swiglu as swiglu_triton
@@ -63,7 +61,7 @@ def forward(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gat
 def backward(
     d_a_RF: Tensor, h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns d_h_RH, d_weight_R and a_RF. May write a_RF over d_a_RF, so the caller must not use that afterwards."""
+    """Return d_h_RH, d_weight_R and a_RF, which may be written over d_a_RF."""
     if not on_kernel(h_RH):
         return backward_reference(d_a_RF, h_RH, weight_R, ends_E, activation, gated)
     from training.kernels.triton import swiglu as swiglu_triton
@@ -72,7 +70,7 @@ def backward(
 
 
 def zero_tail(y_RD: Tensor, ends_E: Tensor) -> Tensor:
-    """Zeros, in place, in the rows behind the last end. Grouped products leave there what the memory held before."""
+    """Write zeros in the rows behind the last end, where grouped products leave what the memory held before."""
     if not y_RD.is_cuda:
         y_RD[int(ends_E[-1]) :] = 0
         return y_RD
@@ -100,7 +98,7 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up of a dense FFN, where no routing weighs it and both are products of their own."""
+    """Return act(gate) * up of a dense FFN."""
     if not on_kernel(up) or torch.compiler.is_compiling():  # a compiler writes that kernel too
         return gated_product(activation, gate, up)
     a: Tensor = _Gated.apply(gate.contiguous(), up.contiguous(), activation)  # type: ignore[no-untyped-call]
@@ -123,6 +121,6 @@ class _Activate(torch.autograd.Function):
 
 
 def activate(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
-    """`forward` and `backward` as one autograd function, for backends whose products bring their own gradients."""
+    """Run `forward` and `backward` as one autograd function, for backends whose products bring their own gradients."""
     a_RF: Tensor = _Activate.apply(h_RH, weight_R, ends_E, activation, gated)  # type: ignore[no-untyped-call]
     return a_RF

@@ -1,18 +1,12 @@
-"""The attention product itself, between projections: a seam. Here it is attention over the whole sequence; context.py
-puts a ring in its place, evaluation a cache of keys and values.
+"""Attention over a whole sequence, between the projections; context.py and evaluation put other functions in its place.
 
-Plain causal attention is SDPA's. Where documents or a window hide more than that, SDPA wants a mask of S * S and leaves
-its fast kernels; on a GPU FlexAttention then skips what is hidden in blocks of 128 x 128, whose list `look` makes once
-a forward for all layers, on the device and without waiting for it.
+SDPA computes plain causal attention. Documents and windows would need a mask of S * S and slow kernels there, so on a
+GPU FlexAttention skips what is hidden, in blocks of 128 x 128 that `look` lists once a forward without waiting for the
+device. A soft cap bends logits before the softmax: in blocks FlexAttention does it, elsewhere plain torch with all
+logits in memory. Sinks take their share by the log-sum-exp, which FlexAttention and the kernels of kernels/attention.py
+tell.
 
-A soft cap (Gemma 2) bends the scaled logits before the softmax, which SDPA cannot. In blocks FlexAttention does it, and
-elsewhere plain torch, with all logits in memory.
-
-Sinks take their share of what attention over the keys gave, by its log-sum-exp, which FlexAttention tells, and SDPA's
-kernels under their own names (kernels/attention.py).
-
-Shapes: B sequences, S positions, H query heads (G key heads), A dimensions of a head; N = S / 128 blocks.
-"""
+B sequences, S positions, H query heads, G key heads, A dimensions of a head, N = S / 128 blocks."""
 
 from __future__ import annotations
 
@@ -31,12 +25,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from training.kernels import attention as kernel
 
 # cuDNN's kernel first: forward and backward at 492 TFLOP/s on an H200, where Flash-2, the default, reaches 274
-BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ORDER = [int(backend) for backend in BACKENDS]  # type: ignore[call-overload]  # as torch itself does
 BLOCK = 128  # FlexAttention's own default
 
@@ -51,8 +40,7 @@ class Seen:
 
 
 class Attend(Protocol):
-    """Causal: position i sees j <= i, of its own document where documents are given, within the layer's window. Of
-    heads with sinks (DenseSpec.sinks) `sink_H` are the logits."""
+    """Attend to positions j <= i of the same document and within the window; `sink_H` are the logits of sinks."""
 
     def __call__(
         self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
@@ -93,7 +81,7 @@ class Sdpa:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, sink_H: Tensor) -> Tensor:
-        """By the kernels that say their log-sum-exp. What hides more than causality is made once for layers alike."""
+        """Attend with sinks, and make the mask once for all layers that hide alike."""
         if self.window not in seen.found:
             mask = visible(q.shape[2], self.window, seen.documents_BS, q.device)
             bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, kernel.NEVER)
@@ -102,15 +90,15 @@ class Sdpa:
 
 
 def fastest_first() -> AbstractContextManager[Any]:
-    """Context in which SDPA takes the first of BACKENDS that can. To torch it is eighty calls, so a forward enters it
-    once around all layers, and a layer does where nobody has."""
+    """Let SDPA take the first of BACKENDS that can; entering costs eighty calls, so a forward does it once for all
+    layers."""
     if not torch.compiler.is_compiling() and torch._C._get_sdp_priority_order()[: len(ORDER)] == ORDER:
         return nullcontext()
     return sdpa_kernel(BACKENDS, set_priority=True)
 
 
 def visible(length: int, window: int | None, documents_BS: Tensor | None, device: torch.device) -> Tensor | None:
-    """[B or 1, 1, S, S], True where a token may look; None if it may look at everything before it."""
+    """Return [B or 1, 1, S, S], True where a token may look, or None if it may look at everything before it."""
     if documents_BS is None and (window is None or window >= length):
         return None
     at = torch.arange(length, device=device)
@@ -132,12 +120,10 @@ def look(
     dtype: torch.dtype,
     capped: bool = False,
 ) -> Seen:
-    """What positions see in a forward of `dtype` over sequences of `length`; `windows`: of layers that take blocks.
-    `capped`: logits have a soft cap, so blocks are taken even where only causality hides.
+    """Return what positions see in a forward of `dtype`, in blocks for the `windows` of layers, or everywhere if
+    `capped`.
 
-    Blocks are for 16 bits on CUDA: wider dtypes are there to check gradients, and a sequence of one block has a small
-    mask.
-    """
+    Blocks are for 16 bits on CUDA: wider dtypes check gradients, and a sequence of one block has a small mask."""
     blocks: dict[int | None, BlockMask] = {}
     if device.type == "cuda" and dtype.itemsize == 2 and length > BLOCK:
         for window in set(windows):
@@ -147,11 +133,7 @@ def look(
 
 
 def block_mask(documents_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> BlockMask:
-    """The blocks that hold something to see, and those where all is seen and no pair need be masked.
-
-    Found from each block's first and last position, and its lowest and highest document: right whatever the documents'
-    numbers are, and exact where they rise, as those of data/batch.py do.
-    """
+    """Return the blocks that hold something to see, found from each block's first and last position and document."""
     count = -(-length // BLOCK)
     first_N = torch.arange(count, device=device) * BLOCK
     last_N = first_N + BLOCK - 1
@@ -188,14 +170,14 @@ def block_mask(documents_BS: Tensor | None, length: int, window: int | None, dev
 
 
 def listed(chosen_XBNN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each table: (how many columns of each row are chosen, all columns with the chosen first and in order)."""
+    """Yield for each table how many columns of each row are chosen, and all columns with the chosen ones first."""
     order = chosen_XBNN.byte().argsort(dim=-1, descending=True, stable=True).int()
     count = chosen_XBNN.sum(-1, dtype=torch.int32)
     return zip(count[:, :, None], order[:, :, None], strict=True)
 
 
 def rule(documents_BS: Tensor | None, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """`visible` for one pair of positions."""
+    """Return `visible` for one pair of positions."""
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = q >= k
@@ -215,7 +197,7 @@ def bending(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Te
 
 
 def flex(*given: Any, **named: Any) -> Any:
-    """flex_attention, which has to be compiled; inside a compiled layer it is already."""
+    """Call FlexAttention compiled; inside a compiled layer it is already."""
     if torch.compiler.is_compiling():
         return flex_attention(*given, **named)
     # a variant for each size and window, with and without gradients; by default the 9th would run uncompiled, on all
@@ -225,14 +207,14 @@ def flex(*given: Any, **named: Any) -> Any:
 
 
 def kept_strides() -> Any:
-    """Gradients may lie as the tensors do that they are of, which torch has by default from 2.13 on."""
+    """Let gradients lie in memory as their tensors do, which is torch's default from 2.13 on."""
     name = "guess_tangent_strides_as_outputs"  # which is to go one day, says a comment beside it
     config = torch._functorch.config
     return nullcontext() if getattr(config, name, True) else config.patch({name: True})
 
 
 def tiles(q_BHSA: Tensor) -> dict[str, int] | None:
-    """Of the forward kernel, where others than torch's own are faster (docs/performance.md)."""
+    """Return the forward kernel's tiles where others than torch's own are faster (docs/performance.md)."""
     hopper = q_BHSA.is_cuda and torch.cuda.get_device_capability(q_BHSA.device)[0] == 9
     return {"fwd_BLOCK_N": 64} if hopper and q_BHSA.shape[-1] == 64 and q_BHSA.element_size() == 2 else None
 

@@ -51,7 +51,7 @@ class Layer(nn.Module):
         return x_BSD + self.scaled(ffn(normed_BSD))
 
     def attended(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, seen: Seen) -> tuple[Tensor, Tensor]:
-        """(the stream, what attention adds to it)."""
+        """Return the stream, and what attention adds to it."""
         if self.block == "post":
             return x_BSD, self.scaled(self.attn_norm(self.attention(x_BSD, cos, sin, seen)))
         x_BSD, normed_BSD = self.attn_norm.added(self.attn_norm, x_BSD, None)
@@ -63,9 +63,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """All of the model, or a stage of a pipeline: consecutive layers under their own numbers, with the embedding before
-    the first one, last norm and head after the last. If one matrix embeds and predicts (tied), a pipeline has it twice,
-    as `embed.weight` of the first and of the last stage."""
+    """Compute all layers, or the consecutive layers of a pipeline's stage; a tied matrix is in the first and last
+    stage."""
 
     # replaced by run/parts.py, in the decoder that holds the modules of several parts
     embed: nn.Embedding | None
@@ -81,8 +80,7 @@ class Decoder(nn.Module):
         experts: str = DEFAULT,
         compute: torch.dtype = torch.float32,
     ) -> None:
-        """`part`: the layers held, all unless given. `experts`: a backend of training/experts. `compute`: the dtype of
-        activations; parameters have their own."""
+        """Hold the layers `part` (all if None), computed in dtype `compute` by the backend `experts`."""
         super().__init__()
         self.moe = spec if isinstance(spec, MoESpec) else None
         self.dense = spec.dense if isinstance(spec, MoESpec) else spec
@@ -109,12 +107,9 @@ class Decoder(nn.Module):
         documents_BS: Tensor | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """The hidden states after this part's layers, normed after the last one. `x`: tokens [B, S], or in a later
-        stage of a pipeline the hidden states [B, S, D] of the stage before it.
-
-        Positions count from 0 unless given; tokens see their own document only. `length`: of the whole sequences, where
-        a rank holds a share of each (context.py); some rotary frequencies depend on it.
-        """
+        """Return hidden states after this part's layers, normed after the last one. `x` is tokens [B, S], or in a later
+        stage hidden states [B, S, D]. `length` is that of whole sequences where ranks hold shares, for some rotary
+        frequencies."""
         x_BSD = self.embedded(x) if self.first else x
         if positions_BS is None:
             positions_BS = torch.arange(x.shape[1], device=x.device)[None]
@@ -141,7 +136,7 @@ class Decoder(nn.Module):
         return x_BSD
 
     def compile_parts(self) -> None:
-        """torch.compile, layer by layer (one is compiled, the rest come from the cache), and the last norm."""
+        """Compile layer by layer (the first is compiled, the rest come from the cache), and the last norm."""
         for part in (*self.layers.values(), self.final_norm):
             if part is not None:
                 part.compile()
@@ -162,8 +157,8 @@ class Decoder(nn.Module):
         length: int | None = None,
         lesson: Lesson | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Hidden states, if this is not the last part; else the loss() of labels, or without labels the logits. With a
-        lesson: what `taught_cross_entropy` returns."""
+        """Return hidden states before the last part, else logits, or the loss of labels; with a lesson, its three
+        numbers."""
         x_BSD = self.hidden(x, positions_BS, documents_BS, length)
         if not self.last:
             return x_BSD
@@ -181,6 +176,6 @@ class Decoder(nn.Module):
         documents_BS: Tensor | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """The sum of -log p(label) in nats over labels that are not negative; never holds all logits."""
+        """Return the sum of -log p(label) in nats over labels that are not negative, without holding all logits."""
         nats: Tensor = self(tokens_BS, positions_BS, documents_BS, labels_BS, length)  # a call, for the hooks of FSDP
         return nats

@@ -24,12 +24,12 @@ Region = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The Region that keeps everything for backward."""
+    """Keep everything for backward."""
     return function
 
 
 def uncompiled(region: Region) -> Region:
-    """The same outside of what is compiled."""
+    """Return the same region outside of what is compiled."""
 
     def run(function: Callable[..., Any], *inputs: Any) -> Any:
         return region(function)(*inputs)
@@ -39,7 +39,7 @@ def uncompiled(region: Region) -> Region:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b in x's dtype, whatever the parameters' dtype is; with adapters + low * (x A^T) B^T."""
+    """Compute x W^T + b in x's dtype, and with adapters low * (x A^T) B^T more."""
 
     product: Product  # replaced by transformer_engine: its own
     # by shard: this rank's part of a divided one
@@ -71,13 +71,13 @@ def whole_pair(linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def adapted(linear: Linear, x: Tensor) -> Tensor:
-    """What the adapters add for x."""
+    """Return what the adapters add for x."""
     a, b = linear.pair(linear, x.dtype)
     return functional.linear(functional.linear(x, a), b) * linear.low
 
 
 def merged_matrix(linear: Linear, dtype: torch.dtype) -> Tensor:
-    """The weight to compute with, and its adapters in it."""
+    """Return the weight to compute with, its adapters merged."""
     weight = linear.matrix(linear, dtype)[0]
     if not linear.low:
         return weight
@@ -86,8 +86,7 @@ def merged_matrix(linear: Linear, dtype: torch.dtype) -> Tensor:
 
 
 def joint(x: Tensor, linears: Sequence[Linear]) -> Tensor:
-    """The linears' outputs for x, side by side, by one product: backward then makes one gradient of x instead of a sum
-    of several. Copying the weights together costs a hundredth of that."""
+    """Return the outputs of several linears side by side by one product, whose backward makes one gradient of x."""
     weights, biases = zip(*[linear.matrix(linear, x.dtype) for linear in linears], strict=True)
     y = linears[0].product(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
     if not any(linear.low for linear in linears):
@@ -97,7 +96,7 @@ def joint(x: Tensor, linears: Sequence[Linear]) -> Tensor:
 
 
 class Norm(nn.Module):
-    """The four norms of spec.Norm. `last`: an rms norm's gain comes before the rounding, not after (see spec.py)."""
+    """Compute one of the four norms of spec.Norm; with `last`, the gain of an rms norm comes before rounding."""
 
     gain: Callable[[Norm, torch.dtype], Tensor]  # replaced by shard: one gain for heads that are on several ranks
     normed: Callable[[Norm, Tensor], Tensor]  # by transformer_engine; by shard: over heads that are on several ranks
@@ -133,7 +132,7 @@ def normed(norm: Norm, x: Tensor) -> Tensor:
 
 
 def added(norm: Norm, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(x, norm of x) for x = stream + delta. Use this x from here on, so that its gradient comes back in one piece."""
+    """Return x = stream + delta and its norm; go on with this x, so that its gradient comes back in one piece."""
     if norm.bias is None and norm_kernel.on_kernel(stream):
         return norm_kernel.rms_norm(stream, delta, norm.gain(norm, torch.float32), norm.eps)
     x = stream if delta is None else stream + delta
@@ -145,7 +144,7 @@ def norm(spec: DenseSpec, size: int | None = None, kind: str | None = None) -> N
 
 
 class Sinks(nn.Module):
-    """A logit of each head that no key has (DenseSpec.sinks)."""
+    """Hold a logit of each head that no key has (DenseSpec.sinks)."""
 
     own: Callable[[Sinks], Tensor]  # replaced by shard: those of this rank's heads
 
@@ -163,7 +162,7 @@ def stored_sinks(sinks: Sinks) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. Its projections are attributes of the module, so that they keep their roles' names."""
+    """Compute grouped-query attention; the projections are attributes that keep their roles' names."""
 
     attend: Attend  # replaced by context, transformer_engine and, while it evaluates, evaluation's engine
 
@@ -191,7 +190,7 @@ class Attention(nn.Module):
         return out
 
     def heads(self, qkv_BSN: Tensor, cos: Tensor | None, sin: Tensor | None) -> Iterable[Tensor]:
-        """Queries, keys and values; the first two normed, and rotated unless cos and sin are None."""
+        """Return queries, keys and values; the first two normed, and rotated unless cos and sin are None."""
         width, spec = self.spec.head_dim, self.spec
         groups = spec.heads // spec.kv_heads
         kv = qkv_BSN.shape[2] // (width * (groups + 2))  # of this rank
@@ -216,9 +215,9 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention, see spec.Latent. Each head has keys and values of its own, made of one latent; or,
-    `absorbed`, heads look at the latents themselves: what makes a head's keys is applied to its queries instead, and
-    what makes its values to what it saw. That is the same product in another order, with one wide key a token."""
+    """Compute multi-head latent attention (spec.Latent): each head makes keys and values of one latent. When
+    `absorbed`, queries look at the latents themselves, which is the same product in another order, with one wide key a
+    token."""
 
     attend: Attend  # see Attention
     absorbed: bool  # by evaluation's engine: a latent is all that it remembers of a token
@@ -250,7 +249,7 @@ class LatentAttention(nn.Module):
         return out
 
     def latents(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(queries, the latent of keys and values, the key part of all heads before it turns)"""
+        """Return queries, the latent of keys and values, and the key part of all heads before it turns."""
         widths = [self.latent.kv_rank, self.latent.rope]
         if self.q_a is None or self.q_a_norm is None:
             c, turned = self.kv_a(x_BSD).split(widths, dim=2)
@@ -259,12 +258,12 @@ class LatentAttention(nn.Module):
         return self.q_b(self.q_a_norm(low)), self.kv_a_norm(c), turned
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """A head's own part, and the rest."""
+        """Return a head's own part, and the rest."""
         own = self.spec.head_dim - self.latent.rope
         return x[..., :own], x[..., own:]
 
     def halves(self, x: Tensor) -> Tensor:
-        """Dimensions that turn together half of them apart."""
+        """Move dimensions that turn together half of them apart."""
         if not self.latent.pairs:
             return x
         pairs: Tensor = x.unflatten(-1, (-1, 2))  # type: ignore[no-untyped-call]
@@ -291,7 +290,7 @@ def linear_of(shape: tuple[int, ...]) -> Linear:
 
 
 class FeedForward(nn.Module):
-    """A dense FFN or a shared expert."""
+    """Compute a dense FFN or a shared expert."""
 
     region: Region  # replaced by recompute: around all of it
     neurons_region: Region  # by recompute: around what lies between the products

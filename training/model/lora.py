@@ -1,12 +1,10 @@
-"""LoRA: a frozen matrix W learns as W + scale * B A, of which A has `rank` rows and B as many columns.
+"""LoRA: a frozen matrix W learns as W + scale * B A, where A has `rank` rows and B, which begins at zero, as many
+columns.
 
-B begins at zero, so the model begins as it was. What a module computes with its adapters stands beside what it computes
-without (layers.py, moe.py, experts/); here they are made, found and multiplied together.
+Modules compute with their adapters themselves (layers.py, moe.py, experts/); here adapters are made, found and merged.
+Of stacked experts A is (N, in, rank) and B (N, out, rank): the large dimension second, which FSDP can divide.
 
-Of stacked experts A lies as (N, in, rank) and B as (N, out, rank): the large dimension second, which FSDP can divide.
-
-Shapes: N experts, H of 1 or 2 halves (gate, up), F neurons, D hidden, r rank.
-"""
+N experts, H of 1 or 2 halves (gate, up), F neurons, D hidden, r rank."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def is_adapter(name: str) -> bool:
 
 
 def attach(model: nn.Module, config: LoraConfig) -> None:
-    """Gives the modules that the config matches their adapters, on the device of their weights and not filled in."""
+    """Give the modules that the config matches adapters on the device of their weights, not filled in."""
     if not config.rank:
         return
     for name, module in adaptable(model):
@@ -63,7 +61,7 @@ def attach(model: nn.Module, config: LoraConfig) -> None:
 
 
 def check_match(model: nn.Module, config: LoraConfig) -> None:
-    """Raises a ValueError for a pattern of lora.match that nothing in the whole model has."""
+    """Raise a ValueError for a pattern of lora.match that nothing in the whole model has."""
     names = [name for name, _ in adaptable(model)]
     for pattern in config.match if config.rank else ():
         if not any(holds(pattern, name) for name in names):
@@ -75,7 +73,7 @@ def check_match(model: nn.Module, config: LoraConfig) -> None:
 
 
 def adaptable(model: nn.Module) -> Iterator[tuple[str, Linear | Router | Experts]]:
-    """Modules of layers, by plain name. Not what has a single output (a shared expert's gate)."""
+    """Yield modules of layers by plain name, but not those of a single output (a shared expert's gate)."""
     for name, module in model.named_modules():
         plain = plain_name(f"{name}.")[:-1]
         if isinstance(module, Linear | Router | Experts) and plain.startswith("layers.") and len(first(module)) > 1:
@@ -96,7 +94,7 @@ def shapes(module: Linear | Router | Experts, rank: int) -> dict[str, tuple[int,
 
 
 def pairs(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
-    """(a matrix, its A, its B, the scale) of every matrix that has adapters."""
+    """Yield each matrix that has adapters, its A, its B and the scale."""
     for _, module in adaptable(model):
         if not module.low:
             continue
@@ -109,7 +107,7 @@ def pairs(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Adds the adapters of a model that is not divided to its matrices, and takes them away."""
+    """Add the adapters of an undivided model to its matrices, and take them away."""
     for matrix, a, b, scale in pairs(model):
         matrix += delta(a, b, scale, matrix.shape, [(0, size) for size in matrix.shape])
     for _, module in adaptable(model):
@@ -119,7 +117,7 @@ def merge(model: nn.Module) -> None:
 
 
 def delta(a: Tensor, b: Tensor, scale: float, shape: Sequence[int], box: Sequence[tuple[int, int]]) -> Tensor:
-    """scale * B A, of the whole A and B, within the bounds `box` of the matrix of `shape` that it is added to."""
+    """Return scale * B A within the bounds `box` of the matrix of `shape` that it is added to."""
     within = [slice(*bounds) for bounds in box]
     if len(box) == 2:
         return scale * (b[within[0]] @ a[:, within[1]])

@@ -1,8 +1,6 @@
-"""Cross-entropy of a linear head without ever holding all logits: chunk by chunk, gradients made on the way.
+"""Cross-entropy of a linear head without all logits: chunk by chunk, with gradients made on the way.
 
-A vocabulary of 150,000 times 16,000 tokens is 10 GB of float32 logits, three times over in a plain implementation.
-Here a chunk's logits live while the chunk is worked on; backward multiplies what forward made by the loss's gradient.
-"""
+A vocabulary of 150,000 times 16,000 tokens is 10 GB of float32 logits, three times over in a plain implementation."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ COPIES = 5
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a teacher makes of the same tokens: its last hidden states, and the head that makes logits of them."""
+    """Hold a teacher's last hidden states of the same tokens, and the head that makes logits of them."""
 
     x_TD: Tensor
     weight_VD: Tensor
@@ -33,7 +31,7 @@ class Lesson:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """(nats + lesson.weight * divergence, nats, divergence), of which the first has a gradient."""
+    """Return (nats + lesson.weight * divergence, nats, divergence), of which the first has a gradient."""
 
     @staticmethod
     def forward(
@@ -78,14 +76,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def scaled(x: Tensor | None, factor: Tensor) -> Tensor | None:
-    """x * factor in the dtype of x, multiplied in the wider one: 1 / tokens in bfloat16 is up to 0.39 % off, and so
-    would all that the trunk learns from be."""
+    """Multiply in the wider dtype and return x's: 1 / tokens rounded to bfloat16 would be up to 0.39 % off."""
     # of one dimension, because a scalar would be rounded before it is multiplied
     return None if x is None else torch.mul(x, factor.reshape(1), out=torch.empty_like(x))
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where `total` is float32 and `a` and `b` may be bfloat16, in which the product itself adds."""
+    """Add a @ b to a float32 total, in float32 even if a and b are bfloat16."""
     if a.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -95,17 +92,15 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 def linear_cross_entropy(
     x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float = 1.0, cap: float = 0.0
 ) -> Tensor:
-    """Sum over labels >= 0 of -log softmax(scale * x W^T)[label], in float32 at least. With a `cap` the softmax is of
-    cap * tanh(scale * x W^T / cap)."""
+    """Return the sum over labels >= 0 of -log softmax(scale * x W^T)[label], of capped logits where there is a cap."""
     return taught_cross_entropy(x_TD, weight_VD, label_T, scale, cap, None)[0]
 
 
 def taught_cross_entropy(
     x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float, cap: float, lesson: Lesson | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(what is learned: nats + lesson.weight * divergence, nats, divergence). Nats are those of linear_cross_entropy;
-    the divergence is KL(teacher || student) of the next token, summed over the same tokens: times temperature squared,
-    so that its gradient keeps its size. The last two have no gradient."""
+    """Return nats + lesson.weight * divergence, nats, and divergence; only the first has a gradient. The divergence is
+    KL(teacher || student) of the next token times temperature squared, which keeps the size of its gradient."""
     if not torch.is_grad_enabled():  # a Function's forward does not see no_grad, and would make gradients all the same
         x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
     return LinearCrossEntropy.apply(x_TD, weight_VD, label_T, scale, cap, lesson)  # type: ignore[no-any-return,no-untyped-call]

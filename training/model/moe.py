@@ -18,8 +18,7 @@ from upcycle.arch.spec import MoESpec
 
 
 class Routing(NamedTuple):
-    """What the router says of each token. A tuple, because FSDP of torch 2.11 finds the tensors of tuples and of no
-    dataclass: where a router is divided by itself, it would not be gathered for backward."""
+    """Hold the router's answer; a tuple, because FSDP of torch 2.11 finds no tensors in dataclasses."""
 
     weight_TK: Tensor
     expert_TK: Tensor
@@ -31,7 +30,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """float32 from input to weight, whatever the model's dtype: bf16 logits tie, and ties route unevenly."""
+    """Route in float32 from input to weight: bf16 logits tie, and ties route unevenly."""
 
     bias: Tensor | None
     region: Region  # replaced by recompute
@@ -83,7 +82,7 @@ class Router(nn.Module):
 
 
 def of_best_groups(score_TN: Tensor, groups: int, kept: int) -> Tensor:
-    """The scores of the experts in the best groups, -inf elsewhere (MoESpec.groups)."""
+    """Return the scores of experts in the best groups, and -inf elsewhere (MoESpec.groups)."""
     score_TGM: Tensor = score_TN.unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
     best_TG = score_TGM.topk(2, dim=-1).values.sum(-1)
     left_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, router.choose(best_TG, kept), False)
@@ -91,8 +90,8 @@ def of_best_groups(score_TN: Tensor, groups: int, kept: int) -> Tensor:
 
 
 class Experts(nn.Module):
-    """The routed experts, stacked; uneven ones padded with zero neurons. `up` is (N, 2, F, D) if gated, the gate first,
-    else (N, 1, F, D), so that neurons have a dimension of their own to be divided by."""
+    """Hold the routed experts, stacked and padded with zero neurons to one width. `up` is (N, 2, F, D) if gated (the
+    gate first), else (N, 1, F, D), so that neurons have a dimension of their own to be divided by."""
 
     backend: Backend  # replaced by evaluation's routing while it measures what experts say
     # replaced by shard: this rank's part, and copies that last for a step
@@ -128,7 +127,7 @@ class Experts(nn.Module):
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody waits for a call of the module."""
+    """Return whether somebody waits for a call of the module."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks)
 
@@ -143,7 +142,7 @@ def whole_weights(experts: Experts, dtype: torch.dtype) -> ExpertWeights:
 def low_rank(
     experts: Experts, dtype: torch.dtype, part: Callable[[str, Tensor], Tensor] = lambda _, whole: whole
 ) -> LowRank | None:
-    """The adapters to compute with. `part`: what this rank computes with of one, by its name."""
+    """Return the adapters to compute with; `part` gives this rank's part of one by its name."""
     if not experts.low:
         return None
     names = "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b"
@@ -171,7 +170,7 @@ class MoE(nn.Module):
         return self.added(x_BSD, None)
 
     def added(self, x_BSD: Tensor, onto_BSD: Tensor | None) -> Tensor:
-        """What the experts make of x, added to `onto_BSD`."""
+        """Return the experts' sum for x, added to `onto_BSD`."""
         x_TD = x_BSD.flatten(0, 1)
         routing = self.balanced(self.router(x_TD))
         x_TD = x_TD if routing.x_TD is None else routing.x_TD
@@ -181,15 +180,13 @@ class MoE(nn.Module):
         return y_TD.view_as(x_BSD)
 
     def joins(self, x_BSD: Tensor) -> bool:
-        """Whether the last pass over the experts' rows can add them to the stream. Not where hooks take what a layer
-        adds: those of ranks that divide a sequence, and those that look at it."""
+        """Return whether the experts' last pass may add rows to the stream; not where hooks take what a layer adds."""
         if self.shared is not None or hooked(self):
             return False
         return self.experts.fused(self.dispatcher, x_BSD.flatten(0, 1)) is not None
 
     def rows_left(self, routing: Routing) -> router.Rows | None:
-        """Where the experts leave the rows of their tokens' gradient for the router to add up: its tiles want 16
-        experts."""
+        """Return where experts leave their gradient's rows for the router to sum; its tiles want 16 experts."""
         return routing.rows if self.spec.experts >= 16 else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it knows its layer: a compiler would begin anew in each

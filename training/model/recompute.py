@@ -1,18 +1,13 @@
-"""Activation recomputation: what a layer does not keep for backward, but computes once more when backward needs it.
+"""Activation recomputation: what a layer does not keep for backward, but computes once more.
 
     recompute(model, "full")     # after experts and matrices are divided, before torch.compile and FSDP
 
-selective: norms and the product of an FFN's gate and up. Cheap to compute, large to keep: in bf16 a norm's float32
-    insides are three times its input. (The experts' own product is never kept, see experts/grouped.py.)
-attention: selective, and the half of a layer that attends; for experts whose neurons cost more than all of attention.
-experts: selective, and the MoE's half with its dispatch; for many rows of small experts. Of the experts' two
-    products the default backend makes only the first again, which is all that backward needs.
-full: both halves. What stays of a token is the stream before each, the FFN's normed input and the routing.
+selective: norms and the product of an FFN's gate and up, which are cheap to compute and large to keep. attention:
+selective, and the half of a layer that attends; for experts whose neurons cost more than all of attention. experts:
+selective, and the MoE's half with its dispatch; for many rows of small experts. full: both halves. The stream before
+each, the FFN's normed input and the routing stay.
 
-Whatever counts or decides is outside of every region, so no hook needs to know whether it runs for the second time: the
-balance hook stands between the router and `MoE.routed`, and tokens go where the first pass sent them. Nothing in a
-layer draws random numbers. No module is wrapped: each has its regions as attributes, so parameters keep their names.
-"""
+What counts or decides is outside of every region: hooks run once, and tokens go where the first pass sent them."""
 
 from __future__ import annotations
 
@@ -41,21 +36,21 @@ def recompute(model: Decoder, mode: str) -> None:
 
 
 def recompute_stock(model: Stock, mode: str) -> None:
-    """Of transformers' own model the dispatch and the experts alone can be computed once more."""
+    """Compute dispatch and experts of transformers' own model once more, and nothing else."""
     for block in model.modules():
         if isinstance(block, MoE) and mode == "experts":
             block.region = again
 
 
 def again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The Region that keeps only its inputs."""
+    """Keep only a function's inputs."""
     if torch.compiler.is_compiling():  # the compiler itself leaves out what nobody reads
         return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
     return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of the first pass and of the second."""
+    """Return the contexts of the first pass and of the second."""
     return nullcontext(), recomputing()
 
 

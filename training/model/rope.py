@@ -19,8 +19,8 @@ MOST = 256  # dynamic ropes have some for each length
 
 
 def frequencies(spec: DenseSpec, length: int, rope: Rope) -> tuple[Tensor, float]:
-    """(one frequency for each pair of rotated dimensions, the factor of cos and sin) for sequences of `length`.
-    `rope`: of spec's."""
+    """Return the frequency of each pair of rotated dimensions, and the factor of cos and sin, for sequences of
+    `length`."""
     n = int(spec.rotary_dim * rope.get("partial_rotary_factor", 1.0))
     theta, kind = float(rope["rope_theta"]), rope["rope_type"]
     stated: float | None = rope.get("factor")
@@ -48,7 +48,7 @@ def original(rope: Rope) -> int:
 
 
 def llama3(plain: Tensor, rope: Rope, factor: float) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    """Stretch long waves by `factor`, keep short ones, and interpolate between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     wave, context = 2 * math.pi / plain, original(rope)
     smooth = (context / wave - low) / (high - low)
@@ -81,10 +81,7 @@ def yarn(theta: float, power: Tensor, n: int, rope: Rope, factor: float) -> tupl
 def angles(
     spec: DenseSpec, positions_BS: Tensor, dtype: torch.dtype, length: int | None = None, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [B, S, 1, n / 2]: computed in float32 at least, then rounded to `dtype`.
-
-    `length`: of the whole sequences, if these positions are not all of them. `rope`: spec.rope unless given.
-    """
+    """Return cos and sin, each [B, S, 1, n / 2], computed in float32; `length` is that of whole sequences."""
     rope, length = spec.rope if rope is None else rope, length or positions_BS.shape[1]
     key = spec.rotary_dim, spec.context, length, json.dumps(rope, sort_keys=True, default=str), positions_BS.device
     if key not in KNOWN:

@@ -1,13 +1,10 @@
-"""Parts of a layer computed by NVIDIA's Transformer Engine, for whoever compares with it or wants its FP8 products.
+"""Parts of a layer computed by NVIDIA's Transformer Engine, to compare with it or for its FP8 products.
 
     use(model, ["norm", "linear"])     # before the model is divided over ranks
 
-Only functions are replaced: parameters stay ours, in their places, under their names, divided as they were. So its
-modules are templates without memory (on the meta device), which torch.func.functional_call fills for one call; its
-norms read their weight in backward too, when a template is empty again, so those are called by their kernels' names.
-Heads are normed by our own kernel, with their rotation, the head of the model is part of the loss, and experts have a
-backend of their own (experts/transformer_engine.py). In a compiled layer these calls stay outside of the graph.
-"""
+Only functions are replaced: parameters stay ours under their names. Its modules are templates on the meta device, which
+functional_call fills for one call; norms read their weight in backward too, so those are called by their kernels'
+names."""
 
 # Written against Transformer Engine 2.12, and compared with the sources of 2.18: pytorch.Linear, DotProductAttention,
 # autocast, and of transformer_engine_torch rmsnorm_fwd, rmsnorm_bwd, rmsnorm_bwd_add, layernorm_fwd, layernorm_bwd.
@@ -63,7 +60,7 @@ def use(model: Decoder, parts: Sequence[str]) -> None:
 
 
 def linears(model: Decoder) -> list[Linear]:
-    """The linears of attention, dense FFNs and shared experts. A shared expert's gate, of one output, is left alone."""
+    """Return the linears of attention, dense FFNs and shared experts, but not a shared expert's gate of one output."""
     owners = [layer.attention for layer in model.layers.values() if isinstance(layer, Layer)]
     owners += [module for module in model.modules() if isinstance(module, FeedForward)]  # type: ignore[misc]
     return [module for owner in owners for module in owner.children() if isinstance(module, Linear)]
@@ -94,8 +91,7 @@ def refusal(model: Decoder, parts: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Fused:
-    """An Attend over whole sequences. Documents are refused: Transformer Engine wants a list of their ends, whose
-    length only the device knows."""
+    """Attend over whole sequences; documents are refused, because it wants their ends, which only the device knows."""
 
     window: int | None
     scale: float
@@ -149,7 +145,7 @@ def template(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> nn.Mo
 
 
 def scaled() -> Any:
-    """FP8 with a scale for each tensor, from the tensor itself: no history, so nothing has to be in a checkpoint."""
+    """Compute in FP8 with each tensor's own scale: no history, so nothing has to be in a checkpoint."""
     recipe = importlib.import_module("transformer_engine.common.recipe")
     return engine().autocast(enabled=True, recipe=recipe.Float8CurrentScaling())
 
@@ -164,8 +160,8 @@ def normed(norm: Norm, x: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def added(norm: Norm, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Norm.added by the package's kernels. They want a gain in x's dtype; to a gain of 1 + w they add the 1 themselves,
-    so that w is not rounded with it."""
+    """Return Norm.added by the package's kernels, which add the 1 of a gain of 1 + w themselves, so that w is not
+    rounded with it."""
     one = norm.kind.endswith("1p")
     gain = norm.gain(norm, torch.promote_types(stream.dtype, torch.float32)) - (1.0 if one else 0.0)
     bias = None if norm.bias is None else norm.bias.to(stream.dtype)

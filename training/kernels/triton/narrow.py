@@ -1,9 +1,7 @@
-"""The Triton kernels of model/narrow.py; imported only where they run.
+"""The Triton kernels of experts/_narrow.py; imported only where they run.
 
-Work is cut into pieces of rows of one expert, on the device: `cut` says of each piece which expert's it is, where its
-rows begin and end. Row kernels take pieces of as many rows as a tile has; sums over rows take long ones, the longest
-first, so that a favoured expert is no tail.
-"""
+Work is cut into pieces of rows of one expert, on the device. Row kernels take pieces of as many rows as a tile has;
+sums over rows take long ones, the longest first, so that a favoured expert is no tail."""
 
 # mypy: ignore-errors
 # Triton's language only looks like Python: its pointers and blocks have no Python types.
@@ -370,9 +368,9 @@ def sums(
     a_RM: Tensor, b: Tensor, token_R: Tensor | None, ends_E: Tensor, where: Tensor, size: int, turned: bool,
     paired=False, BM=ROWS, BN=128, BK=64,
 ) -> Tensor:  # fmt: skip
-    """a^T b over each expert's rows: (E, M, N), or (E, N, M) if turned. Given `token_R`, b's rows are of tokens.
-    `where`: cut(ends_E, rows, size, 1). `paired`: a's columns are pairs, of which the sum has all the first ones first,
-    and not turned."""
+    """Return a^T b over each expert's rows, (E, M, N), or (E, N, M) if turned; with `token_R` b's rows are of tokens.
+    `where` is cut(ends_E, rows, size, 1). With `paired` a's columns are pairs, and the sum has all the first ones
+    first."""
     (_, m), n, experts, pieces = a_RM.shape, b.shape[1], len(ends_E), where.shape[1]
     out = a_RM.new_empty((experts, n, m) if turned else (experts, m, n))
     part = torch.empty(pieces, m, n, dtype=torch.float32, device=b.device)

@@ -1,14 +1,12 @@
-"""The Triton kernels of dispatch/nvlink.py: rows between GPUs that reach each other's memory; imported only where a
-kernel runs.
+"""The Triton kernels of dispatch/nvlink.py: rows between GPUs that reach each other's memory; imported where they run.
 
 Addresses of the ranks' slots come as an int64 tensor, so one kernel serves any number of ranks. Nothing but `meet`
-waits for another rank, and that is one program: a kernel that filled the GPU while it waits could keep away the
-collective that the other rank waits for. Its loop is bounded.
+waits for another rank, and that is one program with a bounded loop: it cannot keep away the collective that the other
+rank waits for.
 
 P ranks, T tokens of a rank, K choices of a token, D width, E experts, L of them on a rank, R rows that this rank has
-memory for. A slot is rows (T of D on the way out, P * T of D on the way home), chosen experts, weights (T of K each);
-EXPERT and WEIGHT are where these begin, in bytes.
-"""
+memory for. A slot is rows (T of D on the way out, P * T of D home), chosen experts, weights (T of K each); EXPERT and
+WEIGHT are where these begin, in bytes."""
 
 # mypy: ignore-errors
 # Triton's language only looks like Python: its pointers and blocks have no Python types.

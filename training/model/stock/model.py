@@ -2,12 +2,8 @@
 
     model = Stock(spec).to_empty(device=device)
 
-What the decoder cannot express (linear attention, state spaces, convolutions) transformers computes; router, dispatch,
-experts and balance are ours, as in the decoder. A DenseSpec that is `carried` says so: its config.json is all that is
-known of the model, and everything but the blocks keeps the name that it has in transformers.
-
-How a block is read stands in probe.py. This is slower than the decoder: no fused norms, rotations or losses, and all
-logits of a micro-batch are in memory at once.
+transformers computes what the decoder cannot (linear attention, state spaces, convolutions); router, dispatch, experts
+and balance are ours. It is slower than the decoder, and holds all logits of a micro-batch. probe.py reads the blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ def dense_of(spec: DenseSpec | MoESpec) -> DenseSpec:
 
 
 def with_dense(spec: DenseSpec | MoESpec, **changes: Any) -> DenseSpec | MoESpec:
-    """The spec with other numbers of its dense part."""
+    """Return the spec with other numbers of its dense part."""
     return (
         replace(spec, dense=replace(spec.dense, **changes)) if isinstance(spec, MoESpec) else replace(spec, **changes)
     )
@@ -51,7 +47,7 @@ def model_of(
     experts: str = DEFAULT,
     compute: torch.dtype = torch.float32,
 ) -> Decoder:
-    """Our own decoder, or where that has no such architecture transformers' model."""
+    """Return our own decoder, or transformers' model where ours has no such architecture."""
     if dense_of(spec).carried is not None:
         return Stock(spec, experts=experts, compute=compute)
     return Decoder(spec, part=part, experts=experts, compute=compute)
@@ -67,7 +63,7 @@ def known(model_type: str) -> bool:
 
 
 def on_meta(config: Mapping[str, Any]) -> Any:
-    """transformers' model of a config.json, without memory. It is made by transformers' own classes alone."""
+    """Return transformers' model of a config.json without memory, made by transformers' own classes alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type = str(config.get("model_type"))
@@ -100,7 +96,7 @@ def on_meta(config: Mapping[str, Any]) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value of a config.json, in which transformers writes infinity as {"__float__": "Infinity"}."""
+    """Return a value of a config.json, where transformers writes infinity as an object."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     if isinstance(value, Mapping):
@@ -110,7 +106,7 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Block:
-    """Where the parts of a stock MoE block are, as names in it."""
+    """Name the parts of a stock MoE block."""
 
     experts: str
     weight: str  # of the router, [experts, hidden]
@@ -120,12 +116,12 @@ class Block:
 
     @property
     def roles(self) -> dict[str, str]:
-        """Of router and bias: their names in the stock block, and in ours."""
+        """Map the names of router and bias in the stock block to ours."""
         return {self.weight: "router.weight"} | ({self.bias: "router.bias"} if self.bias else {})
 
 
 def blocks(stock: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that hold stacked experts."""
+    """Yield the modules that hold stacked experts."""
     for name, module in list(stock.named_modules()):
         if any({n for n, p in module.named_parameters(recurse=False) if p.ndim == 3} == names for names in STACKED):
             parent = name.rpartition(".")[0]
@@ -133,7 +129,7 @@ def blocks(stock: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def parts(name: str, block: nn.Module) -> Block:
-    """The parts of a stock block; a ValueError if there are others."""
+    """Return the parts of a stock block; raise a ValueError if there are others."""
     found = [n for n, child in block.named_children() if "down_proj" in dict(child.named_parameters(recurse=False))]
     stacked = [n for n in found if block.get_submodule(n).get_parameter("down_proj").ndim == 3]
     if len(stacked) != 1:
@@ -167,7 +163,7 @@ def parts(name: str, block: nn.Module) -> Block:
 
 
 class StockMoE(MoE):
-    """Our block, and beside it the shared experts as transformers has them, under their own names."""
+    """Compute our block, and beside it the shared experts as transformers has them, under their own names."""
 
     def __init__(self, spec: MoESpec, experts: Backend, found: Block, stock: nn.Module) -> None:
         super().__init__(spec, experts)
@@ -185,7 +181,7 @@ class StockMoE(MoE):
 
 
 class Tied(nn.Module):
-    """The head that is the embedding, which alone has the weight."""
+    """Compute the head by the embedding, which alone has the weight."""
 
     def __init__(self, table: nn.Module) -> None:
         super().__init__()
@@ -196,7 +192,7 @@ class Tied(nn.Module):
 
 
 class Place(nn.Module):
-    """A layer as the decoder's are looked at: what takes the place of its FFN."""
+    """Show a layer as the decoder's are looked at: by its FFN."""
 
     def __init__(self, ffn: nn.Module) -> None:
         super().__init__()
@@ -204,11 +200,8 @@ class Place(nn.Module):
 
 
 class Stock(Decoder):
-    """transformers' model, to be trained as a Decoder is. Its children are those of transformers' own class, whose
-    forward computes; so parameters have the names that they have there, but for `router` and `experts` of the blocks.
-
-    It is made on the meta device, whatever the default is; `to_empty` gives it memory. Nothing is dropped out: it stays
-    in eval mode.
+    """Train transformers' model as a Decoder is trained. Parameters keep the names that they have there, but for
+    `router` and `experts` of the blocks. It is made on the meta device, and stays in eval mode: nothing is dropped out.
     """
 
     stock: Any
@@ -240,7 +233,7 @@ class Stock(Decoder):
         self.exact_words = tuple(getattr(stock, "_keep_in_fp32_modules_strict", None) or ())
 
     def stock_layers(self) -> Iterator[nn.Module]:
-        """transformers' decoder layers."""
+        """Yield transformers' decoder layers."""
         for name, module in self.stock.named_modules():
             if (found := LAYER.match(f"{name}.")) and found.end() == len(name) + 1:
                 yield module
@@ -250,7 +243,7 @@ class Stock(Decoder):
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Stock:
-        """Memory for the parameters, and the buffers that are in no checkpoint made again, as transformers does it."""
+        """Give memory to the parameters, and make the buffers that are in no checkpoint again, as transformers does."""
         super().to_empty(device=device, recurse=recurse)
         for tensor in self.parameters():
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves such as they are
@@ -267,12 +260,12 @@ class Stock(Decoder):
         return self
 
     def exact(self, name: str) -> bool:
-        """Whether a parameter is computed with in float32, whatever the dtype of activations is."""
+        """Return whether a parameter is computed with in float32, whatever the dtype of activations is."""
         words = name.split(".")
         return "router" in words or any(word in words for word in self.exact_words)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint has, but for routed experts: by name."""
+        """Return all that a checkpoint has, but for routed experts, by name."""
         fleeting = {
             f"{name}.{each}".removeprefix(".")
             for name, module in self.named_modules()
@@ -289,7 +282,7 @@ class Stock(Decoder):
         length: int | None = None,
         lesson: Lesson | None = None,
     ) -> Tensor:
-        """The loss() of labels, or without them the logits. Positions count from 0, through all documents."""
+        """Return the loss of labels, or without them the logits; positions count from 0 through all documents."""
         assert documents_BS is None and lesson is None, "check_stock"
         logits = self.logits(x)
         if labels_BS is None:

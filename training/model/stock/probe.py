@@ -1,9 +1,7 @@
-"""Reads a stock MoE block by asking it: what it answers to random tokens is what ours must answer.
+"""Read a stock MoE block by asking it: ours must answer random tokens as it does.
 
-transformers has some fifty such blocks, whose routers differ in ways that no key of config.json says (whether weights
-are divided by their sum, what a bias is added to, where a scale comes). So none is believed: of all that a Router can
-be, the one is taken that chooses the same experts with the same weights, and a block that is none of them is refused.
-"""
+transformers has some fifty such blocks, whose routers differ in ways that no key of config.json says. So of all that a
+Router can be, the one is taken that chooses the same experts with the same weights; any other block is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +29,8 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 
 
 def read_blocks(stock: Any, dense: DenseSpec) -> DenseSpec | MoESpec:
-    """The spec of transformers' model: with routed experts, if it has any. ValueError if its blocks cannot be read."""
+    """Return the spec of transformers' model, with routed experts if it has any; raise a ValueError if its blocks
+    cannot be read."""
     found = dict(blocks(stock))
     if not found:
         many = [key for key in COUNTS if isinstance(getattr(stock.config, key, None), int)]
@@ -57,7 +56,7 @@ def read_blocks(stock: Any, dense: DenseSpec) -> DenseSpec | MoESpec:
 
 
 def facts(block: nn.Module) -> dict[str, Any]:
-    """Numbers and words of all its modules, by which two blocks are the same but for their weights and their layer."""
+    """Return numbers and words of all modules, by which blocks are alike but for weights and layer."""
     found: dict[str, Any] = {name: tuple(tensor.shape) for name, tensor in block.state_dict().items()}
     for name, module in block.named_modules():
         for key, value in vars(module).items():
@@ -67,7 +66,7 @@ def facts(block: nn.Module) -> dict[str, Any]:
 
 
 class Beside(nn.Module):
-    """Stands for a shared expert: cheap, and of no symmetry."""
+    """Stand for a shared expert: cheap, and of no symmetry."""
 
     factor_D: Tensor
 
@@ -81,7 +80,7 @@ class Beside(nn.Module):
 
 @torch.no_grad()
 def answered(block: nn.Module, where: Block, dense: DenseSpec, layers: tuple[int, ...], settings: Any) -> MoESpec:
-    """The MoESpec whose block answers as the stock one does."""
+    """Return the MoESpec whose block answers as the stock one does."""
     asked, draw = small(block, where), torch.Generator().manual_seed(0)
     for shared in where.shared:
         asked.set_submodule(shared, Beside(torch.randn(dense.hidden, generator=draw)))
@@ -127,7 +126,7 @@ def answered(block: nn.Module, where: Block, dense: DenseSpec, layers: tuple[int
 
 
 def ours(spec: MoESpec, where: Block, asked: nn.Module) -> StockMoE:
-    """Our block of this spec with the weights of the one that is asked."""
+    """Return our block of this spec with the weights of the block that is asked."""
     with torch.device("cpu"):
         block = StockMoE(spec, backend(SPECIFICATION), where, asked)
     block.router.weight.copy_(asked.get_parameter(where.weight))
@@ -140,7 +139,7 @@ def ours(spec: MoESpec, where: Block, asked: nn.Module) -> StockMoE:
 
 
 def routers(plain: MoESpec, settings: Any) -> Iterator[MoESpec]:
-    """All that our Router can be, the plainest first."""
+    """Yield all that our Router can be, the plainest first."""
     numbers = [(1, 1)]
     for names in (("n_group", "topk_group"), ("num_expert_group", "topk_group")):
         groups, kept = (getattr(settings, name, None) for name in names)
@@ -154,7 +153,7 @@ def routers(plain: MoESpec, settings: Any) -> Iterator[MoESpec]:
 
 
 def scaled(want_TN: Tensor, got_TN: Tensor, settings: Any) -> float | None:
-    """What `got` must be multiplied with to be `want`: 1, or a number that the config has; None: no such number."""
+    """Return the factor from `got` to `want`: 1 or a number that the config has; None if there is no such number."""
     stated = [value for value in vars(settings).values() if isinstance(value, float) and math.isfinite(value)]
     return next((scale for scale in (1.0, *stated) if close(got_TN * scale, want_TN)), None)
 
@@ -164,7 +163,7 @@ def close(got: Tensor, want: Tensor) -> bool:
 
 
 def small(block: nn.Module, where: Block) -> nn.Module:
-    """The block on the processor, with experts of a few neurons: their weights are what is large."""
+    """Return the block on the processor with experts of a few neurons, whose weights are what is large."""
     experts = block.get_submodule(where.experts)
     asked = copy.deepcopy(block)
     own = asked.get_submodule(where.experts)
