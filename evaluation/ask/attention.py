@@ -48,7 +48,7 @@ class Rows:
         return {}
 
     def mask(self, window: int | None) -> Tensor | None:
-        """[B, 1, S, P + C], made once for all layers of one window; None: causal will do."""
+        """Return the mask [B, 1, S, P + C], made once for all layers of one window; None: causal will do."""
         if window not in self.masks:
             self.masks[window] = self.make_mask(window)
         return self.masks[window]
@@ -66,7 +66,7 @@ class Rows:
 
 
 def laid_out(rows: Sequence[Row], prefix: int, length: int, room: int, device: torch.device) -> Rows:
-    """Rows for one forward. `room`: columns of keys for tokens that are still to come."""
+    """Lay out rows for one forward. `room`: columns of keys for tokens that are still to come."""
     longest = max(map(len, rows))
     width = longest + room
     sizes = [len(row) for row in rows]
@@ -100,7 +100,7 @@ def laid_out(rows: Sequence[Row], prefix: int, length: int, room: int, device: t
 
 
 def next_tokens(rows: Rows, alive: Sequence[int], tokens: Sequence[int], positions: Sequence[int], slot: int) -> Rows:
-    """Rows of one more token for each of `alive`, all in column `slot`, which is entered into `rows` as well."""
+    """Return rows of one more token for each of `alive`, in column `slot`, which `rows` gets as well."""
     count, width = rows.end_BC.shape
     device = rows.end_BC.device
     index = torch.tensor(alive, device=device)
@@ -179,7 +179,7 @@ class Remembering:
         return functional.pad(y_THA, (0, 0, 0, 0, 0, q_BSHA.shape[1] - real))[None]
 
     def keys(self, rows: Rows, which: int, new_TGA: Tensor) -> Tensor:
-        """All keys (or values) of the rows, [B, P + C, G, A]."""
+        """Return all keys (or values) of the rows, [B, P + C, G, A]."""
         count, width = rows.end_BC.shape
         if self.layer in self.memory.own:
             held = self.memory.own[self.layer][which]

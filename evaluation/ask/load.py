@@ -1,4 +1,4 @@
-"""Loads a checkpoint as a model to ask (`opened`): a Hugging Face folder, a hub id, or a training run's folder.
+"""Load a checkpoint as a model to ask (`opened`): a Hugging Face folder, a hub id, or a training run's folder.
 
 A training run stands for its newest checkpoint that is whole; a step's folder (RUN/checkpoints/step-00000100) for
 itself. Under a mesh each process reads its own share only, as training does.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -50,16 +50,11 @@ class Loaded:
 
 
 def opened(
-    source: str,
-    dtype: str,
-    mesh: ParallelMesh,
-    device: torch.device,
-    *,
-    expert_backend: str = DEFAULT,
+    source: str, dtype: str, mesh: ParallelMesh, device: torch.device, *, expert_backend: str = DEFAULT,
     tokenizer: str = "",
-) -> Loaded:
+) -> Loaded:  # fmt: skip
     run, step_folder = standalone.training_run(Path(source))
-    with origin_of(source, run) as origin:
+    with layout.opened(source) if run is None else nullcontext(standalone.kept(run)) as origin:
         encoder = load_tokenizer(source, origin, tokenizer)  # first: a missing one is found soonest
         check(mesh.config, mesh.world, origin.spec, sequence=origin.dense.context)
         with torch.device("meta"):
@@ -70,7 +65,11 @@ def opened(
                 narrow(model, getattr(torch, dtype))
         parallelize(model, mesh)
         model = model.to_empty(device=device).eval()
-        step = fill(model, origin, run, step_folder)
+        step = None
+        if run is None:
+            layout.load(model, origin)
+        else:
+            step = standalone.load_step(model, run, step_folder)
         if len(encoder) > origin.dense.vocab and max(encoder.get_vocab().values()) >= origin.dense.vocab:
             raise ValueError(
                 f"the tokenizer of {source} gives ids up to {max(encoder.get_vocab().values())} and the model has "
@@ -79,21 +78,15 @@ def opened(
         total, active = parameters(origin)
         numbers, encoder_folder = fingerprint(model), tokenizer_folder(source, origin, tokenizer)
         about = Model(
-            name=Path(source).resolve().name if Path(source).exists() else source,
-            source=source,
-            fingerprint=numbers,
-            kind=str(origin.config.get("model_type")),
-            parameters=total,
-            active=active,
-            dtype=dtype,
-            step=step,
-            identity=identity(numbers, origin, encoder_folder, dtype, expert_backend, device.type),
-        )
+            Path(source).resolve().name if Path(source).exists() else source, source, numbers,
+            str(origin.config.get("model_type")), total, active, dtype, step,
+            identity(numbers, origin, encoder_folder, dtype, expert_backend, device.type),
+        )  # fmt: skip
         return Loaded(model, about, encoder, end_tokens(origin))
 
 
 def narrow(model: Decoder, dtype: torch.dtype) -> None:
-    """Casts all but routers, and what FSDP gathers together with them (shard.py): those stay float32, of one dtype."""
+    """Cast all but routers and what FSDP gathers together with them (shard.py): those stay float32, of one dtype."""
     parts: list[nn.Module | None] = [model.embed, model.final_norm, model.head]
     for layer in layers(model):
         parts += [layer.attention, *dense_ffns(layer)]
@@ -102,23 +95,6 @@ def narrow(model: Decoder, dtype: torch.dtype) -> None:
     for part in parts:
         if part is not None:
             part.to(dtype)
-
-
-# ---- a training run
-
-
-def origin_of(source: str, run: Path | None) -> AbstractContextManager[Origin]:
-    if run is None:
-        return layout.opened(source)
-    return nullcontext(standalone.kept(run))
-
-
-def fill(model: Decoder, origin: Origin, run: Path | None, folder: Path | None) -> int | None:
-    """Gives the model the weights of its folder, or of its run; returns the run's step."""
-    if run is not None:
-        return standalone.load_step(model, run, folder)
-    layout.load(model, origin)
-    return None
 
 
 # ---- what belongs to the weights
@@ -145,7 +121,7 @@ def load_tokenizer(source: str, origin: Origin, given: str) -> Any:
 
 
 def end_tokens(origin: Origin) -> tuple[int, ...]:
-    """End tokens, as in transformers' generate: of generation_config.json if there is one, else of config.json."""
+    """Return end tokens as transformers' generate does: generation_config.json's if it is there, else config.json's."""
     settings = generation(origin)
     ends = (origin.config if settings is None else settings).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -159,7 +135,7 @@ def generation(origin: Origin) -> dict[str, Any] | None:
 
 
 def parameters(origin: Origin) -> tuple[int, int]:
-    """(all parameters, those that a token uses)."""
+    """Return (all parameters, those that a token uses)."""
     if not isinstance(origin.spec, MoESpec):
         count = dense_parameters(origin.dense)
         return count, count
@@ -168,15 +144,13 @@ def parameters(origin: Origin) -> tuple[int, int]:
     total = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     widths = sorted(origin.spec.widths)
-    padded = len(widths) * widths[-1]  # uneven experts are held as wide as the widest
-    per_unit = experts / padded
-    return round(total - per_unit * (padded - sum(widths))), round(
-        total - experts + per_unit * sum(widths[-origin.spec.top_k :])
-    )
+    unit = experts / (len(widths) * widths[-1])  # uneven experts are held as wide as the widest
+    kept, chosen = unit * sum(widths), unit * sum(widths[-origin.spec.top_k :])
+    return round(total - experts + kept), round(total - experts + chosen)
 
 
 def identity(weights: str, origin: Origin, tokenizer: Path, dtype: str, experts: str, device: str) -> str:
-    """A digest of the model as computed: of all that may change an answer to the same tokens, or the tokens.
+    """Return a digest of the model as computed: of all that may change an answer to the same tokens, or the tokens.
 
     `weights` is their fingerprint. The same weights are another model under another config.json (the experts of a
     token, the base of its rotation, the epsilon of a norm), and another one's texts end elsewhere. So the whole config
@@ -198,7 +172,7 @@ def identity(weights: str, origin: Origin, tokenizer: Path, dtype: str, experts:
 
 
 def fingerprint(model: Decoder) -> str:
-    """A digest of every weight, by name: the same on any mesh and from any file, another one if one weight differs."""
+    """Return a digest of every weight by name: the same on any mesh and from any file, another if a weight differs."""
     named = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0])
     sums = hashlib.sha256()
     for name, tensor in named:
@@ -212,7 +186,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def digest(tensor: Tensor) -> bytes:
-    """A digest of the numbers, not of their width: a bfloat16 model is the same when it is read into float32."""
+    """Return a digest of the numbers, not of their width: a bfloat16 model is the same when read into float32."""
     narrow = tensor.bfloat16()
     shortest = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
     raw: Any = shortest.contiguous().flatten().view(torch.uint8).numpy()

@@ -71,20 +71,17 @@ class Plan:
 
 
 def plan(inputs: Sequence[Input], budget: int, *, trees: bool = True) -> Plan:
-    """Batches of at most `budget` tokens, but for rows that are longer by themselves. Without trees a row is one input,
-    for rows that are going to grow."""
+    """Return batches of at most `budget` tokens; a longer row is a batch. Without trees a row is one input, to grow."""
     if not inputs:
         return Plan((), ())
     # big-endian bytes sort as the numbers do, and much faster than lists
     order = sorted(range(len(inputs)), key=lambda i: inputs[i].tokens.astype(">u4").tobytes())
     shared = [common(inputs[a].tokens, inputs[b].tokens) for a, b in itertools.pairwise(order)]
-    starts = [0] + [
-        i + 1
-        for i, length in enumerate(shared)
-        if not (trees and inputs[order[i]].scored == inputs[order[i + 1]].scored <= length)
-    ]
+    scored = [inputs[i].scored for i in order]
+    apart = (not (trees and scored[i] == scored[i + 1] <= length) for i, length in enumerate(shared))
+    starts = [0, *(i + 1 for i, differ in enumerate(apart) if differ)]
     units = list(zip(starts, [*starts[1:], len(order)], strict=True))  # (first, last + 1) in `order`: one context each
-    free = [min(inputs[i].scored for i in order[a:b]) for a, b in units]  # tokens before all that is scored
+    free = [min(scored[a:b]) for a, b in units]  # tokens before all that is scored
     between = [min(shared[b - 1], free[u], free[u + 1]) for u, (_, b) in enumerate(units[:-1])]
     prefixes: list[Ids] = []
     batches: list[Batch] = []
@@ -104,7 +101,7 @@ def plan(inputs: Sequence[Input], budget: int, *, trees: bool = True) -> Plan:
 
 
 def common(a: Ids, b: Ids) -> int:
-    """The number of tokens that both begin with."""
+    """Return the number of tokens that both begin with."""
     size = min(len(a), len(b))
     differ = a[:size] != b[:size]
     at = int(differ.argmax()) if size else 0
@@ -168,7 +165,7 @@ def tree_rows(
 
 
 def batched(rows: Sequence[Row], group: int, budget: int) -> Iterator[Batch]:
-    """Batches of rows, the longest first: if memory is short, that is known at once."""
+    """Yield batches of rows, the longest first: if memory is short, that is known at once."""
     batch: list[Row] = []
     size = 0
     for row in sorted(rows, key=len, reverse=True):
@@ -182,7 +179,7 @@ def batched(rows: Sequence[Row], group: int, budget: int) -> Iterator[Batch]:
 
 
 def share(batches: Sequence[Batch], prefixes: Sequence[Ids], rank: int, ranks: int) -> list[Batch]:
-    """The batches of one rank: neighbours, so that few ranks fill a group's prefix, of about equally many tokens."""
+    """Return the batches of one rank: neighbours, so that few ranks fill a group's prefix, of about as many tokens."""
     cost = [batch.tokens + 0.1 * len(prefixes[batch.group]) for batch in batches]
     middle = np.cumsum(cost) - np.array(cost) / 2 if batches else np.empty(0)
     return [b for b, at in zip(batches, middle, strict=True) if int(at * ranks / sum(cost)) == rank]

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lm_eval.api.metrics
 import lm_eval.evaluator
@@ -278,8 +279,8 @@ def ask(
 
     with (
         tasks.alone(*seeds[:3]),
-        tasks.replaced(lm_eval.evaluator, "_process_results", processed),
-        tasks.replaced(lm_eval.evaluator_utils, "stderr_for_metric", error_where_there_is_one),
+        patch.object(lm_eval.evaluator, "_process_results", processed),
+        patch.object(lm_eval.evaluator_utils, "stderr_for_metric", error_where_there_is_one),
     ):
         if options.get("apply_chat_template"):
             lm.chat_template(options["apply_chat_template"])  # chooses it, or says that there is none

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import datasets
 import lm_eval.api.metrics
@@ -77,7 +78,7 @@ class Tasks:
 
 
 def read_suite(name: str) -> tuple[Suite, Path]:
-    """The suite, and the folder that its files are in."""
+    """Return the suite, and the folder that its files are in."""
     path = next((p for p in (Path(name), SUITES / f"{name}.yaml") if p.is_file()), None)
     if path is None:
         known = sorted(p.stem for p in SUITES.glob("*.yaml"))
@@ -86,18 +87,11 @@ def read_suite(name: str) -> tuple[Suite, Path]:
 
 
 def load(
-    name: str,
-    data: str = "",
-    texts: Sequence[str] = (),
-    fewshot: int | None = None,
-    *,
-    names: Sequence[str] = (),
-    include_path: Sequence[str] = (),
-    gen_kwargs: Mapping[str, Any] | None = None,
-    greedy: bool = True,
+    name: str, data: str = "", texts: Sequence[str] = (), fewshot: int | None = None, *, names: Sequence[str] = (),
+    include_path: Sequence[str] = (), gen_kwargs: Mapping[str, Any] | None = None, greedy: bool = True,
     seeds: Sequence[int] = (),
-) -> Tasks:
-    """The tasks of a suite; or those called `names`, in the folders of include_path and in lm-eval's own collection.
+) -> Tasks:  # fmt: skip
+    """Return the tasks of a suite, or those called `names` in the folders of include_path and lm-eval's own collection.
 
     `gen_kwargs` go over what tasks say of their texts. `greedy`: refuse tasks that ask for other than the likeliest.
     """
@@ -105,18 +99,20 @@ def load(
     name = name or "tasks=" + ",".join(names)
     if texts and not suite.texts:
         raise ValueError(f"suite {name} takes no texts; use suite=perplexity")
-    text_tasks: list[Any] = [text_task(text) for text in found_texts(data, texts)] if suite.texts else []
-    asked = list(text_tasks or suite.tasks)
+    asked: list[Any] = [text_task(text) for text in found_texts(data, texts)] if suite.texts else []
+    asked = asked or list(suite.tasks)
     known = collection(name, suite.folders, include_path, asked)
     asked = expanded(known, asked)
     check_metrics(name, asked)
+    check_unique(name, asked)
     notes = []
     with alone(*seeds[:2]), reading(Path(data) if data else None, beside):
         if data:
-            asked, left_out = with_files(known, asked, beside)
-            notes += [f"{task} is left out: it cannot be read from files" for task in left_out]
-            if left_out and not asked:
+            readable = [task for task in asked if has_files(known, task, beside)]
+            notes += [f"{task} is left out: it cannot be read from files" for task in asked if task not in readable]
+            if asked and not readable:
                 raise ValueError(f"no task of suite {name} can be read from files; leave data away to use the hub")
+            asked = readable
         unknown = [task for task in asked if isinstance(task, str) and task not in known.task_index]
         if unknown:
             near = nearest(unknown[0], list(known.task_index))
@@ -125,7 +121,6 @@ def load(
             loaded = known.load(asked)
         except ImportError as error:  # a task's own code may need what lm-eval itself does not
             raise ValueError(f"suite {name} needs {error.name}, which is not installed: pip install it") from None
-    check_unique(name, asked)
     if data:
         notes += [note for task, note in suite.notes.items() if task in loaded["tasks"]]
     for task in loaded["tasks"].values():
@@ -139,14 +134,14 @@ def load(
 
 
 def collection(suite: str, names: Sequence[str], include_path: Sequence[str], asked: Sequence[Any]) -> Any:
-    """lm-eval's TaskManager of these folders; of all of lm-eval's, if none are named and include_path lacks a task."""
-    folders = [LM_EVAL / folder for folder in names]
-    more = [Path(folder) for folder in include_path]
-    for folder in (*folders, *more):
-        if not folder.is_dir() and folder in more:
-            raise ValueError(f"include_path={folder} is no folder; give one that has YAML files of tasks")
+    """Return lm-eval's TaskManager of these folders; of all its own too, if none is named and a task is missing."""
+    folders, more = [LM_EVAL / folder for folder in names], [Path(folder) for folder in include_path]
+    for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"lm-eval has no folder {folder.name}, which suite {suite} needs; install lm-eval>=0.4.13")
+    for folder in more:
+        if not folder.is_dir():
+            raise ValueError(f"include_path={folder} is no folder; give one that has YAML files of tasks")
     known = lm_eval.tasks.TaskManager(include_path=[*folders, *more], include_defaults=False)
     if folders or all(not isinstance(task, str) or is_file(task) or known.match_tasks([task]) for task in asked):
         return known
@@ -158,7 +153,7 @@ def is_file(task: str) -> bool:
 
 
 def expanded(known: Any, asked: Sequence[Any]) -> list[Any]:
-    """`asked` with what a file holds for its name, and with all names that a pattern (mmlu_*) stands for."""
+    """Return `asked` with what a file holds for its name, and with all names that a pattern (mmlu_*) stands for."""
     out: list[Any] = []
     for task in asked:
         if isinstance(task, str) and is_file(task):
@@ -173,7 +168,7 @@ def expanded(known: Any, asked: Sequence[Any]) -> list[Any]:
 
 
 def check_unique(suite: str, names: Sequence[Any]) -> None:
-    """Raises ValueError if two tasks have one name: one of them would be lost."""
+    """Raise a ValueError if two tasks have one name: one of them would be lost."""
     seen: dict[str, Any] = {}
     for each in names:
         name = each if isinstance(each, str) else str(each.get("task"))
@@ -184,8 +179,7 @@ def check_unique(suite: str, names: Sequence[Any]) -> None:
 
 
 def check_metrics(suite: str, own: Any) -> None:
-    """Raises ValueError about a metric of a task written out that lm-eval does not have itself: it fetches code of that
-    name from the hub, or from a folder, and runs it."""
+    """Raise a ValueError about a metric of a task that lm-eval lacks: it would fetch code of that name and run it."""
     if isinstance(own, Mapping) and "metric" in own:
         metric = own["metric"]
         known = isinstance(metric, str) and metric in lm_eval.api.registry.metric_registry
@@ -199,7 +193,7 @@ def check_metrics(suite: str, own: Any) -> None:
 
 
 def check_greedy(settings: Mapping[str, Any], who: str) -> None:
-    """Raises ValueError about the first setting of a generation that asks for other than the likeliest tokens."""
+    """Raise a ValueError about the first setting of a generation that asks for other than the likeliest tokens."""
     for name, value in settings.items():
         neutral = GREEDY.get(name, ())
         if neutral is not ANY and value is not None and value not in neutral:
@@ -210,7 +204,7 @@ def check_greedy(settings: Mapping[str, Any], who: str) -> None:
 
 
 def examples(task: Any, wanted: int | None, seed: int = SEED) -> None:
-    """Sets a task's number of examples as lm-eval's own command does: a task that fixes it to 0 keeps 0."""
+    """Set a task's number of examples as lm-eval's own command does: a task that fixes it to 0 keeps 0."""
     fixed = task.get_config("num_fewshot")
     if fixed is None or (wanted is not None and fixed != 0):
         task.set_config(key="num_fewshot", value=wanted or 0)
@@ -223,25 +217,22 @@ def examples(task: Any, wanted: int | None, seed: int = SEED) -> None:
         )
 
 
-def with_files(known: Any, names: Sequence[Any], beside: Path) -> tuple[list[Any], list[str]]:
-    """(names whose data sets can be read from files, the other names)."""
-    readable: list[Any] = []
-    left_out: list[str] = []
-    for name in names:
-        entry = known.task_index.get(name) if isinstance(name, str) else None
-        config = dict(entry.cfg or {}) if entry else {}
-        if entry and config.get("dataset_path") is None and entry.yaml_path:
-            config = lm_eval.tasks._yaml_loader.load_yaml(entry.yaml_path, resolve_func=False)
-        path, files = config.get("dataset_path"), (config.get("dataset_kwargs") or {}).get("data_files")
-        known_files = files is not None and local_files(files, beside) is not None
-        reads = not path or known_files or offline.reads(path, config.get("dataset_name"))
-        (readable if reads else left_out).append(name)
-    return readable, left_out
+def has_files(known: Any, task: Any, beside: Path) -> bool:
+    """Return whether a task's documents can be read from files."""
+    entry = known.task_index.get(task) if isinstance(task, str) else None
+    config = dict(entry.cfg or {}) if entry else {}
+    if entry and config.get("dataset_path") is None and entry.yaml_path:
+        config = lm_eval.tasks._yaml_loader.load_yaml(entry.yaml_path, resolve_func=False)
+    path, files = config.get("dataset_path"), (config.get("dataset_kwargs") or {}).get("data_files")
+    here = files is not None and local_files(files, beside) is not None
+    return not path or here or offline.reads(path, config.get("dataset_name"))
 
 
 def local_files(files: Any, beside: Path) -> Any:
-    """A task's data_files (a name, a list, or either by split) with the whole path of each: beside the suite, or as it
-    is. None if one of them is not on this machine."""
+    """Return a task's data_files (a name, a list, or either by split) with whole paths, those next to the suite first.
+
+    None if one of them is not on this machine.
+    """
     if isinstance(files, Mapping):
         found = {split: local_files(inner, beside) for split, inner in files.items()}
         return None if None in found.values() else found
@@ -256,7 +247,7 @@ def local_files(files: Any, beside: Path) -> Any:
 
 
 def found_texts(data: str, texts: Sequence[str]) -> list[str]:
-    """The texts given; else the validation texts of the data folder (DOMAIN.val.jsonl.zst), if it has any."""
+    """Return the texts given, else the validation texts of the data folder (DOMAIN.val.jsonl.zst), if it has any."""
     if texts or not data:
         return list(texts)
     return sorted(str(path) for path in Path(data).glob("*.val.*") if path.name.endswith(SUFFIXES))
@@ -271,14 +262,7 @@ def text_task(path: str) -> dict[str, Any]:
         "test_split": "test",
         "doc_to_text": "",
         "doc_to_target": "text",
-        "metric_list": [
-            {"metric": metric, "aggregation": aggregation, "higher_is_better": False}
-            for metric, aggregation in (
-                ("word_perplexity", "weighted_perplexity"),
-                ("byte_perplexity", "weighted_perplexity"),
-                ("bits_per_byte", "bits_per_byte"),
-            )
-        ],
+        "metric_list": [{"metric": metric} for metric in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
         "metadata": {"version": 1},
     }
 
@@ -288,7 +272,7 @@ def text_task(path: str) -> dict[str, Any]:
 
 @contextmanager
 def reading(folder: Path | None, beside: Path) -> Iterator[None]:
-    """Within, documents come from files: a suite's own from its folder `beside`, with `folder` the hub's from there."""
+    """Let documents come from files: a suite's own from its folder `beside`, and with `folder` the hub's from there."""
     real = datasets.load_dataset
 
     def load_dataset(path: str, name: str | None = None, **options: Any) -> Any:
@@ -304,7 +288,7 @@ def reading(folder: Path | None, beside: Path) -> Iterator[None]:
             first = " ".join(str(error).split())
             raise ValueError(f"{path} cannot be had from the hub ({first}); write data=FOLDER to read files") from None
 
-    with replaced(datasets, "load_dataset", load_dataset):
+    with patch.object(datasets, "load_dataset", load_dataset):
         yield
 
 
@@ -326,7 +310,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 @contextmanager
 def alone(python_seed: int = 0, numpy_seed: int = SEED, torch_seed: int | None = None) -> Iterator[None]:
-    """Within, lm-eval has its own seeds and leaves ours alone, prints nothing, shows no bars and forks no processes.
+    """Give lm-eval seeds of its own, and let it print nothing, show no bars and fork no processes.
 
     Compiled templates are kept, so prompts are made 40 times faster: lm-eval compiles one anew for every document and
     every example.
@@ -341,11 +325,11 @@ def alone(python_seed: int = 0, numpy_seed: int = SEED, torch_seed: int | None =
     try:
         with (
             torch.random.fork_rng(enabled=torch_seed is not None),
-            replaced(lm_eval.utils, "env", environment),
-            replaced(environment, "from_string", lru_cache(1024)(environment.from_string)),
-            replaced(lm_eval.api.task, "tqdm", no_bar),
-            replaced(tqdm, "tqdm", no_bar),
-            patched_environment(DISABLE_MULTIPROC="1"),
+            patch.object(lm_eval.utils, "env", environment),
+            patch.object(environment, "from_string", lru_cache(1024)(environment.from_string)),
+            patch.object(lm_eval.api.task, "tqdm", no_bar),
+            patch.object(tqdm, "tqdm", no_bar),
+            patch.dict(os.environ, DISABLE_MULTIPROC="1"),
             redirect_stdout(io.StringIO()),
         ):
             if torch_seed is not None:  # for models of lm-eval's that draw texts; ours draws nothing
@@ -361,36 +345,3 @@ def alone(python_seed: int = 0, numpy_seed: int = SEED, torch_seed: int | None =
 
 def no_bar(items: Any = (), *_: Any, **__: Any) -> Any:
     return items
-
-
-@contextmanager
-def patched_environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-
-
-def all_groups(loaded: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Each group's tasks, through inner groups."""
-    return {name: [task.task_name for task in group.get_all_tasks()] for name, group in loaded["groups"].items()}

@@ -52,30 +52,25 @@ class Own(TypedDict):
     sum: str  # of the whole file without this key
 
 
-class Count(TypedDict):
-    original: NotRequired[strict.Count]
-    effective: NotRequired[strict.Count]
+class Settings(TypedDict):
+    """What is read of the `config` of results."""
+
+    limit: NotRequired[float | None]
+    model_num_parameters: NotRequired[int | None]
+    model_active_parameters: NotRequired[int | None]
+    model_step: NotRequired[int | None]
 
 
 Rows = dict[str, dict[str, Any]]
 Whole = TypedDict(
     "Whole",
     {
-        "results": Rows, "configs": Rows, "config": dict[str, Any], "versions": dict[str, Any],
-        "n-shot": dict[str, int | None], "n-samples": NotRequired[dict[str, Count]], "groups": NotRequired[Rows],
+        "results": Rows, "configs": Rows, "config": Settings, "versions": dict[str, Any],
+        "n-shot": dict[str, Any], "n-samples": NotRequired[dict[str, dict[str, int]]], "groups": NotRequired[Rows],
         "group_subtasks": NotRequired[dict[str, list[str]]], "higher_is_better": NotRequired[Rows],
         "total_evaluation_time_seconds": NotRequired[str | float | None], "upcycle": NotRequired[Own],
     },
 )  # fmt: skip
-
-
-class Settings(TypedDict):
-    """What is read of a results file's `config`."""
-
-    limit: NotRequired[float | None]
-    model_num_parameters: NotRequired[int | None]
-    model_active_parameters: NotRequired[int | None]
-    model_step: NotRequired[int | None]
 
 
 class Sample(TypedDict):
@@ -141,19 +136,19 @@ def read(path: Path, changed: float) -> Evaluation:
     whole = opened(path)
     names = dict.fromkeys([*(name for name in whole["results"] if name in whole["configs"]), *whole["configs"]])
     rows = {name: samples(path, name, whole) for name in names}
-    tasks = {name: task(name, whole, rows[name]) for name in rows}
-    groups, notes = groups_of(whole, tasks)
-    inside = {name: sorted((len(g.tasks), g.name) for g in groups.values() if name in g.tasks) for name in rows}
-    tasks = {name: replace(each, groups=tuple(group for _, group in inside[name])) for name, each in tasks.items()}
-    config, own = whole["config"], whole.get("upcycle")
-    top = [name for name in (*groups, *rows) if not any(name in g.tasks for g in groups.values() if g.name != name)]
-    suite = ",".join(top)
     try:
-        settings = strict.held(config, Settings, str(path))
+        tasks = {name: task(name, whole, rows[name]) for name in rows}
+        groups, notes = groups_of(whole, tasks)
         seconds = float(whole.get("total_evaluation_time_seconds") or 0)
         items = tuple(item for name in rows for item in items_of(name, whole["configs"][name], rows[name]))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} and its samples are not what lm-eval writes ({error!s:.300}); {AGAIN}") from None
+    inside = {name: sorted((len(g.tasks), g.name) for g in groups.values() if name in g.tasks) for name in rows}
+    tasks = {name: replace(each, groups=tuple(group for _, group in inside[name])) for name, each in tasks.items()}
+    config: Mapping[str, Any] = whole["config"]
+    own = whole.get("upcycle")
+    top = [name for name in (*groups, *rows) if not any(name in g.tasks for g in groups.values() if g.name != name)]
+    suite = ",".join(top)
     if own:
         check_items(path, items, tasks, whole)
     return Evaluation(
@@ -167,7 +162,7 @@ def read(path: Path, changed: float) -> Evaluation:
         work=own["work"] if own else {},
         tasks=tasks,
         groups=groups,
-        notes=(*(own["notes"] if own else limited(settings)), *notes, *own_functions(tasks)),
+        notes=(*(own["notes"] if own else limited(config)), *notes, *own_functions(tasks)),
         items=items,
         place=str(path),
     )
@@ -214,22 +209,17 @@ def check_items(path: Path, items: Sequence[Item], tasks: Mapping[str, Task], wh
             raise ValueError(f"{path} has {wanted} items of {name} and its samples {each.items}; {AGAIN}")
 
 
-def check_finite(task: str, doc: int, numbers: Any, how: str) -> None:
-    if not finite(numbers):
+def check_finite(task: str, doc: int, value: Any, how: str) -> None:
+    """Raise a ValueError if a number in the value is nan or infinite, at any depth."""
+    if isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            check_finite(task, doc, inner, how)
+    elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"item {doc} of {task} has a number that is not finite; {how}")
 
 
-def finite(value: Any) -> bool:
-    """Return whether no number in the value is nan or infinite, at any depth."""
-    if isinstance(value, Mapping):
-        return all(map(finite, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def limited(settings: Settings) -> Iterator[str]:
-    if limit := settings.get("limit"):
+def limited(config: Mapping[str, Any]) -> Iterator[str]:
+    if limit := config.get("limit"):
         yield f"limit={limit:g}: not all items of each task"
 
 
@@ -310,7 +300,7 @@ def task(name: str, whole: Whole, rows: Sequence[Mapping[str, Any]]) -> Task:
         higher_is_better={metric: bool(higher.get(metric.partition(",")[0], True)) for metric in values},
         items=effective,
         total=whole.get("n-samples", {}).get(name, {}).get("original") or effective,
-        fewshot=whole["n-shot"].get(name) or 0,
+        fewshot=int(whole["n-shot"].get(name) or 0),
         version=str(whole["versions"].get(name)),
         output=str(config.get("output_type")),
         aggregation={metric: function for metric, function in functions.items() if function != "mean"},

@@ -15,6 +15,7 @@ from typing import Any
 
 import datasets
 import lm_eval.evaluator
+import numpy as np
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -24,9 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evaluation.__main__ import main
 from evaluation.ask import tasks
 from evaluation.ask.offline import Splits
+from evaluation.ask.remember import Remembered
 from evaluation.ask.run import RunConfig, evaluate, evaluate_live
 from evaluation.judge import logged
 from evaluation.judge.logged import metric_name, numbers
+from evaluation.judge.results import Evaluation
 from tests.parity import asked
 from training.__main__ import main as train
 from training.checkpoint import layout
@@ -71,31 +74,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("models")
     asked.make(place / "random llama", max_position_embeddings=2048)
     if STORIES.is_dir():
-        longer(place / "llama")
+        shutil.copytree(STORIES, place / "llama", copy_function=shutil.copyfile)
+        (place / "llama").chmod(0o755)
+        config = json.loads((place / "llama" / "config.json").read_text())
+        config["max_position_embeddings"] = 2048  # a context that five examples fit in
+        (place / "llama" / "config.json").write_text(json.dumps(config))
     words = ["target=mixtral", "method.name=drop", "experts=4", "top_k=2", "router.init.std=0.3"]
     for dense in list(place.glob("*llama")):
         moe = place / dense.name.replace("llama", "mixtral")
         assert upcycle(["convert", f"source={dense}", f"output={moe}", *words]) == 0
-    long = "".join(
-        f"Tom had {n} red balls and Lily had {n + 3} blue ones. They played all day long.\n" for n in range(120)
-    )
+    long = "".join(f"Tom had {n} red balls and Lily had {n + 3}. They played all day.\n" for n in range(170))
     lines = [json.dumps({"text": text}) for text in ("One day, a dog sat in the sun.", long, "", "The end")]
     (place / "stories.jsonl").write_text("\n".join(lines))
     (place / "own" / "gsm8k").mkdir(parents=True)
-    (place / "own" / "gsm8k" / "test.jsonl").write_text(
-        '{"question": "What is 1 + 1?", "answer": "It is 2.\\n#### 2"}\n'
-    )
+    row = {"question": "What is 1 + 1?", "answer": "It is 2.\n#### 2"}
+    (place / "own" / "gsm8k" / "test.jsonl").write_text(json.dumps(row) + "\n")
     return {folder.name: folder for folder in place.iterdir() if (folder / "config.json").is_file()}
-
-
-def longer(folder: Path) -> Path:
-    """With a context that five examples fit in."""
-    shutil.copytree(STORIES, folder)
-    for file in [folder, *folder.iterdir()]:
-        file.chmod(0o755)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-    return folder
 
 
 @cache
@@ -180,22 +174,17 @@ def test_every_suite_gives_lm_evals_numbers(
 def test_a_broken_weight_gives_other_numbers_and_no_remembered_ones(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(folders["random mixtral"], broken)
+    broken = shutil.copytree(folders["random mixtral"], tmp_path / "broken")
     weights = load_file(broken / "model.safetensors")
     weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"][5, 5] += 3.0
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     output = tmp_path / "run"  # the same folder for both
-    ours(folders["random mixtral"], "tiny", output, monkeypatch)
-    before, answers = logged.load(output), list(logged.load(output).items)
-    ours(broken, "tiny", output, monkeypatch)
-    after, others = logged.load(output), list(logged.load(output).items)
-    assert before.model.fingerprint != after.model.fingerprint
-    assert after.work["recalled"] == 0
-    moved = [
-        abs(a - b) for x, y in zip(answers, others, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=True)
-    ]
-    assert max(moved) > 1e-3
+    before, after = (
+        logged.load(ours(folder, "tiny", output, monkeypatch)) for folder in (folders["random mixtral"], broken)
+    )
+    assert before.model.fingerprint != after.model.fingerprint and after.work["recalled"] == 0
+    apart = [np.subtract(x.logprobs, y.logprobs) for x, y in zip(before.items, after.items, strict=True)]
+    assert max(abs(np.concatenate(apart))) > 1e-3
     wanted = numbers(stock(folders["random mixtral"], "tiny")["results"]["tiny_text"])[0]["bits_per_byte"]
     assert before.tasks["tiny_text"].metrics["bits_per_byte"] == pytest.approx(wanted, rel=1e-5)
     assert after.tasks["tiny_text"].metrics["bits_per_byte"] != pytest.approx(wanted, rel=1e-5)
@@ -204,28 +193,24 @@ def test_a_broken_weight_gives_other_numbers_and_no_remembered_ones(
 def test_a_killed_run_goes_on_and_large_and_small_batches_agree(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from evaluation.ask.remember import Remembered
-
     class Killed(BaseException):
         pass
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        real, count = Remembered.put, [0]
+        real, left = Remembered.put, iter([False] * 8 + [True])
 
         def put(self: Remembered, answers: Any) -> None:
             real(self, answers)
-            count[0] += 1
-            if count[0] == 9:
+            if next(left):
                 raise Killed
 
         patch.setattr(Remembered, "put", put)
         ours(folders["random llama"], "tiny", tmp_path / "run", patch, forward_tokens=32)
-    ours(folders["random llama"], "tiny", tmp_path / "run", monkeypatch, forward_tokens=32)
-    ours(folders["random llama"], "tiny", tmp_path / "large", monkeypatch)
-    small, large = logged.load(tmp_path / "run"), logged.load(tmp_path / "large")
+    small = logged.load(ours(folders["random llama"], "tiny", tmp_path / "run", monkeypatch, forward_tokens=32))
+    large = logged.load(ours(folders["random llama"], "tiny", tmp_path / "large", monkeypatch))
     assert 0 < small.work["recalled"] < small.work["requests"] == large.work["requests"]
     assert large.work["recalled"] == 0
-    for a, b in zip(logged.load(tmp_path / "run").items, logged.load(tmp_path / "large").items, strict=True):
+    for a, b in zip(small.items, large.items, strict=True):
         assert (a.key, a.prompt_hash, a.greedy, a.text) == (b.key, b.prompt_hash, b.greedy, b.text)
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
@@ -233,44 +218,31 @@ def test_a_killed_run_goes_on_and_large_and_small_batches_agree(
 def test_a_training_run_is_evaluated_as_what_it_exports_and_while_it_trains(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    source = folders["random llama"]
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a little dog. The dog ran to the park to play with a ball. " * 60)
-    assert prepare([str(tmp_path / "data"), f"tokenizer={folders['random llama']}", f"sources=[{text}]"]) == 0
-    moe = {
-        "source": str(folders["random llama"]),
-        "target": "mixtral",
-        "experts": 4,
-        "top_k": 2,
-        "router": {"init": {"std": 0.3}},
-    }
-    words = [
-        "steps=3",
-        "batch=2",
-        "data.sequence=32",
-        "schedule.peak=1e-2",
-        "schedule.warmup=1",
-        "model.dtype=float32",
-    ]
+    assert prepare([str(tmp_path / "data"), f"tokenizer={source}", f"sources=[{text}]"]) == 0
+    router = {"init": {"std": 0.3}}
+    moe = {"source": str(source), "target": "mixtral", "experts": 4, "top_k": 2, "router": router}
+    words = ["steps=3", "batch=2", "data.sequence=32", "schedule.peak=1e-2", "schedule.warmup=1", "model.dtype=float32"]
     made = [f"output={tmp_path / 'run'}", f"export={tmp_path / 'moe'}", f"model.upcycle={json.dumps(moe)}"]
     assert train([*made, f"data.train=[{tmp_path / 'data'}]", *words]) == 0
-    for name in ("run", "moe"):
-        assert main(["run", "tiny", str(tmp_path / name), f"output={tmp_path / name}-scores"]) == 0
-    one, other = (logged.load(tmp_path / f"{name}-scores") for name in ("run", "moe"))
-    assert one.model.fingerprint == other.model.fingerprint
-    assert (one.model.step, other.model.step, one.model.name) == (3, None, "run")
-    assert one.model.active < one.model.parameters == other.model.parameters
-    assert list(logged.load(tmp_path / "run-scores").items) == list(logged.load(tmp_path / "moe-scores").items)
-    step = tmp_path / "run" / "checkpoints" / "step-00000003"
-    assert main(["run", "tiny", str(step), "limit=1", f"output={tmp_path / 'step'}"]) == 0
-    assert logged.load(tmp_path / "step").model.fingerprint == one.model.fingerprint
+
+    def scored(folder: Path, *more: str) -> Evaluation:
+        assert main(["run", "tiny", str(folder), f"output={tmp_path / 'scores' / folder.name}", *more]) == 0
+        return logged.load(tmp_path / "scores" / folder.name)
+
+    one, exported = scored(tmp_path / "run"), scored(tmp_path / "moe")
+    assert one.model.fingerprint == exported.model.fingerprint and one.items == exported.items
+    assert (one.model.step, exported.model.step, one.model.name) == (3, None, "run")
+    assert one.model.active < one.model.parameters == exported.model.parameters
+    step = scored(tmp_path / "run" / "checkpoints" / "step-00000003", "limit=1")
+    assert step.model.fingerprint == one.model.fingerprint
     with layout.opened(tmp_path / "moe") as origin:
         model = layout.load(Decoder(origin.spec), origin)
-    live = evaluate_live(
-        model, AutoTokenizer.from_pretrained(folders["random llama"]), "tiny", ParallelMesh(MeshConfig())
-    )
+    live = evaluate_live(model, AutoTokenizer.from_pretrained(source), "tiny", ParallelMesh(MeshConfig()))
     wanted = {f"eval/{t.name}/{metric}": v for t in one.tasks.values() for metric, v in t.metrics.items()}
-    assert live == pytest.approx(wanted, rel=1e-6)
-    assert model.training
+    assert live == pytest.approx(wanted, rel=1e-6) and model.training
     (tmp_path / "moe" / "tokenizer.json").unlink()
     capsys.readouterr()
     assert main(["run", "tiny", str(tmp_path / "moe")]) == 2
@@ -290,15 +262,9 @@ HUB: list[tuple[str, str, str, str, dict[str, Any], int]] = [
 @shared
 @pytest.mark.parametrize(("name", "folder", "dataset", "split", "row", "number"), HUB, ids=[case[0] for case in HUB])
 def test_the_hubs_documents_give_the_prompts_that_the_files_give(
-    name: str,
-    folder: str,
-    dataset: str,
-    split: str,
-    row: Any,
-    number: int,
-    tmp_path: Path,
+    name: str, folder: str, dataset: str, split: str, row: Any, number: int, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     suite = tmp_path / "own.yaml"
     suite.write_text(f"tasks: [{name}]\nfolders: [{folder}]\n")
 

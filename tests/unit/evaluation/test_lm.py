@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -100,23 +99,6 @@ def test_a_row_of_many_endings_does_not_grow_forever() -> None:
     assert max(map(len, rows)) <= 2 * 1050
     assert planned.tokens == sum(map(len, rows)) == len(rows) * 1000 + 99 * 50
     assert len(rows) == 5
-
-
-@pytest.mark.parametrize(
-    ("between", "expected"),
-    [
-        ([], [(0, 1, 0)]),
-        ([FILL + 1], [(0, 2, FILL + 1)]),
-        ([FILL], [(0, 2, 0)]),
-        # two groups inside what all share a little of
-        ([900, 900, 10, 900, 900], [(0, 3, 900), (3, 6, 900)]),
-        # and one, where the inner ones share hardly more
-        ([900, 900, 890, 900, 900], [(0, 6, 890)]),
-        ([0, 400, 400, 0], [(0, 1, 0), (1, 4, 400), (4, 5, 0)]),
-    ],
-)
-def test_groups_are_those_that_save_most(between: list[int], expected: list[tuple[int, int, int]]) -> None:
-    assert list(grouped(between)) == expected
 
 
 @settings(max_examples=40, deadline=None)
@@ -244,25 +226,6 @@ def test_only_tokens_are_routed_and_the_model_is_left_as_it_was() -> None:
     assert all(block.balance is refuse for block in blocks)
 
 
-def test_a_mask_lets_a_token_see_its_ancestors() -> None:
-    tree, chain = (
-        Row([1, 2, 3, 4], [5, 6, 7, 7], [2**31 - 1, 2**31 - 1, 3, 2**31 - 1]),
-        Row([9, 9], [5, 6], [2**31 - 1] * 2),
-    )
-    rows = laid_out([tree, chain], 5, 9, 0, CPU)
-    mask = rows.mask(None)
-    assert mask is not None
-    own = mask[:, 0, :, 5:].int().tolist()
-    assert own[0] == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
-    assert own[1][:2] == [[1, 0, 0, 0], [1, 1, 0, 0]]
-    assert mask[:, 0, :, :5].all()
-    near = rows.mask(2)
-    assert near is not None
-    assert near[0, 0].int().tolist()[3] == [0] * 5 + [0, 1, 0, 1]
-    assert near[0, 0].int().tolist()[0] == [0, 0, 0, 0, 1, 1, 0, 0, 0]
-    assert laid_out([chain, Row([1], [0], [2**31 - 1])], 0, 2, 0, CPU).mask(None) is None
-
-
 # ---- the weights
 
 
@@ -301,24 +264,21 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
 # ---- files and errors
 
 
-def write_eval(folder: Path, name: str, *rows: Any) -> None:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def test_files_of_another_form_are_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"gsm8k/test.jsonl is missing; give data=FOLDER"):
         tasks.load("gsm8k", str(tmp_path))
-    write_eval(tmp_path, "gsm8k/test.jsonl", {"question": "1 + 1?", "answer": "#### 2"}, {"query": "x"})
-    with pytest.raises(ValueError, match=r"test.jsonl:2 has no question, answer \(it has 'query'\)"):
-        tasks.load("gsm8k", str(tmp_path))
-    (tmp_path / "gsm8k/test.jsonl").write_text("{]\n")
-    with pytest.raises(ValueError, match=r"test.jsonl:1 is not JSON"):
-        tasks.load("gsm8k", str(tmp_path))
-    (tmp_path / "gsm8k/test.jsonl").write_text("")
-    with pytest.raises(ValueError, match="no documents for openai/gsm8k"):
-        tasks.load("gsm8k", str(tmp_path))
+    (tmp_path / "gsm8k").mkdir()
+    for content, says in (
+        (
+            '{"question": "1 + 1?", "answer": "#### 2"}\n{"query": "x"}\n',
+            r":2 has no question, answer \(it has 'query'\)",
+        ),
+        ("{]\n", r"test.jsonl:1 is not JSON"),
+        ("", "no documents for openai/gsm8k"),
+    ):
+        (tmp_path / "gsm8k/test.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=says):
+            tasks.load("gsm8k", str(tmp_path))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in tasks.SUITES.glob("*.yaml")))
@@ -376,15 +336,6 @@ def test_errors_are_one_line_and_exit_code_2(
     assert error.startswith("upcycle: ")
     assert said in error
     assert error.count("\n") == 1
-
-
-def test_every_ready_config_is_read() -> None:
-    from evaluation.ask.run import EVAL, read_config
-
-    for path in EVAL.glob("*.yaml"):
-        config = read_config([path.stem, "a"])
-        assert config.checkpoint == "a"
-        tasks.read_suite(config.suite)
 
 
 def test_a_model_that_reads_less_says_so() -> None:

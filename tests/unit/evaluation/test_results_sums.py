@@ -103,8 +103,8 @@ def test_items_are_all_there_once_and_finite(folder: Path, name: str) -> None:
     ("key", "value", "says"),
     [
         ("group_subtasks", {"all": ["more"], "more": ["all"]}, "the group all holds itself"),
-        ("n-shot", {"x": "five"}, "n-shot.x is 'five'"),
-        ("config", {"model_num_parameters": "many"}, "not what lm-eval writes"),
+        ("n-shot", {"x": "five"}, "not what lm-eval writes .*'five'"),
+        ("config", {"model_num_parameters": "many"}, "model_num_parameters is .many."),
         ("configs", {}, ""),
         ("results", [], "is it a results file of lm-eval"),
     ],

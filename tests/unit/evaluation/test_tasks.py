@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -18,10 +16,8 @@ from evaluation.ask.harness import check_ranks
 from evaluation.ask.lm import DecoderLM
 from evaluation.ask.remember import Remembered
 from evaluation.ask.run import RunConfig, evaluate
-from evaluation.judge import compare
 from evaluation.show import facts
 from tests.parallel import models
-from tests.unit.evaluation.test_compare import chosen, task, text, write
 from training.parallel.mesh import MeshConfig
 
 SETTINGS = [
@@ -134,27 +130,6 @@ def test_a_reader_gives_no_other_part_of_a_data_set(dataset: str, part: str | No
     (tmp_path / "mine" / "mine.yaml").write_text(yaml.safe_dump(task))
     with pytest.raises(ValueError, match=r"no task of suite .* can be read from files"):
         tasks.load(suite(tmp_path, "mine", folders=[str(tmp_path / "mine")]), data=str(tmp_path))
-
-
-def test_the_tiny_suite_tells_a_wrecked_model_from_a_good_one(tmp_path: Path) -> None:
-    """2.63 bits a byte against 5.85: of the first 5 texts alone there is no interval."""
-    loaded = tasks.load("tiny").loaded["tasks"]
-    texts = [str(doc["text"]) for doc in loaded["tiny_text"].eval_docs]
-    draw = np.random.default_rng(0)
-    noise = draw.normal(1, 0.15, len(texts))
-    folders = []
-    for side, bits in (("good", 2.63), ("wrecked", 5.85)):
-        sizes = [len(t.encode()) for t in texts]
-        items = [text("tiny_text", i, -bits * noise[i] * s * math.log(2), s) for i, s in enumerate(sizes)]
-        for name in loaded.keys() - {"tiny_text"}:
-            items += [chosen(name, i, 0, i % 2) for i in range(len(loaded[name].eval_docs))]
-        made = [task(name, len(loaded[name].eval_docs)) for name in loaded.keys() - {"tiny_text"}]
-        folders.append(
-            write(tmp_path / side, [task("tiny_text", len(texts), "bits_per_byte", higher=False), *made], items)
-        )
-    [found] = compare.compare(folders)
-    [difference] = [d for d in found.differences if d.name == "tiny_text"]
-    assert difference.items_low > 2 and difference.clusters >= 20
 
 
 def test_what_a_task_needs_is_named(tmp_path: Path) -> None:
