@@ -31,7 +31,6 @@ from evaluation.ask.harness import NAME, AskConfig, UpcycleLM, ranks_of, refuse
 from evaluation.ask.lm import DecoderLM
 from evaluation.ask.written import Written
 from evaluation.judge import logged
-from evaluation.judge import metrics as measures
 from evaluation.judge.results import Evaluation, Group, Task
 from training.checkpoint.layout import Origin
 from training.config.resume import flat
@@ -350,9 +349,10 @@ def describe(tracker: EvaluationTracker, lm: LM, config: RunConfig) -> None:
 def functions_of(answered: Any, found: tasks.Tasks) -> dict[str, dict[str, Any]]:
     """Return the functions of metrics that are no mean by task, and the metrics that weigh a group's tasks alike."""
     functions: dict[str, dict[str, str]] = {}
-    for name, task in found.loaded["tasks"].items():
+    for name, config in answered["configs"].items():
         values, _ = logged.numbers(answered["results"][name])
-        named = {metric: function_name(task, answered["samples"][name], metric, values[metric]) for metric in values}
+        rows = answered["samples"][name]
+        named = {metric: logged.function_of(metric, value, config, rows) for metric, value in values.items()}
         functions[name] = {metric: function for metric, function in named.items() if function != "mean"}
     alike = {}
     for name, group in found.loaded["groups"].items():
@@ -360,13 +360,6 @@ def functions_of(answered: Any, found: tasks.Tasks) -> dict[str, dict[str, Any]]
         values, _ = logged.numbers(answered.get("groups", {}).get(name, {}))
         alike[name] = [metric for metric in values if metric.partition(",")[0] in unweighted]
     return {"aggregation": functions, "alike": alike}
-
-
-def function_name(task: Any, samples: Sequence[Mapping[str, Any]], metric: str, value: float) -> str:
-    """Return the name of the function that makes `value` of the items, as measures.aggregate takes it."""
-    base, _, chosen = metric.partition(",")
-    rows = [row for row in samples if base in row["metrics"] and row["filter"] == (chosen or "none")]
-    return measures.name_of(aggregation(task, base), [logged.score(row[base]) for row in rows], value)
 
 
 def versions() -> dict[str, str]:

@@ -314,17 +314,23 @@ def function_of(metric: str, value: float, config: Mapping[str, Any], rows: Sequ
 
     base, _comma, chosen = metric.partition(",")
     scores = [score(row[base]) for row in rows if base in row and row.get("filter", "none") == (chosen or "none")]
-    asked = [each.get("aggregation") for each in config.get("metric_list") or () if each.get("metric") == base]
-    usual = METRIC_AGGREGATION_REGISTRY.get(base, None)
-    asked += [name for name, function in AGGREGATION_REGISTRY.items() if function is usual]
-    for name in dict.fromkeys([*asked, "mean", measures.OF_ALL]):
-        if name in ("mean", measures.OF_ALL) or name in AGGREGATION_REGISTRY:
-            try:
-                again = measures.aggregate(name, scores)
-            except (TypeError, ValueError, KeyError, IndexError, ArithmeticError):
-                continue
-            if math.isclose(again, value, rel_tol=1e-9, abs_tol=1e-12) or (math.isnan(again) and math.isnan(value)):
-                return str(name)
+    entries = [each for each in config.get("metric_list") or () if each.get("metric") == base]
+    named = [str(each["aggregation"]) for each in entries if each.get("aggregation")]
+    if not named:  # the metric's usual one, or that of a task that is a class
+        usual = METRIC_AGGREGATION_REGISTRY.get(base)
+        named = [name for name, function in AGGREGATION_REGISTRY.items() if function is usual] + [
+            "mean",
+            measures.OF_ALL,
+        ]
+    elif not AGGREGATION_REGISTRY.keys() & named:
+        named = [measures.OF_ALL]  # what a task's own function makes of right and wrong parts
+    for name in named:
+        try:
+            again = measures.aggregate(name, scores)
+        except (TypeError, ValueError, KeyError, IndexError, ArithmeticError):
+            continue
+        if math.isclose(again, value, rel_tol=1e-9, abs_tol=1e-12) or (math.isnan(again) and math.isnan(value)):
+            return name
     return measures.OWN
 
 

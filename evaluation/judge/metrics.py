@@ -167,22 +167,6 @@ def matthews(scores: Sequence[Raw]) -> float | None:
 OF_COUNTS: Mapping[str, Callable[[Sequence[Raw]], float | None]] = {"f1": f1, "matthews_corrcoef": matthews}
 
 
-def name_of(function: Callable[..., Any], scores: Sequence[Raw], value: float) -> str:
-    """The name of lm-eval's function; OWN if it has none, or if what is kept of the items does not give `value`."""
-    from lm_eval.api.registry import AGGREGATION_REGISTRY
-
-    lists = bool(scores) and all(isinstance(score, tuple) and {*map(type, score)} <= {bool} for score in scores)
-    own = OF_ALL if lists else OWN  # what a task's own function makes of right and wrong parts: seen from its number
-    name = next((name for name, known in AGGREGATION_REGISTRY.items() if known is function), own)
-    if name == OWN:
-        return OWN
-    try:
-        again = aggregate(name, scores)
-    except (TypeError, ValueError, KeyError, IndexError, ZeroDivisionError):
-        return OWN
-    return name if math.isclose(again, value, rel_tol=1e-9) or (math.isnan(again) and math.isnan(value)) else OWN
-
-
 def plain(value: Any) -> Raw:
     """A score as JSON can hold it and as results.items() reads it: lists are tuples, numpy's numbers Python's."""
     if isinstance(value, np.ndarray | np.generic):

@@ -11,6 +11,7 @@ import torch
 
 from evaluation.ask.engine import Engine
 from evaluation.ask.harness import ranks_of
+from evaluation.ask.lm import DecoderLM
 from tests.parallel import models
 from tests.parallel.ranks import run
 from training.parallel.mesh import MeshConfig, ParallelMesh
@@ -57,6 +58,33 @@ def answers(model: str, mesh: ParallelMesh, budget: int) -> Answers:
     attends = {type(layer.attention.attend).__name__ for layer in decoder.layers.values()}
     assert "Remembering" not in attends
     return Answers(scores, texts, int(engine.work["forwards"]), int(engine.work["tokens"]))
+
+
+class Words:
+    """So much of a tokenizer as token ids need."""
+
+    eos_token_id, bos_token_id = 0, None
+
+
+def in_order(model: str, mesh: ParallelMesh, budget: int) -> list[tuple[float, bool]]:
+    """What lm-eval gets: every answer, in the order of what it asked."""
+    decoder = models.make(model)
+    if mesh.world > 1:
+        parallelize(decoder, mesh)
+    lm = DecoderLM(Engine(decoder, budget, ranks_of(mesh), mesh.group("tp"), progress=False), Words())
+    return lm.scores([(context.tolist(), continuation.tolist()) for context, continuation in [*pairs(), pairs()[3]]])
+
+
+def ordered_on_ranks(rank: int, world: int, mesh: MeshConfig, budget: int) -> list[tuple[float, bool]]:
+    return in_order("moe", ParallelMesh(mesh), budget)
+
+
+def test_every_rank_gets_every_answer_in_the_order_of_the_requests() -> None:
+    first, second = run(2, ordered_on_ranks, MeshConfig(ep=2), 48)
+    torch.set_num_threads(1)
+    alone = in_order("moe", ParallelMesh(MeshConfig()), 48)
+    assert first == second and [greedy for _, greedy in first] == [greedy for _, greedy in alone]
+    assert [nats for nats, _ in first] == pytest.approx([nats for nats, _ in alone], abs=1e-10)
 
 
 def on_ranks(rank: int, world: int, cases: list[tuple[str, MeshConfig]], budget: int) -> list[Answers]:

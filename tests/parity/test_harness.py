@@ -137,6 +137,7 @@ def test_lm_evals_command_ours_and_hflm_agree_item_by_item(three: dict[str, Path
             mine = every["ours"][key]
             assert replace(item, logprobs=()) == replace(mine, logprobs=()), name
             assert item.logprobs == pytest.approx(mine.logprobs, abs=0 if name == "upcycle" else 2e-5)
+    assert {item.choices for (task, _, _), item in every["ours"].items() if task == "two"} == {("no", "yes")}
     assert {len(item.choices) for item in every["ours"].values()} == {0, 2, 3}
     assert any(item.text for item in every["ours"].values())
 
