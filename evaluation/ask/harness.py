@@ -35,6 +35,7 @@ from evaluation.ask.engine import Engine
 from evaluation.ask.lm import DecoderLM
 from evaluation.ask.ranks import Ranks
 from evaluation.ask.remember import Remembered
+from training.experts import DEFAULT
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
 from upcycle.config.reading import read
@@ -52,7 +53,7 @@ class AskConfig:
     dtype: str = "float32"  # float32 | bfloat16 | float64
     forward_tokens: int = 8192  # tokens of one forward, at most
     max_length: int = 0  # tokens that are read at most; 0: the model's context
-    expert_backend: str = "grouped"  # a backend, a file of training/experts
+    expert_backend: str = DEFAULT  # a backend, a file of training/experts
     tokenizer: str = ""  # a folder with one; "": the checkpoint's
     device: str = ""  # cuda | cpu; "": cuda if there is one
     mesh: MeshConfig = field(default_factory=MeshConfig)  # how several processes divide the model
@@ -105,13 +106,9 @@ class UpcycleLM(DecoderLM):
             device = stack.enter_context(processes(kind_of(config.device)))  # there already, if several
             self.mesh = ParallelMesh(config.mesh, device_type=device.type)
             loaded = load.opened(
-                config.pretrained,
-                config.dtype,
-                self.mesh,
-                device,
-                expert_backend=config.expert_backend,
+                config.pretrained, config.dtype, self.mesh, device, expert_backend=config.expert_backend,
                 tokenizer=config.tokenizer,
-            )
+            )  # fmt: skip
         engine = Engine(
             loaded.model, config.forward_tokens, ranks_of(self.mesh), self.mesh.group("tp"),
             progress=progress and self.mesh.rank == 0,
