@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -54,7 +54,7 @@ def opened(
     tokenizer: str = "",
 ) -> Loaded:  # fmt: skip
     run, step_folder = standalone.training_run(Path(source))
-    with layout.opened(source) if run is None else nullcontext(standalone.kept(run)) as origin:
+    with origin_of(source, run) as origin:
         encoder = load_tokenizer(source, origin, tokenizer)  # first: a missing one is found soonest
         check(mesh.config, mesh.world, origin.spec, sequence=origin.dense.context)
         with torch.device("meta"):
@@ -65,11 +65,7 @@ def opened(
                 narrow(model, getattr(torch, dtype))
         parallelize(model, mesh)
         model = model.to_empty(device=device).eval()
-        step = None
-        if run is None:
-            layout.load(model, origin)
-        else:
-            step = standalone.load_step(model, run, step_folder)
+        step = fill(model, origin, run, step_folder)
         if len(encoder) > origin.dense.vocab and max(encoder.get_vocab().values()) >= origin.dense.vocab:
             raise ValueError(
                 f"the tokenizer of {source} gives ids up to {max(encoder.get_vocab().values())} and the model has "
@@ -95,6 +91,18 @@ def narrow(model: Decoder, dtype: torch.dtype) -> None:
     for part in parts:
         if part is not None:
             part.to(dtype)
+
+
+def origin_of(source: str, run: Path | None) -> AbstractContextManager[Origin]:
+    return layout.opened(source) if run is None else nullcontext(standalone.kept(run))
+
+
+def fill(model: Decoder, origin: Origin, run: Path | None, folder: Path | None) -> int | None:
+    """Give the model the weights of its folder, or of its run; return the run's step."""
+    if run is not None:
+        return standalone.load_step(model, run, folder)
+    layout.load(model, origin)
+    return None
 
 
 # ---- what belongs to the weights
