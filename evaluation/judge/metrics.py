@@ -168,7 +168,7 @@ OF_COUNTS: Mapping[str, Callable[[Sequence[Raw]], float | None]] = {"f1": f1, "m
 
 
 def plain(value: Any) -> Raw:
-    """A score as JSON can hold it and as results.items() reads it: lists are tuples, numpy's numbers Python's."""
+    """A score as JSON can hold it and as logged.load() reads it: lists are tuples, numpy's numbers Python's."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):

@@ -109,20 +109,10 @@ def rows(kind: type[Any], known: set[type[Any]], before: str = "") -> list[tuple
     """Key, default, meaning; the keys of a part begin with the part's name."""
     known.add(kind)
     found, hints, said = [], get_type_hints(kind), meanings(kind)
-<<<<<<< HEAD
-<<<<<<< HEAD
-    for field in [field for field in dataclasses.fields(kind) if field.name in kind.__annotations__]:
-||||||| parent of 087ca33 (Keys: a config's own before those that it shares)
-    for field in dataclasses.fields(kind):
-=======
-    for field in sorted(dataclasses.fields(kind), key=lambda field: field.name not in kind.__annotations__):  # own first
->>>>>>> 087ca33 (Keys: a config's own before those that it shares)
-||||||| parent of 29a8761 (Say the default backend by its name)
-    for field in sorted(dataclasses.fields(kind), key=lambda field: field.name not in kind.__annotations__):  # own first
-=======
+    tables = {kind for _, _, kind in TABLES}
+    above = {name for base in kind.__mro__[1:] if base in tables for name in get_type_hints(base)}
     own_first = sorted(dataclasses.fields(kind), key=lambda field: field.name not in kind.__annotations__)
-    for field in own_first:
->>>>>>> 29a8761 (Say the default backend by its name)
+    for field in [field for field in own_first if field.name not in above or field.name in kind.__annotations__]:
         part = hints[field.name]
         if not dataclasses.is_dataclass(part):
             found.append((before + field.name, default_of(field), said[field.name]))
