@@ -7,7 +7,7 @@ usage: upcycle report PATH ... [-- PATH ...] [key=value ...]
 
   upcycle report runs/dense runs/moe output=loss.png        # losses, learning rate, load: .png, .pdf or .svg
 
-Each path is what it is found to be: a folder of `upcycle eval` (results_TIME.json), of `upcycle train` (metrics.jsonl), of
+Each path is what it is found to be: a folder of `upcycle eval` (results_*.json), of `upcycle train` (metrics.jsonl), of
 `upcycle convert` (upcycle.json), or a file of `upcycle routing`; a folder may be two of these. The first of a kind is
 what the others are compared with; suites and models may be any number. Groups are as `compare` has them: A1,A2,A3 or
 what lies between two `--` are seeds of one model, in the order of the other groups' seeds, and the page shows their
