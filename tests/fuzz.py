@@ -14,8 +14,10 @@ tests/unit/test_fuzz.py has a small slice. Each reader runs in a process of its 
 from __future__ import annotations
 
 import argparse
+import bz2
 import copy
 import faulthandler
+import hashlib
 import json
 import os
 import random
@@ -30,10 +32,57 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+
+import pyarrow
+import pyarrow.parquet
+import yaml
+import zstandard
+
+from evaluation.ask import run as asking
+from evaluation.ask.load import end_tokens, load_tokenizer
+from evaluation.ask.offline import splits
+from evaluation.ask.remember import Remembered
+from evaluation.ask.tasks import read_suite
+from evaluation.judge.compare import compare, compare_losses, loss_table, table
+from evaluation.show import facts as shown_facts
+from evaluation.show.page import page
+from evaluation.show.report import as_json, markdown
+from evaluation.studies.outcome import outcome
+from evaluation.studies.plan import read_study
+from tests.parity import test_siblings, tiny
+from tests.unit.evaluation import test_compare, test_report
+from tests.unit.training import test_data
+from tests.unit.training.test_state import small
+from tests.unit.upcycle.plans import readable
+from training.checkpoint import layout, standalone
+from training.checkpoint.state import Checkpoints
+from training.checkpoint.storage import encode, sealed
+from training.config import reading as training
+from training.config.schema import ModelConfig
+from training.data import prepare as preparing
+from training.data.mixture import Mixture
+from training.data.prepare import PrepareConfig, load_encoder, prepare
+from training.data.shards import TokenShards, read_meta
+from training.observe import metrics
+from training.optim.config import OptimConfig
+from training.optim.guard import SpikeGuard
+from upcycle.config.reading import read
+from upcycle.config.schema import Calibration, Router, UpcycleConfig
+from upcycle.converting import card
+from upcycle.converting import convert as converting
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.disk import sha256
+from upcycle.io.job import Worker
+from upcycle.io.publish import digest
+from upcycle.planning.plan import build
+from upcycle.text.tokens import encoder
+from upcycle.verifying import inspect, rebuild
 
 SECONDS, MEMORY = 5.0, 1_000_000_000
 SECRET = "UPCYCLE_FUZZ_SECRET"
@@ -218,8 +267,6 @@ def in_lines(data: bytes, draw: random.Random) -> tuple[str, bytes]:
 
 
 def in_yaml(data: bytes, draw: random.Random) -> tuple[str, bytes]:
-    import yaml
-
     if draw.random() < 0.1:
         return "bomb", draw.choice(YAML_BOMBS) + data
     how, value = changed(yaml.safe_load(data), draw)
@@ -374,18 +421,9 @@ def in_child(name: str, first: int, count: int) -> Report:
     environment = {**os.environ, "FUZZ_CHILD": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     while first < end:
         with tempfile.TemporaryDirectory() as folder:
-            words = [
-                sys.executable,
-                "-m",
-                "tests.fuzz",
-                "--child",
-                folder,
-                "--first",
-                str(first),
-                "--count",
-                str(end - first),
-            ]
-            ran = subprocess.run([*words, name], env=environment, stdout=subprocess.PIPE)
+            words = [sys.executable, "-m", "tests.fuzz", "--child", folder, "--first", str(first)]
+            words += ["--count", str(end - first), name]
+            ran = subprocess.run(words, env=environment, stdout=subprocess.PIPE)
             at = Path(folder, "at")
             last = int(at.read_text()) if at.exists() else -1
         if ran.returncode == 0:
@@ -430,83 +468,52 @@ def main(words: Sequence[str]) -> int:
 
 
 def dense(folder: Path) -> None:
-    from tests.parity import tiny
-
     for name in ("llama", "gemma3_text", "phi3"):
         tiny.make(name, folder / name)
 
 
 def read_dense(folder: Path, path: Path) -> str:
-    from training.checkpoint import layout
-    from upcycle.config.schema import UpcycleConfig
-    from upcycle.converting import card
-    from upcycle.io.checkpoint import Checkpoint
-    from upcycle.planning import plan
-    from upcycle.verifying import inspect
-
     shown = inspect.describe(path.parent)
     with Checkpoint.open(path.parent) as checkpoint:
-        made = plan.build(UpcycleConfig(source=str(path.parent), experts=4), [checkpoint])
+        made = build(UpcycleConfig(source=str(path.parent), experts=4), [checkpoint])
         shown += str(list(card.rows(made))) + card.text(made, path.parent)
     with layout.opened(path.parent) as origin:
         return shown + str(origin.spec)
 
 
 def converted(**values: Any) -> None:
-    from upcycle.config.schema import UpcycleConfig
-    from upcycle.converting.convert import convert
-    from upcycle.io.checkpoint import Checkpoint
-    from upcycle.io.job import Worker
-    from upcycle.planning import plan
-
     config = UpcycleConfig(experts=4, **values)
     with Checkpoint.open(config.source) as checkpoint:
-        convert(plan.build(config, [checkpoint]), [checkpoint], Worker(), quiet=True)
+        converting.convert(build(config, [checkpoint]), [checkpoint], Worker(), quiet=True)
 
 
 def moe(folder: Path) -> None:
     """A folder for each of some targets, as `convert` writes it, beside the dense model that it was made of."""
-    from tests.parity import tiny
-
     source = tiny.make("llama", folder / "dense", num_hidden_layers=1)
     for target in ("mixtral", "granitemoe", "upcycled"):
         converted(source=str(source), output=str(folder / target), target=target)
 
 
 def read_moe(folder: Path, path: Path) -> str:
-    from training.checkpoint import layout
-    from upcycle.verifying import inspect
-
     with layout.opened(path.parent) as origin:
         return inspect.describe(path.parent) + str(origin.spec)
 
 
 def siblings(folder: Path) -> None:
     """Dense models of which all but the FFNs is carried over by name."""
-    from tests.parity.test_siblings import made
-
     for name in ("ernie4_5", "lfm2", "granitemoehybrid", "qwen3_5"):
-        made(name, folder / name)
+        test_siblings.made(name, folder / name)
 
 
 def read_sibling(folder: Path, path: Path) -> str:
-    from upcycle.config.schema import Router, UpcycleConfig
-    from upcycle.converting import card
-    from upcycle.io.checkpoint import Checkpoint
-    from upcycle.planning import plan
-    from upcycle.verifying import inspect
-
     with Checkpoint.open(path.parent) as checkpoint:
         config = UpcycleConfig(source=str(path.parent), experts=4, router=Router(score="auto"))
-        made = plan.build(config, [checkpoint])
+        made = build(config, [checkpoint])
         return inspect.describe(path.parent) + str(list(card.rows(made))) + card.text(made, path.parent)
 
 
 def mixtures(folder: Path) -> None:
     """Models whose experts are copied or pruned, and a file that says how they were used."""
-    from tests.parity import tiny
-    from upcycle.config.schema import Router
-
     source = tiny.make("llama", folder / "dense", num_hidden_layers=1)
     for target in ("qwen2_moe", "granitemoe", "glm4_moe"):
         router = Router(score="sigmoid" if target == "glm4_moe" else "softmax")
@@ -519,8 +526,6 @@ def mixtures(folder: Path) -> None:
 
 
 def sign_mixtures(folder: Path) -> None:
-    from upcycle.io.checkpoint import Checkpoint
-
     for path in folder.glob("*/routing.json"):
         with Checkpoint.open(path.parent / "model") as checkpoint:
             found = json.loads(path.read_text())
@@ -528,11 +533,6 @@ def sign_mixtures(folder: Path) -> None:
 
 
 def read_mixture(folder: Path, path: Path) -> str:
-    from upcycle.config.schema import UpcycleConfig
-    from upcycle.converting import card
-    from upcycle.io.checkpoint import Checkpoint
-    from upcycle.planning import plan
-
     home, shown = folder / path.relative_to(folder).parts[0], ""
     by = {"by": str(home / "routing.json")}
     grown = {"copy": (2, 4), "prune": (3, 2)} | ({"utility": (6, 2)} if home.name == "glm4_moe" else {})
@@ -540,18 +540,13 @@ def read_mixture(folder: Path, path: Path) -> str:
         for name, (experts, top_k) in grown.items():
             method = {"name": name} | (by if name != "copy" else {})
             config = UpcycleConfig(source=str(home / "model"), experts=experts, top_k=top_k, method=method)
-            made = plan.build(config, [checkpoint])
+            made = build(config, [checkpoint])
             shown += str(list(card.rows(made))) + card.text(made, home / "model")
     return shown
 
 
 def read_manifest(folder: Path, path: Path) -> str:
-    from evaluation.show import facts
-    from training.checkpoint import layout
-    from upcycle.io.checkpoint import Checkpoint
-    from upcycle.verifying import inspect, rebuild
-
-    shown = inspect.describe(path.parent) + str(facts.plan_rows(path.parent))
+    shown = inspect.describe(path.parent) + str(shown_facts.plan_rows(path.parent))
     inspect.check(path.parent)
     with layout.opened(path.parent) as origin:
         shown += str(origin.settings)
@@ -565,19 +560,12 @@ def read_manifest(folder: Path, path: Path) -> str:
 
 
 def sign_manifests(folder: Path) -> None:
-    from upcycle.converting.convert import digest
-
     for path in folder.glob("*/upcycle.json"):
         manifest = json.loads(path.read_text())
         path.write_text(json.dumps({**manifest, "sum": digest(manifest)}))
 
 
 def saved(folder: Path) -> None:
-    from tests.unit.training.test_state import small
-    from training.checkpoint.state import Checkpoints
-    from training.optim.config import OptimConfig
-    from training.optim.guard import SpikeGuard
-
     state = small(3, box=[1, {"a": (2, None)}, "x"])
     state.parts = {**state.parts, "guard": SpikeGuard(OptimConfig())}
     with Checkpoints(
@@ -588,12 +576,6 @@ def saved(folder: Path) -> None:
 
 
 def read_saved(folder: Path, path: Path) -> None:
-    from tests.unit.training.test_state import small
-    from training.checkpoint import standalone
-    from training.checkpoint.state import Checkpoints
-    from training.optim.config import OptimConfig
-    from training.optim.guard import SpikeGuard
-
     state = small(0, box=0)
     standalone.load_step(state.model, folder, path.parent)  # type: ignore[arg-type]
     state.parts = {**state.parts, "guard": SpikeGuard(OptimConfig())}
@@ -609,10 +591,6 @@ def read_saved(folder: Path, path: Path) -> None:
 
 def sign_saved(folder: Path) -> None:
     """As who changes a checkpoint on purpose signs it: sizes and sums of the shards, and the manifest's own."""
-    import hashlib
-
-    from training.checkpoint.storage import encode, sealed
-
     for path in folder.glob("checkpoints/*/manifest.json"):
         body = json.loads(path.read_bytes())
         for name in body["files"] if isinstance(body.get("files"), dict) else ():
@@ -625,17 +603,12 @@ def sign_saved(folder: Path) -> None:
 
 
 def evaluated(folder: Path) -> None:
-    from tests.unit.evaluation.test_compare import subjects
-
     rights = {"x": [0] * 6, "y": [1] * 4}
-    subjects(folder / "a", {"x": [0] * 3 + [1] * 3, "y": [1, 2] * 2}, rights)
-    subjects(folder / "b", {"x": [1] + [0] * 4 + [1], "y": [1, 2] * 2}, rights)
+    test_compare.subjects(folder / "a", {"x": [0] * 3 + [1] * 3, "y": [1, 2] * 2}, rights)
+    test_compare.subjects(folder / "b", {"x": [1] + [0] * 4 + [1], "y": [1, 2] * 2}, rights)
 
 
 def sign_results(folder: Path) -> None:
-    from upcycle.io.disk import sha256
-    from upcycle.io.publish import digest
-
     for path in folder.glob("*/results_*.json"):
         value = json.loads(path.read_text())
         own = value["upcycle"]
@@ -647,8 +620,6 @@ def sign_results(folder: Path) -> None:
 
 
 def read_evaluated(folder: Path, path: Path) -> str:
-    from evaluation.judge.compare import compare, table
-
     return "".join(table(found) for found in compare([folder / "a", folder / "b"])) + reported(
         folder / "a", folder / "b"
     )
@@ -656,35 +627,20 @@ def read_evaluated(folder: Path, path: Path) -> str:
 
 def reported(*paths: Path) -> str:
     """All three files of a report."""
-    from evaluation.show.facts import gather
-    from evaluation.show.page import page
-    from evaluation.show.report import as_json, markdown
-
-    facts = gather([str(path) for path in paths], "title")
+    facts = shown_facts.gather([str(path) for path in paths], "title")
     return json.dumps(as_json(facts), allow_nan=False) + markdown(facts) + page(facts)
-
-
-def routed(folder: Path) -> None:
-    from tests.unit.evaluation.test_report import routed as write
-
-    write(folder)
 
 
 def trained(folder: Path) -> None:
     """Two runs with all that a report reads of a run."""
-    from dataclasses import asdict
-
-    from tests.unit.evaluation.test_compare import log
-    from training.config.reading import read_config
-
     for name, flops in (("dense", 10.0), ("moe", 20.0)):
-        run = log(folder / name, flops, {0: 5.0, 10: 4.0, 20: 3.0})
+        run = test_compare.log(folder / name, flops, {0: 5.0, 10: 4.0, 20: 3.0})
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         more = {"tokens_per_s": 9.0, "seconds_per_step": 0.1, "lr": 1e-3, "memory_gb": 1.0, "balance/whole": 0.5}
         more |= {f"balance/{layer}/{what}": 1.5 for layer in range(2) for what in ("max_over_mean", "whole", "missing")}
         rows = [row | (more if row["step"] else {}) for row in rows]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = read_config(
+        config = training.read_config(
             "", ["model.source=dense", "data.train=[x]", "data.valid=[{name: code, path: v}]", "steps=20"]
         )
         (run / "config.json").write_text(json.dumps(asdict(config), default=str))
@@ -711,10 +667,6 @@ LLAMA = {
 
 
 def read_trained(folder: Path, path: Path) -> str:
-    from evaluation.judge.compare import compare_losses, loss_table
-    from evaluation.studies.outcome import outcome
-    from training.observe import metrics
-
     shown = reported(folder / "dense", folder / "moe") + loss_table(compare_losses([folder / "dense", folder / "moe"]))
     shown += str([outcome("a", 0, folder / name) for name in ("dense", "moe")])
     metrics.cut(folder / "dense", 15)
@@ -722,10 +674,6 @@ def read_trained(folder: Path, path: Path) -> str:
 
 
 def read_kept(folder: Path, path: Path) -> str:
-    from evaluation.ask.load import end_tokens
-    from training.checkpoint import standalone
-    from training.config.schema import ModelConfig
-
     run = next(parent for parent in path.parents if parent.parent == folder)
     origin = standalone.kept(run)
     standalone.keeps(run, ModelConfig(source="dense"))
@@ -733,40 +681,27 @@ def read_kept(folder: Path, path: Path) -> str:
 
 
 def texts(folder: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-    import zstandard
-
-    from tests.unit.training.test_data import jsonl, make_tokenizer
-    from tests.unit.training.test_data import texts as made
-
-    documents = made(12)
+    documents = test_data.texts(12)
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text("\n".join(documents))
-    jsonl(folder / "text" / "b.jsonl", documents)
-    jsonl(folder / "text" / "c.jsonl.zst", documents)
+    test_data.jsonl(folder / "text" / "b.jsonl", documents)
+    test_data.jsonl(folder / "text" / "c.jsonl.zst", documents)
     bomb = zstandard.compress(b" " * (1 << 17) + b"\n" + json.dumps({"text": "x" * (1 << 17)}).encode())
     (folder / "text" / "d.jsonl.zst").write_bytes(bomb)
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), folder / "text" / "e.parquet")
-    make_tokenizer(folder, bos=False)
+    test_data.make_tokenizer(folder, bos=False)
 
 
 def read_texts(folder: Path, path: Path) -> None:
-    from training.data.prepare import PrepareConfig, prepare
-
     prepare(PrepareConfig(str(folder / "out"), str(folder), (str(folder / "text"),), shard_tokens=500), quiet=True)
 
 
 def begun(folder: Path) -> None:
     """A folder of texts whose preparation was killed."""
-    from unittest import mock
-
-    from training.data import prepare
-
     texts(folder)
     for name in ("d.jsonl.zst", "e.parquet"):
         (folder / "text" / name).unlink()
-    with mock.patch.object(prepare, "finish", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+    with mock.patch.object(preparing, "finish", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
         read_texts(folder, folder)
 
 
@@ -778,9 +713,6 @@ def shards(folder: Path) -> None:
 
 def talks(folder: Path) -> None:
     """Conversations in each format, and a tokenizer with a template."""
-    import pyarrow
-    import pyarrow.parquet
-
     tokenizer(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
@@ -795,8 +727,6 @@ def talks(folder: Path) -> None:
 
 
 def read_talks(folder: Path, path: Path) -> None:
-    from training.data.prepare import PrepareConfig, prepare
-
     more: dict[str, Any] = {"kind": "chat", "sequence": 60, "shard_tokens": 200}
     prepare(PrepareConfig(str(folder / "out"), str(folder), (str(folder / "text"),), **more), quiet=True)
 
@@ -808,9 +738,6 @@ def talk_shards(folder: Path) -> None:
 
 
 def read_shards(folder: Path, path: Path) -> None:
-    from training.data.mixture import Mixture
-    from training.data.shards import TokenShards, read_meta
-
     opened = TokenShards.open(folder / "out", 400)
     opened.document(0), opened.document(opened.documents - 1), opened.head(20)
     Mixture([("x", opened, 1.0)], 64, 0).batch(0, 2)
@@ -820,8 +747,6 @@ def read_shards(folder: Path, path: Path) -> None:
 
 
 def sign_shards(folder: Path) -> None:
-    import hashlib
-
     path = folder / "out" / "meta.json"
     meta = json.loads(path.read_text())
     for row in meta["shards"]:
@@ -832,20 +757,12 @@ def sign_shards(folder: Path) -> None:
 
 
 def tokenizer(folder: Path) -> None:
-    from tests.unit.training.test_data import make_tokenizer
-
-    make_tokenizer(folder, bos=True)
+    test_data.make_tokenizer(folder, bos=True)
     settings = {"eos_token": "<eos>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def read_tokenizer(folder: Path, path: Path) -> None:
-    from types import SimpleNamespace
-
-    from evaluation.ask.load import load_tokenizer
-    from training.data.prepare import load_encoder
-    from upcycle.text.tokens import encoder
-
     encoder(folder)("a soft grey evening in the old harbour")
     made = load_encoder(folder, "")
     list(made.pieces([("a soft grey evening <eos>", True)], 0))
@@ -875,43 +792,30 @@ def configs(folder: Path) -> None:
 
 
 def read_configs(folder: Path, path: Path) -> None:
-    from evaluation.ask.run import is_config, read_config
-    from evaluation.ask.tasks import read_suite
-    from evaluation.studies.plan import read_study
-    from training.config import reading as training
-    from training.data.prepare import PrepareConfig
-    from upcycle.config.reading import read
-    from upcycle.config.schema import UpcycleConfig
-
     match path.stem:
         case "upcycle":
             read(UpcycleConfig, str(path))
         case "train":
             training.read_config(str(path))
         case "eval":
-            is_config(str(path))
-            read_config([str(path)])
+            asking.is_config(str(path))
+            asking.read_config([str(path)])
         case "prepare":
             read(PrepareConfig, str(path), [], folder)
         case "study":
             read_study(str(path))
         case "suite":
-            is_config(str(path))
+            asking.is_config(str(path))
             read_suite(str(path))
 
 
 def measured(folder: Path) -> None:
     """A converted folder with what was measured on text, and an index of several files."""
-    from tests.parity import tiny
-    from tests.unit.upcycle.plans import readable
-
     readable(tiny.make("llama", folder / "dense", num_hidden_layers=1), folder)
     again(folder)
 
 
 def again(folder: Path) -> None:
-    from upcycle.config.schema import Calibration, Router
-
     converted(
         source=str(folder / "readable"), output=str(folder / "moe"), scale="calibrated", max_shard="100KB",
         calibration=Calibration((str(folder / "letters.txt"),), 16, 8), router=Router(normalize=False),
@@ -919,9 +823,6 @@ def again(folder: Path) -> None:
 
 
 def read_measured(folder: Path, path: Path) -> str:
-    from upcycle.io.checkpoint import Checkpoint
-    from upcycle.verifying import inspect, rebuild
-
     shown = inspect.describe(folder / "moe", tensors=True)
     manifest = inspect.read_whole_manifest(folder / "moe")
     assert manifest is not None
@@ -936,31 +837,22 @@ def read_measured(folder: Path, path: Path) -> str:
 
 def killed(folder: Path) -> None:
     """A conversion that was killed before its end."""
-    from unittest import mock
-
-    from upcycle.converting import convert
-
-    with mock.patch.object(convert, "finish", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+    with mock.patch.object(converting, "finish", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
         measured(folder)
 
 
 def answers(folder: Path) -> None:
-    from evaluation.ask.remember import Remembered
-
     known = Remembered(folder / "cache", "print")
     known.put({f"{number:032x}": [-1.5, True] for number in range(5)} | {"text": "an answer"})
     known.close()
 
 
 def read_answers(folder: Path, path: Path) -> None:
-    from evaluation.ask.remember import Remembered
-
     Remembered(folder / "cache", "print").close()
 
 
 def published(folder: Path) -> None:
     """Data sets as their authors publish them, and a suite's own."""
-    import bz2
 
     def write(name: str, text: str) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -1000,8 +892,6 @@ PUBLISHED = {
 
 
 def read_published(folder: Path, path: Path) -> None:
-    from evaluation.ask.offline import splits
-
     splits(folder, *PUBLISHED[path.relative_to(folder).parts[0]])
 
 
@@ -1025,7 +915,7 @@ READERS: dict[str, Reader] = {
     "tokenizer": Reader(tokenizer, read_tokenizer, ("*.json",)),
     "configs": Reader(configs, read_configs, ("*.yaml",)),
     "results": Reader(evaluated, read_evaluated, ("results_*.json", "samples_*.jsonl"), sign_results),
-    "routing": Reader(routed, lambda folder, path: reported(path), ("*.json",)),
+    "routing": Reader(test_report.routed, lambda folder, path: reported(path), ("*.json",)),
     "answers": Reader(answers, read_answers, ("*.jsonl",)),
     "published": Reader(published, read_published, ("*.*",)),
 }

@@ -172,7 +172,7 @@ def exported(folder: Path) -> bool:
     written."""
     shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
     manifest = read_files(folder)
-    if manifest and (said := publish.damage(folder / publish.FILES, manifest["files"])):
+    if manifest and (said := next(publish.damages(folder / publish.FILES, manifest["files"]), "")):
         raise ValueError(f"{said}, so {folder} is not what was exported; remove it, or choose another folder")
     return folder.exists()
 

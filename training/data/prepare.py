@@ -481,7 +481,7 @@ def complete(output: Path, identity: dict[str, Any]) -> bool:
     if made(output, identity):
         shutil.rmtree(output / JOB, ignore_errors=True)  # if the last process was killed just before this
         files = {file["file"]: file for file in files_of(read_meta(output))}
-        if said := publish.damage(output / META, files):
+        if said := next(publish.damages(output / META, files), ""):
             raise ValueError(f"{said}, so {output} is not what was made; remove it and prepare it again")
         return True
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):

@@ -96,7 +96,7 @@ def convert(
 
 
 def complete(output: Path, identity: Mapping[str, Any]) -> bool:
-    """True if this plan already made the output, False if it is yet to be made. Anything else there is a ValueError."""
+    """Return whether this plan already made the output; a ValueError if anything else is there."""
     if made(output, identity):
         shutil.rmtree(output / JOB, ignore_errors=True)  # left if a kill came right after the rename
         check_whole(output)
@@ -125,7 +125,8 @@ def made(output: Path, identity: Mapping[str, Any]) -> bool:
 def check_whole(output: Path) -> None:
     """Raise a ValueError if the files of the output are not those that its manifest lists."""
     try:
-        said = publish.damage(output / publish.MANIFEST, read_json(output / publish.MANIFEST)["files"])
+        manifest = output / publish.MANIFEST
+        said = next(publish.damages(manifest, read_json(manifest)["files"]), "")
     except (KeyError, TypeError, AttributeError):
         said = f"{output / publish.MANIFEST} does not say what its files are"
     if said:
@@ -133,8 +134,7 @@ def check_whole(output: Path) -> None:
 
 
 def check_current(output: Path, checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise a ValueError if the source is not what the output was made of. All of it is read again only if the size or
-    time of a file changed."""
+    """Raise a ValueError if the source is not what the output was made of; read it again if sizes or times changed."""
     manifest = read_json(output / publish.MANIFEST)
     try:
         strict.held(manifest["read"], Read, "read")
@@ -165,7 +165,7 @@ class Record(TypedDict):
 
 
 def changed(read: Read, checkpoints: Sequence[Checkpoint], known: dict[Piece, str]) -> str:
-    """The first tensor that is not as it was read; '' if all are. `known`: the sums computed so far."""
+    """Name the first tensor that is not as it was read; '' if all are. `known` holds the sums computed so far."""
     for donor, name, rows, sha in read:
         key = (donor, name, (rows[0], rows[1]) if rows else None)
         entry = checkpoints[donor].entries.get(name) if donor < len(checkpoints) else None
@@ -184,13 +184,13 @@ def resummed(checkpoints: Sequence[Checkpoint], key: Piece) -> str:
 def stale_shards(
     plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, worker: Worker
 ) -> dict[str, publish.Stamp]:
-    """{name: stamp} of finished shards that are not as they were written, or were made of other bytes than the source
-    has now. Each rank looks at its own, which it makes again; rank 0 looks at all, to know for which it waits."""
+    """Return {name: stamp} of finished shards that are damaged, or were made of other bytes than the source has now.
+
+    Each rank looks at its own, which it makes again; rank 0 looks at all, to know for which it waits.
+    """
     now, known, stale = [c.stamps() for c in checkpoints], dict[Piece, str](), dict[str, publish.Stamp]()
     mine = [name for i, (name, _) in enumerate(plan.shards) if worker.rank in (0, i % worker.count)]
-    found = [
-        (name, line, publish.stamp(partial / name)) for name in mine if (line := record(partial, name)) is not None
-    ]
+    found = [(name, line, publish.stamp(partial / name)) for name in mine if (line := record(partial, name))]
     with ThreadPoolExecutor(LANES, "check") as pool:
         sums = list(pool.map(disk.sha256, [partial / name for name, _, _ in found]))
     for (name, line, seen), sha in zip(found, sums, strict=True):
@@ -278,9 +278,9 @@ def write_shards(
 
 
 def in_flight(plan: UpcyclePlan, shards: int) -> tuple[int, int]:
-    """(shards written at once, bytes of the cache). Each lane needs room for a layer's FFN as read and as made.
+    """Return (shards written at once, bytes of the cache); a large model has fewer lanes, not more memory.
 
-    All lanes together keep no more than one full shard, so a large model has fewer lanes, not more memory.
+    Each lane needs room for a layer's FFN as read and as made, and all lanes keep no more than one full shard.
     """
     d = plan.dense
     layer = 2 * sum(prod(shape) for shape in d.ffn_shapes().values()) * max(BYTES[d.dtype], BYTES[plan.moe.dtype])
@@ -323,7 +323,7 @@ def record_file(partial: Path, name: str) -> Path:
 
 
 def record(partial: Path, name: str) -> dict[str, Any] | None:
-    """Size and sha256 of a complete shard, and of what it was made; None if it has to be made."""
+    """Read the record of a complete shard; None if the shard has to be made."""
     try:
         file = record_file(partial, name)
         line: dict[str, Any] = strict.held(strict.read_json(file), Record, str(file))
@@ -338,7 +338,7 @@ def record(partial: Path, name: str) -> dict[str, Any] | None:
 def observations(
     plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, watch: Watch, *, quiet: bool
 ) -> dict[str, Tensor]:
-    """The measurements that the plan needs: rank 0 makes them unless a previous run did, the others wait for them."""
+    """Return the plan's measurements, which rank 0 makes unless a previous run did, while the others wait."""
     from safetensors.torch import save
 
     path = partial / JOB / OBSERVED
@@ -359,7 +359,7 @@ def observations(
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a file has the sha256 that was written beside it."""
+    """Return whether a file has the sha256 that was written next to it."""
     try:
         return path.with_suffix(".sha256").read_text() == disk.sha256(path)
     except OSError:
@@ -367,7 +367,7 @@ def is_whole(path: Path) -> bool:
 
 
 def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, identity: Mapping[str, Any]) -> None:
-    """Write everything but the weights: index, config, tokenizer, model card, manifest. Remove temporary files."""
+    """Write all but the weights (index, config, tokenizer, card, manifest), and remove temporary files."""
     records = {name: record(partial, name) for name, _ in plan.shards}
     read = {json.dumps(line[:3]): line for found in records.values() if found for line in found["read"]}
     beside = [partial / "config.json"]

@@ -34,7 +34,7 @@ from upcycle.arch.spec import MAX_EXPERTS, MoESpec
 from upcycle.config.reading import build
 from upcycle.config.schema import Router, UpcycleConfig
 from upcycle.io import strict
-from upcycle.io.checkpoint import Checkpoint, read_header
+from upcycle.io.checkpoint import Checkpoint
 from upcycle.io.strict import Count
 from upcycle.planning import methods, request
 from upcycle.planning.methods import Method, Needs, Sizes
@@ -108,11 +108,6 @@ def read_method(config: UpcycleConfig) -> Method:
     options.check(Sizes(config.experts, config.granularity))
     # no expert is made of a dense FFN, so nothing asks for one
     return Method(name, options, name == "utility", Needs(), methods.load("copy").make, None, "")
-
-
-def is_measured(config: UpcycleConfig) -> bool:
-    """True if the plan of this config takes its experts from a file."""
-    return bool(asked(config))
 
 
 def check(config: UpcycleConfig, moe: MoESpec, name: str) -> None:
@@ -230,7 +225,7 @@ def check_found(found: Found, moe: MoESpec, base: Checkpoint, file: Path) -> Non
 
 
 def checked(config: UpcycleConfig, moe: MoESpec, method: str, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What is known of each layer, if it is what `choose` makes; else a ValueError."""
+    """Return what is known of each layer; a ValueError unless it is as `choose` makes it."""
     out: dict[str, Tensor] = {}
     for layer in moe.layers:
         name = f"layers.{layer}"
@@ -255,8 +250,7 @@ def kept(saliency: Sequence[float], count: int) -> list[int]:
 
 
 def shares(use: Sequence[int], total: int) -> list[int]:
-    """The copies of each expert, one at least and `total` together: each next one is of the expert of the most use a
-    copy."""
+    """Return the copies of each expert, `total` together; each next one goes to the expert of the most use a copy."""
     copies = [1] * len(use)
     queue = [(-float(count), 1, i) for i, count in enumerate(use)]
     heapq.heapify(queue)
@@ -310,8 +304,7 @@ class Part(NamedTuple):
 
 
 def parts(slot: Slot, source: Mapping[str, Slot], experts: Experts) -> Iterator[Part]:
-    """What a tensor of the new model is stacked of: an expert's tensors, and its row of the router and of what is
-    stacked by expert, are those of the expert that it is."""
+    """Yield the parts of a tensor of the new model; each expert's are those of the expert that it is in the source."""
     one = slot.roles[0].split(".")
     if len(slot.roles) == 1 and "experts" in one:
         role = ".".join([*one[:3], str(experts.of[int(one[1])][int(one[3])]), *one[4:]])
@@ -343,11 +336,3 @@ def check_source(slots: Mapping[str, Slot], checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder} has a tensor {unknown[0]!r} that its config.json does not promise; growing would "
             "lose it"
         )
-
-
-def stored(file: Path) -> dict[str, Tensor]:
-    """What a plan measured, from the file beside the weights."""
-    from safetensors.torch import load_file
-
-    read_header(file)
-    return load_file(file)

@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from math import prod
 
 import torch
@@ -66,8 +65,10 @@ Piece = tuple[int, str, tuple[int, int] | None]  # (donor, tensor, its rows or a
 
 
 class Maker:
-    """Makes tensors of `plan`. `checkpoints`: the base, then the donors; `cache`: bytes of tensors kept; `sums`: takes
-    the sha256 of all that is read to make whole parts."""
+    """Make tensors of `plan` from the base and the donors.
+
+    `cache` is the bytes of tensors kept; `sums` takes the sha256 of all that is read to make whole parts.
+    """
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Maker:
         return torch.cat([self.part(part).flatten() for part in output.parts]).view(output.shape)
 
     def slice(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """output[index], made from only the parts that rows `index[0]` touch. A ValueError if the rows have a step."""
+        """Make output[index] from only the parts that rows `index[0]` touch; a ValueError if the rows have a step."""
         output = self.output(name)
         if not output.shape or not index:
             return self.tensor(name)
@@ -110,9 +111,8 @@ class Maker:
         if part.kind == "keep" and not part.sources[0].rows and width:
             first, last = low // width, -(-high // width)
             rows = self.read(part.sources[0], (first, last))
-            return self.finish(part, rows + part.add if part.add else rows).flatten()[
-                low - first * width : high - first * width
-            ]
+            flat = self.finish(part, rows + part.add if part.add else rows).flatten()
+            return flat[low - first * width : high - first * width]
         return self.part(part).flatten()[low:high]
 
     def output(self, name: str) -> Output:
@@ -121,7 +121,7 @@ class Maker:
         return self.plan.by_name[name]
 
     def alike(self, name: str) -> Hashable | None:
-        """The same for outputs that hold the same numbers, of copies of a slice; None where that is not known."""
+        """Return a key that outputs of equal numbers share, as copies of a slice do; None where that is not known."""
         recipe, *more = self.output(name).parts
         return None if more or recipe.kind != "expert" else self.made_of(recipe)
 
@@ -132,12 +132,8 @@ class Maker:
         if recipe.kind == "expert":
             return self.expert(recipe)
         if recipe.kind == "keep":
-            key = ("source", *self.key(recipe.sources[0]))
-            raw = (
-                self.kept.get(key, lambda: self.read(recipe.sources[0]))
-                if recipe.sources[0].rows
-                else self.read(recipe.sources[0])
-            )
+            source = recipe.sources[0]
+            raw = self.cached(source) if source.rows else self.read(source)
         elif recipe.kind == "average":
             raw = self.mean([self.read(source) for source in recipe.sources])
         elif recipe.kind == "shared":
@@ -184,7 +180,7 @@ class Maker:
         return Place(recipe.layer, recipe.expert, moe.copies, moe.granularity, moe.cut_widths, self.plan.config.seed)
 
     def made_of(self, recipe: Recipe) -> Hashable | None:
-        """What tells an expert's matrix from others; None: it is of its own."""
+        """Return a key that equal experts' matrices share; None: no other is equal."""
         same = self.plan.method.same
         return same and ("expert", recipe.layer, same(self.place(recipe)), recipe.matrix, recipe.shape, recipe.dtype)
 
@@ -195,7 +191,7 @@ class Maker:
 
         def read(name: str) -> Tensor:
             assert name == matrix, name
-            tensors = [self.kept.get(("source", *self.key(s)), partial(self.read, s)) for s in sources]
+            tensors = [self.cached(source) for source in sources]
             return tensors[0] if len(tensors) == 1 else self.mean(tensors)
 
         return FFN(dense.ffn, dense.hidden, (matrix,), read)
@@ -205,7 +201,7 @@ class Maker:
         return ffn if self.plan.dense.gated else ffn.with_gate_as_up()
 
     def carved(self, ffn: FFN, layer: int, *, shared: bool) -> FFN:
-        """The neurons of the shared expert (the first, or the most active if measured), or all the others."""
+        """Return the shared expert's neurons (the first, or the most active if measured), or all the others."""
         cut = self.plan.moe.cut_shared
         order = self.plan.observed.get(f"layers.{layer}.order")
         if order is None:
@@ -214,18 +210,12 @@ class Maker:
         return ffn.neurons(order[:cut] if shared else order[cut:])
 
     def router_rows(self, layer: int) -> Tensor:
-        plan, init = self.plan, self.plan.config.router.init
-        return (
-            router_rows(plan, layer, plan.observed.get(f"layers.{layer}.rows"))
-            if init.name in routers.MEASURED
-            else router_rows(plan, layer)
-        )
+        return router_rows(self.plan, layer, self.plan.observed.get(f"layers.{layer}.rows"))
 
     # ---- sources
 
-    @staticmethod
-    def key(source: Source) -> tuple[Hashable, ...]:
-        return (source.donor, source.name, source.rows)
+    def cached(self, source: Source) -> Tensor:
+        return self.kept.get(("source", source.donor, source.name, source.rows), lambda: self.read(source))
 
     def read(self, source: Source, rows: tuple[int, int] | None = None) -> Tensor:
         if rows is not None:
@@ -244,7 +234,7 @@ class Maker:
 
 
 def filled(w: Tensor, shape: Sequence[int]) -> Tensor:
-    """`w` with the zero neurons that make it as wide as an expert is stored (MoESpec.padding)."""
+    """Add the zero neurons that make `w` as wide as an expert is stored (MoESpec.padding)."""
     more = [want - have for want, have in zip(shape, w.shape, strict=True)]
     return functional.pad(w, [count for missing in reversed(more) for count in (0, missing)]) if any(more) else w
 
@@ -258,7 +248,7 @@ def sha256(tensor: Tensor) -> str:
 
 
 def router_rows(plan: UpcyclePlan, layer: int, measured: Tensor | None = None) -> Tensor:
-    """The distinct rows of a layer's router, float32: one per copy, or one per expert where each has its own."""
+    """Return the distinct float32 rows of a layer's router: one per copy, or one per expert where each has its own."""
     init, moe = plan.config.router.init, plan.moe
     if init.name in routers.MEASURED:
         assert measured is not None, "measure() comes before the first tensor"

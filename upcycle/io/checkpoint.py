@@ -35,7 +35,6 @@ MAX_NAME = 512
 MAX_DIMS = 64
 BLOCK = 1 << 20  # bytes read at a time, and checked while they are still in the processor's cache
 SAMPLE = 4096  # bytes of a sample, see fingerprint
-PAGE = 4096
 
 # The header's name -> torch's name, bits. torch has no types below a byte: such tensors can be listed, not read.
 DTYPES = {
@@ -130,15 +129,11 @@ class Checkpoint:
         try:
             folder = snapshot_download(hub_id[1], revision=hub_id[2], allow_patterns=DOWNLOADED)
         except (OSError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ValueError(f"{source} is not a folder here and cannot be had from the hub: {reason}") from error
+            raise not_had(source, error) from error
         return Checkpoint(Path(folder))
 
     def read(self, name: str, rows: tuple[int, int] | None = None, *, check: bool = True) -> torch.Tensor:
-        """The tensor, or its rows [first, last) of dim 0, in a buffer of its own. Only these bytes are read.
-
-        check: refuse values that are NaN or infinite, which would spread to everything made from the tensor.
-        """
+        """Read a tensor, or its rows [first, last) of dim 0; `check` refuses values that are NaN or infinite."""
         entry = self.entries.get(name)
         if entry is None:
             raise ValueError(f"{self.folder} has no tensor {short(name)} among its {len(self.entries)}")
@@ -146,7 +141,7 @@ class Checkpoint:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"tensor {short(name)} in {entry.file} is {entry.dtype}, which torch has no type for")
         shape, start, stop = row_range(entry, rows)
-        buffer = on_a_page(stop - start)
+        buffer = torch.empty(stop - start, dtype=torch.uint8)
         block_bytes = buffer.numpy()
         bad = 0
         for at in range(0, stop - start, BLOCK):
@@ -162,11 +157,9 @@ class Checkpoint:
         return buffer.view(dtype).reshape(shape)
 
     def fingerprint(self) -> str:
-        """A name for this content: sha256 of config.json, of files' names, sizes, headers, and of samples of tensors.
+        """Return the sha256 of config.json, of files' names, sizes and headers, and of 4 KiB samples of each tensor.
 
-        The samples are the first, middle and last 4 KiB of each tensor, so a fingerprint reads megabytes of any model,
-        and a replaced or retrained tensor changes it. Equal fingerprints do not prove that two checkpoints are equal: a
-        change elsewhere in a tensor of more than 12 KiB is not seen, nor are tokenizer files.
+        A replaced or retrained tensor changes it; a change between the samples is not seen, nor are tokenizer files.
         """
         digest = hashlib.sha256()
 
@@ -193,8 +186,7 @@ class Checkpoint:
         return {file.name: list(self._stamps[file]) for file in self.files}
 
     def copied_files(self) -> list[Path]:
-        """The files that a converted folder takes over: tokenizer, template, generation settings, terms; no code. A
-        ValueError about one that is not the folder's own."""
+        """Return the files that a converted folder takes over: tokenizer, template, generation settings, terms."""
         patterns = (*COPIED, *TERMS)
         names = sorted(name for name in os.listdir(self.folder) if any(fnmatchcase(name, p) for p in patterns))
         files = [self.folder / name for name in names]
@@ -228,6 +220,14 @@ def hub_match(source: str | Path) -> re.Match[str] | None:
     return None if isinstance(source, Path) or Path(source).exists() else HUB_ID.fullmatch(source)
 
 
+def not_had(source: str | Path, error: Exception) -> ValueError:
+    return ValueError(f"{source} is not a folder here and cannot be had from the hub: {first_line(error)}")
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 def public_name(source: str) -> str:
     """Return a hub id as it is, and of a folder the name without where it lies on this machine."""
     return source if hub_match(source) else os.path.basename(os.path.normpath(source))
@@ -240,6 +240,14 @@ def read_header(file: Path) -> dict[str, Entry]:
     """Every tensor of one safetensors file by name; all that the header says is checked against the file."""
     with open_regular(file) as handle:
         return parse_header(handle, file)
+
+
+def load_checked(file: Path) -> dict[str, torch.Tensor]:
+    """Load a small safetensors file whose header was checked before."""
+    from safetensors.torch import load_file
+
+    read_header(file)
+    return load_file(file)
 
 
 def parse_header(handle: FileIO, file: Path) -> dict[str, Entry]:
@@ -386,24 +394,20 @@ def check_index(folder: Path, weight_map: Mapping[str, str], headers: Mapping[st
                 )
             seen[name] = file
     for name, file in weight_map.items():
-        if seen.get(name) != file:
-            place = f" but in {seen[name]}" if name in seen else ""
+        if seen.pop(name, None) != file:
+            place = next((f" but in {other}" for other, header in headers.items() if name in header), "")
             raise ValueError(
                 f"tensor {short(name)} is not in {folder / file}{place}, though {INDEX} says so; is one of them stale?"
             )
     for name, file in seen.items():
-        if name not in weight_map:
-            raise ValueError(
-                f"tensor {short(name)} is in {folder / file} but not in {INDEX}; are the files of one model?"
-            )
+        raise ValueError(f"tensor {short(name)} is in {folder / file} but not in {INDEX}; are the files of one model?")
 
 
 # ---- bytes
 
 
 def own(file: Path) -> Path:
-    """The file, if it may be published with its folder: a regular file of the folder, or of the hub's cache if the
-    folder is a part of that, and of MAX_COPIED bytes at most. A link to elsewhere may lead to any secret."""
+    """Return the file, if it may be published: a regular one, no link out of its folder or its hub cache, not large."""
     home, target = Path(os.path.realpath(file.parent)), Path(os.path.realpath(file))
     places = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(target.is_relative_to(place) for place in places):
@@ -421,14 +425,6 @@ def own(file: Path) -> Path:
 def stamp(handle: FileIO) -> tuple[int, int]:
     status = os.fstat(handle.fileno())
     return status.st_size, status.st_mtime_ns
-
-
-def on_a_page(size: int) -> torch.Tensor:
-    """A buffer that begins on a page, so that a direct write (disk.py) needs no copy of it."""
-    if size < BLOCK:  # too small to be worth aligning
-        return torch.empty(size, dtype=torch.uint8)
-    room = torch.empty(size + PAGE, dtype=torch.uint8)
-    return room[-room.data_ptr() % PAGE :][:size]
 
 
 # ---- tensors
@@ -458,10 +454,9 @@ def samples(entry: Entry) -> Iterator[tuple[int, int]]:
 
 
 def count_non_finite(block: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype) -> int:
-    """The number of values in these bytes that are NaN or infinite.
+    """Count the values in these bytes that are NaN or infinite.
 
-    Two maxima tell whether there are any, without extra memory and at the speed of the cache: as signed integers, the
-    positive non-finite numbers are the largest; as unsigned integers, the negative ones are.
+    As signed integers the positive ones are the largest, as unsigned integers the negative ones: two maxima tell.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0

@@ -2,8 +2,8 @@
 not at all. What they return from is on the disk; what they fail at is not there.
 
 A shard goes around the page cache where the system allows it (O_DIRECT): its bytes are not read again here, so caching
-them would cost a copy by the kernel and push the source out of memory. The processor is left with the sha256, and with
-copying data that does not begin on a page into an aligned buffer; both run while the disk writes.
+them would push the source out of memory. The processor is left with the sha256, and with copying data into an aligned
+buffer; both run while the disk writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from upcycle.io.checkpoint import DTYPES
@@ -86,8 +85,7 @@ def header(tensors: Iterable[Stored]) -> bytes:
 
 
 class Stream:
-    """A new file, written front to back. After close() it is on the disk, and `bytes` and `sha256` are known. As a
-    context it leaves no file if it fails; the OSError of a write names it."""
+    """A new file, written front to back and hashed; as a context it is on the disk afterwards, or not there."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -99,8 +97,9 @@ class Stream:
                 raise
             self.fd = os.open(path, flags, 0o666)
         self.digest, self.bytes = hashlib.sha256(), 0
-        self.buffers = [mmap.mmap(-1, BUFFER) for _ in range(2)]  # mapped memory begins on a page
-        self.views = [np.frombuffer(buffer, np.uint8) for buffer in self.buffers]
+        self.views = [
+            np.frombuffer(mmap.mmap(-1, BUFFER), np.uint8) for _ in range(2)
+        ]  # mapped memory begins on a page
         self.filled = 0  # bytes of views[0]
         self.writer = ThreadPoolExecutor(1, "write")
         self.pending: Future[None] | None = None
@@ -109,7 +108,7 @@ class Stream:
         """Copy and hash `data`. A thread writes each full buffer while the next one is filled."""
         source = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data.flatten().view(torch.uint8).numpy()
         self.bytes += source.size
-        start = self.write_through(source) if self.filled == 0 and source.ctypes.data % ALIGN == 0 else 0
+        start = 0
         while start < source.size:
             size = min(PIECE, BUFFER - self.filled, source.size - start)
             piece = self.views[0][self.filled : self.filled + size]
@@ -119,20 +118,6 @@ class Stream:
             self.filled += size
             if self.filled == BUFFER:
                 self.flush(BUFFER)
-
-    def write_through(self, source: NDArray[np.uint8]) -> int:
-        """Write the whole pages of `source` without a copy, hashing them meanwhile, and return their number of bytes.
-
-        `source` and its place in the file must both begin on a page.
-        """
-        whole = source.size - source.size % ALIGN
-        for start in range(0, whole, BUFFER):
-            piece = source[start : min(start + BUFFER, whole)]
-            self.wait()
-            self.pending = self.writer.submit(write_all, self.fd, piece.data)
-            self.digest.update(piece.data)
-        self.wait()  # after write() the caller may change or free the memory
-        return whole
 
     def flush(self, size: int) -> None:
         self.wait()
@@ -189,7 +174,7 @@ def write_all(fd: int, data: memoryview) -> None:
 
 
 def undirect(fd: int) -> bool:
-    """Let `fd` write through the page cache from now on. False if it did so already."""
+    """Let `fd` write through the page cache from now on; return False if it did so already."""
     direct, flags = getattr(os, "O_DIRECT", 0), fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
     return bool(flags & direct)
@@ -197,7 +182,7 @@ def undirect(fd: int) -> bool:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context in which an OSError names the file; that of a write, such as a full disk, does not by itself."""
+    """Let an OSError name the file; that of a write, such as a full disk, does not by itself."""
     try:
         yield
     except OSError as error:
@@ -234,7 +219,7 @@ def write_blocks(path: Path, blocks: Iterable[bytes]) -> None:
 
 @contextmanager
 def renamed(scratch: Path, path: Path) -> Iterator[None]:
-    """Context that makes `scratch`, which becomes `path` at its end, and is removed if that fails."""
+    """Rename `scratch`, which is made within, to `path`; remove it if that fails."""
     try:
         yield
         os.rename(scratch, path)
@@ -244,8 +229,7 @@ def renamed(scratch: Path, path: Path) -> Iterator[None]:
 
 
 def sweep(folder: Path, names: Collection[str] | None = None) -> None:
-    """Remove what processes left that were killed in write_blocks: of files of these names, or of all. Only where no
-    other process writes them."""
+    """Remove what killed processes left of files of these names, or of all; no other process may write them now."""
     for path in folder.iterdir():
         left = TEMPORARY.fullmatch(path.name)
         if left and (names is None or left[1] in names):

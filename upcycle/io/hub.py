@@ -23,9 +23,11 @@ from upcycle.io.checkpoint import (
     TERMS,
     Checkpoint,
     check_entry,
+    first_line,
     hub_match,
+    not_had,
     public_name,
-)
+)  # fmt: skip
 from upcycle.io.publish import FILES, MANIFEST, MEASURED, signed
 from upcycle.io.strict import parse_object, read_object, read_small, short
 
@@ -62,8 +64,7 @@ class Headers(Checkpoint):
 
 
 def headers(source: str | Path) -> Checkpoint:
-    """What `source` holds, to plan with: a folder is opened, of a hub id config.json and the headers are fetched. Where
-    the Hub may not be asked (HF_HUB_OFFLINE) the model is opened that was downloaded before."""
+    """Open a folder, or of a hub id only config.json and the headers; offline, open what was downloaded before."""
     hub_id = hub_match(source)
     if not hub_id:
         return Checkpoint.open(source)
@@ -75,8 +76,7 @@ def headers(source: str | Path) -> Checkpoint:
         config = huggingface_hub.hf_hub_download(hub_id[1], "config.json", revision=hub_id[2])
         found = huggingface_hub.get_safetensors_metadata(hub_id[1], revision=hub_id[2])
     except Exception as error:  # of three libraries, below one function
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{source} is not a folder here and cannot be had from the hub: {reason}") from error
+        raise not_had(source, error) from error
     return Headers(str(source), Path(config), found.files_metadata)
 
 
@@ -85,7 +85,7 @@ def headers(source: str | Path) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Upload:
-    """What `push` sends of a folder: (name, bytes of its content, or the file with them), and the names that stay."""
+    """What `push` sends of a folder, each a name with its content or file, and the names that stay."""
 
     folder: Path
     files: tuple[tuple[str, Path | bytes], ...]
@@ -97,8 +97,7 @@ class Upload:
 
 
 def upload(folder: str | Path) -> Upload:
-    """The files of a model's folder that go to the Hub: weights, configs, tokenizer, terms, card, manifest, and the
-    code that config.json names. ValueError if something is missing or no plain file."""
+    """Choose the files that go to the Hub: weights, configs, tokenizer, terms, card, manifest, code of config.json."""
     folder = Path(folder)
     with Checkpoint.open(folder) as checkpoint:  # every header is read, and held to its file
         names = {file.name for file in checkpoint.files}
@@ -117,7 +116,7 @@ def upload(folder: str | Path) -> Upload:
 
 
 def public_manifest(path: Path) -> bytes:
-    """The manifest without where things lay on this machine: of folders and files the names alone."""
+    """Return the manifest with folders and files by their names alone, without where they lay on this machine."""
     manifest = read_object(path)
 
     def public(value: Any) -> Any:
@@ -132,13 +131,13 @@ def public_manifest(path: Path) -> bytes:
 
 
 def push(folder: str | Path, hub_id: str, *, private: bool = False) -> str:
-    """Makes the repository unless it is there, sends the folder in one commit, and returns its address."""
+    """Make the repository unless it is there, send the folder in one commit, and return its address."""
     check_id(hub_id)
     return send(upload(folder), hub_id, private=private)
 
 
 def send(what: Upload, hub_id: str, *, private: bool = False) -> str:
-    """`push` of what is looked through already: every header was read, and the manifest made."""
+    """Push what `upload` has looked through."""
     import huggingface_hub
     from huggingface_hub import CommitOperationAdd
 
@@ -148,7 +147,7 @@ def send(what: Upload, hub_id: str, *, private: bool = False) -> str:
         api.create_repo(hub_id, private=private, exist_ok=True)
         done = api.create_commit(hub_id, operations, commit_message="Upload a model made by upcycle")
     except Exception as error:  # of three libraries, below one function
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise ValueError(f"{what.folder} cannot be put to {hub_id}: {reason}; is `hf auth login` done?") from error
     return str(done.commit_url)
 

@@ -5,7 +5,7 @@ touched. Every command that makes a folder or several files goes this way:
     disk.Stream, .copy, .write_atomic       each file is on the disk before anything is renamed
     listed(paths)             size and sha256 of all files, for the manifest
     rename(partial, output)   the folder gets its name, and its parent knows it
-    damage(folder, ...)       is what lies there still what was published?
+    damages(manifest, files)  is what lies there still what was published?
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ Stamp = tuple[int, int] | None  # of a file, that of another one differs: inode 
 
 
 def opened(lock: Path) -> IO[str]:
-    """A lock file, made if it is not there; what it says of its holder stays. A link is refused: to what may it be?"""
+    """Open a lock file, made if it is not there; what it says of its holder stays, and a link is refused."""
     return open(lock, "a+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666))
 
 
 def acquire(lock: IO[str], what: str) -> bool:
-    """Takes the lock and writes into it who has it; False on a filesystem without locks. A ValueError if another
-    process has it."""
+    """Take the lock and write into it who has it; return False on a filesystem without locks."""
     try:
         taken = flocked(lock)
     except OSError:
@@ -69,7 +68,7 @@ def sign(lock: IO[str], process: int) -> None:
 
 
 def flocked(lock: IO[str]) -> bool:
-    """Whether the lock could be taken; OSError where there are none."""
+    """Try to take the lock; an OSError where there are none."""
     for _ in range(TRIES):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,7 +79,7 @@ def flocked(lock: IO[str]) -> bool:
 
 
 def beats(lock: IO[str]) -> bool:
-    """Whether who is named in a lock file gives signs of life: for filesystems without locks."""
+    """Return whether the process named in a lock file gives signs of life, where there are no locks."""
     found = said(lock)
     if found is None:
         return False
@@ -98,7 +97,7 @@ def beats(lock: IO[str]) -> bool:
 
 
 def said(lock: IO[str]) -> tuple[int, str, str] | None:
-    """(process, host, since when) of a lock file; None if it does not say."""
+    """Read (process, host, since when) of a lock file; None if it does not say."""
     lock.seek(0)
     found = re.fullmatch(r"(\d{1,9}) ([\w.-]{1,253}) ([\dTZ:-]{1,30})\n", lock.read(400))
     return (int(found[1]), found[2], found[3]) if found else None
@@ -111,7 +110,7 @@ def holder(lock: IO[str]) -> str:
 
 @contextmanager
 def hold(lock: IO[str], what: str) -> Iterator[None]:
-    """Holds the lock; where there are none it touches the file every BEAT seconds instead. See job.Watch.alive."""
+    """Hold the lock; where there are none, touch the file every BEAT seconds instead. See job.Watch.alive."""
     done = threading.Event()
 
     def beat() -> None:
@@ -129,8 +128,7 @@ def hold(lock: IO[str], what: str) -> Iterator[None]:
 
 @contextmanager
 def alone(lock: Path, what: Path) -> Iterator[None]:
-    """Within, this process alone writes `what`. The lock file goes with the lock, and so do folders that were made for
-    it and hold nothing else."""
+    """Hold the lock on `what`; remove the lock file after it, and empty folders that were made for it."""
     with ExitStack() as stack:
         made = [folder for folder in (lock.parent, *lock.parent.parents) if not folder.exists()]
         while True:
@@ -183,18 +181,21 @@ def stamp(file: Path) -> Stamp:
     return status.st_ino, status.st_mtime_ns
 
 
-def damage(manifest: Path, files: Mapping[str, Mapping[str, Any]]) -> str:
-    """What is not as `files` lists it in the folder of `manifest`, a clause; '' if nothing is. Every file must be there
-    with its size; read again are small ones, and those that were touched after the manifest was written."""
+def damages(manifest: Path, files: Mapping[str, Mapping[str, Any]], *, every: bool = False) -> Iterator[str]:
+    """Yield a clause for each file in the folder of `manifest` that is not as `files` lists it.
+
+    Each must be there with its size; read again are small ones, those touched after the manifest was written, or all.
+    """
     written = manifest.stat().st_ctime_ns
     for name, line in files.items():
         path = manifest.with_name(Path(name).name)
         if not path.is_file():
-            return f"{path} is missing"
+            yield f"{path} is missing"
+            continue
         status = path.stat()
         if status.st_size != line["bytes"]:
-            return f"{path} has {status.st_size} bytes, {line['bytes']} were written"
-        is_read = status.st_size <= SMALL or status.st_ctime_ns > written
+            yield f"{path} has {status.st_size} bytes, {line['bytes']} were written"
+            continue
+        is_read = every or status.st_size <= SMALL or status.st_ctime_ns > written
         if is_read and disk.sha256(path) != line["sha256"]:
-            return f"{path} is not the file that was written: its sha256 differs"
-    return ""
+            yield f"{path} is not the file that was written: its sha256 differs"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-from upcycle.io.strict import short
+from upcycle.io import strict
 
 T = TypeVar("T")
 W = TypeVar("W", bound=str)
@@ -28,24 +28,21 @@ def need(config: Config, key: str) -> Any:
 
 
 def whole(config: Config, key: str, default: int | None = None, *, low: int = 1, high: int = LARGEST) -> int:
-    value = stated(config, key, default)
-    if not is_whole(value, low, high):
-        raise wrong(config, key, f"a whole number {between(low, high)}")
-    return int(value)
+    return checked(
+        config, key, default, lambda value: is_whole(value, low, high), f"a whole number {range_of(low, high)}"
+    )
 
 
 def number(
     config: Config, key: str, default: float | None = None, *, low: float = SMALL, high: float = LARGE
 ) -> int | float:
-    value = stated(config, key, default)
-    if not is_number(value, low, high):
-        raise wrong(config, key, f"a number from {low:g} to {high:g}")
-    found: int | float = value
-    return found
+    return checked(
+        config, key, default, lambda value: is_number(value, low, high), f"a number from {low:g} to {high:g}"
+    )
 
 
 def flag(config: Config, key: str, default: bool = False) -> bool:
-    """Here null is false, as it is to the code of most models."""
+    """Read true or false; null is false, as it is to the code of most models."""
     value = config.get(key, default)
     if value is not None and not isinstance(value, bool):
         raise wrong(config, key, "true or false")
@@ -53,29 +50,21 @@ def flag(config: Config, key: str, default: bool = False) -> bool:
 
 
 def word(config: Config, key: str, default: W | None, known: Collection[W]) -> W:
-    value = stated(config, key, default)
-    for name in known:
-        if name == value:
-            return name
-    raise wrong(config, key, f"one of {', '.join(sorted(known))}")
+    return checked(config, key, default, lambda value: value in list(known), f"one of {', '.join(sorted(known))}")
 
 
 def text(config: Config, key: str, default: str | None = None) -> str:
-    value = stated(config, key, default)
-    if not isinstance(value, str) or not value:
-        raise wrong(config, key, "a name")
-    return value
+    return checked(config, key, default, lambda value: isinstance(value, str) and value != "", "a name")
 
 
 def wholes(config: Config, key: str, default: list[int] | None = None, *, low: int, high: int) -> list[int]:
-    """A list, which may be empty."""
-    return items(config, key, default, lambda item: is_whole(item, low, high), f"whole numbers {between(low, high)}")
+    """Read a list, which may be empty."""
+    return items(config, key, default, lambda item: is_whole(item, low, high), f"whole numbers {range_of(low, high)}")
 
 
 def numbers(config: Config, key: str, default: list[float] | None = None) -> list[float]:
-    return items(
-        config, key, default, lambda item: is_number(item, SMALL, LARGE), f"numbers from {SMALL:g} to {LARGE:g}"
-    )
+    what = f"numbers from {SMALL:g} to {LARGE:g}"
+    return items(config, key, default, lambda item: is_number(item, SMALL, LARGE), what)
 
 
 def names(config: Config, key: str, default: list[str] | None = None) -> list[str]:
@@ -83,34 +72,38 @@ def names(config: Config, key: str, default: list[str] | None = None) -> list[st
 
 
 def items(config: Config, key: str, default: list[T] | None, fits: Callable[[Any], bool], what: str) -> list[T]:
-    value = stated(config, key, default)
-    if not isinstance(value, list) or not all(map(fits, value)):
-        raise wrong(config, key, f"a list of {what}")
-    return value
-
-
-def wrong(config: Config, key: str, want: str) -> ValueError:
-    return ValueError(
-        f"config.json of this {model_type(config)} model has {key}={short(config.get(key))}; it must be {want}"
+    return checked(
+        config, key, default, lambda value: isinstance(value, list) and all(map(fits, value)), f"a list of {what}"
     )
 
 
+def checked(config: Config, key: str, default: T | None, fits: Callable[[Any], bool], want: str) -> T:
+    """Return the value of a key if it fits."""
+    value: Any = config.get(key)
+    if value is None:
+        value = need(config, key) if default is None else default
+    if not fits(value):
+        raise wrong(config, key, want)
+    found: T = value
+    return found
+
+
+def wrong(config: Config, key: str, want: str) -> ValueError:
+    got = strict.short(config.get(key))
+    return ValueError(f"config.json of this {model_type(config)} model has {key}={got}; it must be {want}")
+
+
 def is_whole(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    return strict.is_whole(value) and low <= value <= high
 
 
 def is_number(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high  # false of NaN
+    return strict.is_number(value) and low <= value <= high  # false of NaN
 
 
-def between(low: int, high: int) -> str:
+def range_of(low: int, high: int) -> str:
     return f"of at least {low}" if high == LARGEST else f"from {low} to {high}"
 
 
 def model_type(config: Config) -> str:
     return f"{config.get('model_type')!s:.60}"
-
-
-def stated(config: Config, key: str, default: T | None) -> Any:
-    value = config.get(key)
-    return value if value is not None else need(config, key) if default is None else default

@@ -25,7 +25,7 @@ CONSTANT = 1e-4  # ridge of the direction along which all tokens agree
 
 @torch.no_grad()
 def rows(x_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
-    """(N, D) float32 rows of a router that sends about as many of these tokens to each of `count` clusters."""
+    """Make float32 rows (N, D) of a router that sends about as many of these tokens to each of `count` clusters."""
     if len(x_TD) < 2 * count or count < 2:
         raise ValueError(
             f"{len(x_TD)} tokens of text cannot be divided into {count} clusters for router.init.name=clusters; give "
@@ -56,7 +56,7 @@ def rows(x_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
 
 
 def first_centres(apart_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
-    """Tokens as first centres (k-means++): each next one is drawn by how far it is from all so far."""
+    """Draw tokens as first centres (k-means++), each by how far it is from all before it."""
     generator = rng.generator(seed, "cluster tokens", layer)
     far_T, drawn = torch.ones(len(apart_TD)), list[int]()
     for _ in range(count):
@@ -68,24 +68,26 @@ def first_centres(apart_TD: Tensor, count: int, seed: int, layer: int) -> Tensor
 
 
 def distances(apart_TD: Tensor, centre_ND: Tensor) -> Tensor:
-    """Squared distances (T, N), without |x|^2, which is the same for all clusters."""
+    """Return squared distances (T, N) without |x|^2, which is the same for all clusters."""
     return (centre_ND**2).sum(1) - 2 * apart_TD @ centre_ND.T
 
 
 def nearness(centre_ND: Tensor, price_N: Tensor, mean_D: Tensor, agreed_D: Tensor) -> Tensor:
-    """Rows that say -|x - mean - c|^2 - price of each centre c, less what is the same for all: linear in x, where a
-    constant is a row along the direction in which x is 1."""
+    """Return rows whose product with x is -|x - mean - c|^2 - price of each centre c, less what is the same for all.
+
+    A constant is a row along the direction in which x is 1.
+    """
     offset_N = -(centre_ND**2).sum(1) - 2 * centre_ND @ mean_D - price_N
     return 2 * centre_ND + offset_N[:, None] * agreed_D
 
 
 def excess(cluster_T: Tensor, count: int) -> Tensor:
-    """The logarithm of each cluster's load over the mean."""
+    """Return the logarithm of each cluster's load over the mean."""
     return (torch.bincount(cluster_T, minlength=count) * (count / len(cluster_T))).float().clamp_min(EMPTY).log()
 
 
 def constant(x_TD: Tensor, span_MD: Tensor) -> Tensor:
-    """The direction in the span on which all tokens come as near to 1 as they can."""
+    """Return the direction in the span on which all tokens come as near to 1 as they can."""
     seen_TM = (x_TD @ span_MD.T).double()
     gram_MM = seen_TM.T @ seen_TM
     gram_MM.diagonal().add_(CONSTANT * gram_MM.diagonal().mean())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from upcycle.arch import registry
 from upcycle.converting.make import Maker, router_rows
-from upcycle.io.checkpoint import Checkpoint, read_header
+from upcycle.io.checkpoint import Checkpoint, load_checked
 from upcycle.planning import request, routers
 from upcycle.planning.plan import UpcyclePlan
 from upcycle.text import clusters, observe
@@ -34,8 +34,7 @@ def measure(
     given: Callable[[], Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Runs the dense model on the texts that the config names, or where it names none on the ids [sequence, token] that
-    `given` makes, and returns what the plan needs. What costs most is computed on `device`."""
+    """Return what the plan needs of the dense model on the config's texts, or on the ids that `given` makes."""
     moe, init = plan.moe, plan.config.router.init
     if given is None or request.measured_texts(plan.config):
         ids, domain = tokens(plan, checkpoints)
@@ -68,11 +67,8 @@ def measure(
 
 
 def read(path: Path, plan: UpcyclePlan) -> dict[str, Tensor]:
-    """What was measured for a plan, from the file that keeps it; a ValueError if it is not what the plan asks for."""
-    from safetensors.torch import load_file
-
-    read_header(path)
-    found, moe = load_file(path), plan.moe
+    """Read what was measured for a plan; a ValueError if it is not what the plan asks for."""
+    found, moe = load_checked(path), plan.moe
     fits: dict[str, Callable[[Tensor], bool]] = {}
     if plan.method.needs.order:
         every = torch.arange(plan.dense.ffn)
@@ -89,7 +85,7 @@ def read(path: Path, plan: UpcyclePlan) -> dict[str, Tensor]:
 
 
 def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> tuple[Tensor, Tensor]:
-    """(ids [sequence, token], domain of every token): the router's texts, one domain each, or the calibration texts."""
+    """Return (ids [sequence, token], domain of every token); each of the router's texts is a domain."""
     calibration, init = plan.config.calibration, plan.config.router.init
     texts = request.measured_texts(plan.config)
     groups = [(path,) for path in texts] if init.name == "hidden" else [texts]
@@ -103,7 +99,7 @@ def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> tuple[Tensor
 
 
 def reader(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> observe.Read:
-    """A function role -> tensor of the dense model: the base, or the donors' mean if the method averages the rest."""
+    """Return a function role -> tensor of the base, or of the donors' mean if the method averages the rest."""
     maker = Maker(plan, checkpoints)
     sources = registry.family(plan.dense.family).sources(plan.dense)
     donors = range(1, len(checkpoints)) if plan.method.needs.rest == "mean" else [0]

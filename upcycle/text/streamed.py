@@ -5,6 +5,8 @@ embedding, the last norm, the head) is called, a hook reads its tensors, transfo
 them, and a second hook puts them back on the meta device. So a model of any size needs the room of its largest layer
 and of the hidden states. A folder that ships our modelling file runs with the package's own copy, after the two were
 found equal byte for byte: no remote code runs.
+
+The loader's parts are imported by name, because from_pretrained would hold a whole model, or copy it to the disk.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ import ctypes
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from tqdm import tqdm
 
 from upcycle.arch.targets import upcycled
@@ -29,17 +32,19 @@ AtLayer = Callable[[int, nn.Module], None]  # called with a layer whose weights 
 
 @dataclass
 class Unit:
-    """What is loaded at once: a decoder layer, or a module outside of them that has parameters of its own."""
+    """A module that is loaded at once: a decoder layer, or one outside of them that has parameters of its own."""
 
     path: str
     module: nn.Module
-    names: list[str]  # of the checkpoint's tensors
+    names: list[str] = field(default_factory=list)  # of the checkpoint's tensors
     keep: bool = False  # stays loaded between calls
 
 
 class Streamed:
-    """The causal LM of an open checkpoint. `change(name, tensor)`: applied to each tensor read. `experts`:
-    transformers' experts_implementation, "" for its default. A ValueError if folder and model do not fit."""
+    """The causal LM of an open checkpoint; a ValueError if folder and model do not fit.
+
+    `change(name, tensor)` is applied to each tensor read; `experts` is transformers' experts_implementation.
+    """
 
     def __init__(
         self,
@@ -55,13 +60,11 @@ class Streamed:
         try:
             with quiet(), empty_parameters():
                 self.model: Any = built(checkpoint, dtype, experts)
-        except ValueError as error:
-            raise self.refused(error) from error
         except Exception as error:  # a config.json that does not fit raises errors of any type
             raise self.refused(error) from error
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(device)
+                setattr(module, name, buffer.to(device))
         self.units = self.divided()
         for unit in self.units:
             unit.module.register_forward_pre_hook(lambda *_, unit=unit: None if unit.keep else self.load(unit))
@@ -72,8 +75,7 @@ class Streamed:
         return ValueError(f"transformers cannot load {self.checkpoint.folder} ({type(error).__name__}: {reason})")
 
     def divided(self) -> list[Unit]:
-        """Every module that is loaded at once, with its tensors. All of the model's and of the folder's are among
-        them, else a ValueError."""
+        """Return the modules that are loaded at once; a ValueError if one of the folder's tensors is in none."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
         from transformers.modeling_utils import LoadStateDictConfig
@@ -86,36 +88,34 @@ class Streamed:
             weight_mapping=mapping,
             dtype_plan=model._get_dtype_plan(self.dtype),
         )
-        layers = {f"{model.base_model_prefix}.layers.{i}": m for i, m in enumerate(model.base_model.layers)}
-        owners = {
-            path: module
-            for path, module in model.named_modules()
-            if any(True for _ in module.parameters(recurse=False))
-            and not path.startswith(f"{model.base_model_prefix}.layers.")
-        }
-        units = {path: Unit(path, module, []) for path, module in [*layers.items(), *owners.items()]}
+        base, start = model.base_model_prefix, f"{model.base_model_prefix}.layers."
+        units = {f"{start}{i}": Unit(f"{start}{i}", module) for i, module in enumerate(model.base_model.layers)}
+        for path, module in model.named_modules():
+            if not path.startswith(start) and any(True for _ in module.parameters(recurse=False)):
+                units[path] = Unit(path, module)
         renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
         converters = [m for m in mapping if isinstance(m, WeightConverter)]
         state, unexpected = model.state_dict(), []
         ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
         for name in self.checkpoint.entries:
-            key, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+            key, _ = rename_source_key(name, renamings, converters, base, state)
             path = next((p for p in (prefix(key), key.rpartition(".")[0]) if p in units), None)
             if path is not None and key in state:
                 units[path].names.append(name)
             elif not any(re.search(pattern, name) for pattern in ignored):
                 unexpected.append(name)
-        if unexpected:
-            raise self.problem("unexpected_keys", unexpected)
+        self.refuse("unexpected_keys", unexpected)
         self.tied = {
             target.rpartition(".")[0]: source.rpartition(".")[0]
             for target, source in getattr(model, "all_tied_weights_keys", {}).items()
         }
         return list(units.values())
 
-    def problem(self, what: str, names: list[str]) -> ValueError:
-        shown = f"{', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}"
-        return ValueError(f"transformers reports {what} in {self.checkpoint.folder}: {shown}")
+    def refuse(self, what: str, names: list[str]) -> None:
+        """Raise a ValueError if there are names."""
+        if names:
+            shown = f"{', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}"
+            raise ValueError(f"transformers reports {what} in {self.checkpoint.folder}: {shown}")
 
     # ---- the weights of one layer
 
@@ -141,19 +141,15 @@ class Streamed:
         except Exception as error:
             raise self.refused(error) from error
         own = {f"{unit.path}.{name}" for name in unit.module.state_dict()}
-        for what, names in (
-            ("mismatched_keys", [name for name, *_ in info.mismatched_keys]),
-            ("conversion_errors", list(info.conversion_errors)),
-            ("missing_keys", list(own & info.missing_keys)),
-        ):
-            if names:
-                raise self.problem(what, names)
+        self.refuse("mismatched_keys", [name for name, *_ in info.mismatched_keys])
+        self.refuse("conversion_errors", list(info.conversion_errors))
+        self.refuse("missing_keys", list(own & info.missing_keys))
 
     # ---- running it
 
     @torch.no_grad()
     def hidden(self, rows: list[Tensor], label: str, at_layer: AtLayer | None = None) -> Tensor:
-        """The last hidden states [token, hidden] of these sequences; what the head makes logits of."""
+        """Return the last hidden states [token, hidden] of these sequences."""
         self.at_layer = at_layer or self.at_layer
         out = []
         with tqdm(total=sum(row.numel() for row in rows), desc=label, unit="token", delay=2) as bar:
@@ -165,7 +161,7 @@ class Streamed:
 
     @contextmanager
     def with_head(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """A function hidden states [token, hidden] -> logits [token, vocabulary]: the stock model's own last steps."""
+        """Yield a function from hidden states [token, hidden] to logits [token, vocabulary], the stock model's own."""
         base = self.model.base_model
         heads = [u for u in self.units if u.module is self.model.get_output_embeddings()]
 
@@ -189,13 +185,13 @@ class Streamed:
 
 
 def prefix(key: str) -> str:
-    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`."""
+    """Return `model.layers.3` for `model.layers.3.mlp.up_proj.weight`."""
     found = re.match(r"(.*?\.layers\.\d+)\.", key)
     return found[1] if found else ""
 
 
 def batches(rows: list[Tensor]) -> Iterator[Tensor]:
-    """Sequences of one length stacked, BATCH tokens at most (or one longer sequence)."""
+    """Yield sequences of one length stacked, BATCH tokens at most (or one longer sequence)."""
     at = 0
     while at < len(rows):
         length = len(rows[at])
@@ -207,7 +203,7 @@ def batches(rows: list[Tensor]) -> Iterator[Tensor]:
 
 
 def built(checkpoint: Checkpoint, dtype: torch.dtype, experts: str) -> Any:
-    """The model without its weights."""
+    """Build the model without its weights."""
     import transformers
 
     path = str(checkpoint.folder)
@@ -231,7 +227,7 @@ def built(checkpoint: Checkpoint, dtype: torch.dtype, experts: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No report or bars of transformers between ours; what it would report is checked here."""
+    """Silence reports and bars of transformers; what it would report is checked here."""
     import transformers
 
     hf_logging: Any = transformers.logging
@@ -247,31 +243,27 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Parameters made meanwhile go to the meta device; buffers, which are computed and not read, stay real."""
-    real = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        real(module, name, parameter)
-        if parameter is not None:
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    """Put parameters made meanwhile on the meta device; buffers, which are computed and not read, stay real."""
+    hook: Any = lambda _module, _name, parameter: emptied(parameter)  # noqa: E731 - of another type than torch states
+    handle = register_module_parameter_registration_hook(hook)
     try:
         yield
     finally:
-        nn.Module.register_parameter = real  # type: ignore[method-assign]
+        handle.remove()
+
+
+def emptied(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.to("meta"), requires_grad=False)
 
 
 def free(module: nn.Module) -> None:
+    """Put a module's parameters on the meta device again, and return their memory to the system.
+
+    glibc keeps an arena for each of the loader's threads; the arenas would grow with the number of layers.
+    """
     for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            part._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-    give_back()
-
-
-def give_back() -> None:
-    """Returns freed memory to the system: glibc keeps an arena for each of the loader's threads, and what these keep
-    grows with the number of layers."""
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, emptied(parameter))
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

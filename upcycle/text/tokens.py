@@ -29,10 +29,7 @@ PIECE = 1 << 20  # characters of a .txt read at a time, so that memory does not 
 def documents(
     paths: Iterable[str | Path], key: str = "text", watch: Callable[[int], object] | None = None
 ) -> Iterator[str]:
-    """Yield the texts of all files, in order. `watch` is called with the number of bytes of each read from a file.
-
-    A file that cannot be read is a ValueError that names it.
-    """
+    """Yield the texts of all files, in order; `watch` is called with the number of bytes of each read from a file."""
     for path in map(Path, paths):
         with reading(path, watch) as file:
             yield from iter(lambda: file.read(PIECE), "") if path.suffix == ".txt" else lines(path, file, key)
@@ -47,7 +44,7 @@ def objects(path: Path, watch: Callable[[int], object] | None = None) -> Iterato
 
 @contextmanager
 def reading(path: Path, watch: Callable[[int], object] | None = None) -> Iterator[IO[str]]:
-    """Context that yields the opened file, and makes a ValueError that names it of what goes wrong with it there."""
+    """Open a file; what goes wrong with it is a ValueError that names it."""
     if not path.name.endswith(SUFFIXES):
         raise ValueError(f"{path} is not a text file that can be read; its name must end in {', '.join(SUFFIXES)}")
     if not path.is_file():
@@ -82,10 +79,9 @@ class Watched(io.FileIO):
 
 def opened(path: Path, watch: Callable[[int], object] | None = None) -> IO[str]:
     file = Watched(path, watch)
-    if path.suffix != ".zst":
-        return io.TextIOWrapper(io.BufferedReader(file), encoding="utf-8")
-    frames = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-    return io.TextIOWrapper(frames, encoding="utf-8")
+    packed = path.suffix == ".zst"
+    frames: Any = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) if packed else None
+    return io.TextIOWrapper(frames or io.BufferedReader(file), encoding="utf-8")
 
 
 def lines(path: Path, file: IO[str], key: str = "text") -> Iterator[str]:
@@ -100,8 +96,7 @@ def lines(path: Path, file: IO[str], key: str = "text") -> Iterator[str]:
 
 
 def rows(path: Path, file: IO[str]) -> Iterator[tuple[int, str]]:
-    """(number, line) of each line with something in it. A line is bounded, as a compressed file may have one of any
-    length for nothing."""
+    """Yield (number, line) of each line with something in it; the length of a line is bounded."""
     number = 0
     while line := file.readline(strict.MAX_LINE + 1):
         number += 1
@@ -112,10 +107,7 @@ def rows(path: Path, file: IO[str]) -> Iterator[tuple[int, str]]:
 
 
 def token_batches(folder: Path, paths: Sequence[str | Path], tokens: int, length: int, vocab: int) -> Tensor:
-    """Ids [n, length] with as many rows as fit into `tokens`; each file gives an equal share.
-
-    A ValueError if a file has too few tokens, or the tokenizer gives ids beyond `vocab`.
-    """
+    """Return ids [n, length], as many rows as fit into `tokens`, an equal share of each file."""
     if tokens < 1 or length < 1:
         raise ValueError(f"calibration of {tokens} tokens in sequences of {length}; both must be at least 1")
     if not paths:
@@ -139,7 +131,7 @@ def token_batches(folder: Path, paths: Sequence[str | Path], tokens: int, length
 
 
 def encoder(folder: Path) -> Any:
-    """A function text -> ids, which adds special tokens as the donor's tokenizer does."""
+    """Return a function text -> ids, which adds special tokens as the donor's tokenizer does."""
     tokenizer, path = load_tokenizer(folder), Path(folder) / "tokenizer.json"
 
     def encode(text: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -26,17 +25,19 @@ from upcycle.io.publish import MANIFEST
 from upcycle.io.strict import Count
 from upcycle.planning import methods
 
-BLOCK = 16 << 20
+SIZES = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_local_experts",
+    "num_experts", "n_routed_experts", "num_experts_per_tok",
+)  # fmt: skip
 CHOOSES = "chooses in each of {} slices, so a choice is whole FFNs whatever its rows are"
 
 
+# what is read of a config without making the config of it
 class Method(TypedDict):
     name: str
 
 
 class Settings(TypedDict):
-    """What is read of a config without making the config of it."""
-
     method: Method
     granularity: Count
 
@@ -89,7 +90,7 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
             "parameters": human(sum(dtypes.values()))
             + f" in {len(entries)} tensors ({', '.join(f'{human(n)} {d}' for d, n in dtypes.items())})",
             "on disk": f"{human(size, 'B')} in {len(checkpoint.files)} file{'s' * (len(checkpoint.files) > 1)}",
-            **{key: str(config[key]) for key in sizes_stated(config)},
+            **{key: str(config[key]) for key in SIZES if config.get(key) is not None},
         }
         manifest = read_manifest(checkpoint.folder)
         if manifest:
@@ -114,20 +115,6 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
                 f"{e.name}  {list(e.shape)}  {e.dtype}  {printable(e.file.name)}" for e in entries.values()
             )
         return text
-
-
-def sizes_stated(config: Any) -> list[str]:
-    keys = (
-        "num_hidden_layers",
-        "hidden_size",
-        "intermediate_size",
-        "moe_intermediate_size",
-        "num_local_experts",
-        "num_experts",
-        "n_routed_experts",
-        "num_experts_per_tok",
-    )
-    return [key for key in keys if config.get(key) is not None]
 
 
 def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -197,17 +184,17 @@ def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a converted folder, None if it has none. A ValueError if it is not as upcycle writes it."""
+    """Read the manifest of a converted folder; None if it has none."""
     return held(folder / MANIFEST, Manifest, "upcycle wrote", "convert")
 
 
 def read_files(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a folder that was exported, None if it has none: its files, and of what was converted how."""
+    """Read the manifest of an exported folder; None if it has none."""
     return held(folder / publish.FILES, Listed, "an export wrote", "export")
 
 
 def held(path: Path, kind: Any, who: str, how: str) -> dict[str, Any] | None:
-    """What a manifest of this kind holds, None without the file; `who` writes it, and by doing `how`."""
+    """Read a manifest of this kind, None without the file; a refusal says who writes it and how."""
     if not path.is_file():
         return None
     try:
@@ -218,7 +205,7 @@ def held(path: Path, kind: Any, who: str, how: str) -> dict[str, Any] | None:
 
 
 def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
-    """read_manifest, of a manifest that also says what was read, as those of older versions do not."""
+    """Read the manifest of a converted folder, which must say what was read, as those of older versions do not."""
     manifest = read_manifest(folder)
     if manifest is None:
         return None
@@ -232,25 +219,19 @@ def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def check(folder: Path) -> bool:
-    """Compare sizes and sha256 of all files with the manifest, and the source with what was read of it, if it is here;
-    check that every weight is finite. Prints each fault to stderr; returns True if there is none."""
+    """Print each fault of a folder to stderr; return True if there is none.
+
+    Sizes and sha256 of all files are compared with the manifest, the source, if it is here, with what was read of it;
+    every weight must be finite.
+    """
     faults = []
     converted = read_whole_manifest(folder)
     manifest = converted or read_files(folder)
     if manifest and manifest["sum"] != publish.digest(manifest):
         faults.append(f"{MANIFEST if converted else publish.FILES} is not as it was written: its sum differs")
-    for name, line in (manifest or {"files": {}})["files"].items():
-        sha, path = hashlib.sha256(), folder / Path(name).name
-        size = path.stat().st_size if path.is_file() else 0
-        if size != line["bytes"]:
-            faults.append(f"{name} has {size} bytes, {line['bytes']} were written")
-            continue
-        with open(path, "rb") as file, tqdm(total=size, unit="B", unit_scale=True, desc=name, delay=2) as bar:
-            while block := file.read(BLOCK):
-                sha.update(block)
-                bar.update(len(block))
-        if sha.hexdigest() != line["sha256"]:
-            faults.append(f"{name} is not the file that was written: its sha256 differs from the manifest's")
+    if manifest:
+        path = folder / (MANIFEST if converted else publish.FILES)
+        faults += publish.damages(path, manifest["files"], every=True)
     with Checkpoint.open(folder) as checkpoint:
         for name in tqdm(checkpoint.entries, desc="values", delay=2):
             try:

@@ -27,7 +27,7 @@ from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card, grow
 from upcycle.converting.convert import changed, in_flight
 from upcycle.converting.make import Maker, Piece
-from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.checkpoint import Checkpoint, load_checked
 from upcycle.io.publish import MANIFEST, MEASURED, digest
 from upcycle.planning import rng
 from upcycle.planning.plan import Output, Recipe, UpcyclePlan, build
@@ -42,14 +42,13 @@ SLICE = 64 << 20  # bytes of one tensor that are compared
 
 @contextmanager
 def sources(dense: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[list[Checkpoint]]:
-    """The base, which is `dense`, and the manifest's donors, if `dense` is what the folder was made of, as far as a
-    fingerprint tells; else a ValueError."""
+    """Open the manifest's donors next to `dense`; a ValueError if a fingerprint is not that of what was converted."""
     with ExitStack() as stack:
         checkpoints = [dense, *(stack.enter_context(Checkpoint.open(name)) for name in manifest["donors"])]
         if [c.fingerprint() for c in checkpoints] != manifest["source"]:
             raise ValueError(
                 f"{dense.folder} is not, or no longer, what the MoE was made of (its content is not the one that "
-                f"{MANIFEST} names); give that model, or tolerance=1e-4 to compare any two"
+                f"{MANIFEST} names); give that model, or tolerance=NUMBER to compare any two"
             )
         yield checkpoints
 
@@ -57,7 +56,7 @@ def sources(dense: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[list[Che
 def plan_of(folder: Path, manifest: Mapping[str, Any], checkpoints: Sequence[Checkpoint]) -> UpcyclePlan:
     settings = config.build(UpcycleConfig, config.of_manifest(manifest))
     settings = replace(settings, source=str(checkpoints[0].folder) if settings.source else "", output=str(folder))
-    plan = build(settings, checkpoints, grow.stored(folder / MEASURED) if grow.is_measured(settings) else {})
+    plan = build(settings, checkpoints, load_checked(folder / MEASURED) if grow.asked(settings) else {})
     if not plan.needs_text:
         return plan
     if not (folder / MEASURED).is_file():
@@ -70,7 +69,7 @@ def plan_of(folder: Path, manifest: Mapping[str, Any], checkpoints: Sequence[Che
 def faults(
     plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], made: Checkpoint, manifest: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What differs between a plan and the folder made by it, weights aside, one sentence each."""
+    """Yield a sentence for each thing but weights that differs between a plan and the folder made by it."""
     if manifest["sum"] != digest(manifest):
         yield f"{MANIFEST} is not as it was written: its sum differs"
     if plan.hash != manifest["plan"]:
@@ -115,8 +114,10 @@ class Compared:
 
 
 def weights(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], made: Checkpoint) -> Compared:
-    """Make random tensors of the plan again, of each kind at least one, and of large ones a random slice, and compare
-    them bit for bit. All of a model of up to BUDGET bytes."""
+    """Make tensors of the plan again and compare them bit for bit.
+
+    All of a model of up to BUDGET bytes; else random ones, at least one of each kind, and of large ones a random slice.
+    """
     maker, wrong, done = layer_maker(plan, checkpoints), [], 0
     chosen = sample(plan)
     for output, rows in tqdm(chosen, desc="made again", unit="tensor", delay=2):
@@ -132,12 +133,12 @@ def weights(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], made: Checkpoi
 
 
 def layer_maker(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Maker:
-    """A Maker that keeps no more than a layer's FFN."""
+    """Return a Maker that keeps no more than a layer's FFN."""
     return Maker(plan, checkpoints, in_flight(plan, 1)[1])
 
 
 def sample(plan: UpcyclePlan) -> list[tuple[Output, tuple[int, int] | None]]:
-    """Outputs and the rows of each (None: all), in the order of the plan, which makes the most of what is read once."""
+    """Draw outputs and the rows of each (None: all), in the order of the plan, in which little is read twice."""
     generator = rng.generator(plan.config.seed, "rebuild", plan.hash)
     order = torch.randperm(len(plan.outputs), generator=generator).tolist()
     first: dict[tuple[str, str], int] = {}
@@ -173,7 +174,7 @@ class Reference:
                 self.recipes[part.layer, part.kind, part.expert, part.matrix] = part
 
     def may_make(self, layer: int) -> bool:
-        """True for layers of together BUDGET bytes, and at least one."""
+        """Return whether a layer may be made again: the first, and others up to BUDGET bytes together."""
         return self.within(sum(4 * prod(r.shape) for key, r in self.recipes.items() if key[0] == layer))
 
     def within(self, size: int) -> bool:
@@ -191,7 +192,7 @@ class Reference:
         return y_TD
 
     def ffn(self, layer: int, kind: str, index: int) -> FFN:
-        """An expert whose matrices are made when they are used, so that one expert's are there at a time."""
+        """Return an expert whose matrices are made when they are used, so that one expert's are there at a time."""
         own = {key[3]: recipe for key, recipe in self.recipes.items() if key[:3] == (layer, kind, index)}
         width = own["up"].shape[0]
         return FFN(width, self.plan.dense.hidden, tuple(own), lambda matrix: self.maker.part(own[matrix]).float())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -37,7 +37,7 @@ ROUNDED = 1e-3
 HALF = 0.1  # logits in half precision: the models round differently, and router ties split some virtual groups
 CHUNK = 16 << 20  # bytes of logits of one model at a time
 TAPPED = 64 << 20  # bytes of FFN inputs kept of all layers together
-# how far an FFN may be from what the plan's own does, of the cosine and as a factor of its norm: dtype may round, and
+# how far an FFN may be from what the plan's own does, of the cosine and as a factor of its norm: `dtype` may round, and
 # a router that takes a part of a copy takes any, for the rows of a copy tie
 NEAR, TIED = (0.05, 1.15), (0.2, 1.5)
 # what stock decoder layers call their FFN; its parts are added
@@ -60,17 +60,14 @@ class Report:
     rebuilt: str = ""
     kernels: str = ""
     computed: str = ""  # another dtype than was asked for, and why
-    faults: tuple[str, ...] = field(default=())
+    faults: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         bound = f" (relative difference up to {self.tolerance:g})" if self.tolerance is not None else ""
+        logits = f"max difference {self.max_difference:.3g}, mean {self.mean_difference:.3g}"
         lines = [
             ("tokens", f"{self.tokens}"),
-            (
-                "logits",
-                f"max difference {self.max_difference:.3g}, mean {self.mean_difference:.3g}, "
-                f"relative {self.relative:.3g}",
-            ),
+            ("logits", f"{logits}, relative {self.relative:.3g}"),
             ("KL", f"{self.kl:.3g} nats a token"),
             ("top-1", f"{self.top1_agreement:.2%} agree"),
             ("FFNs", self.blocks),
@@ -101,6 +98,7 @@ def tokens(dense: Checkpoint, texts: Sequence[str], count: int, sequence: int) -
 
 
 def vocabulary(checkpoint: Checkpoint) -> int:
+    """Return the number of a model's logits."""
     size = text_of(checkpoint.config).get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"config.json of {checkpoint.folder} has vocab_size={size!r}; it must be at least 1")
@@ -120,8 +118,9 @@ def verify(
     tolerance: float | None = None,
     device: str = "cpu",
 ) -> Report:
-    """Compare a dense model and what was made of it. With a `tolerance`, any two models of one vocabulary, by their
-    logits alone."""
+    """Compare a dense model and the MoE made of it; with a `tolerance`, the logits of any two of one vocabulary."""
+    if not math.isfinite(tolerance or 0):
+        raise ValueError(f"tolerance is {tolerance}; give a number")
     with Checkpoint.open(dense) as a, Checkpoint.open(moe) as b, ExitStack() as stack:
         if vocabulary(a) != vocabulary(b):
             raise ValueError(
@@ -129,121 +128,104 @@ def verify(
             )
         rows = tokens(a, texts, count, sequence)
         manifest = read_whole_manifest(b.folder) if tolerance is None else None
-        plan, checkpoints, faults, rebuilt = None, list[Checkpoint](), list[str](), ""
-        if manifest is not None:
-            checkpoints = stack.enter_context(rebuild.sources(a, manifest))
-            plan = rebuild.plan_of(b.folder, manifest, checkpoints)
-            faults += rebuild.faults(plan, checkpoints, b, manifest)
-            again = rebuild.weights(plan, checkpoints, b)
-            faults += again.wrong
-            bytes_again = f"{100 * again.share:.3g} % of the bytes"
-            rebuilt = f"{again.tensors} of {len(plan.outputs)} tensors, {bytes_again}, bit for bit"
-        if not math.isfinite(tolerance or 0):
-            raise ValueError(f"tolerance is {tolerance}; give a number")
-        report = compared(a, b, rows, plan, checkpoints, [*faults], rebuilt, dtype, tolerance, device)
-        exact = plan is not None and plan.promise.exact and dtype == "float32" and not faults
-        if exact and len(report.faults) == 1 and EXACT < report.relative < ROUNDED:
+        if manifest is None:
+            return Pair(a, b, rows, device, tolerance).compared(dtype, [])
+        checkpoints = stack.enter_context(rebuild.sources(a, manifest))
+        plan = rebuild.plan_of(b.folder, manifest, checkpoints)
+        again = rebuild.weights(plan, checkpoints, b)
+        faults = [*rebuild.faults(plan, checkpoints, b, manifest), *again.wrong]
+        rebuilt = f"{again.tensors} of {len(plan.outputs)} tensors, {100 * again.share:.3g} % of the bytes, bit for bit"
+        pair = Pair(a, b, rows, device, tolerance, plan, checkpoints, rebuilt)
+        report = pair.compared(dtype, faults)
+        only_logits = not faults and len(report.faults) == 1 and EXACT < report.relative < ROUNDED
+        if plan.promise.exact and dtype == "float32" and only_logits:
             why = f"float64, because float32 rounds: there logits differ by {report.relative:.3g} of the largest"
-            finer = compared(a, b, rows, plan, checkpoints, [], rebuilt, "float64", tolerance, device)
             # which kernels a user can load it with is what float32 said: some know no float64
-            return replace(finer, computed=why, kernels=report.kernels)
+            return replace(pair.compared("float64", []), computed=why, kernels=report.kernels)
         return report
 
 
-def compared(
-    a: Checkpoint,
-    b: Checkpoint,
-    rows: list[Tensor],
-    plan: UpcyclePlan | None,
-    checkpoints: Sequence[Checkpoint],
-    faults: list[str],
-    rebuilt: str,
-    dtype: str,
-    tolerance: float | None,
-    device: str,
-) -> Report:
-    exact = plan is not None and plan.promise.exact
-    change = rebuild.Rounded(plan) if exact and plan is not None else None
-    first = Streamed(a, getattr(torch, dtype), device, change)
-    taps = Taps(plan, checkpoints) if plan is not None else None
-    want, _ = hidden(first, rows, "dense", taps.listen if taps else None)
-    second = Streamed(b, getattr(torch, dtype), device)
-    have, kernels = hidden(second, rows, "MoE", taps.measure if taps else None)
-    if kernels:
-        second = kernels.model
-        have = kernels.hidden
-    numbers = Numbers()
-    with first.with_head() as want_logits, second.with_head() as have_logits:
-        step = max(1, CHUNK // (4 * vocabulary(a)))
-        for w, h in zip(torch.split(want, step), torch.split(have, step), strict=True):
-            numbers.add(want_logits(w).float(), have_logits(h).float())
-    if not numbers.dense_finite:
-        raise ValueError(f"{a.folder} itself gives NaN or infinite logits in {dtype}; try dtype=float32")
-    if not numbers.finite:
-        faults.append("its logits are NaN or infinite")
-    blocks = ""
-    if plan is not None:
+@dataclass(frozen=True)
+class Pair:
+    """A dense model and what was made of it, with the plan if there is one."""
+
+    dense: Checkpoint
+    moe: Checkpoint
+    rows: list[Tensor]
+    device: str
+    tolerance: float | None
+    plan: UpcyclePlan | None = None
+    checkpoints: Sequence[Checkpoint] = ()
+    rebuilt: str = ""
+
+    def compared(self, dtype: str, faults: list[str]) -> Report:
+        """Run both models in this dtype and report how they differ; `faults` are those found before."""
+        plan, tolerance = self.plan, self.tolerance
+        exact = plan is not None and plan.promise.exact
         if exact:
             tolerance = EXACT if dtype in ("float32", "float64") else HALF
-        assert taps is not None
-        blocks, off = judged(taps, plan)
-        faults += off
-    if tolerance is not None and not numbers.relative <= tolerance:
-        faults.append(f"logits differ by {numbers.relative:.3g} of the largest, {tolerance:g} was promised")
-    nothing = plan is None and tolerance is None
-    return Report(
-        **numbers.result(),
-        promised=said(plan, tolerance),
-        tolerance=tolerance,
-        held=not faults and not nothing,
-        nothing=nothing and not faults,
-        blocks=blocks,
-        rebuilt=rebuilt,
-        kernels=kernels.said if kernels else "",
-        faults=tuple(faults),
-    )
+        taps = Taps(plan, self.checkpoints) if plan is not None else None
+        numbers, kernels = self.run(getattr(torch, dtype), taps)
+        if not numbers.dense_finite:
+            raise ValueError(f"{self.dense.folder} itself gives NaN or infinite logits in {dtype}; try dtype=float32")
+        blocks, off = judged(taps) if taps else ("", [])
+        faults = faults + ([] if numbers.finite else ["its logits are NaN or infinite"]) + off
+        if tolerance is not None and not numbers.relative <= tolerance:
+            faults.append(f"logits differ by {numbers.relative:.3g} of the largest, {tolerance:g} was promised")
+        nothing = plan is None and tolerance is None
+        return Report(
+            **numbers.result(),
+            promised=said(plan, tolerance),
+            tolerance=tolerance,
+            held=not faults and not nothing,
+            nothing=nothing and not faults,
+            blocks=blocks,
+            rebuilt=self.rebuilt,
+            kernels=kernels,
+            faults=tuple(faults),
+        )
+
+    def run(self, dtype: torch.dtype, taps: Taps | None) -> tuple[Numbers, str]:
+        """Return how the logits differ, and which kernels failed."""
+        exact = self.plan is not None and self.plan.promise.exact
+        change = rebuild.Rounded(self.plan) if exact and self.plan is not None else None
+        first = Streamed(self.dense, dtype, self.device, change)
+        first, want, _ = hidden(first, self.rows, "dense", taps.listen if taps else None)
+        second = Streamed(self.moe, dtype, self.device)
+        second, have, kernels = hidden(second, self.rows, "MoE", taps.measure if taps else None)
+        numbers, step = Numbers(), max(1, CHUNK // (4 * vocabulary(self.dense)))
+        with first.with_head() as want_logits, second.with_head() as have_logits:
+            for w, h in zip(torch.split(want, step), torch.split(have, step), strict=True):
+                numbers.add(want_logits(w).float(), have_logits(h).float())
+        return numbers, kernels
 
 
 def said(plan: UpcyclePlan | None, tolerance: float | None) -> str:
+    """Return the promise in words."""
     if plan is None:
         return "what tolerance says" if tolerance is not None else "nothing: no manifest, so no conversion by upcycle"
     return "exact" if plan.promise.exact else f"not exact: {'; '.join(plan.promise.reasons)}"
 
 
-@dataclass(frozen=True)
-class Eager:
-    """The run by the eager kernels, after the default ones failed."""
-
-    model: Streamed
-    hidden: Tensor
-    said: str
-
-
 def hidden(
     model: Streamed, rows: list[Tensor], label: str, at_layer: Callable[[int, nn.Module], None] | None
-) -> tuple[Tensor, Eager | None]:
-    """Last hidden states, by transformers' default kernels; if those fail, by the eager ones, and the reason."""
+) -> tuple[Streamed, Tensor, str]:
+    """Return the model that ran, its last hidden states, and why its kernels are the eager ones."""
     try:
-        return model.hidden(rows, label, at_layer), None
+        return model, model.hidden(rows, label, at_layer), ""
     except ValueError:  # ours: a folder that does not fit
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         eager = Streamed(model.checkpoint, model.dtype, model.device, model.change, experts="eager")
         try:
             out = eager.hidden(rows, label, at_layer)
         except ValueError:
             raise
         except Exception:
-            raise ValueError(
-                f"transformers cannot run {model.checkpoint.folder} ({type(error).__name__}: {reason})"
-            ) from error
-        return out, Eager(
-            eager,
-            out,
-            f"transformers' default fails ({type(error).__name__}: {reason}); load it with "
-            "experts_implementation='eager', as was done here",
-        )
+            raise ValueError(f"transformers cannot run {model.checkpoint.folder} ({reason})") from error
+        how = "load it with experts_implementation='eager', as was done here"
+        return eager, out, f"transformers' default fails ({reason}); {how}"
 
 
 class Numbers:
@@ -297,11 +279,8 @@ class Taps:
 
     def listen(self, layer: int, module: nn.Module) -> None:
         """Keep the first tokens that pass through the dense FFN of this layer."""
-        if layer not in self.layers or layer in self.kept:
-            return
-
         ffn = ffn_of(module)
-        if len(ffn) > 1:  # of a grown MoE, whose shared expert lies beside the block
+        if layer not in self.layers or layer in self.kept or len(ffn) > 1:  # a shared expert lies beside the block
             return
 
         def keep(_: nn.Module, given: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
@@ -313,11 +292,11 @@ class Taps:
         hook = ffn[0].register_forward_hook(keep)
 
     def measure(self, layer: int, module: nn.Module) -> None:
+        """Compare what the MoE's FFN makes of the tokens that were kept."""
         if layer in self.kept and layer not in self.found:
             x_TD, want_TD = self.kept[layer]
             outs = [part(x_TD[None]) for part in ffn_of(module)]
-            y_TD = sum(out[0] if isinstance(out, Tensor) else out[0][0] for out in outs)
-            assert isinstance(y_TD, Tensor)
+            y_TD = torch.stack([out[0] if isinstance(out, Tensor) else out[0][0] for out in outs]).sum(0)
             self.found[layer] = compare(y_TD.double(), want_TD.double())
             if not self.plan.promise.exact and self.reference.may_make(layer):
                 self.predicted[layer] = compare(self.reference(layer, x_TD.cpu()).double(), want_TD.cpu().double())
@@ -327,12 +306,15 @@ def ffn_of(layer: nn.Module) -> list[nn.Module]:
     return [part for name in FFNS if isinstance(part := getattr(layer, name, None), nn.Module)]
 
 
-def judged(taps: Taps, plan: UpcyclePlan) -> tuple[str, list[str]]:
-    """(what was found, faults). Each FFN is held to what the plan's own experts, made again, do with its tokens; the
-    plan's estimate, of Gaussian weights and tokens, is shown beside."""
+def judged(taps: Taps) -> tuple[str, list[str]]:
+    """Return what was found, and the faults.
+
+    Each FFN is held to what the plan's own experts, made again, do with its tokens; the plan's estimate, of Gaussian
+    weights and tokens, is shown with it.
+    """
     if not taps.found:
         return "", []
-    values = list(taps.found.values())
+    plan, values = taps.plan, list(taps.found.values())
     error, gain, cosine = (median([getattr(m, k) for m in values]) for k in ("error", "gain", "cosine"))
     text, want = f"error {error:.2g}, gain {gain:.3g}, cosine {cosine:.3g} (median of layers)", plan.promise.estimate
     faults = [] if all(math.isfinite(m.error) for m in values) else ["the output of an FFN is NaN or infinite"]
@@ -350,5 +332,5 @@ def judged(taps: Taps, plan: UpcyclePlan) -> tuple[str, list[str]]:
 
 
 def norm(e: Estimate) -> float:
-    """The output's norm relative to the dense FFN's."""
+    """Return the output's norm relative to the dense FFN's."""
     return math.sqrt(max(e.error**2 - 1 + 2 * e.gain, 0.0))

@@ -11,7 +11,6 @@ import os
 import pickle
 import random
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,42 +295,31 @@ def test_index_and_files_must_agree(tmp_path: Path) -> None:
     refused_folder(tmp_path, "'b' is in", "x-1.safetensors but not in")
 
 
-def test_an_index_that_is_none(tmp_path: Path) -> None:
-    good_folder(tmp_path)
-    for text, words in {
-        "": ("not usable JSON",),
-        "{": ("not usable JSON",),
-        "[]": ("type list", "must be an object"),
-        "{}": ("weight_map None", "must map tensor names to file names"),
-        '{"weight_map": {}}': ("weight_map {}", "must map"),
-        '{"weight_map": ["a"]}': ("weight_map ['a']", "must map"),
-        '{"weight_map": {"a": "x-1.safetensors", "a": "x-2.safetensors"}}': ("'a' is there twice",),
-        "[" * 100_000: ("nested too deeply",),
-    }.items():
-        (tmp_path / INDEX).write_text(text)
-        refused_folder(tmp_path, INDEX, *words)
-    os.truncate(tmp_path / INDEX, MAX_HEADER + 1)
-    refused_folder(tmp_path, INDEX, f"{MAX_HEADER + 1} bytes")
+NO_JSON = {
+    "": ("not usable JSON",), "{": ("not usable JSON",), "[1]": ("type list", "must be an object"),
+    '{"a": NaN}': ("NaN is no JSON",), '{"a": 1, "a": 2}': ("'a' is there twice",), "[" * 100_000: ("nested too deeply",),
+}  # fmt: skip
+NO_INDEX = {
+    "{}": ("weight_map None", "must map tensor names to file names"), '{"weight_map": {}}': ("weight_map {}", "must map"),
+    '{"weight_map": ["a"]}': ("weight_map ['a']", "must map"),
+}  # fmt: skip
 
 
-def test_a_config_that_is_none(tmp_path: Path) -> None:
-    file = good_folder(tmp_path) / "config.json"
-    for text, words in {
-        "": ("not usable JSON",),
-        "model_type: llama": ("not usable JSON",),
-        "[1]": ("type list", "must be an object"),
-        '{"a": NaN}': ("NaN is no JSON",),
-        '{"a": 1, "a": 2}': ("'a' is there twice",),
-        '{"a":' * 100_000: ("nested too deeply",),
-    }.items():
+@pytest.mark.parametrize(
+    ("name", "most", "cases"), [("config.json", MAX_CONFIG, NO_JSON), (INDEX, MAX_HEADER, NO_JSON | NO_INDEX)]
+)
+def test_a_config_or_an_index_that_is_none(tmp_path: Path, name: str, most: int, cases: dict[str, Any]) -> None:
+    file = good_folder(tmp_path) / name
+    for text, words in cases.items():
         file.write_text(text)
-        refused_folder(tmp_path, "config.json", *words)
-    os.truncate(file, MAX_CONFIG + 1)
-    refused_folder(tmp_path, "config.json", f"{MAX_CONFIG + 1} bytes")
+        refused_folder(tmp_path, name, *words)
+    os.truncate(file, most + 1)
+    refused_folder(tmp_path, name, f"{most + 1} bytes")
     file.unlink()
-    refused_folder(tmp_path, "config.json is missing")
     os.mkfifo(file)
-    refused_folder(tmp_path, "config.json is not a regular file")
+    refused_folder(tmp_path, f"{name} is not a regular file")
+    (tmp_path / "config.json").unlink()
+    refused_folder(tmp_path, "config.json is missing")
 
 
 def test_which_file_is_meant(tmp_path: Path) -> None:
@@ -374,35 +362,24 @@ def test_nothing_is_ever_unpickled(tmp_path: Path, name: str) -> None:
     assert sprung.exists()  # the trap works
 
 
-@pytest.mark.parametrize(
-    "kind", ["fifo", "folder", "device", "socket", "link to fifo", "dangling link", "link to itself"]
-)
+LINKS = {"device": "/dev/zero", "link to fifo": "pipe", "dangling link": "nowhere", "link to itself": "x-2.safetensors"}
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", *LINKS])
 def test_only_regular_files_and_links_to_them(tmp_path: Path, kind: str) -> None:
     file = good_folder(tmp_path) / "x-2.safetensors"
     file.unlink()
-    words = ["is not a regular file"]
+    os.mkfifo(tmp_path / "pipe")
     if kind == "fifo":
         os.mkfifo(file)
     elif kind == "folder":
         file.mkdir()
-    elif kind == "device":
-        file.symlink_to("/dev/zero")
-    elif kind == "socket":
-        import socket
-
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(os.path.relpath(file))  # a socket's path is limited to about 100 bytes
-    elif kind == "link to fifo":
-        os.mkfifo(tmp_path / "pipe")
-        file.symlink_to("pipe")
-    elif kind == "dangling link":
-        file.symlink_to("nowhere")
-        words = ["is missing"]
     else:
-        file.symlink_to(file.name)
-        words = ["cannot be opened (Too many levels of symbolic links)"]
-    refused_folder(tmp_path, "x-2.safetensors", *words)
-    refused(lambda: read_header(file), "x-2.safetensors", *words)
+        file.symlink_to(LINKS[kind])
+    known = {"dangling link": "is missing", "link to itself": "cannot be opened (Too many levels of symbolic links)"}
+    words = known.get(kind, "is not a regular file")
+    refused_folder(tmp_path, "x-2.safetensors", words)
+    refused(lambda: read_header(file), "x-2.safetensors", words)
 
 
 # ---- fuzzing: the two readers against each other
@@ -493,57 +470,10 @@ def test_ten_thousand_mutations(tmp_path: Path) -> None:
     traced = lambda: sentences.extend(judge(file, content) for content in contents[:1500])  # noqa: E731 (tracing is slow)
     assert peak(traced) < 4_000_000
     sentences.extend(judge(file, content) for content in contents[1500:])
-    # the mutations reach both verdicts and most checks
-    known = (
-        *STRICTER,
-        "accepted",
-        "not usable JSON",
-        "cut short",
-        "end to end",
-        "takes",
-        "whole numbers",
-        "has dtype",
-        "trailing",
-    )
-    reasons = Counter(next((words for words in known if words in sentence), sentence) for sentence in sentences)
-    assert len(sentences) == 10_000 and reasons["accepted"] > 1000 and reasons["not usable JSON"] > 1000, reasons
-    assert sum(reasons[words] >= 5 for words in known) >= 14, reasons
+    assert 1000 < sentences.count("accepted") < 9000
 
 
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**65), 2**65)
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(list(DTYPES)),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-)
 SMALL = st.lists(st.integers(0, 4), max_size=4)
-ENTRY = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from(list(DTYPES)),
-        "shape": SMALL | JSON,
-        "data_offsets": st.lists(st.integers(0, 40), min_size=2, max_size=2) | JSON,
-    }
-)
-CONTENT = st.one_of(
-    st.binary(max_size=80),
-    st.builds(packed, st.binary(max_size=80), st.binary(max_size=8)),
-    st.builds(packed, JSON, st.binary(max_size=8)),
-    st.builds(
-        packed,
-        st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), ENTRY | JSON, max_size=4),
-        st.binary(max_size=40),
-    ),
-)
-
-
-@settings(max_examples=400, deadline=None)
-@given(CONTENT)
-def test_any_content_gets_a_verdict(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    judge(tmp_path_factory.getbasetemp() / "any.safetensors", content)
 
 
 @st.composite

@@ -51,38 +51,6 @@ def test_tokens_of_a_kind_go_together() -> None:
     assert together > 0.5, together
 
 
-def test_first_centres_lie_in_different_kinds() -> None:
-    kinds = 100 * torch.randn(6, DIM, generator=torch.Generator().manual_seed(1))
-    x = kinds[torch.arange(600) % 6] + torch.randn(600, DIM, generator=torch.Generator().manual_seed(2))
-    for layer in range(5):
-        found = torch.cdist(clusters.first_centres(x, 6, 0, layer), kinds).argmin(1)
-        assert sorted(found.tolist()) == list(range(6))
-
-
-def test_rounds_bring_centres_nearer_to_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = tokens(40, 1)[0]
-
-    def apart() -> float:
-        chosen = (x @ clusters.rows(x, 8, seed=0, layer=0).T).argmax(1)
-        return sum(float(((own := x[chosen == n]) - own.mean(0)).square().sum()) for n in range(8))
-
-    after = apart()
-    monkeypatch.setattr(clusters, "ROUNDS", 1)
-    assert after < 0.98 * apart()
-
-
-def test_rows_say_how_near_each_centre_is() -> None:
-    draw = torch.Generator().manual_seed(0)
-    x, centre, price, mean = (
-        torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((50, 8), (5, 8), (5,), (8,))
-    )
-    agreed = torch.zeros(8, dtype=torch.float64)
-    agreed[0], x[:, 0] = 0.5, 2.0
-    far = ((x - mean)[:, None] - centre).square().sum(2) + price
-    score = x @ clusters.nearness(centre, price, mean, agreed).T
-    assert torch.allclose(score - score[:, :1], far[:, :1] - far, rtol=1e-12)
-
-
 def test_logits_have_one_spread_whatever_the_size_of_what_is_read() -> None:
     x = tokens(12, 1)[0]
     for scale in (1e-3, 1.0, 1e3):

@@ -128,17 +128,6 @@ def test_what_cannot_be_written_is_named_and_not_there(
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_full_disk_names_the_file(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, data: memoryview) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    stopped_before_the_end(llama, tmp_path / "moe")
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(ValueError, match=r"no room left while writing .*moe\.partial/config\.json"):
-        convert(*load(f"source={llama}", f"output={tmp_path / 'moe'}", *WORDS), quiet=True)
-    assert not list((tmp_path / "moe.partial").rglob("*.tmp"))
-
-
 # ---- what is reused, and what is there
 
 
