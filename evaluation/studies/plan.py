@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from examples.demo import DemoConfig
+from evaluation.studies.sample import SampleConfig
 from training.config.resume import QUIET
 from training.config.schema import TrainConfig
 from training.data.shards import META
@@ -51,7 +51,7 @@ class StudyConfig:
     title: str = ""  # of the page; "": the folder's name
     source: str = ""  # the dense checkpoint, a folder or hub id: what ${source} stands for in the other keys
     tokens: str = ""  # a folder of folders of token shards: what ${tokens} stands for
-    sample: Any = field(default_factory=dict)  # keys of examples.demo, which makes OUTPUT/sample/dense and .../tokens
+    sample: Any = field(default_factory=dict)  # keys of sample.py, which makes OUTPUT/sample/dense and .../tokens
     base: Any = field(default_factory=dict)  # training keys that all arms share; `config`: a ready one to start from
     # name: training keys, and `config`; `match: flops` (or seconds) and `of: ARM`, where its steps follow from those
     arms: Any = field(default_factory=dict)
@@ -77,7 +77,7 @@ class StudyConfig:
             if not isinstance(getattr(self, name), Mapping):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be keys and values")
         if self.sample:
-            demo_config(self)
+            sample_config(self)
 
 
 @dataclass(frozen=True)
@@ -235,9 +235,9 @@ def means_of(given: Mapping[str, Any], sets: Sequence[str]) -> dict[str, tuple[s
     return means
 
 
-def demo_config(config: StudyConfig) -> DemoConfig:
-    """What the demo makes of `sample`."""
-    return build(DemoConfig, {**config.sample, "output": str(Path(config.output) / "sample")}, "sample.")
+def sample_config(config: StudyConfig) -> SampleConfig:
+    """Return the sample that a study begins with."""
+    return build(SampleConfig, {**config.sample, "output": str(Path(config.output) / "sample")}, "sample.")
 
 
 # ---- how long: equal tokens, equal FLOPs, equal seconds

@@ -19,12 +19,12 @@ from typing import Any
 
 from evaluation.show.study import page, sentences, table
 from evaluation.studies import plan as planning
+from evaluation.studies import sample
 from evaluation.studies.judging import Contrast, Judged, judge
 from evaluation.studies.outcome import finished
-from evaluation.studies.plan import Plan, Trial, demo_config
+from evaluation.studies.plan import Plan, Trial, sample_config
 from evaluation.studies.running import ROOT, Job, Workers, alone, device, stopping
 from evaluation.studies.suites import Suite, before_folder, starts, suites_of
-from examples import demo
 from training.observe import metrics
 from upcycle import __version__
 from upcycle.io.disk import write_atomic
@@ -43,7 +43,7 @@ def study(plan: Plan, command: str) -> dict[str, str]:
     """Does all of it and writes the page. Returns the failures, by name of the job a sentence."""
     suites = suites_of(plan)
     if plan.config.sample:
-        sample(plan)
+        make_sample(plan)
     costs = planning.flops(plan)
     planning.check_inputs(plan)
     trials = planning.trials(plan, planning.steps(plan, costs, timings(plan)))
@@ -58,15 +58,15 @@ def study(plan: Plan, command: str) -> dict[str, str]:
         show(plan, command, workers.failures)
 
 
-def sample(plan: Plan) -> None:
-    """Runs the demo's first stages, if the arms begin with the model that they make."""
-    config = demo_config(plan.config)
+def make_sample(plan: Plan) -> None:
+    """Make the sample, if the arms begin with its model."""
+    config = sample_config(plan.config)
     if Path(plan.config.source) != Path(config.output) / "dense":
         return
     try:
         with stopping():
-            demo.dense_model(demo.Stages(Path(config.output), config), config)
-    except demo.Stopped:
+            sample.dense_model(sample.Stages(Path(config.output), config), config)
+    except sample.Stopped:
         raise KeyboardInterrupt from None
 
 

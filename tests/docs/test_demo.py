@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from evaluation.studies import sample
 from examples import demo
 
 
@@ -54,9 +55,9 @@ def test_a_signal_ends_all_that_run_side_by_side(tmp_path: Path) -> None:
 
 
 def test_no_file_is_both_learned_and_held_out(tmp_path: Path) -> None:
-    config = demo.DemoConfig(output=str(tmp_path), characters=60_000, held_out=8_000)
-    demo.gather(tmp_path, config)
-    for domain in demo.DOMAINS:
+    config = sample.SampleConfig(output=str(tmp_path), characters=60_000, held_out=8_000)
+    sample.gather(tmp_path, config)
+    for domain in sample.DOMAINS:
         train, valid = (
             {json.loads(line)["text"] for line in (tmp_path / "text" / part / f"{domain}.jsonl").open()}
             for part in ("train", "valid")

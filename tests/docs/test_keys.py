@@ -23,6 +23,7 @@ from evaluation.cli.compare import CompareConfig
 from evaluation.cli.report import ReportConfig
 from evaluation.show.routing import RoutingConfig
 from evaluation.studies.plan import StudyConfig
+from evaluation.studies.sample import SampleConfig
 from examples import demo
 from training.cli.prepare import PrepareKeys
 from training.config.schema import StageConfig, TrainConfig
@@ -63,8 +64,9 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle routing", "", RoutingConfig),
     ("upcycle report", "", ReportConfig),
     ("upcycle study", "The keys of an arm are those of training.", StudyConfig),
+    ("upcycle study: sample", "What makes OUTPUT/sample.", SampleConfig),
     ("benchmarks.evaluation", "", evaluation_bench.BenchConfig),
-    ("examples.demo", "", demo.DemoConfig),
+    ("examples.demo", "Besides those of a sample.", demo.DemoConfig),
 ]
 HEAD = """# Keys
 

@@ -1,4 +1,4 @@
-"""The wheel holds the converter with its ready configs and nothing else, and plans where there is no clone."""
+"""The wheel holds all three packages and all ready configs, and works where there is no clone."""
 
 from __future__ import annotations
 
@@ -13,21 +13,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity import tiny
+from tests.docs.test_journeys import make_model
+from tests.unit.training.test_data import texts
 
 ROOT = Path(__file__).parents[2]
-# as the console script does it; where the code comes from, and which of the clone's packages can be imported
+# as the console script does it, after a look at where the code comes from
 RUN = """
 import sys
 from importlib.metadata import entry_points, version
-from importlib.util import find_spec
 import upcycle
 assert upcycle.__file__.startswith(sys.prefix), upcycle.__file__
 assert version("upcycle") == upcycle.__version__
-assert not [name for name in ("training", "evaluation", "tests") if find_spec(name)]
 [script] = entry_points(group="console_scripts", name="upcycle")
 script.load()()
 """
+SMALL = [
+    "data.sequence=32",
+    "batch=2",
+    "steps=2",
+    "schedule.warmup=1",
+    "device=cpu",
+    "model.dtype=float32",
+    "mesh.ep=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,34 +50,51 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_holds_the_converter_and_its_ready_configs(wheel: Path) -> None:
+def test_the_wheel_holds_the_packages_and_their_files(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        files = {name: archive.read(name) for name in archive.namelist()}
-    assert {name.split("/")[0].split("-")[0] for name in files} == {"upcycle"}
-    ready = {path.name: path.read_bytes() for path in (ROOT / "configs" / "upcycle").iterdir()}
-    assert {Path(name).name: text for name, text in files.items() if name.startswith("upcycle/configs/")} == ready
-    assert "upcycle/py.typed" in files
-    assert "upcycle/arch/remote/modeling_upcycled.py" in files
+        files = set(archive.namelist())
+    assert {name.split("/")[0].split("-")[0] for name in files} == {"upcycle", "training", "evaluation"}
+    for place, inside in (("configs", "upcycle/configs"), ("evaluation/suites", "evaluation/suites")):
+        here = {path.relative_to(ROOT / place).as_posix() for path in (ROOT / place).rglob("*") if path.is_file()}
+        assert {f"{inside}/{name}" for name in here} <= files
+    tracked = subprocess.run(
+        ["git", "ls-files", "upcycle", "training", "evaluation"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert {name for name in tracked.stdout.split() if (ROOT / name).is_file()} <= files
 
 
-def test_the_wheel_plans_a_ready_config_in_a_bare_environment(wheel: Path, tmp_path: Path) -> None:
+def test_it_plans_converts_trains_and_asks_in_a_bare_environment(wheel: Path, tmp_path: Path) -> None:
     """Installed as pip would, by unpacking, with this environment's packages behind it but not what its .pth files add:
-    those are not read of a folder in PYTHONPATH."""
+    those are not read of a folder in PYTHONPATH. Folders of the user's own hide nothing."""
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / "bin" / "python"
-    site = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
-    source = tiny.make("llama", tmp_path / "dense")
+        archive.extractall(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
+    make_model(tmp_path / "dense", "llama3-8b")
+    (tmp_path / "book.txt").write_text("\n".join(texts(60, 0)))
+    for name in ("training", "evaluation"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('not ours')")
 
-    def upcycle(*words: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
-        return subprocess.run(
-            [python, "-c", RUN, *words], cwd=tmp_path, capture_output=True, text=True, env=environment
-        )
+    def upcycle(*words: str, code: int = 0) -> str:
+        environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "OMP_NUM_THREADS": "1"}
+        command = [python, "-c", RUN, *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert done.returncode == code, (words, done.stdout, done.stderr)
+        return done.stdout + done.stderr
 
-    planned = upcycle("plan", "llama3-8b-e8t2", f"source={source}")
-    assert planned.returncode == 0, planned.stderr
-    assert "target       mixtral: asked for" in planned.stdout
-    unknown = upcycle("plan", "llama3-8b-e8t3", f"source={source}")
-    assert (unknown.returncode, "did you mean 'llama3-8b-e8t2'" in unknown.stderr) == (2, True), unknown.stderr
+    assert "usage: upcycle COMMAND" in upcycle("--help")
+    assert "target       mixtral: asked for" in upcycle("plan", "llama3-8b-e8t2", "source=dense")
+    assert "did you mean 'llama3-8b-e8t2'" in upcycle("plan", "llama3-8b-e8t3", "source=dense", code=2)
+    assert "moe is complete" in upcycle("convert", "source=dense", "output=moe", "experts=4")
+    upcycle("prepare", "tokens", "tokenizer=dense", "sources=[book.txt]")
+    data = ["data.train=[tokens]", "data.valid=[]"]
+    assert "runs/moe is trained" in upcycle(
+        "train", "model.source=moe", *data, *SMALL, "output=runs/moe", "export=trained"
+    )
+    chat = ["model.upcycle.source=dense", *data, *SMALL, "output=runs/chat", "export=", "batch=4"]
+    assert "runs/chat is trained" in upcycle("train", "chat", *chat)
+    assert "mappings fit" in upcycle("estimate", "chat", *chat, "gpus=8", "batch=64", "hardware=h100")
+    upcycle("eval", "tiny", "trained", "limit=2", "device=cpu", "output=asked")
+    upcycle("report", "asked", "runs/moe", "moe", "output=report.html")
+    assert (tmp_path / "report.html").is_file()
