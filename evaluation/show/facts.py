@@ -365,8 +365,8 @@ def at_hand(name: str) -> Checkpoint:
 
 class TrainedModel(TypedDict):
     source: str
-    compute: str
-    experts: str
+    dtype: str
+    expert_backend: str
 
 
 class TrainedData(TypedDict):
@@ -402,7 +402,7 @@ def settings(folder: Path) -> Rows:
         ("model", f"upcycled as it was loaded from {upcycled.source}" if upcycled else model["source"]),
         ("steps", f"{config['steps']:,} of {config['batch']} sequences of {data['sequence']} tokens"),
         ("learning rate", f"{schedule['peak']:g} to {schedule['final']:g}, {schedule['warmup']} steps of warm-up"),
-        ("compute", f"{model['compute']}, experts {model['experts']}, seed {config['seed']}"),
+        ("compute", f"{model['dtype']}, experts {model['expert_backend']}, seed {config['seed']}"),
     ]
 
 

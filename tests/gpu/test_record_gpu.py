@@ -62,20 +62,31 @@ def test_no_step_waits_for_the_device(
     train(read_config("", words(place, tmp_path / "run", upcycled, "model.graph=false", "steps=4")))
 
 
-def test_a_step_that_waits_is_not_recorded(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = train(read_config("", words(place, tmp_path / "plain", False, "model.graph=false")))
+@pytest.mark.parametrize("at", ["forward", "optimizer", "end"])
+def test_a_recording_that_fails_leaves_nothing_behind(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Whatever part of the step waits for the device, the run goes on as one that was never recorded."""
+    more = ["optim.spike_sigma=6", "optim.average=0.5", "balance.aux_scope=global", "balance.z_weight=1e-3"]
+    plain = train(read_config("", words(place, tmp_path / "plain", True, "model.graph=false", *more)))
     real = step_module.train_step
 
-    def waits(*inputs: Any) -> dict[str, torch.Tensor]:
-        learned = real(*inputs)
-        float(learned["loss"])
+    def waits(run: Any, *inputs: Any) -> dict[str, torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            for part, name in (("forward", (run.model, "loss")), ("optimizer", (run.optimizer, "clip"))):
+                if part == at:
+                    function = getattr(*name)
+                    patch.setattr(*name, lambda *given: (found := function(*given), float(found))[0])  # noqa: B023
+            learned = real(run, *inputs)
+        if at == "end":
+            float(learned["loss"])
         return learned
 
     monkeypatch.setattr(step_module, "train_step", waits)
     with pytest.warns(UserWarning, match="the step is not recorded"):
-        run = train(read_config("", words(place, tmp_path / "waits", False)))
+        run = train(read_config("", words(place, tmp_path / "waits", True, *more)))
     assert losses(run) == losses(plain)
     torch.randn(2, device="cuda")  # a recording that failed has left torch's generator as it was
     with pytest.raises(RuntimeError):
-        train(read_config("", words(place, tmp_path / "asked", False, "model.graph=true")))
+        train(read_config("", words(place, tmp_path / "asked", True, "model.graph=true", *more)))
     torch.randn(2, device="cuda")

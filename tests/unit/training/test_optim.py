@@ -107,8 +107,7 @@ def adamw_by_hand(w: Tensor, gradients: list[Tensor], rates: list[float], decay:
     return w
 
 
-@pytest.mark.parametrize("multiplier_of_hand", [3.0, 1.0])
-def test_adamw_is_the_formula(multiplier_of_hand: float) -> None:
+def test_adamw_is_the_formula() -> None:
     config = OptimConfig(expert_lr=3.0)
     parameters = model(torch.float64)
     start = {n: p.detach().clone() for n, p in parameters.items()}
@@ -121,32 +120,10 @@ def test_adamw_is_the_formula(multiplier_of_hand: float) -> None:
             assert p.grad is not None
             gradients[n].append(p.grad.clone())
         optimiser.step(rate)
-    errors = {}
     for slot in optimiser.slots:
-        multiplier = multiplier_of_hand if "experts" in slot.name else 1.0
-        want = adamw_by_hand(
-            start[slot.name], gradients[slot.name], [r * multiplier for r in rates], slot.decay, config
-        )
-        errors[slot.name] = float((slot.parameter.detach() - want).abs().max())
-    wrong = {n for n, e in errors.items() if e > 1e-10}
-    assert wrong == (set() if multiplier_of_hand == 3.0 else {n for n in errors if "experts" in n})
-
-
-def naive_muon(x: Tensor) -> Tensor:
-    u, _, vh = torch.linalg.svd(x, full_matrices=False)
-    nearest: Tensor = u @ vh
-    return nearest * 0.2 * math.sqrt(max(x.shape))
-
-
-@pytest.mark.parametrize("shape", [(24, 16), (16, 24), (16, 16)])
-def test_newton_schulz_is_close_to_the_svd(shape: tuple[int, int]) -> None:
-    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    got, want = muon_update(x), naive_muon(x)
-    # the five steps leave the singular values within 0.7 ... 1.2 (0.68 ... 1.13 by the polynomial), not at 1
-    assert torch.cosine_similarity(got.flatten(), want.flatten(), 0) > 0.97
-    values = torch.linalg.svdvals(orthogonalize(x))[:-1]  # the smallest of a square matrix may not have arrived yet
-    assert values.min() > 0.6 and values.max() < 1.25
-    assert torch.cosine_similarity(x.flatten(), want.flatten(), 0) < 0.95  # twin: without orthogonalisation
+        own = [rate * (3.0 if "experts" in slot.name else 1.0) for rate in rates]
+        want = adamw_by_hand(start[slot.name], gradients[slot.name], own, slot.decay, config)
+        torch.testing.assert_close(slot.parameter.detach(), want, rtol=0, atol=1e-10)
 
 
 def test_newton_schulz_is_its_polynomial_of_the_singular_values() -> None:
@@ -171,22 +148,20 @@ def test_muon_treats_each_expert_and_each_of_its_matrices_by_itself() -> None:
     assert not muon_update(torch.zeros_like(x)).any()  # an expert that no token chose
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_the_formula(nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_is_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.optim.muon.PIECE", 2 * 60)  # three experts in two goes
-    config = OptimConfig(name="muon", weight_decay=0.2)
     parameters = model(torch.float64)
     name = "layers.0.ffn.experts.up"
     w, momentum = parameters[name].detach().clone(), torch.zeros(SHAPES_OF[name], dtype=torch.float64)
-    optimiser = Optimizer(config, parameters.items())
+    optimiser = Optimizer(OptimConfig(name="muon", weight_decay=0.2), parameters.items())
     for step in range(3):
         give_gradients(parameters, step)
         g = parameters[name].grad
         assert g is not None
         momentum = 0.95 * momentum + g
-        w = w * (1 - 0.1 * 0.2) - 0.1 * muon_update(g + 0.95 * momentum if nesterov else momentum)
+        w = w * (1 - 0.1 * 0.2) - 0.1 * muon_update(g + 0.95 * momentum)
         optimiser.step(0.1)
-    assert ((parameters[name] - w).abs().max() < 1e-10) == nesterov
+    torch.testing.assert_close(parameters[name].detach(), w, rtol=0, atol=1e-10)
 
 
 CONFIGS = {
@@ -514,17 +489,6 @@ def test_a_warmup_as_long_as_the_run_is_refused() -> None:
     with pytest.raises(ValueError, match="set it below the number of steps"):
         schedule(ScheduleConfig(warmup=100), 100)
     assert schedule(ScheduleConfig(warmup=99), 100)(98) == 2e-4
-
-
-def test_bf16_moments_decay_where_they_are_allowed_to_and_not_where_they_are_refused() -> None:
-    def halved(beta2: float) -> bool:
-        moment = torch.tensor(1.0, dtype=torch.bfloat16)
-        for _ in range(2000):
-            moment = (moment.float() * beta2).bfloat16()
-        return bool(moment < 0.5)
-
-    OptimConfig(moments="bfloat16", beta2=0.995)
-    assert halved(0.995) and not halved(0.999)
 
 
 # ---- FLOPs

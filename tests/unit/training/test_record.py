@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 
 from tests.unit.training.test_train import Stopped, config, losses, place, stops_before
 from training.data.batch import Batch
-from training.observe.metrics import read as read_metrics
 from training.run import record
 from training.run import step as step_module
 from training.run.build import start
@@ -100,94 +97,3 @@ def test_a_recording_that_fails_is_done_without(place: Path, tmp_path: Path, mon
     assert losses(run) == losses(plain)
     with pytest.raises(RuntimeError):
         train(config(place, tmp_path / "asked", "model.graph=true"))
-
-
-class Device:
-    """In place of a GPU that records: what is asked of it while it does is made, and taken back at the end, so that
-    what is left of it is the host's."""
-
-    current, recorded, broken, steps = "own", False, False, 0
-    waiting = False  # its generator, until a recording ends well
-    before: list[tuple[torch.Tensor, torch.Tensor]]
-
-    def capture_begin(self, *_: Any, **__: Any) -> None:
-        alive = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
-        self.before = [(tensor, tensor.detach().clone()) for tensor in alive if tensor.device.type == "cpu"]
-        self.recorded = self.waiting = True
-
-    def capture_end(self) -> None:
-        for tensor, value in self.before:
-            tensor.data.copy_(value)
-        self.before, self.recorded = [], False
-        if self.broken:
-            self.broken = False
-            raise RuntimeError("operation failed due to a previous error during capture")
-        self.waiting = False
-
-    def fails(self) -> None:
-        if self.recorded:
-            self.broken = True
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-
-@dataclasses.dataclass
-class Stream:
-    """Context in which a device's stream is another one, as torch.cuda.stream's is."""
-
-    of: Device
-    name: str
-
-    def __enter__(self) -> None:
-        self.last, self.of.current = self.of.current, self.name
-
-    def __exit__(self, *_: object) -> None:
-        self.of.current = self.last
-
-
-def figures(folder: Path) -> list[dict[str, Any]]:
-    """All that is logged and no time."""
-    own = ("loss", "grad_norm", "lr", "valid/", "balance/")
-    return [{key: row[key] for key in row if key.startswith(own)} for row in read_metrics(folder)]
-
-
-@pytest.mark.parametrize("at", ["forward", "optimizer", "end"])
-def test_a_recording_that_fails_leaves_nothing_on_the_host(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    """By torch's own context around a recording, as far as that runs without a device."""
-    words = ["optim.spike_sigma=6", "optim.average=0.5", "balance.aux_scope=global", "balance.z_weight=1e-3"]
-    # Device looks at all objects of the process: a tuple that a thread is making then cannot be finished
-    words.append("checkpoint.asynchronous=false")
-    plain = train(config(place, tmp_path / "plain", "model.graph=false", *words))
-    device, real, names = Device(), step_module.train_step, {"loss": "forward", "clip": "optimizer"}
-
-    def then(made: Any, here: bool, *inputs: Any) -> Any:
-        found = made(*inputs)
-        if here:
-            device.fails()
-        return found
-
-    def step(run: Any, *inputs: Any) -> Any:
-        device.steps += 1
-        assert device.current == ("side" if device.recorded else "own")
-        with pytest.MonkeyPatch.context() as patch:
-            for part, name in ((run.model, "loss"), (run.optimizer, "clip")):
-                patch.setattr(part, name, partial(then, getattr(part, name), at == names[name]))
-            learned = real(run, *inputs)
-        then(lambda: None, at == "end")
-        return learned
-
-    for name, value in {
-        "CUDAGraph": lambda: device, "Stream": lambda: "side", "stream": lambda name: Stream(device, name),
-        "current_stream": lambda: device.current, "synchronize": lambda: None, "empty_cache": lambda: None,
-        "max_memory_reserved": lambda: 0, "mem_get_info": lambda: (1, 1),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
-    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
-    monkeypatch.setattr(record, "obstacle", lambda run: "")
-    monkeypatch.setattr(step_module, "train_step", step)
-    with pytest.warns(UserWarning, match="the step is not recorded"):
-        run = train(config(place, tmp_path / "run", *words))
-    assert device.steps == 9 and device.current == "own" and not device.waiting
-    assert figures(run) == figures(plain)
