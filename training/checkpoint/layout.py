@@ -2,7 +2,7 @@
 
 A model starts from a checkpoint folder, dense or MoE, or *online* from a dense checkpoint and an upcycle config: then
 every tensor is made by the converter's own Maker, so the weights are those that `upcycle convert` would have written,
-bit for bit, and no MoE copy is on disk. `export` writes the layout of the same architecture again, at any time.
+bit for bit, and no MoE copy is on disk. export.py writes the layout of the same architecture again, at any time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,10 +56,7 @@ class Stored:
         return prod(self.shape) * BYTES[self.dtype]
 
 
-class Read(Protocol):
-    def __call__(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """A tensor, or rows [first, last) of its dimension 0."""
-        ...
+Read = Callable[..., Tensor]  # of a tensor's name, and perhaps `rows`: [first, last) of its dimension 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,13 @@ def opened(source: str | Path) -> Iterator[Origin]:
         entries = {name: (entry.shape, entry.dtype) for name, entry in checkpoint.entries.items()}
         settings, files = settings_of(checkpoint.folder), checkpoint.copied_files()
         origin = described(source, checkpoint.config, checkpoint.read, files, settings, entries)
-        check_shapes(checkpoint, origin.tensors)
+        for stored in origin.tensors:
+            shape, _ = entries.get(stored.name, (stored.shape, ""))
+            if shape != stored.shape:
+                raise ValueError(
+                    f"{stored.name} has shape {list(shape)}, config.json promises {list(stored.shape)}; "
+                    "do the two belong together?"
+                )
         yield replace(origin, sources=(str(source),), terms=card.terms(checkpoint.folder))
 
 
@@ -165,22 +168,12 @@ def described(
         return Origin(moe, stored_slots(moe, native.slots(moe)), read, config, files)
     if entries is not None and known(model_type):
         spec, found = stock.read(config, entries)
-        tensors = tuple(Stored(f.name, f.shape, f.dtype, tuple((role, ()) for role in f.roles)) for f in found)
+        tensors = tuple(Stored(*each[:3], tuple((role, ()) for role in each[3])) for each in found)
         return Origin(spec, tensors, read, config, files, settings=settings)
     raise ValueError(
         f"{source} has model_type {short(model_type)}; training knows the dense families {', '.join(families)} "
         f"and the MoE architectures {', '.join([*targets, *natives])}, and of others what transformers has"
     )
-
-
-def check_shapes(checkpoint: Checkpoint, tensors: Iterable[Stored]) -> None:
-    for stored in tensors:
-        entry = checkpoint.entries.get(stored.name)
-        if entry is not None and entry.shape != stored.shape:
-            raise ValueError(
-                f"{stored.name} has shape {list(entry.shape)}, config.json promises {list(stored.shape)}; "
-                "do the two belong together?"
-            )
 
 
 def stored_slots(moe: MoESpec, slots: Iterable[Slot]) -> tuple[Stored, ...]:
@@ -220,7 +213,7 @@ class Piece:
 
 
 def roles(model: Decoder) -> dict[str, tuple[Tensor, Index]]:
-    """role -> the parameter (or buffer) that it lies in, and where in it."""
+    """Return of each role the parameter (or buffer) that it lies in, and where in it."""
     out: dict[str, tuple[Tensor, Index]] = {}
     if isinstance(model, Stock):
         out |= {role: (tensor, ()) for role, tensor in model.tensors().items() if ".experts." not in role}
@@ -253,7 +246,7 @@ def expert_roles(block: MoE, prefix: str) -> dict[str, tuple[Tensor, Index]]:
 
 
 def views(model: Decoder) -> dict[str, Tensor]:
-    """role -> what this rank holds of it, as a view of the model; of a model that is not divided, all."""
+    """Return what this rank holds of each role, as a view of the model; of a model that is not divided, all."""
     return {role: piece.part for role, piece in pieces(model).items()}
 
 
@@ -285,7 +278,7 @@ def bounds(size: Sequence[int], index: Index) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def load(model: Decoder, origin: Origin, *, exact: bool = False) -> Decoder:
-    """Fills every parameter from the origin; nothing may be missing. If the model is divided over ranks (or is a stage
+    """Fill every parameter from the origin; nothing may be missing. If the model is divided over ranks (or is a stage
     of a pipeline), each rank reads, or makes, only the rows that it holds something of. `exact`: refuses to round.
 
     What copies of a slice hold is made once, and copied within the model: each way to a GPU that others compute on
@@ -314,27 +307,22 @@ def load(model: Decoder, origin: Origin, *, exact: bool = False) -> Decoder:
 
 
 def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece], exact: bool = False) -> None:
-    """Copies a tensor on disk to this rank's pieces of the roles in it; only the rows that they need are read."""
+    """Copy a tensor on disk to this rank's pieces of the roles in it; only the rows that they need are read."""
     if stored.order:
         copy_experts(origin, stored, target)
         return
     flat, width = 0, prod(stored.shape[1:])
-    whole: Tensor | None = None
     for role, ranges in stored.roles:
         piece, size = target[role], prod(target[role].shape)
         if piece.part.numel():
             rows = piece.slices[0]
-            if len(ranges) > 1:  # interleaved heads of q, k and v
-                whole = origin.read(stored.name) if whole is None else whole
-                part = torch.cat([whole[a:b] for a, b in ranges])[rows]
-            elif ranges:
-                part = origin.read(stored.name, (ranges[0][0] + rows.start, ranges[0][0] + rows.stop))
+            if ranges:  # more than one of interleaved heads of q, k and v
+                part = torch.cat([origin.read(stored.name, each) for each in within(ranges, rows)])
             else:  # stacked one after the other, whatever the shape on disk
                 first, last = (flat + end * (size // piece.shape[0]) for end in (rows.start, rows.stop))
                 top = first // width
-                part = origin.read(stored.name, (top, -(-last // width))).flatten()[
-                    first - top * width : last - top * width
-                ]
+                read = origin.read(stored.name, (top, -(-last // width)))
+                part = read.flatten()[first - top * width : last - top * width]
             piece.part.copy_(part.view(-1, *piece.shape[1:])[(slice(None), *piece.slices[1:])])
             if exact and piece.part.dtype.itemsize < part.dtype.itemsize:
                 raise ValueError(
@@ -344,8 +332,17 @@ def copy(origin: Origin, stored: Stored, target: Mapping[str, Piece], exact: boo
         flat += size
 
 
+def within(ranges: Iterable[tuple[int, int]], rows: slice) -> Iterator[tuple[int, int]]:
+    """Yield where some rows of a role lie on disk, of a role that has these ranges there."""
+    first, last = rows.start, rows.stop
+    for a, b in ranges:
+        if first < b - a and last > 0:
+            yield a + max(first, 0), a + min(last, b - a)
+        first, last = first - (b - a), last - (b - a)
+
+
 def copy_experts(origin: Origin, stored: Stored, target: Mapping[str, Piece]) -> None:
-    """`copy` of a tensor whose dimensions are in another order, an expert at a time."""
+    """Copy a tensor whose dimensions are in another order, an expert at a time."""
     each = len(stored.roles) // stored.shape[0]
     for expert in range(stored.shape[0]):
         roles = [role for role, _ in stored.roles[expert * each : (expert + 1) * each]]

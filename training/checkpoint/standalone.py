@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import torch
 from safetensors.torch import save
@@ -47,8 +47,27 @@ from upcycle.verifying.inspect import Settings
 FOLDER, CONFIG, OBSERVED, RECORD = "origin", "config.json", "observed.safetensors", "origin.json"
 
 
+class Made(TypedDict):
+    source: NotRequired[str]
+    donors: NotRequired[list[str]]
+
+
+class Named(TypedDict):
+    source: NotRequired[str]
+    upcycle: Made | None
+
+
+class Record(TypedDict):
+    model: Named
+    files: list[str]
+    settings: NotRequired[Settings | None]
+    terms: NotRequired[Mapping[str, str]]  # license and the like, of the model that it was made of
+    plan: list[tuple[str, str]]
+    tensors: NotRequired[list[tuple[str, list[int], str]]]  # of a model that transformers computes: name, shape, dtype
+
+
 def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
-    """Writes RUN/origin; `origin` is that of the model that `config` names."""
+    """Write RUN/origin; `origin` is that of the model that `config` names."""
     home, plan = folder / FOLDER, origin.plan
     make_folder(home)
     sweep(home)
@@ -72,7 +91,7 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
 
 
 def kept(folder: Path) -> Origin:
-    """The Origin that a run keeps: all but the weights, whose reading is a ValueError."""
+    """Return the Origin that a run keeps: all but the weights, whose reading is a ValueError."""
     home, record = folder / FOLDER, recorded(folder)
     if record is None:
         raise ValueError(
@@ -80,18 +99,16 @@ def kept(folder: Path) -> Origin:
             "once more, which writes it"
         )
     files = [published(home / Path(name).name) for name in record["files"]]
+    entries = {name: (tuple(shape), dtype) for name, shape, dtype in record.get("tensors", ())} or None
     config = strict.read_object(home / CONFIG)
-    tensors = record.get("tensors")
-    entries = None if tensors is None else {name: (tuple(shape), dtype) for name, shape, dtype in tensors}
     origin = layout.described(folder, config, no_weights, files, record.get("settings"), entries)
-    made = record["model"].get("upcycle") or {}
-    used = [record["model"].get("source"), made.get("source"), *(made.get("donors") or ())]
-    sources = tuple(dict.fromkeys(str(name) for name in used if name))
-    return replace(origin, sources=sources, terms=record.get("terms", {}))
+    made: Made = record["model"]["upcycle"] or {}
+    used = [record["model"].get("source"), made.get("source"), *made.get("donors", ())]
+    return replace(origin, sources=tuple(dict.fromkeys(name for name in used if name)), terms=record.get("terms", {}))
 
 
 def published(file: Path) -> Path:
-    """The file, if an export may take it over: by its name and as it lies there."""
+    """Return the file, if an export may take it over: by its name and as it lies there."""
     if not any(file.match(pattern) for pattern in (*COPIED, *TERMS, MODELING.name)):
         raise ValueError(f"{file.parent / RECORD} names {short(file.name)}, which is no file that an export takes over")
     return own(file)
@@ -102,48 +119,29 @@ def no_weights(name: str, rows: tuple[int, int] | None = None) -> Tensor:
 
 
 def keeps(folder: Path, config: ModelConfig) -> bool:
-    """Whether what is kept is of the model that `config` names."""
+    """Return whether the run keeps the model that `config` names."""
     record = recorded(folder)
     return record is not None and record["model"] == named(config)
 
 
 def named(config: ModelConfig) -> Any:
-    """The part of a config that says which model it is, as JSON has it."""
+    """Return the part of a config that says which model it is, as JSON has it."""
     made = asdict(upcycle_config(config)) if config.upcycle else None
     facts = {"source": config.source, "random": config.random, "upcycle": made}
     return json.loads(json.dumps(facts, default=str))
 
 
-def recorded(folder: Path) -> Mapping[str, Any] | None:
-    record, path = read_json(folder / FOLDER / RECORD), folder / FOLDER / RECORD
+def recorded(folder: Path) -> Record | None:
+    path = folder / FOLDER / RECORD
+    record = read_json(path)
     if not isinstance(record, dict) or "model" not in record:
         return None
-    found: Mapping[str, Any] = strict.held(record, Record, str(path))
-    return found
-
-
-class Made(TypedDict):
-    source: NotRequired[str]
-    donors: NotRequired[list[str]]
-
-
-class Named(TypedDict):
-    source: NotRequired[str]
-    upcycle: Made | None
-
-
-class Record(TypedDict):
-    model: Named
-    files: list[str]
-    settings: NotRequired[Settings | None]
-    terms: NotRequired[Mapping[str, str]]  # license and the like, of the model that it was made of
-    plan: list[tuple[str, str]]
-    tensors: NotRequired[list[tuple[str, list[int], str]]]  # of a model that transformers computes: name, shape, dtype
+    return cast(Record, strict.held(record, Record, str(path)))
 
 
 def upcycled(folder: Path) -> UpcycleConfig | None:
-    """The config by which the run's model was upcycled as it loaded, with rows of routers as they were decided; None if
-    it was not."""
+    """Return the config by which the run's model was upcycled as it loaded, with rows of routers as they were decided;
+    None if it was not."""
     record, measured = recorded(folder), folder / FOLDER / OBSERVED
     if not (record and record["model"]["upcycle"]):
         return None
@@ -156,16 +154,16 @@ def upcycled(folder: Path) -> UpcycleConfig | None:
 
 
 def plan_rows(folder: Path) -> list[tuple[str, str]]:
-    """The table that `upcycle plan` prints, for a run that upcycled as it loaded."""
+    """Return the table that `upcycle plan` prints, for a run that upcycled as it loaded."""
     record = recorded(folder)
-    return [(name, value) for name, value in record["plan"]] if record else []
+    return [] if record is None else record["plan"]
 
 
 # ---- its checkpoints, without the rest of a run
 
 
 def training_run(path: Path) -> tuple[Path | None, Path | None]:
-    """(the run's folder, the step's folder if `path` is one); (None, None) if `path` is no training run."""
+    """Return the run's folder, and the step's folder if `path` is one; (None, None) if it is no training run."""
     step = path if STEP.fullmatch(path.name) and path.is_dir() else None
     run = path.parent.parent if step else path
     is_run = (run / "checkpoints").is_dir() and (run / "config.json").is_file()
@@ -173,7 +171,7 @@ def training_run(path: Path) -> tuple[Path | None, Path | None]:
 
 
 def attach_adapters(model: Decoder, run: Path) -> None:
-    """Gives a model that is on the meta device the adapters that the run trained."""
+    """Give a model that is on the meta device the adapters that the run trained."""
     settings = strict.read_object(run / CONFIG)
     lora = settings.get("lora")  # runs of older versions have none
     if lora is not None:
@@ -213,7 +211,7 @@ def measured_once(
     given: Callable[[int], Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> Mapping[str, Tensor]:
-    """Measures on the first rank, while the others wait; all return its findings. `given`: makes ids [sequence, token]
+    """Measure on the first rank, while the others wait; all return its findings. `given` makes ids [sequence, token]
     of a vocabulary, to be read where the config names no text."""
     found: Mapping[str, Tensor] = {}
     with together("measure"):  # no rank goes on alone
@@ -224,11 +222,6 @@ def measured_once(
 
 
 def measured_before(folder: Path) -> layout.Observe:
-    """An Observe that returns what the run measured, to make its first weights once more; without a record it measures
-    again."""
+    """Return what gives the run's measurements, to make its first weights once more; without a record it measures."""
     path = folder / FOLDER / OBSERVED
-
-    def read(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str, Tensor]:
-        return measure.read(path, plan) if path.is_file() else measure.measure(plan, checkpoints)
-
-    return read
+    return (lambda plan, _: measure.read(path, plan)) if path.is_file() else measure.measure

@@ -120,22 +120,17 @@ class TrainState:
                 warn(f"{saved.folder} has {name!r}, which this run has no use for")
 
     def groups(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizers' groups by `name`, which is the same on all pipeline stages; a group's number may not
-        be."""
-        named = [
-            (str(group.get("name", f"{i}.{j}")), group)
+        """Return the optimizers' groups by `name`: their numbers may differ between pipeline stages."""
+        return {
+            str(group.get("name", f"{i}.{j}")): group
             for i, optimizer in enumerate(self.optimizers)
             for j, group in enumerate(optimizer.param_groups)
-        ]
-        names = [name for name, _ in named]
-        assert len(set(names)) == len(names), f"optimizer groups share a name: {names}"
-        return dict(named)
+        }
 
     def trained(self) -> dict[str, tuple[Optimizer, nn.Parameter]]:
+        """Return each parameter that an optimizer has, with the optimizer, by plain name."""
         owner = {p: optimizer for optimizer in self.optimizers for g in optimizer.param_groups for p in g["params"]}
-        names = {plain_name(n): (owner[p], p) for n, p in self.model.named_parameters() if p in owner}
-        assert len(names) == len(owner), "an optimizer holds a parameter that is not the model's"
-        return names
+        return {plain_name(n): (owner[p], p) for n, p in self.model.named_parameters() if p in owner}
 
     def named_parts(self, rank: int) -> dict[str, Part]:
         return {f"part.{name}": part for name, part in self.parts.items()} | {f"rank.{rank}.rng": self.rng}
@@ -155,7 +150,7 @@ def put(out: MutableMapping[str, Tensor], name: str, value: Any) -> None:
 
 
 def pack(value: Any, name: str, out: MutableMapping[str, Tensor]) -> Any:
-    """Return a value as JSON, which knows no tensor, tuple or key that is not a string; a $ marks those."""
+    """Return a value as JSON, in which a $ marks what JSON does not know: a tensor, which goes to `out`, or a tuple."""
     if isinstance(value, Tensor):
         if name in out:
             raise ValueError(f"two tensors of the training state are named {name!r}; rename a key of one of them")
@@ -166,14 +161,11 @@ def pack(value: Any, name: str, out: MutableMapping[str, Tensor]) -> Any:
     if isinstance(value, tuple | list):
         items = [pack(item, f"{name}.{i}", out) for i, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: pack(item, f"{name}.{key}", out) for key, item in value.items()}
-        pairs = enumerate(value.items())
-        return {"$dict": [[pack(k, f"{name}.{i}.key", out), pack(v, f"{name}.{i}", out)] for i, (k, v) in pairs]}
+    if isinstance(value, Mapping) and all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: pack(item, f"{name}.{key}", out) for key, item in value.items()}
     raise ValueError(
         f"{name!r} in the training state is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
-        f"cannot hold; give numbers, strings, tensors, and lists, tuples and dicts of them"
+        f"cannot hold; give numbers, strings, tensors, and lists, tuples and dicts of them by strings"
     )
 
 
@@ -198,8 +190,6 @@ class Getter:
                 return self.tensor(name)
             case ("$tuple", items):
                 return tuple(self.unpack(item) for item in items)
-            case ("$dict", pairs):
-                return {self.unpack(k): self.unpack(v) for k, v in pairs}
         return {key: self.unpack(item) for key, item in value.items()}
 
     def tensor(self, name: str) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -24,18 +24,11 @@ Entries = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape, dtype
 Roles = tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Found:
-    """A tensor on disk, and the roles that are stacked in it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    roles: Roles
+Found = tuple[str, tuple[int, ...], str, Roles]  # name, shape and dtype of a tensor, and the roles stacked in it
 
 
 def read(config: Mapping[str, Any], entries: Entries) -> tuple[DenseSpec | MoESpec, tuple[Found, ...]]:
-    """The spec of a folder of transformers' own, and its tensors. ValueError for what cannot be read."""
+    """Return the spec of a folder of transformers' own, and its tensors; raise a ValueError if it cannot be trained."""
     model_type = short(str(config.get("model_type")))
     stock = modelling.on_meta(config)
     try:
@@ -49,18 +42,15 @@ def read(config: Mapping[str, Any], entries: Entries) -> tuple[DenseSpec | MoESp
             f"{' '.join(said.split()):.300}; train it with other tools, or start from another model"
         ) from error
     # what a token is multiplied with besides routed experts; routers do not count
-    weighed = {each.name: (each.shape, each.dtype) for each in found if not any(of_block(role) for role in each.roles)}
+    blocks = re.compile(r"\.(experts|router)\.")
+    weighed = {n: (shape, dtype) for n, shape, dtype, held in found if not any(map(blocks.search, held))}
     dense = modelling.dense_of(spec)
     own = Carried(config, weighed, dense.carried.prefix if dense.carried else "model.")
     return modelling.with_dense(spec, carried=own), found
 
 
-def of_block(role: str) -> bool:
-    return ".experts." in role or ".router." in role
-
-
 def numbers(stock: Any, config: Mapping[str, Any]) -> DenseSpec:
-    """What is counted and checked with; all else stays transformers' own."""
+    """Return the numbers that are counted and checked with; all else stays transformers' own."""
     settings = stock.config
     heads = int(getattr(settings, "num_attention_heads", None) or 1)
     hidden, table = int(settings.hidden_size), stock.get_input_embeddings()
@@ -73,6 +63,7 @@ def numbers(stock: Any, config: Mapping[str, Any]) -> DenseSpec:
     if head is None or len(shared) > tied or (tied and getattr(head, "bias", None) is not None):
         said = f"{shared[-1][0]} and {shared[-1][1]} are one parameter" if shared else "it has no head"
         raise ValueError(said)
+    stated = str(config.get("dtype", config.get("torch_dtype")))
     prefix = next((m[1] or "" for n, _ in stock.named_modules() if (m := modelling.LAYER.match(n + "."))), "model.")
     return DenseSpec(
         family=str(settings.model_type),
@@ -85,19 +76,14 @@ def numbers(stock: Any, config: Mapping[str, Any]) -> DenseSpec:
         vocab=table.weight.shape[0],
         context=int(getattr(settings, "max_position_embeddings", None) or 4096),
         tied=tied,
-        dtype=dtype_of(config),
+        dtype=stated if stated in BYTES else "float32",
         tokens={f"{name}_token_id": getattr(settings, f"{name}_token_id", None) for name in ("bos", "eos", "pad")},
         carried=Carried(config, prefix=prefix),
     )
 
 
-def dtype_of(config: Mapping[str, Any]) -> str:
-    stated = config.get("dtype", config.get("torch_dtype"))
-    return stated if isinstance(stated, str) and stated in BYTES else "float32"
-
-
 def placed(stock: Any, tied: bool, entries: Entries) -> Iterator[Found]:
-    """The tensors on disk, in their order there. Those that the model has not are left out, and that is said."""
+    """Yield the tensors on disk, in their order there. Warn of those that the model has not, and leave them out."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -124,10 +110,10 @@ def placed(stock: Any, tied: bool, entries: Entries) -> Iterator[Found]:
         kind, size, held = roles[target]
         if converter is not None:
             held = of_expert(name, target, pattern or "", converter, kind, held)
-        if dtype not in BYTES or (converter is None and count(shape) != count(size)):
+        if dtype not in BYTES or (converter is None and prod(shape) != prod(size)):
             raise ValueError(f"{name} is {list(shape)} {dtype} on disk, and {target} is {list(size)}")
         missing -= set(held)
-        yield Found(name, shape, dtype, held)
+        yield name, shape, dtype, held
     if missing:
         raise ValueError(f"there is no tensor for {min(missing)}")
     if left:
@@ -139,7 +125,7 @@ def placed(stock: Any, tied: bool, entries: Entries) -> Iterator[Found]:
 
 
 def roles_of(stock: Any, tied: bool) -> dict[str, tuple[str, tuple[int, ...], Roles]]:
-    """transformers' name -> (kind, shape there, our roles, which are stacked in it)."""
+    """Return kind, shape and our roles, which are stacked in it, of each of transformers' tensors."""
     found: dict[str, tuple[str, tuple[int, ...], Roles]] = {}
     where = {name: (parts(name, block), block) for name, block in modelling.blocks(stock)}
     fleeting = {
@@ -172,7 +158,7 @@ def of_part(name: str, prefix: str, found: Block, block: nn.Module) -> tuple[str
 
 
 def of_expert(name: str, target: str, pattern: str, converter: Any, kind: str, held: Roles) -> Roles:
-    """The roles of one expert's tensor, which transformers would stack with the others'."""
+    """Return the roles of one expert's tensor, which transformers would stack with the others'."""
     numbered = re.findall(r"\.experts\.([0-9]+)\.", name)
     did = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
     sources, each = list(converter.source_patterns), {"gate_up_proj": 2}.get(kind, 1)
@@ -185,10 +171,3 @@ def of_expert(name: str, target: str, pattern: str, converter: Any, kind: str, h
         raise ValueError(f"{name} is of an expert that the model has not")
     own = held[first : first + each]
     return own if len(sources) == 1 else own[sources.index(pattern) : sources.index(pattern) + 1]
-
-
-def count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

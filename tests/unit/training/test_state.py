@@ -136,8 +136,7 @@ def test_all_types_and_shapes_come_back_bit_for_bit(tmp_path: Path) -> None:
 def test_python_values_come_back_as_they_were(tmp_path: Path) -> None:
     value = {
         "numbers": [0, -1, 10**40, 0.1, -0.0, 1e-310, float("inf"), True, None], "tuple": (0.9, (0.999,), []),
-        "keys": {1: "int", "1": "str", (2, 3): "tuple", None: "none", "$tensor": "no tensor"}, "text": "ñ☃\n\x00", "": {},
-        "$tuple": "no tuple", "tensor": {"deep": [torch.tensor(3, dtype=torch.int16)]},
+        "text": "ñ☃\n\x00", "": {}, "tensor": {"deep": [torch.tensor(3, dtype=torch.int16)]},
     }  # fmt: skip
     state = small(0, box=0)
     with Checkpoints(tmp_path) as checkpoints:
@@ -146,7 +145,7 @@ def test_python_values_come_back_as_they_were(tmp_path: Path) -> None:
     assert repr(state.parts["box"].value) == repr(value)  # repr, because -0.0 == 0 and True == 1
 
 
-@pytest.mark.parametrize("value", [np.float64(1), print, {1, 2}, b"bytes", torch.float32])
+@pytest.mark.parametrize("value", [np.float64(1), print, {1, 2}, b"bytes", torch.float32, {1: 2}, {"$tensor": "x"}])
 def test_what_json_cannot_hold_is_refused_by_name(value: Any, tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"'part\.box\.value\.0' .* cannot hold"):
         checkpoints.save(1, small(1, box=[value]))
