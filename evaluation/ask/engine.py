@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +27,11 @@ from tqdm import tqdm
 
 from evaluation.ask.attention import Memory, Remembering, Rows, laid_out, next_tokens
 from evaluation.ask.packing import FOREVER, Batch, Ids, Input, Plan, Row, plan, share
-from evaluation.ask.ranks import Ranks
 from training.kernels.attention import capped
 from training.model.decoder import Decoder, Layer
 from training.model.layers import LatentAttention
 from training.model.rope import original
-from training.parallel.collectives import all_gather
+from training.parallel.collectives import all_gather, gather
 from training.parallel.shard import moe_blocks, reshard
 
 LOGITS = 1 << 26  # elements of logits at a time
@@ -39,6 +39,26 @@ LOGITS = 1 << 26  # elements of logits at a time
 Score = tuple[float, bool]  # log-probability in nats; whether greedy decoding would have written it
 Work = Generator[tuple[Rows, str], Tensor, None]  # yields (rows, Memory.keep), is sent hidden states [T, D]
 DUMMY = Row([0], [0], [FOREVER])
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's share of the work: `index` of `count`. Ranks of tensor parallelism have the same share."""
+
+    index: int = 0
+    count: int = 1
+
+    def any(self, mine: bool) -> bool:
+        """Return whether any process brings True. All processes call it together."""
+        if not dist.is_initialized():
+            return mine
+        flag = torch.tensor(int(mine), dtype=torch.int32)  # on the host: over gloo, also where there is NCCL
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return each process's value, in order of ranks: JSON, never a pickle."""
+        return gather(value)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import setup_logging
 
 from evaluation.ask import load
-from evaluation.ask.engine import Engine
+from evaluation.ask.engine import Engine, Ranks
 from evaluation.ask.lm import DecoderLM
-from evaluation.ask.ranks import Ranks
 from evaluation.ask.remember import Remembered
 from training.experts import DEFAULT
 from training.parallel.mesh import MeshConfig, ParallelMesh
@@ -121,12 +121,12 @@ class UpcycleLM(DecoderLM):
             self.remember(config.cache)
 
     def remember(self, folder: str | Path) -> None:
-        """Keeps answers in `folder`, and takes those that are there of this very model."""
+        """Keep answers in `folder`, and take those that are there of this very model."""
         self.remembered = Remembered(folder, self.about.identity, self.mesh.rank)
         self.engine.ranks.any(False)  # all ranks have read the cache before one writes to it
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval's results say of the model (`config`)."""
+        """Return what lm-eval's results say of the model (`config`)."""
         about = self.about
         return {
             "model_num_parameters": about.parameters,
@@ -151,18 +151,15 @@ def check_ranks(mesh: MeshConfig, ranks: int) -> None:
 
 
 def ranks_of(mesh: ParallelMesh) -> Ranks:
-    """Tensor parallel ranks, which are neighbours, ask the same; all others ask something else."""
+    """Return the share of this rank: tensor parallel ranks, which are neighbours, ask the same; all others do not."""
     return Ranks(mesh.rank // mesh.size("tp"), mesh.world // mesh.size("tp"))
 
 
 def main(words: Sequence[str]) -> int:
     setup_logging()
-    command, before = HarnessCLI(), sys.argv
-    try:
-        sys.argv = ["lm-eval", *words]  # where lm-eval's parser looks
+    command = HarnessCLI()
+    with patch.object(sys, "argv", ["lm-eval", *words]):  # where lm-eval's parser looks
         options = command.parse_args()
-    finally:
-        sys.argv = before
     with ExitStack() as stack:
         if getattr(options, "model", None) == NAME:
             stack.enter_context(processes(device_of(options)))
@@ -175,8 +172,10 @@ def device_of(options: Any) -> str:
 
 
 def kind_of(device: Any) -> str:
-    """The device that lm-eval names: cuda:0 by default, for which it takes cpu where there is none. Several processes
-    each have the one of their rank."""
+    """Return the device that lm-eval names: cuda:0 by default, for which it takes cpu where there is none.
+
+    Several processes each have the device of their rank.
+    """
     kind = str(device or "").partition(":")[0]
     if kind == "cuda" and not torch.cuda.is_available():
         return ""
