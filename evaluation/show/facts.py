@@ -26,7 +26,7 @@ from training.observe.metrics import FILE as METRICS
 from training.observe.metrics import duration
 from upcycle.arch.spec import MAX_EXPERTS
 from upcycle.config.reading import build
-from upcycle.config.schema import UpcycleConfig
+from upcycle.config.schema import UpcycleConfig, renamed
 from upcycle.converting import card
 from upcycle.io import strict
 from upcycle.io.checkpoint import Checkpoint
@@ -344,7 +344,7 @@ def plan_rows(folder: Path) -> Rows:
     if manifest is None:
         return []
     gone = manifest["config"].get(GONE)
-    config = build(UpcycleConfig, {key: value for key, value in manifest["config"].items() if key != GONE})
+    config = build(UpcycleConfig, {key: value for key, value in renamed(manifest["config"]).items() if key != GONE})
     old = [("note", f"{MANIFEST} has {GONE}={gone}, a key of older versions that is of no use now")] if gone else []
     try:
         with ExitStack() as stack:

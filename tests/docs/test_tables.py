@@ -16,10 +16,9 @@ from transformers import AutoConfig
 
 from tests.parity import tiny
 from upcycle import plugin
-from upcycle.arch import registry, siblings
+from upcycle.arch import engines, registry, siblings
 from upcycle.arch.abilities import Abilities, refusals
 from upcycle.arch.spec import DenseSpec, MoESpec
-from upcycle.planning import engines
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -31,8 +31,8 @@ from tests.engines import engines
 from tests.engines.engines import ENGINES, Answer
 from tests.engines.models import CASES, TRAINED, make
 from tests.unit.training.test_data import texts
+from upcycle.arch import engines as known
 from upcycle.arch.registry import target
-from upcycle.planning import engines as known
 
 ALL = os.environ.get("ENGINES") == "all"
 SMOLLM2 = engines.ROOT / "runs" / "smollm2"

@@ -18,9 +18,9 @@ from torch import Tensor
 from tests.oracles import peers
 from tests.parity import tiny
 from upcycle.__main__ import main
+from upcycle.arch import registry
 from upcycle.arch.ffn import FFN
 from upcycle.io.checkpoint import Checkpoint
-from upcycle.planning import plan
 
 pytestmark = pytest.mark.oracle
 
@@ -103,7 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 def neutral(dense: Path) -> dict[str, Tensor]:
     """The FFN matrices of a dense folder under our own names (spec.py)."""
     with Checkpoint.open(dense) as checkpoint:
-        family = plan.family(checkpoint.config["model_type"])
+        family = registry.family(checkpoint.config["model_type"])
         spec = family.read(checkpoint.config)
         sources = family.sources(spec)
         wanted = {f"layers.{layer}.{m}.weight" for layer in range(spec.layers) for m in spec.ffn_matrices}

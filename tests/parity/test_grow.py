@@ -22,7 +22,6 @@ from upcycle.arch.spec import MoESpec
 from upcycle.converting.card import table
 from upcycle.converting.convert import convert
 from upcycle.converting.make import Maker
-from upcycle.planning.plan import sizes
 from upcycle.verifying.verify import verify
 
 
@@ -75,7 +74,7 @@ def test_a_grown_moe_gives_the_logits_of_its_source(target: str, tmp_path: Path)
         assert torch.equal(maker.slice(name, (slice(1, 3),)), tensor[1:3]), name
     with layout.online(plan.config) as origin:
         assert isinstance(origin.spec, MoESpec) and (origin.spec.experts, origin.spec.top_k) == (12, 6)
-    assert sizes(plan).dense == sum(t.numel() for t in load_file(source / "model.safetensors").values())
+    assert plan.sizes.dense == sum(t.numel() for t in load_file(source / "model.safetensors").values())
     # twins: the top-k of before, and experts that are not beside their rows
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 5}))

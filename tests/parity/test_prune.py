@@ -26,7 +26,6 @@ from training.model.decoder import Decoder
 from upcycle.converting import convert, grow
 from upcycle.converting.card import table
 from upcycle.io.checkpoint import Checkpoint
-from upcycle.planning.plan import sizes
 from upcycle.planning.promise import compare
 from upcycle.verifying import rebuild, verify
 
@@ -79,7 +78,7 @@ def test_a_pruned_moe_is_its_source_without_these_experts(target: str, tmp_path:
     plan, checkpoints = load(*words, "top_k=2")
     assert not plan.promise.exact and (plan.moe.experts, plan.moe.top_k, plan.target) == (2, 2, target)
     assert "keeps 2 of 4 experts" in table(plan) and "keep=2" in table(plan) and "source has 4" in table(plan)
-    assert sizes(plan).dense == sum(t.numel() for t in load_file(source / "model.safetensors").values())
+    assert plan.sizes.dense == sum(t.numel() for t in load_file(source / "model.safetensors").values())
     folder = convert.convert(plan, checkpoints, quiet=True)
     want, have = without(source, dict(enumerate(KEPT))), logits(folder)
     assert float((have - want).abs().max() / want.abs().max()) < 1e-6

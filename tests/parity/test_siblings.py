@@ -210,7 +210,7 @@ def test_a_key_that_is_not_stated_means_to_the_sibling_what_it_meant_to_the_dens
     skipped = {*pair.without, *pair.keys(siblings.Dense.plainest(planned(dense_folder(dense))[0].dense), text)}
     compared = 0
     for key in text.keys() - sizes - {"num_local_experts"}:
-        if key == "num_key_value_heads" and text["num_attention_heads"] % pair.defaults.get("kv_heads", 1):
+        if key == "num_key_value_heads" and text["num_attention_heads"] % (pair.kv_heads or 1):
             continue  # the class's own number does not go with four heads
         less = {k: v for k, v in text.items() if k != key}
         config = {**stated, "text_config": less} if wrapped else less

@@ -33,7 +33,7 @@ from training.parallel.collectives import broadcast_tensors, together
 from training.parallel.processes import rank
 from upcycle.arch.targets.upcycled import MODELING
 from upcycle.config.reading import build
-from upcycle.config.schema import UpcycleConfig
+from upcycle.config.schema import UpcycleConfig, renamed
 from upcycle.converting import card
 from upcycle.io import strict
 from upcycle.io.checkpoint import COPIED, TERMS, Checkpoint, own, read_header
@@ -145,7 +145,7 @@ def upcycled(folder: Path) -> UpcycleConfig | None:
     record, measured = recorded(folder), folder / FOLDER / OBSERVED
     if not (record and record["model"]["upcycle"]):
         return None
-    config = build(UpcycleConfig, record["model"]["upcycle"])
+    config = build(UpcycleConfig, renamed(record["model"]["upcycle"]))
     if config.router.init.name != "auto":
         return config
     known = measured.is_file() and any(name.endswith(".rows") for name in read_header(measured))

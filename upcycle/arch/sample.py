@@ -14,7 +14,7 @@ from tqdm import tqdm
 from upcycle.arch.families import llama
 from upcycle.io import disk
 from upcycle.planning import rng
-from upcycle.planning.plan import Output
+from upcycle.planning.outputs import Output
 
 # 1.1 B parameters: the shape of TinyLlama
 TINYLLAMA = {

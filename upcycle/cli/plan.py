@@ -49,9 +49,9 @@ def main(words: Sequence[str]) -> int:
 
 def as_json(plan: Any, *, tensors: bool) -> dict[str, Any]:
     """Return a plan as JSON has it."""
+    from upcycle.arch import engines
     from upcycle.converting import card
-    from upcycle.planning import engines, size
-    from upcycle.planning.plan import sizes
+    from upcycle.planning import size
 
     flops = {
         "moe": size.moe_flops(plan.moe, plan.config.sequence, gated=plan.gated),
@@ -59,7 +59,7 @@ def as_json(plan: Any, *, tensors: bool) -> dict[str, Any]:
     }
     found = {
         "plan": plan.hash, "target": plan.target, "why": plan.why, "promise": asdict(plan.promise),
-        "parameters": asdict(sizes(plan)), "flops_per_token": flops, "bytes": plan.bytes, "files": len(plan.shards),
+        "parameters": asdict(plan.sizes), "flops_per_token": flops, "bytes": plan.bytes, "files": len(plan.shards),
         "config": card.settings(plan), "config.json": plan.hf_config,
         "runs_on": engines.sentence(plan.target, plan.hf_config), "notes": plan.notes, "warnings": plan.warnings,
         "dropped": dict(plan.dropped),

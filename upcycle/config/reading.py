@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from upcycle.config.ready import UPCYCLE
+from upcycle.config.schema import renamed
 from upcycle.io import strict
 from upcycle.plugin import nearest
 
@@ -111,7 +112,7 @@ def literal(value: Any) -> Any:
 
 def of_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The config of the plan that a converted folder's upcycle.json names: the same plan, with the same hash."""
-    return {**manifest["config"], "method": manifest["method"]}
+    return {**renamed(manifest["config"]), "method": manifest["method"]}
 
 
 def word_value(kind: type[Any], key: str, text: str) -> Any:

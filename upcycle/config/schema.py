@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,16 @@ class Calibration:
 
     texts: tuple[str, ...] = ()  # what is measured on: .txt, .jsonl or .jsonl.zst (key `text`)
     tokens: int = 8192  # how many of them are read
-    length: int = 512  # tokens a sequence
+    sequence: int = 512  # tokens of one sequence
+
+    ELSEWHERE: ClassVar = {"length": "calibration.sequence"}
 
 
 @dataclass(frozen=True)
 class UpcycleConfig:
     source: str = ""  # a folder or a hub id (org/name or org/name@revision)
     output: str = ""  # the folder to make
-    target: str = "auto"  # an MoE architecture (upcycle/targets), or auto
+    target: str = "auto"  # an MoE architecture (upcycle/arch/targets), or auto
     donors: tuple[str, ...] = ()  # branch_train_mix: one dense model per copy; `source` gives the rest
     # E, a count: copies of every dense FFN, or of each expert of an MoE; with method prune or utility how many experts
     # a layer of an MoE has afterwards (in training, model.expert_backend names the kernels)
@@ -67,3 +70,12 @@ class UpcycleConfig:
     seed: int = 0  # of all that is drawn: router rows, noise, redrawn neurons, random splits
     max_shard: str = "5GB"  # bytes of a safetensors file at most: 5GB, 512MiB
     sequence: int = 4096  # tokens a sequence that FLOPs a token are counted for
+
+
+def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config that an older version stored, with the keys of today."""
+    calibration = stored.get("calibration")
+    if not isinstance(calibration, Mapping) or "length" not in calibration:
+        return dict(stored)
+    rest = {key: value for key, value in calibration.items() if key != "length"}
+    return {**stored, "calibration": {**rest, "sequence": calibration["length"]}}

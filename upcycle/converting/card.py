@@ -11,10 +11,11 @@ from typing import Any
 
 from yaml import YAMLError
 
+from upcycle.arch import engines
 from upcycle.cli.frame import printable
 from upcycle.io.checkpoint import public_name
-from upcycle.planning import engines, size
-from upcycle.planning.plan import UpcyclePlan, sizes
+from upcycle.planning import size
+from upcycle.planning.plan import UpcyclePlan
 from upcycle.planning.promise import Promise
 from upcycle.version import __version__
 
@@ -61,7 +62,7 @@ def inert(text: str) -> str:
 
 
 def rows(plan: UpcyclePlan) -> Iterator[tuple[str, str]]:
-    moe, d, s, config = plan.moe, plan.dense, sizes(plan), plan.config
+    moe, d, s, config = plan.moe, plan.dense, plan.sizes, plan.config
     widths = str(moe.widths[0]) if moe.uniform else f"{min(moe.widths)} to {max(moe.widths)}"
     zeros = f", {moe.padding} of them zeros" if moe.padding else ""
     made = f"the source has {plan.source_experts}" if plan.grown else f"{moe.copies} copies x {moe.granularity}"

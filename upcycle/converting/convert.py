@@ -47,7 +47,8 @@ from upcycle.io.disk import write_atomic
 from upcycle.io.job import JOB, POLL, Watch, Worker, check_first, explained, job, read_json, sweep_unfinished
 from upcycle.io.strict import Count
 from upcycle.planning import request
-from upcycle.planning.plan import Output, UpcyclePlan
+from upcycle.planning.outputs import Output
+from upcycle.planning.plan import UpcyclePlan
 from upcycle.version import __version__
 
 CARD = "README.md"  # no file of the model: its owner may edit it

@@ -22,7 +22,8 @@ from upcycle.arch.ffn import FFN, scale
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.planning import routers
 from upcycle.planning.methods import Place
-from upcycle.planning.plan import Output, Recipe, UpcyclePlan
+from upcycle.planning.outputs import Output, Recipe
+from upcycle.planning.plan import UpcyclePlan
 
 CACHE = 512 << 20  # default size of the cache in bytes, besides tensors in use; convert passes its own
 

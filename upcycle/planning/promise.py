@@ -7,7 +7,7 @@ float64, with router logits as spread as in the real model. No tensor of the sou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,9 +18,12 @@ from upcycle.arch.ffn import FFN
 from upcycle.arch.registry import AnyTarget
 from upcycle.arch.spec import BYTES, MoESpec
 from upcycle.config.schema import UpcycleConfig
+from upcycle.converting import grow
+from upcycle.io.checkpoint import Checkpoint
 from upcycle.planning import rng, routers, scale
 from upcycle.planning.methods import Method, Place
 
+TOLERANCE = 1e-5
 HIDDEN, TOKENS, PART = 64, 256, 16  # of the small FFN: hidden size, tokens, neurons of the narrowest part
 
 
@@ -115,81 +118,102 @@ def estimate(
 
 
 def make_promise(
-    config: UpcycleConfig,
-    moe: MoESpec,
-    method: Method,
-    kind: str | float,
-    chosen: AnyTarget,
-    stored: Collection[str],
+    config: UpcycleConfig, moe: MoESpec, method: Method, kind: str | float, chosen: AnyTarget, stored: Collection[str]
 ) -> Promise:
-    """The Promise of a plan for the target `chosen`. `stored`: the dtypes of the source's tensors."""
-    g, d = moe.granularity, moe.dense
-    gated = d.gated or relu2_as_gated(moe, chosen.can)
-    why_not, remarks = [], []
+    """Return the Promise of a plan for the target `chosen`. `stored`: the dtypes of the source's tensors."""
+    gated = moe.dense.gated or relu2_as_gated(moe, chosen.can)
+    why_not = [*inexact_method(config, moe, method), *inexact_scale(moe, method, kind)]
+    expected = None if method.needs.mixes else expect(config, moe, method, kind, gated)
+    if why_not:
+        return Promise(False, tuple(why_not), expected, TOLERANCE)
+    assert expected is None or expected.error < 1e-9, f"a plan called exact has an error of {expected.error}"
+    return Promise(True, tuple(remarks(moe, kind, gated, chosen, stored)), expected, TOLERANCE)
+
+
+def inexact_method(config: UpcycleConfig, moe: MoESpec, method: Method) -> Iterator[str]:
+    """Yield why experts and router do not add up to the dense FFN."""
+    g = moe.granularity
     if method.needs.mixes:
-        why_not.append("the donors are mixed")
+        yield "the donors are mixed"
     elif not method.exact:
-        why_not.append(f"method {method.name} changes the experts")
+        yield f"method {method.name} changes the experts"
     if not moe.weights_sum_to_one:
-        why_not.append("the router's weights are not normalised over the chosen")
+        yield "the router's weights are not normalised over the chosen"
     elif method.exact and g > 1 and moe.top_k % g:
-        why_not.append(f"top_k={moe.top_k} is not a multiple of granularity={g}, so no choice is whole copies")
+        yield f"top_k={moe.top_k} is not a multiple of granularity={g}, so no choice is whole copies"
     elif method.exact and g > 1 and config.router.init.name == "independent":
-        why_not.append("experts of one copy have router rows of their own (router.init.name=independent)")
-    c = scale.gain(moe, kind, None)
-    if method.exact and moe.weights_sum_to_one and kind != "calibrated":
-        if kind == "published" and c != 1 and d.activation != "relu2":
-            why_not.append(
-                "scale=published multiplies "
-                f"{'gate, up and down by the cube' if d.gated else 'up and down by the square'} root of {c:g}, "
-                f"under which {'SwiGLU' if d.gated else d.activation} is not homogeneous"
-            )
-        elif c != scale.whole(moe):
-            why_not.append(f"scale is {c:g}, exact is {scale.whole(moe):g}")
-    exact = not why_not
-    rounded = rounding(moe, kind, c, gated, chosen, stored)
-    half = moe.dtype in ("bfloat16", "float16")
-    if exact and rounded:
-        remarks.append(f"exact but for the rounding of {rounded} to {moe.dtype}")
-    if exact and half and g > 1 and not chosen.can.router_fp32:
-        remarks.append(
+        yield "experts of one copy have router rows of their own (router.init.name=independent)"
+
+
+def inexact_scale(moe: MoESpec, method: Method, kind: str | float) -> Iterator[str]:
+    """Yield why the scale does not undo the sum over experts."""
+    if not method.exact or not moe.weights_sum_to_one or kind == "calibrated":
+        return
+    c, d = scale.gain(moe, kind, None), moe.dense
+    if kind == "published" and c != 1 and d.activation != "relu2":
+        yield (
+            "scale=published multiplies "
+            f"{'gate, up and down by the cube' if d.gated else 'up and down by the square'} root of {c:g}, "
+            f"under which {'SwiGLU' if d.gated else d.activation} is not homogeneous"
+        )
+    elif c != scale.whole(moe):
+        yield f"scale is {c:g}, exact is {scale.whole(moe):g}"
+
+
+def remarks(moe: MoESpec, kind: str | float, gated: bool, chosen: AnyTarget, stored: Collection[str]) -> Iterator[str]:
+    """Yield what to know of an exact plan besides."""
+    rounded = rounding(moe, kind, gated, chosen, stored)
+    if rounded:
+        yield f"exact but for the rounding of {rounded} to {moe.dtype}"
+    if moe.dtype in ("bfloat16", "float16") and moe.granularity > 1 and not chosen.can.router_fp32:
+        yield (
             f"computed in {moe.dtype} on a CPU, router logits tie and about 0.5 % of tokens a layer split a virtual "
             "group; CUDA's topk keeps groups whole, and so do targets that route in float32"
         )
+
+
+def expect(config: UpcycleConfig, moe: MoESpec, method: Method, kind: str | float, gated: bool) -> Estimate:
+    """Return the Estimate of a plan whose experts `method` makes."""
 
     def small_expert(ffn: FFN, small: MoESpec, index: int) -> FFN:
         if method.needs.order:  # the order is measured later; here any order stands for it
             ffn = ffn.neurons(rng.permutation(ffn.width, config.seed, "split", 0))
         place = Place(0, index, small.copies, small.granularity, small.widths, config.seed)
-        expert = method.expert([ffn if d.gated else ffn.without_gate()], place)
-        return expert if gated == d.gated else expert.with_gate_as_up()
+        expert = method.expert([ffn if moe.dense.gated else ffn.without_gate()], place)
+        return expert if gated == moe.dense.gated else expert.with_gate_as_up()
 
-    expected = (
-        None
-        if method.needs.mixes
-        else estimate(moe, small_expert, kind, config.router.init.name, config.router.init.std, config.seed, gated)
-    )
-    if exact and expected is not None:
-        assert expected.error < 1e-9, f"a plan called exact has an error of {expected.error}"
-    return Promise(exact, tuple(why_not or remarks), expected, 1e-5)
+    init = config.router.init
+    return estimate(moe, small_expert, kind, init.name, init.std, config.seed, gated)
 
 
-def rounding(
-    moe: MoESpec,
-    kind: str | float,
-    c: float | None,
-    gated: bool,
-    chosen: AnyTarget,
-    stored: Collection[str],
-) -> str:
-    """The kind of weights that are rounded when stored; '' if every number is kept."""
+def rounding(moe: MoESpec, kind: str | float, gated: bool, chosen: AnyTarget, stored: Collection[str]) -> str:
+    """Return the kind of weights that are rounded when stored; '' if every number is kept."""
     for dtype in sorted(stored):
-        if BYTES[moe.dtype] < BYTES[dtype] or {moe.dtype, dtype} == {"bfloat16", "float16"}:
+        if rounds(dtype, moe.dtype):
             return f"{dtype} weights"
     if BYTES[moe.dtype] >= 4:
         return ""
+    c = scale.gain(moe, kind, None)
     if c is not None:
         factors = scale.weight_factors(moe, kind, c, gated=gated)
         if any(math.frexp(factors[matrix])[0] != 0.5 for matrix in moe.dense.ffn_matrices):  # not a power of two
             return "scaled weights"
     return "norm weights + 1" if moe.dense.norm == "rms1p" and "rms1p" not in chosen.can.norms else ""
+
+
+def rounds(stored: str, dtype: str) -> bool:
+    """Return True if `dtype` does not hold every number of the dtype `stored`."""
+    return BYTES[dtype] < BYTES[stored] or {dtype, stored} == {"bfloat16", "float16"}
+
+
+def grown_promise(
+    method: Method, view: MoESpec, dtype: str, base: Checkpoint, observed: Mapping[str, Tensor]
+) -> Promise:
+    """Return the Promise of an MoE made of the MoE in `base`, whose view is `view`."""
+    stored = sorted({entry.dtype for entry in base.entries.values()})
+    rounded = next((d for d in stored if rounds(d, dtype)), "")
+    if not method.exact:
+        kept = len(next(iter(observed.values())))
+        return Promise(False, (grow.cost(view, kept, observed),), None, TOLERANCE)
+    reasons = (f"exact but for the rounding of {rounded} weights to {dtype}",) if rounded else ()
+    return Promise(True, reasons, None, TOLERANCE)

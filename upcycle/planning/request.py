@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from upcycle import plugin
-from upcycle.arch.spec import BYTES, MAX_EXPERTS, DenseSpec, MoESpec, Order
+from upcycle.arch.spec import BYTES, MAX_EXPERTS, Choice, DenseSpec, MoESpec, Order
 from upcycle.config.schema import UpcycleConfig
 from upcycle.planning import methods, routers
 from upcycle.planning.methods import Method, Sizes
@@ -23,6 +23,7 @@ SATURATED = 20.0  # of the logits' standard deviation: at 4 of these a sigmoid i
 
 
 def read_method(config: UpcycleConfig, donors: int) -> Method:
+    """Return the config's method; raise a ValueError if its keys, or the number of donors, do not fit."""
     if not isinstance(config.method, str | Mapping):
         raise ValueError(f"method is {config.method!r}; write for instance method.name=virtual_group")
     values = {"name": config.method} if isinstance(config.method, str) else dict(config.method)
@@ -31,115 +32,160 @@ def read_method(config: UpcycleConfig, donors: int) -> Method:
         raise ValueError(f"method.name is {name!r}; name one of {', '.join(plugin.names('upcycle.planning.methods'))}")
     method = methods.load(name, values)
     method.options.check(Sizes(config.experts, config.granularity))
-    if method.needs.mixes and donors != config.experts:
+    check_donors(config, method, donors)
+    return method
+
+
+def check_donors(config: UpcycleConfig, method: Method, donors: int) -> None:
+    name, needs = method.name, method.needs
+    if needs.mixes and donors != config.experts:
         raise ValueError(
             f"{name} needs one donor per copy, got {donors} donors for experts={config.experts}; "
             f"list the models under `donors` or set experts={max(donors, 1)}"
         )
-    if donors and not method.needs.mixes:
+    if donors and not needs.mixes:
         raise ValueError(f"donors are given but method {name} has one source; use method.name=branch_train_mix")
-    if not config.source and "source" in (*method.needs.donors, method.needs.rest):
-        what = f"method {name} takes FFNs" if "source" in method.needs.donors else "method.rest=base takes the rest"
+    if not config.source and "source" in (*needs.donors, needs.rest):
+        what = f"method {name} takes FFNs" if "source" in needs.donors else "method.rest=base takes the rest"
         raise ValueError(f"{what} from `source`, which is not set; write source=FOLDER")
-    return method
 
 
 def layer_list(value: Any, layers: int) -> tuple[int, ...]:
-    """The layers that `value` names: all | every:N (N-1, 2N-1, ...) | first-dense:K | a list."""
+    """Return the layers that `value` names: all | every:N (N-1, 2N-1, ...) | first-dense:K | a list."""
     want = "write all, every:2, first-dense:1 or a list like [1,3,5]"
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = [value]
     if isinstance(value, str):
         word, _, number = value.partition(":")
+        n = int(number) if number.isdecimal() else -1
         if value == "all":
             chosen = range(layers)
-        elif word in ("every", "first-dense") and number.isdecimal() and (word == "first-dense" or int(number) > 0):
-            n = int(number)
-            chosen = range(n - 1, layers, n) if word == "every" else range(n, layers)
+        elif word == "every" and n > 0:
+            chosen = range(n - 1, layers, n)
+        elif word == "first-dense" and n >= 0:
+            chosen = range(n, layers)
         else:
             raise ValueError(f"layers is {value!r}; {want}")
         if not chosen:
             raise ValueError(f"layers={value} leaves no layer of {layers} to convert; {want}")
         return tuple(chosen)
-    if (
-        not isinstance(value, list | tuple)
-        or not value
-        or not all(isinstance(i, int) and not isinstance(i, bool) for i in value)
-    ):
+    listed = value if isinstance(value, list | tuple) else [value]
+    if not listed or not all(isinstance(i, int) and not isinstance(i, bool) for i in listed):
         raise ValueError(f"layers is {value!r}; {want}")
-    wrong = [i for i in value if not 0 <= i < layers]
-    if wrong or len(set(value)) != len(value):
+    wrong = [i for i in listed if not 0 <= i < layers]
+    if wrong or len(set(listed)) != len(listed):
         raise ValueError(f"layers names {wrong or 'a layer twice'} of a model with layers 0 to {layers - 1}; {want}")
-    return tuple(sorted(value))
+    return tuple(sorted(listed))
 
 
 def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec:
-    """The MoESpec of a config. Impossible sizes are a ValueError that names the nearest possible ones. Of
-    router.score=auto it is the one with softmax scores."""
+    """Return the MoESpec of a config; raise a ValueError that names the nearest possible sizes for impossible ones.
+
+    For router.score=auto it has softmax scores.
+    """
+    check_counts(config)
+    dtype, disjoint = stated_dtype(config, dense), method.needs.disjoint
+    shared = shared_neurons(config, dense, dtype, disjoint)
+    widths = routed_widths(config, dense.ffn - shared, disjoint)
+    padding = 0 if len(set(widths)) > 1 or whole_rows(widths[0], dtype) else -widths[0] % ALIGN
+    shared_padding = padding * int(config.shared)  # a number of shared experts is as wide as the routed ones
+    choice = router_choice(config, method)
+    return MoESpec(
+        dense=dense,
+        layers=layer_list(config.layers, dense.layers),
+        widths=tuple(width + padding for width in widths),
+        top_k=config.top_k,
+        copies=config.experts,
+        granularity=config.granularity,
+        shared=shared + shared_padding,
+        score="sigmoid" if config.router.score == "sigmoid" else "softmax",
+        order=cast(Order, config.router.order),
+        normalize=config.router.normalize,
+        choice=choice,
+        dtype=dtype,
+        disjoint=disjoint,
+        padding=padding,
+        shared_padding=shared_padding,
+    )
+
+
+def check_counts(config: UpcycleConfig) -> None:
     for key in ("experts", "granularity", "top_k", "sequence"):
         if getattr(config, key) < 1:
             raise ValueError(f"{key} is {getattr(config, key)}; it must be at least 1")
-    total, g = config.experts * config.granularity, config.granularity
+    total = config.experts * config.granularity
     if total > MAX_EXPERTS:
         raise ValueError(f"experts * granularity is {total}; at most {MAX_EXPERTS} experts a layer are made")
     if config.top_k > total:
         raise ValueError(
             f"top_k={config.top_k} of experts * granularity = {total} experts; top_k must be at most {total}"
         )
+
+
+def stated_dtype(config: UpcycleConfig, dense: DenseSpec) -> str:
     dtype = config.dtype or dense.dtype
     if dtype not in BYTES:
         meant = f"; did you mean {SHORT[dtype]!r}?" if dtype in SHORT else plugin.nearest(dtype, list(BYTES))
         raise ValueError(f"dtype is {dtype!r}; write {', '.join(BYTES)}{meant}")
-    disjoint = method.needs.disjoint
-    parts = total if disjoint else g
-    if not 0 <= config.shared < math.inf or (config.shared >= 1 and config.shared != int(config.shared)):
+    return dtype
+
+
+def shared_neurons(config: UpcycleConfig, dense: DenseSpec, dtype: str, disjoint: bool) -> int:
+    """Return how many neurons of the dense FFN go to the shared expert."""
+    g, asked = config.granularity, config.shared
+    if not 0 <= asked < math.inf or (asked >= 1 and asked != int(asked)):
         raise ValueError(
-            f"shared is {config.shared:g}; write a number of shared experts (0, 1, 2, ...) or a share of the "
-            "FFN below 1"
+            f"shared is {asked:g}; write a number of shared experts (0, 1, 2, ...) or a share of the FFN below 1"
         )
-    if config.shared >= 1:  # a number of experts, each of the routed width
-        n = parts + int(config.shared)
-        if dense.ffn % n:
-            near = [s for s in range(1, 65) if dense.ffn % (parts + s) == 0]
-            raise ValueError(
-                f"{dense.ffn} neurons cannot be cut into {parts} routed and {config.shared:g} shared parts "
-                "of one width; "
-                f"try shared={', '.join(map(str, near[:4])) or '0.25'}, another granularity, or a share like "
-                "shared=0.25"
-            )
-        shared = dense.ffn // n * int(config.shared)
-    else:
-        shared = round(config.shared * dense.ffn)
-        if config.shared and not disjoint:
-            shared -= (shared - dense.ffn) % g  # the remaining neurons must divide into g equal parts
-            width = (dense.ffn - shared) // g
-            if not whole_rows(width, dtype) and 0 < g * (fine := round(width / ALIGN) * ALIGN) < dense.ffn:
-                shared = dense.ffn - g * fine  # the nearest share whose parts need no zeros
-        if config.shared and not 0 < shared < dense.ffn:
-            raise ValueError(
-                f"shared={config.shared:g} of {dense.ffn} neurons leaves nothing shared or nothing routed; "
-                "write for instance shared=0.25"
-            )
-    routed = dense.ffn - shared
+    if asked >= 1:
+        return shared_experts(int(asked), dense.ffn, config.experts * g if disjoint else g)
+    shared = round(asked * dense.ffn)
+    if asked and not disjoint:
+        shared -= (shared - dense.ffn) % g  # the remaining neurons must divide into g equal parts
+        width = (dense.ffn - shared) // g
+        if not whole_rows(width, dtype) and 0 < g * (fine := round(width / ALIGN) * ALIGN) < dense.ffn:
+            shared = dense.ffn - g * fine  # the nearest share whose parts need no zeros
+    if asked and not 0 < shared < dense.ffn:
+        raise ValueError(
+            f"shared={asked:g} of {dense.ffn} neurons leaves nothing shared or nothing routed; "
+            "write for instance shared=0.25"
+        )
+    return shared
+
+
+def shared_experts(count: int, neurons: int, parts: int) -> int:
+    """Return the neurons of `count` shared experts, each as wide as one of the routed `parts`."""
+    if neurons % (parts + count):
+        near = [s for s in range(1, 65) if neurons % (parts + s) == 0]
+        raise ValueError(
+            f"{neurons} neurons cannot be cut into {parts} routed and {count} shared parts of one width; try shared="
+            f"{', '.join(map(str, near[:4])) or '0.25'}, another granularity, or a share like shared=0.25"
+        )
+    return neurons // (parts + count) * count
+
+
+def routed_widths(config: UpcycleConfig, routed: int, disjoint: bool) -> tuple[int, ...]:
+    """Return the width of each routed expert, cut out of `routed` neurons."""
+    g, total = config.granularity, config.experts * config.granularity
     if disjoint:
         if routed < total:
             raise ValueError(f"{routed} neurons cannot be split into {total} experts; lower experts or granularity")
-        widths = tuple(routed // total + (i < routed % total) for i in range(total))
-    else:
-        if routed % g:
-            near = sorted((n for n in range(1, routed + 1) if routed % n == 0), key=lambda n: abs(n - g))[:3]
-            raise ValueError(
-                f"granularity={g} must divide the {routed} neurons of the dense FFN; try "
-                f"granularity={', '.join(map(str, sorted(near)))}"
-            )
-        widths = (routed // g,) * total
-    padding = 0 if len(set(widths)) > 1 or whole_rows(widths[0], dtype) else -widths[0] % ALIGN
-    shared_padding = padding * int(config.shared)  # a number of shared experts is as wide as the routed ones
-    if config.router.score not in ("softmax", "sigmoid", "auto"):
-        raise ValueError(f"router.score is {config.router.score!r}; write softmax, sigmoid or auto")
-    if config.router.order not in ("softmax-then-topk", "topk-then-softmax"):
-        raise ValueError(f"router.order is {config.router.order!r}; write softmax-then-topk or topk-then-softmax")
-    choice = config.router.choice
+        return tuple(routed // total + (i < routed % total) for i in range(total))
+    if routed % g:
+        near = sorted((n for n in range(1, routed + 1) if routed % n == 0), key=lambda n: abs(n - g))[:3]
+        raise ValueError(
+            f"granularity={g} must divide the {routed} neurons of the dense FFN; try "
+            f"granularity={', '.join(map(str, sorted(near)))}"
+        )
+    return (routed // g,) * total
+
+
+def router_choice(config: UpcycleConfig, method: Method) -> Choice:
+    """Check the names of the router's options and return among which experts it chooses."""
+    router, g, disjoint = config.router, config.granularity, method.needs.disjoint
+    if router.score not in ("softmax", "sigmoid", "auto"):
+        raise ValueError(f"router.score is {router.score!r}; write softmax, sigmoid or auto")
+    if router.order not in ("softmax-then-topk", "topk-then-softmax"):
+        raise ValueError(f"router.order is {router.order!r}; write softmax-then-topk or topk-then-softmax")
+    choice = router.choice
     if choice not in ("auto", "any", "each-slice", "parts"):
         raise ValueError(f"router.choice is {choice!r}; write auto, any, each-slice or parts")
     if choice == "auto":
@@ -155,32 +201,16 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
             f"router.choice=each-slice is a choice among copies of a slice, and method {method.name} makes no "
             "copies; write router.choice=any"
         )
-    return MoESpec(
-        dense=dense,
-        layers=layer_list(config.layers, dense.layers),
-        widths=tuple(width + padding for width in widths),
-        top_k=config.top_k,
-        copies=config.experts,
-        granularity=g,
-        shared=shared + shared_padding,
-        score="sigmoid" if config.router.score == "sigmoid" else "softmax",
-        order=cast(Order, config.router.order),
-        normalize=config.router.normalize,
-        choice="each-slice" if choice == "each-slice" and g > 1 else "any",  # G = 1: all are the same
-        dtype=dtype,
-        disjoint=disjoint,
-        padding=padding,
-        shared_padding=shared_padding,
-    )
+    return "each-slice" if choice == "each-slice" and g > 1 else "any"  # of one slice all choices are the same
 
 
 def whole_rows(width: int, dtype: str) -> bool:
-    """True if rows of `width` numbers are whole 16 bytes, as grouped kernels want them."""
+    """Return True if rows of `width` numbers are whole 16 bytes, as grouped kernels want them."""
     return width * BYTES[dtype] % 16 == 0
 
 
 def with_rows(config: UpcycleConfig, moe: MoESpec, *, text: bool) -> UpcycleConfig:
-    """The config with the router's rows decided. `text`: whether there is some that it does not name."""
+    """Return the config with the router's rows decided. `text`: whether there is some that it does not name."""
     if config.router.init.name != "auto":
         return config
     clusters = moe.slices > 1 and bool(text or config.calibration.texts)
@@ -233,9 +263,18 @@ def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None
 
 
 def measured_texts(config: UpcycleConfig) -> tuple[str, ...]:
-    """The files that a pass over text reads: router.init.texts, one a domain, if the router needs them, and then for
-    every other measurement too; else calibration.texts."""
+    """Return the files that every measurement reads: router.init.texts if the router needs them, else
+    calibration.texts."""
     return config.router.init.texts if config.router.init.name == "hidden" else config.calibration.texts
+
+
+def check_decoder(dense: DenseSpec) -> None:
+    """Raise a ValueError for a model that our own decoder, which measures on text, cannot run."""
+    if dense.carried is not None:
+        raise ValueError(
+            f"this config measures text, which our own decoder runs, and that has no {dense.family}; write "
+            "scale=exact, router.init.name=normal and a method that measures nothing"
+        )
 
 
 def check_text(config: UpcycleConfig, kind: str | float, method: Method, folder: Path, *, text: bool) -> None:
@@ -255,8 +294,8 @@ def check_text(config: UpcycleConfig, kind: str | float, method: Method, folder:
         raise ValueError(
             "with router.init.name=hidden everything is measured on router.init.texts; leave calibration.texts out"
         )
-    if config.calibration.tokens < 1 or config.calibration.length < 1:
-        raise ValueError("calibration.tokens and calibration.length must be at least 1")
+    if config.calibration.tokens < 1 or config.calibration.sequence < 1:
+        raise ValueError("calibration.tokens and calibration.sequence must be at least 1")
     for path in measured_texts(config):
         if not Path(path).is_file():
             raise ValueError(f"text file {path} does not exist; name .txt, .jsonl or .jsonl.zst files")

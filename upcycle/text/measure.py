@@ -91,7 +91,7 @@ def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> tuple[Tensor
     groups = [(path,) for path in texts] if init.name == "hidden" else [texts]
     share = max(1, calibration.tokens // len(groups))
     batches = [
-        text.token_batches(checkpoints[0].folder, group, share, calibration.length, plan.dense.vocab)
+        text.token_batches(checkpoints[0].folder, group, share, calibration.sequence, plan.dense.vocab)
         for group in groups
     ]
     domain = torch.cat([torch.full((batch.numel(),), i) for i, batch in enumerate(batches)])

@@ -30,7 +30,8 @@ from upcycle.converting.make import Maker, Piece
 from upcycle.io.checkpoint import Checkpoint, load_checked
 from upcycle.io.publish import MANIFEST, MEASURED, digest
 from upcycle.planning import rng
-from upcycle.planning.plan import Output, Recipe, UpcyclePlan, build
+from upcycle.planning.outputs import Output, Recipe
+from upcycle.planning.plan import UpcyclePlan, build
 from upcycle.planning.promise import moe_output
 
 BUDGET = 2 << 30  # bytes of weights made again

@@ -57,7 +57,7 @@ def calibrated(place: Path, **more: Any) -> str:
     settings = {
         "source": str(place / "dense"), "experts": 4, "granularity": 2, "method": "virtual_group", "top_k": 2,
         "router": {"normalize": False, "init": {"std": 0.3}}, "scale": "calibrated",
-        "calibration": {"texts": [str(place / "measured.txt")], "tokens": 128, "length": 32}, **more,
+        "calibration": {"texts": [str(place / "measured.txt")], "tokens": 128, "sequence": 32}, **more,
     }  # fmt: skip
     return f"model.upcycle={json.dumps(settings)}"
 
@@ -282,7 +282,7 @@ def test_first_rows_are_clusters_of_the_text_that_a_run_reads_first(
 
 def test_text_that_a_config_names_is_read_instead(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "first_tokens", mock.Mock(side_effect=AssertionError))
-    named = {"texts": [str(place / "measured.txt")], "tokens": 128, "length": 32}
+    named = {"texts": [str(place / "measured.txt")], "tokens": 128, "sequence": 32}
     with start(read_config("", words(place, "run", slices(place, calibration=named))), torch.device("cpu")) as run:
         assert run.origin.plan is not None and run.origin.plan.config.router.init.name == "clusters"
 

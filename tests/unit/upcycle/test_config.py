@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from upcycle.__main__ import main
-from upcycle.config.reading import read
-from upcycle.config.schema import UpcycleConfig
+from upcycle.config.reading import build, of_manifest, read
+from upcycle.config.schema import Calibration, UpcycleConfig
 
 
 @pytest.mark.parametrize("text", ["a: &a [*a]", "layers: &x [1, *x]"])
@@ -21,3 +22,12 @@ def test_names_are_kept_as_typed() -> None:
     config = read(UpcycleConfig, "", ["output=0123", "source=1_000", "router.score=on", "top_k=03", "layers=[0]"])
     assert (config.output, config.source, config.router.score) == ("0123", "1_000", "on")
     assert (config.top_k, config.layers) == (3, [0])
+
+
+def test_an_older_manifest_means_the_same_under_the_names_of_today() -> None:
+    stored = asdict(UpcycleConfig(calibration=Calibration(("a.txt",), 64, 16)))
+    stored["calibration"]["length"] = stored["calibration"].pop("sequence")
+    config = build(UpcycleConfig, of_manifest({"config": stored, "method": {"name": "copy"}}))
+    assert config.calibration == Calibration(("a.txt",), 64, sequence=16)
+    with pytest.raises(ValueError, match=r"unknown key 'calibration.length'; write calibration.sequence"):
+        read(UpcycleConfig, "", ["calibration.length=16"])

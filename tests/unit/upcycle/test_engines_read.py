@@ -15,9 +15,8 @@ from tests.engines.engines import ENGINES
 from tests.parity import tiny
 from upcycle import convert, plugin
 from upcycle import plan as plan_of
-from upcycle.arch import registry
+from upcycle.arch import engines, registry
 from upcycle.arch.spec import DenseSpec, MoESpec
-from upcycle.planning import engines
 
 DENSE = DenseSpec("llama", 2, 64, 96, 4, 4, 16, 256, 128)
 PLAIN = MoESpec(DENSE, (0, 1), (96,) * 4, 2, 4)

@@ -16,7 +16,8 @@ from upcycle.config.schema import UpcycleConfig
 from upcycle.converting.make import Maker
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.planning import methods
-from upcycle.planning.plan import Recipe, build
+from upcycle.planning.outputs import Recipe
+from upcycle.planning.plan import build
 
 COPIES = 3
 

@@ -104,7 +104,7 @@ def test_the_dense_model_is_rounded_as_its_weights_were(tmp_path: Path, variant:
 
 def test_what_was_measured_on_text_is_made_again_without_the_text(llama: Path, tmp_path: Path) -> None:
     dense, text = readable(llama, tmp_path)
-    words = [f"calibration.texts={text}", "calibration.tokens=16", "calibration.length=16", "experts=4"]
+    words = [f"calibration.texts={text}", "calibration.tokens=16", "calibration.sequence=16", "experts=4"]
     for more in (["router.normalize=false", "scale=calibrated"], ["method.name=split", "method.by=activation"]):
         folder = made(dense, tmp_path / more[0], *words, *more)
         text.rename(tmp_path / "gone")
