@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.speeds import COPIES, MORE_SLICES, SLICES, SMOL
 from tests.parallel.models import SPECS
 from tests.parity import tiny
-from tests.unit.training.test_seconds import COPIES, MORE_SLICES, SLICES, SMOL
 from training.checkpoint.layout import opened
 from training.cli.estimate import main
 from training.config.schema import CheckpointConfig, ModelConfig, TrainConfig
