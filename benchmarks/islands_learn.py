@@ -204,7 +204,8 @@ class One:
         self.make = stepping(self.learner, train_step)  # recorded on a GPU; what is put into it lies where it lay
         self.named = dict(sorted((n, p) for n, p in self.learner.model.named_parameters() if p.requires_grad))
         assert self.learner.optimizer is not None
-        self.live = list(self.learner.optimizer.state_dict().values())
+        optimizer = self.learner.optimizer
+        self.live = [optimizer.skipped, *(x for slot in optimizer.slots for x in slot.state.values())]
         self.kept = [[x.clone() for x in self.live] for _ in range(islands if islands > 1 else 0)]
 
     def open(self, config: TrainConfig) -> None:
@@ -650,6 +651,44 @@ def workers(
             job.terminate()
 
 
+def drive(
+    asked: list[tuple[int, Arm]], follows: Any, size: Size, tokens: Path, folder: Path, devices: list[str], count: int,
+    began: float, limit: float, last: float,
+) -> tuple[int, int]:  # fmt: skip
+    """Run the arms, and what follows from their rows, on `count` workers; return how many are done, of how many."""
+    with workers(count, devices, size, tokens, folder) as (arms, rows), open(folder / "rows.jsonl", "a") as file:
+        if not size.source and not (folder / "dense" / "config.json").exists():
+            base(Runner(size, tokens, folder, devices[0]))
+        every: list[dict[str, Any]] = []
+        total, idle = len(asked), dict.fromkeys(range(count), ("", False))  # and of which kind it has a model
+        while (asked or len(idle) < count) and time.monotonic() - began < limit:
+            if time.monotonic() - began > last:
+                asked = []
+            for worker in list(idle):
+                if asked:
+                    kind = idle.pop(worker)
+                    chosen = min(asked, key=lambda pair: (pair[0], kind_of(pair[1]) != kind))
+                    asked.remove(chosen)
+                    arms[worker].put(chosen[1])
+            try:
+                worker, row = rows.get(timeout=1.0)
+            except queue.Empty:
+                continue
+            idle[worker] = row["model"], bool(row["rule"])
+            every.append(row)
+            new = follows(every)
+            asked, total = asked + new, total + len(new)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            said = row.get("error") or f"{row['loss']:.4f} {row['flushed']:.4f}  wall {row['wall']:.0f}"
+            print(f"{time.monotonic() - began:.0f} s  {row['name']}, {row['model']} {row['seed']}, peak {row['peak']:g}, H {row['every']}, "
+                  f"{row['seconds']:.0f} s at {row['link'] / 1e9:g} Gb/s: {said}", flush=True)  # fmt: skip
+            if len(every) % 6 == 0:
+                print(table(every), flush=True)
+        print(table(every), flush=True)
+    return len(every), total
+
+
 def main() -> None:
     command, place, *rest = sys.argv[1:]
     words = dict(word.split("=", 1) for word in rest)
@@ -700,37 +739,8 @@ def main() -> None:
         asked = [(0, arm) for arm in plain if not taken or arm.name in taken]
     for _, arm in asked:
         check(size, arm)
-    with workers(count, devices, size, tokens, folder) as (arms, rows), open(folder / "rows.jsonl", "a") as file:
-        if not size.source and not (folder / "dense" / "config.json").exists():
-            base(Runner(size, tokens, folder, devices[0]))
-        every: list[dict[str, Any]] = []
-        total, idle = len(asked), dict.fromkeys(range(count), ("", False))  # and of which kind it has a model
-        while (asked or len(idle) < count) and time.monotonic() - began < limit:
-            if time.monotonic() - began > last:
-                asked = []
-            for worker in list(idle):
-                if asked:
-                    kind = idle.pop(worker)
-                    chosen = min(asked, key=lambda pair: (pair[0], kind_of(pair[1]) != kind))
-                    asked.remove(chosen)
-                    arms[worker].put(chosen[1])
-            try:
-                worker, row = rows.get(timeout=1.0)
-            except queue.Empty:
-                continue
-            idle[worker] = row["model"], bool(row["rule"])
-            every.append(row)
-            new = follows(every)
-            asked, total = asked + new, total + len(new)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            said = row.get("error") or f"{row['loss']:.4f} {row['flushed']:.4f}  wall {row['wall']:.0f}"
-            print(f"{time.monotonic() - began:.0f} s  {row['name']}, {row['model']} {row['seed']}, peak {row['peak']:g}, H {row['every']}, "
-                  f"{row['seconds']:.0f} s at {row['link'] / 1e9:g} Gb/s: {said}", flush=True)  # fmt: skip
-            if len(every) % 6 == 0:
-                print(table(every), flush=True)
-        print(table(every), flush=True)
-    print(f"{len(every)} of {total} arms in {time.monotonic() - began:.0f} s")
+    done, total = drive(asked, follows, size, tokens, folder, devices, count, began, limit, last)
+    print(f"{done} of {total} arms in {time.monotonic() - began:.0f} s")
 
 
 def behind(rows: Sequence[dict[str, Any]]) -> list[float | None]:

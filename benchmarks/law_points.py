@@ -59,22 +59,86 @@ def spec_of(size: int) -> Any:
     )  # fmt: skip
 
 
-def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> None:
-    """All points of a size and a D1."""
+class Texts:
+    """The texts of a folder of token shards, and the batches that are drawn from them."""
+
+    def __init__(self, tokens: Path, batch_size: int) -> None:
+        folders = sorted(folder for folder in tokens.iterdir() if (folder / "meta.json").exists())
+        found = {folder.name: np.memmap(next(folder.glob("tokens-*.bin")), np.uint16, "r") for folder in folders}
+        self.said = {
+            name: f"{len(text):,} tokens, sha256 {hashlib.sha256(text.data).hexdigest()}"
+            for name, text in found.items()
+        }
+        self.learned: list[Any] = [text for name, text in found.items() if not name.endswith("-val")]
+        self.held: list[Any] = [text for name, text in found.items() if name.endswith("-val")]
+        self.batch_size = batch_size
+
+    def train_batch(self, seed: int, step: int) -> Any:
+        """Return the batch of a step, drawn from the texts that are learned."""
+        drawn = np.random.default_rng((seed, step))
+        which = drawn.integers(len(self.learned), size=self.batch_size)
+        starts = [(self.learned[i], int(drawn.integers(len(self.learned[i]) - SEQUENCE - 1))) for i in which]
+        return batch_of([cut(text, start) for text, start in starts])
+
+    def valid_batches(self) -> list[Any]:
+        """Return three batches of each text that is held out."""
+        rows = SEQUENCE + 1
+        return [batch_of([cut(text, i * rows) for i in range(n, n + 16)]) for text in self.held for n in (0, 16, 32)]
+
+
+def cut(text: Any, start: int) -> Any:
+    return text[start : start + SEQUENCE + 1]
+
+
+def batch_of(rows: list[Any]) -> Any:
     import torch
 
-    from training.checkpoint import layout
-    from training.config.schema import ModelConfig, TrainConfig
     from training.data.batch import Batch
+
+    row_BS = torch.from_numpy(np.stack(rows).astype(np.int64))
+    position_BS = torch.arange(SEQUENCE).expand(len(rows), -1).contiguous()
+    made = Batch(
+        row_BS[:, :-1].contiguous(), row_BS[:, 1:].contiguous(), torch.zeros_like(position_BS).int(), position_BS
+    )
+    return made.pinned() if torch.cuda.is_available() else made
+
+
+def learner_of(spec: Any, device: Any, batch_size: int) -> Any:
+    """Return what trains a model of this spec, without its weights."""
+    import torch
+
+    from training.config.schema import ModelConfig, TrainConfig
     from training.data.mixture import DataConfig
     from training.model.decoder import Decoder
     from training.optim.balance import BalanceConfig
     from training.parallel.mesh import MeshConfig, ParallelMesh
-    from training.parallel.processes import processes
-    from training.run.build import Learner, learner
+    from training.run.build import learner
     from training.run.parts import room
+
+    cuda = device.type == "cuda"
+    backend, dtype = ("grouped", "bfloat16") if cuda else ("reference", "float32")
+    config = TrainConfig(
+        model=ModelConfig(source="x", random=True, expert_backend=backend, dtype=dtype),
+        data=DataConfig(sequence=SEQUENCE, mask_documents=False), balance=BalanceConfig(aux_weight=0.01),
+        mesh=MeshConfig(), batch=batch_size, micro_batch=batch_size,
+    )  # fmt: skip
+    mesh = ParallelMesh(config.mesh, device_type=device.type)
+    with torch.device("meta"):
+        model = Decoder(spec, experts=backend, compute=getattr(torch, dtype))
+    model = room(model.to(torch.float32), config.model, mesh, device)
+    for tensor in model.buffers():
+        tensor.zero_()
+    return learner(config, [model], mesh, device)
+
+
+def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> None:
+    """Write all points of a size and a D1."""
+    import torch
+
+    from training.checkpoint import layout
+    from training.parallel.processes import processes
     from training.run.step import nll, train_step
-    from upcycle.arch.spec import DenseSpec, MoESpec
+    from upcycle.arch.spec import MoESpec
     from upcycle.planning import rng
     from upcycle.planning.size import dense_parameters
 
@@ -83,69 +147,27 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
     if short:
         dense = replace(dense, hidden=32, ffn=64, layers=1, head_dim=8, heads=4, kv_heads=4)
     torch.set_num_threads(2)
-    folders = sorted(folder for folder in tokens.iterdir() if (folder / "meta.json").exists())
-    texts = {folder.name: np.memmap(next(folder.glob("tokens-*.bin")), np.uint16, "r") for folder in folders}
-    of_texts = {
-        name: f"{len(text):,} tokens, sha256 {hashlib.sha256(text.data).hexdigest()}" for name, text in texts.items()
-    }
-    learned = [text for name, text in texts.items() if not name.endswith("-val")]
-    held = [text for name, text in texts.items() if name.endswith("-val")]
     batch_size = 2 if short else BATCH
-
-    def batch(rows: list[Any]) -> Batch:
-        row_BS = torch.from_numpy(np.stack(rows).astype(np.int64))
-        position_BS = torch.arange(SEQUENCE).expand(len(rows), -1).contiguous()
-        made = Batch(
-            row_BS[:, :-1].contiguous(), row_BS[:, 1:].contiguous(), torch.zeros_like(position_BS).int(), position_BS
-        )
-        return made.pinned() if torch.cuda.is_available() else made
-
-    def train_batch(seed: int, step: int) -> Batch:
-        drawn = np.random.default_rng((seed, step))
-        which = drawn.integers(len(learned), size=batch_size)
-        return batch([cut(learned[i], int(drawn.integers(len(learned[i]) - SEQUENCE - 1))) for i in which])
-
-    def cut(text: Any, start: int) -> Any:
-        return text[start : start + SEQUENCE + 1]
-
-    def made(spec: DenseSpec | MoESpec, device: torch.device) -> Learner:
-        cuda = device.type == "cuda"
-        config = TrainConfig(
-            model=ModelConfig(
-                source="x", random=True, expert_backend="grouped" if cuda else "reference",
-                dtype="bfloat16" if cuda else "float32",
-            ),
-            data=DataConfig(sequence=SEQUENCE, mask_documents=False), balance=BalanceConfig(aux_weight=0.01),
-            mesh=MeshConfig(), batch=batch_size, micro_batch=batch_size,
-        )  # fmt: skip
-        mesh = ParallelMesh(config.mesh, device_type=device.type)
-        with torch.device("meta"):
-            model = Decoder(spec, experts=config.model.expert_backend, compute=getattr(torch, config.model.dtype))
-        model = room(model.to(torch.float32), config.model, mesh, device)
-        for tensor in model.buffers():
-            tensor.zero_()
-        return learner(config, [model], mesh, device)
-
+    texts = Texts(tokens, batch_size)
     with processes() as device:
-        valid = [batch([cut(text, i * (SEQUENCE + 1)) for i in range(n, n + 16)]) for text in held for n in (0, 16, 32)]
-        valid = valid[:1] if short else valid
+        valid = texts.valid_batches()[: 1 if short else None]
         seed = 100 * size + first + 10_000 * again
 
-        def judged(run: Learner) -> float:
+        def judged(run: Any) -> float:
             with torch.no_grad():
                 nats = sum(nll(run, part.to(device)).double() for part in valid)
-            return float(nats) / sum(part.labels.numel() for part in valid)
+            return float(nats) / float(sum(part.labels.numel() for part in valid))
 
-        def steps(run: Learner, begin: int, end: int, stream: int, peak: float, cool: int = 0) -> None:
+        def steps(run: Any, begin: int, end: int, stream: int, peak: float, cool: int = 0) -> None:
             for number in range(begin, end):
                 rate = peak * min(1, (number + 1) / WARM, (end - number) / (end - cool) if cool else 1)
-                train_step(run, [train_batch(stream, number)], rate)
+                train_step(run, [texts.train_batch(stream, number)], rate)
 
-        def told(run: Learner, **row: Any) -> None:
+        def told(run: Any, **row: Any) -> None:
             row = {
                 "hidden": dense.hidden, "layers": dense.layers, "parameters": dense_parameters(dense),
                 "first": first * BATCH * SEQUENCE, **row, "seed": again, "loss": judged(run), "seconds": time.monotonic() - began,
-                "texts": of_texts,  # points compare on the same ones
+                "texts": texts.said,  # points compare on the same ones
             }  # fmt: skip
             with points.open("a") as file:  # a line at a time, by nine processes
                 file.write(json.dumps(row) + "\n")
@@ -154,12 +176,12 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
         peak = RATE * (SIZES[0][0] / dense.hidden) ** 0.5
         every = MORE if size < len(SIZES) else MORE_BETWEEN
         first_steps, more_steps = (first, every) if not short else (6, (2, 4))
-        run = made(dense, device)
+        run = learner_of(dense, device, batch_size)
         layout.initialise(run.model, seed)
         steps(run, 0, first_steps, 2 * seed, peak, round(first_steps * (1 - COOL)))
         told(run, more=0)
         moe = MoESpec(dense, tuple(range(dense.layers)), (dense.ffn,) * 8, top_k=2, copies=8)
-        sparse = made(moe, device)
+        sparse = learner_of(moe, device, batch_size)
         copy(run.model, sparse.model, seed, rng)
         before = judged(run), judged(sparse)
         assert abs(before[0] - before[1]) < 0.02, f"copies compute another function: {before}"
@@ -168,9 +190,8 @@ def chain(tokens: Path, points: Path, size: int, first: int, again: int = 0) -> 
         for more in more_steps:
             cool = max(done, round(more * (1 - COOL)))
             steps(sparse, done, cool, 2 * seed + 1, peak)
-            assert sparse.optimizer is not None
             live = [*sparse.model.parameters(), *sparse.model.buffers()]
-            live += [each for each in sparse.optimizer.state_dict().values() if isinstance(each, torch.Tensor)]
+            live += [each for slot in sparse.optimizer.slots for each in slot.state.values()]
             kept = [each.detach().clone() for each in live]
             steps(sparse, cool, more, 2 * seed + 1, peak, cool)
             told(sparse, more=more * BATCH * SEQUENCE)

@@ -35,10 +35,10 @@ def start(world: int, copies: bool) -> dict[str, Any]:
 
     from training.config.schema import ModelConfig
     from training.data.mixture import DataConfig
-    from training.estimating import measure
+    from training.estimating import bench, measure
     from training.optim.balance import BalanceConfig
     from training.parallel.mesh import MeshConfig
-    from training.run import bench, build
+    from training.run import build
 
     sent: Counter[str] = Counter()
 

@@ -12,11 +12,10 @@ from typing import Any
 
 from training.config.schema import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
-from training.estimating import hardware
+from training.estimating import bench, hardware
 from training.estimating.hardware import Hardware
 from training.estimating.seconds import RANDOM, Routing, Seconds, step
 from training.observe.flops import model_flops
-from training.run import bench
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.reading import read
 from upcycle.config.ready import TRAIN

@@ -156,9 +156,9 @@ def understood(command: str) -> str:
     from examples import demo
     from training.config.reading import read_config
     from training.data.prepare import PrepareConfig
+    from training.estimating.bench import BenchConfig
     from training.estimating.estimate import split
     from training.estimating.measure import MeasureConfig
-    from training.run.bench import BenchConfig
     from upcycle.cli.plan import PlanKeys
 
     words = [word for word in shlex.split(command) if not word.startswith("nproc=")]
@@ -285,7 +285,7 @@ def test_importing_the_converter_does_not_import_transformers() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "train").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_ready_training_config_is_read(path: Path) -> None:
     from training.config.reading import read_config
-    from training.run.bench import BenchConfig, spec_of
+    from training.estimating.bench import BenchConfig, spec_of
 
     if path.stem.startswith("bench-"):
         spec = spec_of(read(BenchConfig, path.stem, [], TRAIN))

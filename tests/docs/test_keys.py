@@ -29,9 +29,9 @@ from training.cli.prepare import PrepareKeys
 from training.config.schema import StageConfig, TrainConfig
 from training.data.mixture import TrainSource, ValidSource
 from training.data.prepare import PrepareConfig
+from training.estimating.bench import BenchConfig
 from training.estimating.estimate import EstimateConfig
 from training.estimating.measure import MeasureConfig
-from training.run.bench import BenchConfig
 from upcycle import plugin
 from upcycle.cli.inspect import InspectKeys
 from upcycle.cli.main import COMMANDS

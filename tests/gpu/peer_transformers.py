@@ -16,9 +16,9 @@ import torch
 import transformers
 from torch.nn.attention import sdpa_kernel
 
+from training.estimating.bench import BLOCKS, BenchConfig, batch, spec_of, timed
 from training.model.attention import BACKENDS
 from training.observe.flops import model_flops
-from training.run.bench import BLOCKS, BenchConfig, batch, spec_of, timed
 from upcycle.arch.spec import MoESpec
 from upcycle.cli import frame as cli
 from upcycle.config.reading import read

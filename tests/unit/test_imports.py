@@ -57,7 +57,7 @@ def test_training_and_evaluation_look_at_upcycle_and_never_back() -> None:
         if other.partition(".")[0] not in below[name.partition(".")[0]]
     }
     up = {pair for pair in up if pair[0] != "upcycle.cli.main"}  # the table of commands
-    assert up == {("training.run.suite", "evaluation.ask.run")}
+    assert up == {("training.config.suite", "evaluation.ask.run")}
 
 
 def test_what_computes_on_one_device_knows_no_mesh() -> None:

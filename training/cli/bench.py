@@ -25,8 +25,8 @@ from upcycle.cli import frame
 
 @frame.command()
 def main(words: Sequence[str]) -> int:
+    from training.estimating.bench import BenchConfig, bench, sentence
     from training.parallel.processes import rank
-    from training.run.bench import BenchConfig, bench, sentence
     from upcycle.config.reading import read
     from upcycle.config.ready import TRAIN
 

@@ -235,7 +235,7 @@ def of_frozen(spec: DenseSpec | MoESpec, config: TrainConfig) -> str:
 
 def of_bench(file: str, words: list[str], asked: EstimateConfig, card: hardware.Hardware | None) -> str:
     """The table of a config of upcycle bench, whose model is sizes alone; its routing is the bench's."""
-    from training.run import bench  # all that trains
+    from training.estimating import bench  # all that trains
 
     row = read(bench.BenchConfig, file, words, TRAIN)
     if row.stack or asked.seen or asked.islands:

@@ -29,13 +29,12 @@ from training import experts
 from training.config.schema import ModelConfig
 from training.data.mixture import DataConfig
 from training.dispatch import DEFAULT, create
-from training.estimating import hardware
+from training.estimating import bench, hardware
 from training.estimating.hardware import Hardware, Link
 from training.kernels.products import products as grouped_products
 from training.model.attention import BACKENDS
 from training.observe.flops import peak_tflops
 from training.parallel.processes import processes, rank
-from training.run import bench
 from upcycle.io import disk
 
 # (groups, rows of each, columns out, columns in): a small model, 30B-A3B, 8B, and experts of the three

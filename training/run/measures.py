@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from training.config.suite import suite_of
 from training.data.open import open_validation
 from training.observe.metrics import Metrics
 from training.observe.metrics import read as read_metrics
@@ -13,7 +14,6 @@ from training.run.build import Run
 from training.run.saving import due
 from training.run.step import validate
 from training.run.stop import Stopped
-from training.run.suite import suite_of
 
 Ask = Callable[[], Mapping[str, float]]  # called by all ranks together; all get the numbers
 Poll = Callable[[], object]  # called by all ranks together, before each forward; raises Stopped if the run is to end

@@ -16,6 +16,7 @@ from training.checkpoint.peft import check_peft
 from training.checkpoint.state import found, step_of
 from training.config.schema import ModelConfig, TrainConfig, of_stage
 from training.config.stages import Stage, stages_of
+from training.config.suite import suite_of
 from training.data.mixture import Mixture, same_tokenizer
 from training.data.open import open_training, open_validation
 from training.data.shards import partial_of
@@ -32,7 +33,6 @@ from training.parallel.mesh import MeshConfig
 from training.parallel.pipeline import check as check_schedule
 from training.parallel.pipeline import cut
 from training.run.parts import origin_of, taught_by, whole_on_meta
-from training.run.suite import suite_of
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.io.job import check_ours
 

@@ -13,14 +13,14 @@ import torch
 from training.cli.bench import main
 from training.config.schema import ModelConfig
 from training.data.mixture import DataConfig
+from training.estimating import bench as module
+from training.estimating.bench import BenchConfig, batch, bench, documents, in_turn
 from training.model.lora import LoraConfig
 from training.model.moe import Routing
 from training.optim.balance import BalanceConfig
 from training.optim.optimizer import OptimConfig
 from training.parallel.placement import rule
-from training.run import bench as module
 from training.run import step
-from training.run.bench import BenchConfig, batch, bench, documents, in_turn
 from training.run.build import Learner, learner
 
 ARCHITECTURE: dict[str, Any] = {

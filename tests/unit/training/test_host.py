@@ -16,10 +16,10 @@ from torch import nn
 
 from tests.parallel.ranks import run
 from training.data.mixture import DataConfig
+from training.estimating import bench
 from training.estimating.measure import TINY
 from training.parallel.mesh import MeshConfig
 from training.parallel.shard import Summed
-from training.run import bench
 
 DENSE: dict[str, Any] = {**TINY, "model_type": "llama"}
 MOE: dict[str, Any] = {

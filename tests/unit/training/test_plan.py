@@ -17,6 +17,7 @@ from training.config.schema import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch import nvlink
 from training.estimating import hardware, law
+from training.estimating.bench import BenchConfig, spec_of
 from training.estimating.budget import amount, bill
 from training.estimating.estimate import EstimateConfig, clocked, split, table, why
 from training.estimating.mappings import SPARE, Timed, ranked
@@ -27,7 +28,6 @@ from training.model.recompute import MODES
 from training.optim.balance import BalanceConfig
 from training.optim.config import OptimConfig
 from training.parallel.mesh import MeshConfig
-from training.run.bench import BenchConfig, spec_of
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.reading import read
 from upcycle.planning.size import dense_parameters

@@ -14,13 +14,13 @@ import yaml
 from tests.unit.training.test_train import config, place
 from training.config.schema import ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
+from training.estimating.bench import BenchConfig, spec_of
 from training.estimating.memory import memory
 from training.islands.config import IslandsConfig
 from training.islands.link import wire
 from training.islands.places import Layout, share_of
 from training.islands.plan import bits_a_second, everything, held, layout_of, table, traffic
 from training.islands.sparse import Sparse, largest
-from training.run.bench import BenchConfig, spec_of
 from training.run.parts import source
 from upcycle import plugin
 
