@@ -234,7 +234,8 @@ def trained(
         optimizer.clip()
         optimizer.step(1e-2, torch.tensor(step == 2, device=device))
     monkeypatch.undo()
-    found = {n: t.detach().clone() for n, t in [*weights.items(), *optimizer.state_dict().items()]}
+    states = {f"{key}.{n}": tensor for n, p in weights.items() for key, tensor in optimizer.state[p].items()}
+    found = {n: t.detach().clone() for n, t in (weights | states).items()}
     return found, len(calls)
 
 

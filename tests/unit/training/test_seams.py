@@ -87,10 +87,10 @@ NAMED = {
     "training/dispatch/__init__.py": {"alltoall", "local"},
     "training/config/schema.py": {"grouped"},
     "training/parallel/mesh.py": {"alltoall"},
-    "training/cli/bench.py": {"grouped", "transformer_engine"},  # the second is a key of model too
+    "training/run/bench.py": {"transformer_engine"},  # a key of model too
     "training/run/preflight.py": {"transformer_engine"},
     "training/islands/config.py": {"local"},  # a key of islands
-    "evaluation/ask/harness.py": {"grouped"},
+    "upcycle/cli/frame.py": {"quack"},  # a package
 }
 
 
