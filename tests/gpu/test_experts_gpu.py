@@ -208,5 +208,5 @@ def test_gradcheck_in_float64() -> None:
 
 def test_unaligned_sizes_are_refused() -> None:
     made = case((2, 1), hidden=12, width=16, dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(ValueError, match="multiples of 8 in bfloat16, and got 12 and 16; use experts=reference"):
+    with pytest.raises(ValueError, match="multiples of 8 in bfloat16, and got 12 and 16; use reference"):
         grouped.experts(*made, "silu")

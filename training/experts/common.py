@@ -17,7 +17,7 @@ from training.kernels import swiglu
 
 def missing(backend: str, module: str) -> str:
     """Return \"\" if `module` can be imported and there is a CUDA device for it, else one sentence."""
-    return absent(f"experts={backend}", module, f"use experts={DEFAULT}")
+    return absent(f"expert_backend={backend}", module, f"use {DEFAULT}")
 
 
 def absent(asked: str, module: str, instead: str) -> str:
@@ -73,11 +73,13 @@ def check(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights) -> 
 def only_bfloat16(backend: str, x_RD: Tensor, w: ExpertWeights) -> None:
     if not x_RD.is_cuda or x_RD.dtype != torch.bfloat16:
         got = f"{str(x_RD.dtype).removeprefix('torch.')} on {x_RD.device.type}"
-        raise ValueError(f"experts={backend} computes in bfloat16 on CUDA, and got {got}; use experts={DEFAULT}")
+        raise ValueError(f"expert_backend={backend} computes in bfloat16 on CUDA, and got {got}; use {DEFAULT}")
     if w.low is not None:
-        raise ValueError(f"experts={backend} has no adapters, and lora gives this model's experts some; use {DEFAULT}")
+        raise ValueError(
+            f"expert_backend={backend} has no adapters, and lora gives this model's experts some; use {DEFAULT}"
+        )
     if w.up_bias_EF is not None or w.down_bias_ED is not None:
-        raise ValueError(f"experts={backend} has no biases, and this model's experts have; use experts={DEFAULT}")
+        raise ValueError(f"expert_backend={backend} has no biases, and this model's experts have; use {DEFAULT}")
 
 
 def sized(

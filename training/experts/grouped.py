@@ -32,9 +32,9 @@ CAPABILITIES = Capabilities(
 
 def available() -> str:
     if grouped_mm is None:
-        return f"experts=grouped needs grouped_mm, which torch {torch.__version__} has not; use experts={SPECIFICATION}"
+        return f"expert_backend=grouped needs grouped_mm, which torch {torch.__version__} has not; use {SPECIFICATION}"
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
-        return f"experts=grouped needs the triton package on CUDA, which is not installed; use experts={SPECIFICATION}"
+        return f"expert_backend=grouped needs the triton package on CUDA, which is not installed; use {SPECIFICATION}"
     return ""
 
 
@@ -45,8 +45,8 @@ def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, a
     if x_RD.is_cuda and x_RD.dtype != torch.float64 and (hidden % step or width % step):
         dtype = str(x_RD.dtype).removeprefix("torch.")
         raise ValueError(
-            f"experts=grouped on CUDA needs a hidden size and an expert width that are multiples of {step} in {dtype}, "
-            f"and got {hidden} and {width}; use experts={SPECIFICATION}"
+            f"expert_backend=grouped needs a hidden size and an expert width that are multiples of {step} in {dtype}, "
+            f"and got {hidden} and {width}; use {SPECIFICATION}"
         )
     ends_E = count_E.cumsum(0, dtype=torch.int32)
     y_RD: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ def factors(w: ExpertWeights, step: int) -> tuple[float, *tuple[Tensor, ...]]:
     rank = w.low.up_a_EDr.shape[2]
     if rank % step:
         raise ValueError(
-            f"experts=grouped on CUDA needs a rank of adapters that is a multiple of {step}, and got {rank}; write "
+            f"expert_backend=grouped needs a rank of adapters that is a multiple of {step}, and got {rank}; write "
             f"lora.rank={-(-rank // step) * step}"
         )
     adapters = w.low.up_a_EDr, w.low.up_b_EHr, w.low.down_a_EFr, w.low.down_b_EDr

@@ -54,9 +54,9 @@ def available() -> str:
     if not FIRST <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < BEYOND:
         least, limit = (".".join(map(str, version)) for version in (FIRST, BEYOND))
         wanted = f"{PACKAGE} from {least} on and before {limit}"
-        return f"experts=quack needs {wanted}, and {found} is here; use experts={DEFAULT}"
+        return f"expert_backend=quack needs {wanted}, and {found} is here; use {DEFAULT}"
     if torch.cuda.get_device_capability()[0] != 9:
-        return f"experts=quack needs a Hopper GPU, whose tiles were measured, and there is none; use experts={DEFAULT}"
+        return f"expert_backend=quack needs a Hopper GPU, whose tiles were measured, and there is none; use {DEFAULT}"
     return ""
 
 
@@ -75,12 +75,12 @@ def refuse(x_RD: Tensor, w: ExpertWeights, activation: str) -> None:
     only_bfloat16("quack", x_RD, w)
     if not w.gated or activation not in GATED:
         got = activation if w.gated else f"experts without a gate, with {activation}"
-        raise ValueError(f"experts=quack computes gated {' and '.join(GATED)}, and got {got}; use experts={DEFAULT}")
+        raise ValueError(f"expert_backend=quack computes gated {' and '.join(GATED)}, and got {got}; use {DEFAULT}")
     hidden, width = w.down_EDF.shape[1:]
     if hidden % ALIGNED or width % ALIGNED:
         raise ValueError(
-            f"experts=quack needs a hidden size and an expert width that are multiples of {ALIGNED}, and got "
-            f"{hidden} and {width}; use experts={SPECIFICATION}"
+            f"expert_backend=quack needs a hidden size and an expert width that are multiples of {ALIGNED}, and got "
+            f"{hidden} and {width}; use {SPECIFICATION}"
         )
 
 

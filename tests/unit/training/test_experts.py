@@ -299,9 +299,9 @@ def stained(out: Tensor, b: Tensor, rows: int) -> Tensor:
 def test_what_cannot_run_is_refused_in_one_sentence() -> None:
     for name in plugin.names("training.experts"):
         why = plugin.load("training.experts", name).available()
-        assert why == "" or (why.startswith(f"experts={name} needs ") and "use experts=" in why and "\n" not in why)
+        assert why == "" or (why.startswith(f"expert_backend={name} needs ") and "; use " in why and "\n" not in why)
     absent = common.missing("x", "no_such_package_of_ours.ops")
-    assert absent == "experts=x needs the no_such_package_of_ours package, which is not installed; use experts=grouped"
+    assert absent == "expert_backend=x needs the no_such_package_of_ours package, which is not installed; use grouped"
 
 
 def test_a_package_that_does_not_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +314,7 @@ def test_a_package_that_does_not_import_says_why(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("backend", [grouped_gemm, transformer_engine])
 def test_packages_refuse_what_they_cannot_compute(backend: types.ModuleType) -> None:
-    with pytest.raises(ValueError, match="computes in bfloat16 on CUDA, and got float64 on cpu; use experts=grouped"):
+    with pytest.raises(ValueError, match="computes in bfloat16 on CUDA, and got float64 on cpu; use grouped"):
         backend.experts(*case((2, 1)), "silu")
 
 
@@ -528,18 +528,18 @@ def test_quack_from_tokens(chosen: tuple[int, int], long: bool, copied: bool, mo
 
 @pytest.mark.usefixtures("with_quack")
 def test_quack_refuses_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="computes gated silu and gelu_tanh, and got relu; use experts=grouped"):
+    with pytest.raises(ValueError, match="computes gated silu and gelu_tanh, and got relu; use grouped"):
         quack.experts(*case((2, 1)), "relu")
     with pytest.raises(ValueError, match="and got experts without a gate, with silu"):
         quack.experts(*case((2, 1), gated=False), "silu")
-    with pytest.raises(ValueError, match="multiples of 8, and got 4 and 12; use experts=reference"):
+    with pytest.raises(ValueError, match="multiples of 8, and got 4 and 12; use reference"):
         quack.experts(*case((2, 1), hidden=4, width=12), "silu")
     monkeypatch.setattr(quack, "missing", lambda *_: "")
     for version, allowed in (("0.3.11", True), ("0.4.1", True), ("0.6.5", False), ("0.3.9", False)):
         monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         why = quack.available()
-        assert (why == "") == allowed and (allowed or f"before 0.5, and {version} is here; use experts=" in why)
+        assert (why == "") == allowed and (allowed or f"before 0.5, and {version} is here; use " in why)
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.4.1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert "needs a Hopper GPU" in quack.available()

@@ -372,7 +372,7 @@ def test_rows_of_another_backward_pass_are_not_added(countable: None, monkeypatc
 def test_narrow_experts(
     favoured: bool, hidden: int, width: int, act: str, countable: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From tokens to tokens, and all gradients, against dispatch=local and experts=grouped in float64; an expert has no
+    """From tokens to tokens, and all gradients, against dispatch=local and the default backend in float64; an expert has no
     row, and a favoured one several pieces."""
     from functools import partial
 

@@ -87,7 +87,7 @@ def test_gradients_and_counts_are_those_without(shape: str, balance: str, mode: 
 @pytest.mark.parametrize("shape", ["moe", "moe, shared, sigmoid, one dense layer"])
 @pytest.mark.parametrize("frozen", ["", "experts.up", "experts.down"])
 def test_a_model_whose_experts_read_tokens(frozen: str, shape: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """experts=quack from tokens to tokens, around stand-ins, against the specification."""
+    """expert_backend=quack from tokens to tokens, around stand-ins, against the specification."""
     monkeypatch.setattr(quack, "available", lambda: "")
     monkeypatch.setattr(quack, "fits", lambda *_: not torch.compiler.is_compiling())
     real, calls = quack.ffn, list[int]()
