@@ -39,6 +39,7 @@ from training.experts import DEFAULT
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import processes
 from upcycle.config.reading import read
+from upcycle.config.values import at_least, check_values, one_of
 
 NAME = "upcycle"
 DTYPES = ("float32", "bfloat16", "float64")
@@ -59,13 +60,10 @@ class AskConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)  # how several processes divide the model
 
     def __post_init__(self) -> None:
-        refuse(
-            (self.forward_tokens < 1, f"forward_tokens is {self.forward_tokens}; it must be at least 1"),
-            (self.max_length < 0, f"max_length is {self.max_length}; it must be at least 0"),
-            (self.dtype not in DTYPES, f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}"),
-            (self.mesh.pp > 1,
-             f"mesh.pp={self.mesh.pp}: evaluation has no pipeline; divide the model by mesh.ep or tp"),
-        )  # fmt: skip
+        rules = {"forward_tokens": at_least(1), "max_length": at_least(0), "dtype": one_of(DTYPES)}
+        check_values(self, "", rules)
+        if self.mesh.pp > 1:
+            raise ValueError(f"mesh.pp={self.mesh.pp}: evaluation has no pipeline; divide the model by mesh.ep or tp")
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,7 @@ class ModelConfig(AskConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse((self.max_gen_toks < 0, f"max_gen_toks is {self.max_gen_toks}; it must be at least 0"))
-
-
-def refuse(*wrong: tuple[Any, str]) -> None:
-    """Raise a ValueError with the first sentence whose condition is true."""
-    for condition, sentence in wrong:
-        if condition:
-            raise ValueError(sentence)
+        check_values(self, "", {"max_gen_toks": at_least(0)})
 
 
 @register_model(NAME)

@@ -27,7 +27,7 @@ from lm_eval.loggers import EvaluationTracker
 
 from evaluation.ask import load, tasks
 from evaluation.ask.engine import Engine
-from evaluation.ask.harness import NAME, AskConfig, UpcycleLM, ranks_of, refuse
+from evaluation.ask.harness import NAME, AskConfig, UpcycleLM, ranks_of
 from evaluation.ask.lm import DecoderLM
 from evaluation.ask.written import Written
 from evaluation.judge import logged
@@ -42,6 +42,7 @@ from upcycle import __version__
 from upcycle.cli import frame as cli
 from upcycle.config.reading import read
 from upcycle.config.ready import EVAL
+from upcycle.config.values import at_least, check_values
 from upcycle.io import strict
 from upcycle.plugin import nearest
 
@@ -73,10 +74,8 @@ class RunConfig(AskConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse(
-            *((getattr(self, name) < 0, f"{name} is {getattr(self, name)}; it must be at least 0")
-              for name in ("limit", "generate")),
-            ((self.fewshot or 0) < 0, f"fewshot is {self.fewshot}; it must be at least 0"),
+        check_values(self, "", {"limit generate fewshot": at_least(0)})
+        together = [
             (self.suite and self.tasks,
              f"suite={self.suite} and tasks={','.join(self.tasks)} are both set; write one of them"),
             (self.limit and self.samples, "limit and samples are both set; write one of them"),
@@ -90,7 +89,10 @@ class RunConfig(AskConfig):
              f"model_args are of lm-eval's models, and model is {NAME}; write them as keys"),
             (self.model != NAME and self.model_args.get("trust_remote_code"),
              "trust_remote_code runs a stranger's program, which this command does not do; leave it out"),
-        )  # fmt: skip
+        ]  # fmt: skip
+        for wrong, sentence in together:
+            if wrong:
+                raise ValueError(sentence)
 
     @property
     def label(self) -> str:

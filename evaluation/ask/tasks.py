@@ -124,6 +124,8 @@ def load(
     if data:
         notes += [note for task, note in suite.notes.items() if task in loaded["tasks"]]
     for task in loaded["tasks"].values():
+        if "/" in task.task_name:
+            raise ValueError(f"the task {task.task_name} has a slash in its name, which a file gets too; rename it")
         examples(task, suite.fewshot if fewshot is None else fewshot, seeds[-1] if seeds else SEED)
         if task.OUTPUT_TYPE == "generate_until":
             if gen_kwargs:

@@ -92,15 +92,6 @@ def test_windows_of_a_text_share_only_their_first_token_and_stay_plain_rows() ->
         assert laid_out(batch.rows, len(planned.prefixes[batch.group]), 64, 0, CPU).mask(None) is None
 
 
-def test_a_row_of_many_endings_does_not_grow_forever() -> None:
-    question = np.arange(1000)
-    planned = plan([Input(np.concatenate([question, np.arange(50) + 3000 * i]), 999) for i in range(1, 100)], 8192)
-    rows = [row for batch in planned.batches for row in batch.rows]
-    assert max(map(len, rows)) <= 2 * 1050
-    assert planned.tokens == sum(map(len, rows)) == len(rows) * 1000 + 99 * 50
-    assert len(rows) == 5
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 700), max_size=7))
 def test_each_interval_of_the_tree_is_whole_or_in_parts_whatever_saves_more(between: list[int]) -> None:

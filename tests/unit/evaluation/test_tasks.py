@@ -90,6 +90,8 @@ def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
         tasks.load("perplexity", texts=texts)
     with pytest.raises(ValueError, match="two tasks called writes"):
         tasks.load(suite(tmp_path, written(tmp_path), written(tmp_path)))
+    with pytest.raises(ValueError, match="the task a/b has a slash in its name"):
+        tasks.load(suite(tmp_path, written(tmp_path, "a/b")))
 
 
 def test_a_task_of_local_json_files_is_kept_beside_data(tmp_path: Path) -> None:
