@@ -257,26 +257,6 @@ def test_make_targets_that_the_readme_names_exist() -> None:
         assert re.search(rf"^{word}:", makefile, re.MULTILINE), word
 
 
-def test_errors_are_one_line_and_exit_code_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def told(code: int, said: str) -> None:
-        assert code == 2, said
-        assert said.startswith("upcycle: "), said
-        assert said.count("\n") == 1, said
-
-    # what imports most, so that nothing that is imported says something of its own
-    command = [sys.executable, "-m", "upcycle", "verify", "a/b/c", "d"]
-    done = subprocess.run(command, capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1", "PATH": ""})
-    told(done.returncode, done.stderr)
-    for words in (
-        ["plan"],
-        ["plan", "nowhere"],
-        ["convert", "tiny", "output="],
-        ["plan", f"source={tmp_path}"],
-        ["inspect", str(tmp_path)],
-    ):
-        told(main(words), capfd.readouterr().err)
-
-
 def test_importing_the_converter_does_not_import_transformers() -> None:
     code = "import sys, upcycle.converting.convert, upcycle.converting.make, upcycle.text.observe, upcycle.converting.card, upcycle.verifying.inspect; assert 'transformers' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -170,44 +170,5 @@ def test_the_page_is_what_the_code_says() -> None:
     assert PAGE.read_text() == page(), "docs/config.md is out of date; run python -m tests.docs.test_keys"
 
 
-def test_meanings_are_read_from_above_and_beside() -> None:
-    found = meanings(Example)
-    assert found == {
-        "beside": "a # b",
-        "above": "first, second",
-        "both": "up, down",
-        "several": "in a list",
-        "none": "",
-    }
-    assert rows(Inner, set(), "a.") == [("a.deep.beside", '"#"', "a # b"), ("a.deep.above", "0.0002", "first, second"),
-                                        ("a.deep.both", "true", "up, down"), ("a.deep.several", "[1, 2]", "in a list"),
-                                        ("a.deep.none", "null", "")]  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """For the test above."""
-
-    beside: str = "#"  # a # b
-    # first,
-    # second
-    above: float = 2e-4
-    # up,
-    both: bool = True  # down
-    several: tuple[int, ...] = (
-        1,
-        2,
-    )  # in a list
-
-    # of nothing
-
-    none: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Inner:
-    deep: Example = dataclasses.field(default_factory=Example)
-
-
 if __name__ == "__main__":
     PAGE.write_text(page())

@@ -116,8 +116,8 @@ def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(tmp_path: Path
         line for line in figures["commands"]["Each run by itself"].splitlines() if line.endswith("copies/seed-0.yaml")
     ]
     whole = tmp_path / "whole"
-    python, _, module, *more = shlex.split(command)
-    assert (python, module) == ("python", "training") and train_command([*more, f"output={whole}"]) == 0
+    program, verb, *more = shlex.split(command)
+    assert (program, verb) == ("upcycle", "train") and train_command([*more, f"output={whole}"]) == 0
     for a, b in zip(metrics.read(whole), metrics.read(stopped), strict=False):
         keys = {key for key in a.keys() & b.keys() if key.startswith("valid/")}
         assert {key: a[key] for key in keys} == {key: b[key] for key in keys}
