@@ -73,7 +73,7 @@ def demo(config: DemoConfig) -> int:
     stage("train", f"Go on, side by side: {', '.join(ARMS)}", go_on, config)
     stage("suite", "lm-eval's tiny suite, and the text held out", write_suite, here, suite)
     for arm in ARMS:
-        run_words = [suite, here / "trained" / arm, f"output={here / 'results' / arm}", "tokens=4096"]
+        run_words = [suite, here / "trained" / arm, f"output={here / 'results' / arm}", "forward_tokens=4096"]
         stage(f"ask {arm}", f"Ask {arm}", call, "eval", *run_words)
     for arm in ways:
         options = [f"start={here / arm}", f"output={routing[arm]}", "tokens=8192", f"length={config.sequence}"]

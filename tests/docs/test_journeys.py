@@ -254,7 +254,7 @@ def test_nemotron_4_15b_under_slurm(walk: Walk) -> None:
 
 def test_qwen3_8b_on_two_nodes(walk: Walk) -> None:
     place(walk.folder, "qwen3-8b-base", ("train", "held-out"))
-    more = {"train qwen3": [*TRAINING, "schedule.peak=1e-3"], "upcycle routing": ["tokens=500"]}
+    more = {"-m training qwen3": [*TRAINING, "schedule.peak=1e-3"], "upcycle routing": ["tokens=500"]}
     walk(journey("Qwen3 8B"), more)
     fell(walk.folder / "runs" / "qwen3")
     made = json.loads((walk.folder / "qwen3-8b-e56t7-trained" / "config.json").read_text())
