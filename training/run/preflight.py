@@ -21,7 +21,7 @@ from training.data.mixture import Mixture, same_tokenizer
 from training.data.open import open_training, open_validation
 from training.data.shards import partial_of
 from training.dispatch import capabilities
-from training.experts import SPECIFICATION
+from training.experts import SPECIFICATION, backend
 from training.model.decoder import Decoder
 from training.model.lora import attach, check_match, is_adapter
 from training.model.stock.model import dense_of, model_of
@@ -57,6 +57,8 @@ def preflight(config: TrainConfig) -> None:
     step = step_of(saved[0]) if saved else 0
     check_export(config, step)
     with origin_of(config, bool(saved) and standalone.keeps(Path(config.output), config.model)) as origin:
+        if isinstance(origin.spec, MoESpec):
+            backend(config.model.expert_backend)  # that it is here
         check_optim(config, origin.spec)
         if not saved or step < config.steps:
             check_peft(config.lora, origin)

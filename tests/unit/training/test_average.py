@@ -131,9 +131,3 @@ def test_moments_of_another_dtype_go_on_with_a_mean_beside_them() -> None:
 def test_the_plan_counts_the_mean() -> None:
     plain, mean = (memory(M, replace(CONFIG, optim=OptimConfig(average=share)), 1) for share in (0, 0.2))
     assert mean == replace(plain, moments=plain.moments + 4 * ALL)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
-def test_a_share_is_from_0_to_1(share: float) -> None:
-    with pytest.raises(ValueError, match=r"optim\.average is .*share of the steps"):
-        OptimConfig(average=share)

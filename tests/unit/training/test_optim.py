@@ -470,6 +470,8 @@ def test_schedules_at_known_points() -> None:
         (OptimConfig, {"beta1": 1.0}, "at least 0 and below 1"),
         (OptimConfig, {"beta1": "x"}, "could not be converted to Float"),
         (OptimConfig, {"spike_window": 1}, "at least 2"),
+        (OptimConfig, {"average": 1.5}, "optim.average is 1.5; it must be a share of the steps"),
+        (OptimConfig, {"share": math.nan}, "optim.share is nan; it must be a number from 0 to 1"),
         (ScheduleConfig, {"shape": "step"}, "one of constant, linear, cosine, wsd"),
         (ScheduleConfig, {"decay_shape": "exp"}, "one of sqrt, linear"),
         (ScheduleConfig, {"peak": 0}, "above 0"),

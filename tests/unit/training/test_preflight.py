@@ -46,6 +46,22 @@ WRONG = {
     ),
     "arrivals": (["mesh.arrivals=0.5"], "mesh.arrivals is 0.5; it must be at least 1"),
     "device": (["device=gpu"], "device is 'gpu'; it must be cuda or cpu"),
+    "a key": (["stepz=3"], "did you mean 'steps'"),
+    "a key of a part": (["optim.nme=adamw"], "did you mean 'name'"),
+    "an old key": (["model.experts=grouped"], "unknown key 'model.experts'; write model.expert_backend"),
+    "another old key": (["model.compute=float32"], "unknown key 'model.compute'; write model.dtype"),
+    "no number": (["steps=many"], "steps"),
+    "no steps": (["steps=0"], "steps is 0; it must be at least 1"),
+    "micro-batch": (["micro_batch=3"], "try micro_batch=2"),
+    "two models": (["model.source=x"], "both are set"),
+    "no model": (["model.upcycle="], "neither is set"),
+    "dtype": (["model.dtype=int8"], "bfloat16, float32, float64"),
+    "backend": (["model.expert_backend=grouped_gemn"], "did you mean 'grouped_gemm'"),
+    "backend of this machine": (["model.expert_backend=transformer_engine"], "transformer_engine"),
+    "scope": (["balance.aux_scope=all"], "micro_batch, sequence, global"),
+    "profile": (["profile=3-1"], "write the steps to trace, such as 10-12"),
+    "recompute": (["model.recompute=all"], "none, selective, attention, experts, full"),
+    "frozen": (["model.frozen=int8"], "model.frozen is 'int8'; it must be bfloat16 or float32, or left out"),
 }
 
 
