@@ -7,62 +7,28 @@ all that the plan asks was in rows that it read right, and none of it is what th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from math import isclose
 from pathlib import Path
 from typing import Any
 
 from upcycle.arch import registry, siblings
+from upcycle.arch.abilities import has_multipliers
 from upcycle.arch.spec import MoESpec
 from upcycle.io import strict
 
 FILE = Path(__file__).with_name("engines.json")
 RIGHT = "right"
-HEAD_DIM, LLAMA3, WINDOW = "head_dim other than hidden/heads", "rope llama3", "sliding windows"
-SILU, OF_HIDDEN = "it computes SiLU whatever the activation", "it takes hidden/heads for the head_dim"
-UNSCALED, WINDOWLESS = "it ignores the scaling of the rope", "it ignores the window"
-NEVER, ALWAYS = "it never normalises the weights of the chosen", "it always normalises the weights of the chosen"
-NO_DENSE, TOKENS = "it takes no dense layers", "its converter wants the special tokens of"
-# The reasons behind some of the rows, by the engine's source: (engine, target, one of the asks that are to blame)
+# the reasons behind some of the rows, by the engine's source: (engine, target, one of the asks that are to blame)
 BECAUSE: Mapping[tuple[str, str, str], str] = {
-    ("vLLM", "mixtral", "activation gelu"): SILU,
-    ("vLLM", "qwen2_moe", HEAD_DIM): OF_HIDDEN,
-    ("vLLM", "granitemoe", HEAD_DIM): OF_HIDDEN,
-    ("vLLM", "granitemoe", "biases on q, k, v"): "it drops the biases of attention",
-    ("llama.cpp", "mixtral", "activation gelu"): SILU,
-    ("llama.cpp", "mixtral", WINDOW): WINDOWLESS,
-    ("llama.cpp", "qwen2_moe", "normalised weights"): NEVER,
-    ("llama.cpp", "qwen2_moe", "dense layers"): NO_DENSE,
-    ("llama.cpp", "qwen2_moe", HEAD_DIM): OF_HIDDEN,
-    ("llama.cpp", "qwen2_moe", LLAMA3): UNSCALED,
-    ("llama.cpp", "qwen3_moe", "weights not normalised"): ALWAYS,
-    ("llama.cpp", "qwen3_moe", "dense layers"): NO_DENSE,
-    ("llama.cpp", "granitemoe", HEAD_DIM): OF_HIDDEN,
-    ("llama.cpp", "dots1", "grouped-query attention"): "it takes as many key heads as heads",
-    # the rest of these two it reads right, once the tokenizer has these tokens
-    ("llama.cpp", "glm4_moe", "a shared expert"): f"{TOKENS} GLM's tokenizer, such as [gMASK]",
-    ("llama.cpp", "solar_open", "a shared expert"): f"{TOKENS} Solar's tokenizer, such as <|startoftext|>",
-    ("MLX", "mixtral", "activation gelu"): SILU,
-    ("MLX", "mixtral", WINDOW): WINDOWLESS,
-    ("MLX", "mixtral", HEAD_DIM): OF_HIDDEN,
-    ("MLX", "mixtral", LLAMA3): UNSCALED,
-    ("MLX", "qwen2_moe", "normalised weights"): NEVER,
-    ("MLX", "qwen2_moe", "dense layers"): NO_DENSE,
-    ("MLX", "qwen2_moe", HEAD_DIM): OF_HIDDEN,
-    ("MLX", "qwen2_moe", LLAMA3): "it knows no scaling of the rope but a linear one",
-    ("MLX", "glm4_moe", LLAMA3): UNSCALED,
-    ("MLX", "granitemoe", HEAD_DIM): OF_HIDDEN,
-    ("mistral.rs", "mixtral", HEAD_DIM): OF_HIDDEN,
-    ("mistral.rs", "mixtral", LLAMA3): UNSCALED,
-    ("mistral.rs", "glm4_moe", LLAMA3): UNSCALED,
+    (engine, target, ask): why for engine, target, ask, why in json.loads(FILE.with_name("because.json").read_text())
 }
 
 
 def asks(moe: MoESpec) -> tuple[str, ...]:
     """What the model asks of an engine beyond a plain Llama with plain experts in each layer."""
     d = moe.dense
-    plain = d.embed_scale == d.residual_scale == d.logit_scale == 1.0 and isclose(d.attention_scale, d.head_dim**-0.5)
     asked = {
         "normalised weights": moe.weights_sum_to_one,
         "weights not normalised": not moe.weights_sum_to_one,
@@ -76,7 +42,7 @@ def asks(moe: MoESpec) -> tuple[str, ...]:
         "head_dim other than hidden/heads": d.head_dim * d.heads != d.hidden,
         "tied embeddings": d.tied,
         f"activation {d.activation}": d.activation != "silu",
-        "multipliers": not plain,
+        "multipliers": has_multipliers(d),
         "sliding windows": bool(d.window_layers),
         f"rope {d.rope['rope_type']}": d.rope["rope_type"] != "default",
         "partial rotary": d.partial_rotary != 1.0,

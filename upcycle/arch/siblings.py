@@ -40,7 +40,7 @@ def width_stated(config: Config) -> int:
 
 
 def width_of_lfm2(config: Config) -> int:
-    """By default two thirds of what is stated, rounded up."""
+    """Return the FFN width: by default two thirds of what is stated, rounded up."""
     width = typed.whole(config, "block_ff_dim" if config.get("block_ff_dim") is not None else "intermediate_size")
     if not typed.flag(config, "block_auto_adjust_ff_dim", True):
         return width
@@ -50,7 +50,7 @@ def width_of_lfm2(config: Config) -> int:
 
 
 def width_of_granite(config: Config) -> int:
-    """That of the shared expert, which is the whole FFN where there are no others."""
+    """Return the FFN width, which the config calls that of the shared expert."""
     if typed.whole(config, "num_local_experts", 8, low=0):
         raise ValueError(
             f"config.json of this granitemoehybrid model has {config.get('num_local_experts', 8)} experts "
@@ -96,21 +96,17 @@ def first_dense(moe: MoESpec) -> int:
     return moe.first_dense
 
 
-def qwen3_5_keys(moe: MoESpec, config: Config) -> dict[str, Any]:
-    return {
-        "num_experts": moe.experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.width,
-        "shared_expert_intermediate_size": moe.shared or LEAST,
-    }
-
-
 QWEN3_5 = Pair(
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
     Abilities(shared="any"),
-    qwen3_5_keys,
+    lambda moe, config: {
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.width,
+        "shared_expert_intermediate_size": moe.shared or LEAST,
+    },
     kv_heads=4,
     head_dim=256,
     without=("intermediate_size",),
@@ -225,8 +221,8 @@ MOE = {pair.moe: pair for pair in PAIRS}
 
 
 def target_of(moe: MoESpec, asked: str) -> tuple[str, str]:
-    """(target, why) of a dense model of PAIRS, which has one target alone; a ValueError if another is asked for, or if
-    that one cannot hold the experts."""
+    """Return (target, why) of a dense model of PAIRS; raise a ValueError if another target is asked for, or if this one
+    cannot hold the experts."""
     pair = DENSE[moe.dense.family]
     if asked not in ("auto", pair.moe):
         raise ValueError(
@@ -243,7 +239,7 @@ def target_of(moe: MoESpec, asked: str) -> tuple[str, str]:
 
 
 def text_of(config: Config) -> Config:
-    """What config.json says of the language model: all of it, or its text_config."""
+    """Return what config.json says of the language model: all of it, or its text_config."""
     if config.get("text_config") is None:
         return config
     if not isinstance(config["text_config"], Mapping):
@@ -277,7 +273,7 @@ class Dense:
         return MoESpec(spec, tuple(range(spec.layers)), (spec.ffn,), top_k=1, copies=1)
 
     def carry(self, spec: DenseSpec, entries: Mapping[str, Entry]) -> DenseSpec:
-        """`spec` with every tensor that is no part of an FFN, by its name."""
+        """Return `spec` with every tensor that is no part of an FFN, by its name."""
         assert spec.carried is not None
         first = {prefix: self.names(prefix, 0)["gate"].name for prefix in PREFIXES}
         prefix = next((p for p in PREFIXES if first[p] in entries), PREFIXES[0])
@@ -297,7 +293,7 @@ class Dense:
         return replace(spec, carried=replace(spec.carried, tensors=tensors, prefix=prefix))
 
     def names(self, prefix: str, layer: int, ffn: int = 0) -> dict[str, Source]:
-        """Where gate, up and down of a layer lie."""
+        """Return where gate, up and down of a layer lie."""
         block, (one, two, three) = f"{prefix}layers.{layer}.{self.pair.dense_block}", self.pair.names
         if three:
             names = zip(PARTS, (one, two, three), strict=True)
@@ -347,7 +343,7 @@ class MoE:
         return whole | {"text_config": text | {"model_type": pair.wrapped}} | own
 
     def slots(self, moe: MoESpec) -> Iterator[Slot]:
-        """The carried tensors outside of layers, then layer by layer the carried ones and the FFN."""
+        """Yield the carried tensors outside of layers, then layer by layer the carried ones and the FFN."""
         pair, carried = self.pair, moe.dense.carried
         assert carried is not None
         start = re.compile(rf"{re.escape(carried.prefix)}layers\.([0-9]+)\.")
@@ -384,7 +380,7 @@ class MoE:
             yield one(moe, f"{block}.{pair.shared_gate}", f"{role}.shared_gate.weight")
 
     def routers(self, entries: Mapping[str, Entry]) -> dict[int, str]:
-        """The router's name in each MoE layer of a folder."""
+        """Return the router's name in each MoE layer of a folder."""
         name = re.compile(rf".*layers\.([0-9]+)\.{re.escape(f'{self.pair.block}.{self.pair.router}')}")
         return dict(sorted((int(found[1]), found[0]) for found in map(name.fullmatch, entries) if found))
 
@@ -403,7 +399,7 @@ class MoE:
 
 
 def fused_slots(moe: MoESpec, prefix: str, layer: int) -> Iterator[Slot]:
-    """One block of granitemoehybrid: the experts of granitemoe, and always a shared one."""
+    """Yield one block of granitemoehybrid: the experts of granitemoe, and always a shared one."""
     yield from granitemoe.fused_slots(moe, prefix, layer)
     if not moe.shared:
         for name, shape in {"input": (2 * LEAST, moe.dense.hidden), "output": (moe.dense.hidden, LEAST)}.items():

@@ -63,7 +63,7 @@ class Carried:
 
     @property
     def matrix_weights(self) -> int:
-        """The weights of matrices in the decoder's layers."""
+        """Return the number of weights of matrices in the decoder's layers."""
         layers = f"{self.prefix}layers."
         return sum(prod(s) for name, (s, _) in self.tensors.items() if len(s) == 2 and name.startswith(layers))
 
@@ -148,7 +148,7 @@ class DenseSpec:
             object.__setattr__(self, "attention_scale", self.head_dim**-0.5)
 
     def check(self) -> None:
-        """Raise a ValueError for sizes that do not go together; families.common.dense calls this."""
+        """Raise a ValueError for sizes that do not go together; families.common.Family.read calls this."""
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"config.json has {self.heads} heads and {self.kv_heads} key/value heads; "
@@ -161,7 +161,7 @@ class DenseSpec:
 
     @property
     def rotary_dim(self) -> int:
-        """The dimensions of a head of which partial_rotary is the share that turns."""
+        """Return the size of the part of a head of which a share of partial_rotary turns."""
         return self.head_dim if self.latent is None else self.latent.rope
 
     @property
@@ -169,7 +169,7 @@ class DenseSpec:
         return self.head_dim if self.latent is None else self.latent.value
 
     def rope_of(self, layer: int) -> Mapping[str, Any] | None:
-        """The rope of a layer, one object for all layers that share it; None: the layer rotates nothing."""
+        """Return the rope of a layer, one object for all layers that share it; None: the layer rotates nothing."""
         if layer in self.nope_layers:
             return None
         return self.window_rope if self.window_rope is not None and layer in self.window_layers else self.rope
@@ -180,12 +180,12 @@ class DenseSpec:
 
     @property
     def ffn_matrices(self) -> tuple[str, ...]:
-        """The matrices of this model's FFN, by the names that ffn.FFN uses."""
+        """Return the matrices of this model's FFN, by the names that ffn.FFN uses."""
         names = ("gate", "up", "down") if self.gated else ("up", "down")
         return names + tuple(f"{n}_bias" for n in names) if self.ffn_bias else names
 
     def attention_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of one layer except its FFN: role without 'layers.L.' -> shape."""
+        """Return the tensors of one layer except its FFN: role without 'layers.L.' -> shape."""
         q, kv, d = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
         norms = ("attn_norm", "ffn_norm") + (("attn_out_norm", "ffn_out_norm") if self.block == "sandwich" else ())
         kinds = ("weight", "bias") if self.norm_has_bias else ("weight",)
@@ -235,7 +235,7 @@ class DenseSpec:
         return shapes
 
     def roles(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every dense tensor: (role, shape)."""
+        """Yield every dense tensor: (role, shape)."""
         rest = self.global_shapes() if self.carried is None else {}
         if self.carried is not None:
             rest = {f"carried.{name}": shape for name, (shape, _) in self.carried.tensors.items()}
@@ -278,7 +278,7 @@ class MoESpec:
 
     @property
     def cut_widths(self) -> tuple[int, ...]:
-        """Of each routed expert the neurons that are cut out of the dense FFN."""
+        """Return how many neurons of each routed expert are cut out of the dense FFN."""
         return tuple(width - self.padding for width in self.widths) if self.padding else self.widths
 
     @property
@@ -291,7 +291,7 @@ class MoESpec:
 
     @property
     def copies_of_slices(self) -> bool:
-        """True if expert e * G + g is slice g of copy e of a dense FFN: then top-k may choose whole FFNs or parts."""
+        """Return True if expert e * G + g is slice g of copy e of a dense FFN, so that top-k may choose parts."""
         return self.granularity > 1 and self.copies > 1
 
     @property
@@ -305,17 +305,17 @@ class MoESpec:
 
     @property
     def slices(self) -> int:
-        """The number of classes of experts, e % slices; the router chooses equally many of each."""
+        """Return the number of classes of experts, e % slices; the router chooses equally many of each."""
         return self.granularity if self.choice == "each-slice" else 1
 
     @property
     def choosable(self) -> int:
-        """How many experts a token's choice is among."""
+        """Return the number of experts among which a token's choice is."""
         return self.experts // self.groups * self.group_top_k
 
     @property
     def weights_sum_to_one(self) -> bool:
-        """True if the chosen experts' weights add up to 1 whatever the router's rows are."""
+        """Return True if the chosen experts' weights add up to 1 whatever the router's rows are."""
         return self.normalize or (self.score == "softmax" and self.order == "topk-then-softmax")
 
     @property
@@ -324,34 +324,25 @@ class MoESpec:
 
     @property
     def first_dense(self) -> int | None:
-        """k if the MoE layers are exactly those from k on, else None."""
+        """Return k if the MoE layers are exactly those from k on, else None."""
         k = self.dense.layers - len(self.layers)
         return k if self.layers == tuple(range(k, self.dense.layers)) else None
 
-    @property
-    def step(self) -> int | None:
-        """n if the MoE layers are exactly every n-th one counted from 1 (n-1, 2n-1, ...), else None."""
-        n = self.layers[0] + 1
-        return n if self.layers == tuple(range(n - 1, self.dense.layers, n)) else None
-
     def shape(self, role: str) -> tuple[int, ...]:
-        """The shape of any role, dense or MoE."""
+        """Return the shape of any role, dense or MoE."""
         d, hidden = self.dense, self.dense.hidden
         path = role.split(".")
         if path[0] != "layers":
             return d.global_shapes()[role] if role != "head.weight" else (d.vocab, hidden)
-        rest = path[2:]
-        if rest[0] == "router":
-            return (self.experts, hidden) if rest[1] == "weight" else (self.experts,)
-        if rest[0] == "shared_gate":
+        part, kind = path[2], path[-1]
+        if part == "router":
+            return (self.experts, hidden) if kind == "weight" else (self.experts,)
+        if part == "shared_gate":
             return (1, hidden)
-        width = {"experts": lambda: self.widths[int(rest[1])], "shared": lambda: self.shared}.get(
-            rest[0], lambda: d.ffn
-        )()
-        if rest[-2] in ("gate", "up", "down"):
-            neurons, kind = (hidden, rest[-1]) if rest[-2] == "down" else (width, rest[-1])
-            return (neurons,) if kind == "bias" else ((hidden, width) if rest[-2] == "down" else (width, hidden))
-        heads = {"q": d.heads, "k": d.kv_heads, "v": d.kv_heads}
-        if rest[0] in heads and rest[1] == "bias":
-            return (heads[rest[0]] * d.head_dim,)
-        return (hidden,) if rest[-1] == "bias" else d.attention_shapes()[".".join(rest)]
+        if path[-2] in ("gate", "up", "down"):
+            width = self.widths[int(path[3])] if part == "experts" else self.shared if part == "shared" else d.ffn
+            rows, columns = (hidden, width) if path[-2] == "down" else (width, hidden)
+            return (rows,) if kind == "bias" else (rows, columns)
+        if part in ("q", "k", "v") and kind == "bias":
+            return ((d.heads if part == "q" else d.kv_heads) * d.head_dim,)
+        return (hidden,) if kind == "bias" else d.attention_shapes()[".".join(path[2:])]

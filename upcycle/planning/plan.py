@@ -63,16 +63,16 @@ class UpcyclePlan:
 
     @property
     def grown(self) -> bool:
-        """True if the source is an MoE already, whose experts are made more or fewer (grow.py)."""
+        """Return True if the source is an MoE already, whose experts are made more or fewer (grow.py)."""
         return bool(self.source_experts)
 
     @property
     def gated(self) -> bool:
-        """True if the target's experts have a gate, be it the donor's or one that equals `up`."""
+        """Return True if the target's experts have a gate, be it the donor's or one that equals `up`."""
         return self.dense.gated or relu2_as_gated(self.moe, target(self.target).can)
 
     def factors(self, layer: int) -> dict[str, float]:
-        """The factor of each matrix of this layer's routed experts."""
+        """Return the factor of each matrix of this layer's routed experts."""
         mass = self.observed.get(f"layers.{layer}.mass")
         c = scale.gain(self.moe, self.scale, None if mass is None else float(mass))
         assert c is not None, "measure() comes before the first tensor"
@@ -84,7 +84,7 @@ class UpcyclePlan:
 
     @cached_property
     def shards(self) -> list[tuple[str, list[Output]]]:
-        """(file name, outputs) of every file, in order."""
+        """Return (file name, outputs) of every file, in order."""
         return disk.shards(self.outputs, byte_size(self.config.max_shard))
 
     @cached_property
@@ -103,7 +103,7 @@ class UpcyclePlan:
 
     @cached_property
     def hash(self) -> str:
-        """A digest: equal hashes on equal sources give equal bytes. Paths (source, donors, output) are not hashed."""
+        """Return a digest without paths (source, donors, output): equal ones on equal sources give equal bytes."""
         settings = {k: v for k, v in asdict(self.config).items() if k not in ("source", "output", "donors", "sequence")}
         # plans made before these keys had their names keep their hashes; router.choice is in hf_config already
         del settings["router"]["choice"]

@@ -115,52 +115,6 @@ def parameters(spec: DenseSpec) -> int:
     return sum(prod(shape) for _, shape in spec.roles())
 
 
-@pytest.mark.parametrize("name", ["phi3", "phi3_partial"])
-def test_phi3_fused_tensors(name: str, checkpoint: Any) -> None:
-    folder = checkpoint(name)
-    spec, found = spec_of(folder), tensors(folder)
-    sources = family("phi3").sources(spec)
-    for layer in range(spec.layers):
-        part = {p: rows_of(found[(s := sources[f"layers.{layer}.{p}.weight"]).name], s) for p in "qkv"}
-        qkv = found[f"model.layers.{layer}.self_attn.qkv_proj.weight"]
-        assert torch.equal(torch.cat([part["q"], part["k"], part["v"]]), qkv)
-        assert not torch.equal(torch.cat([part["q"], part["v"], part["k"]]), qkv)
-        # as the model itself takes them apart: gate first
-        gate, up = found[f"model.layers.{layer}.mlp.gate_up_proj.weight"].chunk(2)
-        mine = {p: rows_of(found[(s := sources[f"layers.{layer}.{p}.weight"]).name], s) for p in ("gate", "up")}
-        assert torch.equal(mine["gate"], gate) and torch.equal(mine["up"], up)
-        assert not torch.equal(mine["gate"], up)
-
-
-@pytest.mark.parametrize("name", ["gpt_neox", "gpt_neox_no_attention_bias"])
-def test_gpt_neox_fused_tensors(name: str, checkpoint: Any) -> None:
-    folder = checkpoint(name)
-    spec, found = spec_of(folder), tensors(folder)
-    sources = family("gpt_neox").sources(spec)
-    for layer in range(spec.layers):
-        for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-            whole = found[f"gpt_neox.layers.{layer}.attention.query_key_value.{kind}"]
-            parts = [rows_of(found[(s := sources[f"layers.{layer}.{p}.{kind}"]).name], s) for p in "qkv"]
-            by_head = whole.unflatten(0, (spec.heads, 3, spec.head_dim))  # as the model's own view and chunk
-            for i, part in enumerate(parts):
-                assert torch.equal(part, by_head[:, i].flatten(0, 1))
-                assert not torch.equal(part, by_head[:, (i + 1) % 3].flatten(0, 1))
-            back = torch.stack([p.unflatten(0, (spec.heads, spec.head_dim)) for p in parts], dim=1)
-            assert torch.equal(back.flatten(0, 2), whole)
-
-
-@pytest.mark.parametrize("name", tiny.FAMILIES)
-def test_ignored_are_buffers_and_never_weights(name: str, checkpoint: Any) -> None:
-    patterns = family(name).ignored
-    buffers = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.31.self_attn.rotary_emb.cos_cached"]
-    if name == "gpt_neox":
-        buffers = [f"gpt_neox.layers.3.attention.{b}" for b in ("bias", "masked_bias", "rotary_emb.inv_freq")]
-    for buffer in buffers:
-        assert any(re.fullmatch(p, buffer) for p in patterns), buffer
-    for weight in tensors(checkpoint(name)):
-        assert not any(re.fullmatch(p, weight) for p in patterns), weight
-
-
 # ---- config.json
 
 
@@ -332,20 +286,6 @@ def test_su_is_longrope_with_the_original_context_from_the_top_level() -> None:
     assert family("phi3").read(config | top).rope["original_max_position_embeddings"] == 8192
 
 
-def test_windows() -> None:
-    def windows(kind: str, **keys: Any) -> tuple[int | None, tuple[int, ...]]:
-        spec = family(kind).read({"model_type": kind, **SIZES, "num_key_value_heads": 8, **keys})
-        return spec.window, spec.window_layers
-
-    assert windows("mistral") == (4096, (0, 1, 2))  # absent means the class default, null means none
-    assert windows("mistral", sliding_window=None) == (None, ())
-    assert windows("qwen2", sliding_window=64) == (None, ())
-    assert windows("qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=1) == (64, (1, 2))
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert windows("qwen3", sliding_window=64, use_sliding_window=True, layer_types=types) == (64, (0, 2))
-    assert windows("llama", sliding_window=64) == (None, ())
-
-
 LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantised": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*unquantised"),
@@ -424,24 +364,6 @@ def test_tiny_models_are_reproducible_and_sharded(tmp_path: Path) -> None:
     assert spec_of(one).dtype == "bfloat16"
     loaded = AutoModelForCausalLM.from_pretrained(many, dtype="auto", attn_implementation="eager")
     assert torch.equal(tiny.logits(one, tiny.tokens()), tiny.logits(loaded, tiny.tokens()))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("rms_norm_eps", "x", "norm_eps='x'"),
-        ("max_position_embeddings", "x", "max_position_embeddings='x'"),
-        ("rope_parameters", 3, "rope_parameters=3"),
-    ],
-)
-def test_a_config_json_with_a_word_for_a_number_is_one_sentence(
-    tmp_path: Path, key: str, value: object, says: str
-) -> None:
-    folder = tiny.make("llama", tmp_path / "dense")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(ValueError, match=re.escape(says)):
-        load(f"source={folder}")
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)

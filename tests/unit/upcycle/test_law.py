@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import law_points
 from training.estimating import law
-from training.estimating.law import Case, advice, dense, outside, overtaken, scratch, second, short, upcycled
+from training.estimating.law import Case, advice, dense, outside, overtaken, scratch, second, upcycled
 
 WITHIN = Case(parameters=1e9, first=74e9, more=10e9, copies=8, top_k=2, cost=1.8)
 
@@ -104,10 +104,6 @@ def test_slices_are_not_called_copies() -> None:
     assert "  16 copies, top-4 " in advice(replace(WITHIN, copies=16, top_k=4))
 
 
-def test_short_numbers() -> None:
-    assert [short(n) for n in (15e12, 7.4e10, 26.2e6, 512.0)] == ["15 T", "74 B", "26.2 M", "512"]
-
-
 def test_points_of_our_own(tmp_path: Path) -> None:
     """What docs/planning.md says of them: off as published; refitted, and along a dense curve, on points held out."""
     points, loss, third = law_points.read()
@@ -180,26 +176,6 @@ def test_points_are_kept(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="all that it has of the same texts"):
             law_points.keep(file, points, between)
     assert file.read_text() == kept
-
-
-def test_the_12_are_not_kept_where_the_36_are_of_other_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tree stays as it was; fit takes texts that are new, and judge goes on with them."""
-    (rows, _), (others, _) = law_points.known(law_points.HERE), law_points.known(law_points.CHECKS)
-    points = tmp_path / "points.jsonl"
-    points.write_text("".join(json.dumps({**row, "texts": {"new": "1 token"}}) + "\n" for row in (*rows, *others)))
-    for name in ("HERE", "CHECKS"):
-        copy = tmp_path / getattr(law_points, name).name
-        copy.write_bytes(getattr(law_points, name).read_bytes())
-        monkeypatch.setattr(law_points, name, copy)
-    before = law_points.CHECKS.read_bytes()
-    monkeypatch.setattr("sys.argv", ["law_points", "judge", str(points)])
-    with pytest.raises(ValueError, match="losses compare on the same ones"):
-        law_points.main()
-    assert law_points.CHECKS.read_bytes() == before
-    for command in ("fit", "judge"):
-        monkeypatch.setattr("sys.argv", ["law_points", command, str(points)])
-        assert law_points.main() == 0
-    assert law_points.known(law_points.CHECKS)[1] == {"new": "1 token"}
 
 
 def test_advice_where_our_runs_were() -> None:

@@ -100,6 +100,18 @@ def plan(*words: str) -> UpcyclePlan:
         (["donors=nowhere"], "nowhere"),
         (["method.name=branch_train_mix"], "one donor per copy"),
         (["method=3"], "method"),
+        (["shared=.inf"], "shared is inf"),
+        (["experts=100000000"], "at most 16384 experts"),
+        (["experts=99999999999999999999999999"], "at most 16384 experts"),
+        (["router.init.std=.inf"], "1e-6 to 1e3"),
+        (["router.init.std=1e-50"], "1e-6 to 1e3"),
+        (["router.init.std=1000", "router.score=sigmoid"], "their sigmoids 0 or 1; write at most 2.5"),
+        (["method.name=noise", "method.std=.inf"], "above 0"),
+        (["scale=1.0e+300"], "1e-9 to 1e9"),
+        (["layers=every:²"], "every:2"),
+        (["donors={a: b}"], "it must be a list, as in"),
+        (["method=[]"], "method is []; it must be keys and values"),
+        (["[=1"], "cannot be read"),
     ],
 )  # fmt: skip
 def test_a_wrong_key_type_or_size_is_one_sentence(llama: Path, words: list[str], says: str) -> None:
@@ -191,12 +203,6 @@ def test_auto_says_why(llama: Path) -> None:
     assert "float32" in half.why
 
 
-def test_parts_of_ffns_are_planned_if_asked_for(llama: Path) -> None:
-    made = plan(f"source={llama}", "method.name=virtual_group", "granularity=4", "top_k=6", "router.choice=parts")
-    assert (made.moe.choice, made.moe.top_k) == ("any", 6) and not made.promise.exact
-    assert "top_k=6 is not a multiple of granularity=4" in made.promise.reasons[0]
-
-
 GROUPS = ["method.name=virtual_group", "granularity=4", "top_k=4"]
 
 
@@ -272,34 +278,6 @@ def test_the_plans_hash_is_of_what_is_made_not_of_where(llama: Path) -> None:
         assert plan(f"source={llama}", "output=a", word).hash != base, word
     groups = (f"source={llama}", "target=upcycled", "method.name=virtual_group", "granularity=2")
     assert plan(*groups, "router.choice=any").hash != plan(*groups).hash
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["shared=.inf"], "shared is inf"),
-        (["experts=100000000"], "at most 16384 experts"),
-        (["experts=99999999999999999999999999"], "at most 16384 experts"),
-        (["router.init.std=.inf"], "1e-6 to 1e3"),
-        (["router.init.std=1e-50"], "1e-6 to 1e3"),
-        (["router.init.std=1000", "router.score=sigmoid"], "their sigmoids 0 or 1; write at most 2.5"),
-        (["method.name=noise", "method.std=.inf"], "above 0"),
-        (["scale=1.0e+300"], "1e-9 to 1e9"),
-        (["layers=every:²"], "every:2"),
-        (["donors={a: b}"], "it must be a list, as in"),
-        (["method=[]"], "method is []; it must be keys and values"),
-        (["[=1"], "cannot be read"),
-        (["method.name=branch_train_mix", "method.rest=base", "experts=1"], "which is not set"),
-    ],
-)  # fmt: skip
-def test_impossible_words_are_one_sentence_and_exit_code_2(
-    llama: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
-) -> None:
-    source = f"donors={llama}" if "method.rest=base" in words else f"source={llama}"
-    assert main(["plan", source, *words]) == 2
-    message = capsys.readouterr().err
-    assert says in message
-    assert message.count("\n") == 1
 
 
 def test_more_layers_than_tensors_are_refused_at_once(llama: Path, tmp_path: Path) -> None:
