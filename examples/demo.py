@@ -76,7 +76,7 @@ def demo(config: DemoConfig) -> int:
         run_words = [suite, here / "trained" / arm, f"output={here / 'results' / arm}", "forward_tokens=4096"]
         stage(f"ask {arm}", f"Ask {arm}", call, "eval", *run_words)
     for arm in ways:
-        options = [f"start={here / arm}", f"output={routing[arm]}", "tokens=8192", f"length={config.sequence}"]
+        options = [f"start={here / arm}", f"output={routing[arm]}", "tokens=8192", f"sequence={config.sequence}"]
         routing_words = [here / "trained" / arm, *unseen, *options]
         stage(f"routing {arm}", f"Which experts does {arm} use?", call, "routing", *routing_words)
     report_words = [here / kind / arm for kind in ("results", "runs") for arm in ARMS]
@@ -159,12 +159,12 @@ def write_suite(here: Path, file: Path) -> None:
 
 def summary(here: Path, config: DemoConfig, stage: Stages) -> list[str]:
     """Five lines on the result, whichever way it went."""
-    from evaluation.judge.compare import compare_losses
-    from evaluation.judge.curves import mean
     from evaluation.judge.logged import load
+    from evaluation.judge.losses import compare_losses
+    from evaluation.judge.runs import mean, read_runs
     from training.observe.metrics import read as read_metrics
 
-    losses = compare_losses([here / "runs" / arm for arm in ARMS])
+    losses = compare_losses(read_runs([[here / "runs" / arm] for arm in ARMS]))
     start = read_metrics(here / "runs" / DENSE)[0]
     before = mean(start[f"valid/{domain}/loss"] for domain in DOMAINS)
     models = {arm: load(here / "results" / arm).model for arm in ARMS}

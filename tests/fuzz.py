@@ -49,11 +49,12 @@ from evaluation.ask.load import end_tokens, load_tokenizer
 from evaluation.ask.offline import splits
 from evaluation.ask.remember import Remembered
 from evaluation.ask.tasks import read_suite
-from evaluation.judge.compare import compare, compare_losses, loss_table, table
+from evaluation.judge.compare import compare
 from evaluation.show import facts as shown_facts
-from evaluation.show.page import page
+from evaluation.show.page import rendered
 from evaluation.show.report import as_json, markdown
-from evaluation.studies.outcome import outcome
+from evaluation.show.sections import page
+from evaluation.studies.judging import outcome
 from evaluation.studies.plan import read_study
 from tests.parity import test_siblings, tiny
 from tests.unit.evaluation import test_compare, test_report
@@ -620,15 +621,13 @@ def sign_results(folder: Path) -> None:
 
 
 def read_evaluated(folder: Path, path: Path) -> str:
-    return "".join(table(found) for found in compare([folder / "a", folder / "b"])) + reported(
-        folder / "a", folder / "b"
-    )
+    return str(compare([folder / "a", folder / "b"])) + reported(folder / "a", folder / "b")
 
 
 def reported(*paths: Path) -> str:
     """All three files of a report."""
     facts = shown_facts.gather([str(path) for path in paths], "title")
-    return json.dumps(as_json(facts), allow_nan=False) + markdown(facts) + page(facts)
+    return json.dumps(as_json(facts), allow_nan=False) + markdown(facts) + rendered(page(facts))
 
 
 def trained(folder: Path) -> None:
@@ -667,7 +666,7 @@ LLAMA = {
 
 
 def read_trained(folder: Path, path: Path) -> str:
-    shown = reported(folder / "dense", folder / "moe") + loss_table(compare_losses([folder / "dense", folder / "moe"]))
+    shown = reported(folder / "dense", folder / "moe") + str(compare([folder / "dense", folder / "moe"]))
     shown += str([outcome("a", 0, folder / name) for name in ("dense", "moe")])
     metrics.cut(folder / "dense", 15)
     return shown

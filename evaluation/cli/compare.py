@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from upcycle.cli import frame
@@ -44,7 +44,7 @@ class CompareConfig:
 @frame.command()
 def main(words: Sequence[str]) -> int:
     from evaluation.api import compare
-    from evaluation.judge.compare import group_words, plain
+    from evaluation.judge.compare import group_words
     from upcycle.config.reading import read
     from upcycle.io.disk import write_atomic
 
@@ -53,6 +53,5 @@ def main(words: Sequence[str]) -> int:
     found = compare(*group_words(names), cluster=config.cluster)
     print(found)
     if config.output:
-        output = {name: value for name, value in asdict(found).items() if value}
-        write_atomic(Path(config.output), (json.dumps(plain(output), indent=1, allow_nan=False) + "\n").encode())
+        write_atomic(Path(config.output), (json.dumps(found.json(), indent=1, allow_nan=False) + "\n").encode())
     return 0

@@ -31,23 +31,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 from upcycle.cli import frame
 
 
 @frame.command()
 def main(words: Sequence[str]) -> int:
-    from evaluation.show.routing import RoutingConfig, analyse, table
+    from evaluation.judge.routing import RoutingConfig, routing, table
     from upcycle.config.reading import read
-    from upcycle.io.disk import write_atomic
 
     named, keys = frame.names_and_words(words)
     if not named:
         raise ValueError("routing needs a checkpoint and texts: routing CHECKPOINT TEXT [TEXT ...] [key=value ...]")
     config = read(RoutingConfig, "", [f"checkpoint={named[0]}", f"texts={json.dumps(named[1:])}", *keys])
-    found = analyse(config)
-    write_atomic(Path(config.output), (json.dumps(found | {"config": asdict(config)}) + "\n").encode())
+    found = routing(config)
     print(f"{table(found)}\n\n{config.output}")
     return 0

@@ -3,7 +3,7 @@
 usage: upcycle study STUDY [key=value ...]
 
   upcycle study tiny                                     # from nothing, about a minute on a laptop
-  upcycle study smollm2 source=./llama tokens=./tokens workers=2 devices=[0,1]    # a real checkpoint
+  upcycle study smollm2 source=./llama data=./tokens workers=2 devices=[0,1]    # a real checkpoint
   upcycle study tiny judge=true                          # the page of what is there so far
 
 STUDY is a file or a ready one (configs/study). Each arm is a training config: `base` has what all share, `arms` what

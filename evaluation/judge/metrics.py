@@ -1,15 +1,13 @@
 """How the scores of items become a metric's number: by lm-eval's own function, whose name a run keeps.
 
 Most metrics are a function of two sums (a mean; nats over bytes), and their draws are quick. The others need all items
-at once (BLEU), and every draw is computed by lm-eval's function; F1 and Matthews' correlation of the counts of (right
-class, chosen class), a hundred times quicker and held to lm-eval's by a test.
+at once (F1, BLEU), and every draw is computed by lm-eval's function.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,8 +112,6 @@ def parts(aggregation: str, score: Raw) -> tuple[float, float]:
 
 def aggregate(name: str, scores: Sequence[Raw]) -> float:
     """lm-eval's aggregation `name` of the scores of a task's items."""
-    if name in OF_COUNTS and (found := OF_COUNTS[name](scores)) is not None:
-        return found
     try:
         if name == OF_ALL:
             return float(sum(map(sum, scores)) / sum(map(len, scores)))
@@ -128,43 +124,6 @@ def aggregate(name: str, scores: Sequence[Raw]) -> float:
             return float(get_aggregation(name)(list(scores)))
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"scores like {short(scores[0])} have no {name:.60} ({short(str(error))})") from None
-
-
-def counted(scores: Sequence[Raw]) -> dict[tuple[int, int], int]:
-    """How often each pair of a right class and a chosen one is there; nothing unless all are pairs of whole numbers."""
-    try:
-        pairs = Counter(scores)
-    except TypeError:  # no tuples
-        return {}
-    whole = all(isinstance(p, tuple) and len(p) == 2 and all(isinstance(x, int) for x in p) for p in pairs)
-    return pairs if whole else {}
-
-
-def f1(scores: Sequence[Raw]) -> float | None:
-    """F1 of class 1 of two; None for other classes, which lm-eval's function refuses or has rules for."""
-    pairs = counted(scores)
-    if not pairs or any(x not in (0, 1) for pair in pairs for x in pair):
-        return None
-    named = sum(count * (right + chosen) for (right, chosen), count in pairs.items())
-    return 2 * pairs.get((1, 1), 0) / named if named else 0.0
-
-
-def matthews(scores: Sequence[Raw]) -> float | None:
-    """Matthews' correlation of any number of classes (Gorodkin 2004), as scikit-learn has it."""
-    pairs = counted(scores)
-    if not pairs:
-        return None
-    right, chosen = Counter[int](), Counter[int]()
-    for (r, c), count in pairs.items():
-        right[r] += count
-        chosen[c] += count
-    items, hits = len(scores), sum(count for (r, c), count in pairs.items() if r == c)
-    spread = [items**2 - sum(count**2 for count in classes.values()) for classes in (right, chosen)]
-    together = hits * items - sum(count * chosen[r] for r, count in right.items())
-    return together / math.sqrt(spread[0] * spread[1]) if all(spread) else 0.0
-
-
-OF_COUNTS: Mapping[str, Callable[[Sequence[Raw]], float | None]] = {"f1": f1, "matthews_corrcoef": matthews}
 
 
 def plain(value: Any) -> Raw:

@@ -1,14 +1,16 @@
-"""Is a method better? Seeds are the unit: the mean of differences paired by seed, and its 95 % interval over seeds.
+"""Judge differences over seeds: their mean, Student's 95 % interval, and Holm's correction of several.
 
-Two runs of one seed read the same samples in the same order, so what the order does cancels in their difference; what
-is left differs from seed to seed, and Student's t says how far the mean of so few differences may lie from the truth.
-The items of a test say nothing about that: a thousand of them answered by one model are one draw of a training.
+Two runs of one seed read the same samples in the same order, so the order cancels in their difference. What is left
+differs from seed to seed, and Student's t says how far the mean of so few differences may lie from the truth. The items
+of a test say nothing about that: a thousand of them answered by one model are one draw of a training.
+
+Student's distribution stays ours: scipy comes with the extra `eval` alone, and trainings are compared without it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -23,21 +25,23 @@ class Paired:
     low: float | None = None  # None: fewer than LEAST seeds have no interval
     high: float | None = None
     p: float | None = None  # two-sided, of no difference
-    p_holm: float | None = None  # corrected for others that are judged with it (`together`); None: it is judged alone
+    p_holm: float | None = None  # corrected for the others of its family; None: it was named beforehand
+    family: int = 1  # how many comparisons Holm's correction is for
 
     def verdict(self, higher_is_better: bool = False) -> str:
+        """Say whether the mean is better, worse or not shown to differ from 0."""
         if self.low is None or self.high is None:
-            return "no interval"
+            return f"{'one run' if self.seeds == 1 else f'{self.seeds} runs'} each: no verdict"
         if self.low <= 0 <= self.high or (self.p_holm is not None and self.p_holm > 1 - LEVEL):
             return "no difference shown"
         return "better" if (self.mean > 0) == higher_is_better else "worse"
 
 
 def paired(differences: Sequence[float], grain: float = 0.0) -> Paired:
-    """The mean of the differences, one of each seed, and its interval. ValueError if there are none.
+    """Return the mean of the differences, one of each seed, and its interval. Raise a ValueError if there are none.
 
     `grain`: the least that two differences can be apart, an item of a test. Three seeds that all gained one item seem
-    to have no spread at all, so no spread is believed that is below half a grain.
+    to have no spread at all, so no spread below half a grain is believed.
     """
     seeds = len(differences)
     if not seeds:
@@ -52,8 +56,23 @@ def paired(differences: Sequence[float], grain: float = 0.0) -> Paired:
     return Paired(seeds, mean, mean - reach, mean + reach, p)
 
 
+def together(found: Sequence[Paired], marks: Sequence[Hashable] = (), primary: Hashable | None = None) -> list[Paired]:
+    """Correct each difference by Holm for the others of its family.
+
+    Differences of one mark are one comparison that is shown twice. `primary`: the mark of the one comparison that was
+    named beforehand, which stays as it is and does not count for the others.
+    """
+    marks = marks or range(len(found))
+    p_of = {mark: each.p for mark, each in zip(marks, found, strict=True) if each.p is not None and mark != primary}
+    corrected = dict(zip(p_of, holm(list(p_of.values())), strict=True))
+    return [
+        replace(each, p_holm=corrected[mark], family=len(corrected)) if mark in corrected else each
+        for mark, each in zip(marks, found, strict=True)
+    ]
+
+
 def holm(p: Sequence[float]) -> list[float]:
-    """Holm's step-down correction, in the given order."""
+    """Return Holm's step-down correction of each p, in the given order."""
     corrected, largest = [0.0] * len(p), 0.0
     for rank, at in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
         largest = max(largest, min(1.0, (len(p) - rank) * p[at]))
@@ -61,15 +80,9 @@ def holm(p: Sequence[float]) -> list[float]:
     return corrected
 
 
-def together(found: Sequence[Paired]) -> list[Paired]:
-    """The same, each corrected for how many of them are judged."""
-    corrected = iter(holm([each.p for each in found if each.p is not None]))
-    return [each if each.p is None else replace(each, p_holm=next(corrected)) for each in found]
-
-
 @cache
 def student(freedom: int, level: float = LEVEL) -> float:
-    """The t for which -t ... t holds the share `level` of Student's distribution of so many degrees of freedom."""
+    """Return the t for which -t ... t holds the share `level` of Student's distribution."""
     low, high = 0.0, 1.0
     while inside(high, freedom) < level:
         high *= 2
@@ -80,7 +93,7 @@ def student(freedom: int, level: float = LEVEL) -> float:
 
 
 def inside(t: float, freedom: int) -> float:
-    """The share in -t ... t, a finite sum for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Return the share in -t ... t, a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(freedom))
     square, odd = math.cos(angle) ** 2, freedom % 2
     term = total = 1.0

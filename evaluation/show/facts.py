@@ -1,77 +1,49 @@
-"""What a report knows (`gather`): all that lies in the given folders, and the sentences that follow from it."""
+"""Gather what a report shows: all that lies in the given folders."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Any
 
-import numpy as np
-
-from evaluation.judge import compare, intervals, logged, results
-from evaluation.judge.compare import Comparison, Difference, Losses, is_share, number, signed
-from evaluation.judge.curves import mean
-from evaluation.judge.metrics import Measure
+from evaluation.judge import intervals, logged, results, suites
+from evaluation.judge.losses import Losses, compare_losses
 from evaluation.judge.results import Evaluation, Item
-from evaluation.judge.seeds import LEAST
-from evaluation.show.trainings import Arm, Bands, arm, bands, config_of, differing, losses_of, read_arms, shared
+from evaluation.judge.routing import read_routing
+from evaluation.judge.runs import (
+    Arms,
+    Band,
+    Run,
+    Spent,
+    average,
+    by_layer,
+    difference_bands,
+    loss_bands,
+    mean,
+    overall,
+    read_runs,
+)  # fmt: skip
+from evaluation.judge.suites import Comparison, Part, compare_suites
+from evaluation.show.commands import command, config_of, differing, settings
 from training.checkpoint import standalone
-from training.observe import plots
 from training.observe.metrics import FILE as METRICS
-from training.observe.metrics import duration
-from upcycle.arch.spec import MAX_EXPERTS
 from upcycle.config.reading import build
 from upcycle.config.schema import UpcycleConfig, renamed
 from upcycle.converting import card
-from upcycle.io import strict
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.io.publish import MANIFEST
-from upcycle.io.strict import Count, Range
 from upcycle.planning import plan
 from upcycle.verifying.inspect import read_manifest
 
-HEADLINES = 3  # up to so many have a sentence each; more share one that counts their verdicts
-SAYS = {"better": "is better than", "worse": "is worse than", "no difference shown": "is not shown to differ from"}
+MEAN = "mean of sets"  # of validation
 SEED = re.compile(r"(seed|run)?[\W_]*\d+")  # a folder that is called after its seed alone
-GONE = "mesh"  # a key of older manifests, about memory in training, which upcycle estimate is for now
 Rows = list[tuple[str, str]]
-Table = list[list[float | None]]
-
-
-class RoutedLayer(TypedDict):
-    layer: Count
-    max_over_mean: float
-    entropy: float
-    unused: Count
-    specialisation: float | None
-    spread: list[float]
-    pairs: list[tuple[Count, Count, float]]
-    whole_groups: NotRequired[float | None]
-    whole: NotRequired[float | None]
-    missing: NotRequired[float | None]
-    doubled: NotRequired[float | None]
-    moved: NotRequired[list[float]]
-    router_moved: NotRequired[float]
-
-
-class Routed(TypedDict):
-    """A file of `upcycle routing`."""
-
-    experts: Annotated[int, Range(1, MAX_EXPERTS)]
-    top_k: Annotated[int, Range(1, MAX_EXPERTS)]
-    granularity: Annotated[int, Range(1, MAX_EXPERTS)]
-    chance_of_whole_groups: float
-    layers: list[RoutedLayer]
-    load: Mapping[str, Table]
-    together: list[Table | None]
-    tokens: Mapping[str, Count]
-    checkpoint: str
-    start: str
+Bands = dict[str, tuple[Band, ...]]  # by MEAN or a set
 
 
 @dataclass(frozen=True)
@@ -91,6 +63,17 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Arm:
+    """A group of trainings, a run a seed."""
+
+    runs: tuple[str, ...]
+    spent: Spent  # mean over seeds, to the end
+    compared: Spent  # the same, up to where losses are compared
+    memory_gb: float  # the most
+    commands: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Facts:
     """All that the page shows."""
 
@@ -99,7 +82,6 @@ class Facts:
     models: tuple[Evaluation, ...] = ()
     scores: dict[str, list[Score]] = field(default_factory=dict)  # by model, of all suites that it was asked
     comparisons: tuple[Comparison, ...] = ()
-    runs: tuple[plots.Curves, ...] = ()
     arms: dict[str, Arm] = field(default_factory=dict)  # the runs by what they are a seed of
     settings: dict[str, Rows] = field(default_factory=dict)  # of arms
     keys: list[tuple[str, ...]] = field(default_factory=list)  # that differ: the key, and what each arm has
@@ -108,39 +90,79 @@ class Facts:
     losses: Losses | None = None
     routing: dict[str, dict[str, Any]] = field(default_factory=dict)  # by checkpoint
     plans: dict[str, Rows] = field(default_factory=dict)
+    trained: dict[str, list[Run]] = field(default_factory=dict)  # what the runs of each arm logged
+    layers: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)  # by what, by arm
+    overall: Bands = field(default_factory=dict)  # by what
 
-
-# ---- what there is
+    def of_suite(self, suite: str) -> str:
+        """Return the suite in words, where there are several."""
+        return f" ({suite})" if len({run.suite for run in self.models}) > 1 else ""
 
 
 def gather(groups: Sequence[str | Sequence[str]], title: str) -> Facts:
-    """All that lies in the folders of each group; those of one kind are the seeds of one model."""
+    """Gather all that lies in the folders of each group; those of one kind are the seeds of one model."""
     sides = [sorted_out([group] if isinstance(group, str) else group) for group in groups]
-    arms = read_arms([trained for _, trained, _, _ in sides if trained])
-    own = iter(arms)
-    asked = labelled([(next(own) if trained else "", evaluated) for evaluated, trained, _, _ in sides])
+    trained = read_arms([side.trained for side in sides if side.trained])
+    own = iter(trained)
+    asked = labelled([(next(own) if side.trained else "", side.evaluated) for side in sides])
     scored: dict[str, list[Score]] = {}
     for group in asked:
         scored.setdefault(group.name, []).extend(over_seeds([scores(folder) for folder in group.folders]))
-    folders, runs = ({name: found[0] for name, found in arms.items()}, {n: found[1] for n, found in arms.items()})
-    losses = losses_of(arms)
-    drawn, beside = bands(runs)
+    losses, folders = losses_of(trained), {arm: [Path(run.folder) for run in runs] for arm, runs in trained.items()}
+    drawn, beside = curves_of(trained)
     return Facts(
         title=title,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         models=tuple(run for group in asked for run in group.runs),
         scores=scored,
         comparisons=tuple(comparisons(asked)),
-        runs=tuple(run for found in runs.values() for run in found),
-        arms={name: arm(*found, losses) for name, found in arms.items()},
-        settings={name: settings(found[0]) for name, found in folders.items()},
-        keys=differing([[config_of(folder) for folder in found] for found in folders.values()]),
+        arms={name: arm(runs, losses) for name, runs in trained.items()},
+        settings={name: settings(mine[0]) for name, mine in folders.items()},
+        keys=differing([[config_of(folder) for folder in mine] for mine in folders.values()]),
         curves=drawn,
         differences=beside,
         losses=losses,
-        routing=named([file for *_, files in sides for file in files]),
-        plans=plans([made for _, _, made, _ in sides]),
+        routing=named([file for side in sides for file in side.routed]),
+        plans=plans([side.made for side in sides]),
+        trained=trained,
+        layers=by_layer(trained),
+        overall=overall(trained),
     )
+
+
+@dataclass(frozen=True)
+class Side:
+    """The paths of a group, by what they are found to be."""
+
+    evaluated: list[Path] = field(default_factory=list)
+    trained: list[Path] = field(default_factory=list)
+    made: list[Path] = field(default_factory=list)
+    routed: list[Path] = field(default_factory=list)
+
+
+def sorted_out(paths: Sequence[str]) -> Side:
+    """Sort the paths by what they are. Raise a ValueError for a path that a report has no use for."""
+    side = Side()
+    kinds = {METRICS: side.trained, MANIFEST: side.made}
+    for path in map(Path, paths):
+        there = [name for name in kinds if (path / name).is_file()]
+        if path.is_file() and path.suffix == ".json" and not logged.is_run(path):
+            side.routed.append(path)
+        elif (not there or any(path.glob("results_*.json"))) and logged.is_run(path):
+            side.evaluated.append(path)
+        elif not there:
+            raise ValueError(
+                f"{path} is nothing that a report shows; give folders with {' or '.join(kinds)}, lm-eval's results "
+                "with their samples, or the file of `upcycle routing`"
+            )
+        for name in there:
+            kinds[name].append(path)
+        if METRICS in there:
+            side.made.append(path)  # a training run may have upcycled as it loaded
+    return side
+
+
+# ---- answers to suites
 
 
 @dataclass(frozen=True)
@@ -154,8 +176,8 @@ class Asked:
 
 
 def labelled(sides: Sequence[tuple[str, Sequence[Path]]]) -> list[Asked]:
-    """The runs of each side by suite, under the side's name if it has one, else under their model's: with the folder
-    where another model has that name, or the same one in another group of the suite."""
+    """Return the runs of each side by suite, under the side's name if it has one, else under their model's: with the
+    folder where another model has that name, or the same one in another group of the suite."""
     found = []
     for given, folders in sides:
         by_suite: dict[str, list[tuple[Path, Evaluation]]] = {}
@@ -178,32 +200,41 @@ def labelled(sides: Sequence[tuple[str, Sequence[Path]]]) -> list[Asked]:
 
 
 def as_computed(model: results.Model) -> tuple[str, ...]:
-    """What tells models apart: the same weights under another config.json are another model."""
+    """Return what tells models apart: the same weights under another config.json are another model."""
     return (model.identity,) if model.identity else (model.fingerprint, model.dtype)
 
 
 def place_of(run: Evaluation) -> str:
-    """A model's name; of a training run that is called after its seed alone, with the folder around it."""
+    """Return a model's name; of a training run that is called after its seed alone, with the folder around it."""
     parts = Path(run.model.source).parts
     return "/".join(parts[-2:]) if len(parts) > 1 and SEED.fullmatch(run.model.name) else run.model.name
 
 
+def shared(names: Sequence[str]) -> str:
+    """Return what the names of seeds have in common: copies, of copies/seed-0 and copies/seed-1; all of them if
+    nothing."""
+    if len(set(names)) == 1:
+        return names[0]
+    same = [len(set(letters)) == 1 for letters in zip(*names, strict=False)]
+    start = names[0][: [*same, False].index(False)]
+    start = re.sub(r"\d+$", "", start) if any(name[len(start) :][:1].isdecimal() for name in names) else start
+    return re.sub(r"(^|[\W_]+)((seed|run)[\W_]*)?$", "", start) or ", ".join(names)
+
+
 def comparisons(asked: Sequence[Asked]) -> list[Comparison]:
-    """Every group beside the first of its suite. All suites are one family of what is compared."""
+    """Compare every group with the first of its suite. All suites are one family of what is compared."""
     out = []
     for suite in dict.fromkeys(group.suite for group in asked):
         first, *others = [group for group in asked if group.suite == suite]
-        found = compare.compare([group.folders for group in (first, *others)]) if others else []
-        out += [called(one, first.name, group.name) for one, group in zip(found, others, strict=True)]
-    return compare.corrected(out)
-
-
-def called(found: Comparison, a: str, b: str) -> Comparison:
-    return replace(found, a=replace(found.a, name=a), b=replace(found.b, name=b))
+        found = compare_suites([group.folders for group in (first, *others)]) if others else []
+        for each, group in zip(found, others, strict=True):
+            a, b = replace(each.a, name=first.name), replace(each.b, name=group.name)
+            out.append(replace(each, a=a, b=b))
+    return suites.corrected(out)
 
 
 def over_seeds(each: Sequence[list[Score]]) -> list[Score]:
-    """The scores of a group of runs: the mean, from the lowest to the highest."""
+    """Return the scores of a group of runs: the mean, from the lowest to the highest."""
     if len(each) == 1:
         return each[0]
     by_seed = [{(s.name, s.metric): s for s in mine} for mine in each]
@@ -215,41 +246,99 @@ def over_seeds(each: Sequence[list[Score]]) -> list[Score]:
     return out
 
 
-def apart(folders: Sequence[Path]) -> dict[str, Path]:
-    """The folders by name, by path where two have one name."""
-    names = [folder.name for folder in folders]
-    return {folder.name if names.count(folder.name) == 1 else str(folder): folder for folder in folders}
+def scores(folder: Path) -> list[Score]:
+    """Return the scores of a run, each with its interval over items."""
+    run, by_task = logged.load(folder), dict[str, list[Item]]()
+    for item in run.items:
+        by_task.setdefault(item.task, []).append(item)
+    return [
+        score(part, [item for task in part.tasks for item in by_task.get(task, ())], run.suite)
+        for part in suites.parts(run, by_task)
+    ]
 
 
-def sorted_out(paths: Sequence[str]) -> tuple[list[Path], list[Path], list[Path], list[Path]]:
-    """(evaluated, trained, upcycled, routed) of the paths. ValueError for a path that is none of these."""
-    evaluated: list[Path] = []
-    trained: list[Path] = []
-    made: list[Path] = []
-    routed: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_file() and path.suffix == ".json":
-            (evaluated if logged.is_run(path) else routed).append(path)
-            continue
-        kinds = {METRICS: trained, MANIFEST: made}
-        there = [name for name in kinds if (path / name).is_file()]
-        if (not there or any(path.glob("results_*.json"))) and logged.is_run(path):
-            evaluated.append(path)
-        elif not there:
-            raise ValueError(
-                f"{path} is nothing that a report shows; give folders with {', '.join(kinds)}, lm-eval's results with "
-                "their samples, or the file of `upcycle routing`"
-            )
-        for name in there:
-            kinds[name].append(path)
-        if METRICS in there:
-            made.append(path)  # a training run may have upcycled as it loaded
-    return evaluated, trained, made, routed
+def score(part: Part, items: Sequence[Item], suite: str = "") -> Score:
+    metric, measure, name = part.metric, part.measure, part.part.name
+    key, scored = f"{name} {metric}", [(item.task, item.scores[metric]) for item in items]
+    value = measure.ratio([task for task, _ in scored])
+    if value is None:
+        each = [f"{item.task} {number}" for number, item in enumerate(items)]
+        found = measure.interval([scored], [], each, intervals.generator("bootstrap", key))
+        low, high = found or (math.nan, math.nan)
+    else:
+        sum_N, unit_N = measure.sums(scored).T
+        if (unit_N == 1).all() and intervals.is_right(sum_N):
+            low, high = intervals.wilson(float(sum_N.sum()), len(sum_N))
+        else:
+            low, high = intervals.bootstrap(sum_N, unit_N, value, key)
+    guess = [1 / len(item.choices) for item in items if len(item.choices) > 1]
+    chance = sum(guess) / len(guess) if guess and metric.startswith("acc") and len(guess) == len(items) else None
+    return Score(
+        name, part.part.title, metric, part.higher_is_better, part.headline, len(items), measure.value(scored),
+        low, high, chance, suite,
+    )  # fmt: skip
+
+
+# ---- trainings
+
+
+def read_arms(groups: Sequence[Sequence[Path]]) -> dict[str, list[Run]]:
+    """Read the runs of each group, by a name: what the runs' names have in common, or all of them."""
+    by_all = read_runs(groups)
+    short = [shared([run.name for run in runs]) for runs in by_all.values()]
+    names = [name if short.count(name) == 1 else long for name, long in zip(short, by_all, strict=True)]
+    return {name: [replace(run, arm=name) for run in runs] for name, runs in zip(names, by_all.values(), strict=True)}
+
+
+def arm(runs: Sequence[Run], losses: Losses | None) -> Arm:
+    ends = [run.spent.tokens for run in runs]
+    return Arm(
+        tuple(run.name for run in runs),
+        average([run.at(end) for run, end in zip(runs, ends, strict=True)]),
+        average([run.at(losses.tokens if losses else end) for run, end in zip(runs, ends, strict=True)]),
+        max(run.memory_gb for run in runs),
+        tuple(command(Path(run.folder)) for run in runs),
+    )
+
+
+def losses_of(arms: Arms) -> Losses | None:
+    """Compare the losses of all arms with the first; None unless all have a validation set in common."""
+    sets = [set(run.losses) for runs in arms.values() for run in runs]
+    if len(arms) < 2 or not set.intersection(*sets):
+        return None
+    suites.check_groups([[run.folder for run in runs] for runs in arms.values()])
+    return compare_losses(arms)
+
+
+def curves_of(arms: Arms) -> tuple[Bands, Bands]:
+    """Return (curves of validation, differences to the first arm), over seeds."""
+    every = [run.losses for runs in arms.values() for run in runs]
+    sets = list(dict.fromkeys(name for found in every for name in found))
+    both = [name for name in sets if all(name in found for found in every)]
+    groups = {MEAN: both, **({name: [name] for name in sets} if len(sets) > 1 else {})}
+    control = next(iter(arms), "")
+    alike = {name: runs for name, runs in arms.items() if len(runs) == len(arms[control])}
+    drawn = {what: loss_bands(arms, inside) for what, inside in groups.items() if inside}
+    return drawn, {what: difference_bands(alike, control, groups[what]) for what in drawn}
+
+
+# ---- how experts are used, and plans
+
+
+def named(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Read files of `upcycle routing`, by the name of their checkpoint."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        value = read_routing(file)
+        name = Path(value["checkpoint"]).name
+        found[name if name not in found else f"{name} ({file.stem})"] = value
+    return found
 
 
 def plans(sides: Sequence[Sequence[Path]]) -> dict[str, Rows]:
-    """The plan of each folder, once where the seeds of a group have one."""
-    names = {folder: name for name, folder in apart([folder for folders in sides for folder in folders]).items()}
+    """Return the plan of each folder, once where the seeds of a group have one."""
+    every = [folder for folders in sides for folder in folders]
+    names = [folder.name for folder in every]
     out: dict[str, Rows] = {}
     for folders in sides:
         mine: list[Rows] = []
@@ -257,257 +346,51 @@ def plans(sides: Sequence[Sequence[Path]]) -> dict[str, Rows]:
             rows = plan_rows(folder)
             if rows and rows not in mine:
                 mine.append(rows)
-                out[names[folder]] = rows
+                out[folder.name if names.count(folder.name) == 1 else str(folder)] = rows
     return out
 
 
-def named(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for file in files:
-        try:
-            value = strict.read_json(file)
-        except ValueError as error:
-            raise ValueError(f"{file} is not whole JSON ({error}); make it again with `upcycle routing`") from None
-        if not isinstance(value, dict) or value.get("kind") != "routing":
-            raise ValueError(f"{file} is not a file of `upcycle routing`; make it with that")
-        try:
-            value = strict.held(value, Routed, str(file))
-            check_sizes(value, str(file))
-        except ValueError as error:
-            raise ValueError(f"{error}; make it again with `upcycle routing`") from None
-        name = Path(value["checkpoint"]).name
-        found[name if name not in found else f"{name} ({file.stem})"] = value
-    return found
-
-
-def check_sizes(found: Mapping[str, Any], where: str) -> None:
-    """Raise a ValueError unless the tables have a row a layer and a cell an expert."""
-    experts, layers = found["experts"], found["layers"]
-    if not layers or not found["load"] or found["load"].keys() != found["tokens"].keys():
-        raise ValueError(f"{where} has {len(layers)} layers and other domains in load than in tokens")
-    of_layers = [*found["load"].values(), found["together"]]
-    rows = [row for table in found["load"].values() for row in table]
-    square = [table for table in found["together"] if table is not None]
-    rows += [row for table in square for row in table] + [row["spread"] for row in layers]
-    rows += [row["moved"] for row in layers if "moved" in row]
-    if any(len(table) != len(layers) for table in of_layers) or any(len(table) != experts for table in square):
-        raise ValueError(f"{where} has tables of other sizes than its {len(layers)} layers and {experts} experts")
-    if any(len(row) != experts for row in rows):
-        raise ValueError(f"{where} has rows that are not of its {experts} experts")
-
-
-def scores(folder: Path) -> list[Score]:
-    run, by_task = logged.load(folder), dict[str, list[Item]]()
-    for item in run.items:
-        by_task.setdefault(item.task, []).append(item)
-    found = []
-    parts: list[tuple[results.Group | results.Task, tuple[str, ...], bool]] = [
-        *((group, group.tasks, not compare.is_inner(group, run)) for group in run.groups.values()),
-        *((task, (task.name,), not task.groups) for task in run.tasks.values()),
-    ]
-    for part, tasks, headline in parts:
-        pairs = [(item, item) for task in tasks for item in by_task.get(task, [])]
-        if judged := compare.judged_by(part, run, pairs):
-            higher = run.tasks[tasks[0]].higher_is_better.get(judged[0], True)
-            mine = score(part.name, part.title, *judged, higher, headline, [item for item, _ in pairs])
-            found.append(replace(mine, suite=run.suite))
-    return found
-
-
-def score(
-    name: str, title: str, metric: str, measure: Measure, higher: bool, headline: bool, items: Sequence[Item]
-) -> Score:
-    key, scored = f"{name} {metric}", [(item.task, item.scores[metric]) for item in items]
-    value = measure.ratio([task for task, _ in scored])
-    if value is None:
-        each = [f"{item.task} {number}" for number, item in enumerate(items)]
-        found = measure.interval([scored], [], each, compare.generator("bootstrap", key))
-        low, high = found or (math.nan, math.nan)
-    else:
-        sum_N, unit_N = measure.sums(scored).T
-        at_zero = float(value(np.zeros(1))[0])  # bootstrap() is of a difference: A's sums are 0, and this is added back
-        low, high = (at_zero + end for end in compare.bootstrap(np.zeros_like(sum_N), sum_N, unit_N, value, key))
-        if (unit_N == 1).all() and intervals.is_right(sum_N):
-            low, high = intervals.wilson(float(sum_N.sum()), len(sum_N))
-    guess = [1 / len(item.choices) for item in items if len(item.choices) > 1]
-    chance = sum(guess) / len(guess) if metric.startswith("acc") and len(guess) == len(items) else None
-    return Score(
-        name, title, metric, higher, headline, len(items), measure.value(scored), low, high, chance
-    )  # fmt: skip
-
-
 def plan_rows(folder: Path) -> Rows:
-    """The table that `upcycle plan` prints, or what is left of it where the dense model is not at hand."""
+    """Return the table that `upcycle plan` prints, or what is left of it where the dense model is not at hand."""
     if rows := standalone.plan_rows(folder):
         return rows
     manifest = read_manifest(folder)
     if manifest is None:
         return []
-    gone = manifest["config"].get(GONE)
-    config = build(UpcycleConfig, {key: value for key, value in renamed(manifest["config"]).items() if key != GONE})
-    old = [("note", f"{MANIFEST} has {GONE}={gone}, a key of older versions that is of no use now")] if gone else []
     try:
         with ExitStack() as stack:
+            config = build(UpcycleConfig, renamed(manifest["config"]))
             sources = [config.source or config.donors[0], *config.donors]
-            upcycle_plan = plan.build(config, [stack.enter_context(at_hand(name)) for name in sources], {})
-            return [*card.rows(upcycle_plan), *old]
+            return card.rows(plan.build(config, [stack.enter_context(at_hand(name)) for name in sources], {}))
     except (ValueError, OSError) as error:
-        stated = [(name, str(value)) for name, value in asdict(config).items() if name != "output"]
-        return [*stated, *old, ("note", f"sizes are left out: {' '.join(str(error).split())}")]
+        stated = [(name, str(value)) for name, value in manifest["config"].items() if name != "output"]
+        return [*stated, ("note", f"sizes are left out: {' '.join(str(error).split())}")]
 
 
 def at_hand(name: str) -> Checkpoint:
-    """The folder of a dense model, never the hub's: a manifest may name any repository, and a report fetches none."""
+    """Open the folder of a dense model, never the hub's: a manifest may name any repository, and a report fetches
+    none."""
     if not name or not Path(name).is_dir():
         raise ValueError(f"{name!r} is no folder here, and a report fetches no model")
     return Checkpoint(Path(name))
 
 
-class TrainedModel(TypedDict):
-    source: str
-    dtype: str
-    expert_backend: str
+# ---- where the numbers come from
 
 
-class TrainedData(TypedDict):
-    sequence: Count
-
-
-class TrainedSchedule(TypedDict):
-    peak: float
-    final: float
-    warmup: Count
-
-
-class Trained(TypedDict):
-    """What is shown of a training run's config.json."""
-
-    model: TrainedModel
-    data: TrainedData
-    schedule: TrainedSchedule
-    steps: Count
-    batch: Count
-    seed: int
-
-
-def settings(folder: Path) -> Rows:
-    """The settings of a training run, in a few rows."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return []
-    config = strict.held(strict.read_json(path), Trained, str(path))
-    model, data, schedule = config["model"], config["data"], config["schedule"]
-    upcycled = standalone.upcycled(folder)
-    return [
-        ("model", f"upcycled as it was loaded from {upcycled.source}" if upcycled else model["source"]),
-        ("steps", f"{config['steps']:,} of {config['batch']} sequences of {data['sequence']} tokens"),
-        ("learning rate", f"{schedule['peak']:g} to {schedule['final']:g}, {schedule['warmup']} steps of warm-up"),
-        ("compute", f"{model['dtype']}, experts {model['expert_backend']}, seed {config['seed']}"),
-    ]
-
-
-# ---- what it says
-
-
-def opening(facts: Facts) -> str:
-    """One sentence: the effect, its interval over seeds, and at what cost."""
-    every = list(effects(facts))
-    if not every:
-        return "Nothing is compared here: that needs two models asked the same suite, or two trainings."
-    clauses = [f"{b} {SAYS.get(kind, 'beside')} {a}: {said}, {cost(facts, b, a)}" for b, a, _, kind, said in every]
-    more, seeds = len(clauses) - HEADLINES, every[0][2]
-    clauses = [*clauses[:HEADLINES], *([f"{more} more below"] if more > 0 else [])]
-    if seeds < LEAST:
-        clauses.append(f"{'one run' if seeds == 1 else f'{seeds} runs'} a side cannot call anything better")
-    return "; ".join(clauses) + "."
-
-
-def effects(facts: Facts) -> Iterator[tuple[str, str, int, str, str]]:
-    """(model, the first, seeds, verdict, difference in words): of losses, else of the first suite's first headline."""
-    if losses := facts.losses:
-        for (what, name), d in losses.over_sets().items():
-            if what != "tokens":
-                continue
-            over = "" if d.low is None else f", 95 % interval over {d.seeds} seeds {d.low:+.4f} to {d.high:+.4f}"
-            said = f"validation loss {d.mean:+.4f} nats a token at {equal(facts, 'tokens', name)}{over}"
-            yield name, losses.runs[0], d.seeds, d.verdict(), said
-        return
-    for found in facts.comparisons:
-        head = next((d for d in found.differences if d.headline), None)
-        if head and found.suite == facts.comparisons[0].suite:
-            unit = "points" if is_share(head.metric) else head.metric.replace("_", " ")
-            said = f"{head.title} {signed(head.difference, head.metric)} {unit}, {head.interval}"
-            yield found.b.name, found.a.name, head.seeds, head.verdict, said
-
-
-def cost(facts: Facts, b: str, a: str) -> str:
-    """What the training of b took beside that of a, up to where their losses are compared."""
-    if not {a, b} <= facts.arms.keys():
-        return "at a cost that is not known here (give the folders of the trainings too)"
-    ours, theirs = facts.arms[b], facts.arms[a]
-    spent = (
-        ("FLOPs", ours.compared.flops, theirs.compared.flops, lambda v: f"{v:.3g}"),
-        ("seconds", ours.compared.seconds, theirs.compared.seconds, duration),
-        ("memory", ours.memory_gb, theirs.memory_gb, lambda v: f"{v:.2f} GB"),
-    )
-    times = [
-        f"{x / y:.2f} times the {what} ({form(x)})" if x and y else f"{what} not logged" for what, x, y, form in spent
-    ]
-    return f"for {times[0]}, {times[1]} and {times[2]}"
-
-
-def verdicts(facts: Facts) -> list[str]:
-    several = len({found.suite for found in facts.comparisons}) > 1
-    said = [f"{found.suite}: " * several + words for found in facts.comparisons for words in verdict(found)]
-    return said + (list(loss_sentences(facts, facts.losses)) if facts.losses else [])
-
-
-def verdict(found: Comparison) -> Iterator[str]:
-    headlines, (a, b) = [d for d in found.differences if d.headline], (found.a.name, found.b.name)
-    if len(headlines) <= HEADLINES:
-        yield from (sentence(found, d) for d in headlines)
-    else:
-        kinds = {"better": "better on", "worse": "worse on", "no difference shown": "not shown to differ on"}
-        kinds |= {d.verdict: f"without a verdict ({d.verdict}) on" for d in headlines if d.verdict not in kinds}
-        titles = {words: [d.title for d in headlines if d.verdict == kind] for kind, words in kinds.items()}
-        said = (f"{words} {len(names)} ({', '.join(names)})" for words, names in titles.items() if names)
-        yield f"Of {len(headlines)} headlines, {b} beside {a} is {'; '.join(said)}."
-    if found.flips:
-        gained = sum(f.gained for f in found.flips)
-        yield f"{gained:,} items that {a} had wrong are right, {len(found.flips) - gained:,} the other way round."
-    elif any(d.only_a is not None for d in found.differences):
-        yield f"No item flipped between {a} and {b}."
-
-
-def sentence(found: Comparison, d: Difference) -> str:
-    unit = " %" if is_share(d.metric) else f" {d.metric.replace('_', ' ')}"
-    values = (
-        f"{number(d.a, d.metric)} to {number(d.b, d.metric)}{unit} ({signed(d.difference, d.metric)}, {d.interval})"
-    )
-    if d.verdict not in SAYS:
-        return f"{found.b.name} beside {found.a.name} on {d.title}: {values}; {d.verdict}."
-    return f"{found.b.name} {SAYS[d.verdict]} {found.a.name} on {d.title}: {values}, p {compare.p_text(d.p_holm)}."
-
-
-def equal(facts: Facts, what: str, name: str) -> str:
-    """Says what is equal of the first arm and this one, tokens or FLOPs, and whether a loss is interpolated for it."""
-    assert facts.losses is not None
-    runs = {run for arm in (facts.losses.runs[0], name) for run in facts.arms[arm].runs}
-    return f"equal {what}" + ", interpolated" * bool(runs & {*facts.losses.midway.get(what, ())})
-
-
-def loss_sentences(facts: Facts, losses: Losses) -> Iterator[str]:
-    for title, by_run in (("tokens", losses.at_equal_tokens), ("FLOPs", losses.at_equal_flops)):
-        for name, rows in by_run.items():
-            lower = sum(row.difference < 0 for row in rows)
-            means = f"{mean(r.a for r in rows):.4f} to {mean(r.b for r in rows):.4f}"
-            yield (
-                f"At {equal(facts, title, name)}, the validation loss of {name} is lower than that of {losses.runs[0]} "
-                f"on {lower} of {len(rows)} sets; mean {means} nats a token; difference {losses.verdict(title, name)}."
-            )
-
-
-# ---- provenance
+def sources(facts: Facts) -> Iterator[tuple[str, Rows]]:
+    """Yield what each model was asked with, each arm was trained with, and each file of routing is of."""
+    found = set[str]()
+    for run in facts.models:  # seeds may have one name
+        title = f"{run.model.name}, {run.suite}"
+        title = title if title not in found else f"{title} ({run.model.source})"
+        found.add(title)
+        yield title, provenance(run)
+    yield from ((f"{name}, training", rows) for name, rows in facts.settings.items() if rows)
+    for name, measured in facts.routing.items():
+        tokens = ", ".join(f"{domain} {count:,}" for domain, count in measured["tokens"].items())
+        start = [("compared with", measured["start"])] if measured.get("start") else []
+        yield f"{name}, routing", [("model", measured["checkpoint"]), ("tokens", tokens), *start]
 
 
 def provenance(run: Evaluation) -> Rows:
@@ -524,9 +407,3 @@ def provenance(run: Evaluation) -> Rows:
         *(("note", note) for note in run.notes),
     ]
     return [(name, value) for name, value in rows if value]
-
-
-def routed(found: dict[str, Any]) -> Rows:
-    tokens = ", ".join(f"{name} {count:,}" for name, count in found["tokens"].items())
-    start = [("compared with", found["start"])] if found.get("start") else []
-    return [("model", found["checkpoint"]), ("tokens", tokens), *start]

@@ -1,65 +1,55 @@
-"""Write the report: a page that stands alone, and the same numbers as Markdown and JSON."""
+"""Show what came of it on one page: scores, differences, losses, how experts are used, the plan, where it is from.
+
+Each path is what it is found to be: a folder of `upcycle eval`, of `upcycle train` (metrics.jsonl), of `upcycle
+convert` (upcycle.json), or a file of `upcycle routing`; a folder may be two of these. The first of a kind is what the
+others are compared with. Groups are as `compare` has them. Of one run each the page calls nothing better.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from evaluation.judge import compare
-from evaluation.judge.compare import is_share, number
-from evaluation.show import routing
-from evaluation.show.facts import Facts, opening, verdicts
-from evaluation.show.page import of_suite, page, sources
+from evaluation.judge import routing
+from evaluation.judge.compare import loss_table, plain, table
+from evaluation.judge.words import is_share, number
+from evaluation.show.facts import Facts, gather, sources
+from evaluation.show.page import rendered
+from evaluation.show.sections import page
+from evaluation.show.sentences import opening, verdicts
+from training.observe import plots
 from upcycle.converting.card import inert
 from upcycle.io import publish
 from upcycle.io.disk import sweep, write_atomic
 
-# ---- the same as Markdown and JSON
+PICTURES = (".png", ".pdf", ".svg")  # of trainings alone
 
 
-def markdown(facts: Facts) -> str:
-    said = (f"- {inert(sentence)}" for sentence in verdicts(facts))
-    lines = [f"# {inert(facts.title)}", "", facts.made, "", inert(opening(facts)), "", *said, ""]
-    for name, mine in facts.scores.items():
-        lines += [f"## Scores of {inert(name)}", ""]
-        lines += ["| | metric | items | score | 95 % interval |", "|---|---|---|---|---|"]
-        for s in mine:
-            title, metric = inert(f"{s.title}{of_suite(facts, s.suite)}"), inert(s.metric)
-            what = f"{title} | {metric}{' %' * is_share(s.metric)} | {s.items:,}"
-            value, low, high = (number(v, s.metric) for v in (s.value, s.low, s.high))
-            of_seeds = f", lowest and highest of {s.seeds} seeds" if s.seeds > 1 else ""
-            lines.append(f"| {what} | {value} | {low} to {high}{of_seeds} |")
-        lines.append("")
-    for found in facts.comparisons:
-        title = inert(f"{found.b.name} beside {found.a.name}: {found.suite}")
-        lines += [f"## {title}", "", compare.table(found), ""]
-    if facts.losses:
-        lines += ["## Loss", "", compare.loss_table(facts.losses), ""]
-    if facts.keys:
-        head = f"| key | {' | '.join(map(inert, facts.arms))} |"
-        lines += ["## How they were trained", "", head, "|---" * (1 + len(facts.arms)) + "|"]
-        lines += [f"| {' | '.join(map(inert, row))} |" for row in facts.keys] + [""]
-    for name, measured in facts.routing.items():
-        lines += [f"## Experts of {inert(name)}", "", "```", routing.table(measured), "```", ""]
-    sections = {f"Plan of {name}": rows for name, rows in facts.plans.items()}
-    for title, rows in (sections | sources(facts)).items():
-        cells = (f"| {inert(name)} | {inert(value)} |" for name, value in rows)
-        lines += [f"## {inert(title)}", "", "| | |", "|---|---|", *cells, ""]
-    return "\n".join(lines)
+def report(
+    groups: Sequence[str | Sequence[str]], output: str | Path = "report.html", title: str = "Upcycling report"
+) -> list[str]:
+    """Write a page of all that lies in these folders, or a picture of trainings. Return what the page says.
 
-
-def as_json(facts: Facts) -> dict[str, Any]:
-    """The facts as strict JSON: nan and infinity are null."""
-    found: dict[str, Any] = compare.plain({"opening": opening(facts), "verdicts": verdicts(facts), **asdict(facts)})
-    return found
+    `output` ends in .html, whose .md and .json come with it; or in .png, .pdf or .svg for plots of trainings.
+    """
+    output = Path(output)
+    if output.suffix in PICTURES:
+        plots.plot([Path(p) for group in groups for p in ([group] if isinstance(group, str) else group)], output)
+        return []
+    if output.suffix != ".html":
+        raise ValueError(f"output={output} must end in .html, or in {', '.join(PICTURES)} for a picture of trainings")
+    facts = gather(groups, title)
+    write(output, facts)
+    return [opening(facts), *verdicts(facts)]
 
 
 def write(output: Path, facts: Facts) -> None:
-    """Writes the page, its .md and last its .json, which says what the other two are."""
-    texts = {output: page(facts).encode(), output.with_suffix(".md"): markdown(facts).encode()}
+    """Write the page, its .md and last its .json, which says what the other two are."""
+    texts = {output: rendered(page(facts)).encode(), output.with_suffix(".md"): markdown(facts).encode()}
     sums = {path.name: {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()} for path, text in texts.items()}
     with publish.alone(output.with_name(f".{output.name}.lock"), output):
         sweep(output.parent, {*sums, output.with_suffix(".json").name})
@@ -67,3 +57,52 @@ def write(output: Path, facts: Facts) -> None:
             write_atomic(path, text)
         found = as_json(facts) | {"files": sums}
         write_atomic(output.with_suffix(".json"), (json.dumps(found, allow_nan=False) + "\n").encode())
+
+
+def as_json(facts: Facts) -> dict[str, Any]:
+    """Return the facts as strict JSON: nan and infinity are null; a run is its name and its log."""
+    said = {"opening": opening(facts), "verdicts": verdicts(facts)}
+    runs = [{"name": run.name, "rows": run.rows} for mine in facts.trained.values() for run in mine]
+    models = tuple(replace(model, items=()) for model in facts.models)
+    found: dict[str, Any] = plain(said | asdict(replace(facts, trained={}, models=models)) | {"runs": runs})
+    del found["trained"]
+    return found
+
+
+def markdown(facts: Facts) -> str:
+    return "\n".join(markdown_lines(facts))
+
+
+def markdown_lines(facts: Facts) -> Iterator[str]:
+    yield from (f"# {inert(facts.title)}", "", facts.made, "", inert(opening(facts)), "")
+    yield from (f"- {inert(sentence)}" for sentence in verdicts(facts))
+    for name, mine in facts.scores.items():
+        rows = []
+        for s in mine:
+            value, low, high = (number(v, s.metric) for v in (s.value, s.low, s.high))
+            of_seeds = f", lowest and highest of {s.seeds} seeds" if s.seeds > 1 else ""
+            title, metric = f"{s.title}{facts.of_suite(s.suite)}", f"{s.metric}{' %' * is_share(s.metric)}"
+            rows.append((title, metric, f"{s.items:,}", value, f"{low} to {high}{of_seeds}"))
+        yield from titled(f"Scores of {name}", rows, ("", "metric", "items", "score", "95 % interval"))
+    for found in facts.comparisons:
+        yield from ("", inert(f"## {found.b.name} next to {found.a.name}: {found.suite}"), "", table(found))
+    if facts.losses:
+        yield from ("", "## Loss", "", loss_table(facts.losses))
+    if facts.keys:
+        yield from titled("How they were trained", facts.keys, ("key", *facts.arms))
+    for name, measured in facts.routing.items():
+        yield from ("", f"## Experts of {inert(name)}", "", "```", routing.table(measured), "```")
+    for title, pairs in ((f"Plan of {name}", pairs) for name, pairs in facts.plans.items()):
+        yield from titled(title, pairs)
+    for title, pairs in sources(facts):
+        yield from titled(title, pairs)
+    yield ""
+
+
+def titled(title: str, rows: Sequence[Sequence[str]], head: Sequence[str] = ("", "")) -> Iterator[str]:
+    """Yield a table in Markdown under its title."""
+    yield from ("", f"## {inert(title)}", "", cells(head), "|---" * len(head) + "|", *map(cells, rows))
+
+
+def cells(row: Sequence[str]) -> str:
+    return f"| {' | '.join(map(inert, row))} |"

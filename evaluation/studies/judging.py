@@ -1,31 +1,34 @@
-"""What the runs of a study say: figures of each run, differences paired by seed, curves over seeds.
+"""Judge the runs of a study: figures of each run, differences paired by seed, curves over seeds.
 
 Three questions, each answered by an arm that ran a whole schedule of its own:
 
-    tokens    an arm beside the control, on as many tokens
-    flops     an arm beside one that spent as many FLOPs: `match: flops`, or the control where a token costs the same
-    seconds   an arm beside one that trained for as long: `match: seconds`
+    tokens    an arm next to the control, on as many tokens
+    flops     an arm next to one that spent as many FLOPs: `match: flops`, or the control where a token costs the same
+    seconds   an arm next to one that trained for as long: `match: seconds`
 
-Seconds are those of training steps as measured, without validation. Differences are of finished runs; a curve
-shows what is there.
+Seconds are those of training steps as measured, without validation. Differences are of finished runs; a curve shows
+what is there. Verdicts are those of `compare`: by p over seeds, corrected by Holm, but for the one contrast that the
+study named (`primary`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
-from evaluation.judge.curves import Band, Curve, band, difference_band, mean
-from evaluation.judge.seeds import Paired, paired
-from evaluation.studies.outcome import Outcome, outcome
-from evaluation.studies.plan import Plan
+from evaluation.judge.runs import Band, Row, Run, by_layer, difference_bands, loss_bands, mean, overall, run_of
+from evaluation.judge.seeds import Paired, paired, together
+from evaluation.studies.plan import Plan, tokens_of_step
 from evaluation.studies.suites import Score, before_folder, scores, starts, suites_of
+from training.config.schema import TrainConfig
+from training.observe import metrics
+from upcycle.config.reading import build
+from upcycle.io import strict
 
-QUESTIONS = {"tokens": "equal tokens", "flops": "equal FLOPs", "seconds": "equal seconds"}
 SAME = 0.01  # share by which what is held equal may differ: a token's FLOPs by the router's, say
+LOSS = "nats a token"
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,11 @@ class Contrast:
     def verdict(self) -> str:
         return self.difference.verdict(self.higher_is_better)
 
+    @property
+    def mark(self) -> Hashable:
+        """What is compared; at equal FLOPs it may be the very comparison at equal tokens."""
+        return self.what, self.arm, self.against
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -68,7 +76,7 @@ class Judged:
     control: str
     means: Mapping[str, tuple[str, ...]]
     seeds: tuple[int, ...]
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[Run, ...] = ()
     contrasts: tuple[Contrast, ...] = ()
     curves: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)  # by mean or set
     differences: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)  # to the control at equal tokens
@@ -76,132 +84,122 @@ class Judged:
     overall: Mapping[str, tuple[Band, ...]] = field(default_factory=dict)  # by what
     kept: tuple[Kept, ...] = ()
 
-    def of(self, arm: str) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome.arm == arm]
-
-    def drawn(self, arm: str) -> list[Outcome]:
-        """The finished runs, or all if none is: a curve ends where its shortest run does."""
-        return [run for run in self.of(arm) if run.finished] or self.of(arm)
-
     @property
-    def arms(self) -> list[str]:
-        return list(dict.fromkeys(outcome.arm for outcome in self.outcomes))
+    def arms(self) -> dict[str, list[Run]]:
+        """The runs of each arm that has begun."""
+        names = dict.fromkeys(run.arm for run in self.outcomes)
+        return {arm: [run for run in self.outcomes if run.arm == arm] for arm in names}
 
 
 def judge(plan: Plan) -> Judged:
-    pairs = [(arm, seed) for seed in plan.config.seeds for arm in plan.arms]
-    outcomes = [run for arm, seed in pairs if (run := outcome(arm, seed, plan.run_folder(arm, seed)))]
-    order = list(plan.arms)
-    outcomes.sort(key=lambda run: (order.index(run.arm), run.seed))
-    judged = Judged(plan.control, plan.means, plan.config.seeds, tuple(outcomes))
-    if not outcomes:
-        return judged
-    sets = list(dict.fromkeys(name for run in outcomes for name in run.losses))
+    """Judge what is there of a study."""
+    found = (outcome(arm, seed, plan.run_folder(arm, seed)) for arm in plan.arms for seed in sorted(plan.config.seeds))
+    judged = Judged(plan.control, plan.means, plan.config.seeds, tuple(run for run in found if run))
+    arms = judged.arms
+    # a curve ends where its shortest run does, so begun runs are left out where others are finished
+    drawn = {arm: [run for run in runs if run.finished] or runs for arm, runs in arms.items()}
+    asked = list(questions(plan, arms))
+    at_tokens = {plan.control, *(arm for question, arm, _ in asked if question == "tokens")}
+    beside = {arm: runs for arm, runs in drawn.items() if arm in at_tokens}
+    sets = list(dict.fromkeys(name for run in judged.outcomes for name in run.losses))
     groups = {**plan.means, **{name: (name,) for name in sets if (name,) not in plan.means.values()}}
-    contrasts = [
-        contrast
-        for name, inside in groups.items()
-        for contrast in loss_contrasts(plan, judged, name, inside, headline=name in plan.means)
-    ]
-    after, kept = answers(plan, judged)
-    measured = {what for run in outcomes for what in run.overall}
+    after, kept = answers(plan, arms)
     return replace(
         judged,
-        contrasts=(*contrasts, *score_contrasts(plan, judged, after)),
-        curves={name: bands(judged, partial(Outcome.mean, sets=inside)) for name, inside in groups.items()},
-        differences={name: difference_bands(plan, judged, inside) for name, inside in groups.items()},
-        layers=by_layer(judged),
-        overall={what: bands(judged, partial(Outcome.routing, what=what)) for what in sorted(measured)},
+        contrasts=tuple(corrected([*loss_contrasts(plan, arms, groups), *score_contrasts(plan, arms, after)], plan)),
+        curves={name: loss_bands(drawn, inside) for name, inside in groups.items()},
+        differences={name: difference_bands(beside, plan.control, inside) for name, inside in groups.items()},
+        layers=by_layer(arms),
+        overall=overall(drawn),
         kept=kept,
     )
 
 
+def outcome(arm: str, seed: int, folder: Path) -> Run | None:
+    """Read the run in `folder` and the config next to it; None before its first line."""
+    file = folder.with_suffix(".yaml")
+    if not (folder / metrics.FILE).is_file() or not file.is_file():
+        return None
+    config, rows = build(TrainConfig, strict.read_yaml(file)), metrics.read(folder)
+    if not rows:
+        return None
+    sets = list(dict.fromkeys(source.name for source in config.data.valid))
+    return run_of(
+        arm, seed, str(folder), rows, sets,
+        finished=is_finished(config, rows), steps=config.steps, tokens_a_step=tokens_of_step(config),
+    )  # fmt: skip
+
+
+def is_finished(config: TrainConfig, rows: Sequence[Row]) -> bool:
+    """Say whether all steps are made, and validation after the last one is logged."""
+    last = rows[-1] if rows else {"step": -1}
+    return last["step"] >= config.steps and all(f"valid/{s.name}/loss" in last for s in config.data.valid)
+
+
 # ---- differences
 
+Arms = Mapping[str, Sequence[Run]]
+Values = Mapping[int, float | None]  # of an arm, by seed
 
-def questions(plan: Plan, found: Judged) -> Iterator[tuple[str, str, str]]:
-    """(question, arm, the arm that it is compared with), of arms that have begun."""
-    first = {arm: found.of(arm)[0] for arm in found.arms}
-    control = first.get(plan.control)
-    for name, run in first.items():
-        if plan.arms[name].match:
-            continue
-        if control and name != plan.control and run.whole_tokens == control.whole_tokens:
+
+def questions(plan: Plan, arms: Arms) -> Iterator[tuple[str, str, str]]:
+    """Yield (question, arm, the arm that it is compared with), of arms that have begun."""
+    control = arms[plan.control][0] if plan.control in arms else None
+    for name, (run, *_) in arms.items():
+        if control and name != plan.control and not plan.arms[name].match and run.whole_tokens == control.whole_tokens:
             yield "tokens", name, plan.control
             if control.flops_per_token and abs(run.flops_per_token / control.flops_per_token - 1) <= SAME:
                 yield "flops", name, plan.control
-    for name in first:
+    for name in arms:
         arm = plan.arms[name]
-        if arm.match and arm.of in first:
+        if arm.match and arm.of in arms:
             yield arm.match, arm.of, name
 
 
-def loss_contrasts(plan: Plan, found: Judged, name: str, sets: Sequence[str], *, headline: bool) -> Iterator[Contrast]:
-    for question, arm, against in questions(plan, found):
-        values = [{run.seed: run.last(sets) for run in found.of(side)} for side in (arm, against)]
-        yield from contrast(found, question, name, "nats a token", headline, False, arm, against, values[0], values[1])
+@dataclass(frozen=True)
+class Figure:
+    """What two arms are compared by."""
+
+    what: str
+    unit: str
+    headline: bool
+    higher_is_better: bool
+    grain: float = 0.0  # the least that two values can be apart
 
 
-def contrast(
-    found: Judged, question: str, what: str, unit: str, headline: bool, higher: bool, arm: str, against: str,
-    ours: Mapping[int, float | None], theirs: Mapping[int, float | None], grain: float = 0.0,
-) -> Iterator[Contrast]:  # fmt: skip
-    """Yields the contrast over the seeds that both have, or nothing if there are none."""
-    values = {seed: (ours.get(seed), theirs.get(seed)) for seed in found.seeds}
-    pairs = {seed: (a, b) for seed, (a, b) in values.items() if a is not None and b is not None}
-    if not pairs:
-        return
-    spent = [
-        sum(getattr(run.spent, question) for run in found.of(side) if run.seed in pairs) for side in (arm, against)
-    ]
-    yield Contrast(
-        question,
-        what,
-        unit,
-        headline,
-        higher,
-        arm,
-        against,
-        tuple(pairs),
-        mean(a for a, _ in pairs.values()),
-        mean(b for _, b in pairs.values()),
-        paired([a - b for a, b in pairs.values()], grain),
-        spent[0] / spent[1] if spent[1] else math.nan,
-    )
+def loss_contrasts(plan: Plan, arms: Arms, groups: Mapping[str, Sequence[str]]) -> Iterator[Contrast]:
+    for name, sets in groups.items():
+        values = {arm: {run.seed: run.last(sets) for run in runs} for arm, runs in arms.items()}
+        yield from contrasts(plan, arms, Figure(name, LOSS, name in plan.means, False), values)
 
 
-# ---- curves
-
-
-def bands(found: Judged, curve: Callable[[Outcome], Curve]) -> tuple[Band, ...]:
-    made = (band(arm, [curve(one) for one in found.drawn(arm)]) for arm in found.arms)
-    return tuple(one for one in made if one.mean)
-
-
-def difference_bands(plan: Plan, found: Judged, sets: Sequence[str]) -> tuple[Band, ...]:
-    """Differences to the control at equal tokens, of the seeds that both have begun."""
-    theirs = {run.seed: run.mean(sets) for run in found.drawn(plan.control)}
-    made = (
-        difference_band(
-            arm,
-            [(run.mean(sets), theirs[run.seed]) for run in found.drawn(arm) if run.mean(sets) and theirs.get(run.seed)],
+def contrasts(plan: Plan, arms: Arms, of: Figure, values: Mapping[str, Values]) -> Iterator[Contrast]:
+    """Yield the contrast for each question, over the seeds that both arms have."""
+    for question, arm, against in questions(plan, arms):
+        both = ((seed, values[arm].get(seed), values[against].get(seed)) for seed in plan.config.seeds)
+        pairs = {seed: (a, b) for seed, a, b in both if a is not None and b is not None}
+        if not pairs:
+            continue
+        ours, theirs = (
+            sum(getattr(run.spent, question) for run in arms[side] if run.seed in pairs) for side in (arm, against)
         )
-        for question, arm, _ in questions(plan, found)
-        if question == "tokens"
-    )
-    return tuple(one for one in made if one)
+        a, b = (mean(pair[side] for pair in pairs.values()) for side in (0, 1))
+        difference = paired([a - b for a, b in pairs.values()], of.grain)
+        yield Contrast(
+            question, of.what, of.unit, of.headline, of.higher_is_better, arm, against, tuple(pairs), a, b, difference,
+            ours / theirs if theirs else math.nan,
+        )  # fmt: skip
 
 
-def by_layer(found: Judged) -> dict[str, dict[str, dict[int, float]]]:
-    """what -> arm -> layer -> mean over seeds of the latest figure."""
-    out: dict[str, dict[str, dict[int, float]]] = {}
-    for arm in found.arms:
-        runs = [run.layers for run in found.of(arm)]
-        for what in sorted({what for layers in runs for what in layers}):
-            mine = [layers[what] for layers in runs if what in layers]
-            numbers = sorted({n for m in mine for n in m})
-            out.setdefault(what, {})[arm] = {n: mean(m[n] for m in mine if n in m) for n in numbers}
-    return out
+def corrected(found: Sequence[Contrast], plan: Plan) -> Iterator[Contrast]:
+    """Correct the contrasts by Holm, but for the primary one: means of losses are a family, single sets another, and
+    suites a third."""
+    named = tuple(plan.config.primary.get(key) for key in ("at", "arm", "mean"))
+    primary = next((c.mark for c in found if (c.question, c.arm, c.what) == named), None)
+    for family in dict.fromkeys((c.unit == LOSS, c.headline) for c in found):
+        mine = [c for c in found if (c.unit == LOSS, c.headline) == family]
+        judged = together([c.difference for c in mine], [c.mark for c in mine], primary)
+        yield from (replace(c, difference=difference) for c, difference in zip(mine, judged, strict=True))
 
 
 # ---- suites
@@ -209,39 +207,31 @@ def by_layer(found: Judged) -> dict[str, dict[str, dict[int, float]]]:
 Answered = Mapping[str, Mapping[int, Mapping[tuple[str, str], Score]]]
 
 
-def answers(plan: Plan, found: Judged) -> tuple[Answered, tuple[Kept, ...]]:
-    """(scores by arm and seed, the same beside the scores of the models that the arms began with)."""
+def answers(plan: Plan, arms: Arms) -> tuple[Answered, tuple[Kept, ...]]:
+    """Return (scores by arm and seed, the same next to the scores of the models that the arms began with)."""
     suites = suites_of(plan)
     if not suites:
         return {}, ()
-    after = {
-        arm: {run.seed: scores(Path(run.folder) / "suites", suites) for run in found.of(arm)} for arm in found.arms
-    }
+    after = {arm: {run.seed: scores(Path(run.folder) / "suites", suites) for run in runs} for arm, runs in arms.items()}
     start = {arm: scores(before_folder(plan, checkpoint), suites) for arm, checkpoint in starts(plan).items()}
-    every = {
-        key: score
-        for arm in found.arms
-        for by_seed in (*after[arm].values(), start[arm])
-        for key, score in by_seed.items()
-    }
+    every = {k: score for arm in arms for tasks in (*after[arm].values(), start[arm]) for k, score in tasks.items()}
     kept = []
     for key, score in every.items():
-        before = {arm: start[arm][key].value for arm in found.arms if key in start[arm]}
-        values = {arm: tuple(s[key].value for s in after[arm].values() if key in s) for arm in found.arms}
+        before = {arm: start[arm][key].value for arm in arms if key in start[arm]}
+        values = {arm: tuple(s[key].value for s in after[arm].values() if key in s) for arm in arms}
         change = {arm: paired([v - before[arm] for v in values[arm]], score.grain) for arm in before if values[arm]}
         kept.append(Kept(score.suite, score.task, score.metric, score.higher_is_better, before, values, change))
-    return after, tuple(kept)
+    changes = iter(together([change for task in kept for change in task.change.values()]))
+    return after, tuple(replace(task, change={arm: next(changes) for arm in task.change}) for task in kept)
 
 
-def score_contrasts(plan: Plan, found: Judged, answered: Answered) -> Iterator[Contrast]:
+def score_contrasts(plan: Plan, arms: Arms, answered: Answered) -> Iterator[Contrast]:
     keys = {key: score for by_seed in answered.values() for tasks in by_seed.values() for key, score in tasks.items()}
-    for key, score in keys.items():
-        for question, arm, against in questions(plan, found):
-            sides = [
-                {seed: tasks[key].value if key in tasks else None for seed, tasks in answered[side].items()}
-                for side in (arm, against)
-            ]
-            what, higher = f"{score.task} ({score.suite})", score.higher_is_better
-            yield from contrast(
-                found, question, what, score.metric, False, higher, arm, against, sides[0], sides[1], score.grain
-            )
+    for key, s in keys.items():
+        values: dict[str, Values] = {
+            arm: {seed: tasks[key].value for seed, tasks in by_seed.items() if key in tasks}
+            for arm, by_seed in answered.items()
+        }
+        yield from contrasts(
+            plan, arms, Figure(f"{s.task} ({s.suite})", s.metric, False, s.higher_is_better, s.grain), values
+        )

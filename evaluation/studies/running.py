@@ -1,4 +1,4 @@
-"""Commands in processes of their own, some at once, each on its device: started, watched, stopped in order.
+"""Run commands in processes of their own, some at once, each on its device: start, watch and stop them.
 
 A job is commands one after the other, the next of which follows from what lies on disk; so a job that was stopped goes
 on where it was. A process holds its job's lock for as long as it lives, even if the study that started it does not.
@@ -51,7 +51,7 @@ class Child:
 
 
 class Workers:
-    """Runs jobs to their end; `run` returns what failed, by name, in a sentence each."""
+    """Run jobs to their end, so many at once, each worker on its device."""
 
     def __init__(self, count: int, devices: Sequence[str] = (), threads: int = 1) -> None:
         self.count, self.devices, self.threads = count, devices, threads
@@ -59,30 +59,38 @@ class Workers:
         self.failures: dict[str, str] = {}
 
     def run(self, jobs: Sequence[Job]) -> dict[str, str]:
-        waiting = deque(jobs)
-        made = {job.name: job.done() for job in jobs}
+        """Run all jobs and return what failed, by name, in a sentence each."""
+        waiting, made = deque(jobs), {job.name: job.done() for job in jobs}
         total = sum(job.steps for job in jobs)
         with stopping(), tqdm(total=total, unit="step", disable=None if total else True) as bar:
             try:
-                while waiting or self.children:
-                    for worker in range(self.count):
-                        while waiting and worker not in self.children:
-                            self.start(worker, waiting.popleft())
+                while self.fill(waiting):
                     bar.n = sum(made.values())
                     bar.refresh()
                     time.sleep(POLL)
-                    for worker, child in list(self.children.items()):
-                        over = child.process.poll() is not None
-                        made[child.job.name] = child.job.done()
-                        if over:
-                            self.ended(worker, child)
+                    self.look(made)
             except BaseException:
                 self.stop()
                 raise
         return self.failures
 
+    def fill(self, waiting: deque[Job]) -> bool:
+        """Give each idle worker a job that has something left; return whether any work goes on."""
+        for worker in range(self.count):
+            while waiting and worker not in self.children:
+                self.start(worker, waiting.popleft())
+        return bool(self.children)
+
+    def look(self, made: dict[str, int]) -> None:
+        """Note the steps that each child has made, and go on with those that have ended."""
+        for worker, child in list(self.children.items()):
+            over = child.process.poll() is not None
+            made[child.job.name] = child.job.done()
+            if over:
+                self.ended(worker, child)
+
     def start(self, worker: int, job: Job, before: Sequence[str] = ()) -> None:
-        """Starts the next command of a job, if any is left. `before`: the command that has just ended."""
+        """Start the next command of a job, if any is left. `before`: the command that has just ended."""
         command = job.left()
         if command is None:
             return
@@ -126,7 +134,7 @@ class Workers:
             self.start(worker, child.job, child.command)
 
     def stop(self) -> None:
-        """Interrupts all children: each saves after its step and ends. A second interrupt kills them."""
+        """Interrupt all children: each saves after its step and ends. A second interrupt kills them."""
         try:
             for child in self.children.values():
                 child.process.send_signal(signal.SIGINT)
@@ -151,7 +159,7 @@ def device(devices: Sequence[str], worker: int) -> dict[str, str]:
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """Within, SIGTERM does what Ctrl-C does."""
+    """Let SIGTERM do what Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -168,7 +176,7 @@ def stopping() -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, so that one study writes in it at a time."""
+    """Hold the lock of a folder, so that one study writes in it at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     with opened(folder / "study.lock") as lock:
         acquire(lock, str(folder))

@@ -1,28 +1,31 @@
-"""Train and judge arms x seeds, and write the page; what is done already stays."""
+"""Does it pay? Train arms x seeds, on one device or several, and judge them over seeds, on one page.
+
+Each arm is a training config: `base` has what all share, `arms` what each has of its own. Arms of a seed read the same
+samples in the same order, seeds differ in it. Each run is `upcycle train` on a config next to its folder. The same
+command goes on where it was stopped: finished runs are skipped, begun ones resume.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
+from evaluation.judge.compare import plain
+from evaluation.show.page import rendered
 from evaluation.show.study import page, sentences, table
-from evaluation.studies import plan as planning
-from evaluation.studies import sample
-from evaluation.studies.judging import Contrast, Judged, judge
-from evaluation.studies.outcome import finished
-from evaluation.studies.plan import Plan, Trial, sample_config
+from evaluation.studies import lengths, sample
+from evaluation.studies.judging import Judged, is_finished, judge
+from evaluation.studies.plan import Plan, Trial, sample_config, trials
 from evaluation.studies.running import ROOT, Job, Workers, alone, device, stopping
 from evaluation.studies.suites import Suite, before_folder, starts, suites_of
 from training.observe import metrics
@@ -30,32 +33,35 @@ from upcycle import __version__
 from upcycle.io.disk import write_atomic
 
 
-def perform(plan: Plan, command: str) -> dict[str, str]:
-    """Do what is left of a study, or with judge=true show what is there; return the failures, a sentence a job."""
+def perform(plan: Plan, command: str = "") -> Mapping[str, str]:
+    """Train what is left of a study, judge what is there, and write the page. Return the failures, a sentence a job.
+
+    `command`: how the page names what made it.
+    """
     if plan.config.judge:
         show(plan, command, {})
         return {}
     with alone(plan.folder):
-        return study(plan, command)
+        workers, jobs = prepared(plan)
+        try:
+            return workers.run(jobs)
+        finally:
+            show(plan, command, workers.failures)
 
 
-def study(plan: Plan, command: str) -> dict[str, str]:
-    """Does all of it and writes the page. Returns the failures, by name of the job a sentence."""
+def prepared(plan: Plan) -> tuple[Workers, list[Job]]:
+    """Check all that can be checked before training, write each run's config, and list what there is to do."""
     suites = suites_of(plan)
     if plan.config.sample:
         make_sample(plan)
-    costs = planning.flops(plan)
-    planning.check_inputs(plan)
-    trials = planning.trials(plan, planning.steps(plan, costs, timings(plan)))
-    for trial in trials:
+    costs = lengths.flops(plan)
+    lengths.check_inputs(plan)
+    every = trials(plan, lengths.steps(plan, costs, timings(plan)))
+    for trial in every:
         trial.write()
-    print(lengths(plan, trials, costs), flush=True)
-    jobs = [*before(plan, suites), *(job_of(trial, suites, plan.config.keep) for trial in trials)]
-    workers = workers_of(plan, plan.config.workers)
-    try:
-        return workers.run(jobs)
-    finally:
-        show(plan, command, workers.failures)
+    print(lengths.described(plan, every, costs), flush=True)
+    jobs = [*before(plan, suites), *(job_of(trial, suites, plan.config.keep) for trial in every)]
+    return workers_of(plan, plan.config.workers), jobs
 
 
 def make_sample(plan: Plan) -> None:
@@ -74,15 +80,16 @@ def make_sample(plan: Plan) -> None:
 
 
 def job_of(trial: Trial, suites: Sequence[Suite], keep: bool) -> Job:
-    return Job(
-        trial.name, trial.folder, partial(left, trial, suites, keep), trial.config.steps, partial(reached, trial.folder)
-    )
+    todo, done = partial(left, trial, suites, keep), partial(reached, trial.folder)
+    return Job(trial.name, trial.folder, todo, trial.config.steps, done)
 
 
 def left(trial: Trial, suites: Sequence[Suite], keep: bool) -> list[str] | None:
-    """The next command of a trial: training to its end, then each suite."""
+    """Return the next command of a trial: training to its end, then each suite."""
     pending = [command for suite in suites if (command := suite.left(str(trial.folder), trial.folder / "suites"))]
-    if not trained(trial) or (pending and not has_weights(trial)):
+    trained = (trial.folder / metrics.FILE).is_file() and is_finished(trial.config, metrics.read(trial.folder))
+    weights = trial.folder / "checkpoints" / f"step-{trial.config.steps:08d}"
+    if not trained or (pending and not weights.is_dir()):
         return ["upcycle", "train", str(trial.file)]
     if pending:
         return pending[0]
@@ -91,45 +98,34 @@ def left(trial: Trial, suites: Sequence[Suite], keep: bool) -> list[str] | None:
     return None
 
 
-def trained(trial: Trial) -> bool:
-    return (trial.folder / metrics.FILE).is_file() and finished(trial.config, metrics.read(trial.folder))
-
-
-def has_weights(trial: Trial) -> bool:
-    return (trial.folder / "checkpoints" / f"step-{trial.config.steps:08d}").is_dir()
-
-
 def reached(folder: Path) -> int:
-    """The last step that a run has logged."""
+    """Return the last step that a run has logged."""
     rows = metrics.read(folder) if (folder / metrics.FILE).is_file() else []
     return int(rows[-1]["step"]) if rows else 0
 
 
 def before(plan: Plan, suites: Sequence[Suite]) -> list[Job]:
-    """Jobs that ask the suites of what the arms begin with. They come first, to find in minutes what a suite lacks."""
-    jobs = []
-    for checkpoint in dict.fromkeys(starts(plan).values()) if suites else ():
-        folder = before_folder(plan, checkpoint)
+    """List jobs that ask the suites of what the arms begin with. They come first, to find in minutes what a suite
+    lacks."""
 
-        def ask(checkpoint: str = checkpoint, folder: Path = folder) -> list[str] | None:
-            return next((command for suite in suites if (command := suite.left(checkpoint, folder))), None)
+    def ask(checkpoint: str, folder: Path) -> list[str] | None:
+        return next((command for suite in suites if (command := suite.left(checkpoint, folder))), None)
 
-        jobs.append(Job(f"{Path(checkpoint).name}, before", folder, ask))
-    return jobs
+    begins = {name: before_folder(plan, name) for name in starts(plan).values()} if suites else {}
+    return [Job(f"{Path(name).name}, before", folder, partial(ask, name, folder)) for name, folder in begins.items()]
 
 
 def timings(plan: Plan) -> dict[str, float]:
-    """Seconds of a step by arm, where `match: seconds` needs them; measured one after the other with nothing beside."""
+    """Measure the seconds of a step of the arms that `match: seconds` needs, one after the other."""
     matched = [arm for arm in plan.arms.values() if arm.match == "seconds"]
     found = {}
     for name in dict.fromkeys(name for arm in matched for name in (arm.of, arm.name)):
-        trial = planning.timed(plan, name)
+        trial = lengths.timed(plan, name)
         trial.write()
-        workers = workers_of(plan, 1)
-        if failures := workers.run([job_of(trial, (), keep=False)]):
+        if failures := workers_of(plan, 1).run([job_of(trial, (), keep=False)]):
             raise ValueError(next(iter(failures.values())))
-        rows = [row for row in metrics.read(trial.folder) if "seconds_per_step" in row]
-        later = [row["seconds_per_step"] for row in rows[1:] or rows]  # the first line has the warm-up in it
+        rows = [row["seconds_per_step"] for row in metrics.read(trial.folder) if "seconds_per_step" in row]
+        later = rows[1:] or rows  # the first line has the warm-up in it
         found[name] = sum(later) / len(later)
     return found
 
@@ -140,41 +136,33 @@ def workers_of(plan: Plan, count: int) -> Workers:
     return Workers(count, plan.config.devices, max(1, torch.get_num_threads() // count))
 
 
-def lengths(plan: Plan, trials: Sequence[Trial], costs: Mapping[str, float]) -> str:
-    """What will be run, as text: steps, tokens and FLOPs of each arm."""
-    first = {trial.arm: trial.config for trial in reversed(trials)}
-    width = max(map(len, plan.arms))
-    lines = [f"{len(trials)} runs: {len(plan.arms)} arms, seeds {', '.join(map(str, plan.config.seeds))}"]
-    for name, arm in plan.arms.items():
-        steps, per_step = first[name].steps, planning.tokens_of_step(first[name])
-        matched = f", as many {arm.match} as {arm.of}" if arm.match else ""
-        whole = f"{steps * per_step:,} tokens, {costs[name] * steps * per_step:.3g} FLOPs"
-        lines.append(f"  {name:{width}}  {steps:,} steps, {whole}{matched}{' (control)' * (name == plan.control)}")
-    return "\n".join(lines)
-
-
 # ---- what came of it
 
 
 def show(plan: Plan, command: str, failures: Mapping[str, str]) -> Judged:
-    """Judges what is there, writes study.html and study.json, and prints the table."""
+    """Judge what is there, write study.html and study.json, and print the table."""
     judged, title = judge(plan), plan.config.title or plan.folder.name
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    texts, tools = commands(plan, command), versions()
-    failed = list(failures.values())
-    figures = {
+    texts, tools, failed = commands(plan, command), versions(), list(failures.values())
+    figures = plain(asdict(judged))
+    for row in figures["outcomes"]:
+        del row["rows"]
+    for row, contrast in zip(figures["contrasts"], judged.contrasts, strict=True):
+        row["verdict"] = contrast.verdict
+    about = {
         "title": title, "made": made, "verdicts": list(sentences(judged)), "failures": failed, "commands": texts,
-        "versions": dict(tools), "config": as_json(plan.config), **as_json(judged),
+        "versions": tools, "config": plain(asdict(plan.config)),
     }  # fmt: skip
     plan.folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(plan.folder / "study.json", (json.dumps(figures, indent=1, allow_nan=False) + "\n").encode())
-    write_atomic(plan.folder / "study.html", page(title, made, judged, texts, tools, failed).encode())
+    write_atomic(plan.folder / "study.json", (json.dumps(about | figures, indent=1, allow_nan=False) + "\n").encode())
+    html = rendered(page(title, made, judged, texts, tools, failed))
+    write_atomic(plan.folder / "study.html", html.encode())
     print(f"\n{table(judged)}\n\n{plan.folder / 'study.html'}", flush=True)
     return judged
 
 
 def commands(plan: Plan, command: str) -> dict[str, str]:
-    """Title -> text: the study's command, each run's, each suite's, and an arm's config."""
+    """Return title -> text: the study's command, each run's, each suite's, and an arm's config."""
     runs, folders = [], [plan.run_folder(arm, seed) for seed in plan.config.seeds for arm in plan.arms]
     for number, folder in enumerate(folders):
         where = "".join(f"{k}={v} " for k, v in device(plan.config.devices, number % plan.config.workers).items())
@@ -185,38 +173,23 @@ def commands(plan: Plan, command: str) -> dict[str, str]:
         asked += [(str(folder), folder / "suites") for folder in folders]
         lines = [shlex.join(suite.command(*where)) for where in asked for suite in suites]
         texts["What they are asked"] = "\n".join(lines)
-    for arm in plan.arms:
-        file = plan.run_folder(arm, plan.config.seeds[0]).with_suffix(".yaml")
-        if file.is_file():
-            texts[f"{arm}: {file}"] = file.read_text()
-    return texts
+    files = {arm: plan.run_folder(arm, plan.config.seeds[0]).with_suffix(".yaml") for arm in plan.arms}
+    return texts | {f"{arm}: {file}": file.read_text() for arm, file in files.items() if file.is_file()}
 
 
-def versions() -> list[tuple[str, str]]:
+def versions() -> dict[str, str]:
+    """Return what the study ran with."""
     import torch
 
     has_cuda = torch.cuda.is_available()
-    found = [
-        ("python", platform.python_version()),
-        ("upcycle", __version__),
-        ("torch", version("torch")),
-        ("device", torch.cuda.get_device_name() if has_cuda else f"CPU, {os.cpu_count()} cores ({platform.machine()})"),
-    ]
+    found = {
+        "python": platform.python_version(),
+        "upcycle": __version__,
+        "torch": version("torch"),
+        "device": torch.cuda.get_device_name() if has_cuda else f"CPU, {os.cpu_count()} cores ({platform.machine()})",
+    }
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     try:
-        git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-        found.append(("commit", subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()))
+        return found | {"commit": subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()}
     except (OSError, subprocess.CalledProcessError):
-        pass
-    return found
-
-
-def as_json(value: Any) -> Any:
-    """The value as strict JSON: nan and infinity are null; a contrast gets its verdict."""
-    if is_dataclass(value) and not isinstance(value, type):
-        named = {name: getattr(value, name) for name in value.__dataclass_fields__}
-        return as_json(named | ({"verdict": value.verdict} if isinstance(value, Contrast) else {}))
-    if isinstance(value, Mapping):
-        return {str(key): as_json(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return found

@@ -1,4 +1,4 @@
-"""lm-eval's suites of a study: what is asked of a run's end and of the model that it began with, and the answers."""
+"""Ask lm-eval's suites of the runs of a study and of the models that they began with, and read the answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation.judge import logged
-from evaluation.judge.compare import PREFERRED, is_inner, is_share
+from evaluation.judge import logged, results
+from evaluation.judge.suites import PREFERRED, is_inner
+from evaluation.judge.words import is_share
 from evaluation.studies.plan import Plan
 
 
@@ -20,11 +21,11 @@ class Suite:
     words: tuple[str, ...]  # of `upcycle eval`, without the checkpoint and the output
 
     def command(self, checkpoint: str, folder: Path) -> list[str]:
-        """The command that asks a checkpoint this suite; the answers lie in `folder`/NAME."""
+        """Return the command that asks a checkpoint this suite; the answers lie in `folder`/NAME."""
         return ["upcycle", "eval", self.words[0], checkpoint, *self.words[1:], f"output={folder / self.name}"]
 
     def left(self, checkpoint: str, folder: Path) -> list[str] | None:
-        """The command, or None if its answers are there."""
+        """Return the command, or None if its answers are there."""
         command = self.command(checkpoint, folder)
         answered_by = logged.is_run(folder / self.name) and logged.load(folder / self.name).command
         return None if answered_by == shlex.join(command) else command
@@ -62,7 +63,7 @@ def suite_of(given: Any) -> Suite:
 
 
 def starts(plan: Plan) -> dict[str, str]:
-    """The checkpoint that each arm begins with; for an upcycled model the dense one, which is the same function."""
+    """Return the checkpoint that each arm begins with: of an upcycled model the dense one, the same function."""
     models = {name: arm.config.model for name, arm in plan.arms.items()}
     return {
         name: str(model.upcycle["source"] or model.upcycle["donors"][0]) if model.upcycle else model.source
@@ -76,17 +77,19 @@ def before_folder(plan: Plan, checkpoint: str) -> Path:
 
 
 def scores(folder: Path, suites: Iterable[Suite]) -> dict[tuple[str, str], Score]:
-    """By suite and task: whole groups, and tasks of no group, each by one metric. Only suites with answers."""
+    """Return the scores of whole groups and of tasks of no group, each by one metric, of suites with answers."""
     out = {}
     for suite in suites:
         if not logged.is_run(folder / suite.name):
             continue
         run = logged.load(folder / suite.name)
-        parts = [(g, run.tasks[g.tasks[0]].higher_is_better) for g in run.groups.values() if not is_inner(g, run)]
-        parts += [(t, t.higher_is_better) for t in run.tasks.values() if not t.groups]  # type: ignore[misc]
-        for part, higher in parts:
+        parts: list[tuple[results.Group | results.Task, str]] = [
+            *((group, group.tasks[0]) for group in run.groups.values() if not is_inner(group, run)),
+            *((task, task.name) for task in run.tasks.values() if not task.groups),
+        ]
+        for part, first in parts:
             if metric := next((name for name in (*PREFERRED, *part.metrics) if name in part.metrics), None):
+                higher = run.tasks[first].higher_is_better.get(metric, True)
                 value, grain = part.metrics[metric], is_share(metric) / max(part.items, 1)
-                found = Score(suite.name, part.title, metric, higher.get(metric, True), value, grain)
-                out[suite.name, part.name] = found
+                out[suite.name, part.name] = Score(suite.name, part.title, metric, higher, value, grain)
     return out

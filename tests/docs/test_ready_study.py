@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from evaluation.__main__ import main as study
-from evaluation.studies.plan import flops, read_study, steps, trials
+from evaluation.studies.lengths import flops, steps
+from evaluation.studies.plan import read_study, trials
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.__main__ import main as train_command
 from training.checkpoint.layout import online
@@ -126,7 +127,7 @@ def test_the_tiny_study_is_stopped_goes_on_and_does_nothing_twice(tmp_path: Path
     by = {(one["question"], one["what"], one["arm"], one["against"]): one for one in figures["contrasts"]}
     flops_ratio = by["flops", "code", "copies", "dense-flops"]["ratio"]
     assert flops_ratio == pytest.approx(1, abs=0.05)  # whole steps
-    assert by["tokens", "prose", "slices", "dense"]["verdict"] == "no interval"
+    assert by["tokens", "prose", "slices", "dense"]["verdict"] == "one run each: no verdict"
     assert ("flops", "prose", "slices", "dense") in by  # a token costs what the control's costs
 
     runs = {path: path.stat().st_mtime_ns for path in home.rglob("metrics.jsonl")}
@@ -140,7 +141,7 @@ def test_the_smollm2_study_plans_what_it_says(tmp_path: Path) -> None:
     for name in ("train", "encyclopedia", "techdocs", "fiction", "law", "code"):
         (tmp_path / name).mkdir()
         (tmp_path / name / META).touch()
-    plan = read_study("smollm2", [f"source={tmp_path / 'dense'}", f"tokens={tmp_path}", f"output={tmp_path / 'out'}"])
+    plan = read_study("smollm2", [f"source={tmp_path / 'dense'}", f"data={tmp_path}", f"output={tmp_path / 'out'}"])
     costs = flops(plan)
     lengths = steps(plan, costs, {"slices": 0.21, "dense-seconds": 0.168})
     some = trials(plan, lengths)
@@ -178,7 +179,7 @@ def tiny_chat(folder: Path) -> list[str]:
     for name in ("law", "code"):
         source = jsonl(folder / f"{name}.jsonl", texts(9, 2))
         assert prepare([str(folder / name), f"tokenizer={tokenizer}", f"sources=[{source}]"]) == 0
-    return [f"source={folder / 'dense'}", f"tokens={folder}", f"output={folder / 'out'}"]
+    return [f"source={folder / 'dense'}", f"data={folder}", f"output={folder / 'out'}"]
 
 
 SHORT = ["steps=2", "batch=2", "micro_batch=2", "schedule.warmup=0", "valid_every=0", "data.sequence=64"]
@@ -221,9 +222,9 @@ def test_the_adapters_study_plans_what_it_says_and_its_arms_learn_what_their_nam
 
 def test_stages_are_no_arm(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="arm dense has stages"):
-        read_study("sft", ["source=x", f"tokens={tmp_path}", "arms.dense.stages=[{steps: 300}]"])
+        read_study("sft", ["source=x", f"data={tmp_path}", "arms.dense.stages=[{steps: 300}]"])
 
 
 def test_a_ready_study_says_what_it_was_not_given(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="arm dense begins with no model; write source=FOLDER"):
-        read_study("smollm2", [f"tokens={tmp_path}"])
+        read_study("smollm2", [f"data={tmp_path}"])

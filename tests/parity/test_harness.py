@@ -195,7 +195,10 @@ def test_compare_takes_any_two_runs_of_lm_eval(
 ) -> None:
     other = harness(place, "hf", "hf-b", which="b")
     ours_b = ours(place, "ours-b", which="b")
-    [logged_ones], [own] = compare.compare([three["hf"], other]), compare.compare([three["ours"], ours_b])
+    [logged_ones], [own] = (
+        compare.compare([three["hf"], other]).comparisons,
+        compare.compare([three["ours"], ours_b]).comparisons,
+    )
     assert {d.name: d.metric for d in own.differences}["words"] == "bleu"
     mine = {d.name: d for d in own.differences}
     for a in logged_ones.differences:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from evaluation.show import routing
+from evaluation.judge import routing
 from tests.parity import tiny
 from tests.parity.test_grow import logits, trained
 from tests.parity.test_targets_parity import TARGETS
@@ -120,8 +120,8 @@ def test_verify_sees_another_expert_and_another_ffn(tmp_path: Path, monkeypatch:
 def test_saliency_and_what_pruning_costs_are_measured_on_text(target: str, tmp_path: Path) -> None:
     source, text = readable(trained(target, tmp_path / "trained"), tmp_path)
     text.write_text("a b c d e f g h i j k l m n o p q r s t u v w x y z " * 4)
-    settings = routing.RoutingConfig(str(source), (str(text),), tokens=96, length=24, keep=3)
-    found = routing.analyse(settings)
+    settings = routing.RoutingConfig(str(source), (str(text),), tokens=96, sequence=24, keep=3)
+    found = routing.measure(settings)
     file = tmp_path / "found.json"
     file.write_text(json.dumps(found))
     # once more, by stock transformers and its experts one by one
@@ -242,4 +242,4 @@ def test_what_cannot_be_pruned_or_copied_by_use_is_refused(tmp_path: Path) -> No
         with pytest.raises(ValueError, match=re.escape(says)):
             load(*words)
     with pytest.raises(ValueError, match=re.escape("keep=4 of 4 experts, of which a token takes 2; write keep=2 to 3")):
-        routing.analyse(routing.RoutingConfig(str(source), ("x.txt",), keep=4))
+        routing.measure(routing.RoutingConfig(str(source), ("x.txt",), keep=4))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from evaluation.show import routing
+from evaluation.judge import routing
 from tests.parity import tiny
 from upcycle.__main__ import main
 from upcycle.verifying.verify import Report, verify
@@ -166,7 +166,7 @@ def test_clusters_of_text_begin_exact_and_evenly(tmp_path: Path) -> None:
     drawn = convert(tmp_path / "drawn", *words, given, "router.init.name=normal")
     fullest = []
     for folder in (found, drawn):
-        (loads,) = routing.analyse(routing.RoutingConfig(str(folder), (other,), tokens=2048, length=256))[
+        (loads,) = routing.measure(routing.RoutingConfig(str(folder), (other,), tokens=2048, sequence=256))[
             "load"
         ].values()
         fullest.append(max(max(layer) / (sum(layer) / len(layer)) for layer in loads))

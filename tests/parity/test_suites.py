@@ -132,7 +132,7 @@ def test_ifeval_is_compared_and_on_the_page(models: list[Path], tmp_path: Path, 
         flat = [right for each in some for right in each]
         assert value(sums[0] / sums[1]) == pytest.approx(measure.value(scored)) == pytest.approx(np.mean(flat))
     assert found.metrics["inst_level_strict_acc"] == pytest.approx(measure.value([("ifeval", each) for each in lists]))
-    [compared] = compare.compare([tmp_path / "a", tmp_path / "b"])
+    [compared] = compare.compare([tmp_path / "a", tmp_path / "b"]).comparisons
     [difference] = compared.differences
     assert difference.metric == "prompt_level_strict_acc" and difference.items == 12
     assert difference.b == pytest.approx(b.tasks["ifeval"].metrics["prompt_level_strict_acc"])

@@ -69,7 +69,7 @@ def test_an_exact_upcycle_flips_nothing_and_a_changed_one_does(name: str, tmp_pa
         answered(model, source, tmp_path / folder)
         for folder, model in (("dense", dense), ("exact", upcycled), ("changed", changed))
     ]
-    exact, other = compare.compare(runs)
+    exact, other = compare.compare(runs).comparisons
     assert not exact.flips
     assert (exact.differences[0].only_a, exact.differences[0].only_b) == (0, 0)
     was, now = ({i.doc: i.logprobs for i in logged.load(run).items} for run in runs[:2])

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,16 +14,18 @@ from typing import Any
 
 import pytest
 
-from evaluation import report as report_page
-from evaluation.cli.report import main
 from evaluation.judge.logged import load
 from evaluation.judge.metrics import Measure
 from evaluation.judge.results import Evaluation
+from evaluation.judge.suites import Part
 from evaluation.show import facts
 from evaluation.show import pictures as draw
-from evaluation.show.page import tiles
-from evaluation.show.pictures import Curve, ForestRow, Mark
-from evaluation.show.trainings import MEAN, shared
+from evaluation.show.facts import MEAN, shared
+from evaluation.show.page import drawn
+from evaluation.show.pictures import Curve, Forest, ForestRow, Heat, Mark
+from evaluation.show.report import report
+from evaluation.show.sections import tiles
+from evaluation.show.sentences import opening
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, subjects, task, text, write
 from tests.unit.evaluation.written import save
@@ -92,9 +95,9 @@ def all_of_it(tmp_path: Path) -> list[str]:
     return [*map(str, (a, b, dense, moe)), str(routed(tmp_path))]
 
 
-def made(tmp_path: Path, paths: list[str], *words: str) -> tuple[str, str, dict[str, Any]]:
+def made(tmp_path: Path, paths: Sequence[str | Sequence[str]], title: str = "t") -> tuple[str, str, dict[str, Any]]:
     out = tmp_path / "out" / "report.html"
-    assert main([*paths, f"output={out}", *words]) == 0
+    report(paths, out, title)
     strict = json.loads(out.with_suffix(".json").read_text(), parse_constant=pytest.fail)
     return out.read_text(), out.with_suffix(".md").read_text(), strict
 
@@ -107,10 +110,10 @@ def words_of(page: str) -> str:
 
 
 def test_the_page_says_what_the_numbers_say(tmp_path: Path, all_of_it: list[str]) -> None:
-    page, markdown, data = made(tmp_path, all_of_it, "title=Tiny")
+    page, markdown, data = made(tmp_path, all_of_it, "Tiny")
     said = words_of(page)
     for words in (
-        "moe beside dense on All: 50.00 to 63.33 % (+13.33, over items, for these models alone:",
+        "moe next to dense on All: 50.00 to 63.33 % (+13.33, over items, for these models alone:",
         "one run each: no verdict",
         "5 items that dense had wrong are right, 1 the other way round",
         "At equal tokens, interpolated, the validation loss of moe is lower than that of dense on 1 of 1 sets; mean 3.0000 to 2.5000",
@@ -154,10 +157,10 @@ def test_the_page_shows_what_runs_logged_of_their_choices(tmp_path: Path, all_of
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = words_of(made(tmp_path, [all_of_it[2], str(folder)])[0])
     start = said.index("Experts in training")
-    for title in ("Fullest expert", "Whole FFNs", "Slices missing", "Slices doubled", "Whole FFNs, mean of layers"):
+    for title in ("Fullest expert", "Whole FFNs", "Slices missing", "Slices doubled", "Whole FFNs, all layers"):
         assert title in said[start:]
-    run = facts.gather([str(folder)], "").runs[0]
-    assert run.by_layer("whole") == ([*range(11)], [0.25 + n for n in range(11)])  # the last line's, layer 10 behind 9
+    layers = facts.gather([str(folder)], "").layers["whole"]["routed"]
+    assert list(layers.items()) == [(n, 0.25 + n) for n in range(11)]  # the last line's, layer 10 behind 9
 
 
 def test_the_page_stands_alone_and_closes_what_it_opens(tmp_path: Path, all_of_it: list[str]) -> None:
@@ -178,7 +181,7 @@ def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
     bad = json.loads(routed(tmp_path).read_text())
     bad |= {"load": {EVIL: bad["load"]["code"]}, "tokens": {EVIL: 1}, "checkpoint": "<i>"}
     (tmp_path / "bad.json").write_text(json.dumps(bad))
-    page = made(tmp_path, [str(folder), str(tmp_path / "bad.json")], "title=</title><i>")[0]
+    page = made(tmp_path, [str(folder), str(tmp_path / "bad.json")], "</title><i>")[0]
     assert "<script" not in page and "<i>" not in page
     assert "&lt;script&gt;alert" in page
 
@@ -200,8 +203,6 @@ def test_two_suites_and_two_runs_of_one_name_are_all_on_the_page(tmp_path: Path)
     save(narrow, replace(run, model=replace(run.model, dtype="bfloat16")), load(narrow).items)
     found = facts.gather([str(first[0]), str(narrow)], "")
     assert [mine[0].value for mine in found.scores.values()] == [0.5, 0.0]
-    made = facts.apart([tmp_path / "p" / "moe", tmp_path / "q" / "moe", tmp_path / "r"])
-    assert list(made) == [str(tmp_path / "p" / "moe"), str(tmp_path / "q" / "moe"), "r"]
 
 
 def test_tiles_are_the_suites_first_headlines_and_not_the_surest(tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ def test_tiles_are_the_suites_first_headlines_and_not_the_surest(tmp_path: Path)
         tasks = [task(name, 20) for name in rights]
         write(tmp_path / side, tasks, [chosen(n, i, 0, changed[n][i]) for n in rights for i in range(20)])
     found = facts.gather([str(tmp_path / "a"), str(tmp_path / "b")], "")
-    shown = words_of("<body>" + "".join(tiles(found)))
+    shown = " ".join(tile.about for tile in tiles(found))
     assert "calm, b" in shown and "quiet, b" in shown and "loud" not in shown
 
 
@@ -245,12 +246,8 @@ def arms(place: Path, **more: Any) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def joined(groups: list[list[str]]) -> list[str]:
-    return [word for group in groups for word in (*group, "--")][:-1]
-
-
 def test_one_sentence_opens_the_page_with_effect_interval_and_cost(tmp_path: Path) -> None:
-    page, markdown, data = made(tmp_path, joined(arms(tmp_path)))
+    page, markdown, data = made(tmp_path, arms(tmp_path))
     reach = 4.302652729 * 0.01 / 3**0.5
     opening = re.search(r'<p class="lead">(.*?)</p>', page)
     assert opening is not None and opening[1].count(". ") == 0
@@ -272,15 +269,15 @@ def test_one_run_a_side_cannot_call_anything_better(tmp_path: Path) -> None:
     page, _, data = made(tmp_path, [dense[0], moe[0], groups[0]])
     assert data["opening"].endswith("; one run a side cannot call anything better.")
     assert (
-        "moe/seed-0 beside dense/seed-0: validation loss -0.1000 nats a token at equal tokens, for 1.50"
+        "moe/seed-0 next to dense/seed-0: validation loss -0.1000 nats a token at equal tokens, for 1.50"
         in data["opening"]
     )
     assert 'class="tile good"' not in page and 'class="tile bad"' not in page
     assert not re.search(r"\b(better|worse) than\b", words_of(page))
-    two = made(tmp_path, joined([dense[:2], moe[:2]]))[2]
+    two = made(tmp_path, [dense[:2], moe[:2]])[2]
     assert two["opening"].endswith("; 2 runs a side cannot call anything better.")
     with pytest.raises(ValueError, match="give as many runs of each"):
-        report_page(dense, moe[:2], output=tmp_path / "x.html")
+        made(tmp_path, [dense, moe[:2]])
 
 
 def test_differences_of_validation_loss_have_a_band_over_seeds(tmp_path: Path) -> None:
@@ -292,7 +289,7 @@ def test_differences_of_validation_loss_have_a_band_over_seeds(tmp_path: Path) -
     assert [at.tokens for at in moe.spent] == [0, 1000, 2000] and moe.mean == pytest.approx((0, -0.055, -0.11))
     assert moe.low[-1] == pytest.approx(-0.11 - reach) and moe.high[-1] == pytest.approx(-0.11 + reach)
     assert groups.low[-1] < -0.4 < 0.4 < groups.high[-1]
-    page = made(tmp_path, joined(arms(tmp_path / "again")))[0]
+    page = made(tmp_path, arms(tmp_path / "again"))[0]
     assert f"Difference, {MEAN}" in page and "dense is 0, nats a token" in page
     assert re.search(r'class="band s1" d="M[^"]+"', page[page.index(f"Difference, {MEAN}") :])
     assert "Each validation set by itself: x, y" in page
@@ -313,17 +310,20 @@ def test_every_key_that_differs_is_there_and_the_command_makes_the_run(tmp_path:
     assert keys["optim.eps"] == ("1e-16", "1e-08", "1e-16") and "steps" not in keys and "output" in keys
     for (name, arm), folders in zip(found.arms.items(), groups, strict=True):
         for command, folder in zip(arm.commands, folders, strict=True):
-            program, verb, *given = shlex.split(command)
-            assert (program, verb) == ("upcycle", "train"), name
-            again = json.loads(json.dumps(asdict(read_config("", given))))
-            assert again == json.loads((Path(folder) / "config.json").read_text())
+            first, _, keys = command.partition("\n")
+            door, verb, file, *more = shlex.split(first)
+            assert (door, verb, more) == ("upcycle", "train", ["output=AGAIN"]), name
+            wanted = json.loads((Path(folder) / "config.json").read_text())
+            (tmp_path / "again.yaml").write_text(keys)
+            for config in (read_config(file, []), read_config(str(tmp_path / "again.yaml"), [])):
+                assert json.loads(json.dumps(asdict(config))) == wanted
     step = tmp_path / "moe2" / "seed-0" / "checkpoints" / "step-00000020"
     step.mkdir(parents=True)
     (step / "manifest.json").write_bytes(
         sealed(encode({"format": FORMAT, "step": 20, "world": 8, "tensors": {}, "files": {}}))
     )
-    page = made(tmp_path, joined(groups))[0]
-    assert "upcycle train output=" in words_of(page) and "nproc=8" in words_of(page)
+    page = made(tmp_path, groups)[0]
+    assert "nproc=8" in words_of(page)
     assert '<th scope="row">model.upcycle.experts</th>' in page
 
 
@@ -351,9 +351,9 @@ def test_seeds_of_a_suite_are_one_model_of_the_page(tmp_path: Path) -> None:
     assert (one.suite, two.suite, one.b.name) == ("one", "two", "moe")
     head = one.differences[0]
     assert head.seeds == 3 and head.p_holm == pytest.approx(2 * head.p)  # both suites' headlines are one family
-    assert facts.opening(found).startswith("moe is better than dense: All +20.00 points, 95 % interval over 3 seeds")
-    assert "cost that is not known" in facts.opening(found)
-    page, markdown, _ = made(tmp_path, joined(sides))
+    assert opening(found).startswith("moe is better than dense: All +20.00 points, 95 % interval over 3 seeds")
+    assert "cost that is not known" in opening(found)
+    page, markdown, _ = made(tmp_path, sides)
     said = words_of(page)
     assert "| All (two) | acc % |" in markdown
     for words in (
@@ -435,7 +435,8 @@ def test_perplexities_and_what_is_not_finite(tmp_path: Path) -> None:
     assert data["comparisons"][0]["flips"][0]["swing"] == 8.0 and "+8.00" in page
     assert data["comparisons"][0]["differences"][0]["p"] is None  # JSON has no nan
     measure = Measure({"x": "weighted_perplexity"})
-    score = facts.score("x", "x", "perplexity", measure, False, True, load(tmp_path / "a").items)
+    part = Part(task("x", 2), ("x",), True, "perplexity", measure, False)
+    score = facts.score(part, load(tmp_path / "a").items)
     assert score.value == pytest.approx(math.exp(3 / 4))
     assert (score.low, score.high) == pytest.approx(
         (math.exp(1 / 2), math.exp(1))
@@ -463,20 +464,27 @@ def test_a_manifests_key_of_older_versions_is_named(tmp_path: Path, dense: str) 
     manifest["config"]["mesh"] = {"gpus": 64}
     file.write_text(json.dumps(manifest))
     notes = [text for name, text in facts.plan_rows(tmp_path / "moe") if name == "note"]
-    assert any("upcycle.json has mesh={'gpus': 64}" in note for note in notes), notes
+    assert any("unknown key 'mesh'" in note for note in notes), notes
 
 
-def test_refusals_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other.json").write_text("{}")
-    cases = {
-        "is nothing that a report shows": [str(tmp_path / "empty")],
-        "is not a file of `upcycle routing`": [str(tmp_path / "other.json")],
-        "report needs something to show": [],
-        "must end in .html": [str(tmp_path / "empty"), "output=x.txt"],
+    cases: dict[str, tuple[list[str], str]] = {
+        "is nothing that a report shows": ([str(tmp_path / "empty")], "x.html"),
+        "is not a file of `upcycle routing`": ([str(tmp_path / "other.json")], "x.html"),
+        "must end in .html": ([str(tmp_path / "empty")], "x.doc"),
     }
-    for sentence, words in cases.items():
-        assert main(words) == 2 and sentence in capsys.readouterr().err
+    for sentence, (paths, output) in cases.items():
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            report(paths, output)
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_picture_of_trainings_is_drawn_where_the_output_is_one(tmp_path: Path, kind: str) -> None:
+    run = log(tmp_path / "run", 1.0, {0: 5.0, 1: 4.0})
+    report([[str(run)]], tmp_path / f"loss.{kind}")
+    assert (tmp_path / f"loss.{kind}").stat().st_size > 1000
 
 
 # ---- the pictures
@@ -490,30 +498,26 @@ def test_ticks_are_round_and_inside() -> None:
 
 
 def test_a_curve_falls_where_its_values_fall() -> None:
-    drawn = draw.curves("t", "u", "x", [Curve("a", 0, [0, 1, 2], [3.0, 2.0, 1.0])])
-    points = re.search(r'class="line s0" d="M(.*?)"', drawn)
-    assert points is not None
+    fell = draw.curves("t", "u", "x", [Curve("a", 0, [0, 1, 2], [3.0, 2.0, 1.0])])
+    points = re.search(r'class="line s0" d="M(.*?)"', drawn(fell))
+    assert points is not None and fell is not None
     at = [tuple(map(int, point.split())) for point in points[1].split("L")]
     assert [x for x, _ in at] == [0, 500, 1000]
     assert at[0][1] < at[1][1] == 500 < at[2][1]  # SVG counts down
-    assert draw.curves("t", "u", "x", [Curve("a", 0, [], [])]) == ""
-    cut = draw.curves("t", "u", "x", [Curve("a", 0, range(21), [50.0, 40.0, *range(20, 1, -1)])])
-    assert "u ↑" in cut and 'd="M0 -' in cut and "↑" not in drawn
-    layers = draw.curves("t", "u", "layer", [Curve("a", 0, range(21), [50.0, 40.0, *range(20, 1, -1)])], start=False)
+    assert draw.curves("t", "u", "x", [Curve("a", 0, [], [])]) is None
+    steep = [Curve("a", 0, range(21), [50.0, 40.0, *range(20, 1, -1)])]
+    cut = drawn(draw.curves("t", "u", "x", steep))
+    assert "u ↑" in cut and 'd="M0 -' in cut and "↑" not in drawn(fell)
+    layers = drawn(draw.curves("t", "u", "layer", steep, start=False))
     assert "↑" not in layers and 'd="M0 -' not in layers
     assert len(draw.thinned(Curve("a", 0, range(10_001), range(10_001))).x) <= draw.POINTS + 1
 
 
 def test_an_interval_lies_around_its_value_and_zero_is_drawn() -> None:
-    drawn = draw.forest([ForestRow("r", "", [Mark(1, 2.0, 1.0, 4.0, "two")])], str, zero=True)
-    bar, spot, zero = (
-        re.search(pattern, drawn)
-        for pattern in (
-            r'class="bar s1" d="M([\d.]+) 6H([\d.]+)"',
-            r'class="spot s1" d="M([\d.]+) 6h0"',
-            r'class="zero" d="M(\d+) ',
-        )
-    )
+    shown = drawn(Forest([ForestRow("r", "", [Mark(1, 2.0, 1.0, 4.0, "two")])], zero=True))
+    bar = re.search(r'class="bar s1" d="M([\d.]+) 6H([\d.]+)"', shown)
+    spot = re.search(r'class="spot s1" d="M([\d.]+) 6h0"', shown)
+    zero = re.search(r'class="zero" d="M(\d+) ', shown)
     assert bar and spot and zero
     low, high, value, none = float(bar[1]), float(bar[2]), float(spot[1]), float(zero[1])
     assert none < low < value < high
@@ -523,28 +527,27 @@ def test_an_interval_lies_around_its_value_and_zero_is_drawn() -> None:
 def test_a_heat_map_has_a_cell_a_number_in_its_colour() -> None:
     assert [draw.diverging(v) for v in (0, 0.01, 0.25, 0.5, 1, 1.1, 2, 4, 99)] == [0, 0, 0, 2, 4, 4, 6, 8, 8]
     assert [draw.sequential(2.0)(v) for v in (0, 1, 2)] == [0, 4, 8]
-    drawn = draw.heat("t", "u", [[1, 1, 4], [None, 0, 1]], ["0", "1"], draw.diverging, "h", 2)
-    cells = {level: found.count("z") for level, found in re.findall(r'class="h(\d)" d="(.*?)"', drawn)}
+    shown = drawn(Heat("t", "u", [[1, 1, 4], [None, 0, 1]], ["0", "1"], draw.diverging, "h", 2))
+    cells = {level: found.count("z") for level, found in re.findall(r'class="h(\d)" d="(.*?)"', shown)}
     assert cells == {"0": 1, "4": 3, "8": 1}
-    assert 'class="hair" d="M2 0V2"' in drawn
-    assert 'aria-label="t, u: by expert; lowest 0 in row 1, expert 1, highest 4 in row 0, expert 2"' in drawn
-    rows = re.findall(r'<tr><th scope="row">(\d)</th>(.*?)</tr>', drawn)
+    assert 'class="hair" d="M2 0V2"' in shown
+    assert 'aria-label="t, u: by expert; lowest 0 in row 1, expert 1, highest 4 in row 0, expert 2"' in shown
+    rows = re.findall(r'<tr><th scope="row">(\d)</th>(.*?)</tr>', shown)
     values = {row: re.findall(r">([\d.]*)</td>", cells) for row, cells in rows}
     assert values == {"0": ["1", "1", "4"], "1": ["", "0", "1"]}
 
 
-def test_one_process_writes_a_page_and_its_json_says_what_it_wrote(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_process_writes_a_page_and_its_json_says_what_it_wrote(tmp_path: Path) -> None:
     folder, output = log(tmp_path / "run", 1.0, {0: 5.0, 1: 4.0}), tmp_path / "report.html"
-    words = [str(folder), f"output={output}"]
-    with publish.alone(tmp_path / ".report.html.lock", output):
-        assert main(words) == 2
-    assert re.search(r"another process is writing .*report\.html \(process \d+ on ", capsys.readouterr().err)
+    with (
+        publish.alone(tmp_path / ".report.html.lock", output),
+        pytest.raises(ValueError, match=r"another process is writing .*report\.html \(process \d+ on "),
+    ):
+        report([str(folder)], output)
     assert not output.exists()
     (tmp_path / "report.md.7-0123abcd.upcycle.tmp").touch()  # of one that was killed
     (tmp_path / "report.b.md.7-0123abcd.upcycle.tmp").touch()  # of another page, which somebody may be writing
-    assert main(words) == 0
+    report([str(folder)], output)
     for name, line in json.loads((tmp_path / "report.json").read_text())["files"].items():
         assert line == publish.listed([tmp_path / name])[name]
     assert {p.name for p in tmp_path.iterdir() if "report" in p.name} == {

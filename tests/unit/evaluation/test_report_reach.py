@@ -11,9 +11,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from evaluation.judge import compare
+from evaluation.judge.compare import compare
+from evaluation.judge.logged import load
 from evaluation.judge.results import Group
-from evaluation.show import facts
 from tests.parity import tiny
 from tests.unit.evaluation.test_compare import chosen, log, model, task, write
 from tests.unit.evaluation.test_report import Tags, made, routed
@@ -34,7 +34,7 @@ def test_nothing_is_put_in_and_nothing_is_fetched(tmp_path: Path, monkeypatch: p
     manifest = json.loads((moe / "upcycle.json").read_text())
     run = log(tmp_path / "run", 10.0, {0: 5.0, 10: 4.0})
     settings = {
-        "model": {"source": ASKED, "compute": ASKED, "experts": ASKED, "upcycle": ""}, "seed": 0, "batch": 1, "steps": 10,
+        "model": {"source": ASKED, "dtype": ASKED, "expert_backend": ASKED, "upcycle": ""}, "seed": 0, "batch": 1, "steps": 10,
         "data": {"sequence": 8}, "schedule": {"peak": 1.0, "final": 0.1, "warmup": 0},
     }  # fmt: skip
     (run / "config.json").write_text(json.dumps(settings))
@@ -50,14 +50,14 @@ def test_nothing_is_put_in_and_nothing_is_fetched(tmp_path: Path, monkeypatch: p
     assert "a report fetches no model" in page
 
 
-def test_no_file_of_a_report_has_markup_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_of_a_report_has_markup_of_others(tmp_path: Path) -> None:
     folders, called = [], EVIL.replace("/", "")  # a task's name is in the name of its file
     for name, answers in (("a", [0, 1]), ("b", [0, 0])):
         found = [replace(chosen(called, i, 0, answer), target=EVIL, choices=(EVIL, "B", "C", "D"), text=EVIL)
                  for i, answer in enumerate(answers)]  # fmt: skip
         part = replace(task(called, 2, groups=("all",)), title=EVIL, version=EVIL)
         folder = write(tmp_path / name, [part], found, [Group("all", EVIL, {"acc": 0.5}, {}, (called,), 2)])
-        run = facts.gather([str(folder)], "").models[0]
+        run = load(folder)
         evil = replace(run, model=replace(model(f"{name}{EVIL}"), kind=EVIL), command=EVIL, suite=EVIL, notes=(EVIL,))
         folders.append(str(save(folder, replace(evil, options={EVIL: EVIL}, versions={EVIL: EVIL}), found)))
     file = routed(tmp_path)
@@ -76,11 +76,8 @@ def test_no_file_of_a_report_has_markup_of_others(tmp_path: Path, capsys: pytest
     for run_folder in runs:
         text = (run_folder / "metrics.jsonl").read_text()
         (run_folder / "metrics.jsonl").write_text(text.replace("valid/code", "valid/<img src=x>"))
-    capsys.readouterr()
-    page, markdown, _ = made(tmp_path, [*folders, str(file), *map(str, runs)], "title=<script>![p](http)")
-    verdicts = capsys.readouterr().out
-    compare(folders)
-    said = capsys.readouterr().out
+    page, markdown, _ = made(tmp_path, [*folders, str(file), *map(str, runs)], "<script>![p](http)")
+    said = str(compare(folders))
     tags = Tags()
     tags.feed(page)
     assert not tags.fetched and not {"script", "img", "b"} & (set(tags.seen) - {"b"}) and "<img" not in page
@@ -88,6 +85,6 @@ def test_no_file_of_a_report_has_markup_of_others(tmp_path: Path, capsys: pytest
     for text in (markdown, said):
         assert "&lt;img src=x>" in text and not re.search(r"<\w", text)
         assert not re.search(r"(?<!\\)[\[\]]", text.replace(tmp_path.name, ""))  # no link, no picture
-    for text in (markdown, said, verdicts):
+    for text in (markdown, said):
         assert "\x1b" not in text and "\u202e" not in text and not re.search(r"^# forged", text, re.MULTILINE)
     shutil.rmtree(tmp_path / "out")

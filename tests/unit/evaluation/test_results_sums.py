@@ -61,7 +61,7 @@ def test_each_digit_of_all_files_counts(folder: Path) -> None:
             path.write_bytes(damaged(content, at))
             for read in (
                 logged.load,
-                lambda folder: compare.compare([folder, folder]),
+                lambda folder: compare.compare([folder, folder]).comparisons,
                 lambda f: facts.gather([str(f)], ""),
             ):
                 with pytest.raises(

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from evaluation.cli.routing import main
-from evaluation.show import routing
+from evaluation.__main__ import main as evaluate
+from evaluation.judge import routing, watch
 from tests.parity import tiny
 from tests.unit.training.test_data import make_tokenizer
 from training.checkpoint import layout, standalone
@@ -45,7 +45,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def config(moe: Path, texts: list[str], **more: object) -> routing.RoutingConfig:
-    return replace(routing.RoutingConfig(str(moe), tuple(texts), tokens=300, length=32), **more)  # type: ignore[arg-type]
+    return replace(routing.RoutingConfig(str(moe), tuple(texts), tokens=300, sequence=32), **more)  # type: ignore[arg-type]
 
 
 def load(folder: Path) -> Decoder:
@@ -89,16 +89,16 @@ def test_chance_of_whole_groups() -> None:
 
 def test_whole_groups_and_whole_ffns(moe: Path) -> None:
     """4 copies of 2 parts, so experts 0 and 1 are copy 0, and even ones are the first part."""
-    watch = routing.Watch(load(moe), 2)
+    seen = watch.Watch(load(moe), 2)
     chosen = torch.tensor([[0, 1], [4, 5], [0, 3], [1, 2], [0, 2], [7, 5]])
     scores = torch.full((6, 8), 1 / 8)
-    watch.see(0, Routing(torch.ones(6, 2), chosen, scores, scores))
-    tokens, groups, undecided, whole, missing, doubled = watch.sums_L6[0].tolist()
+    seen.see(0, Routing(torch.ones(6, 2), chosen, scores, scores))
+    tokens, groups, undecided, whole, missing, doubled = seen.sums_L6[0].tolist()
     assert (tokens, groups, whole) == (6, 2, 4)
     assert missing == doubled == pytest.approx(2)
     assert undecided == pytest.approx(6)
-    assert watch.count_LN[0].tolist() == [3, 2, 2, 1, 1, 2, 0, 1]
-    assert watch.pair_LNN[0][0].tolist() == [3, 1, 1, 1, 0, 0, 0, 0]
+    assert seen.count_LN[0].tolist() == [3, 2, 2, 1, 1, 2, 0, 1]
+    assert seen.pair_LNN[0][0].tolist() == [3, 1, 1, 1, 0, 0, 0, 0]
 
 
 # ---- on a model
@@ -107,19 +107,19 @@ def test_whole_groups_and_whole_ffns(moe: Path) -> None:
 def test_counts_are_those_of_the_routers(moe: Path, texts: list[str]) -> None:
     model, token_BS = load(moe), torch.arange(60).view(2, 30)
     with torch.no_grad():
-        watch = routing.count(model, token_BS, 2)
+        counted = watch.count(model, token_BS, 2)
         seen: list[Tensor] = []
         first = block(model, 0)
         handle = first.router.register_forward_hook(lambda _, __, out: seen.append(out.expert_TK))
         model.hidden(token_BS)
         handle.remove()
-    assert watch.count_LN[0].tolist() == torch.bincount(seen[0].flatten(), minlength=8).tolist()
+    assert counted.count_LN[0].tolist() == torch.bincount(seen[0].flatten(), minlength=8).tolist()
     assert first.balance is None  # as it was
-    assert int(watch.count_LN.sum()) == 60 * 2 * len(watch.blocks)
+    assert int(counted.count_LN.sum()) == 60 * 2 * len(counted.blocks)
 
 
 def test_an_exact_upcycle_is_whole_and_has_not_moved(moe: Path, texts: list[str]) -> None:
-    found = routing.analyse(config(moe, texts, start=str(moe)))
+    found = routing.measure(config(moe, texts, start=str(moe)))
     assert found["granularity"] == 2 and found["tokens"] == {"words": 288, "digits": 288}
     for row in found["layers"]:
         assert row["whole_groups"] == row["whole"] == 1 and row["missing"] == row["doubled"] == 0
@@ -141,7 +141,7 @@ def test_what_was_changed_is_what_moved(moe: Path, texts: list[str], tmp_path: P
             changed[f"layers.1.experts.3.{matrix}.weight"].mul_(1.5)
         changed["layers.0.router.weight"].mul_(-2)
         folder = export(model, origin, tmp_path / "changed", dtype="float32")
-    found = routing.analyse(config(folder, texts, start=str(moe)))  # the export has no upcycle.json, the start has one
+    found = routing.measure(config(folder, texts, start=str(moe)))  # the export has no upcycle.json, the start has one
     zero, one = found["layers"][:2]
     assert one["moved"] == pytest.approx([0, 0, 0, 0.5, 0, 0, 0, 0], abs=1e-6)
     # copies 1, 1.5, 1, 1 of part 1 (experts 1, 3, 5, 7): mean 1.125
@@ -157,8 +157,8 @@ def test_a_run_that_upcycled_as_it_loaded_is_a_start_too(moe: Path, texts: list[
     for file in moe.iterdir():
         if file.name != "upcycle.json":  # as a trained model is exported: nothing says how it was made
             (tmp_path / "moe" / file.name).write_bytes(file.read_bytes())
-    assert routing.analyse(config(tmp_path / "moe", texts))["granularity"] == 1
-    found = routing.analyse(config(tmp_path / "moe", texts, start=str(tmp_path)))
+    assert routing.measure(config(tmp_path / "moe", texts))["granularity"] == 1
+    found = routing.measure(config(tmp_path / "moe", texts, start=str(tmp_path)))
     assert found["granularity"] == 2
     assert all(row["moved"] == [0.0] * 8 and row["router_moved"] == 0 for row in found["layers"])
 
@@ -167,11 +167,11 @@ def test_the_command_writes_and_prints_a_table(
     moe: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "routing.json"
-    assert main([str(moe), *texts, "tokens=200", "length=20", f"output={out}"]) == 0
+    assert evaluate(["routing", str(moe), *texts, "tokens=200", "sequence=20", f"output={out}"]) == 0
     said = capsys.readouterr().out
     assert "whole groups" in said and "moved" not in said
     written = json.loads(out.read_text())
-    assert written["kind"] == "routing" and written["config"]["length"] == 20
+    assert written["kind"] == "routing" and written["config"]["sequence"] == 20
     assert not any(math.isnan(v) for rows in written["load"].values() for row in rows for v in row)
 
 
@@ -179,14 +179,14 @@ def test_the_command_writes_and_prints_a_table(
 
 
 def test_a_layer_without_a_figure_has_a_gap_in_the_table(moe: Path, texts: list[str]) -> None:
-    found = routing.analyse(config(moe, texts))
+    found = routing.measure(config(moe, texts))
     found["layers"][1]["specialisation"] = None
     head, *rows = routing.table(found).splitlines()
     at = head.index("specialisation")
     assert rows[0][at : at + 14].strip() and not rows[1][at : at + 14].strip()
 
 
-def test_refusals_are_one_sentence(moe: Path, texts: list[str]) -> None:
+def test_refusals_are_one_sentence(moe: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     cases = {
         "no text to route": config(moe, []),
         "is a dense model": config(moe.parent / "dense", texts),
@@ -196,5 +196,11 @@ def test_refusals_are_one_sentence(moe: Path, texts: list[str]) -> None:
     }
     for sentence, asked in cases.items():
         with pytest.raises(ValueError, match=sentence):
-            routing.analyse(asked)
-    assert main(["tokens=4"]) == 2
+            routing.measure(asked)
+    for words, said in (
+        (["tokens=4"], "routing needs a checkpoint"),
+        ([str(moe), *texts, "length=20"], "unknown key 'length'; write sequence"),
+        ([str(moe), *texts, "compute=bfloat16"], "unknown key 'compute'; write dtype"),
+    ):
+        assert evaluate(["routing", *words]) == 2
+        assert said in capsys.readouterr().err

@@ -35,7 +35,8 @@ def test_two_seeds_have_no_interval_and_none_no_difference() -> None:
     for differences in ([-0.5], [-0.5, -0.5]):
         assert len(differences) < LEAST
         found = paired(differences)
-        assert (found.mean, found.low, found.high, found.verdict()) == (-0.5, None, None, "no interval")
+        runs = {1: "one run", 2: "2 runs"}[len(differences)]
+        assert (found.mean, found.low, found.high, found.verdict()) == (-0.5, None, None, f"{runs} each: no verdict")
     with pytest.raises(ValueError, match="no seed"):
         paired([])
 
@@ -52,6 +53,7 @@ def test_an_arm_beside_itself_is_called_better_at_most_one_time_in_twenty(seeds:
 
 def test_holm_by_hand() -> None:
     assert holm([0.04, 0.01, 0.03, 0.5]) == pytest.approx([0.09, 0.04, 0.09, 0.5])
+    assert holm([0.01, 0.02, 0.025]) == pytest.approx([0.03, 0.04, 0.04]), "never below that of a smaller p"
     assert holm([0.6, 0.7]) == [1.0, 1.0]
 
 
@@ -67,8 +69,16 @@ def test_what_is_judged_together_is_called_better_at_most_one_time_in_twenty_all
         for studies in (every, alone)
     )
     assert 0.02 < share <= 0.055 and called > 0.15  # sampling error: 0.005
-    few = together([paired([0.1]), paired([-0.02, -0.021, -0.019]), paired([-0.02, -0.021, -0.019])])
-    assert [found.p_holm for found in few] == [None, *(pytest.approx(2 * (few[1].p or 0)) for _ in range(2))]
+
+
+def test_a_comparison_shown_twice_counts_once_and_the_primary_one_not_at_all() -> None:
+    sure, unsure = paired([-0.02, -0.021, -0.019]), paired([-0.02, -0.01, -0.04])
+    few = together([paired([0.1]), sure, sure])
+    assert [found.p_holm for found in few] == [None, *(pytest.approx(2 * (sure.p or 0)) for _ in range(2))]
+    assert [found.family for found in together([sure, unsure, sure], ["a", "b", "a"])] == [2, 2, 2]
+    first, second, third = together([sure, unsure, unsure], ["a", "b", "c"], primary="b")
+    assert second == unsure and second.p_holm is None, "named beforehand: its p stands alone"
+    assert first.p_holm == pytest.approx(2 * (sure.p or 0)) and third.p_holm == unsure.p
 
 
 def test_a_grain_is_the_least_spread_that_is_believed() -> None:

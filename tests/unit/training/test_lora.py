@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from evaluation.show import routing
+from evaluation.judge import routing
 from tests.parallel import models
 from tests.parity import tiny
 from tests.unit.training.test_frozen import first_batches
@@ -136,7 +136,7 @@ def test_a_run_is_resumed_bitwise_and_exported_merged(place: Path, tmp_path: Pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routing, "batches", lambda *_: batch.tokens)
         for folder in (whole, tmp_path / "a"):
-            found.append(routing.analyse(routing.RoutingConfig(str(folder), texts=("some.txt",), granularity=2)))
+            found.append(routing.measure(routing.RoutingConfig(str(folder), texts=("some.txt",), granularity=2)))
     assert found[0]["load"] == found[1]["load"]
     for one, other in zip(*(each["layers"] for each in found), strict=True):
         assert one["saliency"] == pytest.approx(other["saliency"], rel=1e-4)

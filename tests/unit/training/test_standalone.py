@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from evaluation.cli.eval import main as evaluate
+from evaluation.judge import routing
 from evaluation.judge.logged import load
-from evaluation.show import facts, routing
+from evaluation.show import facts
 from tests.parallel import ranks
 from tests.parallel.runs import on_rank, stopped_on_rank
 from tests.parity import tiny
@@ -118,8 +119,8 @@ def losses(folder: Path) -> list[Any]:
 
 
 def routed(folder: Path, text: Path, **more: str) -> dict[str, Any]:
-    config = routing.RoutingConfig(str(folder), (str(text),), tokens=100, length=32, **more)  # type: ignore[arg-type]
-    return {name: value for name, value in routing.analyse(config).items() if name not in ("checkpoint", "start")}
+    config = routing.RoutingConfig(str(folder), (str(text),), tokens=100, sequence=32, **more)  # type: ignore[arg-type]
+    return {name: value for name, value in routing.measure(config).items() if name not in ("checkpoint", "start")}
 
 
 def gone(place: Path) -> None:

@@ -1,0 +1,115 @@
+"""Compare trainings by their validation losses, at equal tokens and at equal FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from evaluation.judge import words
+from evaluation.judge.runs import Arms, Run, mean
+from evaluation.judge.seeds import Paired, paired, together
+
+SAME = 0.01  # share of a run's tokens by which it may be read before its end and still be read there
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A validation set of two groups of runs, at a point that all reached; means over seeds."""
+
+    domain: str
+    a: float
+    b: float
+    difference: float
+    by_seed: tuple[float, ...]  # differences
+
+
+@dataclass(frozen=True)
+class Losses:
+    runs: tuple[str, ...]  # names of groups
+    flops_per_token: tuple[float | None, ...]
+    tokens: float  # where they are compared
+    flops: float | None
+    at_equal_tokens: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)  # by group, the first left out
+    at_equal_flops: Mapping[str, tuple[Loss, ...]] = field(default_factory=dict)
+    midway: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # tokens | FLOPs -> runs read before their end
+
+    @property
+    def sides(self) -> dict[str, Mapping[str, tuple[Loss, ...]]]:
+        """The losses by what is held equal."""
+        return {"tokens": self.at_equal_tokens, "FLOPs": self.at_equal_flops}
+
+    def equal(self, what: str) -> str:
+        """Say what is equal, tokens or FLOPs, and whether a loss is interpolated for that."""
+        return f"equal {what}, interpolated" if self.midway.get(what) else f"equal {what}"
+
+    @cached_property
+    def over_sets(self) -> dict[tuple[str, str], Paired]:
+        """The difference of the mean over sets, over seeds, corrected by Holm: by (tokens | FLOPs, group). Where a
+        token costs as much, equal FLOPs are equal tokens: one comparison, not two."""
+        rows = {(what, name): of_sets(found) for what, by_run in self.sides.items() for name, found in by_run.items()}
+        marks = [tuple(round(difference, 9) for difference in found) for found in rows.values()]
+        first = dict(zip(reversed(marks), reversed(rows.values()), strict=True))
+        judged = together([paired(first[mark]) for mark in marks], marks)
+        return dict(zip(rows, judged, strict=True))
+
+    def verdict(self, what: str, name: str) -> str:
+        """Say how far a group is from the first at equal tokens or FLOPs, on the mean of the sets."""
+        found = self.over_sets[what, name]
+        return f"{words.signed(found.mean)}, {words.judgement(found)}"
+
+
+def of_sets(rows: Sequence[Loss]) -> list[float]:
+    """Return the difference of the mean over validation sets, of each seed."""
+    return [math.fsum(apart) / len(rows) for apart in zip(*(row.by_seed for row in rows), strict=True)]
+
+
+def compare_losses(arms: Arms) -> Losses:
+    """Compare every other arm of trainings with the first, seed by seed."""
+    runs = [run for group in arms.values() for run in group]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two of the runs are called {max(names, key=names.count)}; rename the folder of one")
+    domains = sorted(set.intersection(*(set(run.losses) for run in runs)))
+    if not domains:
+        raise ValueError(
+            f"{' and '.join(names)} have no validation set in common ("
+            f"{'; '.join(', '.join(sorted(run.losses)) or 'none' for run in runs)}); name the same under data.valid"
+        )
+    reached = {run.name: max(run.losses[domain][-1][0].tokens for domain in domains) for run in runs}
+    rates = {run.name: run.flops_per_token for run in runs}
+    at, flops = {"tokens": dict.fromkeys(reached, min(reached.values()))}, None
+    if all(rates.values()):
+        flops = min(rates[name] * last for name, last in reached.items())
+        at["FLOPs"] = {name: flops / rate for name, rate in rates.items()}
+    ends = {run.name: reached[run.name] if run.finished else math.inf for run in runs}
+    midway = {
+        what: tuple(name for name, tokens in places.items() if tokens < (1 - SAME) * ends[name])
+        for what, places in at.items()
+    }
+    found = {what: losses_at(arms, domains, places) for what, places in at.items()}
+    by_arm = [[rates[run.name] for run in group] for group in arms.values()]
+    means = tuple(mean(mine) if all(mine) else None for mine in by_arm)
+    return Losses(tuple(arms), means, min(reached.values()), flops, found["tokens"], found.get("FLOPs", {}), midway)
+
+
+def losses_at(arms: Arms, domains: Sequence[str], tokens: Mapping[str, float]) -> dict[str, tuple[Loss, ...]]:
+    """Read the losses of each arm and the first at each run's `tokens`, on the straight line between validations."""
+
+    def loss(run: Run, domain: str) -> float:
+        spent, values = zip(*run.losses[domain], strict=True)
+        return float(np.interp(tokens[run.name], [at.tokens for at in spent], values))
+
+    first, *others = arms
+    found = {}
+    for arm in others:
+        rows = []
+        for domain in domains:
+            a, b = ([loss(run, domain) for run in arms[side]] for side in (first, arm))
+            apart = tuple(y - x for x, y in zip(a, b, strict=True))
+            rows.append(Loss(domain, mean(a), mean(b), mean(apart), apart))
+        found[arm] = tuple(rows)
+    return found

@@ -1,0 +1,396 @@
+"""Measure how a model uses its experts on given text, and how far they have come from the dense FFN that they copy.
+
+Every text is a domain. `upcycle routing --help` says what is measured of a layer.
+C domains, L MoE layers, N experts = E copies x G parts, K chosen a token, T tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NotRequired, TypedDict
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from evaluation.ask import load
+from evaluation.judge.watch import Watch, count, pruned
+from training.checkpoint import layout, standalone
+from training.checkpoint.layout import Origin
+from training.model.decoder import Decoder
+from training.model.lora import merge
+from training.model.moe import MoE
+from upcycle.arch.spec import MAX_EXPERTS, MoESpec
+from upcycle.converting import grow
+from upcycle.io import strict
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.disk import write_atomic
+from upcycle.io.strict import Count, Range
+from upcycle.text import tokens as text
+
+PAIRS = 64  # experts up to which the table of all pairs is written; of more, only the STRONGEST pairs
+STRONGEST = 12
+Experts = Annotated[int, Range(1, MAX_EXPERTS)]
+Cells = list[list[float | None]]
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    ELSEWHERE: ClassVar = {"compute": "dtype", "length": "sequence"}
+
+    checkpoint: str = ""  # a folder or hub id with experts, or a training run's folder
+    texts: tuple[str, ...] = ()  # .txt, .jsonl or .jsonl.zst; a domain each, named by the file
+    start: str = ""  # the converted folder that training began with, or the folder of a run that upcycled as it loaded
+    # parts a dense FFN was cut into; 0: what the checkpoint's or start's upcycle.json says, or start's config, else 1
+    granularity: int = 0
+    tokens: int = 16384  # of each text, at most
+    sequence: int = 512  # tokens a sequence
+    keep: int = 0  # measure also what is lost if each layer keeps so many experts, the most salient; 0: do not
+    dtype: str = "float32"  # dtype of activations: float32 | bfloat16 | float64
+    output: str = "routing.json"  # the file to write
+
+
+def routing(config: RoutingConfig) -> dict[str, Any]:
+    """Measure, write the file, and return what was measured."""
+    found = measure(config)
+    write_atomic(Path(config.output), (json.dumps(found | {"config": asdict(config)}) + "\n").encode())
+    return found
+
+
+def measure(config: RoutingConfig) -> dict[str, Any]:
+    """Return what is measured, as JSON can hold it."""
+    if not config.texts:
+        raise ValueError("there is no text to route; name files, for instance routing ./moe book.txt code.jsonl")
+    model, origin, run = opened(config)
+    assert isinstance(origin.spec, MoESpec) and model.moe is not None
+    stated, distances = origin.spec.granularity, None
+    if config.start:
+        with started(config.start) as start:
+            distances = moved(model, start)
+            assert isinstance(start.spec, MoESpec)  # moved found experts in it
+            stated = max(stated, start.spec.granularity)
+    spec, parts = model.moe, config.granularity or stated
+    if spec.experts % parts:
+        raise ValueError(f"granularity={parts} must divide the {spec.experts} experts")
+    if config.keep and not spec.top_k <= config.keep < spec.experts:
+        raise ValueError(
+            f"keep={config.keep} of {spec.experts} experts, of which a token takes {spec.top_k}; write "
+            f"keep={spec.top_k} to {spec.experts - 1}"
+        )
+    device, domains = next(model.parameters()).device, dict[str, Tensor]()
+    for path in config.texts:
+        name = Path(path).name.split(".")[0]
+        if name in domains:
+            raise ValueError(f"two texts are called {name}; a domain is named by its file, so rename one")
+        domains[name] = batches(origin, path, config).to(device)
+    watches = {name: count(model, token_BS, parts) for name, token_BS in tqdm(domains.items(), "domains", delay=2)}
+    found = describe(watches, parts, distances)
+    if config.keep:
+        kept = [grow.kept(row["saliency"], config.keep) for row in found["layers"]]
+        for row, lost in zip(found["layers"], pruned(model, domains.values(), kept), strict=True):
+            row["pruned"] = lost
+    return found | {
+        "keep": config.keep,
+        "source": "" if run is not None else fingerprint(config.checkpoint),
+        "checkpoint": config.checkpoint,
+        "start": config.start,
+        "tokens": {name: token_BS.numel() for name, token_BS in domains.items()},
+    }
+
+
+# ---- a checkpoint and its texts
+
+
+def opened(config: RoutingConfig) -> tuple[Decoder, Origin, Path | None]:
+    """Load the checkpoint. Return (the model, what it is of, the training run that it is of)."""
+    run, step = standalone.training_run(Path(config.checkpoint))
+    dtype = getattr(torch, config.dtype)
+    with load.origin_of(config.checkpoint, run) as origin:
+        if origin.spec is origin.dense:
+            raise ValueError(f"{config.checkpoint} is a dense model and routes nothing; give one with experts")
+        with torch.device("meta"):
+            model = Decoder(origin.spec, compute=dtype)
+            if run is not None:
+                standalone.attach_adapters(model, run)
+            else:  # a run's float32 masters stay as they are; modules cast for themselves
+                load.narrow(model, dtype)
+        model = model.to_empty(device="cuda" if torch.cuda.is_available() else "cpu")
+        load.fill(model, origin, run, step)
+        merge(model)
+    return model, origin, run
+
+
+@contextmanager
+def started(source: str) -> Iterator[Origin]:
+    """Open what training began with: a folder or hub id, or what a run upcycled as it loaded."""
+    run = Path(source)
+    made = standalone.upcycled(run)
+    # text=True: a run may have measured its training data, which its model's config does not name, and kept what it
+    # found. How its routers began is decided in `made`
+    begun = layout.online(made, standalone.measured_before(run), text=True) if made else layout.opened(source)
+    with begun as origin:
+        yield origin
+
+
+def fingerprint(source: str) -> str:
+    with Checkpoint.open(source) as checkpoint:
+        return checkpoint.fingerprint()
+
+
+def batches(origin: Origin, path: str, config: RoutingConfig) -> Tensor:
+    """Return [B, S] ids: whole sequences from the front of a text."""
+    folder = next((file.parent for file in origin.files if file.name == "tokenizer.json"), None)
+    if folder is None:
+        raise ValueError(f"{config.checkpoint} has no tokenizer.json, which turns text into tokens; add the model's")
+    encode: Callable[[str], list[int]] = text.encoder(folder)
+    ids = list(islice((token for document in text.documents([path]) for token in encode(document)), config.tokens))
+    length = min(config.sequence, origin.dense.context, len(ids))
+    if length < 1:
+        raise ValueError(f"{path} has no text to route, or tokens={config.tokens}; both must be there")
+    if max(ids) >= origin.dense.vocab:
+        raise ValueError(f"the tokenizer gives id {max(ids)}, the model has {origin.dense.vocab} embeddings")
+    rows = len(ids) // length
+    return torch.tensor(ids[: rows * length]).view(rows, length)
+
+
+# ---- what the counts say
+
+
+def describe(watches: Mapping[str, Watch], granularity: int, distances: Mapping[str, float] | None) -> dict[str, Any]:
+    """Return the measurements of all domains together, a row a layer, and the load of each domain."""
+    first = next(iter(watches.values()))
+    count_CLN = torch.stack([watch.count_LN.cpu() for watch in watches.values()])
+    pair_LNN, sums_L6, norm_LN = (
+        torch.stack([getattr(watch, name).cpu() for watch in watches.values()]).sum(0)
+        for name in ("pair_LNN", "sums_L6", "norm_LN")
+    )
+    rows, tables = [], []
+    for number, (layer, block) in enumerate(first.blocks):
+        count_N, (tokens, groups, undecided, *slices) = count_CLN[:, number].sum(0), sums_L6[number].tolist()
+        lift_NN = together(pair_LNN[number], tokens)
+        row: dict[str, Any] = {
+            "layer": layer,
+            "max_over_mean": float(count_N.max()) * first.experts / float(count_N.sum()),
+            "entropy": entropy(count_N),
+            "unused": int((count_N == 0).sum()),
+            "router_entropy": undecided / tokens,
+            "specialisation": specialisation(count_CLN[:, number]),
+            "spread": spread(block, granularity),
+            "pairs": strongest(lift_NN),
+            "chosen": count_N.tolist(),
+            "saliency": (norm_LN[number] / count_N.clamp_min(1)).tolist(),
+        }
+        if block.router.bias is not None:
+            row["bias"] = (float(block.router.bias.min()), float(block.router.bias.max()))
+        if 1 < granularity < first.experts:
+            whole, missing, doubled = (total / tokens for total in slices)
+            row |= {"whole_groups": groups / tokens, "whole": whole, "missing": missing, "doubled": doubled}
+        if distances is not None:
+            row["moved"] = [distances[f"layers.{layer}.experts.{i}"] for i in range(first.experts)]
+            row["router_moved"] = distances[f"layers.{layer}.router"]
+        rows.append(row)
+        tables.append(plain(lift_NN) if first.experts <= PAIRS else None)
+    return {
+        "kind": "routing",
+        "experts": first.experts,
+        "top_k": first.top_k,
+        "granularity": granularity,
+        "chance_of_whole_groups": chance_of_whole(first.experts // granularity, granularity, first.top_k),
+        "layers": rows,
+        "load": {name: plain(loads(watch.count_LN.cpu())) for name, watch in watches.items()},
+        "together": tables,
+    }
+
+
+def loads(count_LN: Tensor) -> Tensor:
+    return count_LN / count_LN.double().mean(1, keepdim=True)
+
+
+def specialisation(count_CN: Tensor) -> float | None:
+    """Return the mutual information of domain and expert, all domains weighing the same, / its largest value log C."""
+    if len(count_CN) < 2:
+        return None
+    share_CN = count_CN.double() / count_CN.sum(1, keepdim=True)
+    within = torch.special.entr(share_CN).sum(1).mean()
+    return max(0.0, float(torch.special.entr(share_CN.mean(0)).sum() - within) / math.log(len(count_CN)))
+
+
+def together(pair_NN: Tensor, tokens: float) -> Tensor:
+    """Return how often two are chosen together / were choices independent; nan for an expert never chosen, and with
+    itself."""
+    chance_N = pair_NN.diagonal() / tokens
+    lift_NN = (pair_NN / tokens) / (chance_N[:, None] * chance_N[None, :])
+    return lift_NN.fill_diagonal_(math.nan)
+
+
+def entropy(count_N: Tensor) -> float:
+    share_N = count_N.double() / count_N.sum()
+    return float(torch.special.entr(share_N).sum()) / math.log(max(len(count_N), 2))
+
+
+def chance_of_whole(copies: int, granularity: int, top_k: int) -> float:
+    """Return how often K experts drawn at random are whole groups."""
+    if top_k % granularity:
+        return 0.0
+    return math.comb(copies, top_k // granularity) / math.comb(copies * granularity, top_k)
+
+
+def strongest(lift_NN: Tensor) -> list[tuple[int, int, float]]:
+    """Return the pairs that are most often together beyond chance: (expert, expert, lift)."""
+    upper = lift_NN.nan_to_num(0.0).triu(1)
+    values, at = upper.flatten().topk(min(STRONGEST, upper.numel()))
+    pairs = zip(at.tolist(), values.tolist(), strict=True)
+    return [(place // len(lift_NN), place % len(lift_NN), value) for place, value in pairs if value > 0]
+
+
+def plain(table: Tensor) -> list[Any]:
+    """Return nested lists of numbers with four digits, None for nan."""
+
+    def cell(value: Any) -> Any:
+        if isinstance(value, list):
+            return [cell(v) for v in value]
+        return None if math.isnan(value) else float(f"{value:.4g}")
+
+    return [cell(row) for row in table.tolist()]
+
+
+# ---- how far the experts have come
+
+
+def spread(block: MoE, granularity: int) -> list[float]:
+    """Return each expert's distance from the mean of the copies of its part, relative to that mean."""
+    experts: int = block.spec.experts
+    distance_N = torch.zeros(experts, dtype=torch.float64)
+    for part in range(granularity):
+        squares_E, mean_square = torch.zeros(experts // granularity, dtype=torch.float64), 0.0
+        for stacked in block.experts.parameters():
+            copies = stacked.detach()[part::granularity].double().flatten(1)
+            mean = copies.mean(0)
+            squares_E += (copies - mean).square().sum(1).cpu()
+            mean_square += float(mean.square().sum())
+        distance_N[part::granularity] = (squares_E / mean_square).sqrt()
+    return [float(d) for d in distance_N]
+
+
+def moved(model: Decoder, start: Origin) -> dict[str, float]:
+    """Return the relative distance of each expert and router to what it was at `start`, by role; read a tensor at a
+    time."""
+    now = layout.views(model)
+    difference: dict[str, float] = {}
+    before: dict[str, float] = {}
+    for stored in start.tensors:
+        roles = [role for role, _ in stored.roles]
+        if not any(".experts." in role or role.endswith("router.weight") for role in roles):
+            continue
+        if any(role not in now for role in roles):
+            raise ValueError(
+                f"start has {stored.name}, which the checkpoint has not; give the folder that it came from"
+            )
+        for role, part in zip(roles, layout.cut(start.read(stored.name), stored, now), strict=True):
+            owner = role.rsplit(".", 2 if ".experts." in role else 1)[0]
+            was, is_ = part.flatten().double(), now[role].cpu().flatten().double()
+            difference[owner] = difference.get(owner, 0.0) + float((is_ - was).square().sum())
+            before[owner] = before.get(owner, 0.0) + float(was.square().sum())
+    if not difference:
+        raise ValueError("start has no experts; give the converted folder, or the run that upcycled as it loaded")
+    return {owner: math.sqrt(square / before[owner]) for owner, square in difference.items()}
+
+
+# ---- the file, read again, and as text
+
+
+class RoutedLayer(TypedDict):
+    layer: Count
+    max_over_mean: float
+    entropy: float
+    unused: Count
+    specialisation: float | None
+    spread: list[float]
+    pairs: list[tuple[Count, Count, float]]
+    whole_groups: NotRequired[float | None]
+    whole: NotRequired[float | None]
+    missing: NotRequired[float | None]
+    doubled: NotRequired[float | None]
+    moved: NotRequired[list[float]]
+    router_moved: NotRequired[float]
+    pruned: NotRequired[tuple[float, float, float]]
+
+
+class Routed(TypedDict):
+    """What is read of a file that `routing` wrote."""
+
+    kind: str
+    experts: Experts
+    top_k: Experts
+    granularity: Experts
+    chance_of_whole_groups: float
+    layers: list[RoutedLayer]
+    load: Mapping[str, Cells]
+    together: list[Cells | None]
+    tokens: Mapping[str, Count]
+    checkpoint: str
+    start: str
+
+
+def read_routing(file: Path) -> dict[str, Any]:
+    """Read a file that `routing` wrote. Raise a ValueError of one sentence about any other."""
+    try:
+        value = strict.read_json(file)
+    except ValueError as error:
+        raise ValueError(f"{file} is not whole JSON ({error}); make it again with `upcycle routing`") from None
+    if not isinstance(value, dict) or value.get("kind") != "routing":
+        raise ValueError(f"{file} is not a file of `upcycle routing`; make it with that")
+    try:
+        found: dict[str, Any] = strict.held(value, Routed, str(file))
+        check_sizes(found, str(file))
+    except ValueError as error:
+        raise ValueError(f"{error}; make it again with `upcycle routing`") from None
+    return found
+
+
+def check_sizes(found: Mapping[str, Any], where: str) -> None:
+    """Raise a ValueError unless the tables have a row a layer and a cell an expert."""
+    experts, layers = found["experts"], found["layers"]
+    if not layers or not found["load"] or found["load"].keys() != found["tokens"].keys():
+        raise ValueError(f"{where} has {len(layers)} layers and other domains in load than in tokens")
+    of_layers = [*found["load"].values(), found["together"]]
+    square = [table for table in found["together"] if table is not None]
+    rows = [row for table in (*found["load"].values(), *square) for row in table]
+    rows += [row[name] for row in layers for name in ("spread", "moved") if name in row]
+    if any(len(table) != len(layers) for table in of_layers) or any(len(table) != experts for table in square):
+        raise ValueError(f"{where} has tables of other sizes than its {len(layers)} layers and {experts} experts")
+    if any(len(row) != experts for row in rows):
+        raise ValueError(f"{where} has rows that are not of its {experts} experts")
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], float | None]] = {
+    "fullest/mean": lambda r: r["max_over_mean"],
+    "entropy": lambda r: r["entropy"],
+    "unused": lambda r: r["unused"],
+    "specialisation": lambda r: r["specialisation"],
+    "whole groups": lambda r: r.get("whole_groups"),
+    "whole": lambda r: r.get("whole"),
+    "missing": lambda r: r.get("missing"),
+    "doubled": lambda r: r.get("doubled"),
+    "spread": lambda r: sum(r["spread"]) / len(r["spread"]),
+    "pruned": lambda r: r["pruned"][0] if "pruned" in r else None,
+    "moved": lambda r: sum(r["moved"]) / len(r["moved"]) if "moved" in r else None,
+    "router moved": lambda r: r.get("router_moved"),
+}
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Write what was measured as a table, a row a layer."""
+    shown = {name: get for name, get in COLUMNS.items() if get(found["layers"][0]) is not None}
+    lines = ["layer  " + "  ".join(shown)]
+    for row in found["layers"]:
+        values = {name: get(row) for name, get in shown.items()}
+        cells = (("" if value is None else f"{value:.4g}").rjust(len(name)) for name, value in values.items())
+        lines.append(f"{int(row['layer']):>5}  " + "  ".join(cells))
+    return "\n".join(lines)
