@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -369,25 +369,30 @@ def check_sizes(found: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where} has rows that are not of its {experts} experts")
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], float | None]] = {
-    "fullest/mean": lambda r: r["max_over_mean"],
-    "entropy": lambda r: r["entropy"],
-    "unused": lambda r: r["unused"],
-    "specialisation": lambda r: r["specialisation"],
-    "whole groups": lambda r: r.get("whole_groups"),
-    "whole": lambda r: r.get("whole"),
-    "missing": lambda r: r.get("missing"),
-    "doubled": lambda r: r.get("doubled"),
-    "spread": lambda r: sum(r["spread"]) / len(r["spread"]),
-    "pruned": lambda r: r["pruned"][0] if "pruned" in r else None,
-    "moved": lambda r: sum(r["moved"]) / len(r["moved"]) if "moved" in r else None,
-    "router moved": lambda r: r.get("router_moved"),
-}
+Figure = Callable[[Mapping[str, Any]], float | None]
+MEASURES: tuple[tuple[str, str, Figure, bool], ...] = (  # title, unit, value of a layer, axis from zero
+    ("Fullest expert", "its load / the mean", lambda row: row["max_over_mean"], False),
+    ("Entropy of the load", "1: balance", lambda row: row["entropy"], False),
+    ("Unused experts", "of the layer", lambda row: row["unused"], True),
+    ("Domain specialisation", "0: none, 1: whole", lambda row: row["specialisation"], True),
+    ("Whole virtual groups", "share of tokens", lambda row: row.get("whole_groups"), True),
+    ("Whole FFNs", "share of tokens", lambda row: row.get("whole"), True),
+    ("Slices missing", "a token, of whole FFNs", lambda row: row.get("missing"), True),
+    ("Slices doubled", "a token", lambda row: row.get("doubled"), True),
+    ("Copies apart", "|expert − mean| / |mean|", lambda row: average(row["spread"]), True),
+    ("Pruned", "error of the FFN", lambda row: row["pruned"][0] if "pruned" in row else None, True),
+    ("Experts moved", "|now − start| / |start|", lambda row: average(row.get("moved", ())), True),
+    ("Router moved", "|now − start| / |start|", lambda row: row.get("router_moved"), True),
+)
+
+
+def average(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def table(found: Mapping[str, Any]) -> str:
     """Write what was measured as a table, a row a layer."""
-    shown = {name: get for name, get in COLUMNS.items() if get(found["layers"][0]) is not None}
+    shown = {title: get for title, _, get, _ in MEASURES if get(found["layers"][0]) is not None}
     lines = ["layer  " + "  ".join(shown)]
     for row in found["layers"]:
         values = {name: get(row) for name, get in shown.items()}

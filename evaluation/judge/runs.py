@@ -179,8 +179,9 @@ def bands(arms: Arms, curve: Callable[[Run], Curve]) -> tuple[Band, ...]:
         values = [[each[s][1] for each in steps] for s in shared]
         spent = tuple(average([each[s][0] for each in steps]) for s in shared)
         if values:
-            means, lows, highs = (tuple(map(of, values)) for of in (mean, min, max))
-            out.append(Band(arm, spent, means, lows, highs, len(steps)))
+            ends = [(min(each), max(each)) for each in values]
+            lows, highs = tuple(low for low, _ in ends), tuple(high for _, high in ends)
+            out.append(Band(arm, spent, tuple(map(mean, values)), lows, highs, len(steps)))
     return tuple(out)
 
 

@@ -361,7 +361,8 @@ def plan_rows(folder: Path) -> Rows:
         with ExitStack() as stack:
             config = build(UpcycleConfig, renamed(manifest["config"]))
             sources = [config.source or config.donors[0], *config.donors]
-            return card.rows(plan.build(config, [stack.enter_context(at_hand(name)) for name in sources], {}))
+            checkpoints = [stack.enter_context(at_hand(name)) for name in sources]
+            return list(card.rows(plan.build(config, checkpoints, {})))
     except (ValueError, OSError) as error:
         stated = [(name, str(value)) for name, value in manifest["config"].items() if name != "output"]
         return [*stated, ("note", f"sizes are left out: {' '.join(str(error).split())}")]

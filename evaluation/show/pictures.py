@@ -251,11 +251,7 @@ class Heat:
 
     @property
     def about(self) -> str:
-        """Name the lowest and the highest number and where they are, for who cannot see the colours."""
-        found = self.known
-        ends = (("lowest", min(found)), ("highest", max(found))) if found else ()
-        said = ", ".join(f"{name} {v:.3g} in row {self.rows[y]}, expert {x}" for name, (v, y, x) in ends)
-        return f"{self.title}, {self.unit}: by expert" + (f"; {said}" if said else "")
+        return f"{self.title}, {self.unit}: by expert; the numbers are in the table below"
 
     @property
     def values(self) -> Folded:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from evaluation.judge import words
 from evaluation.judge.losses import Losses
+from evaluation.judge.routing import MEASURES
 from evaluation.judge.runs import Run, mean
 from evaluation.judge.seeds import LEAST
 from evaluation.judge.words import is_share, number, p_text, signed
@@ -33,18 +34,6 @@ from training.observe import plots
 EXAMPLES = 12  # flipped items shown
 SHOWN_PAIRS = 3  # layers whose pairs of experts are drawn
 RATIOS = {0: "≤ ¼", 2: "½", 4: "1", 6: "2", 8: "≥ 4"}  # what the colours of diverging() mean
-Measure = Callable[[dict[str, Any]], float | None]
-MEASURES: tuple[tuple[str, str, Measure, bool], ...] = (  # title, unit, value of a layer, axis from zero
-    ("Fullest expert", "its load / the mean", lambda row: row["max_over_mean"], False),
-    ("Entropy of the load", "1: balance", lambda row: row["entropy"], False),
-    ("Domain specialisation", "0: none, 1: whole", lambda row: row["specialisation"], True),
-    ("Whole virtual groups", "share of tokens", lambda row: row.get("whole_groups"), True),
-    ("Whole FFNs", "share of tokens", lambda row: row.get("whole"), True),
-    ("Slices missing", "a token, of whole FFNs", lambda row: row.get("missing"), True),
-    ("Slices doubled", "a token", lambda row: row.get("doubled"), True),
-    ("Copies apart", "|expert − mean| / |mean|", lambda row: mean(row["spread"]), True),
-    ("Experts moved", "|now − start| / |start|", lambda row: mean(row["moved"]) if "moved" in row else None, True),
-)
 
 
 def page(facts: Facts) -> Page:

@@ -1,4 +1,4 @@
-"""Show a study: the sections of its page, the sentences that follow from it, and a short table for a terminal."""
+"""Show a study: the sections of its page, and the sentences that follow from it."""
 
 from __future__ import annotations
 
@@ -79,43 +79,15 @@ def sentences(judged: Judged) -> Iterator[str]:
             f"{number(c.value, c.unit)} next to {number(c.other, c.unit)} {LOSS} ({signed(c.difference.mean, c.unit)}; "
             f"{judgement(c)})."
         )
+    yield from families(headlines(judged))
     if not headlines(judged):
         yield "No two arms have finished a seed that they share, so nothing is compared yet."
 
 
-def table(judged: Judged) -> str:
-    """Write the headlines as a table for a terminal."""
-    head = ("", "on", "arm", "loss", "next to", "loss", "difference", "95 % interval", "seeds", "p", "")
-    rows = [
-        (
-            QUESTIONS[c.question], c.what, c.arm, number(c.value, c.unit), c.against, number(c.other, c.unit),
-            signed(c.difference.mean, c.unit), between(c) or "none", str(c.difference.seeds),
-            words.p_text(c.difference.p if c.difference.p_holm is None else c.difference.p_holm),
-            c.verdict + uneven(c),
-        )
-        for c in headlines(judged)
-    ]  # fmt: skip
-    if not rows:
-        return next(sentences(judged))
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = ["  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
-    return "\n".join([*lines, *families(headlines(judged))])
-
-
 def families(found: Sequence[Contrast]) -> Iterator[str]:
-    """Say how p was corrected."""
+    """Say how many comparisons share Holm's correction."""
     if (count := max((c.difference.family for c in found), default=1)) > 1:
         yield f"p is corrected by Holm for {count} comparisons."
-    yield from dict.fromkeys(
-        f"{c.arm} next to {c.against} on {c.what} was named beforehand: its p is not corrected."
-        for c in found
-        if c.difference.p is not None and c.difference.p_holm is None
-    )
-
-
-def between(c: Contrast) -> str:
-    d = c.difference
-    return "" if d.low is None or d.high is None else f"{signed(d.low, c.unit)} to {signed(d.high, c.unit)}"
 
 
 # ---- sections
@@ -131,8 +103,7 @@ def differences_section(judged: Judged, color: Palette) -> Section:
         "Of final validation losses, in nats a token; lower is better. Two runs of a seed read the same samples in the "
         "same order; a dot is the mean of their differences, its bar Student's 95 % interval over seeds. A verdict is "
         "by p over seeds; Holm corrects the means together, and the single sets together. At equal FLOPs and at equal "
-        "seconds the other arm is a run of its own with its own whole schedule. "
-        f"{' '.join(families(headlines(judged)))}",
+        "seconds the other arm is a run of its own with its own whole schedule.",
         blocks,
     )
 

@@ -12,7 +12,6 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -22,11 +21,11 @@ from pathlib import Path
 
 from evaluation.judge.compare import plain
 from evaluation.show.page import rendered
-from evaluation.show.study import page, sentences, table
+from evaluation.show.study import page, sentences
 from evaluation.studies import lengths, sample
 from evaluation.studies.judging import Judged, is_finished, judge
 from evaluation.studies.plan import Plan, Trial, sample_config, trials
-from evaluation.studies.running import ROOT, Job, Workers, alone, device, stopping
+from evaluation.studies.running import Job, Workers, alone, device, stopping
 from evaluation.studies.suites import Suite, before_folder, starts, suites_of
 from training.observe import metrics
 from upcycle import __version__
@@ -140,7 +139,7 @@ def workers_of(plan: Plan, count: int) -> Workers:
 
 
 def show(plan: Plan, command: str, failures: Mapping[str, str]) -> Judged:
-    """Judge what is there, write study.html and study.json, and print the table."""
+    """Judge what is there, write study.html and study.json, and print what came of it."""
     judged, title = judge(plan), plan.config.title or plan.folder.name
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     texts, tools, failed = commands(plan, command), versions(), list(failures.values())
@@ -157,7 +156,7 @@ def show(plan: Plan, command: str, failures: Mapping[str, str]) -> Judged:
     write_atomic(plan.folder / "study.json", (json.dumps(about | figures, indent=1, allow_nan=False) + "\n").encode())
     html = rendered(page(title, made, judged, texts, tools, failed))
     write_atomic(plan.folder / "study.html", html.encode())
-    print(f"\n{table(judged)}\n\n{plan.folder / 'study.html'}", flush=True)
+    print("", *about["verdicts"], f"\n{plan.folder / 'study.html'}", sep="\n", flush=True)
     return judged
 
 
@@ -182,14 +181,9 @@ def versions() -> dict[str, str]:
     import torch
 
     has_cuda = torch.cuda.is_available()
-    found = {
+    return {
         "python": platform.python_version(),
         "upcycle": __version__,
         "torch": version("torch"),
         "device": torch.cuda.get_device_name() if has_cuda else f"CPU, {os.cpu_count()} cores ({platform.machine()})",
     }
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    try:
-        return found | {"commit": subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()}
-    except (OSError, subprocess.CalledProcessError):
-        return found

@@ -169,7 +169,7 @@ def test_the_command_writes_and_prints_a_table(
     out = tmp_path / "routing.json"
     assert evaluate(["routing", str(moe), *texts, "tokens=200", "sequence=20", f"output={out}"]) == 0
     said = capsys.readouterr().out
-    assert "whole groups" in said and "moved" not in said
+    assert "Whole virtual groups" in said and "moved" not in said
     written = json.loads(out.read_text())
     assert written["kind"] == "routing" and written["config"]["sequence"] == 20
     assert not any(math.isnan(v) for rows in written["load"].values() for row in rows for v in row)
@@ -182,8 +182,8 @@ def test_a_layer_without_a_figure_has_a_gap_in_the_table(moe: Path, texts: list[
     found = routing.measure(config(moe, texts))
     found["layers"][1]["specialisation"] = None
     head, *rows = routing.table(found).splitlines()
-    at = head.index("specialisation")
-    assert rows[0][at : at + 14].strip() and not rows[1][at : at + 14].strip()
+    at = head.index("Domain specialisation")
+    assert rows[0][at : at + 21].strip() and not rows[1][at : at + 21].strip()
 
 
 def test_refusals_are_one_sentence(moe: Path, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
