@@ -609,6 +609,15 @@ def evaluated(folder: Path) -> None:
     test_compare.subjects(folder / "b", {"x": [1] + [0] * 4 + [1], "y": [1, 2] * 2}, rights)
 
 
+def evaluated_elsewhere(folder: Path) -> None:
+    """As any lm-eval writes them: without what is ours."""
+    evaluated(folder)
+    for path in folder.glob("*/results_*.json"):
+        value = json.loads(path.read_text())
+        del value["upcycle"]
+        path.write_text(json.dumps(value))
+
+
 def sign_results(folder: Path) -> None:
     for path in folder.glob("*/results_*.json"):
         value = json.loads(path.read_text())
@@ -914,6 +923,7 @@ READERS: dict[str, Reader] = {
     "tokenizer": Reader(tokenizer, read_tokenizer, ("*.json",)),
     "configs": Reader(configs, read_configs, ("*.yaml",)),
     "results": Reader(evaluated, read_evaluated, ("results_*.json", "samples_*.jsonl"), sign_results),
+    "lm-eval": Reader(evaluated_elsewhere, read_evaluated, ("results_*.json", "samples_*.jsonl")),
     "routing": Reader(test_report.routed, lambda folder, path: reported(path), ("*.json",)),
     "answers": Reader(answers, read_answers, ("*.jsonl",)),
     "published": Reader(published, read_published, ("*.*",)),
