@@ -43,7 +43,7 @@ def test_the_demo_stops_goes_on_and_does_nothing_twice(
     words, here, real = asked(), folder / "runs" / "notebook", demo.call
 
     def killed(program: str, *more: object) -> None:
-        if program == "upcycle":
+        if program == "convert":
             raise KeyboardInterrupt
         real(program, *more)
 
