@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.unit.training.test_data import jsonl, texts
-from tests.unit.training.test_train import config, moe
+from tests.unit.training.test_train import config, losses, moe
 from tests.unit.training.test_train import place as place
 from training.checkpoint.storage import read_manifest
 from training.cli.estimate import main as plan
@@ -242,3 +242,12 @@ def test_what_was_frozen_when_fsdp_gathered_it_first_is_summed_as_wide_as_its_ma
         assert all(p.grad is not None for p in model.parameters())
     finally:
         dist.destroy_process_group()
+
+
+def test_copies_are_pulled_together_at_the_runs_end_alone(place: Path, tmp_path: Path) -> None:
+    """Stages that change nothing are no end: optim.shrink, here by default, waits for the last one's last step."""
+    words = ["model.upcycle.target=upcycled", "model.upcycle.router.choice=each-slice", "schedule.shape=constant"]
+    words += ["schedule.warmup=0", "data.valid=[]"]
+    plain = train(config(place, tmp_path / "plain", *words, steps=4))
+    staged = train(config(place, tmp_path / "staged", "stages=[{steps: 2}, {steps: 2}]", *words, steps=4))
+    assert losses(staged) == losses(plain)
