@@ -22,3 +22,9 @@ def test_float32_norms_in_a_bfloat16_model_are_known_to_be_rounded(tmp_path: Pat
     assert plan.promise.reasons == ("exact but for the rounding of float32 weights to bfloat16",)
     convert(plan, checkpoints, quiet=True)
     assert main(["verify", str(folder), str(tmp_path / "moe"), "tokens=64"]) == 0
+
+
+def test_parts_of_ffns_are_planned_if_asked_for_and_not_called_exact(llama: Path) -> None:
+    made, _ = load(f"source={llama}", "method.name=virtual_group", "granularity=4", "top_k=6", "router.choice=parts")
+    assert (made.moe.choice, made.moe.top_k) == ("any", 6) and not made.promise.exact
+    assert "top_k=6 is not a multiple of granularity=4" in made.promise.reasons[0]
