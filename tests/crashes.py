@@ -360,61 +360,30 @@ def commands(place: Path) -> dict[str, Command]:
         found = json.loads((here / "report.json").read_text())["files"]
         return {name: hashlib.sha256((here / name).read_bytes()).hexdigest() == found[name]["sha256"] for name in found}
 
+    def maker(name: str, run: Callable[[Path], int], output: str) -> Command:
+        """Return a command that makes a folder and renames it."""
+        made, partial = (lambda here: [here / output]), (lambda here: [here / f"{output}.partial"])
+        return Command(name, run, lambda here: digests(here / output), made, partial)
+
+    dense = str(place / "dense")
+    few = ["experts=2", "max_shard=60KB"]
+    texts = [f"tokenizer={dense}", f"sources=[{place / 'a.jsonl'},{place / 'b.jsonl'}]", "shard_tokens=300"]
     training = [
-        "data.sequence=24",
-        "batch=2",
-        "micro_batch=2",
-        "log_every=1",
-        "schedule.warmup=0",
-        "schedule.peak=1e-3",
-    ]
-    training += [
-        "model.dtype=float32",
-        "steps=2",
-        "checkpoint.every=1",
-        "device=cpu",
-        f"data.train=[{place / 'tokens'}]",
-    ]
+        "data.sequence=24", "batch=2", "micro_batch=2", "log_every=1", "schedule.warmup=0", "schedule.peak=1e-3",
+        "model.dtype=float32", "steps=2", "checkpoint.every=1", "device=cpu", f"data.train=[{place / 'tokens'}]",
+        f"model.source={dense}",
+    ]  # fmt: skip
     all_of = [
-        Command(
-            "convert",
-            lambda here: upcycle(
-                ["convert", f"source={place / 'dense'}", f"output={here / 'moe'}", "experts=2", "max_shard=60KB"]
-            ),
-            lambda here: digests(here / "moe"),
-            lambda here: [here / "moe"],
-            lambda here: [here / "moe.partial"],
-        ),
-        Command(
-            "prepare",
-            lambda here: prepare.main(
-                [
-                    str(here / "out"),
-                    f"tokenizer={place / 'dense'}",
-                    f"sources=[{place / 'a.jsonl'},{place / 'b.jsonl'}]",
-                    "shard_tokens=300",
-                ]
-            ),
-            lambda here: digests(here / "out"),
-            lambda here: [here / "out"],
-            lambda here: [here / "out.partial"],
-        ),
+        maker("convert", lambda here: upcycle(["convert", f"source={dense}", f"output={here / 'moe'}", *few]), "moe"),
+        maker("prepare", lambda here: prepare.main([str(here / "out"), *texts]), "out"),
+        maker("export", lambda here: export.main([str(place / "run"), str(here / "out")]), "out"),
         Command(
             "train",
-            lambda here: train(
-                [f"model.source={place / 'dense'}", f"output={here / 'run'}", f"export={here / 'export'}", *training]
-            ),
+            lambda here: train([f"output={here / 'run'}", f"export={here / 'export'}", *training]),
             run_folder,
             lambda here: [*(p for p in (here / "run").iterdir() if p.name != "plots.png"), here / "export"],
             lambda here: [here / "run", here / "export.partial"],
             frozenset({0, 2, 75, 130}),
-        ),
-        Command(
-            "export",
-            lambda here: export.main([str(place / "run"), str(here / "out")]),
-            lambda here: digests(here / "out"),
-            lambda here: [here / "out"],
-            lambda here: [here / "out.partial"],
         ),
         Command(
             "results",
@@ -431,7 +400,6 @@ def commands(place: Path) -> dict[str, Command]:
             lambda here: [here],
         ),
     ]
-
     return {command.name: command for command in all_of}
 
 

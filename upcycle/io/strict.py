@@ -23,17 +23,7 @@ from functools import cache, partial
 from io import FileIO
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NotRequired,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)  # fmt: skip
+from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import yaml
 
@@ -111,7 +101,7 @@ def read_text(file: Path, limit: int = MAX_FILE) -> str:
 
 
 def read_json(file: Path, limit: int = MAX_FILE, *, constants: bool = False) -> Any:
-    """The value of a JSON file. `constants`: NaN and Infinity are numbers there, as Python writes them."""
+    """Read a JSON file; with `constants`, NaN and Infinity are numbers there, as Python writes them."""
     return parse(read_small(file, limit), file, constants=constants)
 
 
@@ -120,7 +110,7 @@ def read_object(file: Path, limit: int = MAX_FILE, *, constants: bool = False) -
 
 
 def read_lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    """(where, line) of each line of a file, without its end; a line is bounded, the file is not."""
+    """Yield (where, line) of each line of a file, without its end; a line is bounded, the file is not."""
     with open_regular(file) as raw, os.fdopen(os.dup(raw.fileno()), "rb") as handle:
         number = 0
         while line := handle.readline(MAX_LINE + 1):
@@ -148,11 +138,8 @@ def parse(
     digits: int = MAX_DIGITS,
 ) -> Any:
     """Parse JSON strictly: no duplicate keys, finite numbers, bounded nesting, digits and number of values."""
-    marks: Any = ",[{" if isinstance(raw, str) else (b",", b"[", b"{")
-    most = values or MAX_VALUES
     try:
-        if sum(raw.count(mark) for mark in marks) > most:
-            raise ValueError(f"more than {most} values")
+        check_values(raw, values or MAX_VALUES)
         value = json.loads(
             raw if isinstance(raw, str) else raw.decode(),
             object_pairs_hook=unique,
@@ -170,12 +157,17 @@ def parse(
         raise ValueError(f"{where} is not usable JSON: {error}") from error
 
 
+def check_values(raw: bytes | bytearray | str, most: int) -> None:
+    """Raise a ValueError if a JSON text may hold more values than `most`."""
+    marks: Any = ",[{" if isinstance(raw, str) else (b",", b"[", b"{")
+    if sum(raw.count(mark) for mark in marks) > most:
+        raise ValueError(f"more than {most} values")
+
+
 def parse_row(line: str, where: str) -> Any:
-    """Parse a line of somebody's data, of which a key or two are read: bounded as by `parse`, but what else is in it is
-    not ours to judge."""
+    """Parse a line of somebody's data, of which a key or two are read, bounded but not held to strict JSON."""
     try:
-        if line.count(",") + line.count("[") + line.count("{") > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES} values")
+        check_values(line, MAX_VALUES)
         return json.loads(line)
     except RecursionError:
         raise ValueError(f"{where} is not JSON: it is nested too deeply") from None
@@ -187,12 +179,8 @@ def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
     """Raise a ValueError if values are nested deeper than `most`: what is made of them recurses."""
     level = [value]
     for _ in range(most):
-        level = [
-            inner
-            for each in level
-            if isinstance(each, dict | list)
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
+        nested = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [inner for values in nested for inner in values]
         if not level:
             return
     raise ValueError("it is nested too deeply")
@@ -264,7 +252,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def size_of(node: yaml.Node, known: dict[int, int]) -> int:
-    """The number of values in a node, aliases written out; a ValueError if there are too many, or no end of them."""
+    """Count the values in a node, aliases written out; a ValueError if there are too many, or no end of them."""
     if id(node) in known:
         if not known[id(node)]:
             raise ValueError("a value is inside itself")

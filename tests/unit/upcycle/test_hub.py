@@ -78,8 +78,8 @@ def test_headers_of_a_stranger_are_checked_as_a_files(dense: Path, remote: list[
     [(file, found)] = good.files_metadata.items()
     name, info = next(iter(found.tensors.items()))
     cases: list[tuple[dict[str, Any], str]] = [
-        ({file: replace_tensors(found, {**found.tensors, name: replace(info, shape=[2**40])})}, "bytes, but shape"),
-        ({file: replace_tensors(found, {**found.tensors, "a\x00b": info})}, "printable"),
+        ({file: SimpleNamespace(tensors={**found.tensors, name: replace(info, shape=[2**40])})}, "bytes, but shape"),
+        ({file: SimpleNamespace(tensors={**found.tensors, "a\x00b": info})}, "printable"),
         ({file: found, "other.safetensors": found}, "in two files"),
         ({}, "holds no tensors"),
     ]
@@ -91,10 +91,6 @@ def test_headers_of_a_stranger_are_checked_as_a_files(dense: Path, remote: list[
         )
         with pytest.raises(ValueError, match=said):
             hub.headers("org/tiny")
-
-
-def replace_tensors(found: Any, tensors: Any) -> Any:
-    return SimpleNamespace(tensors=tensors)
 
 
 def test_a_hub_that_does_not_answer_is_a_sentence_and_none_is_asked_offline(
