@@ -23,7 +23,7 @@ import platform
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
@@ -80,7 +80,7 @@ def convert(
                 check_first(partial, output)
             plan = replace(plan, observed=observations(plan, checkpoints, partial, watch, quiet=quiet))
             stale = stale_shards(plan, checkpoints, partial, worker)
-            write_own_shards(plan, checkpoints, partial, worker, stale, quiet=quiet)
+            write_own_shards(plan, checkpoints, partial, worker, stale, quiet)
             if worker.rank == 0:
                 wait_for_others(plan, partial, watch, stale)
                 finish(plan, checkpoints, partial, identity)
@@ -125,11 +125,11 @@ def made(output: Path, identity: Mapping[str, Any]) -> bool:
 
 def check_whole(output: Path) -> None:
     """Raise a ValueError if the files of the output are not those that its manifest lists."""
+    manifest = output / publish.MANIFEST
     try:
-        manifest = output / publish.MANIFEST
         said = next(publish.damages(manifest, read_json(manifest)["files"]), "")
     except (KeyError, TypeError, AttributeError):
-        said = f"{output / publish.MANIFEST} does not say what its files are"
+        said = f"{manifest} does not say what its files are"
     if said:
         raise ValueError(f"{said}, so {output} is not what was made; remove it and convert again")
 
@@ -171,15 +171,13 @@ def changed(read: Read, checkpoints: Sequence[Checkpoint], known: dict[Piece, st
         key = (donor, name, (rows[0], rows[1]) if rows else None)
         entry = checkpoints[donor].entries.get(name) if donor < len(checkpoints) else None
         try:
-            if entry is None or known.setdefault(key, known.get(key) or resummed(checkpoints, key)) != sha:
-                return f"tensor {name} in {entry.file if entry else 'the source'}"
+            if entry is not None and key not in known:
+                known[key] = make.sha256(checkpoints[donor].read(name, key[2], check=False))
         except ValueError:  # it has fewer rows now
             return f"tensor {name}"
+        if known.get(key) != sha:
+            return f"tensor {name} in {entry.file if entry else 'the source'}"
     return ""
-
-
-def resummed(checkpoints: Sequence[Checkpoint], key: Piece) -> str:
-    return make.sha256(checkpoints[key[0]].read(key[1], key[2], check=False))
 
 
 def stale_shards(
@@ -228,30 +226,15 @@ def write_own_shards(
     checkpoints: Sequence[Checkpoint],
     partial: Path,
     worker: Worker,
-    stale: Mapping[str, publish.Stamp],
-    *,
+    stale: Collection[str],
     quiet: bool,
 ) -> None:
+    """Write this rank's shards, a few at a time: while one waits for the disk, others read, make and hash."""
     own = [shard for i, shard in enumerate(plan.shards) if i % worker.count == worker.rank]
-    finished = [shard for shard in own if shard[0] not in stale and record(partial, shard[0]) is not None]
-    total = sum(out.bytes for _, group in own for out in group)
-    done = sum(out.bytes for _, group in finished for out in group)  # of an earlier run: no part of this one's rate
-    with tqdm(
-        total=total, initial=done, unit="B", unit_scale=True, desc="convert", disable=quiet or worker.rank > 0,
-        mininterval=0.2,
-    ) as bar:  # fmt: skip
-        write_shards(plan, checkpoints, partial, worker, [shard for shard in own if shard not in finished], bar)
-
-
-def write_shards(
-    plan: UpcyclePlan,
-    checkpoints: Sequence[Checkpoint],
-    partial: Path,
-    worker: Worker,
-    shards: list[tuple[str, list[Output]]],
-    bar: Any,
-) -> None:
-    """Write a few shards at a time, each a pipeline: while one waits for the disk, others read, make and hash."""
+    shards = [shard for shard in own if shard[0] in stale or record(partial, shard[0]) is None]
+    total, left = (sum(out.bytes for _, group in some for out in group) for some in (own, shards))
+    done = total - left  # of an earlier run: no part of this one's rate
+    bar = tqdm(None, "convert", total, unit="B", unit_scale=True, initial=done, disable=quiet or worker.rank > 0)
     stop = threading.Event()
 
     def advance(count: int) -> None:
@@ -260,12 +243,11 @@ def write_shards(
         bar.update(count)
 
     lanes, cache = in_flight(plan, len(shards))
-    maker = Maker(plan, checkpoints, cache, sums={})
+    maker, suffix = Maker(plan, checkpoints, cache, sums={}), f"rank-{worker.rank}.part"
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // lanes))
     try:
-        with ThreadPoolExecutor(lanes, "shard") as pool:
-            suffix = f"rank-{worker.rank}.part"
+        with bar, ThreadPoolExecutor(lanes, "shard") as pool:
             futures = [pool.submit(write_shard, maker, partial, name, group, suffix, advance) for name, group in shards]
             try:
                 for future in wait_for(futures, return_when=FIRST_EXCEPTION).done:

@@ -129,11 +129,9 @@ def check(config: UpcycleConfig, moe: MoESpec, name: str) -> None:
 
 
 def check_copies(config: UpcycleConfig, moe: MoESpec, already: str, name: str) -> None:
-    if config.experts < 1 or moe.experts * config.experts > MAX_EXPERTS:
-        raise ValueError(
-            f"experts={config.experts} copies of each of {moe.experts} experts; write experts=1 to "
-            f"{MAX_EXPERTS // moe.experts}"
-        )
+    most = MAX_EXPERTS // moe.experts
+    if not 1 <= config.experts <= most:
+        raise ValueError(f"experts={config.experts} copies of each of {moe.experts} experts; write experts=1 to {most}")
     if config.top_k != moe.top_k * config.experts:
         raise ValueError(
             f"{already}; grown to {config.experts} copies of each expert it computes the same with all copies of the "
