@@ -800,21 +800,18 @@ def configs(folder: Path) -> None:
 
 
 def read_configs(folder: Path, path: Path) -> None:
-    match path.stem:
-        case "upcycle":
-            read(UpcycleConfig, str(path))
-        case "train":
-            training.read_config(str(path))
-        case "eval":
-            asking.is_config(str(path))
-            asking.read_config([str(path)])
-        case "prepare":
-            read(PrepareConfig, str(path), [], folder)
-        case "study":
-            read_study(str(path))
-        case "suite":
-            asking.is_config(str(path))
-            read_suite(str(path))
+    file = str(path)
+    if path.stem in ("eval", "suite"):
+        asking.is_config(file)
+    readers: dict[str, Callable[[], object]] = {
+        "upcycle": lambda: read(UpcycleConfig, file),
+        "train": lambda: training.read_config(file),
+        "eval": lambda: asking.read_config([file]),
+        "prepare": lambda: read(PrepareConfig, file, [], folder),
+        "study": lambda: read_study(file),
+        "suite": lambda: read_suite(file),
+    }
+    readers[path.stem]()
 
 
 def measured(folder: Path) -> None:

@@ -24,7 +24,7 @@ LICENSE = ("license", "license_name", "license_link")  # keys of a card's head
 
 
 def settings(plan: UpcyclePlan) -> dict[str, Any]:
-    """The config with every default filled in."""
+    """Return the config with every default filled in."""
     return asdict(plan.config) | {"method": {"name": plan.method.name} | asdict(plan.method.options)}
 
 
@@ -36,7 +36,7 @@ def human(number: float, unit: str = "") -> str:
 
 
 def promised(plan: UpcyclePlan) -> dict[str, Any]:
-    """The promise as the manifest holds it."""
+    """Return the promise as the manifest holds it."""
     p = plan.promise
     return {"exact": p.exact, "tolerance": p.tolerance, "reasons": list(p.reasons)}
 
@@ -57,7 +57,7 @@ def promise_text(promise: Promise) -> str:
 
 
 def inert(text: str) -> str:
-    """The text as Markdown that shows it: without markup, HTML, pictures or lines of its own."""
+    """Return Markdown that shows the text: without markup, HTML, pictures or lines of its own."""
     return re.sub(r"([\\`\[\]|])", r"\\\1", printable(text)).replace("<", "&lt;")
 
 
@@ -141,7 +141,7 @@ def table(plan: UpcyclePlan) -> str:
 
 
 def tensors(plan: UpcyclePlan) -> Iterator[str]:
-    """A line for each output: name, shape, dtype, recipe."""
+    """Yield a line for each output: name, shape, dtype, recipe."""
     for output in plan.outputs:
         first = str(output.parts[0])
         more = f", and {len(output.parts) - 1} parts more" if len(output.parts) > 1 else ""
@@ -149,7 +149,7 @@ def tensors(plan: UpcyclePlan) -> Iterator[str]:
 
 
 def text(plan: UpcyclePlan, dense: Path) -> str:
-    """The README.md of the output folder; `dense`: the folder of the model that it is made of."""
+    """Write the README.md of a folder that was converted from the model in `dense`."""
     sources = [plan.config.source, *plan.config.donors] if plan.config.source else list(plan.config.donors)
     shown = [row for row in rows(plan) if row[0] != "training"]
     return page(
@@ -203,7 +203,7 @@ def page(
 def metadata(
     sources: Sequence[str], config: Mapping[str, Any], base_terms: Mapping[str, Any], tags: Sequence[str]
 ) -> str:
-    """The card's head as the Hub reads it. The base is named by its hub id alone; the license is the base's own."""
+    """Write the card's head as the Hub reads it, with bases by their hub ids and the base's own license."""
     from huggingface_hub import ModelCardData
 
     base: Any = list(dict.fromkeys(name for name in map(hub_id, sources) if name))
@@ -218,7 +218,7 @@ def metadata(
 
 
 def hub_id(source: str) -> str:
-    """The hub id that a source is, or that its folder in the Hub's cache is of; "" for any other folder."""
+    """Return the hub id of a source, or of a folder in the Hub's cache; "" for any other folder."""
     name = public_name(source).partition("@")[0]
     if source and "/" in name:
         return name
@@ -227,7 +227,7 @@ def hub_id(source: str) -> str:
 
 
 def terms(dense: Path) -> dict[str, Any]:
-    """license, license_name and license_link, as the head of the base's own card says them."""
+    """Return license, license_name and license_link, as the head of the base's own card says them."""
     from huggingface_hub import ModelCard
 
     file = dense / "README.md"

@@ -83,7 +83,7 @@ class Maker:
     # ---- whole outputs and slices
 
     def tensor(self, name: str) -> Tensor:
-        """The whole output `name`."""
+        """Make the whole output `name`."""
         output = self.output(name)
         return torch.cat([self.part(part).flatten() for part in output.parts]).view(output.shape)
 
@@ -107,7 +107,7 @@ class Maker:
         return whole.view(max(stop - start, 0), *output.shape[1:])[(slice(None), *index[1:])]
 
     def flat(self, part: Recipe, low: int, high: int) -> Tensor:
-        """Elements low to high of a flattened part. Of a `keep` part just their rows are read; others are whole."""
+        """Make elements low to high of a flattened part; of a `keep` part only their rows are read."""
         width = prod(part.shape[1:])
         if part.kind == "keep" and not part.sources[0].rows and width:
             first, last = low // width, -(-high // width)
@@ -129,7 +129,7 @@ class Maker:
     # ---- one part
 
     def part(self, recipe: Recipe) -> Tensor:
-        """The tensor of a recipe, in its shape and dtype, contiguous."""
+        """Make the tensor of a recipe, in its shape and dtype, contiguous."""
         if recipe.kind == "expert":
             return self.expert(recipe)
         if recipe.kind == "keep":
@@ -186,7 +186,7 @@ class Maker:
         return same and ("expert", recipe.layer, same(self.place(recipe)), recipe.matrix, recipe.shape, recipe.dtype)
 
     def ffn(self, recipe: Recipe, sources: Sequence[Source]) -> FFN:
-        """The layer's dense FFN (the mean, if there are several sources) with only the matrix that the recipe needs."""
+        """Return the layer's dense FFN, or the mean of several, with only the matrix that the recipe needs."""
         dense = self.plan.dense
         matrix = recipe.matrix if dense.gated else recipe.matrix.replace("gate", "up")  # see held()
 
@@ -198,7 +198,7 @@ class Maker:
         return FFN(dense.ffn, dense.hidden, (matrix,), read)
 
     def held(self, ffn: FFN) -> FFN:
-        """The FFN as the target holds it: gate = up for a donor without gate, set last so that both have the noise."""
+        """Return the FFN as the target holds it; a donor without gate gets gate = up last, so both have noise."""
         return ffn if self.plan.dense.gated else ffn.with_gate_as_up()
 
     def carved(self, ffn: FFN, layer: int, *, shared: bool) -> FFN:

@@ -182,7 +182,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def stamps(self) -> dict[str, list[int]]:
-        """Size and time of change (ns) of every weight file."""
+        """Return size and time of change (ns) of every weight file."""
         return {file.name: list(self._stamps[file]) for file in self.files}
 
     def copied_files(self) -> list[Path]:
@@ -237,7 +237,7 @@ def public_name(source: str) -> str:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Every tensor of one safetensors file by name; all that the header says is checked against the file."""
+    """Read every tensor's entry of one safetensors file, each held to the file."""
     with open_regular(file) as handle:
         return parse_header(handle, file)
 
@@ -343,7 +343,7 @@ def check_layout(file: Path, entries: Mapping[str, Entry], base: int, size: int)
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """The index's weight_map, {tensor: file name}; empty without an index. total_size is not read: nothing needs it."""
+    """Read the index's weight_map, {tensor: file name}; empty without an index."""
     file = folder / INDEX
     if not os.path.lexists(file):
         return {}
@@ -366,7 +366,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def single_file(folder: Path) -> str:
-    """The name of the one safetensors file of a folder without an index."""
+    """Name the one safetensors file of a folder without an index."""
     names = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("."))
     if "model.safetensors" in names:
         return "model.safetensors"
@@ -431,7 +431,7 @@ def stamp(handle: FileIO) -> tuple[int, int]:
 
 
 def row_range(entry: Entry, rows: tuple[int, int] | None) -> tuple[tuple[int, ...], int, int]:
-    """The shape of these rows, and where their bytes start and stop."""
+    """Return the shape of these rows, and where their bytes start and stop."""
     if rows is None:
         return entry.shape, entry.start, entry.stop
     first, last = rows
@@ -444,7 +444,7 @@ def row_range(entry: Entry, rows: tuple[int, int] | None) -> tuple[tuple[int, ..
 
 
 def samples(entry: Entry) -> Iterator[tuple[int, int]]:
-    """Ranges of bytes to sample: the first, middle and last of a tensor, or all of a small one."""
+    """Yield ranges of bytes to sample: the first, middle and last of a tensor, or all of a small one."""
     size = entry.stop - entry.start
     if size <= 3 * SAMPLE:
         yield entry.start, entry.stop

@@ -53,7 +53,7 @@ T = TypeVar("T", bound=Stored)
 
 
 def shards(tensors: Iterable[T], limit: int) -> list[tuple[str, list[T]]]:
-    """(file name, tensors) of each file: as many tensors, in order, as fit into `limit` bytes, or one larger tensor."""
+    """Return (file name, tensors) of each file: as many as fit into `limit` bytes, in order, or one larger tensor."""
     groups: list[list[T]] = []
     room = 0
     for tensor in tensors:
@@ -68,7 +68,7 @@ def shards(tensors: Iterable[T], limit: int) -> list[tuple[str, list[T]]]:
 
 
 def header(tensors: Iterable[Stored]) -> bytes:
-    """The header of a safetensors file. It needs no tensor's values, so it is written before any tensor is made."""
+    """Return the header of a safetensors file, which needs no tensor's values."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor in tensors:

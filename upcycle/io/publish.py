@@ -152,12 +152,12 @@ def alone(lock: Path, what: Path) -> Iterator[None]:
 
 
 def listed(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """{name: size and sha256} of files, as a manifest has them."""
+    """Return {name: size and sha256} of files, as a manifest has them."""
     return {path.name: {"bytes": path.stat().st_size, "sha256": disk.sha256(path)} for path in sorted(paths)}
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
-    """The sha256 of a manifest without its `sum`."""
+    """Return the sha256 of a manifest without its `sum`."""
     body = {key: value for key, value in manifest.items() if key != "sum"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 

@@ -351,7 +351,7 @@ def held_object(value: Any, kind: Any, where: str) -> Any:
 
 @cache
 def keys_of(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """(the type of each key, the keys that must be there) of a dataclass or a TypedDict."""
+    """Return (the type of each key, the keys that must be there) of a dataclass or a TypedDict."""
     hints = get_type_hints(kind, include_extras=True)
     if is_typeddict(kind):
         return hints, frozenset(key for key, hint in hints.items() if get_origin(hint) is not NotRequired)
@@ -383,7 +383,7 @@ def wrong(where: str, value: Any, want: str) -> ValueError:
 
 
 def short(value: Any) -> str:
-    """repr() of an untrusted value, of bounded length and depth."""
+    """Return repr() of an untrusted value, of bounded length and depth."""
     brief = reprlib.Repr()
     brief.maxstring = 160
     return brief.repr(value)

@@ -84,7 +84,7 @@ class Found(TypedDict):
 
 
 def asked(config: UpcycleConfig) -> str:
-    """The method of METHODS that a config names; "" if it names another."""
+    """Return the method of METHODS that a config names; "" if it names another."""
     name = config.method.get("name") if isinstance(config.method, Mapping) else config.method
     return name if isinstance(name, str) and name in METHODS else ""
 
@@ -99,7 +99,7 @@ def check_dense(config: UpcycleConfig, source: Path) -> None:
 
 
 def read_method(config: UpcycleConfig) -> Method:
-    """The method by which an MoE's experts are chosen."""
+    """Return the method by which an MoE's experts are chosen."""
     name = asked(config)
     if not name:
         return request.read_method(config, 0)
@@ -165,7 +165,7 @@ def check_count(config: UpcycleConfig, moe: MoESpec, already: str, method: str) 
 
 
 def grown_config(config: Mapping[str, Any], experts: int, top_k: int, dtype: str) -> dict[str, Any]:
-    """The source's config.json with the new counts."""
+    """Return the source's config.json with the new counts."""
     left_out = ("_name_or_path", "transformers_version", "torch_dtype", "auto_map")
     out: dict[str, Any] = {key: value for key, value in config.items() if key not in left_out}
     out |= {key: experts for key in COUNTS if config.get(key) is not None}
@@ -242,7 +242,7 @@ def checked(config: UpcycleConfig, moe: MoESpec, method: str, known: Mapping[str
 
 
 def kept(saliency: Sequence[float], count: int) -> list[int]:
-    """The `count` experts of the largest saliency, in their order."""
+    """Return the `count` experts of the largest saliency, in their order."""
     best = sorted(range(len(saliency)), key=lambda i: (-saliency[i], i))
     return sorted(best[:count])
 
@@ -260,7 +260,7 @@ def shares(use: Sequence[int], total: int) -> list[int]:
 
 
 def cost(moe: MoESpec, experts: int, observed: Mapping[str, Tensor]) -> str:
-    """What pruning costs, in words."""
+    """Say what pruning costs."""
     said = f"method prune keeps {experts} of {moe.experts} experts a layer"
     measured = [observed[name].tolist() for layer in moe.layers if (name := f"layers.{layer}.pruned") in observed]
     if not measured:
@@ -287,7 +287,7 @@ class Experts:
         self.count, self.top_k = len(self.of[moe.layers[0]]), config.top_k
 
     def bias(self, layer: int, i: int) -> float:
-        """What is added to the selection bias of an expert."""
+        """Return what is added to the selection bias of an expert."""
         of = self.of[layer]
         return -self.wait.get(layer, 0.0) if i and of[i] == of[i - 1] else 0.0
 

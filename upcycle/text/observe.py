@@ -88,14 +88,14 @@ def layer_ffn(spec: DenseSpec, read: Read, layer: int) -> FFN:
 
 
 def domain_means(x_TD: Tensor, domain_T: Tensor) -> Tensor:
-    """The mean of each domain's tokens, (E, D)."""
+    """Return the mean of each domain's tokens, (E, D)."""
     count_E = torch.bincount(domain_T)
     assert bool((count_E > 0).all()), "a domain without tokens has no mean"
     return x_TD.new_zeros(len(count_E), x_TD.shape[1]).index_add_(0, domain_T, x_TD) / count_E[:, None]
 
 
 def router_mass(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec) -> float:
-    """The mean sum of a token's chosen weights: 1 if the router normalises, top_k / N if its logits are all equal."""
+    """Return the mean sum of a token's chosen weights: 1 if normalised, top_k / N if all logits are equal."""
     sums = [routers.weights(part, rows_ND, moe)[0].sum(-1).double() for part in torch.split(x_TD, CHUNK)]
     return float(torch.cat(sums).mean())
 
@@ -105,7 +105,7 @@ def router_mass(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec) -> float:
 
 @torch.no_grad()
 def neuron_activity(ffn: FFN, x_TD: Tensor, activation: str, top: int) -> Tensor:
-    """A mask (T, F): the `top` neurons of each token, by the size of act(gate x) * up x (CMoE)."""
+    """Mark the `top` neurons of each token in a mask (T, F), by the size of act(gate x) * up x (CMoE)."""
     wide = {name: ffn[name].to(x_TD.dtype) for name in ffn.matrices if not name.startswith("down")}
     act, marks = ACTIVATIONS[activation], torch.zeros(len(x_TD), ffn.width, dtype=torch.bool)
     for x, marked in zip(torch.split(x_TD, CHUNK), torch.split(marks, CHUNK), strict=True):
@@ -137,7 +137,7 @@ def cluster_neurons(marks_TF: Tensor, shared: int, widths: Sequence[int], seed: 
 
 
 def kmeans(unit_FT: Tensor, widths: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
-    """(cluster of each neuron, likeness of each neuron to each final centre); cluster i has widths[i] neurons."""
+    """Return (each neuron's cluster, its likeness to each final centre); cluster i has widths[i] neurons."""
     centre_TN, best_total, result = first_centres(unit_FT, len(widths), seed), -1.0, None
     for _ in range(ROUNDS):
         label_F = assign(torch.sparse.mm(unit_FT, centre_TN), widths)
@@ -153,8 +153,7 @@ def kmeans(unit_FT: Tensor, widths: Sequence[int], seed: int) -> tuple[Tensor, T
 
 
 def first_centres(unit_FT: Tensor, count: int, seed: int) -> Tensor:
-    """Centres (T, N) by k-means++: each next one is the best of a few neurons, which are drawn by how unlike they are
-    to all centres so far."""
+    """Draw centres (T, N) by k-means++; each next one is the best of a few neurons unlike all centres so far."""
     generator = rng.generator(seed, "cluster neurons")
     dead_F = torch.sparse.sum(unit_FT, dim=1).to_dense() == 0  # unlike every centre, so they would all be drawn
     unlike_F, chosen = (~dead_F).float(), []
@@ -171,7 +170,7 @@ def first_centres(unit_FT: Tensor, count: int, seed: int) -> Tensor:
 
 
 def columns(unit_FT: Tensor, index: Tensor) -> Tensor:
-    """The neurons at `index` as dense columns (T, C)."""
+    """Return the neurons at `index` as dense columns (T, C)."""
     dense: Tensor = unit_FT.index_select(0, index).to_dense()
     return dense.T.contiguous()
 

@@ -143,7 +143,7 @@ def encoder(folder: Path) -> Any:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Context in which whatever the tokenizer raises is a ValueError: it raises plain Exception, and Rust's panics."""
+    """Turn whatever the tokenizer raises, plain Exception and Rust's panics, into a ValueError."""
     try:
         yield
     except BaseException as error:

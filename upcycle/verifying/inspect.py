@@ -153,7 +153,7 @@ def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator
 
 
 def makes_no_copies(config: Mapping[str, Any]) -> bool:
-    """True of the config of a plan whose method cuts one FFN up."""
+    """Return whether the method of a plan's config cuts one FFN up."""
     name, keys = config["method"]["name"], {key: value for key, value in config["method"].items() if key != "name"}
     return name not in grow.METHODS and methods.load(name, keys).needs.disjoint
 
@@ -255,7 +255,7 @@ def check(folder: Path) -> bool:
 
 
 def unchecked(folder: Path, files: Mapping[str, Any]) -> list[str]:
-    """What lies in a folder and its manifest does not list: the model card, and what was put there later."""
+    """List what lies in a folder and not in its manifest: the model card, and what was put there later."""
     known = {MANIFEST, publish.FILES, JOB, *files}
     return sorted(repr(path.name)[1:-1] for path in folder.iterdir() if path.name not in known)
 
@@ -269,7 +269,7 @@ def source_here(manifest: Mapping[str, Any]) -> bool:
 
 
 def changed_source(manifest: Mapping[str, Any]) -> list[str]:
-    """Why the models that the folder was made of are not as they were read; empty if they are."""
+    """Say why the models that the folder was made of are not as they were read; empty if they are."""
     try:
         with ExitStack() as stack:
             checkpoints = [stack.enter_context(Checkpoint.open(name)) for name in source_names(manifest)]

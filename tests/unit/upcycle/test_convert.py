@@ -99,35 +99,6 @@ def test_shard_size_changes_the_files_and_not_the_tensors(llama: Path, tmp_path:
         assert sum(tensor.nbytes for tensor in tensors.values()) <= 60_000 or len(tensors) == 1
 
 
-def test_a_finished_shard_is_not_made_again(
-    llama: Path, reference: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, made = converting.write_shard, []
-
-    def stop_after_three(maker: Maker, partial: Path, name: str, *rest: object) -> None:
-        if len(made) == 3:
-            raise KeyboardInterrupt
-        made.append(name)
-        real(maker, partial, name, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(converting, "write_shard", stop_after_three)
-    with pytest.raises(KeyboardInterrupt):
-        run(llama, tmp_path / "moe")
-    first = list(made)
-
-    def record(maker: Maker, partial: Path, name: str, *rest: object) -> None:
-        made.append(name)
-        real(maker, partial, name, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(converting, "write_shard", record)
-    broken = tmp_path / "moe.partial" / first[0]
-    os.truncate(broken, broken.stat().st_size - 1)  # a shard that lost its end is made again
-    assert digests(run(llama, tmp_path / "moe")) == reference
-    again = made[len(first) :]
-    assert first[0] in again
-    assert not set(first[1:]) & set(again)
-
-
 def test_several_processes_share_one_job(llama: Path, reference: dict[str, str], tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "upcycle"]
     done = subprocess.run([*torchrun, *command(llama, tmp_path / "moe")[3:]], capture_output=True, text=True)
@@ -230,33 +201,26 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(
     assert digests(run(llama, tmp_path / "moe")) == reference
 
 
-def test_weights_that_are_not_numbers_are_named(llama: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(llama, tmp_path / "nan")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
-        run(folder, tmp_path / "moe")
-    assert not (tmp_path / "moe").exists()
-
-
-def test_numbers_too_large_for_float16_are_named(llama: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(llama, tmp_path / "large")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = 1e6
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"down_proj.* beyond float16"):
-        run(folder, tmp_path / "moe", "dtype=float16")
-
-
-def test_a_source_that_changes_is_another_job(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("value", "words", "said"),
+    [
+        (float("nan"), WORDS, r"down_proj\.weight'? .*has 1 values that are NaN"),
+        (1e6, ["dtype=float16"], "down_proj.* beyond float16"),
+        (1.0, WORDS, "result of another plan or of what the source was before"),  # than what the folder was made of
+    ],
+)
+def test_a_source_that_cannot_be_converted_to_this_folder_is_named(
+    llama: Path, tmp_path: Path, value: float, words: list[str], said: str
+) -> None:
     folder = shutil.copytree(llama, tmp_path / "source")
-    run(folder, tmp_path / "moe")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] += 1
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="result of another plan"):
+    if value == 1.0:
         run(folder, tmp_path / "moe")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=said):
+        run(folder, tmp_path / "moe", *words)
+    assert (tmp_path / "moe").exists() == (value == 1.0)
 
 
 def wide(folder: Path) -> Path:

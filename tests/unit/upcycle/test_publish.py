@@ -134,8 +134,12 @@ def test_what_cannot_be_written_is_named_and_not_there(
 def test_a_finished_shard_with_a_zeroed_tail_is_made_again(llama: Path, tmp_path: Path) -> None:
     whole = convert(*load(f"source={llama}", f"output={tmp_path / 'whole'}", *WORDS), quiet=True)
     partial = stopped_before_the_end(llama, tmp_path / "moe")
-    zero_the_tail(sorted(partial.glob("*.safetensors"))[1])
+    shards = sorted(partial.glob("*.safetensors"))
+    before = [file.stat().st_ino for file in shards]
+    zero_the_tail(shards[1])
     assert main(words(llama, tmp_path / "moe")) == 0
+    after = [(tmp_path / "moe" / file.name).stat().st_ino for file in shards]
+    assert [i for i, _ in enumerate(shards) if after[i] != before[i]] == [1], "the others are not made again"
     for file in whole.iterdir():
         assert file.name == "upcycle.json" or file.read_bytes() == (tmp_path / "moe" / file.name).read_bytes(), (
             file.name
