@@ -25,6 +25,7 @@ from training.checkpoint import layout
 from training.model.decoder import Decoder
 from upcycle.converting import convert
 from upcycle.converting.card import table
+from upcycle.io import publish
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.planning import grow
 from upcycle.planning.promise import compare
@@ -110,9 +111,9 @@ def test_verify_sees_another_expert_and_another_ffn(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(verify, "NEAR", (1e-6, 1 + 1e-6))
     report = verify.verify(source, folder, count=48, sequence=24)
     assert [f for f in report.faults if "layer 1" in f] and not [f for f in report.faults if "layer 0" in f]
-    observed = load_file(folder / convert.MEASURED)
+    observed = load_file(folder / publish.MEASURED)
     observed["layers.0.experts"] = torch.tensor([1, 1, 2])
-    save_file(observed, folder / convert.MEASURED)
+    save_file(observed, folder / publish.MEASURED)
     with pytest.raises(ValueError, match="does not say which experts layer 0 has"):
         verify.verify(source, folder, count=48, sequence=24)
 
