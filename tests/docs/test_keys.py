@@ -39,7 +39,7 @@ from upcycle.cli.plan import PlanKeys
 from upcycle.cli.push import PushKeys
 from upcycle.cli.verify import VerifyKeys
 from upcycle.config.schema import UpcycleConfig
-from upcycle.planning import grow
+from upcycle.converting import grow
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 # title, what is said above the table, the class; keys of a part that an earlier table has are not listed again

@@ -23,11 +23,10 @@ from tests.parity.test_targets_parity import TARGETS
 from tests.unit.upcycle.plans import load, readable
 from training.checkpoint import layout
 from training.model.decoder import Decoder
-from upcycle.converting import convert
+from upcycle.converting import convert, grow
 from upcycle.converting.card import table
 from upcycle.io import publish
 from upcycle.io.checkpoint import Checkpoint
-from upcycle.planning import grow
 from upcycle.planning.promise import compare
 from upcycle.verifying import rebuild, verify
 

@@ -23,9 +23,10 @@ from upcycle.arch.registry import TARGETS, family, readable, target
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 from upcycle.config.reading import byte_size
 from upcycle.config.schema import UpcycleConfig
+from upcycle.converting import grow
 from upcycle.io import disk
 from upcycle.io.checkpoint import Checkpoint
-from upcycle.planning import grow, notes, request, routers, scale, size
+from upcycle.planning import notes, request, routers, scale, size
 from upcycle.planning.choice import choose_target, place_scale, scored
 from upcycle.planning.methods import Method
 from upcycle.planning.outputs import Output, Recipe, Recipes, check_outputs

@@ -18,8 +18,9 @@ from upcycle.arch.ffn import FFN
 from upcycle.arch.registry import AnyTarget
 from upcycle.arch.spec import BYTES, MoESpec
 from upcycle.config.schema import UpcycleConfig
+from upcycle.converting import grow
 from upcycle.io.checkpoint import Checkpoint
-from upcycle.planning import grow, rng, routers, scale
+from upcycle.planning import rng, routers, scale
 from upcycle.planning.methods import Method, Place
 
 TOLERANCE = 1e-5

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from upcycle.arch import registry, siblings
 from upcycle.arch.spec import MoESpec
 from upcycle.cli.frame import printable
+from upcycle.converting import grow
 from upcycle.converting.card import human
 from upcycle.converting.convert import Read, changed
 from upcycle.io import publish, strict, typed
@@ -22,7 +23,7 @@ from upcycle.io.checkpoint import Checkpoint
 from upcycle.io.job import JOB
 from upcycle.io.publish import MANIFEST
 from upcycle.io.strict import Count
-from upcycle.planning import grow, methods
+from upcycle.planning import methods
 
 SIZES = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_local_experts",

@@ -24,12 +24,12 @@ from upcycle.arch.ffn import FFN, NEURON_DIM, scale
 from upcycle.arch.slots import Slot
 from upcycle.config import reading as config
 from upcycle.config.schema import UpcycleConfig
-from upcycle.converting import card
+from upcycle.converting import card, grow
 from upcycle.converting.convert import changed, in_flight
 from upcycle.converting.make import Maker, Piece
 from upcycle.io.checkpoint import Checkpoint, load_checked
 from upcycle.io.publish import MANIFEST, MEASURED, digest
-from upcycle.planning import grow, rng
+from upcycle.planning import rng
 from upcycle.planning.outputs import Output, Recipe
 from upcycle.planning.plan import UpcyclePlan, build
 from upcycle.planning.promise import moe_output
