@@ -81,15 +81,13 @@ def test_what_a_model_starts_with_is_not_of_its_own_instance() -> None:
             assert getattr(value, "__self__", None) is not module, f"{type(module).__name__}.{name}"
 
 
-# who may write a plug-in's name: its own file, the package's door, and configs that have it as a default
+KEYS = {"transformer_engine", "local"}  # words of configs too, which alone name no plug-in
+# who may write a plug-in's name besides its own file: the package's door, and configs that have it as a default
 NAMED = {
     "training/experts/__init__.py": {"grouped", "reference"},
-    "training/dispatch/__init__.py": {"alltoall", "local"},
+    "training/dispatch/__init__.py": {"alltoall"},
     "training/config/schema.py": {"grouped"},
     "training/parallel/mesh.py": {"alltoall"},
-    "training/run/bench.py": {"transformer_engine"},  # a key of model too
-    "training/run/preflight.py": {"transformer_engine"},
-    "training/islands/config.py": {"local"},  # a key of islands
     "upcycle/cli/frame.py": {"quack"},  # a package
 }
 
@@ -104,8 +102,9 @@ def plugins_named(file: str, tree: ast.AST) -> Iterator[str]:
                     or (node.module == package and name in [alias.name for alias in node.names])
                 )
                 text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-                own = file == f"{package.replace('.', '/')}/{name}.py"
-                if not own and (imported or text == name or re.search(rf"(experts|backend|dispatcher)={name}\b", text)):
+                named = name not in KEYS and text == name
+                named = named or re.search(rf"(experts|backend|dispatcher)={name}\b", text) is not None
+                if (imported or named) and file != f"{package.replace('.', '/')}/{name}.py":
                     yield name
 
 
