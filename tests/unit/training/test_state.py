@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.parallel import ranks
 from tests.parallel.ranks import forked
 from training.checkpoint import storage
 from training.checkpoint.state import Checkpoints, TrainState
@@ -644,28 +645,7 @@ def summary(state: TrainState) -> dict[str, Any]:
     return {name: whole(value).detach().clone() for name, value in {**values, **moments}.items()}
 
 
-def rank_main(rank: int, world: int, folder: Path, task: Callable[[int, Path], Any], out: Connection) -> None:
-    store = dist.FileStore(str(folder / f"store-{task.__name__}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    try:
-        out.send(task(rank, folder))
-    finally:
-        dist.destroy_process_group()
-
-
-def on_ranks(world: int, folder: Path, task: Callable[[int, Path], Any]) -> list[Any]:
-    pipes = [SERVER.Pipe(duplex=False) for _ in range(world)]
-    work = [SERVER.Process(target=rank_main, args=(r, world, folder, task, pipes[r][1])) for r in range(world)]
-    for process, (_, theirs) in zip(work, pipes, strict=True):
-        process.start()
-        theirs.close()
-    answers = [ours.recv() for ours, _ in pipes]
-    for process in work:
-        process.join()
-    return answers
-
-
-def save_two(rank: int, folder: Path) -> Any:
+def save_two(rank: int, world: int, folder: Path) -> Any:
     with Checkpoints(folder / "run") as checkpoints:
         checkpoints.save(1, sharded(1, 0))
         state = sharded(2, 0)
@@ -680,14 +660,14 @@ def save_two(rank: int, folder: Path) -> Any:
     return {name: value.tolist() for name, value in summary(state).items()}, draw
 
 
-def load_rows(rank: int, folder: Path) -> Any:
+def load_rows(rank: int, world: int, folder: Path) -> Any:
     state = sharded(0, 0)
     with Checkpoints(folder / "run") as checkpoints:
         assert checkpoints.load(state) == 2
     return {name: value.tolist() for name, value in summary(state).items()}, torch.rand(3).tolist()
 
 
-def load_columns(rank: int, folder: Path) -> Any:
+def load_columns(rank: int, world: int, folder: Path) -> Any:
     state = sharded(0, 1)
     with Checkpoints(folder / "run") as checkpoints, warnings.catch_warnings(record=True) as said:
         assert checkpoints.load(state) == 2
@@ -701,7 +681,7 @@ def load_columns(rank: int, folder: Path) -> Any:
     )
 
 
-def fail_on_one(rank: int, folder: Path) -> Any:
+def fail_on_one(rank: int, world: int, folder: Path) -> Any:
     if rank == 1:
         disk.write_all = no_space
     try:
@@ -712,13 +692,13 @@ def fail_on_one(rank: int, folder: Path) -> Any:
     return None
 
 
-def load_past_damage(rank: int, folder: Path) -> Any:
+def load_past_damage(rank: int, world: int, folder: Path) -> Any:
     state = sharded(0, 0)
     with Checkpoints(folder / "run") as checkpoints, warnings.catch_warnings(record=True) as said:
         return checkpoints.load(state), [str(w.message) for w in said]
 
 
-def stop_on_one(rank: int, folder: Path) -> Any:
+def stop_on_one(rank: int, world: int, folder: Path) -> Any:
     group = dist.new_group(backend="gloo")
     with Stop() as stop:
         before = stop.requested(group)
@@ -728,17 +708,17 @@ def stop_on_one(rank: int, folder: Path) -> Any:
 
 
 def test_two_ranks_save_and_other_meshes_load(tmp_path: Path) -> None:
-    (wrote, draw_0), (same_wrote, draw_1) = on_ranks(2, tmp_path, save_two)
+    (wrote, draw_0), (same_wrote, draw_1) = ranks.run(2, save_two, tmp_path)
     assert wrote == same_wrote and draw_0 != draw_1
     run = tmp_path / "run"
     assert names(run / "step-00000002") == [MANIFEST, "shard-00000.safetensors", "shard-00001.safetensors"]
     pieces = read_manifest(run / "step-00000002")["tensors"]["model.rows"]["pieces"]
     assert sorted((p["offset"], p["shape"]) for p in pieces) == [([0, 0], [3, 3]), ([3, 0], [2, 3])]
 
-    (back_0, again_0), (back_1, again_1) = on_ranks(2, tmp_path, load_rows)
+    (back_0, again_0), (back_1, again_1) = ranks.run(2, load_rows, tmp_path)
     assert back_0 == back_1 == wrote and (again_0, again_1) == (draw_0, draw_1)  # each rank's own generator
 
-    answers = on_ranks(3, tmp_path, load_columns)
+    answers = ranks.run(3, load_columns, tmp_path)
     assert all(values == wrote and shapes == [[5, 1], [5, 1]] for values, shapes, _ in answers)
     assert [len(said) for *_, said in answers] == [0, 0, 1] and "no 'rank.2.rng'" in answers[2][2][0]  # rank 2 is new
 
@@ -749,14 +729,14 @@ def test_two_ranks_save_and_other_meshes_load(tmp_path: Path) -> None:
         assert checkpoints.load(alone) == 2
     assert {name: value.tolist() for name, value in summary(alone).items()} == wrote
 
-    reasons = on_ranks(2, tmp_path, fail_on_one)
+    reasons = ranks.run(2, fail_on_one, tmp_path)
     assert reasons[0] == reasons[1] and "rank 1 could not save" in reasons[0] and "No space" in reasons[0]
     assert names(run) == ["step-00000001", "step-00000002"]
 
     flip(run / "step-00000002" / "shard-00001.safetensors")
-    (step_0, said_0), (step_1, said_1) = on_ranks(2, tmp_path, load_past_damage)
+    (step_0, said_0), (step_1, said_1) = ranks.run(2, load_past_damage, tmp_path)
     assert step_0 == step_1 == 1 and "shard-00001" in said_0[0] and said_1 == []  # said once
 
 
 def test_one_rank_asked_to_stop_is_all_asked(tmp_path: Path) -> None:
-    assert on_ranks(2, tmp_path, stop_on_one) == [(False, False, True), (False, True, True)]
+    assert ranks.run(2, stop_on_one, tmp_path) == [(False, False, True), (False, True, True)]
