@@ -149,7 +149,7 @@ def of_seeds(place: Path, name: str, right: Sequence[int], items: int = 40) -> l
 
 
 def test_seeds_decide_and_items_do_not(tmp_path: Path) -> None:
-    a = of_seeds(tmp_path, "a", (20, 21, 20))
+    a = of_seeds(tmp_path, "a", (20, 21, 22))
     one, two_, better, noisy, worse = (
         of_seeds(tmp_path, name, right)
         for name, right in (("o", (40,)), ("t", (40, 40)), ("b", (30, 31, 29)), ("n", (20, 38, 28)), ("w", (10, 11, 9)))
@@ -161,9 +161,9 @@ def test_seeds_decide_and_items_do_not(tmp_path: Path) -> None:
     report = compare([a, better, noisy, worse])
     found = [c.differences[0] for c in report.comparisons]
     assert [d.verdict for d in found] == ["better", "no difference shown", "worse"]
-    hand = [(30 - 20) / 40, (31 - 21) / 40, (29 - 20) / 40]
+    hand = [(30 - 20) / 40, (31 - 21) / 40, (29 - 22) / 40]
     row = found[0]
-    assert (row.a, row.b, row.difference) == pytest.approx((61 / 120, 90 / 120, sum(hand) / 3))
+    assert (row.a, row.b, row.difference) == pytest.approx((63 / 120, 90 / 120, sum(hand) / 3))
     reach = stats.t.ppf(0.975, 2) * np.std(hand, ddof=1) / math.sqrt(3)
     assert (row.low, row.high) == pytest.approx((row.difference - reach, row.difference + reach))
     assert row.p == pytest.approx(stats.ttest_1samp(hand, 0).pvalue)
