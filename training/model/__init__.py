@@ -30,14 +30,14 @@ and in no others (tests/unit/training/test_seams.py):
 | Router | region | recompute | computed once more |
 | Router | low | lora | as of Linear |
 | Experts | low | lora | as of Linear |
-| Experts | backend | routing | what each expert says, measured; put back afterwards |
+| Experts | backend | watch | what each expert says, measured; put back afterwards |
 | Experts | weights | shard | a rank's experts, and narrow copies that last for a step |
 | MoE | dispatcher | shard | experts on several ranks |
 | MoE | region | recompute | dispatch, experts and combine once more |
 | MoE | region | shard | dispatch, experts and combine outside of what is compiled |
 | MoE | balance | balance | losses, capacity, statistics |
 | MoE | balance | bench | balanced routing |
-| MoE | balance | routing | counts of choices; put back afterwards |
+| MoE | balance | watch | counts of choices; put back afterwards |
 | MoE | balance | engine | None, for no balance; put back afterwards |
 | Decoder | last | teacher | hidden states for the lesson instead of logits |
 | Decoder | embed, final_norm, head | parts | modules of several pipeline stages, in one decoder |

@@ -93,7 +93,7 @@ class Experts(nn.Module):
     """Hold the routed experts, stacked and padded with zero neurons to one width. `up` is (N, 2, F, D) if gated (the
     gate first), else (N, 1, F, D), so that neurons have a dimension of their own to be divided by."""
 
-    backend: Backend  # replaced by evaluation's routing while it measures what experts say
+    backend: Backend  # replaced by evaluation's watch while it measures what experts say
     # replaced by shard: this rank's part, and copies that last for a step
     weights: Callable[[Experts, torch.dtype], ExpertWeights]
     low: float = 0.0  # see Linear; the adapters of up are those of both halves
@@ -153,7 +153,7 @@ def low_rank(
 class MoE(nn.Module):
     dispatcher: Dispatcher  # replaced by shard: experts that are on several ranks
     # by balance: sees every routing and may change its weights (auxiliary losses, capacity, statistics). By bench:
-    # balanced routing. While they evaluate, by evaluation's engine (None) and routing (counts)
+    # balanced routing. While they evaluate, by evaluation's engine (None) and watch (counts)
     balance: Callable[[Routing], Routing] | None
     region: Region  # by recompute: around all that comes after the routing; by shard: outside of what is compiled
 
