@@ -34,7 +34,7 @@ def compare(*groups: Name | Sequence[Name], cluster: str = "") -> Report:
 
 def routing(checkpoint: Name, texts: Sequence[Name], /, **keys: Any) -> dict[str, Any]:
     """Measure how a model uses its experts on texts, each a domain, layer by layer."""
-    from evaluation.judge.routing import RoutingConfig, measure
+    from evaluation.judge.experts.routing import RoutingConfig, measure
 
     named = {"checkpoint": fspath(checkpoint), "texts": [fspath(text) for text in texts]}
     return measure(config_of(RoutingConfig, named, keys))

@@ -37,7 +37,7 @@ from upcycle.cli import frame
 
 @frame.command()
 def main(words: Sequence[str]) -> int:
-    from evaluation.judge.routing import RoutingConfig, routing, table
+    from evaluation.judge.experts.routing import RoutingConfig, routing, table
     from upcycle.config.reading import read
 
     named, keys = frame.names_and_words(words)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.judge import intervals, logged, results, suites
+from evaluation.judge.experts.routing import read_routing
 from evaluation.judge.losses import Losses, compare_losses
 from evaluation.judge.results import Evaluation, Item
-from evaluation.judge.routing import read_routing
 from evaluation.judge.runs import (
     Arms,
     Band,

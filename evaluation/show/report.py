@@ -14,8 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from evaluation.judge import routing
 from evaluation.judge.compare import loss_table, plain, table
+from evaluation.judge.experts import routing
 from evaluation.judge.words import is_share, number
 from evaluation.show.facts import Facts, gather, sources
 from evaluation.show.page import rendered

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from evaluation.judge import words
+from evaluation.judge.experts.routing import MEASURES
 from evaluation.judge.losses import Losses
-from evaluation.judge.routing import MEASURES
 from evaluation.judge.runs import Run, mean
 from evaluation.judge.seeds import LEAST
 from evaluation.judge.words import is_share, number, p_text, signed

@@ -21,7 +21,7 @@ from evaluation.ask import harness
 from evaluation.ask.run import RunConfig
 from evaluation.cli.compare import CompareConfig
 from evaluation.cli.report import ReportConfig
-from evaluation.judge.routing import RoutingConfig
+from evaluation.judge.experts.routing import RoutingConfig
 from evaluation.studies.plan import StudyConfig
 from evaluation.studies.sample import SampleConfig
 from examples import demo

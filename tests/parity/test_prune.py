@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from evaluation.judge import routing
+from evaluation.judge.experts import routing
 from tests.parity import tiny
 from tests.parity.test_grow import logits, trained
 from tests.parity.test_targets_parity import TARGETS

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from evaluation.judge import routing
+from evaluation.judge.experts import routing
 from tests.parity import tiny
 from upcycle.__main__ import main
 from upcycle.verifying.verify import Report, verify

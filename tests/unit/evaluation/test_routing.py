@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from evaluation.__main__ import main as evaluate
-from evaluation.judge import routing, watch
+from evaluation.judge.experts import routing, watch
 from tests.parity import tiny
 from tests.unit.training.test_data import make_tokenizer
 from training.checkpoint import layout, standalone

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from evaluation.judge import routing
+from evaluation.judge.experts import routing
 from tests.parallel import models
 from tests.parity import tiny
 from tests.unit.training.test_frozen import first_batches

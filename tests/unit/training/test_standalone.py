@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from evaluation.cli.eval import main as evaluate
-from evaluation.judge import routing
+from evaluation.judge.experts import routing
 from evaluation.judge.logged import load
 from evaluation.show import facts
 from tests.parallel import ranks

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from evaluation.ask import load
-from evaluation.judge.watch import Watch, count, pruned
+from evaluation.judge.experts.watch import Watch, count, pruned
 from training.checkpoint import layout, standalone
 from training.checkpoint.layout import Origin
 from training.model.decoder import Decoder
