@@ -22,6 +22,7 @@ from training.estimating.memory import memory
 from training.model.decoder import Decoder
 from training.model.moe import MoE
 from training.optim import balance as balance_module
+from training.optim import loads
 from training.optim.balance import Balance, BalanceConfig
 from training.optim.config import OptimConfig
 from training.optim.loads import LayerLoad
@@ -310,7 +311,7 @@ def assert_same(ranks: list[Result], want: Result) -> None:
         missing -= set(rank.gradients)
         for layer, load in rank.loads.items():
             assert load.histogram == want.loads[layer].histogram, f"layer {layer} on rank {number}"
-            have, expected = ([vars(of)[name] for name in balance_module.FIGURES] for of in (load, want.loads[layer]))
+            have, expected = ([vars(of)[name] for name in loads.FIGURES] for of in (load, want.loads[layer]))
             assert have == pytest.approx(expected, rel=1e-10, abs=1e-12, nan_ok=True), f"layer {layer} on rank {number}"
     assert not missing
 
