@@ -1,7 +1,7 @@
 """Pictures of one run or several: training and validation loss by tokens, learning rate, whole choices, load by layer.
 
 They are drawn from metrics.jsonl and nothing else; panels that have no data are left out. Where one stage of a run ends
-there is a dotted line. The command is training/cli/plots.py.
+there is a dotted line. The command is upcycle report RUN.
 """
 
 from __future__ import annotations
