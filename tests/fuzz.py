@@ -651,7 +651,7 @@ def trained(folder: Path) -> None:
         config = training.read_config(
             "", ["model.source=dense", "data.train=[x]", "data.valid=[{name: code, path: v}]", "steps=20"]
         )
-        (run / "config.json").write_text(json.dumps(asdict(config), default=str))
+        (run / "run.json").write_text(json.dumps(asdict(config), default=str))
         run.with_suffix(".yaml").write_text(
             "model: {source: dense}\ndata: {train: [x], valid: [{name: code, path: v}]}\nsteps: 20\n"
         )
@@ -910,7 +910,7 @@ READERS: dict[str, Reader] = {
     "conversion": Reader(killed, lambda folder, path: again(folder), (".upcycle/*.json", ".upcycle/*.safetensors")),
     "checkpoint": Reader(saved, read_saved, ("manifest.json",), sign_saved),
     "state": Reader(saved, read_saved, ("shard-*.safetensors",), sign_saved),
-    "run": Reader(trained, read_trained, ("metrics.jsonl", "config.json", "dense.yaml", "moe.yaml")),
+    "run": Reader(trained, read_trained, ("metrics.jsonl", "run.json", "dense.yaml", "moe.yaml")),
     "origin": Reader(trained, read_kept, ("origin/*.json",)),
     "texts": Reader(texts, read_texts, ("text/*",)),
     "preparation": Reader(begun, read_texts, (".upcycle/*.json",)),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from evaluation.judge.seeds import paired
+from training.checkpoint import standalone
 from training.observe import plots
 from upcycle.io import strict
 
@@ -96,7 +97,7 @@ def read_runs(groups: Sequence[Sequence[Path | str]]) -> dict[str, list[Run]]:
 
 def steps_of(folder: Path) -> int:
     """Return the steps that a run's config asks for; 0 where there is no config and nobody knows."""
-    config = folder / "config.json"
+    config = standalone.settings_file(folder)
     if not config.is_file():
         return 0
     steps: int = strict.held(strict.read_object(config).get("steps"), strict.Count, f"{config}.steps")

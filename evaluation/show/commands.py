@@ -20,8 +20,8 @@ from upcycle.io import strict
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run; none where it has no config.json."""
-    path = folder / "config.json"
+    """Return the settings of a run; none where it has no run.json."""
+    path = standalone.settings_file(folder)
     return strict.read_object(path) if path.is_file() else {}
 
 
@@ -62,7 +62,7 @@ def command(folder: Path) -> str:
     if not config:
         return ""
     count, defaults = ranks(folder), json.loads(json.dumps(asdict(TrainConfig(model=ModelConfig(source="?")))))
-    words = ["upcycle", "train", str(folder / "config.json"), "output=AGAIN"]
+    words = ["upcycle", "train", str(standalone.settings_file(folder)), "output=AGAIN"]
     words += [f"nproc={count}"] if count > 1 else []
     return f"{shlex.join(words)}\n{yaml.safe_dump(chosen(config, defaults), sort_keys=False)}"
 

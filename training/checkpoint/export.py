@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -170,10 +171,14 @@ def unfinished(partial: Path, folder: Path, names: list[str]) -> Iterator[None]:
 def exported(folder: Path) -> bool:
     """Return whether there is a folder to which a run was exported; raise a ValueError if it is not as it was
     written."""
-    shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
     manifest = read_files(folder)
+    if manifest:
+        shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
     if manifest and (said := next(publish.damages(folder / publish.FILES, manifest["files"]), "")):
         raise ValueError(f"{said}, so {folder} is not what was exported; remove it, or choose another folder")
+    if manifest is None and folder.exists():
+        said = f"{folder} was there and has no {publish.FILES}, so nobody knows whether it is this run's model"
+        warnings.warn(f"{said}; to export again, remove it or choose another folder", stacklevel=2)
     return folder.exists()
 
 

@@ -10,13 +10,14 @@ adapters then lie under `base_layer`. Stacked A are (N * rank, in), B (out, rank
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors.torch import save
 from torch import Tensor
 
-from training.checkpoint.export import Weights
+from training.checkpoint.export import Weights, unfinished
 from training.checkpoint.layout import Origin
 from training.model.layers import Linear
 from training.model.lora import LoraConfig, adaptable
@@ -25,10 +26,12 @@ from training.parallel.collectives import together
 from training.parallel.processes import rank
 from upcycle.arch.spec import MoESpec
 from upcycle.io import disk, publish
+from upcycle.io.job import JOB
 
 # targets whose experts transformers stacks as mlp.experts.gate_up_proj and down_proj, whatever they are called on disk
 STACKED = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
 APART = ("upcycled",)  # whose modelling file has each expert's matrices as modules
+ADAPTERS = "adapter_config.json"
 Adapter = tuple[str, bool, Tensor, Tensor]  # what it is for, whether that is a bare parameter; A and B as peft has them
 
 
@@ -36,8 +39,6 @@ def check_peft(lora: LoraConfig, origin: Origin) -> None:
     """Raises a ValueError if the adapters of this model have no such folder."""
     if not lora.export:
         return
-    if Path(lora.export).exists():
-        raise ValueError(f"lora.export={lora.export} exists already; remove it or choose another folder")
     kind = str(origin.config.get("model_type"))
     if isinstance(origin.spec, MoESpec) and kind not in (*STACKED, *APART):
         raise ValueError(
@@ -75,10 +76,11 @@ def write_folder(folder: Path, weights: Weights, origin: Origin, lora: LoraConfi
         "target_parameters": parameters,
     }  # fmt: skip
     partial = folder.with_name(f"{folder.name}.partial")
-    disk.make_folder(partial)
-    disk.write_atomic(partial / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
-    disk.write_atomic(partial / "adapter_config.json", json.dumps(config, indent=2).encode() + b"\n")
-    publish.rename(partial, folder)
+    with unfinished(partial, folder, ["adapter_model.safetensors", ADAPTERS]):
+        disk.write_atomic(partial / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
+        disk.write_atomic(partial / ADAPTERS, json.dumps(config, indent=2).encode() + b"\n")
+        publish.rename(partial, folder)
+        shutil.rmtree(folder / JOB, ignore_errors=True)
 
 
 def adapters(weights: Weights, origin: Origin) -> Iterator[Adapter]:

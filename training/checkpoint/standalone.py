@@ -45,6 +45,7 @@ from upcycle.text import measure
 from upcycle.verifying.inspect import Settings
 
 FOLDER, CONFIG, OBSERVED, RECORD = "origin", "config.json", "observed.safetensors", "origin.json"
+RUN = "run.json"  # the run's own config; config.json is the name of a model's
 
 
 class Made(TypedDict):
@@ -166,13 +167,18 @@ def training_run(path: Path) -> tuple[Path | None, Path | None]:
     """Return the run's folder, and the step's folder if `path` is one; (None, None) if it is no training run."""
     step = path if STEP.fullmatch(path.name) and path.is_dir() else None
     run = path.parent.parent if step else path
-    is_run = (run / "checkpoints").is_dir() and (run / "config.json").is_file()
+    is_run = (run / "checkpoints").is_dir() and settings_file(run).is_file()
     return (run, step) if is_run else (None, None)
+
+
+def settings_file(run: Path) -> Path:
+    """Return the file of a run's own config, which older versions called config.json."""
+    return run / (RUN if (run / RUN).is_file() else CONFIG)
 
 
 def attach_adapters(model: Decoder, run: Path) -> None:
     """Give a model that is on the meta device the adapters that the run trained."""
-    settings = strict.read_object(run / CONFIG)
+    settings = strict.read_object(settings_file(run))
     lora = settings.get("lora")  # runs of older versions have none
     if lora is not None:
         with torch.device("meta"):

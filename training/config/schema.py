@@ -126,7 +126,7 @@ class StageConfig:
 class TrainConfig:
     ELSEWHERE: ClassVar = {"lr": "schedule.peak", "learning_rate": "schedule.peak", "warmup": "schedule.warmup"}
 
-    output: str = ""  # the run's folder: checkpoints, metrics.jsonl, config.json, plots.png
+    output: str = ""  # the run's folder: checkpoints, metrics.jsonl, run.json, plots.png
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -30,11 +30,8 @@ from training.optim.slots import make_slot
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.processes import alone
 from training.run.parts import divided, observing, source
-from training.run.preflight import CHECKPOINTS, check_export, check_writable
+from training.run.preflight import CHECKPOINTS, ISLANDS, check_export, check_own, check_writable
 from training.run.stop import Stop
-
-FOLDER = "islands"  # in the server's output
-
 
 Ready = Callable[[Server], Callable[[], bool]]
 
@@ -46,7 +43,8 @@ def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> t
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for what the server keeps")
     check_writable("output", Path(config.output))
-    folder = Path(config.output) / FOLDER
+    check_own(Path(config.output))
+    folder = Path(config.output) / ISLANDS
     if not folder.exists():  # else its journal says whether the export may be this server's own
         check_export(config, 0)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -139,6 +137,7 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
     folder, count = Path(config.output), config.islands.local
     if not config.output:
         raise ValueError("output is not set; write output=FOLDER for the islands' folders")
+    check_own(folder)
     secret = folder / "secret"
     if not secret.exists():
         folder.mkdir(parents=True, exist_ok=True)

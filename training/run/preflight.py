@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from training.checkpoint import standalone
 from training.checkpoint.layout import Origin
-from training.checkpoint.peft import check_peft
+from training.checkpoint.peft import ADAPTERS, check_peft
 from training.checkpoint.state import found, step_of
 from training.config.schema import ModelConfig, TrainConfig, of_stage
 from training.config.stages import Stage, stages_of
@@ -37,6 +38,9 @@ from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.io.job import check_ours
 
 CHECKPOINTS = "checkpoints"  # in the run's folder
+ISLANDS = "islands"  # in a server's
+# names in a folder whose run ended before it wrote anything else
+LEFT = re.compile(r"\.lock|secret|memory\.pickle|collectives-rank-\d+\.json|.+\.upcycle\.tmp", re.DOTALL)
 
 
 def preflight(config: TrainConfig) -> None:
@@ -48,6 +52,7 @@ def preflight(config: TrainConfig) -> None:
         with of_stage(stage.number - 1) if config.stages else nullcontext():
             schedule(stage.config.schedule, stage.config.steps)
     capabilities(config.mesh.dispatcher).check_nodes(config.mesh.ep, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+    check_own(Path(config.output))
     for name, folder in (("output", config.output), ("export", config.export), ("lora.export", config.lora.export)):
         check_writable(name, Path(folder))
     for name, wanted in (("tensorboard", config.log.tensorboard), ("wandb", config.log.wandb)):
@@ -81,11 +86,28 @@ def check_data(stages: tuple[Stage, ...], origin: Origin) -> None:
 
 
 def check_export(config: TrainConfig, step: int) -> None:
-    """Refuse an export that is there, except the one of a run at its end, which may be its own."""
-    if config.export and step < config.steps and Path(config.export).exists():
-        raise ValueError(f"export={config.export} exists already; remove it or choose another folder")
-    if config.export:
-        check_ours(partial_of(Path(config.export)))
+    """Refuse an export that is there, except a model where the run is at its end, because that may be its own."""
+    model, adapters = ("export", config.export, standalone.CONFIG), ("lora.export", config.lora.export, ADAPTERS)
+    for name, word, file in (model, adapters):
+        folder = Path(word)
+        if word and folder.exists() and (step < config.steps or not (folder / file).is_file()):
+            raise ValueError(f"{name}={folder} exists already; remove it or choose another folder")
+        if word and folder.resolve() == Path(config.output).resolve():
+            raise ValueError(f"{name}={folder} is the output too, which holds the run; choose another folder")
+        if word:
+            check_ours(partial_of(folder))
+
+
+def check_own(output: Path) -> None:
+    """Refuse a folder that holds something and is no run's, for instance a model's."""
+    held = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
+    begun = standalone.recorded(output) or found(output / CHECKPOINTS) or any((output / ISLANDS).glob("log-*"))
+    if not begun and (others := [name for name in held if not LEFT.fullmatch(name)]):
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        raise ValueError(
+            f"output={output} holds {', '.join(others[:3])}{more}, and is no folder of a run; write output=FOLDER, one "
+            "that is new, empty, or of the run that is to go on"
+        )
 
 
 def check_writable(name: str, folder: Path) -> None:

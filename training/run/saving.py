@@ -70,13 +70,13 @@ def settings_at(config: TrainConfig, step: int) -> dict[str, Any]:
 
 
 def describe(run: Run) -> None:
-    """Write the run's config.json and what it keeps of its model, on rank 0, once a resume is accepted."""
+    """Write the run's run.json and what it keeps of its model, on rank 0, once a resume is accepted."""
     if run.leads:
         disk.make_folder(run.folder)
         if not (found(run.folder / CHECKPOINTS) and standalone.keeps(run.folder, run.config.model)):
             standalone.keep(run.folder, run.origin, run.config.model)
         settings = json.dumps(asdict(run.whole), indent=2, default=str).encode() + b"\n"
-        disk.write_atomic(run.folder / "config.json", settings)
+        disk.write_atomic(run.folder / standalone.RUN, settings)
 
 
 def worth_saving(run: Run) -> bool:

@@ -366,7 +366,7 @@ def log(folder: Path, flops: float, ends: dict[int, float], tokens: int = 100, s
         row |= {"tokens": done, "loss": 3.0, "flops": flops * done}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if steps:
-        (folder / "config.json").write_text(json.dumps({"steps": steps}))
+        (folder / "run.json").write_text(json.dumps({"steps": steps}))
     return folder
 
 

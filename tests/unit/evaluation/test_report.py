@@ -229,7 +229,7 @@ def trained(folder: Path, flops: float, ends: tuple[float, float], **config: Any
             rows[-1] |= {"seconds_per_step": flops / 10, "memory_gb": flops / 20}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     start = build(TrainConfig, {"output": str(folder), "steps": 20, "data": {"train": ["d"]}, **config})
-    (folder / "config.json").write_text(json.dumps(asdict(start)))
+    (folder / "run.json").write_text(json.dumps(asdict(start)))
     return str(folder)
 
 
@@ -313,7 +313,7 @@ def test_every_key_that_differs_is_there_and_the_command_makes_the_run(tmp_path:
             first, _, keys = command.partition("\n")
             door, verb, file, *more = shlex.split(first)
             assert (door, verb, more) == ("upcycle", "train", ["output=AGAIN"]), name
-            wanted = json.loads((Path(folder) / "config.json").read_text())
+            wanted = json.loads((Path(folder) / "run.json").read_text())
             (tmp_path / "again.yaml").write_text(keys)
             for config in (read_config(file, []), read_config(str(tmp_path / "again.yaml"), [])):
                 assert json.loads(json.dumps(asdict(config))) == wanted

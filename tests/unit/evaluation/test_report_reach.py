@@ -37,7 +37,7 @@ def test_nothing_is_put_in_and_nothing_is_fetched(tmp_path: Path, monkeypatch: p
         "model": {"source": ASKED, "dtype": ASKED, "expert_backend": ASKED, "upcycle": ""}, "seed": 0, "batch": 1, "steps": 10,
         "data": {"sequence": 8}, "schedule": {"peak": 1.0, "final": 0.1, "warmup": 0},
     }  # fmt: skip
-    (run / "config.json").write_text(json.dumps(settings))
+    (run / "run.json").write_text(json.dumps(settings))
     (run / "origin").mkdir()
     origin = {"model": {"upcycle": {"source": ASKED, "max_shard": ASKED}}, "plan": [], "files": []}
     (run / "origin" / "origin.json").write_text(json.dumps(origin))

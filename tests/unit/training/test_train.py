@@ -219,7 +219,7 @@ def test_what_a_person_asked_to_see_is_there(
     monkeypatch.setattr(session, "draw", draw)  # the real one; tests/conftest.py takes it from all other runs
     folder = train(config(place, tmp_path / "run", "profile=2-3", "log_every=2", steps=4))
     assert (folder / "plots.png").read_bytes()[:4] == b"\x89PNG"
-    assert {"trace-2-3.json.gz", "config.json", "metrics.jsonl", "checkpoints"} <= {p.name for p in folder.iterdir()}
+    assert {"trace-2-3.json.gz", "run.json", "metrics.jsonl", "checkpoints"} <= {p.name for p in folder.iterdir()}
     rows = [row for row in read_metrics(folder) if "loss" in row]
     for row in rows:
         phases = [row[f"time/{name}"] for name in ("data", "forward", "backward", "optimizer")]
