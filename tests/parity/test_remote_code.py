@@ -1,5 +1,5 @@
 """Our modelling file in the hands of transformers' users: found by auto_map, in a pipeline, with a cache and batches,
-placed by accelerate, saved again, and adapted by peft."""
+placed by accelerate, saved again, adapted by peft, and balanced by Trainer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import logging
 
 import upcycle
-from tests.parity import tiny
+from tests.parity import test_decoder, test_layers_differ, tiny
 from tests.unit.training.test_data import make_tokenizer, texts
+from training.checkpoint import layout
+from training.model.decoder import Decoder
+from training.optim.balance import Balance, BalanceConfig
 
 logging.disable_progress_bar()
 OPTIONS: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.float32}
@@ -92,7 +96,7 @@ def test_each_expert_has_the_weight_of_its_own_choice(folder: Path) -> None:
     for i, expert in enumerate(moe.experts):
         expert.down_proj.weight *= 1 + i
     x_TD = torch.randn(9, moe.gate.weight.shape[1], generator=generator, dtype=torch.float64)
-    weight_TK, expert_TK = moe.gate(x_TD)
+    _, weight_TK, expert_TK = moe.gate(x_TD)
     assert (weight_TK.amax(1) > 1.1 * weight_TK.amin(1)).all()
     choices = zip(x_TD, weight_TK, expert_TK.tolist(), strict=True)
     want = [
@@ -137,3 +141,98 @@ def test_peft_adapts_it(folder: Path, tmp_path: Path) -> None:
     again = peft.PeftModel.from_pretrained(loaded(folder), tmp_path / "adapter")
     assert torch.equal(logits(again), adapted)
     assert (logits(again.merge_and_unload()) - adapted).abs().max() < 10 * TOLERANCE  # merged weights are rounded
+
+
+# each way to choose: best of all, best of each slice, with scores that a bias moves, in all layers or one
+ROUTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "best of all": ("llama", {"choice": "any"}),
+    "each slice": ("llama", {"choice": "each-slice"}),
+    "each slice by sigmoid and bias": ("qwen3", {"choice": "each-slice", "score": "sigmoid"}),
+}
+
+
+def routed(name: str, place: Path, **more: Any) -> Path:
+    """A folder whose routers balance nothing by themselves."""
+    family, router = ROUTERS[name]
+    dense = tiny.make(family, place / "dense")
+    keys = {"experts": 3, "granularity": 2, "top_k": 4, "method": "virtual_group", "target": "upcycled", **more}
+    router = {"init": {"name": "independent", "std": 1.0}, **router}
+    return upcycle.convert(keys, source=dense, router=router, output=place / "moe", quiet=True)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_it_balances_as_training_does(name: str, tmp_path: Path) -> None:
+    """The balance loss and the gradient of every tensor, in float64, are those of training with balance.aux_weight."""
+    folder, ids, weight = routed(name, tmp_path), tiny.tokens(), 0.7
+    bias_N = torch.linspace(-0.2, 0.2, 6)
+    more = {"dtype": torch.float64, "router_aux_loss_coef": weight, "attn_implementation": "eager"}
+    theirs = loaded(folder, **more)
+    with layout.opened(folder) as origin:
+        ours = layout.load(Decoder(origin.spec, experts="reference", compute=torch.float64).double(), origin)
+    for gate, block in zip((m for n, m in theirs.named_modules() if n.endswith(".gate")),
+                           (layer.ffn.router for layer in ours.layers.values()), strict=True):  # fmt: skip
+        if "bias" in name:
+            gate.e_score_correction_bias.copy_(bias_N)
+            block.bias.copy_(bias_N)
+    balance = Balance(BalanceConfig(aux_weight=weight), ours)
+    shifted = test_decoder.labels(ids)
+    counted = int((shifted >= 0).sum())
+    with test_layers_differ.Wide():
+        (ours.loss(ids, shifted) / counted).backward()
+        found = theirs(ids, labels=ids.where(shifted.roll(1, 1) >= 0, -100), output_router_logits=True)
+        found.loss.backward()
+    balance.end_step()
+    aux = sum(layer.aux for layer in balance.load.fetch())
+    assert len(found.router_logits) == 2 and {t.shape for t in found.router_logits} == {(ids.numel(), 6)}
+    assert found.aux_loss.item() == pytest.approx(aux, rel=1e-10) and aux > 2.01, "it is in balance already"
+    want = test_decoder.gradients_of(theirs, tmp_path / "gradients")
+    for parameter in ours.parameters():
+        parameter.data = parameter.grad
+    views = layout.views(ours)
+    for stored in origin.tensors:
+        if not stored.roles[0][0].endswith("router.bias"):
+            have = layout.joined(stored, views)
+            torch.testing.assert_close(have, want[stored.name], rtol=1e-10, atol=1e-12, msg=stored.name)
+
+
+@torch.no_grad()
+def test_padding_has_no_part_in_the_balance_loss(tmp_path: Path) -> None:
+    """As in transformers' own function, of which ours is the sum over layers and its top_k-th part."""
+    model, ids = loaded(routed("best of all", tmp_path), output_router_logits=True), tiny.tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    found = model(ids, attention_mask=mask, labels=ids)
+    theirs = [load_balancing_loss_func((logits,), 6, 4, mask) / 4 for logits in found.router_logits]
+    assert float(found.aux_loss) == pytest.approx(float(sum(theirs)), rel=1e-5)
+    assert float(found.aux_loss) != pytest.approx(float(model(ids).aux_loss), rel=1e-3)
+    plain = model(ids, attention_mask=mask, labels=ids, output_router_logits=False)
+    assert plain.router_logits is None and plain.aux_loss is None
+    assert float(found.loss - plain.loss) == pytest.approx(0.01 * float(found.aux_loss), abs=1e-6)
+    half = model(ids[:, :12], attention_mask=mask[:, :12], use_cache=True)
+    rest = model(ids[:, 12:], attention_mask=mask, past_key_values=half.past_key_values)
+    assert rest.router_logits[0].shape == (24, 6) and torch.isfinite(rest.aux_loss)
+    assert model.generate(ids, attention_mask=mask, **GREEDY).shape == (2, 36)
+
+
+@pytest.mark.parametrize(("adapters", "rate"), [(False, 1e-2), (True, 0.1)])
+def test_trainer_balances_it(adapters: bool, rate: float, tmp_path: Path) -> None:
+    """Three steps of transformers' Trainer, with all weights or with peft's adapters of the routers."""
+    pytest.importorskip("accelerate")
+    peft = pytest.importorskip("peft")
+    folder = routed("each slice", tmp_path)
+    rows = [{"input_ids": row, "labels": row} for row in tiny.tokens(8, vocab=4)]
+    settings: dict[str, Any] = {
+        "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": rate, "report_to": "none", "use_cpu": True,
+        "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no", "seed": 0,
+    }  # fmt: skip
+    found = []
+    for coefficient in (0.0, 10.0):
+        model = loaded(folder, output_router_logits=True, router_aux_loss_coef=coefficient)
+        if adapters:
+            model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=64, target_parameters=["gate.weight"]))
+        arguments = TrainingArguments(output_dir=str(tmp_path / "out"), **settings)
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train()
+        with torch.no_grad():
+            found.append(float(model(tiny.tokens(8, vocab=4)).aux_loss))
+    assert found[1] < 0.95 * found[0], found

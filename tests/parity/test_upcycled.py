@@ -281,7 +281,7 @@ def test_moe_is_its_formula(form: str) -> None:
             assert got_grad is None or float(got_grad.abs().max()) < 1e-12
         else:
             assert error(got_grad, want_grad) < 1e-10
-    busiest = torch.bincount(block.gate(x.flatten(0, 1))[1].flatten()).argmax()
+    busiest = torch.bincount(block.gate(x.flatten(0, 1))[2].flatten()).argmax()
     with torch.no_grad():
         block.experts[int(busiest)].up_proj.weight[0] *= 1.5
         assert error(block(x), want) > BROKEN
@@ -305,7 +305,7 @@ def test_correction_bias_chooses_but_does_not_weigh() -> None:
     block, _ = block_of({"scoring_func": "sigmoid", "norm_topk_prob": False})
     x = torch.randn(20, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     block.gate.e_score_correction_bias.copy_(torch.tensor([0.0, 0.0, 9.0, 0.0, 9.0]))
-    weight, chosen = block.gate(x)
+    _, weight, chosen = block.gate(x)
     assert torch.equal(chosen.sort(-1).values, torch.tensor([2, 4]).expand(20, 2))
     want = 1.7 * (x @ block.gate.weight.T).sigmoid().gather(1, chosen)
     assert torch.allclose(weight, want, atol=1e-12) and not torch.allclose(weight, want + 9)
@@ -322,7 +322,7 @@ def test_ties_keep_a_virtual_group_whole(score: str) -> None:
     rows[5] = rows[2]  # two groups of eight that always tie
     block.gate.weight.copy_(rows.repeat_interleave(8, 0))
     x = torch.randn(200, 12, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    groups = block.gate(x)[1] // 8
+    groups = block.gate(x)[2] // 8
     assert bool((groups == groups[:, :1]).all())
     assert 2 in groups and 5 not in groups  # the lower index first
     mixed = torch.topk(x @ rows[torch.arange(64) % 8].T, 8).indices // 8  # the other layout: the same row, other parts
@@ -334,12 +334,12 @@ def test_router_is_float32_in_a_bf16_model() -> None:
     block, config = block_of({"expert_widths": [2] * 64, "num_experts_per_tok": 8})
     block = block.bfloat16()
     x = torch.randn(500, 12, generator=torch.Generator().manual_seed(1)).bfloat16()
-    weight, chosen = block.gate(x)
+    _, weight, chosen = block.gate(x)
     logits = x.float() @ block.gate.weight.float().T
     want = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :8]
     assert weight.dtype == torch.float32 and torch.equal(chosen, want)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(block.gate(x)[1], want)
+        assert torch.equal(block.gate(x)[2], want)
     rounded = torch.sort(x @ block.gate.weight.T, dim=-1, descending=True, stable=True).indices[:, :8]
     assert not torch.equal(rounded, want)
     assert block(x).dtype == torch.bfloat16 and config.routed_scaling_factor == 1.7

@@ -26,12 +26,12 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 
 class UpcycledConfig(PretrainedConfig):
@@ -76,6 +76,8 @@ class UpcycledConfig(PretrainedConfig):
     expert_slices: int = 1  # so many classes of experts, e % expert_slices; as many are chosen of each
     norm_topk_prob: bool = True  # divide the chosen weights by their sum
     routed_scaling_factor: float = 1.0  # multiplies the routed sum
+    output_router_logits: bool = False  # return router logits and the balance loss, and add that to the loss of labels
+    router_aux_loss_coef: float = 0.01  # the balance loss is a sum over MoE layers, 1 each in balance
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -89,6 +91,11 @@ class UpcycledConfig(PretrainedConfig):
         if self.attention_multiplier is None:
             self.attention_multiplier = self.head_dim**-0.5
         super().__post_init__(**kwargs)
+
+    @property
+    def num_experts(self) -> int:
+        """Return how many experts a layer routes among, by the name that TRL reads."""
+        return len(self.expert_widths)
 
 
 class UpcycledNorm(nn.Module):
@@ -274,8 +281,8 @@ class UpcycledRouter(nn.Module):
         if self.config.scoring_func == "sigmoid":
             nn.init.zeros_(self.e_score_correction_bias)
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(weight_TK, expert_TK)"""
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (logit_TN, weight_TK, expert_TK)."""
         config, sigmoid = self.config, self.config.scoring_func == "sigmoid"
         # At least float32, autocast or not: bf16 rounds different logits to the same number.
         wide = torch.promote_types(x_TD.dtype, torch.float32)
@@ -299,7 +306,7 @@ class UpcycledRouter(nn.Module):
             weight_TK = logit_TN.softmax(-1).gather(1, expert_TK)
         if config.norm_topk_prob:
             weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)  # sigmoids can all be zero
-        return weight_TK * config.routed_scaling_factor, expert_TK
+        return logit_TN, weight_TK * config.routed_scaling_factor, expert_TK
 
 
 class UpcycledMoE(nn.Module):
@@ -312,7 +319,7 @@ class UpcycledMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
-        weight_TK, expert_TK = self.gate(x_TD)
+        _, weight_TK, expert_TK = self.gate(x_TD)
         y_TD = torch.zeros_like(x_TD, dtype=weight_TK.dtype)  # sums in float32, rounds once
         for index in expert_TK.unique().tolist():  # only experts that were chosen, and only their tokens
             token, rank = (expert_TK == index).nonzero(as_tuple=True)
@@ -365,6 +372,29 @@ def layer_masks(config: UpcycledConfig, x: Tensor, mask: Any, positions: Tensor,
     return {kind: make[kind](config=config, **known) for kind in dict.fromkeys(config.layer_types or [])}
 
 
+def balance_loss(config: UpcycledConfig, logits: Any, choices: Any, attention_mask: Any) -> Tensor | None:
+    """Return the sum over MoE layers of N * sum(f * P): 1 each in balance, None without a MoE layer.
+
+    f is the share of the choices that went to an expert, P the mean probability of it. Neither counts tokens that a
+    mask [batch, token] hides.
+    """
+    if not logits:
+        return None
+    device = logits[0].device
+    seen_T1 = torch.ones_like(logits[0][:, :1])
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        new = len(seen_T1) // len(attention_mask)  # with a cache the mask has the tokens before these, too
+        seen_T1 = attention_mask[:, -new:].reshape(-1, 1).to(seen_T1)
+    total = torch.zeros((), dtype=seen_T1.dtype, device=device)
+    for logit_TN, expert_TK in zip(logits, choices, strict=True):
+        logit_TN = functional.logsigmoid(logit_TN) if config.scoring_func == "sigmoid" else logit_TN
+        probability_TN = logit_TN.to(device).softmax(-1)
+        chosen_TN = torch.zeros_like(probability_TN).scatter_(1, expert_TK.to(device), 1 / expert_TK.shape[1])
+        share_N, mean_N = ((each * seen_T1).sum(0) / seen_T1.sum() for each in (chosen_TN, probability_TN))
+        total = total + len(share_N) * (share_N * mean_N).sum()
+    return total
+
+
 class UpcycledPreTrainedModel(PreTrainedModel):
     config: UpcycledConfig
     base_model_prefix = "model"
@@ -375,7 +405,12 @@ class UpcycledPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _can_record_outputs = {"hidden_states": UpcycledDecoderLayer, "attentions": UpcycledAttention}
+    _can_record_outputs = {
+        "hidden_states": UpcycledDecoderLayer,
+        "attentions": UpcycledAttention,
+        "router_logits": OutputRecorder(UpcycledRouter, index=0),
+        "router_choices": OutputRecorder(UpcycledRouter, index=2),  # logits do not tell them where a bias chooses too
+    }
 
     @property
     def _supports_sdpa(self) -> bool:  # type: ignore[override]
@@ -409,7 +444,7 @@ class UpcycledModel(UpcycledPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> MoeModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("the model got both or none of input_ids and inputs_embeds; give one")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -425,7 +460,7 @@ class UpcycledModel(UpcycledPreTrainedModel):
         for layer, kind in zip(self.layers, self.config.layer_types or [], strict=True):
             kwargs |= {"attention_mask": masks[kind], "position_embeddings": angles[kind]}
             x = layer(x, past_key_values=past_key_values, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
 
 class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
@@ -456,9 +491,11 @@ class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> MoeCausalLMOutputWithPast:
+        routers = self.config.output_router_logits if output_router_logits is None else output_router_logits
         out = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -466,6 +503,8 @@ class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_router_logits=routers,
+            output_router_choices=routers,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -476,10 +515,17 @@ class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        aux_loss = None
+        if routers:
+            aux_loss = balance_loss(self.config, out.router_logits, out.router_choices, attention_mask)
+        if loss is not None and aux_loss is not None:
+            loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+        return MoeCausalLMOutputWithPast(
             loss=loss,
+            aux_loss=aux_loss,
             logits=logits,
             past_key_values=out.past_key_values,
             hidden_states=out.hidden_states,
             attentions=out.attentions,
+            router_logits=out.router_logits,
         )

@@ -113,6 +113,8 @@ def keys(moe: MoESpec) -> dict[str, Any]:
         "router_order": moe.order,
         "norm_topk_prob": moe.normalize,
         "routed_scaling_factor": moe.output_scale,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.01,
         **({"expert_slices": moe.slices} if moe.slices > 1 else {}),
     }
 
