@@ -447,13 +447,11 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
     partial = partial_of(output)
     if complete(output, identity):
         return output
-    if read_json(partial / JOB / "job.json") not in (None, identity):
-        raise ValueError(
-            f"{partial} holds unfinished work with another tokenizer, source or setting; finish it with those, "
-            "or remove it"
-        )
     try:
-        with explained(partial), job(partial, identity, worker, lambda: None, SHARD) as watch:
+        with (
+            explained(partial),
+            job(partial, identity, worker, lambda: None, SHARD, lambda: adopt(partial, identity)) as watch,
+        ):
             if worker.rank == 0:
                 check_first(partial, output)
             broken = broken_parts(len(sources), partial, worker)
@@ -473,6 +471,29 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
 def made(output: Path, identity: dict[str, Any]) -> bool:
     found = read_json(output / META)
     return isinstance(found, dict) and {key: found.get(key) for key in identity} == identity
+
+
+def adopt(partial: Path, identity: Mapping[str, Any]) -> None:
+    """Keep the parts of another job's sources that this job has too, and forget the parts of a source that failed.
+    Raise a ValueError for finished parts of any other source, because hours may be in them."""
+    before = read_json(partial / JOB / "job.json")
+    if not isinstance(before, dict):
+        before = {}
+    alike = {**before, "sources": None} == {**identity, "sources": None}
+    own = identity["sources"] if alike else []
+    theirs = [index for index, source in enumerate(before.get("sources", ())) if own[index : index + 1] != [source]]
+    for index in theirs:
+        if any(row["counts"]["documents"] for row in records(partial, index)) and not failure(partial, index).exists():
+            raise ValueError(
+                f"{partial} holds unfinished work with another tokenizer, source or setting; finish it with those, or "
+                "remove it"
+            )
+    for index in theirs:
+        for record in records(partial, index):
+            for file in files_in(record):
+                (partial / file["file"]).unlink(missing_ok=True)
+        forget(partial, index, 0)
+        failure(partial, index).unlink(missing_ok=True)
 
 
 def complete(output: Path, identity: dict[str, Any]) -> bool:
@@ -528,10 +549,26 @@ def write_own_sources(
                 pieces = counted(encoder.pieces(texts(source, bar.update), read))
             part, last = len(done), False
             while not last:
-                pieces, last = write_part(
-                    partial, index, part, pieces, limit, worker, is_chat=isinstance(encoder, ChatEncoder)
-                )
+                with failing(failure(partial, index)):
+                    pieces, last = write_part(
+                        partial, index, part, pieces, limit, worker, is_chat=isinstance(encoder, ChatEncoder)
+                    )
                 part += 1
+
+
+@contextmanager
+def failing(mark: Path) -> Iterator[None]:
+    """Leave the file `mark` where a source cannot be read to its end, so that a corrected one may take its place."""
+    try:
+        yield
+    except ValueError:
+        disk.write_atomic(mark, b"")
+        raise
+
+
+def failure(partial: Path, index: int) -> Path:
+    """Return the file that says that a source could not be read to its end."""
+    return partial / JOB / f"source-{index:05d}.failed"
 
 
 def write_part(

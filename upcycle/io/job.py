@@ -126,11 +126,17 @@ def check_ours(partial: Path) -> None:
 
 @contextmanager
 def job(
-    partial: Path, identity: Mapping[str, Any], worker: Worker, check: Callable[[], object], shard: str = ""
+    partial: Path,
+    identity: Mapping[str, Any],
+    worker: Worker,
+    check: Callable[[], object],
+    shard: str = "",
+    adopt: Callable[[], object] | None = None,
 ) -> Iterator[Watch]:
     """Take this process's place in the job, one process per rank, all with the same identity.
 
     `check` runs before the first write, and may refuse. `shard` is the pattern of names of the files that ranks write.
+    `adopt` decides what stays of unfinished work of another identity, and may refuse; without it any work is refused.
     """
     if worker.rank == 0:
         check_ours(partial)
@@ -151,7 +157,7 @@ def job(
         sweep_unfinished(partial, shard, worker)
         try:
             if worker.rank == 0:
-                start_job(partial, identity, check)
+                start_job(partial, identity, check, adopt)
             wait_until(  # rank 0 replaces a stale job.json
                 lambda: read_json(partial / JOB / "job.json") == dict(identity),
                 f"{partial} is not being made by rank 0, or by another plan or of another source than this process "
@@ -173,11 +179,15 @@ def check_first(partial: Path, output: Path) -> None:
         raise ValueError(f"another process has just made {output}; run the same command again, which looks at it")
 
 
-def start_job(partial: Path, identity: Mapping[str, Any], check: Callable[[], object]) -> None:
+def start_job(
+    partial: Path, identity: Mapping[str, Any], check: Callable[[], object], adopt: Callable[[], object] | None
+) -> None:
     """Write job.json, unless work of another identity lies in the folder."""
     if read_json(partial / JOB / "job.json") == dict(identity):
         return
-    if any(path.name != "job.json" for kind in ("*.json", "*.safetensors") for path in (partial / JOB).glob(kind)):
+    if adopt is not None:
+        adopt()
+    elif any(path.name != "job.json" for kind in ("*.json", "*.safetensors") for path in (partial / JOB).glob(kind)):
         raise ValueError(
             f"{partial} holds an unfinished conversion by another plan or of another source; finish it with "
             "its own config, or remove it"

@@ -290,12 +290,58 @@ def test_no_eos_and_no_text(tokenizer: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no text in a\.jsonl"):
         run(tmp_path / "out", tmp_path, path, eos=EOS)
     good = jsonl(tmp_path / "b.jsonl", ["x"])
-    with pytest.raises(ValueError, match=r"out\.partial holds unfinished work with another"):
-        run(tmp_path / "out", tmp_path, good, eos=EOS)
+    assert run(tmp_path / "out", tmp_path, good, eos=EOS).documents == 1
     assert run(tmp_path / "both", tmp_path, path, good, eos=EOS).documents == 1
 
 
 # ---- restarts and many processes
+
+
+def bad_line(path: Path, documents: Sequence[str], at: int) -> Path:
+    """Write a .jsonl with one line that has no text."""
+    lines = jsonl(path, list(documents)).read_text().splitlines()
+    path.write_text("\n".join([*lines[:at], json.dumps({"body": "x"}), *lines[at:]]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("shard_tokens", [100, 1 << 20])
+def test_a_failed_job_does_not_block_the_corrected_one(tokenizer: Path, tmp_path: Path, shard_tokens: int) -> None:
+    good, body = jsonl(tmp_path / "good.jsonl", texts(30, 1)), jsonl(tmp_path / "body.jsonl", texts(30, 2), key="body")
+    bad = bad_line(tmp_path / "bad.jsonl", texts(30, 3), at=25)
+    third = jsonl(tmp_path / "third.jsonl", texts(10, 4))
+    for name, wrong, right in (
+        ("column", [good, body], [good, f"{body}#body"]),
+        ("first column", [body, good], [f"{body}#body", good]),
+        ("line", [good, bad], [good, third]),
+        ("left out", [bad, good], [good]),
+        ("more", [good, bad], [good, f"{body}#body", third]),
+    ):
+        out = tmp_path / name
+        with pytest.raises(ValueError, match="has no string under the key 'text'"):
+            run(out, tokenizer, *wrong, shard_tokens=shard_tokens)
+        kept = {
+            path.name: path.stat().st_mtime_ns for path in (tmp_path / f"{name}.partial").glob("tokens-00000-*.bin")
+        }
+        assert digests(run(out, tokenizer, *right, shard_tokens=shard_tokens).folder) == digests(
+            run(tmp_path / f"{name} wanted", tokenizer, *right, shard_tokens=shard_tokens).folder
+        )
+        stay = {path.name: path.stat().st_mtime_ns for path in out.glob("tokens-00000-*.bin")}
+        assert stay == kept or wrong[0] != right[0], "what was made of the source that is good was made again"
+
+
+def test_finished_work_of_a_source_that_did_not_fail_is_not_thrown_away(tokenizer: Path, tmp_path: Path) -> None:
+    good, bad = jsonl(tmp_path / "good.jsonl", texts(30, 1)), bad_line(tmp_path / "bad.jsonl", texts(30, 2), at=25)
+    with pytest.raises(ValueError, match="has no string under the key 'text'"):
+        run(tmp_path / "out", tokenizer, good, bad)
+
+    def held() -> dict[Path, bytes]:
+        files = (path for path in (tmp_path / "out.partial").rglob("*") if path.is_file())
+        return {path: path.read_bytes() for path in files if path.suffix != ".lock"}
+
+    before = held()
+    with pytest.raises(ValueError, match=r"out\.partial holds unfinished work with another .* or remove it"):
+        run(tmp_path / "out", tokenizer, jsonl(tmp_path / "third.jsonl", texts(10, 4)))
+    assert held() == before
 
 
 SOURCES = 3
