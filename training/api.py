@@ -18,6 +18,8 @@ from training.data.prepare import PrepareConfig
 from training.data.prepare import prepare as prepare_shards
 from training.data.shards import read_meta
 from training.estimating.estimate import EstimateConfig, estimate_run
+from training.estimating.recommend import RecommendConfig
+from training.estimating.recommend import recommend as recommend_arms
 from training.experts import SPECIFICATION
 from training.model.stock.model import model_of
 from training.parallel.processes import processes
@@ -80,3 +82,8 @@ def estimate(
     """Return the table of memory, and with `hardware` of seconds, that a run takes on any mapping of so many GPUs."""
     asked = EstimateConfig(gpus=gpus, hardware=hardware, budget=budget, price=price, seen=seen)
     return estimate_run(config_of(TrainConfig, config, keys, TRAIN), asked)
+
+
+def recommend(source: str | PathLike[str], *, gpus: str, tokens: str, sequence: int = 0) -> str:
+    """Return what to make of a dense model with GPUs such as "8xh100" and tokens such as "10B", and the commands."""
+    return recommend_arms(RecommendConfig(source=fspath(source), gpus=gpus, tokens=tokens, sequence=sequence))

@@ -55,6 +55,7 @@ MODELS = {
         "vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": 4096, "torch_dtype": "bfloat16",
         "tie_word_embeddings": False,
     },
+    **dict.fromkeys(("slices", "llama3-8b-slices"), LLAMA3),
     "marco-nano": {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -73,6 +74,7 @@ MODELS = {
 PROMISES = {
     "llama3-8b-e8t2": ("mixtral", True, 8, 47.5),
     "llama3-8b-e64t8": ("upcycled", True, 64, 47.5),
+    "slices": ("upcycled", True, 16, 24.9),
     "nemotron4-15b-e64t8": ("upcycled", False, 64, 83.3),
     "qwen3-8b-e56t7-shared": ("glm4_moe", True, 56, 41.5),
     "mistral-7b-drop": ("mixtral", False, 8, 46.7),
@@ -81,6 +83,10 @@ PROMISES = {
 
 TOKENS = {
     "stories": 200 * 8 * 256,
+    "slices": 400 * 64 * 1024,
+    "llama3-8b-slices": 1e10,
+    "qwen3-8b-slices": 1e10,
+    "nemotron4-15b-slices": 1e10,
     "llama3-8b-e8t2": 27e9,
     "nemotron4-15b-e64t8": 1e11,
     "qwen3-8b-e56t7-shared": 1e11,
@@ -159,6 +165,7 @@ def understood(command: str) -> str:
     from training.estimating.bench import BenchConfig
     from training.estimating.estimate import split
     from training.estimating.measure import MeasureConfig
+    from training.estimating.recommend import RecommendConfig
     from upcycle.cli.plan import PlanKeys
 
     words = [word for word in shlex.split(command) if not word.startswith("nproc=")]
@@ -169,6 +176,8 @@ def understood(command: str) -> str:
     file, keys = cli.file_and_words(words)
     if name in ("plan", "convert"):
         read(UpcycleConfig, file, read_own(PlanKeys, keys)[1])
+    elif name == "recommend":
+        read(RecommendConfig, "", [f"source={file}", *keys])
     elif name == "estimate" and any(key.startswith("measure=") for key in keys):
         read(MeasureConfig, "", keys)
     elif name in ("train", "estimate", "bench"):

@@ -32,6 +32,7 @@ from training.data.prepare import PrepareConfig
 from training.estimating.bench import BenchConfig
 from training.estimating.estimate import EstimateConfig
 from training.estimating.measure import MeasureConfig
+from training.estimating.recommend import RecommendConfig
 from upcycle import plugin
 from upcycle.cli.inspect import InspectKeys
 from upcycle.cli.main import COMMANDS
@@ -55,6 +56,7 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle train: one of stages", "Keys that are left out are those of the run.", StageConfig),
     ("upcycle train: one of data.train", "A folder of token shards alone is its `path`.", TrainSource),
     ("upcycle train: one of data.valid", "A folder of token shards alone is its `path`.", ValidSource),
+    ("upcycle recommend", "", RecommendConfig),
     ("upcycle estimate", "Besides those of training.", EstimateConfig),
     ("upcycle estimate measure=FILE", "", MeasureConfig),
     ("upcycle bench", "Besides those of training.", BenchConfig),

@@ -1,4 +1,4 @@
-"""Does upcycling pay? The published law of its loss, with the range of its fit, outside of which numbers are marked.
+"""Does upcycling pay? The published law of its loss, which is shown only within the range that it was fitted for.
 
 "Scaling laws for upcycling" (arXiv 2502.03009, Table 2), of a dense model of N parameters that learned from D1 tokens,
 made to eight copies with top-2, that go on for D2:
@@ -23,7 +23,7 @@ FLOOR = 0.165
 # (A, B, exponent of D or of D1, exponent of N)
 DENSE, SCRATCH, UPCYCLED = (8.83, 12.3, 0.088, 0.116), (32.0, 7.05, 0.161, 0.080), (16.3, 8.53, 0.043, 0.112)
 SECOND, TOGETHER = 0.085, 7.98e-4  # a2 and a3
-# Where it may be read without a mark: small models, and no D1 as OLMoE's 2 T, where the fit never crosses from scratch
+# Where it may be read: small models, and no D1 as OLMoE's 2 T, where the fit never crosses from scratch
 # and OLMoE saw it cross at 500 to 600 B. Below a billion tokens a power law says nothing: it begins at infinity; and
 # FLOPs or GPU-hours of a small model are soon trillions of tokens, more than anybody fitted.
 PARAMETERS, TOKENS, COPIES, TOP_K = (1e8, 1.1e9), (1e9, 3e11), 8, 2
@@ -104,7 +104,7 @@ class Case:
 
 
 def outside(case: Case) -> list[str]:
-    """Why the law's numbers are extrapolated here; empty: they are not."""
+    """Return the reasons why the law would have to be extrapolated for this case; none if it was fitted for it."""
     found = []
     few, many = TOKENS
     if case.parameters > PARAMETERS[1]:
@@ -128,24 +128,23 @@ def outside(case: Case) -> list[str]:
 
 
 def advice(case: Case) -> str:
-    """A table of what may be done with the same tokens and with the same FLOPs, and warnings."""
+    """Return a table of the law's losses where it was fitted, else the reasons why it is not shown; and warnings."""
     why, n, first, more = outside(case), case.parameters, case.first, case.more
-    mark, kind = "  extrapolated" if why else "", "slices" if case.method == "split" else "copies"
-    arms = [
-        ("dense, same tokens", dense(n, first + more), "at best: read off its one-stage curve at D1 + D2"),
-        ("dense, same FLOPs", dense(n, first + more * case.cost), "the same, for as many FLOPs as the copies take"),
-        (f"{case.copies} {kind}, top-{case.top_k}", upcycled(n, first, more), "upcycled"),
-        ("MoE from scratch", scratch(n, more), "none of D1"),
-    ]
-    lines = [f"Expected loss after {short(more)} tokens more ({SOURCE}; differences count, not the numbers):"]
-    lines += [f"  {name:22}{loss:7.3f}   {note}{mark}" for name, loss, note in arms]
+    lines = [f"The published law of upcycling ({SOURCE}) is not shown, because it was not fitted for this case:"]
+    lines += [f"  {reason}" for reason in why]
+    if not why:
+        arms = [
+            ("dense, same tokens", dense(n, first + more), "at best: read off its one-stage curve at D1 + D2"),
+            ("dense, same FLOPs", dense(n, first + more * case.cost), "the same, for as many FLOPs as the copies take"),
+            (f"{case.copies} copies, top-{case.top_k}", upcycled(n, first, more), "upcycled"),
+            ("MoE from scratch", scratch(n, more), "none of D1"),
+        ]
+        lines = [f"Expected loss after {short(more)} tokens more ({SOURCE}; differences count, not the numbers):"]
+        lines += [f"  {name:22}{loss:7.3f}   {note}" for name, loss, note in arms]
     inside = all(low <= at <= high for (low, high), at in zip(RUNS, (n, first, more), strict=True))
     if inside and case.granularity == 1 and (case.copies, case.top_k) == (COPIES, TOP_K):
         lines.append(f"  {'of our own runs':22}{continued(n, first, more):7.3f}   upcycled, docs/planning.md")
-    lines.append(
-        "  virtual groups          no law; the dense model's FLOPs, see docs/study.md for ours on SmolLM2-135M"
-    )
-    lines += [f"! extrapolated: {reason}" for reason in why]
+    lines.append("What our own runs gained, and at which sizes: upcycle recommend, and docs/study.md")
     return "\n".join([*lines, *(f"! {text}" for text in warnings(case))])
 
 

@@ -21,6 +21,7 @@ COMMANDS = {  # each a module with main(words) -> exit code, whose docstring is 
     "prepare": ("training.cli.prepare", "turn text into token shards"),
     "train": ("training.cli.train", "train, or go on where the run stopped"),
     "export": ("training.cli.export", "turn a training checkpoint into a Hugging Face folder"),
+    "recommend": ("training.cli.recommend", "say what to make of a model, so many GPUs and so many tokens"),
     "estimate": ("training.cli.estimate", "say what fits, how long it takes, and what it costs"),
     "bench": ("training.cli.bench", "measure tokens/s, TFLOP/s and memory of training steps"),
     "eval": ("evaluation.cli.eval", "ask a model the items of a suite"),

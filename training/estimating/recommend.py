@@ -1,0 +1,193 @@
+"""Recommend what to do with a dense model, so many GPUs and so many tokens. `upcycle recommend`.
+
+Three arms are planned for the same tokens: dense training that goes on, slices that choose, and whole copies. Each gets
+the fastest mapping that fits, by the estimates of memory and of seconds; a gain is shown as it was measured, with its
+size and its conditions, and is never extrapolated.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tqdm import tqdm
+
+from training.checkpoint.layout import opened
+from training.config.reading import read_config
+from training.estimating import hardware
+from training.estimating.budget import amount, few
+from training.estimating.estimate import MOST_GPUS
+from training.estimating.law import short
+from training.estimating.mappings import AXES, SPARE, Timed, ranked
+from training.observe.flops import model_flops
+from training.run.parts import source
+from upcycle.arch.spec import DenseSpec
+from upcycle.planning.size import dense_flops, dense_parameters
+
+
+@dataclass(frozen=True)
+class RecommendConfig:
+    source: str = ""  # the dense model: a folder, or org/name on the hub
+    gpus: str = ""  # how many of which card, such as 8xh100; or 4xmine.yaml, a file of `upcycle estimate measure`
+    tokens: str = ""  # of training, such as 10B; best all different ones
+    sequence: int = 0  # tokens a sequence; 0: 4096, or the model's context where that is shorter
+
+
+COPIES = (16, 8, 4, 2)  # of slices, the most that fit: 4, 8 and 16 gained 0.008, 0.011 and 0.015 (docs/study.md)
+WHOLE = (8, 4)  # of whole FFNs, of which a token takes two
+SLICES = 4  # slices of a copy: 2, 4 and 8 were equally good, 8 slower (docs/study.md)
+RECOMPUTE = ("none", "attention", "experts", "full")
+NEARLY = 1.02  # times the seconds of the fastest
+MICRO = (1, 2, 4, 8, 16, 32, 64)
+STEPS = 400  # at least so many, as our studies had, before a step gets more tokens
+SMALLEST, LARGEST = 2**16, 2**22  # tokens of a step: ours on 135 M parameters; the best of arXiv 2410.07524 on 15 B
+# AdamW's peak: ours on 135 M parameters, SmolLM2's own at its second size, and that of arXiv 2410.07524 above it
+PEAKS = ((5e8, 5e-4), (2e9, 3e-4), (math.inf, 2e-4))
+# Measured against dense training of the same tokens (docs/study.md; BASIS says on what).
+GAINS = {
+    "dense": "the control",
+    "slices": "-0.019 (-0.024 to -0.014) after 26 M tokens, -0.028 (-0.033 to -0.023) after 63 M",
+    "copies": "-0.012 (-0.015 to -0.010) after 26 M tokens; behind dense at equal FLOPs",
+}
+BASIS = """\
+Gains are nats a token on held-out text like the training text, with the 95 % interval over three seeds, on
+SmolLM2-135M-Instruct out of 4 bits (docs/study.md). They do not carry over to other sizes: nobody has measured slices
+on a large model. At 15 B parameters and 1 T tokens others measured MMLU 65.3 for dense, 67.6 for 8 copies with top-2,
+and 66.2 for 8 copies of 8 slices with a free choice (arXiv 2410.07524). Text should be read once: slices that read the
+same text three times fell behind dense. Hours are of steps alone; such predictions were off by up to 15 %
+(docs/planning.md)."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to spend the tokens: its model's size, and the fastest mapping that fits; None: `least` is too much."""
+
+    copies: int
+    parameters: int
+    flops: float  # of a token, the dense model's being 1
+    words: tuple[str, ...]  # for upcycle train
+    best: Timed | None
+    hours: float
+    least: float  # bytes of a GPU that it takes at least
+
+
+def recommend(asked: RecommendConfig) -> str:
+    """Return the three arms as a table, with memory, hours and measured gains, and the commands that run the best."""
+    count, card, tokens = check_asked(asked)
+    with opened(asked.source) as origin:
+        dense = origin.spec
+    if not isinstance(dense, DenseSpec):
+        raise ValueError(f"{asked.source} is a mixture of experts already; recommend needs a dense model as source")
+    if asked.sequence > dense.context:
+        raise ValueError(f"sequence is {asked.sequence}, and the model's context is {dense.context}; write fewer")
+    sequence = asked.sequence or min(4096, dense.context)
+    run = schedule_of(dense_parameters(dense), count, tokens, sequence)
+    choices = [("dense", 1), *(("slices", n) for n in COPIES), *(("copies", n) for n in WHOLE)]
+    arms: dict[str, Arm] = {}
+    for name, copies in tqdm(choices, desc="plans", leave=False, delay=2, disable=None):
+        if name not in arms or arms[name].best is None:  # fewer copies only where more do not fit
+            arms[name] = arm_of(name, copies, asked.source, dense, run, count, card)
+    return "\n".join(lines_of(asked, dense, arms, count, card, tokens))
+
+
+def check_asked(asked: RecommendConfig) -> tuple[int, hardware.Hardware, float]:
+    """Return the GPUs, their card and the tokens that were asked for."""
+    if not asked.source:
+        raise ValueError("source is missing; write the dense model, for instance source=./llama")
+    found = re.fullmatch(r"(\d+) ?x ?(.+)", asked.gpus)
+    if found is None or not 1 <= int(found[1]) <= MOST_GPUS:
+        raise ValueError(f"gpus is {asked.gpus!r}; write how many of which card, for instance gpus=8xh100")
+    if not asked.tokens:
+        raise ValueError("tokens is missing; write how many to train on, for instance tokens=10B")
+    number, unit = amount("tokens", asked.tokens)
+    if unit != "tokens" or number < SMALLEST:
+        raise ValueError(f"tokens is {asked.tokens!r}; write at least {SMALLEST:,}, for instance tokens=10B")
+    return int(found[1]), hardware.read(found[2]), number
+
+
+def schedule_of(parameters: int, count: int, tokens: float, sequence: int) -> list[str]:
+    """Return the words of a run that all arms share: its batch, its steps and its rate."""
+    step = min(max(2 ** int(math.log2(tokens / STEPS)), SMALLEST), LARGEST)
+    batch = -(-max(1, step // sequence) // count) * count
+    steps = max(1, round(tokens / (batch * sequence)))
+    peak = next(rate for most, rate in PEAKS if parameters <= most)
+    return [
+        f"data.sequence={sequence}", f"batch={batch}", f"steps={steps}",
+        f"schedule.peak={peak:g}", f"schedule.final={peak / 10:g}", f"schedule.warmup={min(100, -(-steps // 10))}",
+    ]  # fmt: skip
+
+
+def model_words(name: str, copies: int, place: str) -> tuple[str, list[str]]:
+    """Return the ready config of an arm, and the words of its model."""
+    if name == "dense":
+        return "", [f"model.source={place}"]
+    words = [f"model.upcycle.source={place}", f"model.upcycle.experts={copies}"]
+    return ("slices", words) if name == "slices" else ("", [*words, "model.upcycle.top_k=2"])
+
+
+def arm_of(
+    name: str, copies: int, place: str, dense: DenseSpec, run: list[str], count: int, card: hardware.Hardware
+) -> Arm:
+    """Plan an arm: of all micro-batches and ways to recompute take the fastest that fits; of equals the smallest."""
+    file, words = model_words(name, copies, place)
+    config = read_config(file, [*words, *run, "micro_batch=1"])
+    with source(config) as origin:
+        spec, plan = origin.spec, origin.plan
+    least, found = math.inf, []
+    for recompute in RECOMPUTE:
+        for micro in (m for m in MICRO if config.batch % (m * count) == 0):
+            tried = replace(config, micro_batch=micro, model=replace(config.model, recompute=recompute))
+            fit, own = ranked(spec, tried, count, card)
+            least = min([least, own.memory.total, *(each.memory.total for each in fit)])
+            if not fit:
+                break
+            keys = [f"micro_batch={micro}", f"model.recompute={recompute}"]
+            # FSDP with experts over ranks is what most people run: pipelines and the like only where nothing else fits
+            found += [(any(getattr(each.mesh, axis) > 1 for axis in AXES if axis != "ep"), each, keys) for each in fit]
+    plain = [each for each in found if not each[0]]
+    found = plain or found
+    flops = model_flops(spec, config.data.sequence) / dense_flops(dense, config.data.sequence)
+    parameters = dense_parameters(dense) if plan is None else plan.sizes.total
+    if not found:
+        return Arm(copies, parameters, flops, (), None, math.inf, least)
+    fastest = min(each.seconds.total for _, each, _ in found)
+    near = [each for each in found if each[1].seconds.total <= NEARLY * fastest]
+    _, best, keys = min(near, key=lambda each: each[1].memory.total)
+    axes = [f"mesh.{axis}={n}" for axis in (*AXES, "dp_replicate") if (n := getattr(best.mesh, axis)) > 1]
+    hours = config.steps * best.seconds.total / 3600
+    start = [file] if file else []
+    return Arm(copies, parameters, flops, (*start, *words, *run, *keys, *axes), best, hours, least)
+
+
+def lines_of(
+    asked: RecommendConfig, dense: DenseSpec, arms: dict[str, Arm], count: int, card: hardware.Hardware, tokens: float
+) -> Iterator[str]:
+    """Yield the table, what its gains rest on, and the commands."""
+    size = short(dense_parameters(dense))
+    yield f"{asked.source}, {size} parameters, {short(tokens)} tokens, {count} {card.name} of {card.memory:g} GB\n"
+    yield f"{'':9}{'model':31}{'parameters':>10}{'FLOPs':>8}{'GB a GPU':>10}{'hours':>9}   held-out loss, minus dense"
+    about = {
+        "dense": "as it is",
+        "slices": f"{{}} copies of {SLICES} slices, top-{SLICES}",
+        "copies": "{} copies, top-2",
+    }
+    for name, arm in arms.items():
+        line = f"{name:9}{about[name].format(arm.copies):31}{short(arm.parameters):>10}{arm.flops:7.2f}x"
+        if arm.best is None:
+            yield f"{line}   does not fit: it takes at least {(arm.least + SPARE) / 1e9:,.0f} GB a GPU"
+        else:
+            yield f"{line}{arm.best.memory.total / 1e9:10.0f}{few(arm.hours, 1):>9}   {GAINS[name]}"
+    yield f"\n{BASIS}\n"
+    best = next((name for name in ("slices", "copies", "dense") if arms[name].best is not None), "")
+    if not best:
+        yield "Nothing fits: take more GPUs, a card with more memory, or a shorter sequence."
+        return
+    words = [*arms[best].words, *([f"nproc={count}"] if 1 < count <= card.node else [])]
+    words += ["data.train=[runs/data]", "data.valid=[runs/valid]", f"output=runs/{best}", f"export={best}"]
+    yield f"upcycle prepare runs/data tokenizer={asked.source} sources=[YOUR_TEXT]"
+    yield f"upcycle prepare runs/valid tokenizer={asked.source} sources=[OTHER_TEXT]"
+    yield f"upcycle train {' '.join(words)}"
+    if count > card.node:
+        yield f"The last one under Slurm, on {-(-count // card.node)} nodes: sbatch configs/launch/slurm.sbatch WORDS"
