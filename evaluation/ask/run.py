@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from evaluation.ask import load, tasks
 from evaluation.ask.engine import Engine
 from evaluation.ask.harness import NAME, AskConfig, UpcycleLM, ranks_of
 from evaluation.ask.lm import DecoderLM
-from evaluation.ask.written import Written
+from evaluation.ask.written import CACHE, Written, check_folder
 from evaluation.judge import logged
 from evaluation.judge.results import Evaluation, Group, Task
 from training.checkpoint.layout import Origin
@@ -46,6 +47,8 @@ from upcycle.config.values import at_least, check_values
 from upcycle.io import strict
 from upcycle.plugin import nearest
 
+HOW = ("output", "log_samples", "name", "forward_tokens", "device", "mesh")  # keys that change no answer
+OF_THE_MODEL = ("checkpoint", "dtype", "tokenizer", "expert_backend")  # keys that its identity stands for
 BOOTSTRAP = 1000  # draws for the standard errors that have no formula (perplexity)
 
 
@@ -60,7 +63,7 @@ class RunConfig(AskConfig):
     fewshot: int | None = None  # examples in a prompt, where the task leaves it open
     limit: float = 0  # items of each task; below 1: that share of them; 0: all
     samples: dict[str, list[int]] = field(default_factory=dict)  # {task: numbers of its items}; {}: all
-    output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-IDENTITY
+    output: str = ""  # the folder to make; "": runs/eval/SUITE-NAME-DIGEST, of model and options
     log_samples: bool = False  # keep documents and whole prompts in samples_TASK_*.jsonl, as lm-eval does
     name: str = ""  # of the model in tables; "": the checkpoint's
     model: str = NAME  # upcycle (ours) | hf | vllm | another model of lm-eval's, for what our decoder is not made for
@@ -109,6 +112,12 @@ class RunConfig(AskConfig):
             "system_instruction": self.system_instruction or None, "apply_chat_template": self.apply_chat_template,
         }  # fmt: skip
 
+    def deciding(self) -> dict[str, Any]:
+        """Return the options that decide the answers, as JSON has them; our model's own are in its identity."""
+        left_out = HOW if self.model != NAME else (*HOW, *OF_THE_MODEL)
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return {key: value for key, value in found.items() if key not in left_out}
+
     @property
     def four_seeds(self) -> tuple[int, ...]:
         """Return the seeds of python, numpy, torch and examples; none where lm-eval's own are wanted."""
@@ -152,15 +161,17 @@ def evaluate(config: RunConfig, command: str = "") -> Evaluation | None:
     """Ask the model, keep its answers in the output folder, and return them; None in other processes than the first."""
     started, clock, tracker = datetime.now(UTC), time.monotonic(), EvaluationTracker()
     with processes(config.device, settings=flat(asdict(config) | {"device": ""})), ExitStack() as stack:
+        if config.output:
+            check_folder(Path(config.output), config.deciding())
         found = tasks_to_ask(config)  # before the model: what is missing is found in seconds
         lm = model_to_ask(config)
         first = not dist.is_initialized() or dist.get_rank() == 0
-        name, mark = name_and_mark(lm, config)
-        label = Path(config.label).stem if config.suite else config.label[:60]
-        folder = Path(config.output or f"runs/eval/{label}-{name.replace('/', '_')}-{mark[:8]}")
+        name, identity = name_and_identity(lm, config)
+        folder = Path(config.output) if config.output else own_folder(config, name, identity)
         stack.enter_context(alone(folder))
+        check_folder(folder, config.deciding(), identity)
         if isinstance(lm, UpcycleLM):
-            lm.remember(folder / "cache")
+            lm.remember(folder / CACHE)
         prepared, written = time.monotonic(), Written(folder, tracker)
 
         def keep(samples: logged.Samples) -> None:
@@ -213,13 +224,19 @@ def device_instead(kind: type[LM]) -> str | None:
     return "cpu" if taken == "cuda" and not torch.cuda.is_available() else None
 
 
-def name_and_mark(lm: LM, config: RunConfig) -> tuple[str, str]:
-    """Return the model's name, and a digest that tells it apart: for lm-eval's own models, of the keys."""
+def name_and_identity(lm: LM, config: RunConfig) -> tuple[str, str]:
+    """Return the model's name, and our model's identity ("" of lm-eval's own models)."""
     if isinstance(lm, UpcycleLM):
         return lm.about.name, lm.about.identity
     name = Path(config.checkpoint).resolve().name if Path(config.checkpoint).exists() else config.checkpoint
-    asked = (config.checkpoint, config.model, config.model_args, config.dtype, config.tokenizer, config.max_length)
-    return name, sha256(repr(asked).encode()).hexdigest()
+    return name, ""
+
+
+def own_folder(config: RunConfig, name: str, identity: str) -> Path:
+    """Return the folder of an evaluation that names none: another model or other options have another one."""
+    label = Path(config.label).stem if config.suite else config.label[:60]
+    mark = sha256(json.dumps([identity, config.deciding()], sort_keys=True).encode()).hexdigest()
+    return Path(f"runs/eval/{label}-{name.replace('/', '_')}-{mark[:8]}")
 
 
 # ---- during training

@@ -19,12 +19,48 @@ from lm_eval.loggers import EvaluationTracker
 from evaluation.judge import logged
 from evaluation.judge import metrics as measures
 from evaluation.judge.logged import Samples
+from upcycle.io import strict
 from upcycle.io.disk import make_folder, sha256, write_atomic
-from upcycle.io.publish import digest
+from upcycle.io.publish import LOCK, digest
+
+CACHE = "cache"  # the folder of remembered answers
+BEGUN = (LOCK, CACHE, "samples_*.jsonl", "*.upcycle.tmp")  # what a run that was killed leaves
+
+
+def check_folder(folder: Path, asked: Mapping[str, Any], identity: str = "") -> None:
+    """Refuse a folder that holds anything but the evaluation that `asked` describes, finished or begun.
+
+    `asked` holds the options that decide the answers; `identity` is the model's, once the model is loaded.
+    """
+    found = sorted(folder.glob("results_*.json"))
+    there = sorted(folder.iterdir()) if folder.is_dir() else []
+    stranger = next((path for path in there if not any(path.match(pattern) for pattern in BEGUN)), None)
+    if stranger and not found:
+        raise ValueError(f"{folder} holds {stranger.name}, which is no evaluation; write output=FOLDER with a new one")
+    for path in found:
+        before = strict.read_object(path, constants=True)
+        if said := difference(before, asked, identity):
+            raise ValueError(
+                f"{folder} holds results of {said}; write output=FOLDER with a new one, or remove {folder}"
+            )
+
+
+def difference(before: Mapping[str, Any], asked: Mapping[str, Any], identity: str) -> str:
+    """Return a clause on how the results `before` differ from the evaluation that is asked for; "" if they agree."""
+    own, settings = before.get("upcycle"), before.get("config")
+    if not isinstance(own, dict) or not isinstance(own.get("options"), dict) or not isinstance(settings, dict):
+        return "another program's evaluation"
+    what, options = f"{own.get('suite')} of {own.get('name')}", own["options"]
+    key = next((key for key in asked if key in options and options[key] != asked[key]), "")
+    if key:
+        return f"{what} with {key}={strict.short(options[key])}, and this asks with {key}={strict.short(asked[key])}"
+    if identity and settings.get("model_identity", identity) != identity:
+        return f"{what}, computed with other weights, settings or versions than this model's"
+    return ""
 
 
 class Written:
-    """The files of one run in its folder, instead of those of an older run."""
+    """The files of one run in its folder, instead of those of the same run before."""
 
     def __init__(self, folder: Path, tracker: EvaluationTracker) -> None:
         self.folder, self.tracker, self.sums = folder, tracker, dict[str, str]()

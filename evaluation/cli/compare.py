@@ -46,10 +46,12 @@ def main(words: Sequence[str]) -> int:
     from evaluation.api import compare
     from evaluation.judge.compare import group_words
     from upcycle.config.reading import read
-    from upcycle.io.disk import write_atomic
+    from upcycle.io.disk import check_own, write_atomic
 
     names, keys = frame.names_and_words(words)
     config = read(CompareConfig, "", keys)
+    if config.output:
+        check_own(Path(config.output), rb'\A\{\n "comparisons"', "upcycle compare")
     found = compare(*group_words(names), cluster=config.cluster)
     print(found)
     if config.output:

@@ -86,6 +86,9 @@ class Tile:
     kind: str = ""  # good | bad
 
 
+MARK = rb"default-src 'none'; style-src 'unsafe-inline'"  # the policy in the head of each page
+
+
 @dataclass(frozen=True)
 class Page:
     title: str

@@ -18,14 +18,16 @@ from evaluation.judge.compare import loss_table, plain, table
 from evaluation.judge.experts import routing
 from evaluation.judge.words import is_share, number
 from evaluation.show.facts import Facts, gather, sources
-from evaluation.show.page import rendered
+from evaluation.show.page import MARK, rendered
 from evaluation.show.sections import page
 from evaluation.show.sentences import opening, verdicts
 from training.observe import plots
 from upcycle.converting.card import inert
 from upcycle.io import publish
-from upcycle.io.disk import sweep, write_atomic
+from upcycle.io.disk import check_own, sweep, write_atomic
 
+# what is in the files that a report consists of, by their suffix
+MARKS = {".html": MARK, ".md": rb"\A# .*\n\n\d{4}-\d\d-\d\d \d\d:\d\d UTC\n", ".json": rb'\A\{"opening": '}
 PICTURES = (".png", ".pdf", ".svg")  # of trainings alone
 
 
@@ -38,10 +40,13 @@ def report(
     """
     output = Path(output)
     if output.suffix in PICTURES:
+        check_own(output, plots.MARK, "upcycle report")
         plots.plot([Path(p) for group in groups for p in ([group] if isinstance(group, str) else group)], output)
         return []
     if output.suffix != ".html":
         raise ValueError(f"output={output} must end in .html, or in {', '.join(PICTURES)} for a picture of trainings")
+    for path, mark in MARKS.items():
+        check_own(output.with_suffix(path), mark, "upcycle report")
     facts = gather(groups, title)
     write(output, facts)
     return [opening(facts), *verdicts(facts)]

@@ -81,6 +81,8 @@ class Stages:
         self.file, self.number = folder / "done.json", 0
         settings = {key: value for key, value in asdict(config).items() if key != "output"}
         known = {"settings": settings, "stages": {}}
+        if folder.is_dir() and not self.file.is_file() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is there and holds no sample; move it away, or write output=ANOTHER-FOLDER")
         if self.file.is_file():
             known = strict.held(strict.read_json(self.file), Done, str(self.file))
         if known["settings"] != settings:
@@ -88,6 +90,7 @@ class Stages:
         self.known: dict[str, Any] = known
         self.done: dict[str, dict[str, float]] = known["stages"]
         folder.mkdir(parents=True, exist_ok=True)
+        self.keep()
 
     def __call__(self, name: str, about: str, work: Callable[..., None], *arguments: object) -> None:
         self.number += 1
@@ -98,6 +101,10 @@ class Stages:
         wall, processor = time.monotonic(), sum(os.times()[:4])  # of this process and those that it waited for
         work(*arguments)
         self.done[name] = {"seconds": time.monotonic() - wall, "cpu_seconds": sum(os.times()[:4]) - processor}
+        self.keep()
+
+    def keep(self) -> None:
+        """Write which stages are done."""
         write_atomic(self.file, (json.dumps(self.known, indent=1) + "\n").encode())
 
     def total(self, kind: str) -> float:

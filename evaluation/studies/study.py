@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from evaluation.judge.compare import plain
-from evaluation.show.page import rendered
+from evaluation.show.page import MARK, rendered
 from evaluation.show.study import page, sentences
 from evaluation.studies import lengths, sample
 from evaluation.studies.judging import Judged, is_finished, judge
@@ -29,7 +29,7 @@ from evaluation.studies.running import Job, Workers, alone, device, stopping
 from evaluation.studies.suites import Suite, before_folder, starts, suites_of
 from training.observe import metrics
 from upcycle import __version__
-from upcycle.io.disk import write_atomic
+from upcycle.io.disk import check_own, write_atomic
 
 
 def perform(plan: Plan, command: str = "") -> Mapping[str, str]:
@@ -37,6 +37,8 @@ def perform(plan: Plan, command: str = "") -> Mapping[str, str]:
 
     `command`: how the page names what made it.
     """
+    for path, mark in ((plan.folder / "study.html", MARK), (plan.folder / "study.json", rb'\A\{\n "title": ')):
+        check_own(path, mark, "upcycle study")
     if plan.config.judge:
         show(plan, command, {})
         return {}

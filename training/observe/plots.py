@@ -39,6 +39,7 @@ COLORS = (
     "#000000",
 )  # told apart by all eyes (Okabe-Ito)
 STYLES = ("-", "--", ":", "-.")  # of validation sets; a colour is a run's
+MARK = rb"[Mm]atplotlib"  # what drew a picture is named in it
 Points = tuple[list[float], list[float]]
 
 

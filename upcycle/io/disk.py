@@ -31,6 +31,7 @@ from upcycle.io.checkpoint import DTYPES
 
 BUFFER = 8 << 20  # bytes; two of them: one is filled while the other is written
 PIECE = 1 << 20  # copied, then hashed while it is still in the processor's cache
+ENDS = 1 << 16  # bytes of a file's begin and of its end that say who wrote it
 ALIGN = 4096  # of every direct write: its address, its length and its place in the file
 TEMPORARY = re.compile(r"(.+)\.\d+-[0-9a-f]{8}\.upcycle\.tmp", re.DOTALL)  # the names of write_blocks, nobody else's
 SAFETENSORS = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
@@ -215,6 +216,20 @@ def write_blocks(path: Path, blocks: Iterable[bytes]) -> None:
         finally:
             os.close(fd)
     sync_folder(path.parent)
+
+
+def check_own(path: Path, mark: bytes, writer: str) -> None:
+    """Refuse to replace what `writer` did not write: each of its files has the pattern `mark` at its begin or end."""
+    if not path.exists():
+        return
+    content = b""
+    if path.is_file():
+        with open(path, "rb") as file:
+            content = file.read(ENDS)
+            file.seek(max(len(content), path.stat().st_size - ENDS))
+            content += file.read()
+    if not path.is_file() or (content and not re.search(mark, content)):
+        raise ValueError(f"{path} is there and {writer} did not write it; write another output, or move {path} away")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from upcycle.arch.spec import MAX_EXPERTS, MoESpec
 from upcycle.converting import grow
 from upcycle.io import strict
 from upcycle.io.checkpoint import Checkpoint
-from upcycle.io.disk import write_atomic
+from upcycle.io.disk import check_own, write_atomic
 from upcycle.io.strict import Count, Range
 from upcycle.text import tokens as text
 
@@ -58,6 +58,7 @@ class RoutingConfig:
 
 def routing(config: RoutingConfig) -> dict[str, Any]:
     """Measure, write the file, and return what was measured."""
+    check_own(Path(config.output), rb'\A\{"kind": "routing"', "upcycle routing")
     found = measure(config)
     write_atomic(Path(config.output), (json.dumps(found | {"config": asdict(config)}) + "\n").encode())
     return found
