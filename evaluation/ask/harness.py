@@ -55,7 +55,7 @@ class AskConfig:
     forward_tokens: int = 8192  # tokens of one forward, at most
     max_length: int = 0  # tokens that are read at most; 0: the model's context
     expert_backend: str = DEFAULT  # a backend, a file of training/experts
-    tokenizer: str = ""  # a folder with one; "": the checkpoint's
+    tokenizer: str = ""  # a folder with one, or a hub id; "": the checkpoint's
     device: str = ""  # cuda | cpu; "": cuda if there is one
     mesh: MeshConfig = field(default_factory=MeshConfig)  # how several processes divide the model
 

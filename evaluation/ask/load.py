@@ -29,7 +29,7 @@ from training.parallel.mesh import ParallelMesh, check
 from training.parallel.shard import dense_ffns, layers, parallelize
 from upcycle import __version__
 from upcycle.arch.spec import MoESpec
-from upcycle.io import strict
+from upcycle.io import checkpoint, strict
 from upcycle.io.checkpoint import COPIED
 from upcycle.planning.size import dense_parameters
 from upcycle.text import tokens as text
@@ -109,11 +109,12 @@ def fill(model: Decoder, origin: Origin, run: Path | None, folder: Path | None) 
 
 
 def tokenizer_folder(source: str, origin: Origin, given: str) -> Path:
-    folder = Path(given) if given else next((f.parent for f in origin.files if f.name in TOKENIZERS), None)
+    own = next((f.parent for f in origin.files if f.name in TOKENIZERS), None)
+    folder = checkpoint.tokenizer_folder(given) if given else own
     if folder is None or not any((folder / name).is_file() for name in TOKENIZERS):
         raise ValueError(
             f"{given or source} has no tokenizer ({', '.join(TOKENIZERS[:2])}, ...), and tasks are text; write "
-            f"tokenizer=FOLDER with the one that the model was trained with"
+            f"tokenizer=FOLDER, or a hub id, with the one that the model was trained with"
         )
     return folder
 

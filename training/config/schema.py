@@ -82,7 +82,7 @@ class EvalConfig:
     texts: tuple[str, ...] = ()  # suite perplexity: .txt, .jsonl or .jsonl.zst
     fewshot: int | None = None  # examples in a prompt, where the task leaves it open
     limit: int = 0  # items of each task; 0: all
-    tokenizer: str = ""  # a folder with one; "": the checkpoint's
+    tokenizer: str = ""  # a folder with one, or a hub id; "": the checkpoint's
 
     def __post_init__(self) -> None:
         check_values(self, "eval.", {"every limit fewshot": at_least(0)})

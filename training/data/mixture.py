@@ -86,7 +86,7 @@ class DataConfig:
     seed: int = 0  # of the order in which samples are read
     mask_documents: bool = True  # a token attends to its own document only
     stream: str = ""  # in place of train: hf:org/name[@revision][:config][:split][#column], tokenised as it comes
-    tokenizer: str = ""  # of the stream: a folder with tokenizer.json
+    tokenizer: str = ""  # of the stream: a folder with tokenizer.json, or a hub id
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "train", sources(TrainSource, self.train, "data.train"))

@@ -43,6 +43,7 @@ from training.data.shards import (
     read_meta,
 )
 from upcycle.io import disk, publish, strict
+from upcycle.io.checkpoint import tokenizer_folder
 from upcycle.io.job import JOB, POLL, Watch, Worker, check_first, explained, job, read_json, sweep_unfinished
 from upcycle.text import tokens as text
 
@@ -64,7 +65,7 @@ UNPACKED, RATIO = (
 @dataclass(frozen=True)
 class PrepareConfig:
     output: str = ""  # the folder to make
-    tokenizer: str = ""  # a folder with tokenizer.json; kind=chat: and with its chat template
+    tokenizer: str = ""  # a folder with tokenizer.json, or a hub id; kind=chat: and with its chat template
     sources: tuple[str, ...] = ()  # files, folders, patterns, hf:org/name[...]; see --help
     eos: str = ""  # the token that ends a document; "": what the folder's tokenizer_config.json says
     shard_tokens: int = 1 << 28  # tokens of a shard: it is closed at the first document's end beyond
@@ -426,11 +427,12 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
     if config.shard_tokens < 1:
         raise ValueError(f"shard_tokens={config.shard_tokens} must be at least 1")
     if not config.tokenizer:
-        raise ValueError("tokenizer is not set; write tokenizer=FOLDER")
-    encoder = load_encoder(Path(config.tokenizer), config.eos)
+        raise ValueError("tokenizer is not set; write tokenizer=FOLDER, or tokenizer=org/name")
+    folder = tokenizer_folder(config.tokenizer)
+    encoder = load_encoder(folder, config.eos)
     sources, renderer = find(config.sources, "" if config.kind == "chat" else "text"), None
     if config.kind == "chat":
-        renderer = chat.Renderer(Path(config.tokenizer), config.loss, config.sequence)
+        renderer = chat.Renderer(folder, config.loss, config.sequence)
         renderer.check()
     # no paths: the same content elsewhere is the same job
     identity: dict[str, Any] = {

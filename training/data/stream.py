@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import numpy as np
 from training.data.batch import Batch, Longs, Row, Span, lay, stack
 from training.data.mixture import DataConfig
 from training.data.prepare import HUB, hub, hub_errors, hub_rows, load_encoder, strings
+from upcycle.io.checkpoint import tokenizer_folder
 
 PLACES = 64  # that are remembered: more than a loader is ahead
 
@@ -29,8 +29,8 @@ class Stream:
         if not config.stream.startswith(HUB):
             raise ValueError(f"data.stream is {config.stream!r}; write {HUB}org/name, or prepare files for data.train")
         if not config.tokenizer:
-            raise ValueError("data.tokenizer is not set; a stream needs the folder of one")
-        self.config, self.encoder = config, load_encoder(Path(config.tokenizer), "")
+            raise ValueError("data.tokenizer is not set; a stream needs one, a folder or a hub id")
+        self.config, self.encoder = config, load_encoder(tokenizer_folder(config.tokenizer), "")
         if self.encoder.vocab > vocab:
             raise ValueError(
                 f"{config.tokenizer} has {self.encoder.vocab} ids but the model has {vocab} embeddings; "

@@ -13,7 +13,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -124,13 +124,7 @@ class Checkpoint:
                 f"{str(source)!r} is not a folder, nor a hub id such as org/name or org/name@revision; name one, or "
                 "download the model there (hf download org/name --local-dir FOLDER)"
             )
-        from huggingface_hub import snapshot_download  # imported here: a folder needs no hub
-
-        try:
-            folder = snapshot_download(hub_id[1], revision=hub_id[2], allow_patterns=DOWNLOADED)
-        except (OSError, ValueError) as error:
-            raise not_had(source, error) from error
-        return Checkpoint(Path(folder))
+        return Checkpoint(downloaded(hub_id, DOWNLOADED))
 
     def read(self, name: str, rows: tuple[int, int] | None = None, *, check: bool = True) -> torch.Tensor:
         """Read a tensor, or its rows [first, last) of dim 0; `check` refuses values that are NaN or infinite."""
@@ -218,6 +212,22 @@ class Checkpoint:
 def hub_match(source: str | Path) -> re.Match[str] | None:
     """Match (name, revision) of a hub id; None for a path and for whatever lies here."""
     return None if isinstance(source, Path) or Path(source).exists() else HUB_ID.fullmatch(source)
+
+
+def downloaded(hub_id: re.Match[str], patterns: Sequence[str]) -> Path:
+    """Download the files of a hub id whose names match, and return their folder."""
+    from huggingface_hub import snapshot_download  # imported here: a folder needs no hub
+
+    try:
+        return Path(snapshot_download(hub_id[1], revision=hub_id[2], allow_patterns=[*patterns]))
+    except (OSError, ValueError) as error:
+        raise not_had(hub_id[0], error) from error
+
+
+def tokenizer_folder(source: str) -> Path:
+    """Return the folder of a tokenizer; of a hub id, download what belongs to the tokenizer and nothing else."""
+    hub_id = hub_match(source)
+    return downloaded(hub_id, (*COPIED, "config.json")) if hub_id else Path(source)
 
 
 def not_had(source: str | Path, error: Exception) -> ValueError:

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.parity import tiny
-from tests.unit.training.test_data import make_tokenizer, texts
+from tests.unit.training.test_data import cached, make_tokenizer, texts
 from training.checkpoint import layout
 from training.cli.prepare import main
 from training.config.reading import read_config
@@ -407,6 +407,15 @@ def test_what_is_cut_and_left_out_is_counted(plain: Path, tmp_path: Path, capsys
     assert said + "tokens; 4 dropped (2 with nothing to learn, 2 that the template refuses)" in capsys.readouterr().out
     text = raw.decode(wanted[1][0], skip_special_tokens=False)
     assert shards.bytes == len("b<|im_end|>\n") + len(text.partition("assistant\n")[2])
+
+
+def test_the_template_of_a_hub_id_is_a_folders(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = with_template(plain, tmp_path / "tokenizer", template("chatml"))
+    cached(folder, "org/tokenizer", monkeypatch, tmp_path / "cache")
+    source = rows(tmp_path / "a.jsonl", [{"messages": talk} for talk in conversations(20)])
+    words = ["tokenizer=org/tokenizer", f"sources=[{source}]", "kind=chat"]
+    assert main([str(tmp_path / "there"), *words]) == 0
+    assert stored(TokenShards.open(tmp_path / "there")) == stored(run(tmp_path / "here", folder, source))
 
 
 def test_killed_between_parts_it_ends_with_the_same_bytes(plain: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -84,6 +85,19 @@ def make_tokenizer(folder: Path, *, bos: bool) -> Path:
     return folder
 
 
+def cached(folder: Path, hub_id: str, patch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Put a folder's files where huggingface_hub keeps those of a hub id, with no network."""
+    home = cache / f"models--{hub_id.replace('/', '--')}"
+    for part in ("refs", "blobs", "snapshots/0123abc"):
+        (home / part).mkdir(parents=True)
+    (home / "refs" / "main").write_text("0123abc")
+    for number, file in enumerate(sorted(path for path in folder.iterdir() if path.is_file())):
+        (home / "blobs" / str(number)).write_bytes(file.read_bytes())
+        (home / "snapshots" / "0123abc" / file.name).symlink_to(f"../../blobs/{number}")
+    patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
 def jsonl(path: Path, documents: Sequence[str], key: str = "text") -> Path:
     lines = "".join(json.dumps({key: document}) + "\n" for document in documents).encode()
     path.write_bytes(zstandard.compress(lines) if path.suffix == ".zst" else lines)
@@ -110,6 +124,34 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 # ---- text to shards
+
+
+def test_the_tokenizer_of_a_hub_id_is_a_folders(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing of the model but its tokenizer is fetched."""
+    cached(tokenizer, "org/tokenizer", monkeypatch, tmp_path / "cache")
+    source, asked = jsonl(tmp_path / "a.jsonl", texts(20)), list[list[str]]()
+    here = run(tmp_path / "here", tokenizer, source)
+    real = huggingface_hub.snapshot_download
+
+    def download(*names: str, **options: Any) -> str:
+        asked.append(options["allow_patterns"])
+        return str(real(*names, **options))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for number, name in enumerate(("org/tokenizer", "org/tokenizer@main")):
+        output = tmp_path / str(number)
+        assert main([str(output), f"tokenizer={name}", f"sources=[{source}]"]) == 0
+        assert digests(output) == digests(here.folder)
+    files = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "config.json"}
+    weights = {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "modeling_x.py", "README.md"}
+    for patterns in asked:
+        assert {*huggingface_hub.utils.filter_repo_objects(files | weights, allow_patterns=patterns)} == files
+    capsys.readouterr()
+    assert main([str(tmp_path / "none"), "tokenizer=org/another", f"sources=[{source}]"]) == 2
+    said = capsys.readouterr().err
+    assert "org/another is not a folder here and cannot be had from the hub: " in said and said.count("\n") == 1
 
 
 def test_every_kind_of_file_comes_back_as_it_was(tokenizer: Path, tmp_path: Path) -> None:
@@ -885,6 +927,14 @@ def test_a_stream_is_the_same_on_any_mesh_and_after_any_stop(streamed: DataConfi
         stream.batch(8, 1)
     with pytest.raises(ValueError, match="is another than in the checkpoint"):
         open_training(replace(streamed, sequence=17), 400, state)
+
+
+def test_a_stream_takes_the_tokenizer_of_a_hub_id(
+    streamed: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached(Path(streamed.tokenizer), "org/tokenizer", monkeypatch, tmp_path)
+    there = open_training(replace(streamed, tokenizer="org/tokenizer"), 400).batch(0, 4)
+    assert same(there, open_training(streamed, 400).batch(0, 4))
 
 
 def test_bad_streams_are_a_sentence(streamed: DataConfig, tmp_path: Path) -> None:
