@@ -108,7 +108,7 @@ class Workers:
         tqdm.write(f"{job.name}: python -m {' '.join(command)}")
         with open(job.log, "a") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [sys.executable, "-P", "-m", *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=self.environment(worker), start_new_session=True, pass_fds=[lock.fileno()],
             )  # fmt: skip
         sign(lock, process.pid)

@@ -158,6 +158,7 @@ def understood(command: str) -> str:
     """Read, not run: the words of a command, by what its program reads them with. Returns the command's name."""
     from benchmarks import converting, evaluation
     from evaluation.ask.run import read_config as read_evaluation
+    from evaluation.chat import read_config as read_chat
     from evaluation.studies.plan import read_study
     from examples import demo
     from training.config.reading import read_config
@@ -188,6 +189,8 @@ def understood(command: str) -> str:
         read(PrepareConfig, "", [f"output={file}", *keys])
     elif name in ("eval", "run"):
         read_evaluation(words)
+    elif name == "chat":
+        read_chat(words)
     elif name == "study":
         read_study(file, keys)
     elif name == "benchmarks.evaluation":

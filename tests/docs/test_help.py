@@ -29,6 +29,7 @@ MORE = {
     "train my.yaml": SMALL,
     "architecture=./moe/config.json": ["data.sequence=32", "batch=2", "steps=1", "warmup=0"],
     "upcycle eval": ["device=cpu"],
+    "upcycle chat": ["device=cpu", "tokens=4", "prompt=the cat"],
     "benchmarks.evaluation ./llama": ["device=cpu", "batch_sizes=[2]"],
     "profile=10-12": ["batch=1"],
 }

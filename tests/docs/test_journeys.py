@@ -326,6 +326,7 @@ def test_chat_on_one_gpu(walk: Walk) -> None:
     for seed, name in enumerate(("talks", "held-out")):
         rows(walk.folder / "text" / f"{name}.jsonl", [{"messages": talk} for talk in conversations(20, seed)])
     more = {"kind=chat": ["sequence=128"], "upcycle train chat": [*TRAINING, "mesh.ep=1", "data.sequence=128"]}
+    more |= {"upcycle chat": ["device=cpu", "tokens=4", "prompt=Where is the cat?"]}
     walk(journey("Chat, on one GPU"), more)
     for run, made in {"chat": "chat-moe", "chat-lora": "chat-lora"}.items():
         fell(walk.folder / "runs" / run)

@@ -19,6 +19,7 @@ import pytest
 from benchmarks import evaluation as evaluation_bench
 from evaluation.ask import harness
 from evaluation.ask.run import RunConfig
+from evaluation.chat import ChatConfig
 from evaluation.cli.compare import CompareConfig
 from evaluation.cli.report import ReportConfig
 from evaluation.judge.experts.routing import RoutingConfig
@@ -62,6 +63,7 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle bench", "Besides those of training.", BenchConfig),
     ("upcycle eval", "", RunConfig),
     ("python -m evaluation lm-eval", "Of `--model upcycle --model_args key=value,key=value`.", harness.ModelConfig),
+    ("upcycle chat", "", ChatConfig),
     ("upcycle compare", "", CompareConfig),
     ("upcycle routing", "", RoutingConfig),
     ("upcycle report", "", ReportConfig),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +31,7 @@ from training.parallel.processes import alone
 from training.run.parts import divided, observing, source
 from training.run.preflight import CHECKPOINTS, ISLANDS, check_export, check_own, check_writable
 from training.run.stop import Stop
+from upcycle.cli.frame import again
 
 Ready = Callable[[Server], Callable[[], bool]]
 
@@ -153,7 +153,7 @@ def local(config: TrainConfig, words: Sequence[str]) -> str:
                 "islands.local=0", f"islands.join=127.0.0.1:{server.port}", f"islands.name=island-{number}",
                 f"islands.secret={secret}", f"output={folder / f'island-{number}'}", "export=",
             ]  # fmt: skip
-            command = [sys.executable, "-m", "upcycle", "train", *words, *more]
+            command = again("train", *words, *more)
             islands.append(subprocess.Popen(command, env=environment))
         # none may be missed: the others would wait for it, or train without it
         return lambda: (

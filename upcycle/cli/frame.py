@@ -8,6 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 TYPE_CHECKING = False  # not typing's: imports up here run before start() can handle Ctrl-C, so there are few
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ USER_ERROR = 2
 STOPPED = 130  # a shell's exit code for a process that Ctrl-C ended
 HELP = ("-h", "--help")
 OURS = ("upcycle", "training", "evaluation")
+NEEDS = {
+    "torch": "2.11",
+    "transformers": "5.17",
+    "safetensors": "0.6",
+}  # the oldest versions, as pyproject.toml has them
 EXTRAS = {  # package -> the extra of pyproject.toml that has it
     "matplotlib": "plots", "datasets": "data", "pyarrow": "data", "lm_eval": "eval", "tensorboard": "logs",
     "wandb": "logs", "quack": "quack", "cutlass": "quack",
@@ -111,6 +117,38 @@ def missing(package: str) -> str:
     """Return the sentence on a package that is not installed: it names the extra that has the package."""
     extra = EXTRAS.get(package)
     return f"the package {package} is not installed" + (f'; pip install "upcycle[{extra}]"' if extra else "")
+
+
+def check_versions() -> None:
+    """Raise a ValueError about packages that are older than what is needed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    old = {}
+    for package, wanted in NEEDS.items():
+        with suppress(PackageNotFoundError):  # importing it says so
+            if numbers(installed := version(package)) < numbers(wanted):
+                old[package] = installed
+    if old:
+        found = ", ".join(f"{package} is {old[package]} and must be {NEEDS[package]} or newer" for package in old)
+        newer = " ".join(f'"{package}>={NEEDS[package]}"' for package in old)
+        raise ValueError(f"{found}; pip install --upgrade {newer}")
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version: (5, 17) of 5.17.0.dev0."""
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2])
+
+
+def again(*words: str) -> list[str]:
+    """Return the command line that runs `upcycle` with these words in a new process of this Python.
+
+    -P: no folder of the user's hides our packages, which `python -m upcycle` would look for in the current folder.
+    """
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    code = (
+        f"import sys; {root!r} in sys.path or sys.path.insert(0, {root!r}); from upcycle.cli import main; main.script()"
+    )
+    return [sys.executable, "-P", "-c", code, *words]
 
 
 def interrupted(number: int, frame: FrameType | None) -> None:

@@ -25,6 +25,7 @@ COMMANDS = {  # each a module with main(words) -> exit code, whose docstring is 
     "estimate": ("training.cli.estimate", "say what fits, how long it takes, and what it costs"),
     "bench": ("training.cli.bench", "measure tokens/s, TFLOP/s and memory of training steps"),
     "eval": ("evaluation.cli.eval", "ask a model the items of a suite"),
+    "chat": ("evaluation.cli.chat", "talk to a model"),
     "compare": ("evaluation.cli.compare", "judge whether B is better than A, over seeds"),
     "routing": ("evaluation.cli.routing", "show how experts are used on texts"),
     "report": ("evaluation.cli.report", "make one page, or one picture, of runs and results"),
@@ -46,6 +47,7 @@ examples:
   upcycle prepare runs/data tokenizer=./llama sources=[book.txt]
   upcycle train my.yaml output=runs/moe nproc=8                       # on 8 GPUs of this machine
   upcycle eval tiny ./moe
+  upcycle chat ./moe
 
 `upcycle COMMAND --help` says more. keys, with defaults and meaning: docs/config.md
 """
@@ -74,6 +76,7 @@ def main(words: Sequence[str]) -> int:
     if set(frame.HELP) & set(rest):
         print(frame.about(MODULES[name]))
         return 0
+    frame.check_versions()
     if flag := next((word for word in rest if word.startswith("-") and word != "--"), None):
         key, _, value = flag.lstrip("-").partition("=")
         key = key.replace("-", "_")
@@ -106,7 +109,7 @@ def launch(name: str, count: str, words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        launcher.main(["--standalone", "--nproc-per-node", count, "-m", "upcycle", name, *words])
+        launcher.main(["--standalone", "--nproc-per-node", count, "--no-python", *frame.again(name, *words)])
     except ChildFailedError as failed:
         code = failed.get_first_failure()[1].exitcode
         return code if code > 0 else 128 - code

@@ -1,0 +1,276 @@
+"""Talk to a model: load it as transformers does, and stream its answers. `upcycle chat`.
+
+Nothing that lies in a model's folder is run unless trust_remote_code=true is written: the modelling file of an
+`upcycled` folder is the one that we ship, byte for byte, and our own copy of it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from jinja2 import TemplateError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from upcycle.arch.targets.upcycled import MODELING
+from upcycle.cli import frame
+from upcycle.config.reading import read
+from upcycle.config.values import at_least, check_values, one_of, share_of_one
+from upcycle.io import strict
+from upcycle.io.checkpoint import Checkpoint, downloaded, hub_match
+from upcycle.text import tokens as text
+
+DTYPES = ("float32", "bfloat16", "float16")
+LARGE = 2e9  # bytes of weights, from which on loading shows its progress
+CHECKPOINTS = "checkpoints"  # a folder of each training run
+RESET = "/reset"
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    model: str = ""  # a folder, a hub id, or a training run's folder, which stands for its export; the first word
+    prompt: str = ""  # ask this and end; "": what standard input holds, or a conversation on a terminal
+    system: str = ""  # what the model is told before a conversation
+    tokens: int = 512  # of an answer, at most
+    temperature: float | None = None  # 0: always the likeliest token; null: as generation_config.json says
+    top_p: float | None = None  # draw from the likeliest tokens of this share; null: as generation_config.json says
+    seed: int | None = None  # of what is drawn; null: another one each time
+    device: str = ""  # cuda | cpu; "": cuda if there is one
+    dtype: str = ""  # float32 | bfloat16 | float16; "": float32 on a CPU, bfloat16 on a GPU
+    trust_remote_code: bool = False  # run code that lies in the model's folder, which may be anybody's: read it first
+
+    def __post_init__(self) -> None:
+        rules = {"tokens": at_least(1), "temperature": at_least(0), "top_p": share_of_one(), "seed": at_least(0)}
+        check_values(self, "", rules | {"dtype": one_of(("", *DTYPES))})
+
+
+def read_config(words: Sequence[str]) -> ChatConfig:
+    """Read `MODEL key=value ...`; the texts of prompt and system are taken as they stand."""
+    texts = [word.partition("=")[::2] for word in words if word.startswith(("prompt=", "system="))]
+    others = [word for word in words if not word.startswith(("prompt=", "system="))]
+    return read(ChatConfig, "", frame.named(others, "model"), values=texts)
+
+
+def chat(config: ChatConfig) -> None:
+    """Answer the prompt, or what standard input holds; on a terminal, answer line after line."""
+    on_terminal = not config.prompt and sys.stdin is not None and sys.stdin.isatty()
+    prompt = config.prompt or ("" if on_terminal or sys.stdin is None else sys.stdin.read())
+    if not on_terminal and not prompt.strip():
+        raise ValueError('there is nothing to answer; write prompt="...", or start it on a terminal')
+    talk = Talk(config)
+    print(talk.about + f"; {RESET} begins anew, Ctrl-D leaves" * on_terminal, file=sys.stderr)
+    if on_terminal:
+        converse(talk)
+    else:
+        talk.answer(prompt)
+
+
+def converse(talk: Talk) -> None:
+    """Answer each line of a terminal. Ctrl-C ends an answer; Ctrl-C or Ctrl-D at the prompt leaves."""
+    import readline  # noqa: F401  gives input() editing and a history
+
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if line == RESET:
+            talk.reset()
+        elif line:
+            try:
+                talk.answer(line)
+            except ValueError as error:
+                print(f"{frame.NAME}: {frame.printable(str(error))}", file=sys.stderr)
+
+
+class Talk:
+    """A model, its tokenizer, and what was said so far."""
+
+    def __init__(self, config: ChatConfig) -> None:
+        self.config = config
+        self.device = device_of(config.device)
+        self.dtype = config.dtype or ("float32" if self.device.type == "cpu" else "bfloat16")
+        self.folder = folder_of(config.model)
+        self.model, self.tokenizer = load(self.folder, config, self.device, getattr(torch, self.dtype))
+        self.has_template = bool(self.tokenizer.chat_template)
+        if config.system and not self.has_template:
+            raise ValueError(f"{self.folder} has no chat template, and system= needs one; put it before the prompt")
+        if config.seed is not None:
+            torch.manual_seed(config.seed)
+        self.reset()
+
+    @property
+    def about(self) -> str:
+        """Return one line on what was loaded."""
+        name, count = frame.printable(self.config.model), sum(p.numel() for p in self.model.parameters())
+        of = "" if str(self.folder) == self.config.model or hub_match(self.config.model) else f" (its {self.folder})"
+        how = "chat template" if self.has_template else "no chat template, so it continues what you write"
+        kind = f"{self.model.config.model_type}, {count / 1e6:,.1f} M parameters"
+        return f"{name}{of}: {kind}, {self.dtype} on {self.device}, {how}"
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self.messages = [{"role": "system", "content": self.config.system}] if self.config.system else []
+
+    def answer(self, prompt: str) -> str:
+        """Print the answer word by word, and return it. A prompt that cannot be answered is forgotten."""
+        inputs = self.encode([*self.messages, {"role": "user", "content": prompt}])
+        length = inputs["input_ids"].shape[1]
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        room = self.config.tokens if context is None else context - length
+        if room < 1:
+            raise ValueError(
+                f"this is {length} tokens with all that was said, and the model's context is {length + room}; write "
+                f"less, or {RESET}"
+            )
+        streamer: Any = Printer(self.tokenizer)
+        try:
+            with torch.inference_mode():
+                found = self.model.generate(
+                    **inputs, **self.options(), max_new_tokens=min(self.config.tokens, room), streamer=streamer
+                )
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            streamer.end()
+            said = "".join(streamer.said)
+        else:
+            said = self.tokenizer.decode(found[0, length:], skip_special_tokens=True)
+        self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
+        return said
+
+    def encode(self, messages: list[dict[str, str]]) -> Any:
+        """Return the tokens of a conversation, by the tokenizer's chat template if it has one."""
+        if self.has_template:
+            try:
+                said = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            except TemplateError as error:
+                raise ValueError(f"the chat template of {self.folder} refuses this conversation: {error}") from None
+        else:
+            said = "".join(
+                "\n" * (number > 0 and m["role"] == "user") + m["content"] for number, m in enumerate(messages)
+            )
+        with text.explained(self.folder):
+            found = self.tokenizer(said, add_special_tokens=not self.has_template, return_tensors="pt")
+        most, embeddings = int(found["input_ids"].max()), self.model.get_input_embeddings().num_embeddings
+        if most >= embeddings:
+            raise ValueError(
+                f"the tokenizer of {self.folder} gives id {most}, and the model has {embeddings} embeddings"
+            )
+        return found.to(self.device)
+
+    def options(self) -> dict[str, Any]:
+        """Return what overrides the model's generation settings."""
+        asked = {"temperature": self.config.temperature, "top_p": self.config.top_p}
+        given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+        if self.config.temperature == 0:
+            given = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        elif given:
+            given["do_sample"] = True
+        settings = self.model.generation_config
+        if settings.eos_token_id is None:
+            given["eos_token_id"] = self.tokenizer.eos_token_id
+        if settings.pad_token_id is None:
+            given["pad_token_id"] = self.tokenizer.pad_token_id or self.tokenizer.eos_token_id
+        return {"num_beams": 1, **given}  # beams cannot be streamed
+
+
+class Printer(TextStreamer):
+    """Print text as it comes, without the characters that command a terminal."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.said: list[str] = []
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print a piece, and after the last one end the line."""
+        self.said.append(text)
+        shown = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+        print(shown, end="\n" if stream_end else "", flush=True)
+
+
+# ---- from a name to a model
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device of that name; of "", the GPU if there is one."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"device is {name!r}; write device=cpu, or device=cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r} and there is no GPU that torch can use; write device=cpu")
+    return device
+
+
+def folder_of(source: str) -> Path:
+    """Return the folder in Hugging Face layout that a word stands for: of a run, the one that it exported last."""
+    run = run_of(Path(source))
+    if run is None:
+        with Checkpoint.open(source) as checkpoint:  # every header is read, and held to its file
+            hub_id = hub_match(source) if checkpoint.config.get("auto_map") else None
+            return downloaded(hub_id, ["*.py"]) if hub_id else checkpoint.folder
+    export = strict.read_object(run / "config.json").get("export")
+    if isinstance(export, str) and (Path(export) / "config.json").is_file():
+        return folder_of(export)
+    raise ValueError(
+        f"{source} is a training run without an exported model; write upcycle export {source} FOLDER, then "
+        "upcycle chat FOLDER"
+    )
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the folder of the training run that a path is, or is a checkpoint of."""
+    if not (path / CHECKPOINTS).is_dir() and path.parent.name != CHECKPOINTS:
+        return None
+    from training.checkpoint import standalone  # takes as long as all other imports
+
+    return standalone.training_run(path)[0]
+
+
+def load(folder: Path, config: ChatConfig, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the model and its tokenizer; the tokenizer is read first, because it is missed soonest."""
+    logging: Any = transformers.logging
+    logging.set_verbosity_error()
+    if sum(path.stat().st_size for path in folder.glob("*.safetensors")) < LARGE:
+        logging.disable_progress_bar()
+    trusted = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
+    config_class, model_class = classes(folder, config)
+    settings = config_class.from_pretrained(folder, **trusted)
+    if (folder / "tokenizer.json").is_file():
+        text.load_tokenizer(folder)  # refuses what transformers would not survive
+    with text.explained(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=settings, **trusted)
+    model, found = model_class.from_pretrained(
+        folder, config=settings, dtype=dtype, use_safetensors=True, output_loading_info=True, **trusted
+    )
+    if lacks := sorted(found["missing_keys"]):
+        raise ValueError(f"{folder} lacks {len(lacks)} tensors of its model, the first is {strict.short(lacks[0])}")
+    try:
+        return model.to(device).eval(), tokenizer
+    except torch.OutOfMemoryError:
+        raise ValueError(f"{folder} does not fit on {device}; write dtype=bfloat16, or device=cpu") from None
+
+
+def classes(folder: Path, config: ChatConfig) -> tuple[Any, Any]:
+    """Return the classes of the model's config and of the model: transformers' own, or those that we ship."""
+    settings = strict.read_object(folder / "config.json")
+    kind, code = settings.get("model_type"), settings.get("auto_map")
+    if config.trust_remote_code or not code or kind in transformers.CONFIG_MAPPING:
+        return AutoConfig, AutoModelForCausalLM
+    hint = "read what lies there, and write trust_remote_code=true to run it"
+    if kind != "upcycled":
+        raise ValueError(f"{config.model} is a {strict.short(kind)}, which only code of its own can load; {hint}")
+    file = folder / MODELING.name
+    if not file.is_file() or file.read_bytes() != MODELING.read_bytes():
+        raise ValueError(f"{file} is not the file that this version of upcycle ships; {hint}")
+    from upcycle.arch.remote.modeling_upcycled import UpcycledConfig, UpcycledForCausalLM
+
+    return UpcycledConfig, UpcycledForCausalLM
