@@ -10,6 +10,7 @@ text that was measured.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -45,6 +47,7 @@ from upcycle.text import measure
 from upcycle.verifying.inspect import Settings
 
 FOLDER, CONFIG, OBSERVED, RECORD = "origin", "config.json", "observed.safetensors", "origin.json"
+MARK = "measured"  # in OBSERVED's metadata: the digest of what was measured
 RUN = "run.json"  # the run's own config; config.json is the name of a model's
 
 
@@ -72,12 +75,13 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
     home, plan = folder / FOLDER, origin.plan
     make_folder(home)
     sweep(home)
-    for name in (RECORD, OBSERVED):  # without the record the rest counts for nothing
-        (home / name).unlink(missing_ok=True)
+    (home / RECORD).unlink(missing_ok=True)  # without the record the rest counts for nothing
     for path in origin.files:
         write_atomic(home / path.name, path.read_bytes())
     write_atomic(home / CONFIG, json.dumps(dict(origin.config), indent=2).encode() + b"\n")
-    if plan is not None and plan.observed:
+    if plan is None or not plan.observed:
+        (home / OBSERVED).unlink(missing_ok=True)
+    elif mark_of(home / OBSERVED) is None:  # else it was written when it was measured
         write_atomic(home / OBSERVED, save(dict(plan.observed)))
     record = {
         "model": named(config),
@@ -138,6 +142,11 @@ def recorded(folder: Path) -> Record | None:
     if not isinstance(record, dict) or "model" not in record:
         return None
     return cast(Record, strict.held(record, Record, str(path)))
+
+
+def begun(folder: Path) -> bool:
+    """Return whether a run keeps its model in the folder, or began to."""
+    return recorded(folder) is not None or mark_of(folder / FOLDER / OBSERVED) is not None
 
 
 def upcycled(folder: Path) -> UpcycleConfig | None:
@@ -214,17 +223,44 @@ def measured_once(
     plan: UpcyclePlan,
     checkpoints: Sequence[Checkpoint],
     *,
+    folder: Path | None = None,
     given: Callable[[int], Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> Mapping[str, Tensor]:
-    """Measure on the first rank, while the others wait; all return its findings. `given` makes ids [sequence, token]
-    of a vocabulary, to be read where the config names no text."""
+    """Measure on the first rank, while the others wait; all return its findings. The run's `folder` keeps them for a
+    start that would measure the same. `given` makes ids [sequence, token] of a vocabulary, to be read where the config
+    names no text."""
     found: Mapping[str, Tensor] = {}
     with together("measure"):  # no rank goes on alone
         if rank() == 0:
-            ids = None if given is None else partial(given, plan.dense.vocab)
-            found = measure.measure(plan, checkpoints, given=ids, device=device)
+            path = None if folder is None else folder / FOLDER / OBSERVED
+            text = measure.tokens(plan, checkpoints, None if given is None else partial(given, plan.dense.vocab))
+            sha = hashlib.sha256(json.dumps([plan.hash, *(c.fingerprint() for c in checkpoints)]).encode())
+            for each in text:
+                sha.update(each.numpy().tobytes())
+            if path is not None and mark_of(path) == sha.hexdigest():
+                found = measure.read(path, plan)
+            else:
+                found = measure.measure(plan, checkpoints, text=text, device=device)
+                keep_measured(path, found, sha.hexdigest())
     return broadcast_tensors(found)
+
+
+def keep_measured(path: Path | None, found: Mapping[str, Tensor], mark: str) -> None:
+    """Write measurements with the mark of what was measured."""
+    if path is not None:
+        make_folder(path.parent)
+        write_atomic(path, save(dict(found), {MARK: mark}))
+
+
+def mark_of(path: Path) -> str | None:
+    """Return what a file of measurements says of the model, settings and text that were measured; None if nothing."""
+    try:
+        read_header(path)
+        with safe_open(path, "pt") as file:
+            return str((file.metadata() or {})[MARK])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def measured_before(folder: Path) -> layout.Observe:

@@ -49,6 +49,8 @@ def processes(
     if own.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device is {device} and this machine has none; write device=cpu, or leave it out")
+        if (own.index or 0) >= (count := torch.cuda.device_count()):
+            raise ValueError(f"{own} is asked for, and this machine has {count} GPUs; write nproc={count} or less")
         torch.cuda.set_device(own)
     end_with_torchrun()
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:

@@ -34,10 +34,10 @@ from training.optim.optimizer import Optimizer
 from training.optim.slots import freeze
 from training.optim.teacher import Teacher
 from training.parallel.collectives import all_reduce, broadcast
-from training.parallel.mesh import ParallelMesh, check
+from training.parallel.mesh import ParallelMesh
 from training.parallel.pipeline import Pipeline
 from training.run.parts import divided, nothing, observing, origin_of, stages_of_rank, teacher_of, under_one_roof
-from training.run.preflight import CHECKPOINTS, check_batch
+from training.run.preflight import CHECKPOINTS
 from upcycle.arch.spec import DenseSpec, MoESpec
 
 
@@ -162,21 +162,17 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
     stages = stages_of(config)
     for stage in stages:
         check_tokens(stage.config.data)
-    folder, world = Path(config.output), dist.get_world_size() if dist.is_initialized() else 1
+    folder = Path(config.output)
     resumes, keeps = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
     with origin_of(config, resumes and keeps, nothing if resumes else observing(config, device)) as origin:
-        for stage in stages:
-            check(config.mesh, world, origin.spec, stage.config.data.sequence)
         mesh = ParallelMesh(config.mesh, device_type=device.type)
-        for stage in stages:
-            check_batch(stage.config, config.mesh, mesh.dp)
         parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
         teacher = teacher_of(config, origin, mesh, device)
         core, place = learner(stages[-1].config, parts, mesh, device, teacher=teacher), Reading()
         assert core.optimizer is not None
         loads = RouterLoads(core.balance, core.model, origin.spec, mesh)
         state = TrainState(core.model, [core.optimizer], parts={"guard": core.guard, "data": place, "load": loads})
-        control = dist.new_group(backend="gloo") if world > 1 else None
+        control = dist.new_group(backend="gloo") if mesh.world > 1 else None
         run = Run(
             **vars(core), whole=config, stages=stages, stage=stages[-1], at_hand=teacher, folder=folder, origin=origin,
             state=state, place=place, control=control,

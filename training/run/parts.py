@@ -24,7 +24,7 @@ from training.model.lora import attach
 from training.model.stock.model import dense_of, model_of
 from training.optim.slots import freeze
 from training.optim.teacher import Teacher, check_teacher, made
-from training.parallel.mesh import ParallelMesh, check
+from training.parallel.mesh import ParallelMesh
 from training.parallel.pipeline import cut, stages
 from training.parallel.placement import rule
 from training.parallel.shard import parallelize
@@ -39,10 +39,12 @@ def nothing(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Mapping[str
 
 
 def observing(config: TrainConfig, device: torch.device) -> layout.Observe:
-    """Return what measures for upcycling on this device: the texts of model.upcycle, else the run's first ones."""
+    """Return what measures for upcycling on this device, unless the run's folder has it: the texts of model.upcycle,
+    else the run's first ones."""
     first = stages_of(config)[0].config
+    folder = Path(config.output) if config.output else None
     given = partial(first_tokens, first.data, first.steps * first.batch)
-    return partial(standalone.measured_once, given=given, device=device)
+    return partial(standalone.measured_once, folder=folder, given=given, device=device)
 
 
 def source(config: TrainConfig, observe: layout.Observe = nothing) -> AbstractContextManager[Origin]:
@@ -71,7 +73,6 @@ def teacher_of(config: TrainConfig, origin: Origin, mesh: ParallelMesh, device: 
         return None
     with taught_by(config) as of_teacher:
         dense = check_teacher(of_teacher, origin.spec)
-        check(replace(config.mesh, ep=1, etp=1), mesh.world, dense, config.data.sequence)
         model = replace(config.model, recompute="none")
         decoder = room(made(dense, getattr(torch, model.dtype)), model, mesh, device)
         return Teacher(layout.load(decoder, of_teacher), config.teacher.temperature)

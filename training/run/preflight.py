@@ -6,10 +6,12 @@ import importlib.util
 import os
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from training.checkpoint import standalone
 from training.checkpoint.layout import Origin
@@ -30,10 +32,11 @@ from training.optim.config import settled
 from training.optim.schedule import schedule
 from training.optim.slots import check_groups
 from training.optim.teacher import check_teacher
-from training.parallel.mesh import MeshConfig
+from training.parallel.mesh import MeshConfig, check, grids
 from training.parallel.pipeline import check as check_schedule
 from training.parallel.pipeline import cut
 from training.run.parts import origin_of, taught_by, whole_on_meta
+from upcycle.arch.siblings import text_of
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.io.job import check_ours
 
@@ -62,6 +65,7 @@ def preflight(config: TrainConfig) -> None:
     step = step_of(saved[0]) if saved else 0
     check_export(config, step)
     with origin_of(config, bool(saved) and standalone.keeps(Path(config.output), config.model)) as origin:
+        check_sizes(stages, origin, begun=bool(saved))
         if isinstance(origin.spec, MoESpec):
             backend(config.model.expert_backend)  # that it is here
         check_optim(config, origin.spec)
@@ -69,10 +73,36 @@ def preflight(config: TrainConfig) -> None:
             check_peft(config.lora, origin)
         for asking in [stage.config for stage in stages if stage.config.teacher.asked][:1]:
             with taught_by(asking) as teacher:
-                check_teacher(teacher, origin.spec)
+                dense, alone = check_teacher(teacher, origin.spec), replace(config.mesh, ep=1, etp=1)
+                check(alone, world_size(), dense, asking.data.sequence)
         check_data(stages, origin)
         if (suite := suite_of(config)) is not None:
             suite.ready(config.eval, origin)
+
+
+def check_sizes(stages: tuple[Stage, ...], origin: Origin, *, begun: bool) -> None:
+    """Refuse meshes, batches and lengths that do not fit the model, before text is measured or a weight is read.
+
+    `begun`: whether the run has a checkpoint, with which it goes on at any length."""
+    world, dense, model = world_size(), origin.dense, stages[0].config.model
+    for config in (stage.config for stage in stages):
+        check(config.mesh, world, origin.spec, config.data.sequence)
+        sizes, _ = grids(config.mesh, world)
+        check_batch(config, config.mesh, sizes["dp_replicate"] * sizes["dp_shard"])
+        stated = dense.carried is None or text_of(origin.config).get("max_position_embeddings")
+        if stated and config.data.sequence > dense.longest and not (begun or model.random):
+            raise ValueError(
+                f"data.sequence={config.data.sequence} is longer than the {dense.longest} tokens that the model's "
+                f"positions are made for; write data.sequence={dense.longest}, or raise max_position_embeddings in the "
+                "model's config.json, and its rope, if it is to learn longer texts"
+            )
+    if config.mesh.pp > 1:
+        cut(origin.spec, config.mesh.pp, config.mesh.schedule)
+
+
+def world_size() -> int:
+    """Return how many processes the run has, which may not know each other yet."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_data(stages: tuple[Stage, ...], origin: Origin) -> None:
@@ -101,7 +131,7 @@ def check_export(config: TrainConfig, step: int) -> None:
 def check_own(output: Path) -> None:
     """Refuse a folder that holds something and is no run's, for instance a model's."""
     held = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
-    begun = standalone.recorded(output) or found(output / CHECKPOINTS) or any((output / ISLANDS).glob("log-*"))
+    begun = standalone.begun(output) or found(output / CHECKPOINTS) or any((output / ISLANDS).glob("log-*"))
     if not begun and (others := [name for name in held if not LEFT.fullmatch(name)]):
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise ValueError(

@@ -160,6 +160,12 @@ class DenseSpec:
         return float(self.rope.get("partial_rotary_factor", 1.0))
 
     @property
+    def longest(self) -> int:
+        """Return the length of the longest sequence that the positions are made for, with what the rope adds."""
+        first = self.rope.get("original_max_position_embeddings") or self.context
+        return max(self.context, int(first * (self.rope.get("factor") or 1)))
+
+    @property
     def rotary_dim(self) -> int:
         """Return the size of the part of a head of which a share of partial_rotary turns."""
         return self.head_dim if self.latent is None else self.latent.rope

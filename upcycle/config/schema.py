@@ -42,7 +42,7 @@ class Calibration:
 
     texts: tuple[str, ...] = ()  # what is measured on: .txt, .jsonl or .jsonl.zst (key `text`)
     tokens: int = 8192  # how many of them are read
-    sequence: int = 512  # tokens of one sequence
+    sequence: int = 512  # tokens of one sequence; the model's context is the most
 
     ELSEWHERE: ClassVar = {"length": "calibration.sequence"}
 

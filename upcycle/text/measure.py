@@ -23,6 +23,7 @@ from upcycle.planning.plan import UpcyclePlan
 from upcycle.text import clusters, observe
 from upcycle.text import tokens as text
 
+Text = tuple[Tensor, Tensor]  # ids [sequence, token], and the domain of every token
 TOP = 10  # the most active neurons that mark a token, as in CMoE
 
 
@@ -31,16 +32,12 @@ def measure(
     checkpoints: Sequence[Checkpoint],
     *,
     quiet: bool = False,
-    given: Callable[[], Tensor] | None = None,
+    text: Text | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Return what the plan needs of the dense model on the config's texts, or on the ids that `given` makes."""
+    """Return what the plan needs of the dense model on a text, which is the config's if none is given."""
     moe, init = plan.moe, plan.config.router.init
-    if given is None or request.measured_texts(plan.config):
-        ids, domain = tokens(plan, checkpoints)
-    else:
-        ids = given()
-        domain = torch.zeros(ids.numel(), dtype=torch.int64)
+    ids, domain = text or tokens(plan, checkpoints)
     measured: dict[str, Tensor] = {}
     for view in observe.walk(plan.dense, reader(plan, checkpoints), ids, quiet=quiet, device=device):
         if view.layer not in moe.layers:
@@ -84,16 +81,17 @@ def read(path: Path, plan: UpcyclePlan) -> dict[str, Tensor]:
     return found
 
 
-def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> tuple[Tensor, Tensor]:
-    """Return (ids [sequence, token], domain of every token); each of the router's texts is a domain."""
+def tokens(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], given: Callable[[], Tensor] | None = None) -> Text:
+    """Return the config's text, in which each of the router's texts is a domain; the ids that `given` makes where the
+    config names no text."""
     calibration, init = plan.config.calibration, plan.config.router.init
     texts = request.measured_texts(plan.config)
+    if given is not None and not texts:
+        ids = given()
+        return ids, torch.zeros(ids.numel(), dtype=torch.int64)
     groups = [(path,) for path in texts] if init.name == "hidden" else [texts]
-    share = max(1, calibration.tokens // len(groups))
-    batches = [
-        text.token_batches(checkpoints[0].folder, group, share, calibration.sequence, plan.dense.vocab)
-        for group in groups
-    ]
+    share, length = max(1, calibration.tokens // len(groups)), min(calibration.sequence, plan.dense.longest)
+    batches = [text.token_batches(checkpoints[0].folder, group, share, length, plan.dense.vocab) for group in groups]
     domain = torch.cat([torch.full((batch.numel(),), i) for i, batch in enumerate(batches)])
     return torch.cat(batches), domain
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.unit.training.test_train import WORDS, moe, place
+from tests.unit.training.test_train import WORDS, config, moe, place
 from training.__main__ import main
 from training.run import session
+from training.run.loop import train
+from training.run.preflight import preflight
+from upcycle.text import measure
 
 __all__ = ["place"]  # a fixture
 
@@ -59,10 +64,70 @@ WRONG = {
     "backend": (["model.expert_backend=grouped_gemn"], "did you mean 'grouped_gemm'"),
     "backend of this machine": (["model.expert_backend=transformer_engine"], "transformer_engine"),
     "scope": (["balance.aux_scope=all"], "micro_batch, sequence, global"),
+    "experts on ranks": (["mesh.ep=3"], "mesh.ep * etp * pp is 3, which does not divide the 1 ranks; try mesh.ep=1"),
+    "matrices on ranks": (["mesh.tp=2"], "which does not divide the 1 ranks; try mesh.tp=1"),
+    "context": (
+        ["data.sequence=256"],
+        "data.sequence=256 is longer than the 128 tokens that the model's positions are",
+    ),
+    "context of a stage": (
+        ["stages=[{{steps: 4}},{{steps: 4, data: {{sequence: 129}}}}]"],
+        "data.sequence=129 is longer than the 128 tokens",
+    ),
     "profile": (["profile=3-1"], "write the steps to trace, such as 10-12"),
     "recompute": (["model.recompute=all"], "none, selective, attention, experts, full"),
     "frozen": (["model.frozen=int8"], "model.frozen is 'int8'; it must be bfloat16 or float32, or left out"),
 }
+
+
+def test_meshes_of_several_ranks_are_refused_before_they_meet(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no process but this one: whoever waits for the others, or reads text for them, does not return."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(measure, "measure", lambda *_, **__: pytest.fail("text was measured"))
+    slices = moe(place) | {"router": {"init": {"name": "clusters"}}}
+    for words, says in (
+        (["mesh.ep=3"], "is 3, which does not divide the 4 ranks; try mesh.ep=4"),
+        (["mesh.tp=4"], "mesh.tp=4 does not divide the 2 key/value heads; try mesh.tp=2"),
+        (["mesh.pp=4"], "mesh.pp=4 stages need as many layers, and this model has 2; try mesh.pp=2"),
+        (["mesh.pp=2", "mesh.schedule=interleaved"], "makes 4 stages, and the model has 2 layers; try mesh.pp=1"),
+        (["batch=6", "micro_batch=2"], "sequences on 4 data-parallel ranks; try batch=8"),
+        (["mesh.ep=2", "mesh.cp=4", "data.sequence=20"], "20 tokens cannot be cut into 2 * mesh.cp * tp = 8 pieces"),
+        (["mesh.ep=4", "mesh.cp=2", "teacher.weight=1", "mesh.etp=2"], "is 8, which does not divide the 4 ranks"),
+    ):
+        given = config(place, tmp_path / "run", f"model.upcycle={json.dumps(slices)}", "batch=8", *words)
+        with pytest.raises(ValueError, match=re.escape(says)):
+            train(given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_context_may_be_left_where_the_rope_or_the_run_says_so(place: Path, tmp_path: Path) -> None:
+    """A rope that is stretched makes the context longer, and a run that has begun goes on."""
+    shutil.copytree(place / "dense", tmp_path / "dense")
+    file = tmp_path / "dense" / "config.json"
+    plain = json.loads(file.read_text())
+
+    def sequence(length: int, **rope: Any) -> None:
+        file.write_text(json.dumps({**plain, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", **rope}}))
+        words = [
+            "model.upcycle=",
+            f"model.source={tmp_path / 'dense'}",
+            "balance.bias_rate=0",
+            f"data.sequence={length}",
+        ]
+        preflight(config(place, tmp_path / "run", *words))
+
+    for length, rope in (
+        (128, {}),
+        (256, {"rope_type": "linear", "factor": 2.0}),
+        (512, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}),
+    ):
+        sequence(length, **rope)
+        with pytest.raises(ValueError, match=f"data.sequence={length + 1} is longer than the {length} tokens"):
+            sequence(length + 1, **rope)
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    sequence(129)
 
 
 @pytest.mark.parametrize("name", WRONG)

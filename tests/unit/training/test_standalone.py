@@ -30,6 +30,7 @@ from training.data.open import open_training
 from training.observe.metrics import read as read_metrics
 from training.run import parts
 from training.run.build import begin, start
+from training.run.loop import train
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.text import clusters, measure, observe
 
@@ -164,6 +165,40 @@ def test_another_wish_is_heard(place: Path) -> None:
         False,
         True,
     ]
+
+
+# ---- a start after one that failed
+
+
+def test_an_observation_on_disk_is_not_made_again(place: Path) -> None:
+    """The run fails after text was measured and before its first checkpoint; the same command reads the measurements.
+    Another model, text or setting is measured."""
+    model = slices(place)
+
+    def measured(*more: str) -> int:
+        counts: Counter[str] = Counter()
+        with (
+            mock.patch.object(measure, "measure", count(counts, measure.measure)),
+            mock.patch.object(layout, "load", side_effect=MemoryError),
+            pytest.raises(MemoryError),
+        ):
+            train(read_config("", words(place, "run", model, *more)))
+        return counts["measure"]
+
+    assert [measured(), measured(), measured("batch=2", "schedule.peak=1e-2")] == [1, 0, 0]
+    assert [measured("model.upcycle.seed=3"), measured("model.upcycle.seed=3")] == [1, 0]
+    assert measured() == 1, "a measurement of another seed was taken"
+    assert measured("data.seed=9") == 1, "a measurement of other text was taken"
+    tiny.make("llama", place / "dense", vocab_size=400, seed=1)
+    assert measured("data.seed=9") == 1, "a measurement of another model was taken"
+    assert [measured("data.seed=9"), measured()] == [0, 1]
+
+    counts: Counter[str] = Counter()
+    with mock.patch.object(measure, "measure", count(counts, measure.measure)):
+        again = train(read_config("", words(place, "run", model)))
+        fresh = train(read_config("", words(place, "fresh", model)))
+    assert counts["measure"] == 1
+    assert losses(again) == losses(fresh) and len(losses(again)) == 4
 
 
 # ---- several ranks
