@@ -26,7 +26,7 @@ from training.parallel.processes import processes
 from training.run import loop
 from upcycle.config.reading import config_of
 from upcycle.config.ready import TRAIN
-from upcycle.io.job import Worker
+from upcycle.io.job import Worker, check_apart
 
 Config = str | PathLike[str] | Mapping[str, Any] | TrainConfig
 
@@ -56,6 +56,7 @@ def export(run: str | PathLike[str], output: str | PathLike[str]) -> int:
     if home is None:
         raise ValueError(f"{source} is no training run or checkpoint of one; give the folder that checkpoints/ is in")
     if exporting.exported(target):
+        check_apart("output", target, [home], "-exported")
         raise ValueError(f"{target} exists already; remove it or choose another folder to export to")
     origin = standalone.kept(home)
     with processes("cpu"):

@@ -44,7 +44,18 @@ from training.data.shards import (
 )
 from upcycle.io import disk, publish, strict
 from upcycle.io.checkpoint import tokenizer_folder
-from upcycle.io.job import JOB, POLL, Watch, Worker, check_first, explained, job, read_json, sweep_unfinished
+from upcycle.io.job import (
+    JOB,
+    POLL,
+    Watch,
+    Worker,
+    check_apart,
+    check_first,
+    explained,
+    job,
+    read_json,
+    sweep_unfinished,
+)
 from upcycle.text import tokens as text
 
 SUFFIXES = (*text.SUFFIXES, ".parquet")
@@ -447,6 +458,8 @@ def prepare(config: PrepareConfig, worker: Worker | None = None, *, quiet: bool 
         identity["chat"] = renderer.mark
     identity |= {"sources": [{"name": s.name, "column": s.column, "bytes": s.size, "mark": s.mark} for s in sources]}
     partial = partial_of(output)
+    if output.exists() and not made(output, identity):
+        check_apart("output", output, [config.tokenizer, *(s.place for s in sources if s.hub is None)], "-tokens")
     if complete(output, identity):
         return output
     try:

@@ -44,7 +44,7 @@ from upcycle.converting.make import Maker, Piece, piece
 from upcycle.io import disk, publish, strict
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.io.disk import write_atomic
-from upcycle.io.job import JOB, POLL, Watch, Worker, check_first, explained, job, read_json, sweep_unfinished
+from upcycle.io.job import JOB, POLL, Watch, Worker, check_apart, check_first, explained, job, read_json, sweep_unfinished
 from upcycle.io.strict import Count
 from upcycle.planning import request
 from upcycle.planning.outputs import Output
@@ -65,6 +65,7 @@ def convert(
     output = Path(plan.config.output)
     if not output.name:
         raise ValueError(f"output is {plan.config.output!r}; write the name of a folder to make")
+    check_apart("output", output, [checkpoint.folder for checkpoint in checkpoints])
     partial = output.with_name(output.name + ".partial")
     checkpoints[0].copied_files()  # refuses what must not be published before a byte is written
     identity: dict[str, Any] = {"plan": plan.hash, "source": [c.fingerprint() for c in checkpoints]}

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +122,18 @@ def check_ours(partial: Path) -> None:
         raise ValueError(
             f"{partial} is there and is no unfinished work of this program; move it, or choose another output"
         )
+
+
+def check_apart(key: str, output: Path, inputs: Iterable[str | Path], suffix: str = "-moe") -> None:
+    """Raise a ValueError if `output` is one of the inputs, lies in one, or holds one: what is read stays as it is."""
+    made = output.resolve()
+    for given in map(Path, inputs):
+        read = given.resolve()
+        if not read.exists() or not (read == made or read in made.parents or made in read.parents):
+            continue
+        how = "is the same as" if read == made else "lies in" if read in made.parents else "holds"
+        place = (given.parent if given.name not in ("", "..") else read.parent) / f"{read.name}{suffix}"
+        raise ValueError(f"{key}={output} {how} {given}, which is read; write another folder, such as {key}={place}")
 
 
 @contextmanager

@@ -515,6 +515,8 @@ def test_what_is_there_is_kept(tokenizer: Path, tmp_path: Path) -> None:
     jsonl(path, texts(6))
     with pytest.raises(ValueError, match="exists and was not made of this; remove it or choose another output"):
         run(tmp_path / "out", tokenizer, path)
+    with pytest.raises(ValueError, match=f"holds {path}, which is read; write another folder"):
+        run(tmp_path, tokenizer, path)
 
 
 def test_the_command(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,8 @@ def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
 
     for given, says in (
         ([str(run), str(tmp_path / "last")], "exists already; remove it"),
+        ([str(run), str(run)], "is the same as"),
+        ([str(run), str(run / "checkpoints")], "lies in"),
         ([str(place / "dense"), str(tmp_path / "new")], "is no training run or checkpoint"),
         ([str(run)], "write upcycle export RUN OUTPUT"),
     ):

@@ -329,3 +329,30 @@ def test_an_output_that_cannot_be_named_is_one_sentence(
 ) -> None:
     assert main(["convert", f"source={llama}", f"output={name}"]) == 2
     assert "empty name" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("output", "how"),
+    [
+        ("dense", "is the same as"), ("dense/", "is the same as"), ("./x/../dense", "is the same as"),
+        ("link", "is the same as"), ("{here}/dense", "is the same as"), ("dense/moe", "lies in"), ("link/moe", "lies in"),
+        ("../here", "holds"), ("{here}", "holds"),
+    ],
+)  # fmt: skip
+def test_an_output_that_is_the_source_is_never_to_be_removed(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], output: str, how: str
+) -> None:
+    here = tmp_path / "here"
+    source = shutil.copytree(llama, here / "dense")
+    (here / "link").symlink_to("dense")
+    (here / "x").mkdir()
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    monkeypatch.chdir(here)
+    assert main(["convert", "source=dense", f"output={output.format(here=here)}"]) == 2
+    said = capsys.readouterr().err
+    assert f"{how} dense, which is read; write another folder, such as output=dense-moe" in said and "remove" not in said
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    assert sorted(path.name for path in here.iterdir()) == ["dense", "link", "x"]
+    assert main(["convert", "source=link", "output=dense-moe", "experts=2"]) == 0
+    assert main(["convert", "source=dense-moe", "output=dense-moe", "experts=2", "top_k=4"]) == 2  # to be grown
+    assert "is the same as dense-moe" in capsys.readouterr().err
