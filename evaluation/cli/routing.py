@@ -42,6 +42,7 @@ def main(words: Sequence[str]) -> int:
 
     named, keys = frame.names_and_words(words)
     if not named:
+        read(RoutingConfig, "", keys)  # a key that is unknown is refused first
         raise ValueError("routing needs a checkpoint and texts: routing CHECKPOINT TEXT [TEXT ...] [key=value ...]")
     config = read(RoutingConfig, "", [f"checkpoint={named[0]}", f"texts={json.dumps(named[1:])}", *keys])
     found = routing(config)

@@ -17,7 +17,7 @@ from upcycle.arch.registry import family, readable
 from upcycle.arch.sample import make_llama
 from upcycle.cli import frame as cli
 from upcycle.cli.main import COMMANDS
-from upcycle.config.reading import read, read_own
+from upcycle.config.reading import config_and_source, read, read_own
 from upcycle.config.ready import TRAIN
 from upcycle.config.schema import UpcycleConfig
 from upcycle.io.checkpoint import Checkpoint
@@ -76,7 +76,7 @@ PROMISES = {
     "llama3-8b-e64t8": ("upcycled", True, 64, 47.5),
     "slices": ("upcycled", True, 16, 24.9),
     "nemotron4-15b-e64t8": ("upcycled", False, 64, 83.3),
-    "qwen3-8b-e56t7-shared": ("glm4_moe", True, 56, 41.5),
+    "qwen3-8b-e56t7-shared": ("upcycled", True, 56, 41.5),
     "mistral-7b-drop": ("mixtral", False, 8, 46.7),
     "marco-nano": ("qwen3_moe", False, 232, 8.0),  # as published: 8B, of which 0.6B active
 }
@@ -176,7 +176,8 @@ def understood(command: str) -> str:
         name, *words = words
     file, keys = cli.file_and_words(words)
     if name in ("plan", "convert"):
-        read(UpcycleConfig, file, read_own(PlanKeys, keys)[1])
+        file, keys = config_and_source(read_own(PlanKeys, words)[1])
+        read(UpcycleConfig, file, keys)
     elif name == "recommend":
         read(RecommendConfig, "", [f"source={file}", *keys])
     elif name == "estimate" and any(key.startswith("measure=") for key in keys):
@@ -217,11 +218,14 @@ def test_the_pages_code_runs_and_their_commands_exist(
     assert " ".join(shown.split("\n", 1)[1].split()) in printed
     assert len(commands("upcycle ")) >= 4
     shaped(tmp_path / "llama", LLAMA3)
+    (tmp_path / "qwen3-8b").mkdir()  # a source that a page names
     for command in commands("upcycle "):
         verb, *words = shlex.split(command)[1:]
         if verb in ("plan", "convert"):  # planned, not converted: these are real models
-            words = [w for w in words if not w.startswith("source=")] + [f"source={tmp_path / 'llama'}"]
-            assert main(["plan", *words]) == 0, command
+            file, keys = config_and_source(words)
+            words = [file] * bool(file) + [word for word in keys if not word.startswith("source=")]
+            assert main(["plan", *words, f"source={tmp_path / 'llama'}"]) == 0, command
+            assert "\nwarning" not in capsys.readouterr().out, command
 
 
 def test_the_pages_other_commands_say_what_their_programs_understand(
@@ -230,6 +234,7 @@ def test_the_pages_other_commands_say_what_their_programs_understand(
     """Read, not run: their models and texts are the reader's. What they do is run by the tests they name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text(my_yaml())
+    (tmp_path / "qwen3-8b").mkdir()
     lines = [line for line in commands("upcycle ", "python -m ", "torchrun ") if "-m pytest" not in line]
     assert {understood(line) for line in lines} >= {*COMMANDS} - {"export", "inspect", "push"}
 

@@ -26,6 +26,7 @@ from evaluation.judge.experts.routing import RoutingConfig
 from evaluation.studies.plan import StudyConfig
 from evaluation.studies.sample import SampleConfig
 from examples import demo
+from training.cli.export import ExportKeys
 from training.cli.prepare import PrepareKeys
 from training.config.schema import StageConfig, TrainConfig
 from training.data.mixture import TrainSource, ValidSource
@@ -57,6 +58,7 @@ TABLES: list[tuple[str, str, type[Any]]] = [
     ("upcycle train: one of stages", "Keys that are left out are those of the run.", StageConfig),
     ("upcycle train: one of data.train", "A folder of token shards alone is its `path`.", TrainSource),
     ("upcycle train: one of data.valid", "A folder of token shards alone is its `path`.", ValidSource),
+    ("upcycle export", "", ExportKeys),
     ("upcycle recommend", "", RecommendConfig),
     ("upcycle estimate", "Besides those of training.", EstimateConfig),
     ("upcycle estimate measure=FILE", "", MeasureConfig),

@@ -7,23 +7,31 @@ usage: upcycle export RUN OUTPUT [nproc=N]
 
 RUN is a run's folder, or that of one of its checkpoints. Neither the dense model, the data nor a GPU is needed, and one
 tensor at a time is in memory; with nproc each process writes some of the files.
+
+keys, with defaults and meaning: docs/config.md
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from upcycle.cli import frame
 
 
+@dataclass(frozen=True)
+class ExportKeys:
+    run: str = ""  # a run's folder, or that of one of its checkpoints; the first word
+    output: str = ""  # the folder to make; the second word
+
+
 @frame.command()
 def main(words: Sequence[str]) -> int:
-    if len(words) != 2:
-        raise ValueError("write upcycle export RUN OUTPUT")
     from training.api import export
     from training.parallel.processes import rank
 
-    step = export(*words)
+    asked = frame.named(ExportKeys, words, "run", "output")
+    step = export(asked.run, asked.output)
     if rank() == 0:
-        print(f"{words[1]}: {words[0]} after step {step}")
+        print(f"{asked.output}: {asked.run} after step {step}")
     return 0

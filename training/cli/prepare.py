@@ -42,18 +42,20 @@ def main(words: Sequence[str]) -> int:
 
     options, rest = read_own(PrepareKeys, words)
     names, keys = frame.names_and_words(rest)
-    if not names:
-        raise ValueError("write upcycle prepare OUTPUT [CONFIG] [key=value ...]; OUTPUT is the folder to make")
-    output, *files = names
+    if not any(word.startswith("output=") for word in keys):
+        if not names:
+            read(PrepareConfig, "", keys)  # a key that is unknown is refused first
+            raise ValueError("write upcycle prepare OUTPUT [CONFIG] [key=value ...]; OUTPUT is the folder to make")
+        keys.append(f"output={names.pop(0)}")
+    config = read(PrepareConfig, *frame.file_and_words([*names, *keys]))
     if options.check:
-        TokenShards.open(output).verify()
+        TokenShards.open(config.output).verify()
     else:
         worker = Worker.here()
-        file, keys = frame.file_and_words([*files, *keys])
-        prepare(read(PrepareConfig, file, [*keys, f"output={output}"]), worker)
+        prepare(config, worker)
         if worker.rank:
             return 0
-    print(said(output, read_meta(Path(output))))
+    print(said(config.output, read_meta(Path(config.output))))
     return 0
 
 

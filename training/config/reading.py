@@ -13,6 +13,7 @@ from training.config.stages import stages_of
 from upcycle.config.reading import build, read
 from upcycle.config.ready import TRAIN
 from upcycle.config.schema import UpcycleConfig
+from upcycle.planning.request import sized
 
 
 def read_config(file: str, words: Sequence[str] = ()) -> TrainConfig:
@@ -38,5 +39,5 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     del found["device"]
     if config.model.upcycle:
         with suppress(ValueError, OSError):  # who needs a file that is not there says so; a run that resumes does not
-            found["model"]["upcycle"] = asdict(upcycle_config(config.model))
+            found["model"]["upcycle"] = asdict(sized(upcycle_config(config.model))[0])
     return flat(found)

@@ -1,10 +1,10 @@
 """Make the MoE checkpoint. Kill it and start it again as you like: it goes on where it was.
 
-usage: upcycle convert [CONFIG] [key=value ...] [nproc=N]
+usage: upcycle convert [CONFIG] [SOURCE] [key=value ...] [nproc=N]
 
-  upcycle convert tiny source=./llama output=./moe
-  upcycle convert source=./llama output=./moe method.name=virtual_group granularity=4 top_k=4
-  upcycle convert llama3-8b-e8t2 source=./llama output=./moe nproc=8     # eight processes share the work
+  upcycle convert ./llama output=./moe
+  upcycle convert ./llama output=./moe method.name=virtual_group target=upcycled    # slices, which won: README.md
+  upcycle convert llama3-8b-e8t2 ./llama output=./moe nproc=8     # eight processes share the work
 
 keys, with defaults and meaning: docs/config.md
 """
@@ -19,12 +19,12 @@ from upcycle.cli import frame
 @frame.command(resumes=True)
 def main(words: Sequence[str]) -> int:
     from upcycle import api
-    from upcycle.config.reading import read
+    from upcycle.config.reading import config_and_source, read
     from upcycle.config.schema import UpcycleConfig
     from upcycle.io.job import Worker
 
     worker = Worker.here()
-    plan = api.plan(read(UpcycleConfig, *frame.file_and_words(words)))
+    plan = api.plan(read(UpcycleConfig, *config_and_source(words)))
     if not plan.config.output:
         raise ValueError("output is not set; write output=FOLDER")
     if worker.rank == 0:

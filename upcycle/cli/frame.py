@@ -14,7 +14,9 @@ TYPE_CHECKING = False  # not typing's: imports up here run before start() can ha
 if TYPE_CHECKING:
     import ast
     from types import FrameType
-    from typing import NoReturn, Protocol
+    from typing import NoReturn, Protocol, TypeVar
+
+    T = TypeVar("T")
 
     class Main(Protocol):
         def __call__(self, words: Sequence[str] | None = None) -> int: ...
@@ -211,9 +213,13 @@ def file_and_words(words: Sequence[str]) -> tuple[str, list[str]]:
     return (names[0] if names else ""), [*names[1:], *keys]
 
 
-def named(words: Sequence[str], *places: str) -> list[str]:
-    """Turn the names among the words into `place=name` words, one for each place; refuse too few and too many."""
+def named(kind: type[T], words: Sequence[str], *places: str) -> T:
+    """Read a `kind` from words in which names stand for these places, in order; refuse too few names and too many."""
+    from upcycle.config.reading import read
+
     names, keys = names_and_words(words)
-    if len(names) != len(places):
-        raise ValueError(f"write {' '.join(place.upper() for place in places)} [key=value ...]; got {names}")
-    return [f"{place}={name}" for place, name in zip(places, names, strict=True)] + keys
+    left = [place for place in places if not any(word.startswith(f"{place}=") for word in keys)]
+    if len(names) != len(left):
+        read(kind, "", keys)  # a key that is unknown is refused first
+        raise ValueError(f"write {' '.join(place.upper() for place in left)} [key=value ...]; got {names}")
+    return read(kind, "", [*(f"{place}={name}" for place, name in zip(left, names, strict=True)), *keys])

@@ -28,11 +28,10 @@ class InspectKeys:
 @frame.command()
 def main(words: Sequence[str]) -> int:
     from upcycle.api import inspect
-    from upcycle.config.reading import read
     from upcycle.io.checkpoint import Checkpoint
     from upcycle.verifying.inspect import check
 
-    asked = read(InspectKeys, "", frame.named(words, "folder"))
+    asked = frame.named(InspectKeys, words, "folder")
     print(inspect(asked.folder, tensors=asked.tensors))
     if not asked.check:
         return 0

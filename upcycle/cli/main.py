@@ -41,8 +41,8 @@ usage: upcycle COMMAND ... [key=value ...]
 {commands}
 
 examples:
-  upcycle plan tiny source=./llama                                    # what would be made; writes nothing
-  upcycle convert source=./llama output=./moe experts=8 top_k=2
+  upcycle plan ./llama                                                # what would be made; writes nothing
+  upcycle convert ./llama output=./moe method.name=virtual_group target=upcycled
   upcycle verify ./llama ./moe
   upcycle prepare runs/data tokenizer=./llama sources=[book.txt]
   upcycle train my.yaml output=runs/moe nproc=8                       # on 8 GPUs of this machine

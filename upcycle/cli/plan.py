@@ -1,14 +1,16 @@
 """Show what would be made: every tensor, sizes, exactness. Only headers are read, and nothing is written.
 
-usage: upcycle plan [CONFIG] [key=value ...]
+usage: upcycle plan [CONFIG] [SOURCE] [key=value ...]
 
-CONFIG is a YAML file or the name of a ready config (configs/upcycle).
+CONFIG is a YAML file or the name of a ready config (configs/upcycle); SOURCE is a folder or org/name, the key `source`.
 
-  upcycle plan tiny source=./llama
-  upcycle plan source=meta-llama/Llama-3.1-8B experts=8 top_k=2
-  upcycle plan llama3-8b-e8t2 source=./llama layers=every:2 target=auto
-  upcycle plan source=./llama router.normalize=false scale=published    # shows how inexact that is
-  upcycle plan source=./llama tensors=true | grep experts.0
+  upcycle plan ./llama
+  upcycle plan tiny ./llama
+  upcycle plan meta-llama/Llama-3.1-8B experts=8 top_k=2
+  upcycle plan ./llama method.name=virtual_group target=upcycled     # 16 copies of 4 slices, top-4, which won: README.md
+  upcycle plan llama3-8b-e8t2 ./llama layers=every:2 target=auto
+  upcycle plan ./llama router.normalize=false scale=published        # shows how inexact that is
+  upcycle plan ./llama tensors=true | grep experts.0
 
 keys of the plan, with defaults and meaning: docs/config.md
 """
@@ -32,12 +34,12 @@ class PlanKeys:
 @frame.command()
 def main(words: Sequence[str]) -> int:
     from upcycle.api import plan
-    from upcycle.config.reading import read, read_own
+    from upcycle.config.reading import config_and_source, read, read_own
     from upcycle.config.schema import UpcycleConfig
     from upcycle.converting import card
 
     options, rest = read_own(PlanKeys, words)
-    made = plan(read(UpcycleConfig, *frame.file_and_words(rest)))
+    made = plan(read(UpcycleConfig, *config_and_source(rest)))
     if options.json:
         print(json.dumps(as_json(made, tensors=options.tensors), indent=1, default=str))
         return 0

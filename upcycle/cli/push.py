@@ -23,11 +23,10 @@ class PushKeys:
 
 @frame.command()
 def main(words: Sequence[str]) -> int:
-    from upcycle.config.reading import read
     from upcycle.converting import card
     from upcycle.io import hub
 
-    asked = read(PushKeys, "", frame.named(words, "folder", "name"))
+    asked = frame.named(PushKeys, words, "folder", "name")
     hub.check_id(asked.name)
     what = hub.upload(asked.folder)
     for name, content in what.files:

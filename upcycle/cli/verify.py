@@ -38,9 +38,8 @@ class VerifyKeys:
 @frame.command()
 def main(words: Sequence[str]) -> int:
     from upcycle.api import verify
-    from upcycle.config.reading import read
 
-    asked = asdict(read(VerifyKeys, "", frame.named(words, "dense", "moe")))
+    asked = asdict(frame.named(VerifyKeys, words, "dense", "moe"))
     as_json = asked.pop("json")
     report = verify(**asked)
     print(json.dumps(asdict(report), indent=1) if as_json else report)

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from upcycle.config.ready import UPCYCLE
 from upcycle.config.schema import renamed
 from upcycle.io import strict
+from upcycle.io.checkpoint import HUB_ID
 from upcycle.plugin import nearest
 
 T = TypeVar("T")
@@ -67,6 +68,30 @@ def read_own(kind: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     own = [word for word in words if "=" in word and word.partition("=")[0] in names]
     return read(kind, "", own), [word for word in words if word not in own]
+
+
+def config_and_source(words: Sequence[str], ready: Path = UPCYCLE) -> tuple[str, list[str]]:
+    """Split `[CONFIG] [SOURCE] key=value ...` into the config's file and the words, SOURCE as `source=SOURCE`."""
+    files, sources, keys = list[str](), list[str](), [word for word in words if "=" in word]
+    known = sorted(path.stem for path in ready.glob("*.yaml"))
+    for name in (word for word in words if "=" not in word):
+        if Path(name).is_file() or name in known or name.endswith((".yaml", ".yml", ".json")):
+            files.append(name)
+        elif Path(name).is_dir() or HUB_ID.fullmatch(name):
+            sources.append(f"source={name}")
+        else:
+            here = Path(name).parent
+            folders = [str(path) for path in here.iterdir() if path.is_dir()] if here.is_dir() else []
+            make = f"; a folder to make is written output={name}" if "source=" in " ".join([*sources, *keys]) else ""
+            raise ValueError(
+                f"{name!r} is no config, no folder here and no org/name{nearest(str(Path(name)), [*known, *folders])}; "
+                f"ready configs are {', '.join(known)}{make}"
+            )
+    both = [*sources, *(word for word in keys if word.startswith("source="))]
+    if len(files) > 1 or len(both) > 1:
+        twice = files if len(files) > 1 else both
+        raise ValueError(f"{' and '.join(twice)}: one is read; write a folder to make as output=FOLDER")
+    return (files[0] if files else ""), [*sources, *keys]
 
 
 def loaded(file: str, ready: Path) -> dict[str, Any]:

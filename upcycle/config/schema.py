@@ -54,10 +54,13 @@ class UpcycleConfig:
     target: str = "auto"  # an MoE architecture (upcycle/arch/targets), or auto
     donors: tuple[str, ...] = ()  # branch_train_mix: one dense model per copy; `source` gives the rest
     # E, a count: copies of every dense FFN, or of each expert of an MoE; with method prune or utility how many experts
-    # a layer of an MoE has afterwards (in training, model.expert_backend names the kernels)
-    experts: int = 8
-    granularity: int = 1  # G: parts a copy is cut into; routed experts = experts * granularity
-    top_k: int = 2  # routed experts that a token takes
+    # a layer of an MoE has afterwards (in training, model.expert_backend names the kernels). null: 8; 4 * granularity
+    # for method virtual_group where the router chooses in each slice
+    experts: int | None = None
+    # G: parts a copy is cut into; routed experts = experts * granularity. null: 1; 4 for method virtual_group where the
+    # router chooses in each slice
+    granularity: int | None = None
+    top_k: int | None = None  # routed experts that a token takes. null: the granularity, or 2 of whole copies
     # 0 | n: n shared experts of the routed width | a fraction below 1: that share of the dense FFN's neurons
     shared: float = 0
     layers: Any = "all"  # all | every:N | first-dense:K | a list of layer numbers
@@ -70,6 +73,15 @@ class UpcycleConfig:
     seed: int = 0  # of all that is drawn: router rows, noise, redrawn neurons, random splits
     max_shard: str = "5GB"  # bytes of a safetensors file at most: 5GB, 512MiB
     sequence: int = 4096  # tokens a sequence that FLOPs a token are counted for
+
+
+@dataclass(frozen=True)
+class SizedConfig(UpcycleConfig):
+    """A config whose sizes are decided (upcycle.planning.request.sized)."""
+
+    experts: int = 8
+    granularity: int = 1
+    top_k: int = 2
 
 
 def renamed(stored: Mapping[str, Any]) -> dict[str, Any]:

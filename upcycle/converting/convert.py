@@ -44,7 +44,18 @@ from upcycle.converting.make import Maker, Piece, piece
 from upcycle.io import disk, publish, strict
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.io.disk import write_atomic
-from upcycle.io.job import JOB, POLL, Watch, Worker, check_apart, check_first, explained, job, read_json, sweep_unfinished
+from upcycle.io.job import (
+    JOB,
+    POLL,
+    Watch,
+    Worker,
+    check_apart,
+    check_first,
+    explained,
+    job,
+    read_json,
+    sweep_unfinished,
+)
 from upcycle.io.strict import Count
 from upcycle.planning import request
 from upcycle.planning.outputs import Output

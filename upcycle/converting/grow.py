@@ -32,7 +32,7 @@ from upcycle.arch.families.common import Source
 from upcycle.arch.slots import Slot
 from upcycle.arch.spec import MAX_EXPERTS, MoESpec
 from upcycle.config.reading import build
-from upcycle.config.schema import Router, UpcycleConfig
+from upcycle.config.schema import Router, SizedConfig, UpcycleConfig
 from upcycle.io import strict
 from upcycle.io.checkpoint import Checkpoint
 from upcycle.io.strict import Count
@@ -98,7 +98,7 @@ def check_dense(config: UpcycleConfig, source: Path) -> None:
         )
 
 
-def read_method(config: UpcycleConfig) -> Method:
+def read_method(config: SizedConfig) -> Method:
     """Return the method by which an MoE's experts are chosen."""
     name = asked(config)
     if not name:
@@ -110,7 +110,7 @@ def read_method(config: UpcycleConfig) -> Method:
     return Method(name, options, name == "utility", Needs(), methods.load("copy").make, None, "")
 
 
-def check(config: UpcycleConfig, moe: MoESpec, name: str) -> None:
+def check(config: SizedConfig, moe: MoESpec, name: str) -> None:
     """Raise a ValueError unless `config` makes more or fewer experts of `moe`'s."""
     other = [key for key, value in ONLY.items() if getattr(config, key) != value]
     method, already = read_method(config).name, "the source is a mixture of experts already"
@@ -128,7 +128,7 @@ def check(config: UpcycleConfig, moe: MoESpec, name: str) -> None:
         check_count(config, moe, f"{already} ({name}, top-{moe.top_k} of {moe.experts})", method)
 
 
-def check_copies(config: UpcycleConfig, moe: MoESpec, already: str, name: str) -> None:
+def check_copies(config: SizedConfig, moe: MoESpec, already: str, name: str) -> None:
     most = MAX_EXPERTS // moe.experts
     if not 1 <= config.experts <= most:
         raise ValueError(f"experts={config.experts} copies of each of {moe.experts} experts; write experts=1 to {most}")
@@ -144,7 +144,7 @@ def check_copies(config: UpcycleConfig, moe: MoESpec, already: str, name: str) -
         )
 
 
-def check_count(config: UpcycleConfig, moe: MoESpec, already: str, method: str) -> None:
+def check_count(config: SizedConfig, moe: MoESpec, already: str, method: str) -> None:
     if method == "utility" and moe.score == "softmax":
         raise ValueError(
             f"{already}; its softmax scores have no selection bias, by which alone copies in unequal numbers leave the "
@@ -175,7 +175,7 @@ def grown_config(config: Mapping[str, Any], experts: int, top_k: int, dtype: str
 # ---- which experts
 
 
-def choose(config: UpcycleConfig, moe: MoESpec, base: Checkpoint, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def choose(config: SizedConfig, moe: MoESpec, base: Checkpoint, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What the plan of a method of METHODS takes from the file that measured the source; of another method nothing.
 
     layers.L.experts   of each expert, the one in the source that it is; copies lie beside each other
@@ -222,7 +222,7 @@ def check_found(found: Found, moe: MoESpec, base: Checkpoint, file: Path) -> Non
         raise ValueError(f"{file} has other layers than the {len(moe.layers)} of the source with experts; {again}")
 
 
-def checked(config: UpcycleConfig, moe: MoESpec, method: str, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def checked(config: SizedConfig, moe: MoESpec, method: str, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what is known of each layer; a ValueError unless it is as `choose` makes it."""
     out: dict[str, Tensor] = {}
     for layer in moe.layers:
@@ -278,7 +278,7 @@ def cost(moe: MoESpec, experts: int, observed: Mapping[str, Tensor]) -> str:
 class Experts:
     """Which expert of the source each one is, layer by layer."""
 
-    def __init__(self, config: UpcycleConfig, moe: MoESpec, observed: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: SizedConfig, moe: MoESpec, observed: Mapping[str, Tensor]) -> None:
         uniform = [i for i in range(moe.experts) for _ in range(config.experts)]
         self.of = {layer: observed[f"layers.{layer}.experts"].tolist() if observed else uniform for layer in moe.layers}
         self.wait = {

@@ -13,11 +13,25 @@ from upcycle.planning.methods import Method
 
 def of(config: UpcycleConfig, moe: MoESpec) -> tuple[str, ...]:
     """Return the notes on a plan whose source is dense, whatever the target."""
-    return (*stays_whole(moe), *drawn(config, moe), *padded(moe))
+    asked = apart(moe) if config.router.choice == "any" else ()
+    return (*asked, *stays_whole(moe), *drawn(config, moe), *padded(moe))
 
 
-def warnings(moe: MoESpec, method: Method) -> Iterator[str]:
-    """Sentences on what was measured of such a model and speaks against it; docs/study.md has the runs."""
+def warnings(config: UpcycleConfig, moe: MoESpec, method: Method) -> Iterator[str]:
+    """Yield sentences on what was measured of such a model and speaks against it; docs/study.md has the runs."""
+    if config.router.choice != "any":  # a config that names this choice knows it, and gets a note
+        yield from apart(moe)
+    if moe.slices > 1 and not moe.weights_sum_to_one:
+        yield (
+            "weights that are not divided by their sum are not exact and ended behind: on SmolLM2-135M by 0.025 nats "
+            "after 13 M tokens, two seeds of two, with a calibrated scale; use router.normalize=true"
+        )
+    if method.evidence:
+        yield method.evidence
+
+
+def apart(moe: MoESpec) -> Iterator[str]:
+    """Yield what a free choice does to virtual groups, if the router has one."""
     whole = moe.copies_of_slices and not moe.disjoint and moe.top_k % moe.granularity == 0
     if whole and moe.slices == 1 and moe.top_k < moe.experts:
         yield (
@@ -29,13 +43,6 @@ def warnings(moe: MoESpec, method: Method) -> Iterator[str]:
             if moe.dense.carried is None
             else "freeze the router where you train it"
         )
-    if moe.slices > 1 and not moe.weights_sum_to_one:
-        yield (
-            "weights that are not divided by their sum are not exact and ended behind: on SmolLM2-135M by 0.025 nats "
-            "after 13 M tokens, two seeds of two, with a calibrated scale; use router.normalize=true"
-        )
-    if method.evidence:
-        yield method.evidence
 
 
 def stays_whole(moe: MoESpec) -> Iterator[str]:

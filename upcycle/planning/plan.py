@@ -22,7 +22,7 @@ from upcycle.arch.abilities import relu2_as_gated
 from upcycle.arch.registry import TARGETS, family, readable, target
 from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 from upcycle.config.reading import byte_size
-from upcycle.config.schema import UpcycleConfig
+from upcycle.config.schema import SizedConfig, UpcycleConfig
 from upcycle.converting import grow
 from upcycle.io import disk
 from upcycle.io.checkpoint import Checkpoint
@@ -38,7 +38,7 @@ FORMAT = 2  # part of the plan's hash; raised when the converter starts to make 
 
 @dataclass(frozen=True)
 class UpcyclePlan:
-    config: UpcycleConfig
+    config: SizedConfig
     dense: DenseSpec
     moe: MoESpec
     target: str
@@ -117,7 +117,7 @@ class UpcyclePlan:
 
 
 def build(
-    config: UpcycleConfig,
+    asked: UpcycleConfig,
     checkpoints: Sequence[Checkpoint],
     observed: Mapping[str, Tensor] | None = None,
     *,
@@ -129,9 +129,12 @@ def build(
     there is text that the config does not name.
     """
     base = checkpoints[0]
-    if base.config.get("model_type") in plugin.names(TARGETS):
+    grows = base.config.get("model_type") in plugin.names(TARGETS)
+    if not grows:
+        grow.check_dense(asked, base.folder)
+    config, by_default = request.sized(asked)
+    if grows:
         return grown(config, base, observed or {})
-    grow.check_dense(config, base.folder)
     source_family = family(base.config.get("model_type"))
     dense = read_dense(source_family, base)
     stored = check_sources(dense, source_family, checkpoints)
@@ -159,8 +162,8 @@ def build(
         dropped(source_family, dense, base),
         chosen.config(moe),
         make_promise(config, moe, method, kind, chosen, stored),
-        (*chosen.notes(moe), *notes.of(config, moe)),
-        tuple(notes.warnings(moe, method)),
+        tuple(filter(None, (by_default, *chosen.notes(moe), *notes.of(config, moe)))),
+        tuple(notes.warnings(config, moe, method)),
         observed or {},
     )
     if plan.needs_text:
@@ -170,7 +173,7 @@ def build(
     return plan
 
 
-def grown(config: UpcycleConfig, base: Checkpoint, known: Mapping[str, Tensor]) -> UpcyclePlan:
+def grown(config: SizedConfig, base: Checkpoint, known: Mapping[str, Tensor]) -> UpcyclePlan:
     """Return the plan of an MoE with more or fewer experts than the source, an MoE too (grow.py)."""
     name = str(base.config["model_type"])
     chosen, dtype = readable(name), config.dtype or stored_dtype(base)

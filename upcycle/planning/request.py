@@ -7,36 +7,70 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 from upcycle import plugin
 from upcycle.arch.spec import BYTES, MAX_EXPERTS, Choice, DenseSpec, MoESpec, Order
-from upcycle.config.schema import UpcycleConfig
+from upcycle.config.schema import SizedConfig, UpcycleConfig
 from upcycle.planning import methods, routers
 from upcycle.planning.methods import Method, Sizes
 
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 ALIGN = 16  # neurons: rows of a multiple are whole 16 bytes in any dtype, also one it is loaded in later
+WHOLE = SizedConfig()  # whole copies
 SATURATED = 20.0  # of the logits' standard deviation: at 4 of these a sigmoid is still above 0 in float32
 
 
-def read_method(config: UpcycleConfig, donors: int) -> Method:
-    """Return the config's method; raise a ValueError if its keys, or the number of donors, do not fit."""
+def sized(config: UpcycleConfig) -> tuple[SizedConfig, str]:
+    """Return the config with its sizes decided, and a sentence that names the sizes it did not set."""
+    name, keys = named_method(config)
+    known = name in plugin.names(methods.__name__)  # grow.py has others, and read_method refuses the rest
+    method = methods.load(name, keys) if known else methods.load("copy")
+    choice = config.router.choice
+    chooses_in_each = choice == "each-slice" or (choice == "auto" and config.target == "upcycled")
+    slices = method.slices if chooses_in_each else 1
+    granularity = config.granularity
+    if granularity is None:
+        divisor = math.gcd(slices, config.top_k or slices)  # a top_k that is set stays a multiple
+        granularity = divisor if divisor > 1 else slices
+    cut = granularity > 1
+    sizes = {
+        "experts": 4 * granularity if cut and slices > 1 else len(config.donors) or WHOLE.experts,
+        "granularity": granularity,
+        "top_k": granularity if cut and not method.needs.disjoint else WHOLE.top_k,
+    }
+    left = {key: value for key, value in sizes.items() if getattr(config, key) is None}
+    values = {field.name: getattr(config, field.name) for field in fields(config)} | left
+    said = " ".join(f"{key}={value}" for key, value in left.items() if (key, value) != ("granularity", 1))
+    if said and slices > 1 and [values[key] for key in sizes] == [4 * slices, slices, slices]:
+        said += ", the recommended slices (docs/study.md)"
+    elif said and method.slices > slices and "granularity" in left:
+        said += " of whole copies, because training keeps slices together only with target=upcycled"
+    return SizedConfig(**values), f"by default {said}" if said else ""
+
+
+def named_method(config: UpcycleConfig) -> tuple[str, dict[str, Any]]:
+    """Return the name of the config's method, and the method's own keys."""
     if not isinstance(config.method, str | Mapping):
         raise ValueError(f"method is {config.method!r}; write for instance method.name=virtual_group")
     values = {"name": config.method} if isinstance(config.method, str) else dict(config.method)
     name = values.pop("name", None)
     if not isinstance(name, str):
-        raise ValueError(f"method.name is {name!r}; name one of {', '.join(plugin.names('upcycle.planning.methods'))}")
-    method = methods.load(name, values)
+        raise ValueError(f"method.name is {name!r}; name one of {', '.join(plugin.names(methods.__name__))}")
+    return name, values
+
+
+def read_method(config: SizedConfig, donors: int) -> Method:
+    """Return the config's method; raise a ValueError if its keys, or the number of donors, do not fit."""
+    method = methods.load(*named_method(config))
     method.options.check(Sizes(config.experts, config.granularity))
     check_donors(config, method, donors)
     return method
 
 
-def check_donors(config: UpcycleConfig, method: Method, donors: int) -> None:
+def check_donors(config: SizedConfig, method: Method, donors: int) -> None:
     name, needs = method.name, method.needs
     if needs.mixes and donors != config.experts:
         raise ValueError(
@@ -76,7 +110,7 @@ def layer_list(value: Any, layers: int) -> tuple[int, ...]:
     return tuple(sorted(listed))
 
 
-def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec:
+def moe_spec(config: SizedConfig, dense: DenseSpec, method: Method) -> MoESpec:
     """Return the MoESpec of a config; raise a ValueError that names the nearest possible sizes for impossible ones.
 
     For router.score=auto it has softmax scores.
@@ -107,7 +141,7 @@ def moe_spec(config: UpcycleConfig, dense: DenseSpec, method: Method) -> MoESpec
     )
 
 
-def check_counts(config: UpcycleConfig) -> None:
+def check_counts(config: SizedConfig) -> None:
     for key in ("experts", "granularity", "top_k", "sequence"):
         if getattr(config, key) < 1:
             raise ValueError(f"{key} is {getattr(config, key)}; it must be at least 1")
@@ -128,7 +162,7 @@ def stated_dtype(config: UpcycleConfig, dense: DenseSpec) -> str:
     return dtype
 
 
-def shared_neurons(config: UpcycleConfig, dense: DenseSpec, dtype: str, disjoint: bool) -> int:
+def shared_neurons(config: SizedConfig, dense: DenseSpec, dtype: str, disjoint: bool) -> int:
     """Return how many neurons of the dense FFN go to the shared expert."""
     g, asked = config.granularity, config.shared
     if not 0 <= asked < math.inf or (asked >= 1 and asked != int(asked)):
@@ -162,7 +196,7 @@ def shared_experts(count: int, neurons: int, parts: int) -> int:
     return neurons // (parts + count) * count
 
 
-def routed_widths(config: UpcycleConfig, routed: int, disjoint: bool) -> tuple[int, ...]:
+def routed_widths(config: SizedConfig, routed: int, disjoint: bool) -> tuple[int, ...]:
     """Return the width of each routed expert, cut out of `routed` neurons."""
     g, total = config.granularity, config.experts * config.granularity
     if disjoint:
@@ -178,7 +212,7 @@ def routed_widths(config: UpcycleConfig, routed: int, disjoint: bool) -> tuple[i
     return (routed // g,) * total
 
 
-def router_choice(config: UpcycleConfig, method: Method) -> Choice:
+def router_choice(config: SizedConfig, method: Method) -> Choice:
     """Check the names of the router's options and return among which experts it chooses."""
     router, g, disjoint = config.router, config.granularity, method.needs.disjoint
     if router.score not in ("softmax", "sigmoid", "auto"):
@@ -209,7 +243,7 @@ def whole_rows(width: int, dtype: str) -> bool:
     return width * BYTES[dtype] % 16 == 0
 
 
-def with_rows(config: UpcycleConfig, moe: MoESpec, *, text: bool) -> UpcycleConfig:
+def with_rows(config: SizedConfig, moe: MoESpec, *, text: bool) -> SizedConfig:
     """Return the config with the router's rows decided. `text`: whether there is some that it does not name."""
     if config.router.init.name != "auto":
         return config

@@ -46,7 +46,7 @@ def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
 ) -> None:
     run = tmp_path / "run"
     train(read_config("", words(place, run, f"export={tmp_path / 'own'}", "steps=4")))
-    assert export_main([str(run), str(tmp_path / "last")]) == 0
+    assert export_main([str(run), f"output={tmp_path / 'last'}"]) == 0
     assert "after step 4" in capsys.readouterr().out
     assert export(run / "checkpoints" / "step-00000002", tmp_path / "second") == 2
     for file in (tmp_path / "own").iterdir():
@@ -59,7 +59,8 @@ def test_any_checkpoint_is_exported_and_so_is_a_finished_run(
         ([str(run), str(run)], "is the same as"),
         ([str(run), str(run / "checkpoints")], "lies in"),
         ([str(place / "dense"), str(tmp_path / "new")], "is no training run or checkpoint"),
-        ([str(run)], "write upcycle export RUN OUTPUT"),
+        ([str(run)], "write RUN OUTPUT [key=value ...]; got"),
+        ([str(run), "outptu=ex1"], "unknown key 'outptu'; did you mean 'output'?"),
     ):
         assert export_main(given) == 2
         assert says in capsys.readouterr().err

@@ -12,11 +12,14 @@ import pytest
 
 from upcycle.cli import frame
 from upcycle.cli.main import COMMANDS, LAUNCHED, main
+from upcycle.cli.verify import VerifyKeys
+from upcycle.config.reading import config_and_source
 
 ROOT = Path(__file__).parents[3]
 # stdout is buffered, as in a terminal session: output that is not flushed in time fails when Python ends
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
 PROGRAMS = ("benchmarks.converting", "benchmarks.evaluation", "benchmarks.kernels", "examples.demo")
+READY = {"train": "chat", "estimate": "chat", "bench": "bench-olmoe"}
 # words with which a command reaches the slow imports
 WORDS = {"plan": ["source=x"], "verify": ["a", "b"], "push": ["a", "b/c"], "compare": ["a", "b"], "export": ["a", "b"]}
 
@@ -42,7 +45,7 @@ def test_help_imports_nothing_that_takes_seconds(words: list[str], interrupting:
     done = run("upcycle", *words, "--help", path=interrupting)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"usage: upcycle {' '.join(words)}".strip() in done.stdout and "  upcycle " in done.stdout
-    assert "docs/config.md" in done.stdout or "keys:" in done.stdout or words == ["export"]
+    assert "docs/config.md" in done.stdout or "keys:" in done.stdout
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -190,4 +193,77 @@ def test_words() -> None:
     assert frame.file_and_words(["my.yaml", "a=1", "b=c=2"]) == ("my.yaml", ["a=1", "b=c=2"])
     assert frame.file_and_words(["a=1"]) == ("", ["a=1"])
     assert frame.file_and_words(["a", "b", "c=1"]) == ("a", ["b", "c=1"])
-    assert frame.named(["a", "x=1", "b"], "one", "two") == ["one=a", "two=b", "x=1"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_unknown_key_is_refused_with_the_nearest_wherever_it_stands(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = {"verify": ("tokns", "tokens"), "push": ("privat", "private"), "bench": ("optimzer", "optimizer")}
+    wrong, nearest = (other | {"inspect": ("tensor", "tensors")}).get(name, ("outptu", "output"))
+    more = ["gpus=1"] if name == "estimate" else []
+    for words in ([f"{wrong}=x"], [READY.get(name, "tiny"), f"{wrong}=x"]):
+        assert main([name, *words, *more]) == 2
+        assert f"unknown key '{wrong}'; did you mean '{nearest}'?" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_words_that_stand_for_places_may_be_keys_too() -> None:
+    asked = frame.named(VerifyKeys, ["a", "tokens=3", "b"], "dense", "moe")
+    assert asked == frame.named(VerifyKeys, ["b", "dense=a", "tokens=3"], "dense", "moe")
+    assert (asked.dense, asked.moe, asked.tokens) == ("a", "b", 3)
+    for words in (["a"], ["a", "b", "c"], ["a", "b", "moe=c"]):
+        with pytest.raises(ValueError, match="write "):
+            frame.named(VerifyKeys, words, "dense", "moe")
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "keys"),
+    [
+        (["./dense"], "", ["source=./dense"]),
+        (["dense/", "experts=4"], "", ["source=dense/", "experts=4"]),
+        (["link"], "", ["source=link"]),
+        (["org/name"], "", ["source=org/name"]),
+        (["org/name@main"], "", ["source=org/name@main"]),
+        (["tiny"], "tiny", []),  # a folder of that name is ./tiny
+        (["./tiny"], "", ["source=./tiny"]),
+        (["my.yaml", "dense", "top_k=1"], "my.yaml", ["source=dense", "top_k=1"]),
+        (["dense", "tiny"], "tiny", ["source=dense"]),
+        (["source=dense"], "", ["source=dense"]),
+        (["none.yaml"], "none.yaml", []),  # read() says that it is not there
+    ],
+)
+def test_a_folder_or_hub_id_is_the_source_and_a_config_stays_one(
+    words: list[str], file: str, keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("dense", "tiny"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "link").symlink_to("dense")
+    (tmp_path / "my.yaml").write_text("experts: 2")
+    assert config_and_source(words) == (file, keys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tinny"], "'tinny' is no config, no folder here and no org/name; did you mean 'tiny'?"),
+        (["./dens"], "did you mean 'dense'?"),
+        (["dense", "./moe"], "a folder to make is written output=./moe"),
+        (["./moe", "source=dense"], "a folder to make is written output=./moe"),
+        (["dense", "other"], "source=dense and source=other: one is read"),
+        (["dense", "source=other"], "source=dense and source=other: one is read"),
+        (["tiny", "my.yaml"], "tiny and my.yaml: one is read"),
+    ],
+)
+def test_a_word_that_is_neither_is_refused_with_the_nearest(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("dense", "other"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "my.yaml").write_text("experts: 2")
+    for command in ("plan", "convert"):
+        assert main([command, *words]) == 2
+        assert said in capsys.readouterr().err

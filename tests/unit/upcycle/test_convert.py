@@ -340,7 +340,12 @@ def test_an_output_that_cannot_be_named_is_one_sentence(
     ],
 )  # fmt: skip
 def test_an_output_that_is_the_source_is_never_to_be_removed(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], output: str, how: str
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    output: str,
+    how: str,
 ) -> None:
     here = tmp_path / "here"
     source = shutil.copytree(llama, here / "dense")
@@ -350,7 +355,9 @@ def test_an_output_that_is_the_source_is_never_to_be_removed(
     monkeypatch.chdir(here)
     assert main(["convert", "source=dense", f"output={output.format(here=here)}"]) == 2
     said = capsys.readouterr().err
-    assert f"{how} dense, which is read; write another folder, such as output=dense-moe" in said and "remove" not in said
+    assert (
+        f"{how} dense, which is read; write another folder, such as output=dense-moe" in said and "remove" not in said
+    )
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     assert sorted(path.name for path in here.iterdir()) == ["dense", "link", "x"]
     assert main(["convert", "source=link", "output=dense-moe", "experts=2"]) == 0

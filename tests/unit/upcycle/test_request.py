@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import upcycle
 from tests.parity import tiny
 from tests.unit.upcycle.plans import load
+from training.config.reading import settings
+from training.config.schema import ModelConfig, TrainConfig
+from training.run.parts import source
 from upcycle.__main__ import main
 from upcycle.config.reading import byte_size, read
 from upcycle.config.schema import UpcycleConfig
@@ -51,7 +56,7 @@ def plan(*words: str) -> UpcyclePlan:
         (["granularity=2"], "use method.name=virtual_group"),
         (["method.name=virtual_group", "granularity=7", "top_k=7"], "try granularity=4, 6, 8"),
         (
-            ["method.name=virtual_group", "granularity=8"],
+            ["method.name=virtual_group", "granularity=8", "top_k=2"],
             "top_k=2 is not a multiple of granularity=8, so no choice is whole FFNs and the model starts far from the "
             "dense one; try top_k=8, or if that is meant write router.choice=parts",
         ),
@@ -214,6 +219,65 @@ def test_copies_of_slices_choose_in_each_slice_where_that_can_be_said(llama: Pat
     assert plan(f"source={llama}", *split).moe.choice == "any"  # no copies
     with pytest.raises(ValueError, match="top_k=3 is not a multiple of granularity=4"):
         plan(f"source={llama}", *GROUPS[:2], "top_k=3", "target=upcycled")
+
+
+SLICES = ["method.name=virtual_group", "target=upcycled"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes", "choice", "said"),
+    [
+        (SLICES, (16, 4, 4), "each-slice", "by default experts=16 granularity=4 top_k=4, the recommended slices"),
+        (["method=virtual_group", "router.choice=each-slice"], (16, 4, 4), "each-slice", "the recommended slices"),
+        ([*SLICES, "granularity=2"], (8, 2, 2), "each-slice", "by default experts=8 top_k=2"),
+        ([*SLICES, "granularity=8"], (32, 8, 8), "each-slice", "by default experts=32 top_k=8"),
+        ([*SLICES, "experts=8"], (8, 4, 4), "each-slice", "by default granularity=4 top_k=4"),
+        ([*SLICES, "top_k=8"], (16, 4, 8), "each-slice", "by default experts=16 granularity=4"),
+        ([*SLICES, "top_k=2"], (8, 2, 2), "each-slice", "by default experts=8 granularity=2"),
+        ([*SLICES, "experts=16", "granularity=4", "top_k=4"], (16, 4, 4), "each-slice", ""),
+        ([*SLICES, "granularity=1"], (8, 1, 2), "any", "by default experts=8 top_k=2"),
+        ([*SLICES, "router.choice=any"], (8, 1, 2), "any", "whole copies, because training keeps slices together only"),
+        (["method.name=virtual_group"], (8, 1, 2), "any", "by default experts=8 top_k=2 of whole copies, because"),
+        (["method.name=virtual_group", "target=mixtral"], (8, 1, 2), "any", "only with target=upcycled"),
+        (GROUPS, (8, 4, 4), "any", "by default experts=8"),
+        ([], (8, 1, 2), "any", "by default experts=8 top_k=2"),
+        (["target=upcycled"], (8, 1, 2), "any", "by default experts=8 top_k=2"),
+        (["experts=4"], (4, 1, 2), "any", "by default top_k=2"),
+        (["method.name=noise", "granularity=4"], (8, 4, 4), "any", "by default experts=8 top_k=4"),
+        (["method.name=split", "granularity=3"], (8, 3, 2), "any", "by default experts=8 top_k=2"),
+    ],
+)  # fmt: skip
+def test_sizes_that_are_not_set_are_what_is_recommended_and_are_said(
+    llama: Path, words: list[str], sizes: tuple[int, int, int], choice: str, said: str
+) -> None:
+    made = plan(f"source={llama}", *words)
+    assert (made.moe.copies, made.moe.granularity, made.moe.top_k, made.moe.choice) == (*sizes, choice)
+    assert made.promise.exact == made.method.exact and (made.method.name != "virtual_group" or made.promise.exact)
+    lines = [note for note in made.notes if note.startswith("by default")]
+    assert lines == [] if not said else len(lines) == 1 and said in lines[0]
+    written = [f"experts={sizes[0]}", f"granularity={sizes[1]}", f"top_k={sizes[2]}"]
+    assert plan(f"source={llama}", *words, *written).hash == made.hash, "the same plan with its sizes written out"
+    assert upcycle.plan(source=str(llama), **dotted(words)).hash == made.hash, "the same default in Python"
+    config = TrainConfig(model=ModelConfig(upcycle={"source": str(llama), **dotted(words)}))
+    with source(config) as origin:
+        assert origin.plan is not None and origin.plan.hash == made.hash, "the same default in training"
+    assert settings(config)["model.upcycle.experts"] == sizes[0], "a run records what it decided"
+
+
+def dotted(words: list[str]) -> dict[str, Any]:
+    """Return words as keys and values."""
+    found: dict[str, Any] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        outer, _, inner = key.partition(".")
+        given: Any = int(value) if value.isdecimal() else value
+        found[outer] = {inner: given} if inner else given
+    return found
+
+
+def test_a_free_choice_that_is_asked_for_is_noted_and_no_warning(llama: Path) -> None:
+    made = plan(f"source={llama}", *GROUPS, "router.choice=any")
+    assert not made.warnings and "0.26 nats behind" in "".join(made.notes)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
     expert(donors, place, options) -> FFN
     same(place)                           (optional) a key: experts with equal keys are equal, so they are made once
     needs(options) -> Needs               (optional) what the method needs besides the FFN of `source`
+    SLICES                                (optional) the granularity where each slice has its own choice and none is set
     EVIDENCE                              (optional) a sentence that the plan prints: where the method does not pay
 
 `donors` are the dense FFNs of the layer that Needs.donors lists (by default that of `source`), without the neurons that
@@ -93,6 +94,7 @@ class Method:
     make: Callable[[Sequence[FFN], Place, Any], FFN]
     same: Callable[[Place], int] | None
     evidence: str
+    slices: int = 1  # the granularity, if none is set, where the router chooses in each slice
 
     def expert(self, donors: Sequence[FFN], place: Place) -> FFN:
         return self.make(donors, place, self.options)
@@ -104,7 +106,8 @@ def load(name: str, keys: Mapping[str, Any] | None = None) -> Method:
     options = build(module.Options, keys or {}, "method.")
     declared = vars(module)
     needs = declared["needs"](options) if "needs" in declared else Needs()
-    return Method(name, options, module.EXACT, needs, module.expert, declared.get("same"), declared.get("EVIDENCE", ""))
+    evidence, slices = declared.get("EVIDENCE", ""), declared.get("SLICES", 1)
+    return Method(name, options, module.EXACT, needs, module.expert, declared.get("same"), evidence, slices)
 
 
 def positive(key: str, value: float) -> None:
