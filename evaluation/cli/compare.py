@@ -16,7 +16,8 @@ with the first of B and so on: trainings of one seed, which read the same sample
                 that is something else, at equal FLOPs) a third. B is better or worse where it is at most 0.05
     over items  a diagnostic: the 95 % interval for other items and these very models, over clusters of items that come
                 from one file, passage or document (`cluster` names the key). It says nothing about another training,
-                whose data in another order may change hundreds of answers, so of one run each there is no verdict
+                whose data in another order may change hundreds of answers, so of one run each there is no verdict, but
+                how large the difference is beside the noise between seeds that docs/study.md measured
 
 All must have been asked the same items. What flipped is shown of one run each. Loss at equal FLOPs is read off the
 curves; where that is before the end of a schedule, it is called interpolated: a schedule that ends there is lower.

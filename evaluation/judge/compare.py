@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation.judge import logged, words
+from evaluation.judge import logged, noise, words
 from evaluation.judge.losses import Losses, compare_losses
 from evaluation.judge.runs import read_runs
+from evaluation.judge.seeds import LEAST
 from evaluation.judge.suites import Comparison, Name, check_groups, compare_suites
 from evaluation.judge.words import is_share, number, p_text, signed
 from training.observe import plots
@@ -124,6 +125,8 @@ def table(found: Comparison) -> str:
             f"{'' if math.isnan(d.low) else f'{low} to {high}'} | {p_text(d.p_holm)} | {d.verdict} | {d.items:,} | "
             f"{d.clusters:,} | {d.over_items} | {'' if d.only_a is None else f'{d.only_a} / {d.only_b}'} |"
         )
+    if seeds < LEAST:
+        lines += ["", "\n\n".join(beside_noise(found))]
     if seeds == 1:
         gained = sum(f.gained for f in found.flips)
         lines += ["", f"{len(found.flips)} items flipped: {gained} gained, {len(found.flips) - gained} lost"]
@@ -132,6 +135,15 @@ def table(found: Comparison) -> str:
         task = inert(f"{f.task} {f.doc}")
         lines.append(f"- {'gained' if f.gained else 'lost'}: {task}: right is {target}; A {a}, B {b}")
     return "\n".join([*lines, *(f"\nNote: {inert(note)}" for note in found.notes)])
+
+
+def beside_noise(found: Comparison) -> Iterator[str]:
+    """Write how large each headline is beside the noise that was measured of its metric."""
+    headlines = [d for d in found.differences if d.headline]
+    measured = [d for d in headlines if d.metric in noise.ACCURACIES]
+    for d in measured:
+        yield f"{inert(d.title)}: {signed(d.difference, d.metric)} is {noise.beside(d.difference, noise.of_items(d.items), d.metric)}"
+    yield noise.ABOUT_ACCURACY if measured else "Noise between runs was measured of accuracies and losses alone."
 
 
 def loss_table(found: Losses) -> str:
@@ -151,8 +163,12 @@ def loss_lines(found: Losses) -> Iterator[str]:
                 f"B = {inert(name)}\n\n| | A | B | B - A |\n|---|---|---|---|"
             )
             yield from (f"| {inert(r.domain)} | {r.a:.4f} | {r.b:.4f} | {r.difference:+.4f} |" for r in rows)
-            yield f"\nMean of sets: {found.verdict(what, name)}\n"
+            judged = found.over_sets[what, name]
+            aside = f"; that is {noise.beside(judged.mean, noise.LOSS[1])}" if judged.seeds < LEAST else ""
+            yield f"\nMean of sets: {found.verdict(what, name)}{aside}\n"
         if names := found.midway.get(what):
             yield f"{inert(words.midway(names))}\n"
+    if any(judged.seeds < LEAST for judged in found.over_sets.values()):
+        yield f"{noise.ABOUT_LOSS}\n"
     if found.flops is None:
         yield "No comparison at equal FLOPs: a log has no FLOPs (written by an older version)."

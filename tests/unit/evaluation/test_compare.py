@@ -347,6 +347,9 @@ def test_the_command_prints_and_writes(
     said = capsys.readouterr().out
     assert "one run each: no verdict; 1 headline and 2 part comparisons, p over seeds corrected by Holm" in said
     assert "| All | acc % | 50.00 | 63.33 | +13.33 |  |  | one run each: no verdict | 30 | 30 |" in said
+    assert "All: +13.33 is 2.1 times the largest noise measured (6.29); a difference of that size takes 4 seeds" in said
+    assert "standard deviation over three seeds of 0.16 to 1.00 points" in said
+    assert "better" not in said and "worse" not in said
     assert "6 items flipped: 5 gained, 1 lost" in said
     kept = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
     assert kept["comparisons"][0]["differences"][1]["only_b"] == 5
@@ -389,7 +392,9 @@ def test_losses_at_equal_tokens_and_equal_flops(tmp_path: Path) -> None:
     assert found.midway == {"tokens": ("moe",), "FLOPs": ("moe",)}  # it went on to 3000 tokens
     said = loss_table(found)
     assert "loss at equal FLOPs, interpolated (2e+04 FLOPs" in said and "moe is read before the end" in said
-    assert "Mean of sets: -0.5000, one run each: no verdict" in said
+    assert "Mean of sets: -0.5000, one run each: no verdict; that is 185.2 times the largest noise measured" in said
+    assert "takes 3 seeds of each to be shown" in said and said.count("Noise between runs") == 1
+    assert "better" not in said and "worse" not in said
 
 
 def test_a_run_that_ends_there_is_no_interpolation(tmp_path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from statistics import stdev
+
 import numpy as np
 import pytest
 from scipy import stats
 
+from evaluation.judge import noise
 from evaluation.judge.seeds import LEAST, holm, paired, student, together
 
 
@@ -99,3 +104,39 @@ def test_p_is_scipys() -> None:
     a, b = np.random.default_rng(1).normal(size=(2, 4))
     assert paired([*(a - b)]).p == pytest.approx(stats.ttest_rel(a, b).pvalue)
     assert paired([0.1]).p is None
+
+
+def test_the_noise_that_is_named_is_the_studys() -> None:
+    """Each figure is the page's: seeds, or an interval over three."""
+    page = (Path(__file__).parents[3] / "docs" / "study.md").read_text()
+
+    def of_seeds(before: str) -> float:
+        return stdev(float(found) for found in re.findall(r"[-+]0\.\d+", page.split(before)[1])[:3])
+
+    def of_interval(row: str, place: int = 0) -> float:
+        line = next(line for line in page.splitlines() if line.startswith(row))
+        low, high = [(float(a), float(b)) for a, b in re.findall(r"\(([-+]0\.\d+) to ([-+]0\.\d+)\)", line)][place]
+        return (high - low) / 2 / student(2) * 3**0.5
+
+    trained = [of_seeds("Seed by seed, in: "), of_seeds("Seed by seed, mean of four: "), of_interval("| in | 4.0703")]
+    trained += [of_interval("| **answers** | 2.7059", 1), of_interval("| **in** | 2.6289")]
+    assert (round(min(trained), 4), round(max(trained), 4)) == noise.LOSS
+    assert round(of_interval("| **law**, nobody's"), 4) == noise.OTHER
+    tasks = [
+        of_interval(f"| {name}", place)
+        for name in ("HellaSwag, acc_norm | 2,009", "ARC-Easy, acc_norm | 1,188", "LAMBADA, acc | 1,718")
+        for place in range(3)
+    ]
+    assert (round(min(tasks), 4), round(max(tasks), 4)) == noise.ACCURACY
+
+
+def test_as_many_seeds_as_are_named_show_a_difference_four_times_in_five() -> None:
+    for ratio in (0.5, 0.8, 1.0, 1.66, 2.1, 5.0):
+        count, rng = noise.seeds(ratio), np.random.default_rng(0)
+        drawn = rng.normal(ratio, 1.0, (4000, count))
+        shown = sum(paired(list(each)).verdict(True) == "better" for each in drawn[:1000]) / 1000
+        assert shown > 0.77, (ratio, count, shown)
+        if count > LEAST:
+            fewer = sum(paired(list(each)).verdict(True) == "better" for each in drawn[:1000, :-1]) / 1000
+            assert fewer < 0.83, (ratio, count, fewer)
+    assert noise.seeds(100.0) == LEAST and noise.seeds(0.01) == noise.seeds(0.0) == 0
