@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextSt
 
 from upcycle.arch.targets.upcycled import MODELING
 from upcycle.cli import frame
-from upcycle.config.reading import read
 from upcycle.config.values import at_least, check_values, one_of, share_of_one
 from upcycle.io import strict
 from upcycle.io.checkpoint import Checkpoint, downloaded, hub_match
@@ -54,7 +53,7 @@ def read_config(words: Sequence[str]) -> ChatConfig:
     """Read `MODEL key=value ...`; the texts of prompt and system are taken as they stand."""
     texts = [word.partition("=")[::2] for word in words if word.startswith(("prompt=", "system="))]
     others = [word for word in words if not word.startswith(("prompt=", "system="))]
-    return read(ChatConfig, "", frame.named(others, "model"), values=texts)
+    return frame.named(ChatConfig, others, "model", values=texts)
 
 
 def chat(config: ChatConfig) -> None:

@@ -142,7 +142,8 @@ def beside_noise(found: Comparison) -> Iterator[str]:
     headlines = [d for d in found.differences if d.headline]
     measured = [d for d in headlines if d.metric in noise.ACCURACIES]
     for d in measured:
-        yield f"{inert(d.title)}: {signed(d.difference, d.metric)} is {noise.beside(d.difference, noise.of_items(d.items), d.metric)}"
+        beside = noise.beside(d.difference, noise.of_items(d.items), d.metric)
+        yield f"{inert(d.title)}: {signed(d.difference, d.metric)} is {beside}"
     yield noise.ABOUT_ACCURACY if measured else "Noise between runs was measured of accuracies and losses alone."
 
 

@@ -17,6 +17,7 @@ from training.checkpoint import standalone
 from training.checkpoint.layout import Origin
 from training.checkpoint.peft import ADAPTERS, check_peft
 from training.checkpoint.state import found, step_of
+from training.config.reading import upcycle_config
 from training.config.schema import ModelConfig, TrainConfig, of_stage
 from training.config.stages import Stage, stages_of
 from training.config.suite import suite_of
@@ -38,7 +39,8 @@ from training.parallel.pipeline import cut
 from training.run.parts import origin_of, taught_by, whole_on_meta
 from upcycle.arch.siblings import text_of
 from upcycle.arch.spec import DenseSpec, MoESpec
-from upcycle.io.job import check_ours
+from upcycle.config.schema import UpcycleConfig
+from upcycle.io.job import check_apart, check_ours
 
 CHECKPOINTS = "checkpoints"  # in the run's folder
 ISLANDS = "islands"  # in a server's
@@ -121,11 +123,19 @@ def check_export(config: TrainConfig, step: int) -> None:
     for name, word, file in (model, adapters):
         folder = Path(word)
         if word and folder.exists() and (step < config.steps or not (folder / file).is_file()):
+            check_apart(name, folder, folders_read(config), "-trained")
             raise ValueError(f"{name}={folder} exists already; remove it or choose another folder")
         if word and folder.resolve() == Path(config.output).resolve():
             raise ValueError(f"{name}={folder} is the output too, which holds the run; choose another folder")
         if word:
             check_ours(partial_of(folder))
+
+
+def folders_read(config: TrainConfig) -> list[str]:
+    """List what the run reads, and the run's own folder."""
+    made_of = upcycle_config(config.model) if config.model.upcycle else UpcycleConfig()
+    data = [each.path for stage in stages_of(config) for each in (*stage.config.data.train, *stage.config.data.valid)]
+    return [name for name in (config.output, config.model.source, made_of.source, *made_of.donors, *data) if name]
 
 
 def check_own(output: Path) -> None:

@@ -3,7 +3,7 @@
 usage: upcycle convert [CONFIG] [SOURCE] [key=value ...] [nproc=N]
 
   upcycle convert ./llama output=./moe
-  upcycle convert ./llama output=./moe method.name=virtual_group target=upcycled    # slices, which won: README.md
+  upcycle convert ./llama output=./moe method.name=virtual_group target=upcycled    # slices: what won
   upcycle convert llama3-8b-e8t2 ./llama output=./moe nproc=8     # eight processes share the work
 
 keys, with defaults and meaning: docs/config.md

@@ -13,8 +13,9 @@ from contextlib import suppress
 TYPE_CHECKING = False  # not typing's: imports up here run before start() can handle Ctrl-C, so there are few
 if TYPE_CHECKING:
     import ast
+    from collections.abc import Iterable
     from types import FrameType
-    from typing import NoReturn, Protocol, TypeVar
+    from typing import Any, NoReturn, Protocol, TypeVar
 
     T = TypeVar("T")
 
@@ -213,8 +214,11 @@ def file_and_words(words: Sequence[str]) -> tuple[str, list[str]]:
     return (names[0] if names else ""), [*names[1:], *keys]
 
 
-def named(kind: type[T], words: Sequence[str], *places: str) -> T:
-    """Read a `kind` from words in which names stand for these places, in order; refuse too few names and too many."""
+def named(kind: type[T], words: Sequence[str], *places: str, values: Iterable[tuple[str, Any]] = ()) -> T:
+    """Read a `kind` from words in which names stand for these places, in order, and from `values`.
+
+    Too few names and too many are refused.
+    """
     from upcycle.config.reading import read
 
     names, keys = names_and_words(words)
@@ -222,4 +226,4 @@ def named(kind: type[T], words: Sequence[str], *places: str) -> T:
     if len(names) != len(left):
         read(kind, "", keys)  # a key that is unknown is refused first
         raise ValueError(f"write {' '.join(place.upper() for place in left)} [key=value ...]; got {names}")
-    return read(kind, "", [*(f"{place}={name}" for place, name in zip(left, names, strict=True)), *keys])
+    return read(kind, "", [*(f"{place}={name}" for place, name in zip(left, names, strict=True)), *keys], values=values)

@@ -7,9 +7,9 @@ CONFIG is a YAML file or the name of a ready config (configs/upcycle); SOURCE is
   upcycle plan ./llama
   upcycle plan tiny ./llama
   upcycle plan meta-llama/Llama-3.1-8B experts=8 top_k=2
-  upcycle plan ./llama method.name=virtual_group target=upcycled     # 16 copies of 4 slices, top-4, which won: README.md
+  upcycle plan ./llama method.name=virtual_group target=upcycled    # 16 copies of 4 slices, top-4: what won
   upcycle plan llama3-8b-e8t2 ./llama layers=every:2 target=auto
-  upcycle plan ./llama router.normalize=false scale=published        # shows how inexact that is
+  upcycle plan ./llama router.normalize=false scale=published       # shows how inexact that is
   upcycle plan ./llama tensors=true | grep experts.0
 
 keys of the plan, with defaults and meaning: docs/config.md

@@ -39,7 +39,10 @@ WRONG = {
     "suite's limit": (["eval.limit=-1"], "eval.limit is -1; it must be at least 0"),
     "tensorboard": (["log.tensorboard=true"], "tensorboard is asked for but not installed"),
     "wandb": (["log.wandb=mine"], "wandb is asked for but not installed"),
-    "export is there": (["export={place}"], "exists already; remove it or choose another folder"),
+    "export is there": (["export={place}/tokenizer"], "exists already; remove it or choose another folder"),
+    "export is the source": (["export={place}/dense"], "is the same as {place}/dense, which is read"),
+    "export is the data": (["export={place}/data"], "is the same as {place}/data, which is read"),
+    "export has the source": (["export={place}"], "holds {place}/dense, which is read"),
     "output in a file": (["output={place}/data.jsonl/run"], "data.jsonl is a file; choose another folder"),
     "export in a file": (["export={place}/data.jsonl/out"], "data.jsonl is a file; choose another folder"),
     "keep": (["checkpoint.keep=0"], "checkpoint.keep is 0; it must be at least 1"),
@@ -156,5 +159,5 @@ def test_it_is_said_before_the_model_is_made(
         main(given)  # nothing is wrong with these
     assert main([*given, *(word.format(place=place, tmp=tmp_path) for word in more)]) == 2
     said = capsys.readouterr().err
-    assert says in said and said.count("upcycle: ") == 1 and "Traceback" not in said
+    assert says.format(place=place) in said and said.count("upcycle: ") == 1 and "Traceback" not in said
     assert not (tmp_path / "run").exists()
