@@ -35,24 +35,26 @@ def rows(x_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
     mean_D = x_TD.mean(0)
     apart_TD = x_TD - mean_D
     centre_ND = first_centres(apart_TD, count, seed, layer)
-    price_N = x_TD.new_zeros(count)
+    price_N1 = x_TD.new_zeros(count, 1)
     for _ in range(ROUNDS):
-        far_TN = distances(apart_TD, centre_ND)
-        unit = far_TN.std(1).mean()
+        far_NT = distances(apart_TD, centre_ND)
+        unit = far_NT.std(0).mean()
         for _ in range(BIDS):
-            price_N = price_N + BID * unit * excess((far_TN + price_N).argmin(1), count)
-        cluster_T = (far_TN + price_N).argmin(1)
+            price_N1 = price_N1 + BID * unit * excess((far_NT + price_N1).min(0).indices, count)
+        cluster_T = (far_NT + price_N1).min(0).indices
         member_NT = (cluster_T == torch.arange(count, device=x_TD.device)[:, None]).float()
-        size_N = member_NT.sum(1, keepdim=True)  # sums as products: in the same order each time, on a GPU too
-        centre_ND = torch.where(size_N > 0, member_NT @ apart_TD / size_N.clamp_min(1), centre_ND)
+        size_N1 = member_NT.sum(1, keepdim=True)  # sums as products: in the same order each time, on a GPU too
+        centre_ND = torch.where(size_N1 > 0, member_NT @ apart_TD / size_N1.clamp_min(1), centre_ND)
     agreed_D = constant(x_TD, torch.cat([mean_D[None], centre_ND]))
-    rows_ND = nearness(centre_ND, price_N, mean_D, agreed_D)
-    unit = (x_TD @ rows_ND.T).std(1).mean()
+    rows_ND = nearness(centre_ND, price_N1, mean_D, agreed_D)
+    near_NT, agreed_T = rows_ND @ x_TD.T, x_TD @ agreed_D
+    unit, price_N1 = near_NT.std(0).mean(), torch.zeros_like(price_N1)
     for step in range(LAST):  # the constant is not quite one
-        loads_N = excess((x_TD @ rows_ND.T).argmax(1), count)
-        rows_ND = rows_ND - BID * (1 - step / LAST) * unit * loads_N[:, None] * agreed_D
+        loads_N1 = excess((near_NT - price_N1 * agreed_T).max(0).indices, count)
+        price_N1 = price_N1 + BID * (1 - step / LAST) * unit * loads_N1
+    rows_ND = rows_ND - price_N1 * agreed_D
     rows_ND = rows_ND - rows_ND.mean(0)
-    return rows_ND * (SPREAD / (x_TD @ rows_ND.T).std(1).mean().clamp_min(1e-12))
+    return rows_ND * (SPREAD / (rows_ND @ x_TD.T).std(0).mean().clamp_min(1e-12))
 
 
 def first_centres(apart_TD: Tensor, count: int, seed: int, layer: int) -> Tensor:
@@ -68,22 +70,23 @@ def first_centres(apart_TD: Tensor, count: int, seed: int, layer: int) -> Tensor
 
 
 def distances(apart_TD: Tensor, centre_ND: Tensor) -> Tensor:
-    """Return squared distances (T, N) without |x|^2, which is the same for all clusters."""
-    return (centre_ND**2).sum(1) - 2 * apart_TD @ centre_ND.T
+    """Return squared distances (N, T) without |x|^2, which is the same for all clusters."""
+    return (centre_ND**2).sum(1, keepdim=True) - 2 * centre_ND @ apart_TD.T
 
 
-def nearness(centre_ND: Tensor, price_N: Tensor, mean_D: Tensor, agreed_D: Tensor) -> Tensor:
+def nearness(centre_ND: Tensor, price_N1: Tensor, mean_D: Tensor, agreed_D: Tensor) -> Tensor:
     """Return rows whose product with x is -|x - mean - c|^2 - price of each centre c, less what is the same for all.
 
     A constant is a row along the direction in which x is 1.
     """
-    offset_N = -(centre_ND**2).sum(1) - 2 * centre_ND @ mean_D - price_N
-    return 2 * centre_ND + offset_N[:, None] * agreed_D
+    offset_N1 = -(centre_ND**2).sum(1, keepdim=True) - 2 * (centre_ND @ mean_D)[:, None] - price_N1
+    return 2 * centre_ND + offset_N1 * agreed_D
 
 
 def excess(cluster_T: Tensor, count: int) -> Tensor:
-    """Return the logarithm of each cluster's load over the mean."""
-    return (torch.bincount(cluster_T, minlength=count) * (count / len(cluster_T))).float().clamp_min(EMPTY).log()
+    """Return the logarithm (N, 1) of each cluster's load over the mean."""
+    loads_N = torch.bincount(cluster_T, minlength=count) * (count / len(cluster_T))
+    return loads_N.float().clamp_min(EMPTY).log()[:, None]
 
 
 def constant(x_TD: Tensor, span_MD: Tensor) -> Tensor:
