@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,27 +211,27 @@ def device_of(name: str) -> torch.device:
 
 def folder_of(source: str) -> Path:
     """Return the folder in Hugging Face layout that a word stands for: of a run, the one that it exported last."""
-    run = run_of(Path(source))
-    if run is None:
-        with Checkpoint.open(source) as checkpoint:  # every header is read, and held to its file
-            hub_id = hub_match(source) if checkpoint.config.get("auto_map") else None
-            return downloaded(hub_id, ["*.py"]) if hub_id else checkpoint.folder
-    export = strict.read_object(run / "config.json").get("export")
+    path = Path(source)
+    if (path / CHECKPOINTS).is_dir() or path.parent.name == CHECKPOINTS:
+        from training.checkpoint import standalone  # takes as long as all other imports
+
+        run, _ = standalone.training_run(path)
+        if run is not None:
+            return export_of(source, strict.read_object(standalone.settings_file(run)))
+    with Checkpoint.open(source) as checkpoint:  # every header is read, and held to its file
+        hub_id = hub_match(source) if checkpoint.config.get("auto_map") else None
+        return downloaded(hub_id, ["*.py"]) if hub_id else checkpoint.folder
+
+
+def export_of(source: str, settings: Mapping[str, Any]) -> Path:
+    """Return the folder that a run exported, by its settings."""
+    export = settings.get("export")
     if isinstance(export, str) and (Path(export) / "config.json").is_file():
         return folder_of(export)
     raise ValueError(
         f"{source} is a training run without an exported model; write upcycle export {source} FOLDER, then "
         "upcycle chat FOLDER"
     )
-
-
-def run_of(path: Path) -> Path | None:
-    """Return the folder of the training run that a path is, or is a checkpoint of."""
-    if not (path / CHECKPOINTS).is_dir() and path.parent.name != CHECKPOINTS:
-        return None
-    from training.checkpoint import standalone  # takes as long as all other imports
-
-    return standalone.training_run(path)[0]
 
 
 def load(folder: Path, config: ChatConfig, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -217,10 +217,10 @@ def test_a_run_stands_for_its_export(place: Path, tmp_path: Path, capsys: pytest
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000002").mkdir(parents=True)
     for export in (None, "", str(tmp_path / "gone")):
-        (run / "config.json").write_text(json.dumps({"export": export}))
+        (run / "run.json").write_text(json.dumps({"export": export}))
         assert main(["chat", str(run), "prompt=the cat", *WORDS]) == 2
         assert f"write upcycle export {run} FOLDER, then upcycle chat FOLDER" in capsys.readouterr().err
-    (run / "config.json").write_text(json.dumps({"export": str(place / "mixtral")}))
+    (run / "run.json").write_text(json.dumps({"export": str(place / "mixtral")}))
     for name in (run, run / "checkpoints" / "step-00000002"):
         assert main(["chat", str(name), "prompt=the cat", *WORDS]) == 0
         said = capsys.readouterr()
