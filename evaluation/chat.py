@@ -85,6 +85,8 @@ def converse(talk: Talk) -> None:
         elif line:
             try:
                 talk.answer(line)
+            except KeyboardInterrupt:  # what was said until then stays in the conversation
+                continue
             except ValueError as error:
                 print(f"{frame.NAME}: {frame.printable(str(error))}", file=sys.stderr)
 
@@ -136,14 +138,16 @@ class Talk:
                     **inputs, **self.options(), max_new_tokens=min(self.config.tokens, room), streamer=streamer
                 )
         except KeyboardInterrupt:
-            if not sys.stdin.isatty():
-                raise
             streamer.end()
-            said = "".join(streamer.said)
-        else:
-            said = self.tokenizer.decode(found[0, length:], skip_special_tokens=True)
-        self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
+            self.keep(prompt, "".join(streamer.said))
+            raise
+        said = str(self.tokenizer.decode(found[0, length:], skip_special_tokens=True))
+        self.keep(prompt, said)
         return said
+
+    def keep(self, prompt: str, said: str) -> None:
+        """Add a question and its answer to the conversation."""
+        self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
 
     def encode(self, messages: list[dict[str, str]]) -> Any:
         """Return the tokens of a conversation, by the tokenizer's chat template if it has one."""

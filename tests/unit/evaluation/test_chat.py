@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evaluation import chat
@@ -28,7 +29,10 @@ MADE = {
     "mixtral": ["target=mixtral", "experts=4", "top_k=2", "method.name=drop", "router.init.std=0.3"],
     "upcycled": ["target=upcycled", "experts=8", "granularity=2", "top_k=2", "method.name=virtual_group"],
 }
-TEMPLATE = "{% for m in messages %}{{ m.role }} says {{ m.content }}\n{% endfor %}assistant says "
+TEMPLATE = (
+    asked.END + "{% for m in messages %}{{ m.role }} says {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant says {% endif %}"
+)
 WORDS = ("device=cpu", "tokens=12")
 PROMPT = "The cat: is it {here} # or ${there}? It"
 
@@ -41,6 +45,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert main(["convert", f"source={folder / 'llama'}", f"output={folder / name}", *words]) == 0
     shutil.copytree(folder / "llama", folder / "talker")
     (folder / "talker" / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = Tokenizer.from_file(
+        str(folder / "talker" / "tokenizer.json")
+    )  # puts a token first, as the template does
+    first = processors.TemplateProcessing(single=f"{asked.END} $A", special_tokens=[(asked.END, 0)])
+    tokenizer.post_processor = first
+    tokenizer.save(str(folder / "talker" / "tokenizer.json"))
     sampling = {"do_sample": True, "temperature": 5.0, "top_k": 50, "eos_token_id": 0}
     (folder / "talker" / "generation_config.json").write_text(json.dumps(sampling))
     return folder
@@ -83,6 +93,7 @@ def test_a_conversation_is_rendered_by_the_chat_template(place: Path) -> None:
             whole += f"assistant says {said}\n"
         talk.reset()
     assert talk.messages == [{"role": "system", "content": "Be kind."}]
+    assert talk.encode(talk.messages)["input_ids"][0].tolist().count(0) == 1  # the template's own first token alone
 
 
 def test_without_a_template_the_text_goes_on(place: Path) -> None:
@@ -158,12 +169,12 @@ def test_ctrl_c_ends_an_answer_and_then_the_conversation(
 
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr(chat.Printer, "put", put)
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     chat.converse(talk)
     kept = talk.messages[1]["content"]
     assert kept and capsys.readouterr().out == f"{kept}\n\n"
     assert generated(place / "llama", "the cat", 40).startswith(kept)
+    with pytest.raises(KeyboardInterrupt):  # which ends a command that answers once
+        talk.answer("the dog")
 
 
 def test_what_is_longer_than_the_context_is_a_sentence_and_forgotten(place: Path) -> None:

@@ -14,7 +14,7 @@ from upcycle.cli import frame
 from upcycle.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[3]
-SCRIPT = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from upcycle.__main__ import script; script()"  # as pip's own script
+SCRIPT = "from upcycle.__main__ import script; script()"  # as pip makes it
 
 TRAIN = ["train", "model.source=none"]
 NO_OUTPUT = "upcycle: output is not set"  # our own sentence, of a training
@@ -40,7 +40,7 @@ def test_the_users_folders_do_not_hide_the_command(whole: bool, tmp_path: Path) 
     own_folders(tmp_path, whole, *frame.OURS)
     script = ("-P", "-c", SCRIPT)  # the first place of a script is its own folder, never the current one
     for words in (TRAIN, [*TRAIN, "nproc=2"], ["routing", "none", "none.txt"], ["inspect", "none"]):
-        done = run(tmp_path, *script, *words)
+        done = run(tmp_path, *script, *words, path=str(ROOT))
         sentence = NO_OUTPUT if words[0] == "train" else "upcycle: 'none' is not a folder"
         assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr, done.stderr
 
