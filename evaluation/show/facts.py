@@ -355,7 +355,7 @@ def plan_rows(folder: Path) -> Rows:
     if rows := standalone.plan_rows(folder):
         return rows
     manifest = read_manifest(folder)
-    if manifest is None:
+    if manifest is None or "config" not in manifest:
         return []
     try:
         with ExitStack() as stack:

@@ -4,13 +4,17 @@ placed by accelerate, saved again, adapted by peft, and balanced by Trainer."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -77,6 +81,54 @@ def test_accelerate_places_it(folder: Path, tmp_path: Path) -> None:
     assert any(p.is_meta for p in half.parameters()), "nothing lies on the disk"
     assert (logits(half) - want).abs().max() < TOLERANCE
     assert torch.equal(half.generate(tiny.tokens(), **GREEDY), auto.generate(tiny.tokens(), **GREEDY))
+
+
+def trained_tokenizer(kind: str, folder: Path) -> None:
+    """Write a byte-level tokenizer, or one as SentencePiece's are converted."""
+    texts_, special = [*texts(20), "Once upon a time"], ["<unk>", "<s>", "</s>"]
+    if kind == "Qwen2Tokenizer":
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+    else:
+        made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        texts_ = [text.replace(" ", "▁") for text in texts_]
+    made.train_from_iterator(texts_, trainers.BpeTrainer(vocab_size=250, special_tokens=special, show_progress=False))
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": kind, "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "PreTrainedTokenizerFast"), ("llama", "LlamaTokenizerFast"), ("qwen3", "Qwen2Tokenizer")],
+)
+def test_its_tokenizer_is_the_dense_ones_and_needs_no_code(family: str, kind: str, tmp_path: Path) -> None:
+    """Without a word where code is refused, and where nobody answers; with it config and model have none either."""
+    trained_tokenizer(kind, tiny.make(family, tmp_path / "dense"))
+    folder = upcycle.convert({"experts": 2, "top_k": 1, "target": "upcycled"}, source=tmp_path / "dense",
+                             output=tmp_path / "moe", quiet=True)  # fmt: skip
+    text = " Once upon a  time,\n12 of them"
+    want = AutoTokenizer.from_pretrained(tmp_path / "dense")(text).input_ids
+    ask = "print(AutoTokenizer.from_pretrained('.'{})(%r).input_ids)" % text  # noqa: UP031
+    trusted = "; ".join(
+        f"{each}.from_pretrained('.', trust_remote_code=True)" for each in ("AutoConfig", "AutoModelForCausalLM")
+    )
+    code = folder / "modeling_upcycled.py"
+    for words, runs in ((ask.format(", trust_remote_code=False"), False), (ask.format(""), False), (trusted, True)):
+        before = code.read_text()
+        code.write_text(before if runs else "raise SystemExit('the code ran')")
+        done = subprocess.run(
+            [sys.executable, "-c", f"from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer; {words}"], cwd=folder, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True,
+            env=os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        )  # fmt: skip
+        code.write_text(before)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        if not runs:  # transformers asks nobody whether it may run code, and goes on without
+            assert done.stdout.splitlines()[-1].rpartition("[y/N] ")[2] == str(want)
 
 
 @torch.no_grad()

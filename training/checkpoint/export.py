@@ -8,6 +8,7 @@ of safetensors would lose the names and stacking of each architecture, merged ad
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from training.checkpoint.layout import Index, Origin, Stored, bounds, joined, roles
+from training.checkpoint.standalone import settings_file
 from training.checkpoint.storage import Shards
 from training.model.decoder import Decoder
 from training.model.lora import delta, pairs
@@ -30,13 +32,12 @@ from training.observe import metrics
 from training.parallel.collectives import gather, local, together
 from upcycle.config.reading import byte_size
 from upcycle.converting import card
-from upcycle.io import disk, publish
+from upcycle.io import disk, publish, strict
 from upcycle.io.checkpoint import INDEX
 from upcycle.io.job import JOB, Worker, check_first, explained, job, read_json
-from upcycle.verifying.inspect import read_files
+from upcycle.verifying.inspect import read_manifest
 
 CARD = "README.md"  # in no manifest: its owner may edit it
-Rows = Sequence[tuple[str, str]]
 
 
 class Weights:
@@ -79,14 +80,14 @@ def export(
     folder: str | Path,
     *,
     saved: Shards | None = None,
-    facts: Rows = (),
+    facts: card.Training | None = None,
     dtype: str = "",
     max_shard: str = "5GB",
 ) -> Path:
     """Write the model as a folder in its origin's layout; it appears under its name when it is complete.
 
     saved: the checkpoint to take the weights from, by all processes together; without it the model is on one process.
-    facts: rows of the model card."""
+    facts: what is known of the training."""
     folder = Path(folder)
     partial, rank, world = folder.with_name(folder.name + ".partial"), 0, 1
     if dist.is_initialized():
@@ -95,7 +96,9 @@ def export(
     # a float32 tensor of a bf16 model (the router's correction bias) stays float32
     tensors = [replace(t, dtype=dtype if t.dtype == origin.spec.dtype else t.dtype) for t in origin.tensors]
     shards = disk.shards(tensors, byte_size(max_shard))
-    texts = texts_of(origin, dtype, shards) | {CARD: card_of(origin, facts)}
+    made = provenance(origin, facts or {})
+    about = card.trained(made, origin.config, origin.terms, [path.name for path in origin.files])
+    texts = texts_of(origin, dtype, shards) | {CARD: about}
     names, what = sorted([*(name for name, _ in shards), *texts, *(p.name for p in origin.files)]), "export the model"
     with ExitStack() as stack:
         with together(what):
@@ -107,7 +110,7 @@ def export(
         files = {name: line for each in gather(sums) for name, line in each.items()}
         with together(what):
             if rank == 0:
-                finish(partial, folder, origin, texts, {name: files[name] for name, _ in shards})
+                finish(partial, folder, origin, texts, {name: files[name] for name, _ in shards}, made)
     return folder
 
 
@@ -134,20 +137,39 @@ def write_shard(path: Path, group: Sequence[Stored], weights: Weights) -> dict[s
     return {"bytes": stream.bytes, "sha256": stream.sha256}
 
 
+def provenance(origin: Origin, facts: card.Training) -> dict[str, Any]:
+    """Return what a manifest says of where a trained model comes from."""
+    past, facts = origin.past, {**facts}
+    if past.start and past.start not in past.base:
+        facts |= {"start": past.start, "start_sum": past.start_sum}
+    names = [*past.base]
+    return {
+        "format": 1,
+        "from": names[0] if names else "",
+        "donors": names[1:],
+        "source": list(past.base.values()),
+        "trained": [*past.trained, facts],
+        **({} if origin.settings is None else {"config": origin.settings}),
+        "versions": card.versions(),
+    }
+
+
 def finish(
-    partial: Path, folder: Path, origin: Origin, texts: Mapping[str, str], files: Mapping[str, Mapping[str, Any]]
+    partial: Path,
+    folder: Path,
+    origin: Origin,
+    texts: Mapping[str, str],
+    files: Mapping[str, Mapping[str, Any]],
+    made: Mapping[str, Any],
 ) -> None:
-    """Write all files but the shards `files`, and give the folder its name."""
+    """Write all files but the shards `files`, and give the folder its name. `made`: the rest of the manifest."""
     for name, text in texts.items():
         disk.write_atomic(partial / name, text.encode())
     for path in origin.files:
         disk.copy(path, partial / path.name)
     beside = [partial / name for name in (*texts, *(path.name for path in origin.files)) if name != CARD]
-    manifest: dict[str, Any] = {"format": 1, "files": {**files, **publish.listed(beside)}}
-    if origin.settings is not None:  # which experts are copies of each other, for who trains on
-        keys = origin.settings.keys() & {"method", "experts", "granularity"}
-        manifest["config"] = {key: origin.settings[key] for key in sorted(keys)}
-    disk.write_atomic(partial / publish.FILES, publish.signed(manifest))
+    manifest = {**made, "files": {**files, **publish.listed(beside)}}
+    disk.write_atomic(partial / publish.MANIFEST, publish.signed(manifest))
     publish.rename(partial, folder)
     shutil.rmtree(folder / JOB, ignore_errors=True)
 
@@ -171,36 +193,43 @@ def unfinished(partial: Path, folder: Path, names: list[str]) -> Iterator[None]:
 def exported(folder: Path) -> bool:
     """Return whether there is a folder to which a run was exported; raise a ValueError if it is not as it was
     written."""
-    manifest = read_files(folder)
+    manifest = read_manifest(folder)
     if manifest:
         shutil.rmtree(folder / JOB, ignore_errors=True)  # left if a kill came right after the rename
-    if manifest and (said := next(publish.damages(folder / publish.FILES, manifest["files"]), "")):
+    if manifest and (said := next(publish.damages(folder / publish.MANIFEST, manifest["files"]), "")):
         raise ValueError(f"{said}, so {folder} is not what was exported; remove it, or choose another folder")
     if manifest is None and folder.exists():
-        said = f"{folder} was there and has no {publish.FILES}, so nobody knows whether it is this run's model"
+        said = f"{folder} was there and has no {publish.MANIFEST}, so nobody knows whether it is this run's model"
         warnings.warn(f"{said}; to export again, remove it or choose another folder", stacklevel=2)
     return folder.exists()
 
 
-# ---- the card
+# ---- what is known of the training
 
 
-def card_of(origin: Origin, facts: Rows) -> str:
-    return card.trained(origin.settings, facts, origin.config, origin.sources, origin.terms)
-
-
-def facts_of(run: Path, step: int) -> Rows:
-    """Return what a model card says of a run's training by a step: tokens, losses, scores."""
+def facts_of(run: Path, step: int) -> card.Training:
+    """Return what is known of a run's training by a step: tokens, data, losses, scores."""
     rows = [row for row in metrics.read(run) if row["step"] <= step]
-    found = [("steps", str(step))]
-    for key in sorted({key for row in rows for key, value in row.items() if value is not None}):
+    losses: dict[str, tuple[float, float]] = {}
+    scores: dict[str, float] = {}
+    facts: card.Training = {"steps": step, "data": data_of(run), "losses": losses, "scores": scores}
+    for key in sorted({key for row in rows for key in row}):
         values = [row[key] for row in rows if row.get(key) is not None]
-        last, (kind, _, name) = values[-1], key.partition("/")
-        if key == "tokens":
-            found.insert(1, ("tokens trained", f"{last:,}"))
-        elif key == "loss" or kind == "valid":
-            what = f"validation {name}".replace("/", " ") if name else "training loss"
-            found.append((what, f"{values[0]:.4f} at first, {last:.4f} at the end"))
-        elif kind == "eval":
-            found.append((name, f"{last:.4g}"))
-    return found
+        kind, _, name = key.partition("/")
+        if key == "tokens" and values:
+            facts["tokens"] = values[-1]
+        elif kind in ("loss", "valid", "eval") and all(map(math.isfinite, values)) and values:
+            if kind == "eval":
+                scores[name] = values[-1]
+            else:
+                losses[f"validation {name}".replace("/", " ") if name else "training loss"] = (values[0], values[-1])
+    return facts
+
+
+def data_of(run: Path) -> list[str]:
+    """Return the names of what the run's config trains on, of its stages too."""
+    settings = strict.read_object(settings_file(run))
+    parts = [part for part in (settings, *settings.get("stages", ())) if isinstance(part, dict)]
+    data = [part["data"] for part in parts if isinstance(part.get("data"), dict)]
+    names = [each["name"] for one in data for each in one.get("train") or ()] + [one.get("stream", "") for one in data]
+    return [name for name in dict.fromkeys(names) if name]

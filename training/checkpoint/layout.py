@@ -8,8 +8,9 @@ bit for bit, and no MoE copy is on disk. export.py writes the layout of the same
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ from upcycle.arch.spec import BYTES, DenseSpec, MoESpec
 from upcycle.config.schema import UpcycleConfig
 from upcycle.converting import card
 from upcycle.converting.make import Maker
-from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.checkpoint import Checkpoint, pinned
 from upcycle.io.strict import short
 from upcycle.planning.plan import UpcyclePlan, build
 from upcycle.text import measure
-from upcycle.verifying.inspect import in_slices, read_files, read_manifest
+from upcycle.verifying.inspect import in_slices, read_manifest, source_names
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,16 @@ Read = Callable[..., Tensor]  # of a tensor's name, and perhaps `rows`: [first, 
 
 
 @dataclass(frozen=True)
+class Past:
+    """What a model was made of, and how it was trained before."""
+
+    base: Mapping[str, str] = field(default_factory=dict)  # folder or hub id of each model -> its fingerprint
+    trained: tuple[card.Training, ...] = ()
+    start: str = ""  # the folder or hub id of the model itself, if it was read whole
+    start_sum: str = ""  # of the manifest in that folder
+
+
+@dataclass(frozen=True)
 class Origin:
     """Where a model comes from: its numbers, its tensors, and what its folder holds besides them."""
 
@@ -70,8 +81,8 @@ class Origin:
     files: tuple[Path, ...]  # tokenizer and the like
     plan: UpcyclePlan | None = None  # if it is made as it is read
     settings: Mapping[str, Any] | None = None  # of the plan that made it, if one is known
-    sources: tuple[str, ...] = ()  # folders or hub ids of what it was made of
-    terms: Mapping[str, str] = field(default_factory=dict)  # license and the like, of the first of these
+    past: Past = field(default_factory=Past)
+    terms: Mapping[str, str] = field(default_factory=dict)  # license and the like, of the first of past.base
     # of a tensor's name: the same for tensors that hold the same numbers, None where that is not known
     alike: Callable[[str], Hashable | None] = lambda _: None
 
@@ -88,7 +99,8 @@ def opened(source: str | Path) -> Iterator[Origin]:
     """Context that yields the Origin of a checkpoint folder or hub id, dense or MoE."""
     with Checkpoint.open(source) as checkpoint:
         entries = {name: (entry.shape, entry.dtype) for name, entry in checkpoint.entries.items()}
-        settings, files = settings_of(checkpoint.folder), checkpoint.copied_files()
+        manifest, files = read_manifest(checkpoint.folder) or {}, checkpoint.copied_files()
+        settings = manifest.get("config")
         origin = described(source, checkpoint.config, checkpoint.read, files, settings, entries)
         for stored in origin.tensors:
             shape, _ = entries.get(stored.name, (stored.shape, ""))
@@ -97,16 +109,16 @@ def opened(source: str | Path) -> Iterator[Origin]:
                     f"{stored.name} has shape {list(shape)}, config.json promises {list(stored.shape)}; "
                     "do the two belong together?"
                 )
-        yield replace(origin, sources=(str(source),), terms=card.terms(checkpoint.folder))
+        yield replace(origin, past=past_of(source, checkpoint, manifest), terms=card.terms(checkpoint.folder))
 
 
-def settings_of(folder: Path) -> Mapping[str, Any] | None:
-    """What a folder that was converted, or exported after that, says of how its experts were made."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        with suppress(ValueError):  # a stranger's file may have the name of an export's list
-            manifest = read_files(folder)
-    return None if manifest is None else manifest.get("config")
+def past_of(source: str | Path, checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Past:
+    """Return what a folder's manifest says of where its model comes from; without one it is a base itself."""
+    start = pinned(source, checkpoint.folder)
+    if not manifest:
+        return Past({start: checkpoint.fingerprint()}, start=start)
+    base = dict(zip_longest(source_names(manifest), manifest.get("source", ()), fillvalue=""))
+    return Past(base, tuple(manifest.get("trained", ())), start, manifest.get("sum", ""))
 
 
 Observe = Callable[[UpcyclePlan, Sequence[Checkpoint]], Mapping[str, Tensor]]
@@ -133,8 +145,9 @@ def online(config: UpcycleConfig, observe: Observe = measure.measure, *, text: b
         files = checkpoints[0].copied_files()
         entries = {each.name: (each.shape, each.dtype) for each in plan.outputs}
         origin = described(names[0], plan.hf_config, read, files, card.settings(plan), entries)
-        used, terms = tuple(dict.fromkeys(names)), card.terms(checkpoints[0].folder)
-        yield replace(origin, plan=plan, alike=maker.alike, sources=used, terms=terms)
+        base = {pinned(name, each.folder): each.fingerprint() for name, each in zip(names, checkpoints, strict=True)}
+        terms = card.terms(checkpoints[0].folder)
+        yield replace(origin, plan=plan, alike=maker.alike, past=Past(base), terms=terms)
 
 
 def described(

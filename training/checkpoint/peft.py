@@ -5,6 +5,10 @@
 A matrix that transformers holds as a module is one of target_modules, one that it holds as a bare parameter (routers,
 stacked experts) one of target_parameters. Of two parameters of one module peft wraps the second around the first, whose
 adapters then lie under `base_layer`. Stacked A are (N * rank, in), B (out, rank * N) with the expert last.
+
+peft adapts the names that it finds and warns of the rest, so adapters of a mixture of experts would load onto the
+attention of its dense base. A matrix that is named both as a module and as a parameter is an error where it is found;
+DENSE is named so, which the dense base has and the mixture of experts has not.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor
 
-from training.checkpoint.export import Weights, unfinished
+from training.checkpoint.export import Weights, provenance, unfinished
 from training.checkpoint.layout import Origin
 from training.model.layers import Linear
 from training.model.lora import LoraConfig, adaptable
@@ -25,13 +29,16 @@ from training.model.moe import Router
 from training.parallel.collectives import together
 from training.parallel.processes import rank
 from upcycle.arch.spec import MoESpec
+from upcycle.converting import card
 from upcycle.io import disk, publish
+from upcycle.io.checkpoint import hub_match
 from upcycle.io.job import JOB
 
 # targets whose experts transformers stacks as mlp.experts.gate_up_proj and down_proj, whatever they are called on disk
 STACKED = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
 APART = ("upcycled",)  # whose modelling file has each expert's matrices as modules
-ADAPTERS = "adapter_config.json"
+WEIGHTS, ADAPTERS = "adapter_model.safetensors", "adapter_config.json"
+DENSE = "model.layers.{}.mlp.down_proj"
 Adapter = tuple[str, bool, Tensor, Tensor]  # what it is for, whether that is a bare parameter; A and B as peft has them
 
 
@@ -52,14 +59,14 @@ def check_peft(lora: LoraConfig, origin: Origin) -> None:
         )
 
 
-def write(weights: Weights, origin: Origin, lora: LoraConfig, base: str) -> None:
+def write(weights: Weights, origin: Origin, lora: LoraConfig, facts: card.Training) -> None:
     """Write the folder lora.export; all ranks call this, and the first one writes."""
     with together("export the adapters"):
         if rank() == 0:
-            write_folder(Path(lora.export), weights, origin, lora, base)
+            write_folder(Path(lora.export), weights, origin, lora, facts)
 
 
-def write_folder(folder: Path, weights: Weights, origin: Origin, lora: LoraConfig, base: str) -> None:
+def write_folder(folder: Path, weights: Weights, origin: Origin, lora: LoraConfig, facts: card.Training) -> None:
     tensors: dict[str, Tensor] = {}
     modules, parameters = list[str](), list[str]()
     for name, bare, a, b in adapters(weights, origin):
@@ -69,16 +76,25 @@ def write_folder(folder: Path, weights: Weights, origin: Origin, lora: LoraConfi
             path += ".base_layer"
         for key, tensor in (("lora_A", a), ("lora_B", b)):
             tensors[f"base_model.model.{path}.{key}.weight"] = tensor.contiguous()
+    if isinstance(origin.spec, MoESpec):
+        refused = DENSE.format(origin.spec.layers[0])
+        modules, parameters = [*modules, refused], [*parameters, f"{refused}.weight"]
+    start = origin.past.start  # none where the model was made as it loaded
+    base, _, revision = start.partition("@") if hub_match(start) else (start, "", "")
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None, "r": lora.rank,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None,
+        "revision": revision or None, "r": lora.rank,
         "lora_alpha": lora.scale * lora.rank, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
         "use_rslora": False, "use_dora": False, "inference_mode": True, "target_modules": modules,
         "target_parameters": parameters,
     }  # fmt: skip
     partial = folder.with_name(f"{folder.name}.partial")
-    with unfinished(partial, folder, ["adapter_model.safetensors", ADAPTERS]):
-        disk.write_atomic(partial / "adapter_model.safetensors", save(tensors, {"format": "pt"}))
+    made = provenance(origin, facts) | ({} if origin.plan is None else {"plan": origin.plan.hash})
+    with unfinished(partial, folder, [WEIGHTS, ADAPTERS, publish.MANIFEST]):
+        disk.write_atomic(partial / WEIGHTS, save(tensors, {"format": "pt"}))
         disk.write_atomic(partial / ADAPTERS, json.dumps(config, indent=2).encode() + b"\n")
+        files = publish.listed(partial / name for name in (WEIGHTS, ADAPTERS))
+        disk.write_atomic(partial / publish.MANIFEST, publish.signed({**made, "files": files}))
         publish.rename(partial, folder)
         shutil.rmtree(folder / JOB, ignore_errors=True)
 

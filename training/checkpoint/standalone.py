@@ -66,6 +66,7 @@ class Record(TypedDict):
     files: list[str]
     settings: NotRequired[Settings | None]
     terms: NotRequired[Mapping[str, str]]  # license and the like, of the model that it was made of
+    past: NotRequired[layout.Past]
     plan: list[tuple[str, str]]
     tensors: NotRequired[list[tuple[str, list[int], str]]]  # of a model that transformers computes: name, shape, dtype
 
@@ -88,6 +89,7 @@ def keep(folder: Path, origin: Origin, config: ModelConfig) -> None:
         "files": [path.name for path in origin.files],
         "settings": origin.settings,
         "terms": origin.terms,
+        "past": asdict(origin.past),
         "plan": [] if plan is None else list(card.rows(plan)),
     }
     if origin.dense.carried is not None:
@@ -109,7 +111,8 @@ def kept(folder: Path) -> Origin:
     origin = layout.described(folder, config, no_weights, files, record.get("settings"), entries)
     made: Made = record["model"]["upcycle"] or {}
     used = [record["model"].get("source"), made.get("source"), *made.get("donors", ())]
-    return replace(origin, sources=tuple(dict.fromkeys(name for name in used if name)), terms=record.get("terms", {}))
+    past = record.get("past") or layout.Past({name: "" for name in used if name})  # older versions keep no more
+    return replace(origin, past=past, terms=record.get("terms", {}))
 
 
 def published(file: Path) -> Path:

@@ -72,7 +72,7 @@ def serve(config: TrainConfig, ready: Ready = lambda server: lambda: False) -> t
         if config.export and center.done:
             if not exported(Path(config.export)):
                 model = filled(config, made(config, origin, mesh), center)
-                export(model, origin, config.export, facts=[("tokens trained", f"{center.tokens:,}")])
+                export(model, origin, config.export, facts={"tokens": center.tokens})
             said += f"; {config.export} is the model"
         return said, center.done
 

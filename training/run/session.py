@@ -219,14 +219,14 @@ class Session:
     def export(self) -> None:
         """Write the model and its adapters where the config wants them, if they are not there yet."""
         run, config = self.run, self.config
+        facts = facts_of(run.folder, run.state.step) if run.leads else {}
         if config.export and not self.exported:
             self.watch.enter("export")
             model, newest = saving.whole_of(run)
-            facts = facts_of(run.folder, run.state.step) if run.leads else ()
             export(model, run.origin, config.export, saved=newest, facts=facts)
         if config.lora.export and not broadcast(Path(config.lora.export).exists()):
             self.watch.enter("export")
-            peft.write(Weights(*saving.whole_of(run)), run.origin, config.lora, config.model.source)
+            peft.write(Weights(*saving.whole_of(run)), run.origin, config.lora, facts)
 
     def say_if_stopped(self) -> None:
         """Raise Stopped if the run is not at its end."""

@@ -45,8 +45,8 @@ def main(words: Sequence[str]) -> int:
     print(json.dumps(asdict(report), indent=1) if as_json else report)
     if report.nothing:
         print(
-            f"upcycle: {asked['moe']} has no upcycle.json, so nothing was promised and nothing was held; "
-            "tolerance=1e-4 compares any two models",
+            f"upcycle: {asked['moe']} has no upcycle.json of a conversion, so nothing was promised and nothing was "
+            "held; tolerance=1e-4 compares any two models",
             file=sys.stderr,
         )
         return NOTHING_PROMISED

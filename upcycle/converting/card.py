@@ -3,17 +3,20 @@ and of what is trained (`trained`)."""
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from yaml import YAMLError
 
 from upcycle.arch import engines
-from upcycle.cli.frame import printable
+from upcycle.cli.frame import NEEDS, printable
 from upcycle.io.checkpoint import public_name
+from upcycle.io.strict import Count
 from upcycle.planning import size
 from upcycle.planning.plan import UpcyclePlan
 from upcycle.planning.promise import Promise
@@ -21,6 +24,18 @@ from upcycle.version import __version__
 
 MAX_CARD = 1 << 20  # bytes of a card that are read for its license
 LICENSE = ("license", "license_name", "license_link")  # keys of a card's head
+
+
+class Training(TypedDict):
+    """What is known of a training, as the manifest of a trained model has it."""
+
+    start: NotRequired[str]  # the folder or hub id that it began with, if that is no base, and the sum of its manifest
+    start_sum: NotRequired[str]
+    steps: NotRequired[Count]
+    tokens: NotRequired[Count]
+    data: NotRequired[list[str]]
+    losses: NotRequired[Mapping[str, tuple[float, float]]]  # at first and at the end
+    scores: NotRequired[Mapping[str, float]]
 
 
 def settings(plan: UpcyclePlan) -> dict[str, Any]:
@@ -148,33 +163,54 @@ def tensors(plan: UpcyclePlan) -> Iterator[str]:
         yield printable(f"{output.name}  {list(output.shape)}  {output.dtype}  =  {first}{more}")
 
 
-def text(plan: UpcyclePlan, dense: Path) -> str:
-    """Write the README.md of a folder that was converted from the model in `dense`."""
+def text(plan: UpcyclePlan, dense: Path, files: Iterable[str] = ()) -> str:
+    """Write the README.md of a folder that was converted from the model in `dense`. `files`: names that it copies."""
     sources = [plan.config.source, *plan.config.donors] if plan.config.source else list(plan.config.donors)
     shown = [row for row in rows(plan) if row[0] != "training"]
     return page(
-        "upcycled to a mixture of experts", shown, plan.hf_config, sources, terms(dense), ["moe", "upcycled"],
+        "upcycled to a mixture of experts", shown, plan.hf_config, sources, terms(dense), ["moe", "upcycled"], files,
         "Every tensor and its sources, from this folder: `upcycle plan upcycle.json tensors=true`; with "
         "`source=FOLDER` if the model it was made from lies elsewhere now.",
     )  # fmt: skip
 
 
 def trained(
-    recipe: Mapping[str, Any] | None,
-    facts: Iterable[tuple[str, str]],
-    config: Mapping[str, Any],
-    sources: Sequence[str],
-    base_terms: Mapping[str, Any],
+    manifest: Mapping[str, Any], config: Mapping[str, Any], base_terms: Mapping[str, Any], files: Iterable[str]
 ) -> str:
-    """The README.md of a model that was trained. `recipe`: the upcycling config that made its experts, if one did;
-    `facts`: rows of the training; `config`: its config.json; `sources`, `base_terms`: of the models it was made of."""
-    recipe, facts = recipe or {}, list(facts)
+    """Write the README.md of a model that was trained, from its manifest and its config.json.
+
+    `base_terms`: license and the like of its base; `files`: names of what it copies."""
+    recipe = manifest.get("config", {})
+    names = [name for name in (manifest["from"], *manifest["donors"]) if name]
+    how = [
+        ("base model", f"{public_name(name)}{f', fingerprint {mark[:16]}' if mark else ''}")
+        for name, mark in zip(names, manifest["source"], strict=True)
+    ]
     method = recipe.get("method", {})
-    how = [("method", ", ".join(f"{k}={v}" if k != "name" else str(v) for k, v in method.items()))] if method else []
+    how += [("method", ", ".join(f"{k}={v}" if k != "name" else str(v) for k, v in method.items()))] if method else []
     how += [(key, str(recipe[key])) for key in ("experts", "granularity", "top_k") if key in recipe]
     how.append(("architecture", str(config.get("model_type"))))
-    tags = ["moe", "upcycled"] if recipe else []
-    return page(f"{'upcycled and ' if recipe else ''}trained", how + facts, config, sources, base_terms, tags)
+    done, tags = f"{'upcycled and ' if recipe else ''}trained", ["moe", "upcycled"] if recipe else []
+    return page(done, [*how, *learned(manifest["trained"])], config, names, base_terms, tags, files)
+
+
+def learned(trainings: Sequence[Training]) -> list[tuple[str, str]]:
+    """Return the rows of a model's trainings: the last one's, and the tokens of those before."""
+    last, before = trainings[-1], [each.get("tokens", 0) for each in trainings[:-1]]
+    rows = [("trained from", public_name(last["start"]))] if "start" in last else []
+    rows += [("steps", f"{last['steps']:,}")] if "steps" in last else []
+    rows += [("tokens trained", f"{last['tokens']:,}")] if "tokens" in last else []
+    rows += [("trained before", f"{sum(before):,} tokens in {len(before)} run{'s' * (len(before) > 1)}")] * bool(before)
+    rows += [("data", ", ".join(map(public_name, last["data"])))] if last.get("data") else []
+    for name, (first, end) in last.get("losses", {}).items():
+        rows.append((name, f"{first:.4f} at first, {end:.4f} at the end"))
+    return [*rows, *((name, f"{score:.4g}") for name, score in last.get("scores", {}).items())]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of all that makes a model, as its manifest has them."""
+    found = {name: version(name) for name in ("torch", "transformers", "safetensors", "omegaconf")}
+    return found | {"python": platform.python_version(), "upcycle": __version__}
 
 
 def page(
@@ -184,20 +220,38 @@ def page(
     sources: Sequence[str],
     base_terms: Mapping[str, Any],
     tags: Sequence[str],
+    files: Iterable[str],
     more: str = "",
 ) -> str:
-    """A card: what was done to which model, how the model loads, a table, and a head as the Hub reads it."""
+    """Write a card: what was done to which model, how it loads, a table, and a head as the Hub reads it."""
     name = inert(public_name(sources[0])) if sources else "A model of random weights"
-    remote = ", trust_remote_code=True" if "auto_map" in config else ""
     lines = [
         f"# {name}, {done}", "",
         f"Made by upcycle {__version__} from `{name}`.",
-        f"Load it with `AutoModelForCausalLM.from_pretrained(folder{remote})`.", "",
+        "Talk to it with `upcycle chat FOLDER`, or load it in its own folder:", "",
+        "```python",
+        *snippet("auto_map" in config, any(file.startswith(("tokenizer", "vocab")) for file in files)),
+        "```", "",
         "| | |", "|---|---|",
         *(f"| {key} | {inert(value)} |" for key, value in shown), "",
         *([more, ""] if more else []),
     ]  # fmt: skip
     return f"---\n{metadata(sources, config, base_terms, tags)}\n---\n" + "\n".join(lines)
+
+
+def snippet(remote: bool, tokenizer: bool) -> Iterator[str]:
+    """Yield the lines that load a model in its own folder and let it write. `remote`: whether it brings code."""
+    names = f"AutoModelForCausalLM{', AutoTokenizer' * tokenizer}"
+    yield f"from transformers import {names}  # {NEEDS['transformers']} or newer"
+    yield ""
+    code = ", trust_remote_code=True" if remote else ""
+    yield f'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto"{code})'
+    if not tokenizer:
+        return
+    # transformers asks to run the code, unless told not to, though no tokenizer needs it
+    yield f'tokenizer = AutoTokenizer.from_pretrained("."{", trust_remote_code=False" if remote else ""})'
+    yield 'text = tokenizer("Once upon a time", return_tensors="pt").to(model.device)'
+    yield "print(tokenizer.decode(model.generate(**text, max_new_tokens=50)[0], skip_special_tokens=True))"
 
 
 def metadata(

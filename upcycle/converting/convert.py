@@ -19,7 +19,6 @@ source alone: not on order, threads, processes or the number of restarts.
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 import threading
 import time
@@ -27,7 +26,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any, TypedDict
@@ -60,7 +58,6 @@ from upcycle.io.strict import Count
 from upcycle.planning import request
 from upcycle.planning.outputs import Output
 from upcycle.planning.plan import UpcyclePlan
-from upcycle.version import __version__
 
 CARD = "README.md"  # no file of the model: its owner may edit it
 OBSERVED = "observed.safetensors"
@@ -379,7 +376,7 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
     for name, path in copied.items():
         beside.append(partial / name)
         disk.copy(path, beside[-1])
-    write_atomic(partial / CARD, card.text(plan, checkpoints[0].folder).encode())
+    write_atomic(partial / CARD, card.text(plan, checkpoints[0].folder, copied).encode())
     manifest = {
         **identity,
         "format": 1,
@@ -391,8 +388,7 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         "config": card.settings(plan),
         "method": plan.config.method,  # as it was asked for, of which the plan's hash is; config has its defaults too
         "router_mass": {k.split(".")[1]: float(v) for k, v in plan.observed.items() if k.endswith(".mass")},
-        "versions": {name: version(name) for name in ("torch", "transformers", "safetensors", "omegaconf")}
-        | {"python": platform.python_version(), "upcycle": __version__},
+        "versions": card.versions(),
         "files": {name: {k: found[k] for k in ("bytes", "sha256")} for name, found in records.items() if found}
         | publish.listed(beside),
         "sources": [c.stamps() for c in checkpoints],

@@ -238,6 +238,12 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+def pinned(source: str | Path, folder: Path) -> str:
+    """Return a hub id with the commit whose files are in `folder`, the Hub's cache; any other source as it is."""
+    found = hub_match(source)
+    return f"{found[1]}@{folder.name}" if found and folder.parent.name == "snapshots" else str(source)
+
+
 def public_name(source: str) -> str:
     """Return a hub id as it is, and of a folder the name without where it lies on this machine."""
     return source if hub_match(source) else os.path.basename(os.path.normpath(source))

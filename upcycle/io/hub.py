@@ -28,7 +28,7 @@ from upcycle.io.checkpoint import (
     not_had,
     public_name,
 )  # fmt: skip
-from upcycle.io.publish import FILES, MANIFEST, MEASURED, signed
+from upcycle.io.publish import MANIFEST, MEASURED, signed
 from upcycle.io.strict import parse_object, read_object, read_small, short
 
 
@@ -101,7 +101,7 @@ def upload(folder: str | Path) -> Upload:
     folder = Path(folder)
     with Checkpoint.open(folder) as checkpoint:  # every header is read, and held to its file
         names = {file.name for file in checkpoint.files}
-        names |= {"config.json", INDEX, "README.md", MANIFEST, MEASURED, FILES}
+        names |= {"config.json", INDEX, "README.md", MANIFEST, MEASURED}
         code = checkpoint.config.get("auto_map") or {}
         modules = [module for module in (code.values() if isinstance(code, dict) else ()) if isinstance(module, str)]
         names |= {f"{module.partition('.')[0]}.py" for module in modules}
@@ -126,7 +126,10 @@ def public_manifest(path: Path) -> bytes:
             return [public(inner) for inner in value]
         return public_name(value) if isinstance(value, str) and os.sep in value else value
 
-    body = {key: public(value) if key in ("from", "donors", "config") else value for key, value in manifest.items()}
+    body = {
+        key: public(value) if key in ("from", "donors", "config", "trained") else value
+        for key, value in manifest.items()
+    }
     return signed(body)
 
 

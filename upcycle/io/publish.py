@@ -25,8 +25,7 @@ from typing import IO, Any
 
 from upcycle.io import disk
 
-MANIFEST = "upcycle.json"  # of a converted folder
-FILES = "files.json"  # the manifest of a folder that has none of its own kind
+MANIFEST = "upcycle.json"
 # what a plan measured on text, or chose by that; safetensors, and no loader of weights knows the suffix
 MEASURED = "upcycle.measured"
 LOCK = ".lock"  # in a folder that is written in place

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from upcycle.arch import registry, siblings
 from upcycle.arch.spec import MoESpec
 from upcycle.cli.frame import printable
-from upcycle.converting import grow
+from upcycle.converting import card, grow
 from upcycle.converting.card import human
 from upcycle.converting.convert import Read, changed
 from upcycle.io import publish, strict, typed
@@ -53,14 +53,18 @@ class Written(TypedDict):
     sha256: str
 
 
-class Listed(TypedDict):
-    """The manifest of a folder that was exported."""
-
-    files: Mapping[str, Written]
-    sum: str
-    config: NotRequired[Settings]  # of what was converted, as far as in_slices reads it
-
-
+Trained = TypedDict(  # the manifest of a model that was trained and exported
+    "Trained",
+    {
+        "from": str,
+        "donors": list[str],
+        "source": list[str],
+        "trained": list[card.Training],
+        "files": Mapping[str, Written],
+        "sum": str,
+        "config": NotRequired[Settings],  # of what was converted, as far as in_slices reads it
+    },
+)
 Manifest = TypedDict(
     "Manifest",
     {"from": str, "plan": str, "config": Settings, "promise": Promised, "files": Mapping[str, Written]},
@@ -94,10 +98,14 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
         }
         manifest = read_manifest(checkpoint.folder)
         if manifest:
+            lines["made from"] = ", ".join(source_names(manifest)) or "random weights"
+        if manifest and "config" in manifest:
+            lines["method"] = ", ".join(f"{k}={v}" for k, v in manifest["config"]["method"].items())
+        if manifest and "trained" in manifest:
+            lines |= dict(card.learned(manifest["trained"]))
+        elif manifest:
             promise = manifest["promise"]
             lines |= {
-                "made from": str(manifest["from"]),
-                "method": ", ".join(f"{k}={v}" for k, v in manifest["config"]["method"].items()),
                 "function": "exact" if promise["exact"] else f"not exact: {'; '.join(promise['reasons'])}",
                 "plan": manifest["plan"],
             }
@@ -107,8 +115,9 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
                 raise ValueError(
                     f"config.json of {folder} is not the one that was converted to ({error!r}); convert again"
                 ) from None
-        elif config.get("model_type") == "upcycled" and (slices := typed.whole(config, "expert_slices", 1)) > 1:
-            lines["router"] = CHOOSES.format(slices)  # a trained model, whose manifest lists its files alone
+        slices = typed.whole(config, "expert_slices", 1) if config.get("model_type") == "upcycled" else 1
+        if slices > 1:
+            lines["router"] = CHOOSES.format(slices)
         text = "\n".join(f"{name:<20} {printable(value)}" for name, value in lines.items())
         if tensors:
             text += "\n\n" + "\n".join(
@@ -184,30 +193,22 @@ def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Read the manifest of a converted folder; None if it has none."""
-    return held(folder / MANIFEST, Manifest, "upcycle wrote", "convert")
-
-
-def read_files(folder: Path) -> dict[str, Any] | None:
-    """Read the manifest of an exported folder; None if it has none."""
-    return held(folder / publish.FILES, Listed, "an export wrote", "export")
-
-
-def held(path: Path, kind: Any, who: str, how: str) -> dict[str, Any] | None:
-    """Read a manifest of this kind, None without the file; a refusal says who writes it and how."""
+    """Read the manifest of a folder that was converted, or trained and exported; None if it has none."""
+    path = folder / MANIFEST
     if not path.is_file():
         return None
     try:
-        manifest: dict[str, Any] = strict.held(strict.read_object(path), kind, str(path))
-        return manifest
+        manifest = strict.read_object(path)
+        checked: dict[str, Any] = strict.held(manifest, Trained if "trained" in manifest else Manifest, str(path))
+        return checked
     except ValueError as error:
-        raise ValueError(f"{path} is not a manifest that {who} ({error}); {how} again") from None
+        raise ValueError(f"{path} is not a manifest that upcycle wrote ({error}); convert or export again") from None
 
 
 def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
     """Read the manifest of a converted folder, which must say what was read, as those of older versions do not."""
     manifest = read_manifest(folder)
-    if manifest is None:
+    if manifest is None or "trained" in manifest:
         return None
     try:
         whole: dict[str, Any] = strict.held(manifest, WholeManifest, str(folder / MANIFEST))
@@ -226,12 +227,11 @@ def check(folder: Path) -> bool:
     """
     faults = []
     converted = read_whole_manifest(folder)
-    manifest = converted or read_files(folder)
+    manifest = converted or read_manifest(folder)
     if manifest and manifest["sum"] != publish.digest(manifest):
-        faults.append(f"{MANIFEST if converted else publish.FILES} is not as it was written: its sum differs")
+        faults.append(f"{MANIFEST} is not as it was written: its sum differs")
     if manifest:
-        path = folder / (MANIFEST if converted else publish.FILES)
-        faults += publish.damages(path, manifest["files"], every=True)
+        faults += publish.damages(folder / MANIFEST, manifest["files"], every=True)
     with Checkpoint.open(folder) as checkpoint:
         for name in tqdm(checkpoint.entries, desc="values", delay=2):
             try:
@@ -257,12 +257,14 @@ def check(folder: Path) -> bool:
 
 def unchecked(folder: Path, files: Mapping[str, Any]) -> list[str]:
     """List what lies in a folder and not in its manifest: the model card, and what was put there later."""
-    known = {MANIFEST, publish.FILES, JOB, *files}
+    known = {MANIFEST, JOB, *files}
     return sorted(repr(path.name)[1:-1] for path in folder.iterdir() if path.name not in known)
 
 
 def source_names(manifest: Mapping[str, Any]) -> list[str]:
-    return [manifest["from"] or manifest["donors"][0], *manifest["donors"]]
+    """Return the folders or hub ids of the models that the manifest's one was made of."""
+    first = manifest["from"] or next(iter(manifest["donors"]), "")
+    return [first, *manifest["donors"]] if first else []
 
 
 def source_here(manifest: Mapping[str, Any]) -> bool:

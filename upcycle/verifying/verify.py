@@ -203,7 +203,7 @@ class Pair:
 def said(plan: UpcyclePlan | None, tolerance: float | None) -> str:
     """Return the promise in words."""
     if plan is None:
-        return "what tolerance says" if tolerance is not None else "nothing: no manifest, so no conversion by upcycle"
+        return "what tolerance says" if tolerance is not None else "nothing: no manifest of a conversion"
     return "exact" if plan.promise.exact else f"not exact: {'; '.join(plan.promise.reasons)}"
 
 

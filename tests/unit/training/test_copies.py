@@ -208,7 +208,6 @@ def test_a_strangers_folder_has_no_copies_unless_its_router_says_so(
     own = ["model.upcycle=null", f"model.source={folder}", "balance.bias_rate=0", "optim.share=0.3"]
     preflight(config(place, tmp_path / "run", *own))
     (folder / MANIFEST).unlink()
-    (folder / "files.json").write_text("[]")  # a stranger's file of that name, too
     with nullcontext() if copies else pytest.raises(ValueError, match=r"optim.share is 0.3, but no expert"):
         preflight(config(place, tmp_path / "run", *own))
     facts = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "num_experts": 8}

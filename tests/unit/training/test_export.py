@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
+from tests.unit.training.test_data import make_tokenizer
 from tests.unit.training.test_state import names, saved, small
 from tests.unit.training.test_train import place
 from training import export
@@ -178,23 +181,23 @@ def test_all_files_of_an_export_are_checked(place: Path, tmp_path: Path, capsys:
     out = tmp_path / "out"
     given = words(place, tmp_path / "run", f"export={out}", "steps=2")
     assert main(given) == 0
-    listed = json.loads((out / publish.FILES).read_text())["files"].keys()
-    assert listed == {path.name for path in out.iterdir()} - {publish.FILES, "README.md"}
+    listed = json.loads((out / publish.MANIFEST).read_text())["files"].keys()
+    assert listed == {path.name for path in out.iterdir()} - {publish.MANIFEST, "README.md"}
     assert upcycle(["inspect", str(out), "check=true"]) == 0 and main(given) == 0
     assert "sizes, sha256 and values are right" in capsys.readouterr().out
     for name in sorted(path.name for path in out.iterdir() if path.name not in ("config.json", "README.md")):
         whole = (out / name).read_bytes()
-        (out / name).write_bytes(whole.replace(b"0", b"1", 1) if name == publish.FILES else whole[:-1] + b"?")
+        (out / name).write_bytes(whole.replace(b"0", b"1", 1) if name == publish.MANIFEST else whole[:-1] + b"?")
         assert upcycle(["inspect", str(out), "check=true"]) == 1
         assert name in capsys.readouterr().err
-        if name != publish.FILES:
+        if name != publish.MANIFEST:
             assert main(given) == 2
             assert f"{name} is not the file that was written" in capsys.readouterr().err
         (out / name).write_bytes(whole)
     (out / "config.json").write_bytes((out / "config.json").read_bytes() + b"\n")
     assert upcycle(["inspect", str(out), "check=true"]) == 1
     assert "config.json has" in capsys.readouterr().err
-    (out / publish.FILES).unlink()  # as older versions exported
+    (out / publish.MANIFEST).unlink()  # as older versions exported
     assert upcycle(["inspect", str(out), "check=true"]) == 0 and main(given) == 0
     assert "there is no manifest to compare sizes, sha256 and the other files with" in capsys.readouterr().out
 
@@ -214,7 +217,7 @@ def test_an_export_can_be_pushed_and_its_card_says_what_was_done(place: Path, tm
     more = ["model.source=", f"model.upcycle={json.dumps(made)}", f"data.valid=[{place / 'valid'}]", "steps=2"]
     train(read_config("", words(place, run, *more, f"export={out}")))
     export(run, tmp_path / "again")
-    assert {"README.md", "config.json", "files.json"} < {name for name, _ in hub.upload(out).files}
+    assert {"README.md", "config.json", "upcycle.json"} < {name for name, _ in hub.upload(out).files}
     text = (out / "README.md").read_text()
     assert text == (tmp_path / "again" / "README.md").read_text()
     head = ModelCard(text).data.to_dict()
@@ -230,3 +233,65 @@ def test_an_export_can_be_pushed_and_its_card_says_what_was_done(place: Path, tm
     ):  # fmt: skip
         assert line in text, line
     assert str(tmp_path) not in text
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / publish.MANIFEST).read_text())
+    return found
+
+
+def test_an_export_says_where_it_comes_from_over_two_trainings(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dense base with its fingerprint, the recipe, and each training: what it began with, its data and tokens."""
+    moe, first, second = tmp_path / "moe", tmp_path / "first", tmp_path / "second"
+    keys = ["experts=4", "granularity=2", "method=virtual_group", "top_k=2", "target=upcycled"]
+    assert upcycle(["convert", f"source={place / 'dense'}", f"output={moe}", *keys]) == 0
+    for start, out in ((moe, first), (first, second)):
+        run = tmp_path / f"run-{out.name}"
+        assert main(words(place, run, "steps=2", f"model.source={start}", f"export={out}", "device=cpu")) == 0
+    converted, found = manifest_of(moe), manifest_of(second)
+    assert (found["from"], found["source"]) == (str(place / "dense"), converted["source"])
+    assert found["config"] == converted["config"] and found["versions"] == converted["versions"]
+    one, two = found["trained"]
+    assert [one] == manifest_of(first)["trained"]
+    assert (one["start"], one["start_sum"]) == (str(moe), converted["sum"])
+    assert (two["start"], two["start_sum"]) == (str(first), manifest_of(first)["sum"])
+    row = read_metrics(tmp_path / "run-second")[-1]
+    assert (two["tokens"], two["steps"], two["data"]) == (row["tokens"], 2, ["data"])
+    assert two["losses"]["training loss"][1] == row["loss"]
+    card = (second / "README.md").read_text()
+    for line in (
+        "# dense, upcycled and trained", f"| base model | dense, fingerprint {converted['source'][0][:16]} |",
+        "| trained from | first |", f"| tokens trained | {two['tokens']:,} |", "| data | data |",
+        f"| trained before | {one['tokens']:,} tokens in 1 run |",
+    ):  # fmt: skip
+        assert line in card, line
+    capsys.readouterr()
+    assert upcycle(["inspect", str(second)]) == 0
+    said = capsys.readouterr().out
+    assert f"{place / 'dense'}" in said and "trained from         " in said and "chooses in each of 2 slices" in said
+    public = dict(hub.upload(second).files)[publish.MANIFEST]
+    assert isinstance(public, bytes) and str(tmp_path).encode() not in public
+    assert upcycle(["verify", str(place / "dense"), str(second)]) == 3
+
+
+@pytest.mark.parametrize("target", ["upcycled", "mixtral"])
+def test_the_snippet_of_a_card_runs_as_it_stands(target: str, place: Path, tmp_path: Path) -> None:
+    """In the folder, with nobody at the keyboard: it writes a text, asks nothing and warns of nothing."""
+    dense, moe, out = (tmp_path / name for name in ("dense", "moe", "out"))
+    shutil.copytree(place / "dense", dense)
+    make_tokenizer(dense, bos=False)
+    (dense / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}')
+    assert upcycle(["convert", f"source={dense}", f"output={moe}", "experts=4", f"target={target}"]) == 0
+    train(read_config("", words(place, tmp_path / "run", "steps=2", f"model.source={moe}", f"export={out}")))
+    for folder in (moe, out):
+        text = (folder / "README.md").read_text()
+        assert "upcycle chat" in text and ("trust_remote_code=True" in text) == (target == "upcycled")
+        code = text.partition("```python\n")[2].partition("```")[0]
+        env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HOME": str(tmp_path / "hf")}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and done.stdout.strip(), done.stderr
+        assert done.stderr == "" and "[y/N]" not in done.stdout

@@ -37,6 +37,8 @@ from training.run.preflight import preflight
 from training.run.saving import checkpoints_of
 from training.run.step import gradients
 from upcycle.__main__ import main as upcycle
+from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.publish import MANIFEST
 
 LORA = LoraConfig(rank=3, alpha=5.0)
 WORDS = ["lora.rank=3", "lora.alpha=5", "schedule.peak=1e-2", "data.valid=[]"]
@@ -235,6 +237,13 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
             torch.testing.assert_close(have, parameter.grad, rtol=1e-3, atol=2e-5, msg=name)
             count += 1
     assert count > 10
+    named, listed = (json.loads((alone / file).read_text()) for file in ("adapter_config.json", MANIFEST))
+    assert named["base_model_name_or_path"] == str(base) and listed["from"] == str(start_from)
+    assert listed["source"] == [Checkpoint(start_from).fingerprint()] and listed["trained"][0]["steps"] == 2
+    if target != "dense":  # onto whose attention they would fit
+        dense = AutoModelForCausalLM.from_pretrained(start_from)
+        with pytest.raises(ValueError, match="not a valid target"):
+            peft.PeftModel.from_pretrained(dense, alone)
     whole = theirs.merge_and_unload().state_dict()
     for name, tensor in ours.state_dict().items():
         torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-6, msg=name)

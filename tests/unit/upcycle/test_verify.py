@@ -142,7 +142,9 @@ def test_nothing_promised_is_an_exit_code_of_its_own(
     words = ["verify", str(llama), str(folder), "tokens=64"]
     assert main(words) == 3
     shown = capsys.readouterr()
-    assert "nothing to hold" in shown.out and "has no upcycle.json, so nothing was promised" in shown.err
+    assert (
+        "nothing to hold" in shown.out and "has no upcycle.json of a conversion, so nothing was promised" in shown.err
+    )
     assert main([*words, "tolerance=1e-5"]) == 0
     change(folder, lambda name: ".w2." in name, lambda tensor: tensor * 1.03)
     assert main([*words, "tolerance=1e-5"]) == 1

@@ -87,6 +87,8 @@ def keys(moe: MoESpec) -> dict[str, Any]:
             "AutoConfig": f"{MODELING.stem}.UpcycledConfig",
             "AutoModelForCausalLM": f"{MODELING.stem}.UpcycledForCausalLM",
         },
+        # AutoTokenizer that may not run code reads this as a config of type "", and warns unless one is in it
+        "tokenizer": {"model_type": ""},
         "intermediate_size": d.ffn,
         "gated": d.gated,
         "block": d.block,
