@@ -13,7 +13,7 @@ from training.checkpoint.layout import Origin
 from training.config.reading import read_config
 from training.config.schema import TrainConfig
 from training.config.stages import Stage, stages_of
-from training.estimating import hardware
+from training.estimating import fitting, hardware
 from training.estimating.budget import advised, amount, bill, few
 from training.estimating.mappings import AXES, Timed, data_ranks, mappings, micro_batches, ranked, refused
 from training.estimating.memory import Model, memory
@@ -83,6 +83,12 @@ def axes(mesh: MeshConfig) -> str:
     return " ".join(f"{axis}={getattr(mesh, axis)}" for axis in AXES)
 
 
+def planned(config: TrainConfig) -> DenseSpec | MoESpec:
+    """Return the sizes of the config's model."""
+    with source(config) as origin:
+        return origin.spec
+
+
 def clocked(
     spec: DenseSpec | MoESpec,
     config: TrainConfig,
@@ -92,16 +98,17 @@ def clocked(
     teacher: DenseSpec | None = None,
     whole: TrainConfig | None = None,
     routing: Routing | None = None,
+    spec_of: fitting.SpecOf = planned,
 ) -> str:
     """The table of the fastest mappings that fit, and what the budget takes with the first of them."""
     fit, own = ranked(spec, config, asked.gpus, card, teacher, whole, routing)
     unfit = refused(config, asked.gpus)
     if not fit:
+        case = fitting.Case(spec, config, asked.gpus, card, spec_of, teacher, whole)
         raise ValueError(
             unfit
             or f"no mapping of {asked.gpus} {card.name} holds this step, and the config's takes "
-            f"{own.memory.total / 1e9:.0f} GB of {card.memory:g}; try more gpus, a smaller micro_batch or "
-            "model.recompute=full"
+            f"{own.memory.total / 1e9:.0f} GB of {card.memory:g}. {fitting.suggestions(case)}"
         )
     tokens, flops = config.batch * config.data.sequence, model_flops(spec, config.data.sequence)
     shown = fit[:rows] + ([] if own in fit[:rows] or unfit else [own])

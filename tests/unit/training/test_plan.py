@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks.speeds import COPIES, MORE_SLICES, SLICES, SMOL
 from tests.parallel.models import SPECS
 from tests.parity import tiny
 from training.checkpoint.layout import opened
 from training.cli.estimate import main
+from training.config.reading import read_config
 from training.config.schema import CheckpointConfig, ModelConfig, TrainConfig
 from training.data.mixture import DataConfig
 from training.dispatch import nvlink
 from training.estimating import hardware, law
 from training.estimating.bench import BenchConfig, spec_of
 from training.estimating.budget import amount, bill
-from training.estimating.estimate import EstimateConfig, clocked, split, table, why
+from training.estimating.estimate import EstimateConfig, clocked, estimate_words, split, table, why
 from training.estimating.mappings import SPARE, Timed, ranked
 from training.estimating.memory import Memory, in_flight, memory
 from training.estimating.seconds import Routing, Seconds, step
@@ -28,8 +31,10 @@ from training.model.recompute import MODES
 from training.optim.balance import BalanceConfig
 from training.optim.config import OptimConfig
 from training.parallel.mesh import MeshConfig
+from training.run.parts import source
 from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.reading import read
+from upcycle.config.ready import HARDWARE
 from upcycle.planning.size import dense_parameters
 
 CONFIG = TrainConfig(model=ModelConfig(source="none"), data=DataConfig(sequence=32), batch=8, micro_batch=1)
@@ -265,8 +270,60 @@ def test_what_does_not_fit_is_not_ranked() -> None:
     assert {each.memory.total for each in fit} == {least} and own not in fit
     lines = clocked(SPECS["moe"], CONFIG, EstimateConfig(gpus=4), tight).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["1", "no"] and "(this config)" in lines[2]
-    with pytest.raises(ValueError, match=r"no mapping of 4 .*recompute=full"):
+    with pytest.raises(ValueError, match=r"no mapping of 4 .*What fits: .*model\.recompute=selective"):
         clocked(SPECS["moe"], CONFIG, EstimateConfig(gpus=4), replace(tight, memory=(least + SPARE - 1) / 1e9))
+
+
+SUGGESTED = re.compile(r"([^;:()]+) \(([\d.]+) GB a GPU\)")
+
+
+def suggested(file: Path, *words: str, gpus: int, card: Path) -> dict[str, float]:
+    """Return what the error about a step that fits nowhere suggests, each with its GB."""
+    with pytest.raises(ValueError, match="no mapping of") as caught:
+        estimate_words(str(file), [*words, f"gpus={gpus}", f"hardware={card}"])
+    assert "\n" not in str(caught.value)
+    return {found[0].strip(): float(found[1]) for found in SUGGESTED.findall(str(caught.value))}
+
+
+def test_what_fits_nowhere_is_told_what_would_fit_and_that_fits(tmp_path: Path) -> None:
+    """Each suggestion is typed as it stands: it fits, by the GB that it names, and names nothing that is set already."""
+    dense, file, sheet = tmp_path / "dense", tmp_path / "run.yaml", tmp_path / "card.yaml"
+    tiny.make("llama", dense)
+    slices = {"source": str(dense), "target": "upcycled", "method": "virtual_group"}
+    file.write_text(json.dumps({"model": {"upcycle": slices}, "data": {"sequence": 32}, "batch": 64, "micro_batch": 4}))
+
+    def holds(gigabytes: float) -> Path:
+        known = {**yaml.safe_load((HARDWARE / "h100.yaml").read_text()), "memory": gigabytes + SPARE / 1e9}
+        sheet.write_text(yaml.safe_dump(known))
+        return sheet
+
+    def least(*words: str, gpus: int = 2) -> float:
+        config = read_config(str(file), words)
+        with source(config) as origin:
+            fit, own = ranked(origin.spec, config, gpus, hardware.read("h100"))
+        return min(each.memory.total for each in [*fit, own]) / 1e9
+
+    few = least("model.upcycle.experts=8") * 1.0001
+    first = suggested(file, gpus=2, card=holds(few))
+    keys = [[word for word in words.split() if not word.startswith("mesh.")] for words in first]
+    assert ["model.upcycle.experts=8"] in keys and ["gpus=8"] in keys
+    assert all(len(words) == 1 for words in keys), "the smallest sets alone"
+    for words, gigabytes in first.items():
+        assert gigabytes <= few * 1.01
+        more = [word for word in words.split() if not word.startswith("gpus=")]
+        gpus = next((int(word[5:]) for word in words.split() if word.startswith("gpus=")), 2)
+        assert "this config" in estimate_words(str(file), [*more, f"gpus={gpus}", f"hardware={sheet}"])
+    everything = ["optim.moments=bfloat16", "model.recompute=full", "micro_batch=1", "model.upcycle.experts=2"]
+    for number, set_already in enumerate(everything):  # nothing fits a card this small, so all that is left is named
+        with pytest.raises(ValueError, match="does not fit either") as caught:
+            estimate_words(str(file), [set_already, "gpus=1", f"hardware={holds(1e-6)}"])
+        left = {key.partition("=")[0] for key in everything[:number] + everything[number + 1 :]}
+        assert {key.partition("=")[0] for key in re.findall(r"[\w.]+=[\w:]+", str(caught.value))} >= left
+        assert set_already.partition("=")[0] not in str(caught.value)
+    both = least("micro_batch=1", "model.upcycle.experts=2", "optim.moments=bfloat16")
+    pairs = suggested(file, "micro_batch=1", gpus=2, card=holds(both * 1.0001))
+    sizes = {sum("mesh." not in word for word in words.split()) for words in pairs if "gpus=" not in words}
+    assert sizes == {2}, pairs
 
 
 def test_a_copy_in_each_node_is_offered_where_it_pays() -> None:
