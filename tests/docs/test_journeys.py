@@ -45,6 +45,7 @@ CARD = 80.0  # GB of a GPU: some 85.5 are free on one of "80 GB", of which 3 are
 ALIASES = {"training": ["train"], "evaluation": []}
 # model, folder, and what makes it small; all the numbers of experts stay as they are
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm2": ("llama", {}),
     "llama3-8b": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 112}),
     "nemotron4-15b": ("nemotron", {"hidden_act": "relu2", "partial_rotary_factor": 0.5, "intermediate_size": 128}),
     "qwen3-8b-base": ("qwen3", {"head_dim": 16, "intermediate_size": 128}),
@@ -223,6 +224,15 @@ def fell(folder: Path) -> None:
 
 
 # ---- the journeys
+
+
+def test_slices_on_a_laptop(walk: Walk, capsys: pytest.CaptureFixture[str]) -> None:
+    place(walk.folder, "smollm2", ("train", "held-out"))
+    walk(journey("Slices of a small model"), {"upcycle train slices": TRAINING[:-1], "upcycle chat": ["tokens=4"]})
+    fell(walk.folder / "runs" / "slices")
+    made = json.loads((walk.folder / "slices" / "config.json").read_text())
+    assert (len(made["expert_widths"]), made["model_type"]) == (16, "upcycled")
+    assert "upcycled" in capsys.readouterr().err
 
 
 def test_llama_3_8b_on_one_node(walk: Walk) -> None:
