@@ -55,7 +55,7 @@ def export(run: str | PathLike[str], output: str | PathLike[str]) -> int:
     home, folder = standalone.training_run(source)
     if home is None:
         raise ValueError(f"{source} is no training run or checkpoint of one; give the folder that checkpoints/ is in")
-    if exporting.exported(target):
+    if target.exists():
         check_apart("output", target, [home], "-exported")
         raise ValueError(f"{target} exists already; remove it or choose another folder to export to")
     origin = standalone.kept(home)

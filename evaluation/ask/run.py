@@ -129,7 +129,7 @@ def read_config(words: Sequence[str]) -> RunConfig:
     if len(names) == 1 and any(word.startswith("tasks=") for word in more):
         names = ["", *names]  # there is no suite to name
     if len(names) > 2:
-        raise ValueError(f"{names[2]!r} is one name too many; write run SUITE CHECKPOINT key=value ...")
+        raise ValueError(f"{names[2]!r} is one name too many; write upcycle eval SUITE CHECKPOINT key=value ...")
     if len(names) == 2:
         more.append(f"checkpoint={names[1]}")
     file = names[0] if names else ""
@@ -138,7 +138,7 @@ def read_config(words: Sequence[str]) -> RunConfig:
     config = read(RunConfig, file, more, EVAL)
     if not config.label or not config.checkpoint:
         lacks = "checkpoint" if config.label else "suite"
-        raise ValueError(f"{lacks} is not set; write for instance run tiny ./model")
+        raise ValueError(f"{lacks} is not set; write for instance upcycle eval tiny ./model")
     return config
 
 

@@ -82,7 +82,8 @@ def read_suite(name: str) -> tuple[Suite, Path]:
     path = next((p for p in (Path(name), SUITES / f"{name}.yaml") if p.is_file()), None)
     if path is None:
         known = sorted(p.stem for p in SUITES.glob("*.yaml"))
-        raise ValueError(f"there is no suite {name!r}; give a file or one of {', '.join(known)}{nearest(name, known)}")
+        near = "; the suite comes first, then the model's folder" if Path(name).is_dir() else nearest(name, known)
+        raise ValueError(f"there is no suite {name!r}; give a file or one of {', '.join(known)}{near}")
     return build(Suite, strict.read_yaml(path), f"{path.name}: "), path.parent
 
 
@@ -288,7 +289,10 @@ def reading(folder: Path | None, beside: Path) -> Iterator[None]:
             return real(path=path, name=name, **options)
         except (OSError, ConnectionError) as error:
             first = " ".join(str(error).split())
-            raise ValueError(f"{path} cannot be had from the hub ({first}); write data=FOLDER to read files") from None
+            raise ValueError(
+                f"{path} cannot be had from the hub ({first}); write data=FOLDER to read files, or for suite "
+                "perplexity texts=[FILE,...]"
+            ) from None
 
     with patch.object(datasets, "load_dataset", load_dataset):
         yield

@@ -42,6 +42,11 @@ class Report:
         return found
 
 
+def trained_run(folder: Name) -> bool:
+    """Return whether a folder is a training run's."""
+    return (Path(folder) / METRICS).is_file()
+
+
 def compare(groups: Sequence[Name | Sequence[Name]], cluster: str = "") -> Report:
     """Compare every other group of runs with the first, the first run of one with the first of the other and so on.
 
@@ -55,10 +60,14 @@ def compare(groups: Sequence[Name | Sequence[Name]], cluster: str = "") -> Repor
             "or of training runs"
         )
     answered = all(logged.is_run(folder) for folder in folders)
-    trained = all((Path(folder) / METRICS).is_file() for folder in folders)
+    trained = all(map(trained_run, folders))
     if not answered and not trained:
+        kinds = [
+            f"{folder} ({'results' if logged.is_run(folder) else 'a run' if trained_run(folder) else 'neither'})"
+            for folder in folders
+        ]
         raise ValueError(
-            f"{', '.join(map(str, folders))} are not all of one kind; give folders of `upcycle eval`, of "
+            f"{', '.join(kinds)} are not all of one kind; give folders of `upcycle eval`, of "
             "lm-eval, or of training runs"
         )
     comparisons = tuple(compare_suites(named, cluster)) if answered else ()

@@ -40,7 +40,9 @@ ABOUT = """\
 
 @dataclass(frozen=True)
 class StudyConfig:
-    ELSEWHERE: ClassVar = {"tokens": "data, and ${data} where a config says ${tokens}"}
+    ELSEWHERE: ClassVar = {"tokens": "data, and ${data} where a config says ${tokens}"} | dict.fromkeys(
+        ("model", "steps", "schedule", "batch"), "this below base or an arm; a config of one run is for upcycle train"
+    )
 
     output: str = ""  # the study's folder: study.html, study.json, and in runs/ARM/seed-N each run
     title: str = ""  # of the page; "": the folder's name

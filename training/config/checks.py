@@ -14,6 +14,7 @@ COMPUTE = ("bfloat16", "float32", "float64")
 def check_run(config: Any) -> None:
     """Raise a ValueError for the first rule that a TrainConfig breaks."""
     steps_to_trace(config.profile)
+    capabilities(config.model.expert_backend)  # refuses a name that is none
     transformer_engine.known(config.model.transformer_engine)
     for wrong, sentence in rules(config):
         if wrong:
@@ -68,6 +69,6 @@ def rules(c: Any) -> list[tuple[object, str]]:
         (
             bool(model.source) == bool(model.upcycle),
             "the model comes from model.source (a checkpoint) or model.upcycle (a dense one, upcycled as it is "
-            f"read); {'both are' if model.source else 'neither is'} set",
+            f"read); {'both are set: leave one out' if model.source else 'neither is set: write model.source=FOLDER'}",
         ),
     ]

@@ -29,6 +29,29 @@ T = TypeVar("T")
 STAGED = ("data", "schedule", "optim", "balance", "teacher")  # parts of a config that a stage may change
 
 
+EPOCH = "steps; an epoch has as many steps as the data has tokens / (batch * data.sequence)"
+OTHER_TOOLS = {  # what other trainers call a key of TrainConfig
+    **dict.fromkeys(("lr", "learning_rate"), "schedule.peak"),
+    **dict.fromkeys(("warmup", "warmup_steps"), "schedule.warmup"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "schedule.shape"),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_batch_size"), "micro_batch"),
+    "gradient_accumulation_steps": "batch, the sequences of a step on all GPUs, and micro_batch, those at a time on each",
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), EPOCH),
+    "tokens": "steps; a step reads batch * data.sequence tokens",
+    **dict.fromkeys(("bf16", "fp16", "precision", "mixed_precision"), "model.dtype=bfloat16, which is the default"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "model.recompute=full"),
+    **dict.fromkeys(("max_length", "max_seq_length", "seq_len"), "data.sequence"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip"), "optim.clip"),
+    **dict.fromkeys(("save_steps", "save_every"), "checkpoint.every"),
+    **dict.fromkeys(("eval_steps", "eval_every"), "valid_every"),
+    "logging_steps": "log_every",
+    "report_to": "log.wandb=PROJECT or log.tensorboard=true",
+    **dict.fromkeys(("model_name_or_path", "source"), "model.source or model.upcycle.source"),
+    **dict.fromkeys(("dataset", "train"), "data.train"),
+    **{name: f"model.upcycle.{name}" for name in ("experts", "granularity", "top_k", "target", "method", "router")},
+}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     ELSEWHERE: ClassVar = {"experts": "model.expert_backend", "compute": "model.dtype"}
@@ -124,7 +147,7 @@ class StageConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    ELSEWHERE: ClassVar = {"lr": "schedule.peak", "learning_rate": "schedule.peak", "warmup": "schedule.warmup"}
+    ELSEWHERE: ClassVar = OTHER_TOOLS
 
     output: str = ""  # the run's folder: checkpoints, metrics.jsonl, run.json, plots.png
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -76,7 +76,9 @@ def talk(row: Any, column: str, where: str) -> Talk:
         return Talk(messages(row.get(found[0]), f"{where}, {found[0]},"), tools or None, 0, where)
     if row.get("prompt") is None or row.get("completion") is None:
         raise ValueError(
-            f"{where} has no messages, no conversations and no prompt with a completion; name its column: FILE#COLUMN"
+            f"{where} has no messages, no conversations and no prompt with a completion but "
+            f"{', '.join(map(str, row)) or 'nothing'}; name the conversation's column, FILE#COLUMN, or leave kind=chat "
+            "out where it is plain text"
         )
     parts = {"prompt": row["prompt"], "completion": row["completion"]}
     first, then = (

@@ -259,10 +259,11 @@ def files(word: str, default: str = "text") -> Iterator[Source]:
     if not names:
         raise ValueError(
             f"source {word!r} is no file, folder or pattern that matches one ending in {', '.join(SUFFIXES)}"
+            f"{f'; write several in brackets: sources=[{word}]' if ',' in word else ''}"
         )
     for name in names:
         if not name.endswith(SUFFIXES):
-            raise ValueError(f"source {name} cannot be read; its name must end in {', '.join(SUFFIXES)}")
+            raise ValueError(f"source {name} cannot be read; convert it to one of {', '.join(SUFFIXES)}")
         with strict.open_regular(Path(name)) as file:
             size = file.seek(0, io.SEEK_END)
             digest = hashlib.sha256(str(size).encode())
@@ -539,7 +540,8 @@ def write_own_sources(
     total = sum(source.size for _, source in mine) if all(source.size for _, source in mine) else None
     tokens, begun = 0, time.monotonic()
     with tqdm(
-        total=total, unit="B", unit_scale=True, desc="prepare", disable=quiet or worker.rank > 0, mininterval=0.2
+        total=total, unit="B", unit_scale=True, desc="prepare", disable=quiet or worker.rank > 0, mininterval=0.2,
+        delay=2,
     ) as bar:
 
         def counted(pieces: Iterator[Piece]) -> Iterator[Piece]:

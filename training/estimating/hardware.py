@@ -75,7 +75,7 @@ class Hardware:
 
 def read(name: str) -> Hardware:
     """A ready file's (h100, h200, b200) or a path's."""
-    file = find(name, HARDWARE)
+    file = find(name, HARDWARE, "card", "upcycle estimate measure=FILE")
     found: Hardware = strict.held(strict.read_yaml(file), Hardware, str(file))
     return found
 

@@ -10,6 +10,7 @@ from upcycle.cli import frame
 
 TYPE_CHECKING = False  # as in frame.py
 if TYPE_CHECKING:
+    import logging
     from typing import NoReturn
 
 COMMANDS = {  # each a module with main(words) -> exit code, whose docstring is its help; and one line about it
@@ -77,14 +78,29 @@ def main(words: Sequence[str]) -> int:
         print(frame.about(MODULES[name]))
         return 0
     frame.check_versions()
-    if flag := next((word for word in rest if word.startswith("-") and word != "--"), None):
-        key, _, value = flag.lstrip("-").partition("=")
-        key = key.replace("-", "_")
-        raise ValueError(f"{flag} is no key=value; write {key}={value}" + ("" if value else f"VALUE, or {key}=true"))
+    check_words(rest)
     counts = [word.partition("=")[2] for word in rest if word.startswith("nproc=")]
     if counts:
         return launch(name, counts[-1], [word for word in rest if not word.startswith("nproc=")])
     return call(name, rest)
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse flags, and words that the shell cut at a space."""
+    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+        key, equals, value = word.partition("=")
+        if word.startswith("-") and word != "--":
+            key = key.lstrip("-").replace("-", "_")
+            value = value or ("" if after.startswith("-") or "=" in after else after)
+            raise ValueError(f"{word} is no key=value; write {key}={value or f'VALUE, or {key}=true'}")
+        if equals and not key:
+            raise ValueError(f"{word!r} has no key; write {before}={value or after}, without spaces around =")
+        for opening, closing in ("[]", "{}"):
+            if value.startswith(opening) and value.count(opening) > value.count(closing):
+                raise ValueError(
+                    f"{word!r} lacks its {closing}, because the shell cuts words at spaces; "
+                    f"put all of it in quotes: '{key}={opening}...{closing}'"
+                )
 
 
 def call(name: str, words: list[str]) -> int:
@@ -108,6 +124,10 @@ def launch(name: str, count: str, words: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    import logging
+
+    for quiet in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{quiet}").addFilter(is_news)
     try:
         launcher.main(["--standalone", "--nproc-per-node", count, "--no-python", *frame.again(name, *words)])
     except ChildFailedError as failed:
@@ -116,6 +136,12 @@ def launch(name: str, count: str, words: list[str]) -> int:
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Return whether a line of torch's launcher says more than the sentence of the process that failed."""
+    said = record.getMessage()
+    return not said.startswith("Sending process") and f"(exitcode: {frame.USER_ERROR})" not in said
 
 
 def show_own_packages() -> None:

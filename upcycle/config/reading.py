@@ -23,6 +23,7 @@ T = TypeVar("T")
 # exceptions that escape OmegaConf: for a list instead of a mapping, for `[=1`, for a list that holds itself
 NONSENSE = (TypeError, IndexError, RecursionError, json.JSONDecodeError)
 OTHER_KEY = re.compile(r"\$\{[\w.\[\]-]+\}")  # ${a.b}: all that a file may ask to be put in
+WANTED = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}  # OmegaConf's types, in words
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -102,7 +103,8 @@ def loaded(file: str, ready: Path) -> dict[str, Any]:
     if isinstance(found, dict) and {"plan", "promise", "config", "method"} <= found.keys():
         found = of_manifest(found)
     if not isinstance(found, dict):
-        raise ValueError(f"{file} holds {type(found).__name__}, not keys and values")
+        kind = "a list" if isinstance(found, list) else "plain text" if found else "nothing"
+        raise ValueError(f"{file} holds {kind}, not keys and values; write lines such as experts: 8")
     if not by_program:
         check_reach(found, file)
     return found
@@ -150,13 +152,20 @@ def word_value(kind: type[Any], key: str, text: str) -> Any:
     return text if is_name and not isinstance(value, str) else value
 
 
-def find(file: str, ready: Path) -> Path:
+def find(file: str, ready: Path, what: str = "config", maker: str = "") -> Path:
+    """Return the path of a YAML file, or of a ready one by its name; `maker`: the command that writes such a file."""
     for path in (Path(file), ready / f"{file}.yaml"):
         if path.is_file():
             return path
     known = sorted(p.stem for p in ready.glob("*.yaml"))
+    if Path(file).is_dir():
+        raise ValueError(
+            f"{file} is a folder, where a {what} is a YAML file or one of {', '.join(known)}; a model's folder goes "
+            f"into a key: source={file} of plan and convert, model.source={file} of train and estimate, "
+            f"architecture={file}/config.json of bench"
+        )
     raise ValueError(
-        f"there is no config {file!r}: give a YAML file or one of "
+        f"there is no {what} {file!r}: give a YAML file{maker and f' (that {maker} writes)'} or one of "
         f"{', '.join(known) or 'none here'}{nearest(file, known)}"
     )
 
@@ -165,12 +174,15 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
     """A dataclass from plain values: unknown keys refused with the nearest right one, types checked by OmegaConf. Texts
     are literal: ${...} in them is resolved by `read` or not at all."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where or 'the config'} is {strict.short(values)}; it must be keys and values")
+        example = f", for instance {where}{dataclasses.fields(kind)[0].name}=VALUE" if where else ""  # type: ignore[arg-type]
+        raise ValueError(
+            f"{where.rstrip('.') or 'the config'} is {strict.short(values)}; it must be keys and values{example}"
+        )
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
             raise ValueError(
-                f"unknown key '{where}{key!s:.160}'{elsewhere(kind, str(key)) or nearest(str(key), list(fields))}; "
+                f"unknown key '{where}{key!s:.160}'{elsewhere(kind, str(key), where) or nearest(str(key), list(fields))}; "
                 f"known keys: {', '.join(fields)}"
             )
     schema: DictConfig = OmegaConf.structured(kind)
@@ -189,15 +201,35 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
                 values = {**values, key: [value]}  # one text, one donor: no brackets needed
         return OmegaConf.to_object(OmegaConf.merge(schema, literal(values)))  # type: ignore[return-value]
     except (OmegaConfBaseException, *NONSENSE) as error:
-        first = str(error).splitlines()[0]
-        full = re.search(r"full_key: (\S+)", str(error))
-        raise ValueError(f"{where}{full[1] if full else ''}: {first}".lstrip(": ")) from None
+        raise ValueError(mistyped(str(error), fields, where)) from None
 
 
-def elsewhere(kind: type[Any], key: str) -> str:
-    """'; write X' if a config's ELSEWHERE knows that what people call `key` is X; else nothing."""
+def mistyped(said: str, fields: Mapping[str, dataclasses.Field[Any]], where: str) -> str:
+    """Say what OmegaConf says of a value of the wrong type, with the type and the default in a user's words."""
+    first = said.splitlines()[0]
+    full = re.search(r"full_key: (\S+)", said)
+    place = f"{where}{full[1] if full else ''}"
+    found = re.search(r"Value (.*?)(?: of type '\w+')? (?:could not be converted to|is not a valid) (\w+)", first)
+    if not found or found[2] not in WANTED:
+        return f"{place}: {first}".lstrip(": ")
+    default = fields[full[1]].default if full and full[1] in fields else None
+    known = isinstance(default, int | float) and not isinstance(default, bool)
+    example = f", for instance {place}={default:g}" if known else ""
+    return f"{place} is {found[1]}; it must be {WANTED[found[2]]}{example}"
+
+
+def elsewhere(kind: type[Any], key: str, where: str = "") -> str:
+    """'; write X' if a config's ELSEWHERE knows that what people call `key` is X, or its parts have a `key`; or ''."""
     place = getattr(kind, "ELSEWHERE", {}).get(key)
-    return f"; write {place}" if place else ""
+    places = [place] if place else [f"{where}{path}" for path in paths(kind, key)]
+    return f"; write {' or '.join(places)}" if 0 < len(places) < 4 else ""
+
+
+def paths(kind: type[Any], key: str) -> list[str]:
+    """Return where the parts of a config have a field of this name, as in router.score."""
+    parts = {name: part for name, part in get_type_hints(kind).items() if dataclasses.is_dataclass(part)}
+    own = [f"{name}.{key}" for name, part in parts.items() if key in part.__dataclass_fields__]
+    return own + [f"{name}.{path}" for name, part in parts.items() for path in paths(cast(type[Any], part), key)]
 
 
 def byte_size(text: str) -> int:

@@ -49,6 +49,10 @@ class Calibration:
 
 @dataclass(frozen=True)
 class UpcycleConfig:
+    ELSEWHERE: ClassVar = {name: f"method.{name} (of a method that has it)" for name in ("ratio", "std", "mode", "by")} | {
+        name: "this in upcycle train or upcycle estimate, whose config this is" for name in ("model", "data", "steps")
+    }
+
     source: str = ""  # a folder or a hub id (org/name or org/name@revision)
     output: str = ""  # the folder to make
     target: str = "auto"  # an MoE architecture (upcycle/arch/targets), or auto

@@ -93,6 +93,8 @@ class Checkpoint:
                 f"{folder} has adapters alone, without the model that they are of; give the training run or its merged "
                 "model (export=FOLDER of training), or merge them with peft"
             )
+        if not os.path.lexists(folder / "config.json"):
+            raise ValueError(f"{folder}/config.json is missing{instead(folder)}")
         self._config_bytes = read_small(folder / "config.json", MAX_CONFIG)
         self.config: Mapping[str, Any] = parse_object(self._config_bytes, folder / "config.json")
         weight_map = read_index(folder)
@@ -120,6 +122,11 @@ class Checkpoint:
             return Checkpoint(Path(source))
         hub_id = hub_match(source)
         if not hub_id:
+            if source != "" and Path(source).is_file():
+                raise ValueError(
+                    f"{source} is a file, and a model is a folder with config.json, *.safetensors and a tokenizer; "
+                    f"{f'give {Path(source).parent}' if Path(source).suffix == '.safetensors' else 'name its folder'}"
+                )
             raise ValueError(
                 f"{str(source)!r} is not a folder, nor a hub id such as org/name or org/name@revision; name one, or "
                 "download the model there (hf download org/name --local-dir FOLDER)"
@@ -396,7 +403,14 @@ def single_file(folder: Path) -> str:
             f"{folder} has {pickles[0]} but no safetensors, and other formats are not read; load the model where you "
             f"trust it and write it with save_pretrained(folder, safe_serialization=True)"
         )
-    raise ValueError(f"{folder} has no *.safetensors file; it must be a model's folder")
+    raise ValueError(f"{folder} has no *.safetensors file; copy or download the model's weights into it")
+
+
+def instead(folder: Path) -> str:
+    """Return how to go on where a folder has no config.json."""
+    if (folder / "checkpoints").is_dir():
+        return f", because this is a training run; make its model with upcycle export {folder} OUTPUT, and give that"
+    return "; give the folder of a whole model: config.json, *.safetensors and a tokenizer"
 
 
 def check_index(folder: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Entry]]) -> None:

@@ -53,7 +53,7 @@ def reading(path: Path, watch: Callable[[int], object] | None = None) -> Iterato
         with opened(path, watch) as file:
             yield file
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
     except (OSError, zstandard.ZstdError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
@@ -91,8 +91,18 @@ def lines(path: Path, file: IO[str], key: str = "text") -> Iterator[str]:
         except ValueError as error:
             raise ValueError(f"{error}; each line must be like {{'{key}': '...'}}") from None
         if not isinstance(row, dict) or not isinstance(row.get(key), str):
-            raise ValueError(f"line {number} of {path} has no string under the key '{key}'")
+            raise ValueError(f"line {number} of {path} has no string under the key '{key}'{other_keys(row, path)}")
         yield row[key]
+
+
+def other_keys(row: Any, path: Path) -> str:
+    """Return how to go on where a row's text is not under the key that was looked for."""
+    if not isinstance(row, dict):
+        return ""
+    if {"messages", "conversations"} & row.keys():
+        return "; it is a conversation: write kind=chat to prepare it"
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    return f"; if it is under {texts[0]!r}, rename that key, or prepare {path}#{texts[0]}" if texts else ""
 
 
 def rows(path: Path, file: IO[str]) -> Iterator[tuple[int, str]]:

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from upcycle import plugin
 from upcycle.arch.siblings import text_of
 from upcycle.cli.frame import printable
 from upcycle.io.checkpoint import Checkpoint
+from upcycle.io.publish import MANIFEST
 from upcycle.planning import rng
 from upcycle.planning.plan import UpcyclePlan
 from upcycle.planning.promise import Estimate, compare
@@ -35,6 +37,7 @@ EXACT = 1e-5
 # logits are judged in float64, by the same bound
 ROUNDED = 1e-3
 HALF = 0.1  # logits in half precision: the models round differently, and router ties split some virtual groups
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 CHUNK = 16 << 20  # bytes of logits of one model at a time
 TAPPED = 64 << 20  # bytes of FFN inputs kept of all layers together
 # how far an FFN may be from what the plan's own does, of the cosine and as a factor of its norm: `dtype` may round, and
@@ -121,6 +124,7 @@ def verify(
     """Compare a dense model and the MoE made of it; with a `tolerance`, the logits of any two of one vocabulary."""
     if not math.isfinite(tolerance or 0):
         raise ValueError(f"tolerance is {tolerance}; give a number")
+    check_computing(dtype, device)
     with Checkpoint.open(dense) as a, Checkpoint.open(moe) as b, ExitStack() as stack:
         if vocabulary(a) != vocabulary(b):
             raise ValueError(
@@ -129,6 +133,7 @@ def verify(
         rows = tokens(a, texts, count, sequence)
         manifest = read_whole_manifest(b.folder) if tolerance is None else None
         if manifest is None:
+            check_order(a, b)
             return Pair(a, b, rows, device, tolerance).compared(dtype, [])
         checkpoints = stack.enter_context(rebuild.sources(a, manifest))
         plan = rebuild.plan_of(b.folder, manifest, checkpoints)
@@ -143,6 +148,27 @@ def verify(
             # which kernels a user can load it with is what float32 said: some know no float64
             return replace(pair.compared("float64", []), computed=why, kernels=report.kernels)
         return report
+
+
+def check_computing(dtype: str, device: str) -> None:
+    """Raise a ValueError if layers cannot be computed in this dtype or on this device."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device is {device!r}; write cpu, cuda or cuda:1") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device} and this machine has none; write device=cpu, or leave it out")
+
+
+def check_order(dense: Checkpoint, moe: Checkpoint) -> None:
+    """Raise a ValueError if a converted folder was given as the dense model, and its dense model as the MoE."""
+    if (dense.folder / MANIFEST).is_file() and moe.config.get("model_type") in plugin.names("upcycle.arch.families"):
+        raise ValueError(
+            f"{dense.folder} was converted and {moe.folder} is dense; the dense model comes first: "
+            f"upcycle verify {moe.folder} {dense.folder}"
+        )
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def test_the_last_group_that_says_a_decay_decides_of_it() -> None:
         ([{"match": "head", "lr": -1}], r"groups\.0\.lr is -1"),
         ([{"match": "head"}, {"match": "head", "decay": float("nan")}], r"groups\.1\.decay is nan"),
         ([{"match": "head", "rate": 1}], r"unknown key 'optim\.groups\.0\.rate'"),
-        (["head"], r"optim\.groups\.0\. is 'head'; it must be keys and values"),
+        (["head"], r"optim\.groups\.0 is 'head'; it must be keys and values"),
     ],
 )
 def test_what_is_wrong_with_groups_is_a_sentence(groups: list[Any], says: str) -> None:

@@ -468,7 +468,7 @@ def test_schedules_at_known_points() -> None:
         (OptimConfig, {"clip": -1}, "optim.clip is -1"),
         (OptimConfig, {"eps": math.nan}, "optim.eps is nan"),
         (OptimConfig, {"beta1": 1.0}, "at least 0 and below 1"),
-        (OptimConfig, {"beta1": "x"}, "could not be converted to Float"),
+        (OptimConfig, {"beta1": "x"}, "it must be a number"),
         (OptimConfig, {"spike_window": 1}, "at least 2"),
         (OptimConfig, {"average": 1.5}, "optim.average is 1.5; it must be a share of the steps"),
         (OptimConfig, {"share": math.nan}, "optim.share is nan; it must be a number from 0 to 1"),

@@ -41,7 +41,7 @@ def test_values_are_literal_whatever_they_look_like() -> None:
     texts = [ASKED, *("".join(chance.choices(parts, k=chance.randrange(12))) for _ in range(100))]
     found = build(UpcycleConfig, {"donors": texts, "method": {"name": texts}, "router": {"init": {"texts": texts}}})
     assert found.donors == found.router.init.texts == tuple(texts) and found.method == {"name": texts}
-    with pytest.raises(ValueError, match="could not be converted to Integer") as refused:
+    with pytest.raises(ValueError, match="it must be a whole number") as refused:
         build(UpcycleConfig, {"top_k": "${oc.env:CANARY}"})
     assert SECRET not in str(refused.value)
 
