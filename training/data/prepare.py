@@ -540,7 +540,12 @@ def write_own_sources(
     total = sum(source.size for _, source in mine) if all(source.size for _, source in mine) else None
     tokens, begun = 0, time.monotonic()
     with tqdm(
-        total=total, unit="B", unit_scale=True, desc="prepare", disable=quiet or worker.rank > 0, mininterval=0.2,
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="prepare",
+        disable=quiet or worker.rank > 0,
+        mininterval=0.2,
         delay=2,
     ) as bar:
 

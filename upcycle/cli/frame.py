@@ -6,7 +6,6 @@ import functools
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 NAME = "upcycle"
 USER_ERROR = 2
-SILENT = 3.0  # seconds that later ranks keep their sentence
 STOPPED = 130  # a shell's exit code for a process that Ctrl-C ended
 HELP = ("-h", "--help")
 OURS = ("upcycle", "training", "evaluation")
@@ -114,8 +112,6 @@ def exit_code(work: Callable[[], int], *, resumes: bool = False) -> int:
         say_stopped(resumes=resumes)
         return STOPPED
     rank = os.environ.get("RANK", "0")
-    if rank != "0":  # rank 0 mostly fails alike, and its launcher then ends this one before it speaks
-        time.sleep(SILENT)
     print(f"{NAME}{f', rank {rank}' if rank != '0' else ''}: {sentence}", file=sys.stderr)
     return USER_ERROR
 

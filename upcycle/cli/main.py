@@ -120,11 +120,11 @@ def launch(name: str, count: str, words: list[str]) -> int:
     if "RANK" in os.environ:
         raise ValueError(f"nproc={count} starts processes, and this is one of torchrun's; leave nproc out")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(count))))  # else torchrun says 1
+    import logging
+
     from torch.distributed import run as launcher
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    import logging
 
     for quiet in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{quiet}").addFilter(is_news)

@@ -49,9 +49,9 @@ class Calibration:
 
 @dataclass(frozen=True)
 class UpcycleConfig:
-    ELSEWHERE: ClassVar = {name: f"method.{name} (of a method that has it)" for name in ("ratio", "std", "mode", "by")} | {
-        name: "this in upcycle train or upcycle estimate, whose config this is" for name in ("model", "data", "steps")
-    }
+    ELSEWHERE: ClassVar = {
+        name: f"method.{name} (of a method that has it)" for name in ("ratio", "std", "mode", "by")
+    } | dict.fromkeys(("model", "data", "steps"), "this in upcycle train or upcycle estimate, whose config this is")
 
     source: str = ""  # a folder or a hub id (org/name or org/name@revision)
     output: str = ""  # the folder to make
