@@ -181,10 +181,8 @@ def build(kind: type[T], values: Any, where: str = "") -> T:
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            raise ValueError(
-                f"unknown key '{where}{key!s:.160}'{elsewhere(kind, str(key), where) or nearest(str(key), list(fields))}; "
-                f"known keys: {', '.join(fields)}"
-            )
+            meant = elsewhere(kind, str(key), where) or nearest(str(key), list(fields))
+            raise ValueError(f"unknown key '{where}{key!s:.160}'{meant}; known keys: {', '.join(fields)}")
     schema: DictConfig = OmegaConf.structured(kind)
     OmegaConf.set_readonly(schema, False)
     try:

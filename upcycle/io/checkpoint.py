@@ -123,9 +123,13 @@ class Checkpoint:
         hub_id = hub_match(source)
         if not hub_id:
             if source != "" and Path(source).is_file():
+                kind = Path(source).suffix
+                whole = f"give {Path(source).parent}" if kind == ".safetensors" else "name its folder"
+                if kind in PICKLES:
+                    whole = "load it with transformers where you trust it, and write it with save_pretrained(FOLDER)"
                 raise ValueError(
                     f"{source} is a file, and a model is a folder with config.json, *.safetensors and a tokenizer; "
-                    f"{f'give {Path(source).parent}' if Path(source).suffix == '.safetensors' else 'name its folder'}"
+                    f"{whole}"
                 )
             raise ValueError(
                 f"{str(source)!r} is not a folder, nor a hub id such as org/name or org/name@revision; name one, or "

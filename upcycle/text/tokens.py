@@ -53,7 +53,9 @@ def reading(path: Path, watch: Callable[[int], object] | None = None) -> Iterato
         with opened(path, watch) as file:
             yield file
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
+        raise ValueError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8 text"
+        ) from None
     except (OSError, zstandard.ZstdError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
