@@ -27,6 +27,7 @@ from training.checkpoint import layout
 from training.checkpoint.layout import Origin
 from training.checkpoint.state import STEP, Checkpoints, check_model, fill_model
 from training.checkpoint.storage import Shards, read_whole
+from training.config.checks import COMPUTE
 from training.config.reading import upcycle_config
 from training.config.schema import ModelConfig
 from training.model.decoder import Decoder
@@ -186,6 +187,14 @@ def training_run(path: Path) -> tuple[Path | None, Path | None]:
 def settings_file(run: Path) -> Path:
     """Return the file of a run's own config, which older versions called config.json."""
     return run / (RUN if (run / RUN).is_file() else CONFIG)
+
+
+def dtype_of(run: Path) -> str:
+    """Return the dtype that a run computes in, as its own config says; "" if it does not say."""
+    settings = read_json(settings_file(run))
+    model = settings.get("model") if isinstance(settings, dict) else None
+    dtype = model.get("dtype") if isinstance(model, dict) else None
+    return dtype if dtype in COMPUTE else ""
 
 
 def attach_adapters(model: Decoder, run: Path) -> None:

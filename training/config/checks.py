@@ -7,8 +7,10 @@ from typing import Any
 from training.experts import DEFAULT, capabilities
 from training.model import transformer_engine
 from training.observe.profiling import steps_to_trace
+from upcycle.config.values import Rule
 
 COMPUTE = ("bfloat16", "float32", "float64")
+DTYPE = Rule(lambda value: value in ("", *COMPUTE), f"it must be one of {', '.join(COMPUTE)}, or left out")
 
 
 def check_run(config: Any) -> None:

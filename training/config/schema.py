@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
-from training.config.checks import COMPUTE, check_run
+from training.config.checks import DTYPE, check_run
 from training.config.resume import ResumeConfig
 from training.data.mixture import DataConfig
 from training.islands.config import IslandsConfig
@@ -60,8 +60,9 @@ class ModelConfig:
     upcycle: Any = ""  # an upcycle config (file, ready name, or keys and values): the MoE is made as it is loaded
     random: bool = False  # random weights in the source's shape
     expert_backend: str = "grouped"  # a backend, a file of training/experts (experts is a count)
-    # dtype of activations: bfloat16 | float32 | float64; weights, moments and sums of gradients are float32
-    dtype: str = "bfloat16"
+    # dtype of activations: bfloat16 | float32 | float64; "": bfloat16 on a GPU, float32 on a CPU, which is slow in the
+    # other; a run that goes on keeps its own. Weights, moments and sums of gradients are float32
+    dtype: str = ""
     # what is computed again in backward, instead of kept: none | selective | attention | experts | full (training.md)
     recompute: str = "none"
     # dtype that weights are held in which never learn (beside adapters, in groups of rate 0): bfloat16 | float32; "":
@@ -75,7 +76,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         frozen = Rule(lambda value: value in ("", "bfloat16", "float32"), "it must be bfloat16 or float32, or left out")
-        check_values(self, "model.", {"dtype": one_of(COMPUTE), "recompute": one_of(MODES), "frozen": frozen})
+        check_values(self, "model.", {"dtype": DTYPE, "recompute": one_of(MODES), "frozen": frozen})
+
+    def computes(self, device: str = "cuda") -> str:
+        """Return the dtype of activations on a kind of device; plans are made for GPUs."""
+        return self.dtype or ("float32" if device == "cpu" else "bfloat16")
 
 
 @dataclass(frozen=True)

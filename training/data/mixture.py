@@ -430,11 +430,15 @@ class Validation:
     def batches(self, size: int, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
         """This rank's batches. All ranks have as many, since they compute together; surplus windows are not scored."""
         windows = self.windows
-        for first in range(rank * size, -(-windows.count // (size * ranks)) * size * ranks, size * ranks):
+        for first in range(rank * size, self.rounds(size, ranks) * size * ranks, size * ranks):
             rows = [windows.row(min(n, windows.count - 1)) for n in range(first, first + size)]
             for n in range(max(windows.count, first), first + size):
                 rows[n - first][1].fill(IGNORE)
             yield stack(rows)
+
+    def rounds(self, size: int, ranks: int = 1) -> int:
+        """Return how many batches each rank has."""
+        return -(-self.windows.count // (size * ranks))
 
     def bits_per_byte(self, nats: float) -> float:
         """`nats`: the sum of -log p over all labels of the set."""

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.config.checks import COMPUTE
+from training.config.checks import DTYPE
 from training.config.resume import flat
-from training.config.schema import TrainConfig
+from training.config.schema import ModelConfig, TrainConfig
 from training.data.batch import Batch
 from training.data.mixture import Mock
 from training.model.decoder import Decoder
@@ -60,7 +60,7 @@ class BenchConfig(TrainConfig):
     stack: bool = False  # blocks alone: no head, no loss
     documents: int = 0  # tokens of a document, on average: attention stays within them; 0: a sequence is one
     routing: str = "natural"  # natural | balanced
-    weights: str = "bfloat16"  # dtype of parameters and gradients: bfloat16 | float32
+    weights: str = ""  # dtype of parameters and gradients: bfloat16 | float32; "": float32 on a CPU, bfloat16 on a GPU
     optimizer: bool = False  # also the optimiser's step
     warmup: int = 5  # steps that are not timed
     steps: int = 10  # steps of each of the three turns that are timed
@@ -70,7 +70,7 @@ class BenchConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         rules = {
-            "routing": one_of(ROUTING), "weights": one_of(COMPUTE), "steps batch": at_least(1),
+            "routing": one_of(ROUTING), "weights": DTYPE, "steps batch": at_least(1),
             "warmup documents layers micro_batch": at_least(0),
         }  # fmt: skip
         check_values(self, "", rules)
@@ -100,6 +100,8 @@ def bench(config: BenchConfig) -> dict[str, Any]:
 
 def measured(config: BenchConfig, spec: DenseSpec | MoESpec, device: torch.device) -> dict[str, Any]:
     dense = spec.dense if isinstance(spec, MoESpec) else spec
+    model = replace(config.model, dtype=config.model.computes(device.type))
+    config = replace(config, model=model, weights=config.weights or ModelConfig().computes(device.type))
     check(config.mesh, dist.get_world_size() if dist.is_initialized() else 1, spec, config.data.sequence)
     mesh = ParallelMesh(config.mesh, device_type=device.type)
     size = config.micro_batch or config.batch // mesh.dp

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from training.checkpoint.layout import Origin
 from training.config.reading import read_config
-from training.config.schema import TrainConfig
+from training.config.schema import ModelConfig, TrainConfig
 from training.config.stages import Stage, stages_of
 from training.estimating import fitting, hardware
 from training.estimating.budget import advised, amount, bill, few
@@ -165,7 +165,7 @@ def uncounted(config: TrainConfig) -> dict[str, bool]:
         "frozen parameters": any(group.lr == 0 for group in config.optim.groups),
         "Muon's products": config.optim.name == "muon",
         "documents (less attention)": config.data.mask_documents,
-        f"{config.model.dtype} (they are bfloat16's)": config.model.dtype != "bfloat16",
+        f"{config.model.computes()} (they are bfloat16's)": config.model.computes() != "bfloat16",
         "FP8": "linear_fp8" in config.model.transformer_engine,
     }
 
@@ -233,7 +233,7 @@ def of_frozen(spec: DenseSpec | MoESpec, config: TrainConfig) -> str:
     if len(set[str]().union(*(learning(stage.config.optim, names) for stage in stages_of(config)))) == len(names):
         return ""
     held = held_in(config.model, spec)
-    if held == torch.float32 and config.model.dtype == "bfloat16" and not config.model.frozen:
+    if held == torch.float32 and config.model.computes() == "bfloat16" and not config.model.frozen:
         return f"frozen weights stay float32, because the checkpoint is {spec.dtype}; model.frozen=bfloat16 rounds them"
     if held == torch.bfloat16 and spec.dtype != "bfloat16":
         return f"frozen weights are rounded to bfloat16: the checkpoint is {spec.dtype}"
@@ -256,8 +256,9 @@ def of_bench(file: str, words: list[str], asked: EstimateConfig, card: hardware.
     if card is None:
         return table(spec, config, asked.gpus)
     balanced = row.routing == "balanced"
-    half = f"Memory is of float32 weights; {row.weights}, as this config has them, takes half of theirs."
-    half *= row.weights != "float32"
+    held = row.weights or ModelConfig().computes()
+    half = f"Memory is of float32 weights; {held}, as this config has them, takes half of theirs."
+    half *= held != "float32"
     try:
         found = clocked(spec, config, asked, card, routing=Routing(0.0 if balanced else RANDOM, in_turn=balanced))
     except ValueError as error:

@@ -173,7 +173,7 @@ def by_place(spec: DenseSpec | MoESpec, config: TrainConfig, world: int, model: 
 def of_teacher(teacher: Model, config: TrainConfig, sizes: Mapping[str, int]) -> int:
     """Bytes of its weights, in the dtype that they are computed in; of embedding and head while they are gathered; and
     of its last hidden states of a micro-batch. Its layers pass while the model's own do not."""
-    mesh, narrow = config.mesh, BYTES[config.model.dtype]
+    mesh, narrow = config.mesh, BYTES[config.model.computes()]
     total = config.micro_batch * config.data.sequence // (mesh.cp * mesh.tp) * teacher.dense.hidden * narrow
     for number, often in teacher.of(range(teacher.dense.layers)).items():
         of_a_layer, unit = teacher.units[number]
@@ -186,7 +186,7 @@ def of_teacher(teacher: Model, config: TrainConfig, sizes: Mapping[str, int]) ->
 
 def share(of_a_layer: bool, unit: Unit, config: TrainConfig, sizes: Mapping[str, int], count: int) -> Share:
     """What one unit takes; `count`: micro-batches a step."""
-    mesh, narrow = config.mesh, BYTES[config.model.dtype]
+    mesh, narrow = config.mesh, BYTES[config.model.computes()]
     weights = with_moments = gradients = late = resident = passing = 0
     summed: Counter[Rule] = Counter()
     for parameter in unit:
@@ -225,7 +225,7 @@ def of_rank(
 ) -> Memory:
     """The Memory of the rank at a place in the pipeline, with its units and how often it has each; `layers`: bytes of a
     token in all of its layers."""
-    mesh, narrow, dense = config.mesh, BYTES[config.model.dtype], model.dense
+    mesh, narrow, dense = config.mesh, BYTES[config.model.computes()], model.dense
     total = Share(*(sum(each[i] * often for each, often in units) for i in range(len(Share._fields))))
     most_summed = max(each.summed for each, _ in units)
     buffers = total.resident + 3 * max(each.passing for each, _ in units) + most_summed
@@ -263,7 +263,7 @@ def in_flight(mesh: MeshConfig, count: int, place: int, parts: int) -> int:
 
 def of_layer(spec: DenseSpec | MoESpec, config: TrainConfig, routed: bool, world: int) -> int:
     """Bytes that one layer, with routed experts or without, keeps for backward, of each token outside of attention."""
-    mesh, narrow, mode = config.mesh, BYTES[config.model.dtype], config.model.recompute
+    mesh, narrow, mode = config.mesh, BYTES[config.model.computes()], config.model.recompute
     moe = spec if isinstance(spec, MoESpec) and routed else None
     d = dense_of(spec)
     router = 4 * 3 * moe.experts + 8 * 2 * moe.top_k if moe else 0

@@ -156,7 +156,7 @@ class Clock:
         self.world, self.mode = world, config.model.recompute
         attention, experts = grids(self.mesh, world)
         self.sizes = attention | experts
-        self.narrow = BYTES[config.model.dtype]
+        self.narrow = BYTES[config.model.computes()]
         self.tokens = config.micro_batch * config.data.sequence / (self.mesh.cp * self.mesh.tp)  # a rank's own
         data = self.sizes["dp_shard"] * self.mesh.dp_replicate
         self.count = max(1, config.batch // (config.micro_batch * data))

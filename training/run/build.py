@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from training.optim.teacher import Teacher
 from training.parallel.collectives import all_reduce, broadcast
 from training.parallel.mesh import ParallelMesh
 from training.parallel.pipeline import Pipeline
+from training.parallel.processes import rank
 from training.run.parts import divided, nothing, observing, origin_of, stages_of_rank, teacher_of, under_one_roof
 from training.run.preflight import CHECKPOINTS
 from upcycle.arch.spec import DenseSpec, MoESpec
@@ -159,11 +161,12 @@ class Run(Learner):
 @contextmanager
 def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
     """Yield a Run, whose weights are still to come: from a checkpoint, or from `begin`."""
+    folder = Path(config.output)
+    resumes, keeps = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
+    config = settled(config, device.type, broadcast(standalone.dtype_of(folder) if resumes else ""))
     stages = stages_of(config)
     for stage in stages:
         check_tokens(stage.config.data)
-    folder = Path(config.output)
-    resumes, keeps = broadcast([bool(found(folder / CHECKPOINTS)), standalone.keeps(folder, config.model)])
     with origin_of(config, resumes and keeps, nothing if resumes else observing(config, device)) as origin:
         mesh = ParallelMesh(config.mesh, device_type=device.type)
         parts = [divided(config, origin, mesh, layers, device) for layers in stages_of_rank(origin.spec, mesh)]
@@ -180,6 +183,17 @@ def start(config: TrainConfig, device: torch.device) -> Iterator[Run]:
         for stage in reversed(stages):  # what is wrong with any is said now, and the first is left to begin with
             run.follow(stage)
         yield run
+
+
+def settled(config: TrainConfig, device: str, before: str) -> TrainConfig:
+    """Return the config with the dtype that is computed in, and say it: the config's own, the one that the run had
+    `before`, or the device's."""
+    own, kind = config.model.computes(device), device.upper().replace("CUDA", "GPU")
+    model = replace(config.model, dtype=config.model.dtype or before or own)
+    if rank() == 0:
+        kept = f", as this run did before; model.dtype={own} is the default here" if model.dtype != own else ""
+        print(f"computes in {model.dtype} on this {kind}{kept}", file=sys.stderr)
+    return replace(config, model=model)
 
 
 def begin(run: Run) -> None:

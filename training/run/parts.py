@@ -74,7 +74,7 @@ def teacher_of(config: TrainConfig, origin: Origin, mesh: ParallelMesh, device: 
     with taught_by(config) as of_teacher:
         dense = check_teacher(of_teacher, origin.spec)
         model = replace(config.model, recompute="none")
-        decoder = room(made(dense, getattr(torch, model.dtype)), model, mesh, device)
+        decoder = room(made(dense, getattr(torch, model.computes(device.type))), model, mesh, device)
         return Teacher(layout.load(decoder, of_teacher), config.teacher.temperature)
 
 
@@ -99,7 +99,8 @@ def divided(config: TrainConfig, origin: Origin, mesh: ParallelMesh, layers: ran
     """Return a Decoder of these layers, with memory for this rank's part of them only."""
     model = config.model
     with torch.device("meta"):
-        part = model_of(origin.spec, part=layers, experts=model.expert_backend, compute=getattr(torch, model.dtype))
+        compute = getattr(torch, model.computes(device.type))
+        part = model_of(origin.spec, part=layers, experts=model.expert_backend, compute=compute)
         attach(part, config.lora)
     freeze(part, *(stage.config.optim for stage in stages_of(config)))
     hold(part, held_in(model, origin.spec))
@@ -110,7 +111,7 @@ def held_in(model: ModelConfig, spec: DenseSpec | MoESpec) -> torch.dtype:
     """Return the dtype of the weights that never learn."""
     if dense_of(spec).carried is not None:
         return torch.float32  # transformers' layers hold weights of one dtype
-    narrow = model.frozen or (spec.dtype if model.dtype == "bfloat16" else "")
+    narrow = model.frozen or (spec.dtype if model.computes() == "bfloat16" else "")
     return torch.bfloat16 if narrow == "bfloat16" else torch.float32
 
 

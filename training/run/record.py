@@ -54,7 +54,7 @@ def hindrance(config: TrainConfig, world: int, moe: bool, *, taught: bool) -> st
         "islands exchange their weights between steps": config.islands.asked,
         f"model.transformer_engine is {list(model.transformer_engine)}": bool(model.transformer_engine),
         f"model.expert_backend={backend} asks the device in a step": moe and not capabilities(backend).waitless,
-        f"experts wait for the device where model.dtype is {model.dtype}": moe and model.dtype != "bfloat16",
+        f"experts wait for the device where model.dtype is {model.computes()}": moe and model.computes() != "bfloat16",
     }
     return next((reason for reason, stands in reasons.items() if stands), "")
 

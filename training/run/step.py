@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from training.data.batch import Batch
 from training.data.mixture import Validation
@@ -96,9 +98,15 @@ def validate(run: Learner, valid: Sequence[Validation], poll: Callable[[], objec
     """Return loss a token and bits per byte of every named set. `poll` is called before each batch, on all ranks."""
     found: dict[str, float] = {}
     run.phases.tell("validation")
+    size, ranks = run.config.micro_batch, run.mesh.dp
     for part in valid:
         nats, tokens = torch.zeros(2, dtype=torch.float64, device=run.device)
-        for batch in part.batches(run.config.micro_batch, data_rank(run.mesh), run.mesh.dp):
+        batches = part.batches(size, data_rank(run.mesh), ranks)
+        # a validation comes again and again: its bar goes, and is not drawn ten times a second into a log file
+        for batch in tqdm(
+            batches, f"validation {part.name}", part.rounds(size, ranks), leave=False, unit="batch", delay=2,
+            mininterval=0.1 if sys.stderr.isatty() else 10.0, disable=run.mesh.rank > 0,
+        ):  # fmt: skip
             poll()
             own = own_part(batch.to(run.device), run.mesh)
             if run.pipeline is not None:

@@ -124,7 +124,7 @@ def test_its_steps_are_those_of_training() -> None:
 def test_what_never_learns_is_narrow_and_has_no_moments(changed: dict[str, Any], learns: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("these sizes are for a CPU")
-    run, _ = stepped(replace(SMALL, model=ModelConfig(), optimizer=True, **changed))
+    run, _ = stepped(replace(SMALL, model=ModelConfig(dtype="bfloat16"), optimizer=True, **changed))
     assert run.optimizer is not None
     moments = {slot.name for slot in run.optimizer.slots}
     for name, p in run.model.named_parameters():

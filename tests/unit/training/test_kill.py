@@ -44,7 +44,7 @@ def trained(words: list[str], said: str) -> None:
 
 
 def started(place: Path, folder: Path) -> BaseProcess:
-    process = forked().Process(target=trained, args=(command(place, folder), str(folder / "said")))
+    process = forked().Process(target=trained, args=(command(place, folder), str(folder.with_suffix(".said"))))
     process.start()
     return process
 
@@ -78,7 +78,7 @@ def test_a_run_that_is_killed_again_and_again(place: Path, tmp_path: Path) -> No
     while process.is_alive() and step(whole) == 0:
         time.sleep(0.01)
     to_first = time.perf_counter() - began
-    assert code(process, 300) == 0, (whole / "said").read_text()
+    assert code(process, 300) == 0, whole.with_suffix(".said").read_text()
     pace = (time.perf_counter() - began - to_first) / STEPS
 
     killed.mkdir()
@@ -94,7 +94,7 @@ def test_a_run_that_is_killed_again_and_again(place: Path, tmp_path: Path) -> No
             time.sleep(chance.uniform(0, 4 * pace))
         process.kill()
         ended = code(process, 60)
-        assert ended in (-9, 0), (killed / "said").read_text()
+        assert ended in (-9, 0), killed.with_suffix(".said").read_text()
         saved = [path.name.removeprefix("step-") for path in (killed / "checkpoints").glob("*")]
         kept = max((int(name) for name in saved if name.isdigit()), default=0)
         again += max(0, step(killed) - kept)
@@ -103,7 +103,7 @@ def test_a_run_that_is_killed_again_and_again(place: Path, tmp_path: Path) -> No
         else:
             moments["beside half a checkpoint" if any(not name.isdigit() for name in saved) else "elsewhere"] += 1
     process = started(place, killed)
-    assert code(process, 300) == 0, (killed / "said").read_text()
+    assert code(process, 300) == 0, killed.with_suffix(".said").read_text()
     print(f"\n{KILLS} kills, {STEPS} steps: {dict(moments)}; {again} steps taken again")
 
     assert log(killed) == log(whole)
