@@ -103,7 +103,7 @@ MISTAKES = [
     ('a batch size as Trainer has it', 'train t.yaml output=new per_device_train_batch_size=8', 'write micro_batch'),
     ('accumulation as Trainer has it', 'train t.yaml output=new gradient_accumulation_steps=8', 'write batch, the sequences of a step on all GPUs, and micro_'),
     ('epochs', 'train t.yaml output=new epochs=3', 'an epoch has as many steps as the data has tokens / (batch *'),
-    ('bf16 as Trainer has it', 'train t.yaml output=new bf16=true', 'write model.dtype=bfloat16, which is the default'),
+    ('bf16 as Trainer has it', 'train t.yaml output=new bf16=true', 'write model.dtype=bfloat16, the default on a GPU'),
     ('output_dir as Trainer has it', 'train t.yaml output_dir=new', "did you mean 'output'?"),
     ('tokens in place of steps', 'train t.yaml output=new tokens=10b', 'a step reads batch * data.sequence tokens'),
     ('steps as a word', 'train t.yaml output=new steps=ten', 'it must be a whole number, for instance steps=1000'),

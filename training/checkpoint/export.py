@@ -231,5 +231,7 @@ def data_of(run: Path) -> list[str]:
     settings = strict.read_object(settings_file(run))
     parts = [part for part in (settings, *settings.get("stages", ())) if isinstance(part, dict)]
     data = [part["data"] for part in parts if isinstance(part.get("data"), dict)]
-    names = [each["name"] for one in data for each in one.get("train") or ()] + [one.get("stream", "") for one in data]
+    trains = [each if isinstance(each, dict) else {"path": each} for one in data for each in one.get("train") or ()]
+    names = [each.get("name") or Path(str(each.get("path", ""))).name for each in trains]
+    names += [one.get("stream", "") for one in data]
     return [name for name in dict.fromkeys(names) if name]
