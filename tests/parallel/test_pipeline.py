@@ -199,7 +199,7 @@ def held_in_a_step(rank: int, world: int) -> tuple[Held, memory.Memory]:
         batches = [models.batch(1, 10 * micro + mesh.index("dp_shard")) for micro in range(run.micro_batches)]
         gradients(run, batches)
     assert len(seen) == run.micro_batches == len(documents) == 4
-    valid = SimpleNamespace(name="of", batches=lambda *_: [models.batch(2)], bits_per_byte=float)
+    valid = SimpleNamespace(name="of", rounds=lambda *_: 1, batches=lambda *_: [models.batch(2)], bits_per_byte=float)
     assert validate(run, [valid], lambda: None)["valid/of/loss"] > 0  # type: ignore[list-item]
     assert documents == [None] * 6, "without mask_documents no stage sees documents, in training or in validation"
     most = Held(*(max(getattr(held, name) for held in seen) for name in ("gradients", "gathered", "unit")))

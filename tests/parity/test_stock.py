@@ -408,7 +408,7 @@ def test_what_cannot_be_trained_is_said(
 ) -> None:
     folder = made("ernie4_5_moe")
     for word, says in {
-        "mesh.tp=2": "mesh.tp is 2", "model.recompute=full": "model.recompute is full", "model.compile=true": "model.compile is true",
+        "model.recompute=full": "model.recompute is full", "model.compile=true": "model.compile is true",
         "data.mask_documents=true": "write data.mask_documents=false", "lora.rank=4": "lora.rank is 4",
         "model.random=true": "model.random is true",
     }.items():  # fmt: skip

@@ -145,12 +145,12 @@ def numbers(version: str) -> tuple[int, ...]:
 def again(*words: str) -> list[str]:
     """Return the command line that runs `upcycle` with these words in a new process of this Python.
 
-    -P: no folder of the user's hides our packages, which `python -m upcycle` would look for in the current folder.
+    -P: no folder of the user's hides our packages, which `python -m upcycle` would look for in the current folder. A
+    clone comes first on the path, so that no installed version hides it.
     """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    code = (
-        f"import sys; {root!r} in sys.path or sys.path.insert(0, {root!r}); from upcycle.cli import main; main.script()"
-    )
+    first = "" if root.endswith("-packages") else f"sys.path.insert(0, {root!r}); "
+    code = f"import sys; {first}from upcycle.cli import main; main.script()"
     return [sys.executable, "-P", "-c", code, *words]
 
 

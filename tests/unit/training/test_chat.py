@@ -313,7 +313,10 @@ def test_parquet_and_the_hub(plain: Path, tmp_path: Path) -> None:
 ASK = {"role": "user", "content": "a"}
 BAD: list[tuple[Any, str]] = [
     ([1], r"line 1 of .*a\.jsonl is \[1\]; it must have keys"),
-    ({"text": "x"}, "has no messages, no conversations and no prompt with a completion; name its column: FILE#COLUMN"),
+    (
+        {"text": "x"},
+        "has no messages, no conversations and no prompt with a completion but text; name the conversation's column, FILE#COLUMN",
+    ),
     ({"prompt": "x"}, "has no messages"),
     ({"messages": "x"}, r"line 1 of .*, messages, is 'x'; it must be a list of messages"),
     ({"messages": []}, r"is \[\]; it must be a list"),

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.parallel.ranks import run
+from training.config.schema import ModelConfig
 from training.data.mixture import DataConfig
 from training.estimating import bench
 from training.estimating.measure import TINY
@@ -65,7 +66,7 @@ def of_a_layer(rank: int, world: int, architecture: dict[str, Any]) -> float:
     for layers in LAYERS:
         config = bench.BenchConfig(
             architecture=architecture, layers=layers, data=DataConfig(sequence=16), batch=2 * world, micro_batch=1, optimizer=True,
-            weights="float32", mesh=MeshConfig(ep=world), warmup=2, steps=1,
+            weights="float32", model=ModelConfig(dtype="bfloat16"), mesh=MeshConfig(ep=world), warmup=2, steps=1,
         )  # fmt: skip
         with patch.object(bench, "timed", once), patch.object(bench, "BLOCKS", 1):
             bench.measured(config, bench.spec_of(config), torch.device("cpu"))

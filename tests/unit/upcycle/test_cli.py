@@ -75,7 +75,7 @@ def test_the_first_rank_speaks_for_all(interrupting: Path) -> None:
     ("words", "said"),
     [
         (["verfy"], "there is no command 'verfy'; did you mean 'verify'?"),
-        (["verify", "a", "b", "--tokens", "3"], "--tokens is no key=value; write tokens=VALUE, or tokens=true"),
+        (["verify", "a", "b", "--tokens", "3"], "--tokens is no key=value; write tokens=3"),
         (["push", "a", "b/c", "--dry-run"], "--dry-run is no key=value; write dry_run=VALUE, or dry_run=true"),
         (["train", "--data.seed=3"], "--data.seed=3 is no key=value; write data.seed=3"),
         (["verify", "a"], "write DENSE MOE [key=value ...]"),
