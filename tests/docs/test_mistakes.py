@@ -115,7 +115,7 @@ MISTAKES = [
     ('the output is the model', 'train t.yaml output=llama', 'write output=FOLDER, one that is new, empty, or of the run t'),
     ('other data for a run that is there', 'train t.yaml output=run data.train=[other-text]', 'some come twice and some never)'),
     ('another model for a run that is there', 'train t.yaml output=run model.source=wide', 'set them back, choose another output, or write resume.allow='),
-    ('a mesh of more than there are', 'train t.yaml output=new model.source=moe mesh.ep=4', 'try mesh.ep=1'),
+    ('a mesh of more than there are', 'train t.yaml output=new model.source=moe mesh.ep=4', 'try mesh.ep=1, or start 4 processes: nproc=4'),
     ('a GPU that is not there', 'train t.yaml output=new device=cuda', 'write device=cpu, or leave it out'),
     ('half precision', 'train t.yaml output=new model.dtype=float16', 'it must be one of bfloat16, float32, float64'),
     ('a typo in the backend', 'train t.yaml output=new model.source=moe model.expert_backend=groupd', "did you mean 'grouped'?"),

@@ -38,6 +38,7 @@ from training.checkpoint.layout import Origin
 from training.cli.estimate import main as plan
 from training.cli.export import main as export
 from training.cli.prepare import main as prepare
+from training.config.reading import read_config
 from training.config.schema import ModelConfig
 from training.model.decoder import Decoder
 from training.model.stock.model import Stock, StockMoE, on_meta
@@ -45,6 +46,7 @@ from training.model.stock.probe import read_blocks
 from training.observe.metrics import read as read_metrics
 from training.parallel.mesh import MeshConfig, ParallelMesh
 from training.parallel.shard import parallelize
+from training.run.preflight import preflight
 from upcycle.arch.spec import DenseSpec, MoESpec
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -404,7 +406,7 @@ def test_routers_are_read_as_they_compute() -> None:
 
 
 def test_what_cannot_be_trained_is_said(
-    made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = made("ernie4_5_moe")
     for word, says in {
@@ -415,6 +417,9 @@ def test_what_cannot_be_trained_is_said(
         assert train([*words(folder, data, tmp_path / "never"), word]) == 2
         said = capsys.readouterr().err.strip()
         assert says in said and "transformers' own code" in said and "\n" not in said
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"mesh\.tp is 2.*transformers' own code"):
+        patch.setenv("WORLD_SIZE", "2")  # in one process the mesh itself is refused
+        preflight(read_config("", [*words(folder, data, tmp_path / "never"), "mesh.tp=2"]))
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     gone = {name: tensor for name, tensor in tensors.items() if "experts.3.up_proj" not in name}

@@ -11,6 +11,7 @@ from training.observe.flops import model_flops
 from upcycle.planning.size import dense_flops, dense_parameters
 
 AMOUNT = re.compile(r"([\d.]+(?:e[+-]?\d+)?) ?([KMBT]?) ?(tokens|FLOPs|GPU-hours|)", re.IGNORECASE)
+TOKENS_ALONE = ("seen", "tokens")  # keys that no other unit goes with
 ABSURD = 1e30  # FLOPs, tokens or GPU-hours, of which nobody has so many
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -22,8 +23,8 @@ def amount(key: str, text: str) -> tuple[float, str]:
         number = float(found[1]) * UNITS[found[2].lower()] if found else 0.0
     except ValueError:
         number = 0.0
-    if not 0 < number < ABSURD or not found or (key == "seen" and found[3].lower() not in ("", "tokens")):
-        units = "" if key == "seen" else ', "1e22 FLOPs" or "5000 GPU-hours"'
+    if not 0 < number < ABSURD or not found or (key in TOKENS_ALONE and found[3].lower() not in ("", "tokens")):
+        units = "" if key in TOKENS_ALONE else ', "1e22 FLOPs" or "5000 GPU-hours"'
         raise ValueError(f'{key} is {text!r}; write for instance {key}="100B tokens"{units}')
     return number, found[3].lower() or "tokens"
 

@@ -101,8 +101,8 @@ def check_asked(asked: RecommendConfig) -> tuple[int, hardware.Hardware, float]:
         raise ValueError(f"gpus is {asked.gpus!r}; write how many of which card, for instance gpus=8xh100")
     if not asked.tokens:
         raise ValueError("tokens is missing; write how many to train on, for instance tokens=10B")
-    number, unit = amount("tokens", asked.tokens)
-    if unit != "tokens" or number < SMALLEST:
+    number, _ = amount("tokens", asked.tokens)
+    if number < SMALLEST:
         raise ValueError(f"tokens is {asked.tokens!r}; write at least {SMALLEST:,}, for instance tokens=10B")
     return int(found[1]), hardware.read(found[2]), number
 

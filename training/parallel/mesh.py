@@ -105,7 +105,11 @@ def check(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: i
     if reason:
         near = nearest(config, world, spec, sequence)
         words = (f"mesh.{a}={getattr(near, a)}" for a in AXES if getattr(near, a) != getattr(config, a))
-        raise ValueError(f"{reason}; try {' '.join(words)}")
+        c = config
+        wanted = math.lcm(c.tp * c.cp * c.pp * c.dp_replicate, c.ep * c.etp * c.pp)
+        alone = world == 1 and not problem(config, wanted, spec, sequence)
+        more = f", or start {wanted} processes: nproc={wanted}" if alone else ""
+        raise ValueError(f"{reason}; try {' '.join(words)}{more}")
 
 
 def problem(config: MeshConfig, world: int, spec: DenseSpec | MoESpec, sequence: int) -> str:

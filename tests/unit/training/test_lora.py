@@ -254,11 +254,19 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
     [
         (["lora.rank=-1"], r"lora\.rank is -1"),
         (["lora.export=x"], r"lora\.rank is 0; write a rank"),
+        (
+            ["lora.rank=4", "mesh.pp=2", "lora.match=[layers.0]"],
+            r"mesh\.pp=2 makes a stage of layers 1 to 1, in which lora\.match=layers\.0 adapts nothing",
+        ),
         (["lora.rank=4", "model.expert_backend=quack"], r"model\.expert_backend=quack, which has no adapters"),
         (["lora.rank=4", "lora.match=[atention]"], r"'atention', which nothing.*did you mean 'attention'"),
         (["lora.rank=4", "lora.match=[router]", "optim.router_lr=0"], r"freezes every parameter"),
     ],
 )
-def test_what_cannot_be_adapted_is_a_sentence(place: Path, tmp_path: Path, words: list[str], says: str) -> None:
+def test_what_cannot_be_adapted_is_a_sentence(
+    place: Path, tmp_path: Path, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "mesh.pp=2" in words:
+        monkeypatch.setenv("WORLD_SIZE", "2")  # a mesh that the processes cannot make is refused before
     with pytest.raises(ValueError, match=says):
         preflight(config(place, tmp_path / "run", *words))

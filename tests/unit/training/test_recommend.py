@@ -68,6 +68,10 @@ def test_the_command_names_the_source_that_was_given(tmp_path: Path, capsys: pyt
         (["source=SOURCE", "gpus=8xh900", "tokens=1B"], "there is no card 'h900'.*did you mean"),
         (["source=SOURCE", "gpus=8xh100"], "tokens is missing; write how many"),
         (["source=SOURCE", "gpus=8xh100", "tokens=lots"], 'tokens is .lots.; write for instance tokens="100B tokens"'),
+        (
+            ["source=SOURCE", "gpus=8xh100", "tokens=5 GPU-hours"],
+            'tokens is .*; write for instance tokens="100B tokens"$',
+        ),
         (["source=SOURCE", "gpus=8xh100", "tokens=12"], "tokens is '12'; write at least 65,536"),
         (["source=SOURCE", "gpus=8xh100", "tokens=1B", "sequence=99999"], "sequence is 99999, and the model's context"),
     ],
