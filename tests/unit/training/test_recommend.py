@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ from tests.docs.test_docs import LLAMA3, shaped
 from tests.parity import tiny
 from training.config.reading import read_config
 from training.estimating import hardware
+from training.estimating.mappings import ranked
 from training.estimating.memory import memory
 from training.estimating.recommend import GAINS, RecommendConfig, recommend
 from training.estimating.seconds import step
 from training.run.parts import source
 from upcycle.__main__ import main
+
+CARD = hardware.read("h100")
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +42,11 @@ def test_the_command_it_prints_is_the_row_it_shows(llama: Path) -> None:
     assert config.steps * config.batch * config.data.sequence == pytest.approx(1e10, rel=0.01)
     with source(config) as origin:
         size = memory(origin.spec, config, 8)
-        hours = step(origin.spec, config, 8, hardware.read("h100"), taken=size.total).total * config.steps / 3600
+        hours = step(origin.spec, config, 8, CARD, taken=size.total).total * config.steps / 3600
+        tried = [replace(config, micro_batch=n, model=replace(config.model, recompute="full")) for n in (1, 2, 4)]
+        fastest = min(fit[0].seconds.total for each in tried if (fit := ranked(origin.spec, each, 8, CARD)[0]))
     assert f"{size.total / 1e9:10.0f}{hours:9.1f}" in rows["slices"]
+    assert hours < 1.03 * fastest * config.steps / 3600, "of all that fit, the fastest"
 
 
 def test_fewer_copies_are_recommended_only_where_more_do_not_fit(llama: Path) -> None:
