@@ -33,10 +33,13 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+# what transformers calls the cache of keys and values: 5.24 renamed it
+CACHE = "cache" if "cache" in MoeModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
 
 class UpcycledConfig(PretrainedConfig):
     model_type = "upcycled"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
     vocab_size: int = 256
     hidden_size: int = 64
@@ -221,9 +224,9 @@ class UpcycledAttention(nn.Module):
         x: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Any = None,
-        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        cache: Cache | None = kwargs.pop(CACHE, None)
         by_head = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.config.qk_norm == "full":
@@ -235,8 +238,8 @@ class UpcycledAttention(nn.Module):
         if self.layer_idx not in self.config.nope_layers:
             cos, sin = (part.unsqueeze(1) for part in position_embeddings)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         name = self.config._attn_implementation
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
         dropout = self.config.attention_dropout if self.training else 0.0
@@ -368,7 +371,7 @@ def layer_masks(config: UpcycledConfig, x: Tensor, mask: Any, positions: Tensor,
         "full_attention": create_causal_mask,
         "sliding_attention": create_sliding_window_causal_mask,
     }
-    known = {"inputs_embeds": x, "attention_mask": mask, "past_key_values": cache, "position_ids": positions}
+    known = {"inputs_embeds": x, "attention_mask": mask, CACHE: cache, "position_ids": positions}
     return {kind: make[kind](config=config, **known) for kind in dict.fromkeys(config.layer_types or [])}
 
 
@@ -400,7 +403,7 @@ class UpcycledPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["UpcycledDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -443,24 +446,27 @@ class UpcycledModel(UpcycledPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
+        cache = past_key_values if cache is None else cache
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("the model got both or none of input_ids and inputs_embeds; give one")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.embedding_multiplier != 1.0:  # rounded to the model's dtype, as Gemma was trained with
             x = x * float(torch.tensor(self.config.embedding_multiplier).to(x.dtype))
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(seen, seen + x.shape[1], device=x.device).unsqueeze(0)
-        masks = layer_masks(self.config, x, attention_mask, position_ids, past_key_values)
+        masks = layer_masks(self.config, x, attention_mask, position_ids, cache)
         angles = {kind: rotary(x, position_ids) for kind, rotary in self.rotary_emb.items()}
         for layer, kind in zip(self.layers, self.config.layer_types or [], strict=True):
             kwargs |= {"attention_mask": masks[kind], "position_embeddings": angles[kind]}
-            x = layer(x, past_key_values=past_key_values, **kwargs)
-        return MoeModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+            x = layer(x, **{CACHE: cache}, **kwargs)
+        held: dict[str, Any] = {CACHE: cache}
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(x), **held)
 
 
 class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
@@ -474,11 +480,11 @@ class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Beyond the original context longrope turns all keys by other angles: cached ones are made again (Phi-3)."""
-        rope, past = self.config.rope_parameters or {}, kwargs.get("past_key_values")
+        rope, past = self.config.rope_parameters or {}, kwargs.get(CACHE)
         original = rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else input_ids.shape[1]
         if past is not None and past.get_seq_length() <= original < input_ids.shape[1]:
             # no cache, and if the caller says how many tokens are new: all of them
-            kwargs |= dict.fromkeys(kwargs.keys() & {"past_key_values", "next_sequence_length"})
+            kwargs |= dict.fromkeys(kwargs.keys() & {CACHE, "next_sequence_length"})
         return super().prepare_inputs_for_generation(input_ids, **kwargs)  # type: ignore[misc]
 
     @can_return_tuple
@@ -493,6 +499,7 @@ class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
         routers = self.config.output_router_logits if output_router_logits is None else output_router_logits
@@ -500,9 +507,9 @@ class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            cache=past_key_values if cache is None else cache,
             output_router_logits=routers,
             output_router_choices=routers,
             **kwargs,
@@ -524,7 +531,7 @@ class UpcycledForCausalLM(UpcycledPreTrainedModel, GenerationMixin):
             loss=loss,
             aux_loss=aux_loss,
             logits=logits,
-            past_key_values=out.past_key_values,
+            **{CACHE: out.get(CACHE)},
             hidden_states=out.hidden_states,
             attentions=out.attentions,
             router_logits=out.router_logits,
