@@ -30,6 +30,7 @@ from training.model.lora import delta, pairs
 from training.model.names import plain_name
 from training.observe import metrics
 from training.parallel.collectives import gather, local, together
+from upcycle.arch.targets.upcycled import MODELING
 from upcycle.config.reading import byte_size
 from upcycle.converting import card
 from upcycle.io import disk, publish, strict
@@ -165,8 +166,8 @@ def finish(
     """Write all files but the shards `files`, and give the folder its name. `made`: the rest of the manifest."""
     for name, text in texts.items():
         disk.write_atomic(partial / name, text.encode())
-    for path in origin.files:
-        disk.copy(path, partial / path.name)
+    for path in origin.files:  # the modelling file as we ship it today, not as it was when the run began
+        disk.copy(MODELING if path.name == MODELING.name else path, partial / path.name)
     beside = [partial / name for name in (*texts, *(path.name for path in origin.files)) if name != CARD]
     manifest = {**made, "files": {**files, **publish.listed(beside)}}
     disk.write_atomic(partial / publish.MANIFEST, publish.signed(manifest))

@@ -33,6 +33,7 @@ from training.observe.metrics import read as read_metrics
 from training.run import step as step_module
 from training.run.loop import train
 from upcycle.__main__ import main as upcycle
+from upcycle.arch.targets.upcycled import MODELING
 from upcycle.io import disk, hub, publish
 
 __all__ = ["place"]  # a fixture
@@ -274,6 +275,17 @@ def test_an_export_says_where_it_comes_from_over_two_trainings(
     public = dict(hub.upload(second).files)[publish.MANIFEST]
     assert isinstance(public, bytes) and str(tmp_path).encode() not in public
     assert upcycle(["verify", str(place / "dense"), str(second)]) == 3
+
+
+def test_an_old_runs_export_has_the_modelling_file_of_today(place: Path, tmp_path: Path) -> None:
+    """One that an older version kept may not know today's transformers: 5.24 renamed the cache, and it read none."""
+    keys = ["experts=4", "granularity=2", "method=virtual_group", "top_k=2", "target=upcycled"]
+    assert upcycle(["convert", f"source={place / 'dense'}", f"output={tmp_path / 'moe'}", *keys]) == 0
+    train(read_config("", words(place, tmp_path / "run", "steps=1", f"model.source={tmp_path / 'moe'}")))
+    (tmp_path / "run" / "origin" / MODELING.name).write_text("# of an older version")
+    export(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / MODELING.name).read_bytes() == MODELING.read_bytes()
+    assert upcycle(["inspect", str(tmp_path / "out"), "check=true"]) == 0
 
 
 @pytest.mark.parametrize("target", ["upcycled", "mixtral"])
