@@ -11,7 +11,7 @@ PINS := requirements/constraints.txt
 LOCKS := requirements/lock.txt requirements/oracles.lock.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint oracles engines locks clean
+.PHONY: help demo test lint docs oracles engines locks clean
 
 help:  ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ lint: $(VENV)/installed  ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
+docs: $(VENV)/installed  ## the documentation site, in site/; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
+
 oracles: $(ORACLES)/installed  ## megatron-core and mergekit, which tests/oracles compare with
 
 engines: $(VENV)/installed $(ENGINES:%=.venv-%/installed)  ## vLLM, llama.cpp, MLX, mistral.rs on this CPU: do they read what we write? minutes
@@ -39,7 +42,7 @@ locks:  ## renew the lock files from the pins (needs uv)
 	uv pip compile $(LOCKED) requirements/oracles.txt --output-file requirements/oracles.lock.txt
 
 clean:  ## remove what make made: environments and caches
-	rm -rf $(VENV) $(ORACLES) $(ENGINES:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(ORACLES) $(ENGINES:%=.venv-%) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/installed: pyproject.toml requirements/lock.txt $(PINS)

@@ -1,8 +1,8 @@
-"""The README's journeys, walked: each one's commands, word for word and in their order, in an empty folder.
+"""Run the commands of README and of each recipe, word for word and in their order, in an empty folder.
 
 What cannot be here is replaced: the models by random ones of the same architecture, with the same keys in config.json
 and small sizes that divide as the real ones do; the texts by a few lines; the hub by files. Words added to a command
-make it small. Where the README says 8 GPUs, two processes meet over gloo; where it says nodes, two torchruns; Slurm's own
+make it small. Where a page says 8 GPUs, two processes meet over gloo; where it says nodes, two torchruns; Slurm's own
 programs are stand-ins of a few lines. Memory is planned with the true sizes, from headers without data.
 """
 
@@ -40,7 +40,9 @@ from training.estimating.seconds import step
 from training.observe.metrics import read as read_metrics
 from training.run.parts import source
 
+RECIPES = ROOT / "docs" / "recipes"
 README = (ROOT / "README.md").read_text()
+SAID = " ".join(" ".join([README, *(page.read_text() for page in sorted(RECIPES.glob("*.md")))]).split())
 CARD = 80.0  # GB of a GPU: some 85.5 are free on one of "80 GB", of which 3 are the driver's and NCCL's
 ALIASES = {"training": ["train"], "evaluation": []}
 # model, folder, and what makes it small; all the numbers of experts stay as they are
@@ -64,13 +66,23 @@ TRAINING = [
 ]
 
 
-def journey(title: str) -> list[str]:
-    """The commands of a section of the README, without their comments."""
-    section = re.search(rf"^### {re.escape(title)}.*?\n(.*?)(?=^##)", README, re.MULTILINE | re.DOTALL)
-    assert section, title
-    blocks = re.findall(r"^```\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
-    lines = re.sub(r"\\\n\s*", "", "".join(blocks)).splitlines()
-    return [found for line in lines if (found := line.split("  #")[0].strip())]
+def commands(text: str) -> list[str]:
+    """Return the commands of a page's blocks without comments, with the shell's `for` loops and braces expanded."""
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\\\n\s*", "", "".join(blocks))
+    text = re.sub(r"^for (\w+) in (.*?); do[^\n]*\n(.*?)^done$", rolled_out, text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"(\S+)\{0,1,2\}", r"\g<1>0 \g<1>1 \g<1>2", text)
+    return [found for line in text.splitlines() if (found := line.split("  #")[0].strip())]
+
+
+def rolled_out(loop: re.Match[str]) -> str:
+    name, values, body = loop.groups()
+    return "".join(body.replace(f"${name}", value) for value in values.split())
+
+
+def journey(recipe: str) -> list[str]:
+    """Return the commands of a page of docs/recipes, up to its first heading."""
+    return commands((RECIPES / f"{recipe}.md").read_text().split("\n## ")[0])
 
 
 class Walk:
@@ -228,7 +240,7 @@ def fell(folder: Path) -> None:
 
 def test_slices_on_a_laptop(walk: Walk, capsys: pytest.CaptureFixture[str]) -> None:
     place(walk.folder, "smollm2", ("train", "held-out"))
-    walk(journey("Slices of a small model"), {"upcycle train slices": TRAINING[:-1], "upcycle chat": ["tokens=4"]})
+    walk(journey("laptop"), {"upcycle train slices": TRAINING[:-1], "upcycle chat": ["tokens=4"]})
     fell(walk.folder / "runs" / "slices")
     made = json.loads((walk.folder / "slices" / "config.json").read_text())
     assert (len(made["expert_widths"]), made["model_type"]) == (16, "upcycled")
@@ -244,7 +256,7 @@ def test_llama_3_8b_on_one_node(walk: Walk) -> None:
         "upcycle eval": ["device=cpu"],
         "mesh.ep=8": ["mesh.ep=2"],
     }
-    walk(journey("Llama 3 8B"), more)
+    walk(journey("llama3-8b"), more)
     for arm in ("moe", "dense"):
         fell(walk.folder / "runs" / arm)
     # upcycled as it is read, the model began as the dense one
@@ -255,10 +267,31 @@ def test_llama_3_8b_on_one_node(walk: Walk) -> None:
     assert (walk.folder / "report.html").is_file()
 
 
+def test_the_readmes_ten_commands(walk: Walk, capsys: pytest.CaptureFixture[str]) -> None:
+    place(walk.folder, "llama3-8b", ("train", "held-out"))
+    section = README.split("\n## I have Llama")[1].split("\n## ")[0]
+    lines = commands(section)
+    assert len(lines) == 14  # ten, two of them once a seed
+    # the seeds after the first run in one process, which starts sooner
+    lines = [line.replace(" nproc=8", "") if line.split()[4:5] != ["output=runs/moe-0"] else line for line in lines]
+    more = {
+        "upcycle train": [*TRAINING[:-1], "micro_batch=2", "schedule.peak=1e-3"],
+        "nproc=8": ["mesh.ep=2"],
+        "upcycle recommend": ["sequence=64"],
+        "upcycle chat": ["device=cpu", "tokens=4", "prompt=the cat"],
+    }
+    walk(lines, more)
+    said = capsys.readouterr().out
+    assert "seeds" in said.split("Validation loss at equal tokens")[1] and "no verdict" not in said
+    assert (walk.folder / "report.html").is_file()
+    made = json.loads((walk.folder / "llama3-8b-moe" / "config.json").read_text())
+    assert (len(made["expert_widths"]), made["model_type"]) == (16, "upcycled")
+
+
 def test_nemotron_4_15b_under_slurm(walk: Walk) -> None:
     place(walk.folder, "nemotron4-15b", ("train", "held-out"))
     more = {"sbatch": [*TRAINING, "schedule.peak=1e-3"], "upcycle eval": ["device=cpu", "mesh.ep=2"]}
-    walk(journey("Nemotron-4 15B"), more)
+    walk(journey("nemotron4-15b"), more)
     fell(walk.folder / "runs" / "nemotron")
     made = json.loads((walk.folder / "nemotron4-15b-e64t8-trained" / "config.json").read_text())
     assert (len(made["expert_widths"]), made["model_type"]) == (64, "upcycled")
@@ -267,7 +300,7 @@ def test_nemotron_4_15b_under_slurm(walk: Walk) -> None:
 def test_qwen3_8b_on_two_nodes(walk: Walk) -> None:
     place(walk.folder, "qwen3-8b-base", ("train", "held-out"))
     more = {"-m training qwen3": [*TRAINING, "schedule.peak=1e-3"], "upcycle routing": ["tokens=500"]}
-    walk(journey("Qwen3 8B"), more)
+    walk(journey("qwen3-8b"), more)
     fell(walk.folder / "runs" / "qwen3")
     made = json.loads((walk.folder / "qwen3-8b-e56t7-trained" / "config.json").read_text())
     assert (len(made["expert_widths"]), made["num_experts_per_tok"], made["model_type"]) == (56, 7, "upcycled")
@@ -291,7 +324,7 @@ def test_qwen3_30b_goes_on(walk: Walk) -> None:
         "upcycle routing": ["tokens=500"],
     }
     # in one process: the other journeys train in two, which take 20 seconds to begin
-    walk([line.replace(" nproc=8", "") for line in journey("Continue Qwen3-30B-A3B")], more)
+    walk([line.replace(" nproc=8", "") for line in journey("qwen3-30b")], more)
     fell(walk.folder / "runs" / "qwen3-30b")
     found = json.loads((walk.folder / "routing.json").read_text())
     # random routers may leave the experts that go unused in a layer, so that nothing is lost there
@@ -304,7 +337,7 @@ def test_mmlu_of_dense_and_moe(walk: Walk) -> None:
     place(walk.folder, "llama3-8b", ())
     make_mmlu(walk.folder / "files")
     small = [f"data={walk.folder / 'files'}", "device=cpu", "dtype=float32", "forward_tokens=4096"]
-    walk(journey("MMLU"), {"upcycle eval": small, "mesh.ep=8": ["mesh.ep=2"]})
+    walk(journey("mmlu"), {"upcycle eval": small, "mesh.ep=8": ["mesh.ep=2"]})
     dense, moe = (logged.load(walk.folder / "runs/eval" / name).groups["mmlu"] for name in ("mmlu-dense", "mmlu-moe"))
     assert dense.items == 57 * 2
     assert dense.metrics == pytest.approx(moe.metrics)  # an exact upcycle
@@ -337,7 +370,7 @@ def test_chat_on_one_gpu(walk: Walk) -> None:
         rows(walk.folder / "text" / f"{name}.jsonl", [{"messages": talk} for talk in conversations(20, seed)])
     more = {"kind=chat": ["sequence=128"], "upcycle train chat": [*TRAINING, "mesh.ep=1", "data.sequence=128"]}
     more |= {"upcycle chat": ["device=cpu", "tokens=4", "prompt=Where is the cat?"]}
-    walk(journey("Chat, on one GPU"), more)
+    walk(journey("chat"), more)
     for run, made in {"chat": "chat-moe", "chat-lora": "chat-lora"}.items():
         fell(walk.folder / "runs" / run)
         assert (walk.folder / made / "config.json").is_file()
@@ -347,20 +380,22 @@ def test_chat_on_one_gpu(walk: Walk) -> None:
 # ---- with the true sizes
 
 
-# config and model, GPUs, words, room, and where the README says how much it is
+# config and model, GPUs, words, room, and the sentence of README or a recipe that says how much it is
 PLANNED = [
-    ("llama3-8b-slices", 8, [], CARD, "{} GB a GPU by plan"),
+    ("llama3-8b-slices", 8, [], CARD, "FLOPs, and needs {} GB a GPU by plan"),
+    ("llama3-8b-slices", 8, [], CARD, "training needs {} GB a GPU by plan, the dense"),
+    ("llama3-8b-slices", 8, ["model.upcycle=", "model.source=SOURCE"], CARD, "the dense control {} GB."),
     ("llama3-8b-slices", 8, ["model.upcycle=", "model.source=SOURCE"], CARD, "dense control, {} GB a GPU"),
     ("llama3-8b-e8t2", 8, [], CARD, "27.8 B parameters, {} GB a GPU"),
     ("llama3-8b-e8t2", 16, ["model.upcycle.layers=all"], CARD, "or {} GB on 16"),
-    ("llama3-8b-e8t2", 8, ["model.upcycle.layers=all"], 141.0, "need {} GB on 8 GPUs"),
+    ("llama3-8b-e8t2", 8, ["model.upcycle.layers=all"], 141.0, "needs {} GB on 8 GPUs"),
     (
         "llama3-8b-e8t2", 8, ["model.upcycle.layers=all", "model.recompute=experts"], 141.0,
         "`model.recompute=experts`, which is faster, {} GB on 8",
     ),
-    ("nemotron4-15b-e64t8", 32, [], CARD, "{} GB a GPU on 32"),
-    ("qwen3-30b-a3b", 8, ["model.upcycle=", "model.source=SOURCE"], CARD, "goes on, {} GB a GPU by plan"),
-    ("qwen3-8b-e56t7-shared", 16, [], CARD, "{} GB a GPU on 16"),
+    ("nemotron4-15b-e64t8", 32, [], CARD, "needs {} GB a GPU on 32 by plan"),
+    ("qwen3-30b-a3b", 8, ["model.upcycle=", "model.source=SOURCE"], CARD, "needs {} GB a GPU by plan with bfloat16"),
+    ("qwen3-8b-e56t7-shared", 16, [], CARD, "needs {} GB a GPU on 16 by plan"),
     ("qwen3-8b-e56t7-shared", 8, ["model.upcycle.experts=4", "mesh.ep=4"], CARD, "`model.upcycle.experts=4 mesh.ep=4`, {} GB"),
 ]  # fmt: skip
 
@@ -382,28 +417,30 @@ def test_it_fits_its_gpus(config: str, gpus: int, words: list[str], room: float,
     with source(run) as origin:
         size = memory(origin.spec, run, gpus).total / 1e9
     assert size < room - 3, "driver, NCCL and the allocator's waste want some too"
-    assert said.format(f"{size:.0f}") in " ".join(README.split()), f"the README does not say {size:.0f} GB"
+    assert said.format(f"{size:.0f}") in SAID, f"no page says {size:.0f} GB"
 
 
 @pytest.mark.parametrize(
     ("config", "gpus"), [("llama3-8b-slices", 8), ("nemotron4-15b-e64t8", 32), ("qwen3-8b-e56t7-shared", 16)]
 )
-def test_what_the_readme_says_a_journey_takes(config: str, gpus: int, headers: Path) -> None:
+def test_a_recipe_says_the_hours_that_are_planned(config: str, gpus: int, headers: Path) -> None:
     run = read_config(config, [f"model.upcycle.source={headers / config}"])
     with source(run) as origin:
         seconds = step(origin.spec, run, gpus, hardware.read("h100")).total
     hours = 1e11 / (run.batch * run.data.sequence) * seconds / 3600
     said = f"{hours:,.0f} hours on {gpus}, {hours * gpus:,.0f} GPU-hours, {hours * gpus * 2.5:,.0f}"
-    assert said in " ".join(README.split()), said
+    assert said in SAID, said
+    if config == "llama3-8b-slices":
+        assert f"a run of the MoE takes {hours / 10:.0f} hours on 8 H100s" in SAID
 
 
 def test_the_journeys_plan_with_the_true_sizes(headers: Path, walk: Walk, capsys: pytest.CaptureFixture[str]) -> None:
     """The same two plan commands, in a folder where the models have their real shapes: the converter's says what lies
     on disk and which command says what a GPU needs, the trainer's says that."""
     for title, folder, model in (
-        ("Llama 3 8B", "llama3-8b", "llama3-8b-slices"),
-        ("Nemotron-4 15B", "nemotron4-15b", "nemotron4-15b-e64t8"),
-        ("Qwen3 8B", "qwen3-8b-base", "qwen3-8b-e56t7-shared"),
+        ("llama3-8b", "llama3-8b", "llama3-8b-slices"),
+        ("nemotron4-15b", "nemotron4-15b", "nemotron4-15b-e64t8"),
+        ("qwen3-8b", "qwen3-8b-base", "qwen3-8b-e56t7-shared"),
     ):
         (walk.folder / folder).symlink_to(headers / model)
         plans = [command for command in journey(title) if " plan " in command or " estimate " in command]

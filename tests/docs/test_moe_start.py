@@ -1,4 +1,4 @@
-"""README's table of what starts from a model that is MoE already: each row is tried."""
+"""Try each row of docs/supported.md's table of what starts from a model that is already an MoE."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from training.cli.estimate import main as plan
 from upcycle.__main__ import main as upcycle
 
 __all__ = ["place"]  # a fixture
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "supported.md").read_text()
 
 
 def test_the_table_says_what_is_so(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    section = README[README.index("A model that is MoE already") : README.index("## Layout")]
-    rows = dict(re.findall(r"^\| (`[^|]*) \| (yes|no|beside its dense model) \|", section, re.MULTILINE))
-    assert list(rows.values()) == ["yes", "yes", "yes", "yes", "beside its dense model", "yes"]
-    assert "models that are MoE already, multi-head" not in README
+    section = PAGE[PAGE.index("## Models that are already") : PAGE.index("## Engines")]
+    rows = dict(re.findall(r"^\| (`[^|]*) \| (yes|no|with its dense model) \|", section, re.MULTILINE))
+    assert list(rows.values()) == ["yes", "yes", "yes", "yes", "with its dense model", "yes"]
 
     moe = tmp_path / "moe"
     assert upcycle(["convert", f"source={place / 'dense'}", "target=mixtral", "experts=4", f"output={moe}"]) == 0

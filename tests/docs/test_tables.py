@@ -1,6 +1,6 @@
-"""The README's tables of families, targets and backends are what the code says.
+"""Compare docs/supported.md's tables of families, targets and backends with the code.
 
-python -m tests.docs.test_tables        writes all but the last anew
+python -m tests.docs.test_tables        writes all except the last again
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from upcycle.arch.abilities import Abilities, refusals
 from upcycle.arch.spec import DenseSpec, MoESpec
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "supported.md"
 TARGETS = plugin.names("upcycle.arch.targets")
 # natives, and the configs of their shapes
 SHAPES = {
@@ -154,14 +154,14 @@ TABLES = {"natives": natives, "families": families, "targets": targets, "sibling
 
 
 def between(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(<!-- {name}: .*? -->\n)(.*?)(?=\n<!-- end -->)", re.DOTALL)
+    return re.compile(rf"(<!-- {name}: .*? -->\n)(.*?)(?=\n?<!-- end -->)", re.DOTALL)
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_table_is_what_the_code_says(name: str) -> None:
-    found = between(name).search(README.read_text())
+    found = between(name).search(PAGE.read_text())
     assert found
-    assert found[2] == TABLES[name](), "the README is out of date; run python -m tests.docs.test_tables"
+    assert found[2] == TABLES[name](), "docs/supported.md is out of date; run python -m tests.docs.test_tables"
 
 
 def test_upcycled_holds_everything() -> None:
@@ -171,19 +171,19 @@ def test_upcycled_holds_everything() -> None:
 
 
 def test_every_backend_is_in_the_table() -> None:
-    section = README.read_text().split("## Backends")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## Backends")[1].split("\n## ")[0]
     named = set(re.findall(r"^\|[^|]*\| `(\w+)`", section, re.MULTILINE))
     here = {name for folder in ("experts", "dispatch") for name in plugin.names(f"training.{folder}")} - {"common"}
     assert named == here
 
 
 def write() -> None:
-    text = README.read_text()
+    text = PAGE.read_text()
     for name, table in TABLES.items():
         found = between(name).search(text)
         assert found
-        text = f"{text[: found.start(2)]}{table()}{text[found.end(2) :]}"
-    README.write_text(text)
+        text = f"{text[: found.start(2)]}{table()}\n{text[found.end(2) :].lstrip(chr(10))}"
+    PAGE.write_text(text)
 
 
 if __name__ == "__main__":
