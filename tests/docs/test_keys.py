@@ -1,6 +1,6 @@
-"""docs/config.md: every key of every command, with its default and with what its comment in the source says.
+"""Check docs/config.md: every key of every command, with its default and the comment in its source.
 
-python -m tests.docs.test_keys        writes it anew
+python -m tests.docs.test_keys        writes the page again
 """
 
 from __future__ import annotations
@@ -47,46 +47,46 @@ from upcycle.converting import grow
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 # title, what is said above the table, the class; keys of a part that an earlier table has are not listed again
 TABLES: list[tuple[str, str, type[Any]]] = [
-    ("upcycle plan, upcycle convert", "And `model.upcycle` of training.", UpcycleConfig),
-    ("upcycle plan", "Besides those above.", PlanKeys),
+    ("upcycle plan, upcycle convert", "Training has the same keys in `model.upcycle`.", UpcycleConfig),
+    ("upcycle plan", "In addition to the keys above.", PlanKeys),
     ("upcycle verify", "", VerifyKeys),
     ("upcycle inspect", "", InspectKeys),
     ("upcycle push", "", PushKeys),
     ("upcycle prepare", "", PrepareConfig),
-    ("upcycle prepare OUTPUT", "Besides those above.", PrepareKeys),
-    ("upcycle train", "And upcycle estimate.", TrainConfig),
-    ("upcycle train: one of stages", "Keys that are left out are those of the run.", StageConfig),
-    ("upcycle train: one of data.train", "A folder of token shards alone is its `path`.", TrainSource),
-    ("upcycle train: one of data.valid", "A folder of token shards alone is its `path`.", ValidSource),
+    ("upcycle prepare OUTPUT", "In addition to the keys above.", PrepareKeys),
+    ("upcycle train", "`upcycle estimate` has the same keys.", TrainConfig),
+    ("upcycle train: one of stages", "A stage takes the keys that it leaves out from the run.", StageConfig),
+    ("upcycle train: one of data.train", "A folder name alone sets `path`.", TrainSource),
+    ("upcycle train: one of data.valid", "A folder name alone sets `path`.", ValidSource),
     ("upcycle export", "", ExportKeys),
     ("upcycle recommend", "", RecommendConfig),
-    ("upcycle estimate", "Besides those of training.", EstimateConfig),
+    ("upcycle estimate", "In addition to the keys of training.", EstimateConfig),
     ("upcycle estimate measure=FILE", "", MeasureConfig),
-    ("upcycle bench", "Besides those of training.", BenchConfig),
+    ("upcycle bench", "In addition to the keys of training.", BenchConfig),
     ("upcycle eval", "", RunConfig),
-    ("python -m evaluation lm-eval", "Of `--model upcycle --model_args key=value,key=value`.", harness.ModelConfig),
+    ("python -m evaluation lm-eval", "For `--model upcycle --model_args key=value,key=value`.", harness.ModelConfig),
     ("upcycle chat", "", ChatConfig),
     ("upcycle compare", "", CompareConfig),
     ("upcycle routing", "", RoutingConfig),
     ("upcycle report", "", ReportConfig),
-    ("upcycle study", "The keys of an arm are those of training.", StudyConfig),
-    ("upcycle study: sample", "What makes OUTPUT/sample.", SampleConfig),
+    ("upcycle study", "An arm has the keys of training.", StudyConfig),
+    ("upcycle study: sample", "The keys that make OUTPUT/sample.", SampleConfig),
     ("benchmarks.evaluation", "", evaluation_bench.BenchConfig),
-    ("examples.demo", "Besides those of a sample.", demo.DemoConfig),
+    ("examples.demo", "In addition to the keys of a sample.", demo.DemoConfig),
 ]
-HEAD = """# Keys
+HEAD = """# Config keys
 
-Back to the [README](../README.md).
+This page lists every key of every command, with its default. Write keys in a YAML file or as `key=value` words on the command line:
+`a.b=1` on the command line is `a: {b: 1}` in a file, `[a,b]` is a list, and nothing after `=` is the empty text. An unknown key is
+refused with the nearest right one. `nproc=8` starts 8 processes of convert, prepare, train, export, estimate, bench or eval.
 
-What a config file and `key=value` words may hold, command by command: written by `python -m tests.docs.test_keys` from the
-dataclasses that read them. `nproc=8` starts so many processes of convert, prepare, train, export, estimate, bench or eval.
-`a.b=1` on a command line is `a: {b: 1}` in a file; `[a,b]` is a list, nothing after `=` the
-empty text. A key that is not here is refused with the nearest one that is.
+Ready configs are in `configs/`; name one without its folder: `upcycle train slices`. `python -m tests.docs.test_keys` writes this
+page from the source.
 """
 
 
 def meanings(kind: type[Any]) -> dict[str, str]:
-    """The comment beside each field, after the lines of comment right above it; inherited fields included."""
+    """Return the comment of each field, inherited ones included: the lines above it, then the end of its own line."""
     before = [meanings(base) for base in kind.__bases__ if dataclasses.is_dataclass(base)]
     source = inspect.getsource(kind)
     lines = source.splitlines()
@@ -114,7 +114,7 @@ def default_of(field: dataclasses.Field[Any]) -> str:
 
 
 def rows(kind: type[Any], known: set[type[Any]], before: str = "") -> list[tuple[str, str, str]]:
-    """Key, default, meaning; the keys of a part begin with the part's name."""
+    """List key, default and meaning; the keys of a nested config begin with its name."""
     known.add(kind)
     found, hints, said = [], get_type_hints(kind), meanings(kind)
     tables = {kind for _, _, kind in TABLES}
@@ -153,7 +153,7 @@ def page() -> str:
             options = {name: rows(options, set(), "method.") for name, options in methods().items()}
             found = [(f"method.name={name} {key}", *rest) for name, its in options.items() for key, *rest in its]
             without = ", ".join(f"`{name}`" for name, its in options.items() if not its)
-            lines += [f"A method's own keys ({without} have none):", "", *table(found)]
+            lines += [f"Keys of single methods ({without} have none):", "", *table(found)]
     return "\n".join(lines).rstrip() + "\n"
 
 
