@@ -1,10 +1,10 @@
-"""Attention over a whole sequence, between the projections; context.py and evaluation put other functions in its place.
+"""Attention over a whole sequence, between the projections; context.py and evaluation replace it by other functions.
 
-SDPA computes plain causal attention. Documents and windows would need a mask of S * S and slow kernels there, so on a
-GPU FlexAttention skips what is hidden, in blocks of 128 x 128 that `look` lists once a forward without waiting for the
-device. A soft cap bends logits before the softmax: in blocks FlexAttention does it, elsewhere plain torch with all
-logits in memory. Sinks take their share by the log-sum-exp, which FlexAttention and the kernels of kernels/attention.py
-tell.
+SDPA computes plain causal attention. For documents and windows it would need a mask of S * S and slow kernels, so on a
+GPU FlexAttention skips hidden blocks of 128 x 128; `look` lists the blocks once a forward without waiting for the
+device. A soft cap changes logits before the softmax: FlexAttention applies it with blocks, and plain torch otherwise,
+with all logits in memory. Sinks take their share of the softmax from the log-sum-exp, which FlexAttention and the
+kernels of kernels/attention.py return.
 
 B sequences, S positions, H query heads, G key heads, A dimensions of a head, N = S / 128 blocks."""
 
@@ -24,23 +24,23 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from training.kernels import attention as kernel
 
-# cuDNN's kernel first: forward and backward at 492 TFLOP/s on an H200, where Flash-2, the default, reaches 274
+# cuDNN's kernel first: its forward and backward reach 492 TFLOP/s on an H200, and Flash-2, the default, reaches 274
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-ORDER = [int(backend) for backend in BACKENDS]  # type: ignore[call-overload]  # as torch itself does
+ORDER = [int(backend) for backend in BACKENDS]  # type: ignore[call-overload]  # the form in which torch stores its order
 BLOCK = 128  # FlexAttention's own default
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What positions may look at besides causality; the same in all layers of a forward."""
+    """The limits of attention in addition to causality; all layers of a forward share one object."""
 
     documents_BS: Tensor | None = None
-    blocks: Mapping[int | None, BlockMask] = field(default_factory=dict)  # by window; none where SDPA attends
-    found: dict[Any, Any] = field(default_factory=dict)  # what attention worked out in one layer, for the others
+    blocks: Mapping[int | None, BlockMask] = field(default_factory=dict)  # by window; empty where SDPA attends
+    found: dict[Any, Any] = field(default_factory=dict)  # results that attention computes in one layer for the others
 
 
 class Attend(Protocol):
-    """Attend to positions j <= i of the same document and within the window; `sink_H` are the logits of sinks."""
+    """Attend to positions j <= i of the same document and within the window; `sink_H` holds the sinks' logits."""
 
     def __call__(
         self, q_BSHA: Tensor, k_BSGA: Tensor, v_BSGA: Tensor, seen: Seen, sink_H: Tensor | None = None
@@ -81,7 +81,7 @@ class Sdpa:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, sink_H: Tensor) -> Tensor:
-        """Attend with sinks, and make the mask once for all layers that hide alike."""
+        """Attend with sinks; layers with the same window share one mask."""
         if self.window not in seen.found:
             mask = visible(q.shape[2], self.window, seen.documents_BS, q.device)
             bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, kernel.NEVER)
@@ -90,15 +90,16 @@ class Sdpa:
 
 
 def fastest_first() -> AbstractContextManager[Any]:
-    """Let SDPA take the first of BACKENDS that can; entering costs eighty calls, so a forward does it once for all
-    layers."""
+    """Return a context in which SDPA takes the first of BACKENDS that can run.
+
+    Entering it costs eighty calls, so a forward enters it once for all layers."""
     if not torch.compiler.is_compiling() and torch._C._get_sdp_priority_order()[: len(ORDER)] == ORDER:
         return nullcontext()
     return sdpa_kernel(BACKENDS, set_priority=True)
 
 
 def visible(length: int, window: int | None, documents_BS: Tensor | None, device: torch.device) -> Tensor | None:
-    """Return [B or 1, 1, S, S], True where a token may look, or None if it may look at everything before it."""
+    """Return a mask [B or 1, 1, S, S], True where a token may look, or None if causality is the only limit."""
     if documents_BS is None and (window is None or window >= length):
         return None
     at = torch.arange(length, device=device)
@@ -109,7 +110,7 @@ def visible(length: int, window: int | None, documents_BS: Tensor | None, device
     return mask[None, None] & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
 
 
-# ---- in blocks, on a GPU
+# ---- block masks, on a GPU
 
 
 def look(
@@ -120,10 +121,10 @@ def look(
     dtype: torch.dtype,
     capped: bool = False,
 ) -> Seen:
-    """Return what positions see in a forward of `dtype`, in blocks for the `windows` of layers, or everywhere if
-    `capped`.
+    """Return the limits of attention for a forward in `dtype`, with block masks for those of the layers' `windows` that
+    need one; if `capped`, all of them do.
 
-    Blocks are for 16 bits on CUDA: wider dtypes check gradients, and a sequence of one block has a small mask."""
+    Only 16 bits on CUDA use block masks: wider dtypes check gradients, and a sequence of one block has a small mask."""
     blocks: dict[int | None, BlockMask] = {}
     if device.type == "cuda" and dtype.itemsize == 2 and length > BLOCK:
         for window in set(windows):
@@ -133,7 +134,7 @@ def look(
 
 
 def block_mask(documents_BS: Tensor | None, length: int, window: int | None, device: torch.device) -> BlockMask:
-    """Return the blocks that hold something to see, found from each block's first and last position and document."""
+    """Return the mask of blocks that hold visible pairs, from each block's first and last position and document."""
     count = -(-length // BLOCK)
     first_N = torch.arange(count, device=device) * BLOCK
     last_N = first_N + BLOCK - 1
@@ -152,7 +153,7 @@ def block_mask(documents_BS: Tensor | None, length: int, window: int | None, dev
         nonempty, whole = nonempty & overlap, whole & overlap & single[:, :, None] & single[:, None, :]
     partial = nonempty & ~whole
     (part, part_at), (full, full_at), (q_part, q_part_at), (q_full, q_full_at) = listed(
-        torch.stack((partial, whole, partial.mT, whole.mT))  # backward goes by columns
+        torch.stack((partial, whole, partial.mT, whole.mT))  # backward reads columns
     )
     return BlockMask(
         seq_lengths=(length, length),
@@ -170,14 +171,14 @@ def block_mask(documents_BS: Tensor | None, length: int, window: int | None, dev
 
 
 def listed(chosen_XBNN: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each table how many columns of each row are chosen, and all columns with the chosen ones first."""
+    """Yield, for each table, the number of chosen columns of each row, and all columns with the chosen ones first."""
     order = chosen_XBNN.byte().argsort(dim=-1, descending=True, stable=True).int()
     count = chosen_XBNN.sum(-1, dtype=torch.int32)
     return zip(count[:, :, None], order[:, :, None], strict=True)
 
 
 def rule(documents_BS: Tensor | None, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return `visible` for one pair of positions."""
+    """Return a function that says whether one position sees another, by the same rule as `visible`."""
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = q >= k
@@ -188,7 +189,7 @@ def rule(documents_BS: Tensor | None, window: int | None) -> Callable[[Tensor, T
     return sees
 
 
-@functools.cache  # one function a cap: for another one it would be compiled anew
+@functools.cache  # one function object a cap: a new object would be compiled again
 def bending(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
     def bend(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -197,24 +198,24 @@ def bending(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Te
 
 
 def flex(*given: Any, **named: Any) -> Any:
-    """Call FlexAttention compiled; inside a compiled layer it is already."""
+    """Call FlexAttention, compiled unless the layer around it is already compiled."""
     if torch.compiler.is_compiling():
         return flex_attention(*given, **named)
-    # a variant for each size and window, with and without gradients; by default the 9th would run uncompiled, on all
-    # pairs of positions. Before torch 2.13 the gradient of what comes back would be copied into another order
+    # each size and window, with and without gradients, compiles a variant; by default the 9th would run uncompiled, on
+    # all pairs of positions. Before torch 2.13 the output's gradient would be copied into another memory order
     with torch._dynamo.config.patch(recompile_limit=256), kept_strides():
         return compiled_flex()(*given, **named)
 
 
 def kept_strides() -> Any:
-    """Let gradients lie in memory as their tensors do, which is torch's default from 2.13 on."""
-    name = "guess_tangent_strides_as_outputs"  # which is to go one day, says a comment beside it
+    """Return a context in which gradients have their tensors' memory order, which is torch's default from 2.13 on."""
+    name = "guess_tangent_strides_as_outputs"  # a comment in torch says that this option will be removed
     config = torch._functorch.config
     return nullcontext() if getattr(config, name, True) else config.patch({name: True})
 
 
 def tiles(q_BHSA: Tensor) -> dict[str, int] | None:
-    """Return the forward kernel's tiles where others than torch's own are faster (docs/performance.md)."""
+    """Return tiles for the forward kernel where they are faster than torch's, else None (docs/performance.md)."""
     hopper = q_BHSA.is_cuda and torch.cuda.get_device_capability(q_BHSA.device)[0] == 9
     return {"fwd_BLOCK_N": 64} if hopper and q_BHSA.shape[-1] == 64 and q_BHSA.element_size() == 2 else None
 

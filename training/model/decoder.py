@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers, last norm, head. Dense if it is given a DenseSpec, MoE if an MoESpec."""
+"""The decoder: embedding, layers, last norm, head. A DenseSpec makes a dense model, an MoESpec an MoE model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from upcycle.arch.spec import DenseSpec, MoESpec
 
 
 class Layer(nn.Module):
-    region: Region  # replaced by recompute: around the half that attends
+    region: Region  # replaced by recompute: around the attention half
 
     def __init__(self, dense: DenseSpec, moe: MoESpec | None, layer: int, experts: Backend | None) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Layer(nn.Module):
         return x_BSD + self.scaled(ffn(normed_BSD))
 
     def attended(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None, seen: Seen) -> tuple[Tensor, Tensor]:
-        """Return the stream, and what attention adds to it."""
+        """Return the residual stream and the term that attention adds to it."""
         if self.block == "post":
             return x_BSD, self.scaled(self.attn_norm(self.attention(x_BSD, cos, sin, seen)))
         x_BSD, normed_BSD = self.attn_norm.added(self.attn_norm, x_BSD, None)
@@ -63,14 +63,14 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Compute all layers, or the consecutive layers of a pipeline's stage; a tied matrix is in the first and last
-    stage."""
+    """Compute all layers, or the consecutive layers of one pipeline stage; the first and the last stage both hold a
+    tied matrix."""
 
-    # replaced by run/parts.py, in the decoder that holds the modules of several parts
+    # replaced by run/parts.py in a decoder that holds the modules of several stages
     embed: nn.Embedding | None
     final_norm: Norm | None
-    head: Linear | None  # by bench too, which may time layers alone
-    last: bool  # by bench and teacher
+    head: Linear | None  # also replaced by bench, which may time layers alone
+    last: bool  # replaced by bench and teacher
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         experts: str = DEFAULT,
         compute: torch.dtype = torch.float32,
     ) -> None:
-        """Hold the layers `part` (all if None), computed in dtype `compute` by the backend `experts`."""
+        """Create the layers `part` (None: all), which compute in dtype `compute` with the expert backend `experts`."""
         super().__init__()
         self.moe = spec if isinstance(spec, MoESpec) else None
         self.dense = spec.dense if isinstance(spec, MoESpec) else spec
@@ -88,14 +88,14 @@ class Decoder(nn.Module):
         d = self.dense
         if d.carried is not None:
             raise ValueError(
-                f"our own decoder has no {d.family}, which is trained in transformers' own code and nothing else here; "
+                f"our own decoder cannot compute {d.family}, which only transformers' own code trains here; "
                 "export it, and evaluate the folder with model=hf"
             )
         part = range(d.layers) if part is None else part
         self.first, self.last = part.start == 0, part.stop == d.layers
         found = None if self.moe is None else backend(experts)
         self.embed = nn.Embedding(d.vocab, d.hidden) if self.first or (self.last and d.tied) else None
-        # keyed by number, so that a part's layers have their names in the whole model
+        # keyed by number, so that layers of a stage have the same names as in the whole model
         self.layers = nn.ModuleDict({str(i): Layer(d, self.moe, i, found) for i in part})
         self.final_norm = norm(d) if self.last else None
         self.head = Linear(d.hidden, d.vocab) if self.last and not d.tied else None
@@ -107,9 +107,10 @@ class Decoder(nn.Module):
         documents_BS: Tensor | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """Return hidden states after this part's layers, normed after the last one. `x` is tokens [B, S], or in a later
-        stage hidden states [B, S, D]. `length` is that of whole sequences where ranks hold shares, for some rotary
-        frequencies."""
+        """Return the hidden states after this stage's layers; the last stage applies the final norm.
+
+        `x` is tokens [B, S] in the first stage, and hidden states [B, S, D] in later stages. `length` is the length of
+        whole sequences if ranks hold shares of them; some rotary frequencies depend on it."""
         x_BSD = self.embedded(x) if self.first else x
         if positions_BS is None:
             positions_BS = torch.arange(x.shape[1], device=x.device)[None]
@@ -131,12 +132,12 @@ class Decoder(nn.Module):
     def embedded(self, tokens_BS: Tensor) -> Tensor:
         assert self.embed is not None
         x_BSD = functional.embedding(tokens_BS, self.embed.weight).to(self.compute)
-        if self.dense.embed_scale != 1.0:  # rounded as Gemma was trained
+        if self.dense.embed_scale != 1.0:  # rounded to the dtype first, as Gemma was trained
             x_BSD = x_BSD * float(torch.tensor(self.dense.embed_scale, dtype=self.compute))
         return x_BSD
 
     def compile_parts(self) -> None:
-        """Compile layer by layer (the first is compiled, the rest come from the cache), and the last norm."""
+        """Compile each layer by itself, so that later layers come from the compile cache, and the last norm."""
         for part in (*self.layers.values(), self.final_norm):
             if part is not None:
                 part.compile()
@@ -157,8 +158,9 @@ class Decoder(nn.Module):
         length: int | None = None,
         lesson: Lesson | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Return hidden states before the last part, else logits, or the loss of labels; with a lesson, its three
-        numbers."""
+        """Return hidden states before the last stage, else logits, or with labels the loss.
+
+        With a lesson, return the three numbers of taught_cross_entropy."""
         x_BSD = self.hidden(x, positions_BS, documents_BS, length)
         if not self.last:
             return x_BSD
@@ -176,6 +178,7 @@ class Decoder(nn.Module):
         documents_BS: Tensor | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """Return the sum of -log p(label) in nats over labels that are not negative, without holding all logits."""
-        nats: Tensor = self(tokens_BS, positions_BS, documents_BS, labels_BS, length)  # a call, for the hooks of FSDP
+        """Return the sum of -log p(label) in nats over labels that are not negative, without storing all logits."""
+        # self() instead of self.forward(), so that FSDP's hooks run
+        nats: Tensor = self(tokens_BS, positions_BS, documents_BS, labels_BS, length)
         return nats

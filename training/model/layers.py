@@ -1,4 +1,4 @@
-"""Linear, norm, attention, dense FFN: what a layer is made of besides experts."""
+"""The parts of a layer except the experts: linear, norm, attention, dense FFN."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from training.model.attention import Attend, Sdpa, Seen
 from upcycle.arch.ffn import ACTIVATIONS
 from upcycle.arch.spec import DenseSpec
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x, a weight and a bias
-# The function to call in place of one: what it makes is kept for backward, or computed once more. No function of ours
-# is around the call: where a graph breaks within, a compiler would make a frame of that, one for inputs of different
-# dimensions, whose sizes are symbols to it; and by a symbol no kernel can be chosen
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # arguments: x, weight, bias
+# Maps a function to a function that is called in its place and that keeps its results for backward or recomputes them.
+# A region returns a function instead of calling it: after a graph break, torch.compile would compile a caller of ours
+# as one frame for inputs of different dimensions, their sizes would be symbols, and kernels cannot be chosen by symbols
 Region = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep everything for backward."""
+    """Return the function unchanged, so that autograd keeps everything for backward."""
     return function
 
 
 def uncompiled(region: Region) -> Region:
-    """Return the same region outside of what is compiled."""
+    """Return the same region, excluded from torch.compile."""
 
     def run(function: Callable[..., Any], *inputs: Any) -> Any:
         return region(function)(*inputs)
@@ -39,13 +39,13 @@ def uncompiled(region: Region) -> Region:
 
 
 class Linear(nn.Module):
-    """Compute x W^T + b in x's dtype, and with adapters low * (x A^T) B^T more."""
+    """Compute x W^T + b in x's dtype; with adapters, add low * (x A^T) B^T."""
 
-    product: Product  # replaced by transformer_engine: its own
-    # by shard: this rank's part of a divided one
+    product: Product  # replaced by transformer_engine with its own product
+    # replaced by shard: this rank's part of a divided weight
     matrix: Callable[[Linear, torch.dtype], tuple[Tensor, Tensor | None]]
-    pair: Callable[[Linear, torch.dtype], tuple[Tensor, Tensor]]  # and of its adapters
-    low: float = 0.0  # by lora, which then gives it lora_a and lora_b: what their product is multiplied with
+    pair: Callable[[Linear, torch.dtype], tuple[Tensor, Tensor]]  # replaced by shard: this rank's part of the adapters
+    low: float = 0.0  # scale of the product of lora_a and lora_b; lora sets all three
     lora_a: Tensor
     lora_b: Tensor
 
@@ -61,23 +61,23 @@ class Linear(nn.Module):
 
 
 def whole_matrix(linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """(weight, bias) to compute with."""
+    """Return (weight, bias) in `dtype`."""
     return linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
 
 
 def whole_pair(linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The adapters to compute with."""
+    """Return the adapters (A, B) in `dtype`."""
     return linear.lora_a.to(dtype), linear.lora_b.to(dtype)
 
 
 def adapted(linear: Linear, x: Tensor) -> Tensor:
-    """Return what the adapters add for x."""
+    """Return the term that the adapters add to the output for x."""
     a, b = linear.pair(linear, x.dtype)
     return functional.linear(functional.linear(x, a), b) * linear.low
 
 
 def merged_matrix(linear: Linear, dtype: torch.dtype) -> Tensor:
-    """Return the weight to compute with, its adapters merged."""
+    """Return the weight in `dtype` with its adapters merged."""
     weight = linear.matrix(linear, dtype)[0]
     if not linear.low:
         return weight
@@ -86,7 +86,7 @@ def merged_matrix(linear: Linear, dtype: torch.dtype) -> Tensor:
 
 
 def joint(x: Tensor, linears: Sequence[Linear]) -> Tensor:
-    """Return the outputs of several linears side by side by one product, whose backward makes one gradient of x."""
+    """Return the concatenated outputs of several linears; one product computes them, so x gets one gradient."""
     weights, biases = zip(*[linear.matrix(linear, x.dtype) for linear in linears], strict=True)
     y = linears[0].product(x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
     if not any(linear.low for linear in linears):
@@ -96,12 +96,12 @@ def joint(x: Tensor, linears: Sequence[Linear]) -> Tensor:
 
 
 class Norm(nn.Module):
-    """Compute one of the four norms of spec.Norm; with `last`, the gain of an rms norm comes before rounding."""
+    """Compute one of the four norms of spec.Norm; with `last`, an rms norm multiplies by the gain before rounding."""
 
     gain: Callable[[Norm, torch.dtype], Tensor]  # replaced by shard: one gain for heads that are on several ranks
-    normed: Callable[[Norm, Tensor], Tensor]  # by transformer_engine; by shard: over heads that are on several ranks
-    added: Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]]  # by transformer_engine: in one kernel
-    region: Region  # by recompute
+    normed: Callable[[Norm, Tensor], Tensor]  # replaced by transformer_engine, and by shard for heads on several ranks
+    added: Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]]  # replaced by transformer_engine: one kernel
+    region: Region  # replaced by recompute
 
     def __init__(self, kind: str, size: int, eps: float, *, last: bool) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def normed(norm: Norm, x: Tensor) -> Tensor:
 
 
 def added(norm: Norm, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return x = stream + delta and its norm; go on with this x, so that its gradient comes back in one piece."""
+    """Return x = stream + delta and its norm; use the returned x from here on, so that x gets one gradient."""
     if norm.bias is None and norm_kernel.on_kernel(stream):
         return norm_kernel.rms_norm(stream, delta, norm.gain(norm, torch.float32), norm.eps)
     x = stream if delta is None else stream + delta
@@ -144,9 +144,9 @@ def norm(spec: DenseSpec, size: int | None = None, kind: str | None = None) -> N
 
 
 class Sinks(nn.Module):
-    """Hold a logit of each head that no key has (DenseSpec.sinks)."""
+    """Hold one extra softmax logit for each head, which belongs to no key (DenseSpec.sinks)."""
 
-    own: Callable[[Sinks], Tensor]  # replaced by shard: those of this rank's heads
+    own: Callable[[Sinks], Tensor]  # replaced by shard: the sinks of this rank's heads
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -162,9 +162,9 @@ def stored_sinks(sinks: Sinks) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Compute grouped-query attention; the projections are attributes that keep their roles' names."""
+    """Compute grouped-query attention; the attributes of the projections have the names of their roles."""
 
-    attend: Attend  # replaced by context, transformer_engine and, while it evaluates, evaluation's engine
+    attend: Attend  # replaced by context, transformer_engine and, during evaluation, by evaluation's engine
 
     def __init__(self, spec: DenseSpec, layer: int) -> None:
         super().__init__()
@@ -190,10 +190,10 @@ class Attention(nn.Module):
         return out
 
     def heads(self, qkv_BSN: Tensor, cos: Tensor | None, sin: Tensor | None) -> Iterable[Tensor]:
-        """Return queries, keys and values; the first two normed, and rotated unless cos and sin are None."""
+        """Return queries, keys and values; queries and keys are normed, and rotated unless cos and sin are None."""
         width, spec = self.spec.head_dim, self.spec
         groups = spec.heads // spec.kv_heads
-        kv = qkv_BSN.shape[2] // (width * (groups + 2))  # of this rank
+        kv = qkv_BSN.shape[2] // (width * (groups + 2))  # key/value heads of this rank
         counts = (groups * kv, kv, kv)
         if cos is not None and sin is not None and rotary.on_kernel(qkv_BSN) and spec.qk_norm != "full":
             norms = (self.q_norm, self.k_norm)
@@ -215,12 +215,13 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Compute multi-head latent attention (spec.Latent): each head makes keys and values of one latent. When
-    `absorbed`, queries look at the latents themselves, which is the same product in another order, with one wide key a
-    token."""
+    """Compute multi-head latent attention (spec.Latent): each head computes its keys and values from one latent.
+
+    When `absorbed`, queries attend to the latents themselves: the same product in another order, with one wide key for
+    each token."""
 
     attend: Attend  # see Attention
-    absorbed: bool  # by evaluation's engine: a latent is all that it remembers of a token
+    absorbed: bool  # set by evaluation's engine, which caches only the latent of each token
 
     def __init__(self, spec: DenseSpec, layer: int) -> None:
         super().__init__()
@@ -249,7 +250,7 @@ class LatentAttention(nn.Module):
         return out
 
     def latents(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, the latent of keys and values, and the key part of all heads before it turns."""
+        """Return queries, the latent of keys and values, and the shared key part before its rotation."""
         widths = [self.latent.kv_rank, self.latent.rope]
         if self.q_a is None or self.q_a_norm is None:
             c, turned = self.kv_a(x_BSD).split(widths, dim=2)
@@ -258,12 +259,12 @@ class LatentAttention(nn.Module):
         return self.q_b(self.q_a_norm(low)), self.kv_a_norm(c), turned
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a head's own part, and the rest."""
+        """Split the last dimension into a head's own part and the rest."""
         own = self.spec.head_dim - self.latent.rope
         return x[..., :own], x[..., own:]
 
     def halves(self, x: Tensor) -> Tensor:
-        """Move dimensions that turn together half of them apart."""
+        """Reorder rotated dimensions from pairs (2i, 2i + 1) to halves (i, i + n/2)."""
         if not self.latent.pairs:
             return x
         pairs: Tensor = x.unflatten(-1, (-1, 2))  # type: ignore[no-untyped-call]
@@ -292,8 +293,8 @@ def linear_of(shape: tuple[int, ...]) -> Linear:
 class FeedForward(nn.Module):
     """Compute a dense FFN or a shared expert."""
 
-    region: Region  # replaced by recompute: around all of it
-    neurons_region: Region  # by recompute: around what lies between the products
+    region: Region  # replaced by recompute: around the whole FFN
+    neurons_region: Region  # replaced by recompute: around the activation between the products
 
     def __init__(self, spec: DenseSpec, width: int) -> None:
         super().__init__()

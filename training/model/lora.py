@@ -1,8 +1,7 @@
-"""LoRA: a frozen matrix W learns as W + scale * B A, where A has `rank` rows and B, which begins at zero, as many
-columns.
+"""LoRA: a frozen matrix W learns as W + scale * B A; A has `rank` rows, and B starts at zero and has `rank` columns.
 
-Modules compute with their adapters themselves (layers.py, moe.py, experts/); here adapters are made, found and merged.
-Of stacked experts A is (N, in, rank) and B (N, out, rank): the large dimension second, which FSDP can divide.
+The modules compute with their adapters (layers.py, moe.py, experts/); this file creates, finds and merges the adapters.
+For stacked experts A is (N, in, rank) and B (N, out, rank): the large dimension is second, so that FSDP can divide it.
 
 N experts, H of 1 or 2 halves (gate, up), F neurons, D hidden, r rank."""
 
@@ -25,12 +24,12 @@ A, B = "lora_a", "lora_b"
 
 @dataclass(frozen=True)
 class LoraConfig:
-    rank: int = 0  # of the adapters, which then are all that learns; 0: none, and everything learns
-    alpha: float = 0.0  # adapters are multiplied with alpha / rank; 0: twice the rank
-    # what has adapters, by words of names as in optim.groups: attention, attention.[qv], experts, router, shared; ffn
-    # is all of an FFN: a dense one's matrices, or experts, router and shared expert
+    rank: int = 0  # rank of the adapters; only adapters are trained; 0: no adapters, and all parameters are trained
+    alpha: float = 0.0  # the product of each pair of adapters is multiplied by alpha / rank; 0: twice the rank
+    # which modules get adapters, by words of their names as in optim.groups: attention, attention.[qv], experts,
+    # router, shared; ffn is a whole FFN: the matrices of a dense FFN, or experts, router and shared expert
     match: tuple[str, ...] = ("attention", "ffn")
-    export: str = ""  # a folder for the adapters alone in PEFT's layout, of a finished run (`export` has them merged)
+    export: str = ""  # a folder for the adapters alone at the end of the run, in PEFT's layout (`export` merges them)
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -50,7 +49,7 @@ def is_adapter(name: str) -> bool:
 
 
 def attach(model: nn.Module, config: LoraConfig) -> None:
-    """Give the modules that the config matches adapters on the device of their weights, not filled in."""
+    """Add uninitialized adapters to the modules that the config matches, on the device of their weights."""
     if not config.rank:
         return
     for name, module in adaptable(model):
@@ -61,19 +60,19 @@ def attach(model: nn.Module, config: LoraConfig) -> None:
 
 
 def check_match(model: nn.Module, config: LoraConfig) -> None:
-    """Raise a ValueError for a pattern of lora.match that nothing in the whole model has."""
+    """Raise a ValueError for a pattern of lora.match that matches no module of the whole model."""
     names = [name for name, _ in adaptable(model)]
     for pattern in config.match if config.rank else ():
         if not any(holds(pattern, name) for name in names):
             known = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdecimal())
             raise ValueError(
-                f"lora.match names {pattern!r}, which nothing that can have adapters is called"
-                f"{nearest(pattern, list(known))}; names are made of {', '.join(known)}, and layers of numbers"
+                f"lora.match has {pattern!r}, which matches no module that can have adapters"
+                f"{nearest(pattern, list(known))}; names are made of {', '.join(known)}, and layer numbers"
             )
 
 
 def adaptable(model: nn.Module) -> Iterator[tuple[str, Linear | Router | Experts]]:
-    """Yield modules of layers by plain name, but not those of a single output (a shared expert's gate)."""
+    """Yield each module that can have adapters with its plain name: those of layers with more than one output."""
     for name, module in model.named_modules():
         plain = plain_name(f"{name}.")[:-1]
         if isinstance(module, Linear | Router | Experts) and plain.startswith("layers.") and len(first(module)) > 1:
@@ -94,7 +93,7 @@ def shapes(module: Linear | Router | Experts, rank: int) -> dict[str, tuple[int,
 
 
 def pairs(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
-    """Yield each matrix that has adapters, its A, its B and the scale."""
+    """Yield (matrix, A, B, scale) for each matrix that has adapters."""
     for _, module in adaptable(model):
         if not module.low:
             continue
@@ -107,7 +106,7 @@ def pairs(model: nn.Module) -> Iterator[tuple[Tensor, Tensor, Tensor, float]]:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Add the adapters of an undivided model to its matrices, and take them away."""
+    """Add the adapters of an undivided model to its matrices, and remove the adapters."""
     for matrix, a, b, scale in pairs(model):
         matrix += delta(a, b, scale, matrix.shape, [(0, size) for size in matrix.shape])
     for _, module in adaptable(model):
@@ -117,7 +116,7 @@ def merge(model: nn.Module) -> None:
 
 
 def delta(a: Tensor, b: Tensor, scale: float, shape: Sequence[int], box: Sequence[tuple[int, int]]) -> Tensor:
-    """Return scale * B A within the bounds `box` of the matrix of `shape` that it is added to."""
+    """Return the part of scale * B A within the bounds `box`; `shape` is the shape of the whole matrix."""
     within = [slice(*bounds) for bounds in box]
     if len(box) == 2:
         return scale * (b[within[0]] @ a[:, within[1]])

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head without all logits: chunk by chunk, with gradients made on the way.
+"""Cross-entropy of a linear head without storing all logits: chunk by chunk, with gradients computed in the forward.
 
 A vocabulary of 150,000 times 16,000 tokens is 10 GB of float32 logits, three times over in a plain implementation."""
 
@@ -13,25 +13,25 @@ from torch import Tensor
 
 from training.kernels import cross_entropy
 
-LOGITS = 1 << 29  # elements of a chunk's logits, at most; a fourth of it where torch copies them to float32
-TAUGHT = LOGITS // 8  # with a teacher: both models' logits are there, and COPIES float32 copies of them
+LOGITS = 1 << 29  # the most elements of a chunk's logits; a fourth of it where torch copies the logits to float32
+TAUGHT = LOGITS // 8  # with a teacher: memory holds both models' logits, and COPIES float32 copies of logits
 COPIES = 5
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Hold a teacher's last hidden states of the same tokens, and the head that makes logits of them."""
+    """A teacher's last hidden states for the same tokens, and the head that turns them into logits."""
 
     x_TD: Tensor
     weight_VD: Tensor
     scale: float
     cap: float
     temperature: float  # both models' logits are divided by it before they are compared
-    weight: float  # of the divergence, beside the nats of the labels
+    weight: float  # of the divergence, which is added to the nats of the labels
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Return (nats + lesson.weight * divergence, nats, divergence), of which the first has a gradient."""
+    """Return (nats + lesson.weight * divergence, nats, divergence); only the first has a gradient."""
 
     @staticmethod
     def forward(
@@ -46,7 +46,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_w = torch.zeros(weight_VD.shape, dtype=wide, device=x_TD.device) if need_w else None
         limit = LOGITS if cross_entropy.on_kernel(x_TD, cap) else LOGITS // 4
         limit = limit if lesson is None else TAUGHT
-        chunks = max(1, -(-x_TD.shape[0] * w_VD.shape[0] // limit))  # of about as many tokens each
+        chunks = max(1, -(-x_TD.shape[0] * w_VD.shape[0] // limit))  # of about the same number of tokens
         starts = [x_TD.shape[0] * number // chunks for number in range(chunks + 1)]
         for start, end in itertools.pairwise(starts):
             x = x_TD[start:end]
@@ -57,14 +57,14 @@ class LinearCrossEntropy(torch.autograd.Function):
                 bends = (lesson.scale, lesson.cap), (scale, cap)
                 diverged += cross_entropy.divergence_(told, logits, label, *bends, lesson.temperature).sum()
             nats += cross_entropy.nats_(logits, label, scale, need_x or need_w, cap).sum()
-            grad = logits  # nats_ has put the gradient in their place, and divergence_ that of its own in told's
+            grad = logits  # nats_ wrote its gradient over the logits, and divergence_ wrote its gradient over `told`
             if told is not None and lesson is not None:
                 grad.add_(told, alpha=lesson.weight)
             if grad_x is not None:
                 torch.mm(grad, w_VD, out=grad_x[start:end])
             if grad_w is not None:
                 add_product_(grad_w, grad.T, x)
-            del logits, grad, told  # or the next chunk's would be made while these are held
+            del logits, grad, told  # frees their memory before the next chunk needs it
         ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(weight_VD.dtype))
         ctx.mark_non_differentiable(nats, diverged)
         return nats + diverged * (0.0 if lesson is None else lesson.weight), nats, diverged
@@ -76,8 +76,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def scaled(x: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Multiply in the wider dtype and return x's: 1 / tokens rounded to bfloat16 would be up to 0.39 % off."""
-    # of one dimension, because a scalar would be rounded before it is multiplied
+    """Return x * factor in x's dtype, multiplied in the wider one: in bfloat16 1 / tokens is up to 0.39 % off."""
+    # one dimension, because torch rounds a scalar before it multiplies
     return None if x is None else torch.mul(x, factor.reshape(1), out=torch.empty_like(x))
 
 
@@ -92,15 +92,17 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 def linear_cross_entropy(
     x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float = 1.0, cap: float = 0.0
 ) -> Tensor:
-    """Return the sum over labels >= 0 of -log softmax(scale * x W^T)[label], of capped logits where there is a cap."""
+    """Return the sum over labels >= 0 of -log softmax(scale * x W^T)[label]; a `cap` other than 0 caps the logits."""
     return taught_cross_entropy(x_TD, weight_VD, label_T, scale, cap, None)[0]
 
 
 def taught_cross_entropy(
     x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, scale: float, cap: float, lesson: Lesson | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return nats + lesson.weight * divergence, nats, and divergence; only the first has a gradient. The divergence is
-    KL(teacher || student) of the next token times temperature squared, which keeps the size of its gradient."""
-    if not torch.is_grad_enabled():  # a Function's forward does not see no_grad, and would make gradients all the same
+    """Return (nats + lesson.weight * divergence, nats, divergence); only the first has a gradient.
+
+    The divergence is KL(teacher || student) of the next token times temperature squared, which keeps the size of its
+    gradient."""
+    if not torch.is_grad_enabled():  # a Function's forward does not see no_grad, and would compute gradients
         x_TD, weight_VD = x_TD.detach(), weight_VD.detach()
     return LinearCrossEntropy.apply(x_TD, weight_VD, label_T, scale, cap, lesson)  # type: ignore[no-any-return,no-untyped-call]

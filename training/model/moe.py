@@ -1,4 +1,4 @@
-"""The MoE block: router, dispatch, experts, combine, and a shared expert beside them."""
+"""The MoE block: router, dispatch, experts and combine, plus an optional shared expert."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from upcycle.arch.spec import MoESpec
 
 
 class Routing(NamedTuple):
-    """Hold the router's answer; a tuple, because FSDP of torch 2.11 finds no tensors in dataclasses."""
+    """The router's result for each token; a tuple, because FSDP of torch 2.11 finds no tensors in dataclasses."""
 
     weight_TK: Tensor
     expert_TK: Tensor
     logits_TN: Tensor  # float32
     scores_TN: Tensor  # softmax or sigmoid of the logits
-    room: int | None = None  # how many rows of these tokens any expert takes at most; None: as many as come
-    x_TD: Tensor | None = None  # the tokens to go on with, where their gradient then needs no sum (kernels/router.py)
-    rows: router.Rows | None = None  # where the experts may leave that gradient's rows instead
+    room: int | None = None  # the most rows of these tokens that one expert takes; None: no limit
+    # the tokens that experts must read, if the router's kernel adds its part to their gradient (kernels/router.py)
+    x_TD: Tensor | None = None
+    rows: router.Rows | None = None  # where the experts may leave the rows of that gradient instead
 
 
 class Router(nn.Module):
-    """Route in float32 from input to weight: bf16 logits tie, and ties route unevenly."""
+    """Choose the experts of each token, in float32 throughout: bf16 logits tie, and ties route unevenly."""
 
     bias: Tensor | None
     region: Region  # replaced by recompute
@@ -42,7 +43,7 @@ class Router(nn.Module):
         super().__init__()
         self.spec = spec
         self.weight = nn.Parameter(torch.empty(spec.experts, spec.dense.hidden))
-        # helps to decide which experts are chosen, not their weights; moved by balance.py, not by gradients
+        # affects which experts are chosen, not their weights; balance.py updates it, not gradients
         self.register_buffer("bias", torch.zeros(spec.experts) if spec.score == "sigmoid" else None)
         self.offset = nn.Parameter(torch.empty(spec.experts)) if spec.router_offset else None
         self.region = once
@@ -67,7 +68,7 @@ class Router(nn.Module):
                 logits_TN = logits_TN + self.offset.to(wide)
         scores_TN = logits_TN.sigmoid() if self.spec.score == "sigmoid" else logits_TN.softmax(-1)
         choice_TN = scores_TN if bias is None else scores_TN + bias.to(wide)
-        # ties go to the lower index, which keeps a virtual group whole; logits of equal rows are equal
+        # ties go to the lower index, which keeps a virtual group whole; equal rows of the weight give equal logits
         rank_TN = (choice_TN if bias is not None else logits_TN).detach()
         if self.spec.groups > 1:
             rank_TN = of_best_groups(rank_TN, self.spec.groups, self.spec.group_top_k)
@@ -82,7 +83,7 @@ class Router(nn.Module):
 
 
 def of_best_groups(score_TN: Tensor, groups: int, kept: int) -> Tensor:
-    """Return the scores of experts in the best groups, and -inf elsewhere (MoESpec.groups)."""
+    """Return the scores, with -inf for the experts that are not in the best groups (MoESpec.groups)."""
     score_TGM: Tensor = score_TN.unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
     best_TG = score_TGM.topk(2, dim=-1).values.sum(-1)
     left_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, router.choose(best_TG, kept), False)
@@ -90,13 +91,15 @@ def of_best_groups(score_TN: Tensor, groups: int, kept: int) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Hold the routed experts, stacked and padded with zero neurons to one width. `up` is (N, 2, F, D) if gated (the
-    gate first), else (N, 1, F, D), so that neurons have a dimension of their own to be divided by."""
+    """The routed experts, stacked and padded with zero neurons to one width.
 
-    backend: Backend  # replaced by evaluation's watch while it measures what experts say
+    `up` is (N, 2, F, D) if gated (the gate first), else (N, 1, F, D), so that neurons have their own dimension, along
+    which ranks divide the experts."""
+
+    backend: Backend  # replaced by evaluation's watch while it measures the outputs of experts
     # replaced by shard: this rank's part, and copies that last for a step
     weights: Callable[[Experts, torch.dtype], ExpertWeights]
-    low: float = 0.0  # see Linear; the adapters of up are those of both halves
+    low: float = 0.0  # see Linear; the adapters of up cover both halves
     up_lora_a: Tensor
     up_lora_b: Tensor
     down_lora_a: Tensor
@@ -117,17 +120,16 @@ class Experts(nn.Module):
         return self.backend.compute(x_RD, weight_R, count_E, self.weights(self, x_RD.dtype), self.activation)
 
     def fused(self, dispatcher: Dispatcher, x_TD: Tensor) -> TokenFunction | None:
-        """Return the function that does what dispatch, this module and combine do together, if there is one."""
+        """Return a function that replaces dispatch, this module and combine, or None if there is none for them."""
         plain = self.gated and not self.low and self.up_bias is None and self.down_bias is None
-        # what FSDP divides it gathers around a call of this module alone, and so do hooks that somebody registers wait
-        # for one
+        # FSDP gathers divided weights, and registered hooks run, only when this module is called
         if not plain or type(up := self.up) is not nn.Parameter or hooked(self):
             return None
         return fused(dispatcher, self.backend, x_TD, up, self.down, self.activation)
 
 
 def hooked(module: nn.Module) -> bool:
-    """Return whether somebody waits for a call of the module."""
+    """Return whether the module has hooks, which run only when the module is called."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks)
 
@@ -142,7 +144,7 @@ def whole_weights(experts: Experts, dtype: torch.dtype) -> ExpertWeights:
 def low_rank(
     experts: Experts, dtype: torch.dtype, part: Callable[[str, Tensor], Tensor] = lambda _, whole: whole
 ) -> LowRank | None:
-    """Return the adapters to compute with; `part` gives this rank's part of one by its name."""
+    """Return the adapters in `dtype`, or None without adapters; `part(name, whole)` returns this rank's part of one."""
     if not experts.low:
         return None
     names = "up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b"
@@ -152,10 +154,10 @@ def low_rank(
 
 class MoE(nn.Module):
     dispatcher: Dispatcher  # replaced by shard: experts that are on several ranks
-    # by balance: sees every routing and may change its weights (auxiliary losses, capacity, statistics). By bench:
-    # balanced routing. While they evaluate, by evaluation's engine (None) and watch (counts)
+    # replaced by balance: sees every routing and may change its weights (auxiliary losses, capacity, statistics); by
+    # bench: balanced routing; and during evaluation by evaluation's engine (None) and watch (counts)
     balance: Callable[[Routing], Routing] | None
-    region: Region  # by recompute: around all that comes after the routing; by shard: outside of what is compiled
+    region: Region  # replaced by recompute: around everything after the routing; by shard: out of torch.compile
 
     def __init__(self, spec: MoESpec, backend: Backend, dispatcher: Dispatcher | None = None) -> None:
         super().__init__()
@@ -170,7 +172,7 @@ class MoE(nn.Module):
         return self.added(x_BSD, None)
 
     def added(self, x_BSD: Tensor, onto_BSD: Tensor | None) -> Tensor:
-        """Return the experts' sum for x, added to `onto_BSD`."""
+        """Return the weighted sum of the experts' outputs for x, added to `onto_BSD` if that is given."""
         x_TD = x_BSD.flatten(0, 1)
         routing = self.balanced(self.router(x_TD))
         x_TD = x_TD if routing.x_TD is None else routing.x_TD
@@ -180,16 +182,17 @@ class MoE(nn.Module):
         return y_TD.view_as(x_BSD)
 
     def joins(self, x_BSD: Tensor) -> bool:
-        """Return whether the experts' last pass may add rows to the stream; not where hooks take what a layer adds."""
+        """Return whether the experts' last kernel may add to the residual stream; hooks on this block forbid that."""
         if self.shared is not None or hooked(self):
             return False
         return self.experts.fused(self.dispatcher, x_BSD.flatten(0, 1)) is not None
 
     def rows_left(self, routing: Routing) -> router.Rows | None:
-        """Return where experts leave their gradient's rows for the router to sum; its tiles want 16 experts."""
+        """Return where experts leave rows of a gradient for the router to sum, or None below the kernel's minimum of 16
+        experts."""
         return routing.rows if self.spec.experts >= 16 else None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it knows its layer: a compiler would begin anew in each
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # differs by layer: each would be compiled again
     def balanced(self, routing: Routing) -> Routing:
         return routing if self.balance is None else self.balance(routing)
 

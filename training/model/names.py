@@ -1,11 +1,11 @@
-"""A parameter's plain name, whatever wraps the module that it is in."""
+"""Plain names of parameters, without the prefixes that wrappers of a module add."""
 
 from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
 
-WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and of checkpointing
+WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")  # prefixes that torch.compile and checkpointing add
 
 
 def plain_name(name: str) -> str:
@@ -13,7 +13,9 @@ def plain_name(name: str) -> str:
 
 
 def holds(pattern: str, name: str) -> bool:
-    """Whether the pattern's words (between dots, each may hold * ? [0-9]) are neighbours somewhere in a name."""
+    """Return whether the pattern's words match consecutive words of the name.
+
+    Words are separated by dots; a word of the pattern may hold * ? [0-9]."""
     words, wanted = name.split("."), pattern.split(".")
     starts = range(len(words) - len(wanted) + 1)
     return any(all(map(fnmatchcase, words[start:], wanted)) for start in starts)

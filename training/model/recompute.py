@@ -1,13 +1,13 @@
-"""Activation recomputation: what a layer does not keep for backward, but computes once more.
+"""Activation recomputation: choose the parts of a layer that backward computes again instead of keeping their results.
 
     recompute(model, "full")     # after experts and matrices are divided, before torch.compile and FSDP
 
-selective: norms and the product of an FFN's gate and up, which are cheap to compute and large to keep. attention:
-selective, and the half of a layer that attends; for experts whose neurons cost more than all of attention. experts:
-selective, and the MoE's half with its dispatch; for many rows of small experts. full: both halves. The stream before
-each, the FFN's normed input and the routing stay.
+    selective   norms and the product of an FFN's gate and up, which are cheap to compute and large to keep
+    attention   selective and the attention half of a layer; for experts whose neurons cost more than all of attention
+    experts     selective and the MoE half with its dispatch; for many rows of small experts
+    full        both halves; the residual stream before each, the FFN's normed input and the routing are kept
 
-What counts or decides is outside of every region: hooks run once, and tokens go where the first pass sent them."""
+Balancing is outside of every region: its hook runs once, and tokens go where the first pass sent them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from training.model.layers import FeedForward, Norm
 from training.model.moe import MoE
 from training.model.stock.model import Stock
 
-MOVES = ("experts", "full")  # those whose backward dispatches, and asks for the experts' weights, once more
+MOVES = ("experts", "full")  # modes whose backward repeats the dispatch and asks for the experts' weights again
 
 
 def recompute(model: Decoder, mode: str) -> None:
@@ -36,21 +36,21 @@ def recompute(model: Decoder, mode: str) -> None:
 
 
 def recompute_stock(model: Stock, mode: str) -> None:
-    """Compute dispatch and experts of transformers' own model once more, and nothing else."""
+    """Recompute dispatch and experts of transformers' own model, and nothing else."""
     for block in model.modules():
         if isinstance(block, MoE) and mode == "experts":
             block.region = again
 
 
 def again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep only a function's inputs."""
-    if torch.compiler.is_compiling():  # the compiler itself leaves out what nobody reads
+    """Return the function checkpointed: only its inputs are kept, and backward runs the function again."""
+    if torch.compiler.is_compiling():  # the compiler itself drops results that nobody reads
         return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
     return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the first pass and of the second."""
+    """Return the contexts of the forward and of its recomputation."""
     return nullcontext(), recomputing()
 
 
@@ -95,7 +95,7 @@ def whole(layer: Layer) -> None:
     assert isinstance(layer.ffn, MoE | FeedForward)
     layer.ffn.region = again
     if isinstance(layer.ffn, MoE):
-        layer.ffn.router.region = again  # a function of its input alone
+        layer.ffn.router.region = again  # its result depends on its input alone
 
 
 REGIONS: dict[str, Callable[[Layer], None]] = {

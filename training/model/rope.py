@@ -1,4 +1,4 @@
-"""Rotary positions: the frequencies of every rope_type. Held to transformers' by the parity tests."""
+"""The rotary frequencies of every rope_type; the parity tests compare them with those of transformers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from upcycle.arch.spec import DenseSpec
 
 Rope = Mapping[str, Any]  # spec.DenseSpec.rope
-# what `frequencies` found, on its device: a step that copied them there would wait, and could not be recorded
+# results of `frequencies` on their device: a step that copied them there would wait, and CUDA graphs cannot record that
 KNOWN: dict[tuple[int, int, int, str, torch.device], tuple[Tensor, float]] = {}
-MOST = 256  # dynamic ropes have some for each length
+MOST = 256  # entries of KNOWN; dynamic ropes add entries for each length
 
 
 def frequencies(spec: DenseSpec, length: int, rope: Rope) -> tuple[Tensor, float]:
-    """Return the frequency of each pair of rotated dimensions, and the factor of cos and sin, for sequences of
-    `length`."""
+    """Return, for sequences of `length`, the frequency of each pair of rotated dimensions and the factor of cos and
+    sin."""
     n = int(spec.rotary_dim * rope.get("partial_rotary_factor", 1.0))
     theta, kind = float(rope["rope_theta"]), rope["rope_type"]
     stated: float | None = rope.get("factor")
@@ -48,7 +48,7 @@ def original(rope: Rope) -> int:
 
 
 def llama3(plain: Tensor, rope: Rope, factor: float) -> Tensor:
-    """Stretch long waves by `factor`, keep short ones, and interpolate between."""
+    """Return the frequencies with long waves stretched by `factor`, short waves kept, and others interpolated."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     wave, context = 2 * math.pi / plain, original(rope)
     smooth = (context / wave - low) / (high - low)
@@ -81,7 +81,7 @@ def yarn(theta: float, power: Tensor, n: int, rope: Rope, factor: float) -> tupl
 def angles(
     spec: DenseSpec, positions_BS: Tensor, dtype: torch.dtype, length: int | None = None, rope: Rope | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each [B, S, 1, n / 2], computed in float32; `length` is that of whole sequences."""
+    """Return cos and sin, each [B, S, 1, n / 2], computed in float32; `length` is the length of whole sequences."""
     rope, length = spec.rope if rope is None else rope, length or positions_BS.shape[1]
     key = spec.rotary_dim, spec.context, length, json.dumps(rope, sort_keys=True, default=str), positions_BS.device
     if key not in KNOWN:

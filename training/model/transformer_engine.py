@@ -1,10 +1,10 @@
-"""Parts of a layer computed by NVIDIA's Transformer Engine, to compare with it or for its FP8 products.
+"""Parts of a layer computed by NVIDIA's Transformer Engine, for comparisons or for its FP8 products.
 
     use(model, ["norm", "linear"])     # before the model is divided over ranks
 
-Only functions are replaced: parameters stay ours under their names. Its modules are templates on the meta device, which
-functional_call fills for one call; norms read their weight in backward too, so those are called by their kernels'
-names."""
+Only functions are replaced: our modules keep the parameters and their names. Its modules are templates on the meta
+device, which functional_call fills for one call. Its norms read their weight in backward too, so this file calls their
+kernels directly."""
 
 # Written against Transformer Engine 2.12, and compared with the sources of 2.18: pytorch.Linear, DotProductAttention,
 # autocast, and of transformer_engine_torch rmsnorm_fwd, rmsnorm_bwd, rmsnorm_bwd_add, layernorm_fwd, layernorm_bwd.
@@ -29,7 +29,7 @@ from training.model.decoder import Decoder, Layer
 from training.model.layers import FeedForward, Linear, Norm
 
 PARTS = ("attention", "linear", "linear_fp8", "norm")
-ROUND = 16  # sizes that an FP8 product wants
+ROUND = 16  # sizes of FP8 products must be divisible by this
 
 
 def known(parts: Sequence[str]) -> None:
@@ -60,7 +60,7 @@ def use(model: Decoder, parts: Sequence[str]) -> None:
 
 
 def linears(model: Decoder) -> list[Linear]:
-    """Return the linears of attention, dense FFNs and shared experts, but not a shared expert's gate of one output."""
+    """Return the linears of attention, dense FFNs and shared experts, without a shared expert's gate of one output."""
     owners = [layer.attention for layer in model.layers.values() if isinstance(layer, Layer)]
     owners += [module for module in model.modules() if isinstance(module, FeedForward)]  # type: ignore[misc]
     return [module for owner in owners for module in owner.children() if isinstance(module, Linear)]
@@ -74,15 +74,15 @@ def refusal(model: Decoder, parts: Sequence[str]) -> str:
     if "linear_fp8" in parts:
         odd = [tuple(linear.weight.shape) for linear in linears(model) if any(n % ROUND for n in linear.weight.shape)]
         if odd:
-            return f"linear_fp8 wants matrices of sizes divisible by {ROUND}, and one is {odd[0]}; name linear instead"
+            return f"linear_fp8 needs matrix sizes divisible by {ROUND}, and one is {odd[0]}; name linear instead"
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
             return "linear_fp8 needs a GPU that computes in FP8 (Ada, Hopper or later); name linear instead"
     if "attention" in parts and model.dense.latent is not None:
-        return f"{asked} attends with values as wide as keys, and this model's latents make others; leave attention out"
+        return f"{asked} needs values as wide as keys, and this model's latents give other widths; leave attention out"
     if "attention" in parts and model.dense.sinks:
-        return f"{asked} attends without the sinks that this model's heads have; leave attention out"
+        return f"{asked} does not compute the sinks that this model's heads have; leave attention out"
     if "attention" in parts and model.dense.attention_cap:
-        return f"{asked} attends without the soft cap that this model has; leave attention out"
+        return f"{asked} does not compute the soft cap that this model has; leave attention out"
     return absent(asked, "transformer_engine.pytorch", "leave the key out")
 
 
@@ -91,7 +91,7 @@ def refusal(model: Decoder, parts: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Fused:
-    """Attend over whole sequences; documents are refused, because it wants their ends, which only the device knows."""
+    """Attend over whole sequences; documents are refused, because the kernel needs their ends on the host."""
 
     window: int | None
     scale: float
@@ -103,8 +103,8 @@ class Fused:
         assert sink_H is None, "refusal() first"
         if seen.documents_BS is not None:
             raise ValueError(
-                "model.transformer_engine=[attention] cannot keep documents apart; set data.mask_documents=false or "
-                "leave attention out, and blocks of documents are skipped"
+                "model.transformer_engine=[attention] cannot keep documents apart; set data.mask_documents=false, or "
+                "leave attention out to use our own, which skips blocks of other documents"
             )
         length, heads, size = q_BSHA.shape[1:]
         window = self.window if self.window is not None and self.window < length else None
@@ -112,7 +112,7 @@ class Fused:
         return y_BSN.view(q_BSHA.shape)
 
 
-@functools.cache  # the module has no weights
+@functools.cache  # the module has no weights, so calls can share it
 def core(heads: int, groups: int, size: int, window: int | None, scale: float) -> nn.Module:
     module: nn.Module = engine().DotProductAttention(
         heads,
@@ -120,7 +120,7 @@ def core(heads: int, groups: int, size: int, window: int | None, scale: float) -
         num_gqa_groups=groups,
         qkv_format="bshd",
         attn_mask_type="causal",
-        window_size=None if window is None else (window - 1, 0),  # keys before the query, and after it
+        window_size=None if window is None else (window - 1, 0),  # visible keys before the query, and after it
         softmax_scale=scale,
     )
     return module
@@ -138,14 +138,14 @@ def product(fp8: bool, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return y
 
 
-@functools.cache  # the module holds shapes, no weights
+@functools.cache  # the module has shapes but no weights, so calls can share it
 def template(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> nn.Module:
     module: nn.Module = engine().Linear(inputs, outputs, bias=bias, params_dtype=dtype, device="meta")
     return module
 
 
 def scaled() -> Any:
-    """Compute in FP8 with each tensor's own scale: no history, so nothing has to be in a checkpoint."""
+    """Return a context that computes in FP8 with each tensor's current scale, so that no history must be saved."""
     recipe = importlib.import_module("transformer_engine.common.recipe")
     return engine().autocast(enabled=True, recipe=recipe.Float8CurrentScaling())
 
@@ -160,8 +160,8 @@ def normed(norm: Norm, x: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def added(norm: Norm, stream: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return Norm.added by the package's kernels, which add the 1 of a gain of 1 + w themselves, so that w is not
-    rounded with it."""
+    """Compute Norm.added with the package's kernels. They add the 1 of a gain of 1 + w themselves, so that w is not
+    rounded together with the 1."""
     one = norm.kind.endswith("1p")
     gain = norm.gain(norm, torch.promote_types(stream.dtype, torch.float32)) - (1.0 if one else 0.0)
     bias = None if norm.bias is None else norm.bias.to(stream.dtype)
@@ -204,7 +204,7 @@ class _Norm(torch.autograd.Function):
         return total, total if ctx.added else None, d_gain_D, d_bias_D, None, None
 
 
-# ---- the package, imported when asked for
+# ---- the package, imported only when it is used
 
 
 def engine() -> Any:

@@ -259,7 +259,7 @@ def test_peft_loads_the_adapters_onto_the_model(target: str, place: Path, tmp_pa
             r"mesh\.pp=2 makes a stage of layers 1 to 1, in which lora\.match=layers\.0 adapts nothing",
         ),
         (["lora.rank=4", "model.expert_backend=quack"], r"model\.expert_backend=quack, which has no adapters"),
-        (["lora.rank=4", "lora.match=[atention]"], r"'atention', which nothing.*did you mean 'attention'"),
+        (["lora.rank=4", "lora.match=[atention]"], r"'atention', which matches no module.*did you mean 'attention'"),
         (["lora.rank=4", "lora.match=[router]", "optim.router_lr=0"], r"freezes every parameter"),
     ],
 )

@@ -250,7 +250,7 @@ def test_documents_are_refused(called: list[str]) -> None:
 def test_a_soft_cap_is_refused_where_it_counts() -> None:
     with torch.device("meta"):
         model = Decoder(DenseSpec(**DENSE | {"attention_cap": 50.0}), compute=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"\[attention\] attends without the soft cap that this model has; leave"):
+    with pytest.raises(ValueError, match=r"\[attention\] does not compute the soft cap that this model has; leave"):
         transformer_engine.use(model, ["attention"])
     assert "soft cap" not in transformer_engine.refusal(model, ["norm"])
 

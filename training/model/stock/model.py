@@ -1,9 +1,10 @@
-"""Any other architecture of transformers: its own modelling code, with our MoE blocks in place of its own.
+"""Any other architecture of transformers: its own modelling code, with our MoE blocks instead of its MoE blocks.
 
     model = Stock(spec).to_empty(device=device)
 
-transformers computes what the decoder cannot (linear attention, state spaces, convolutions); router, dispatch, experts
-and balance are ours. It is slower than the decoder, and holds all logits of a micro-batch. probe.py reads the blocks.
+transformers computes what our decoder cannot (linear attention, state spaces, convolutions); router, dispatch, experts
+and balance are ours. This model is slower than the decoder and stores all logits of a micro-batch. probe.py reads the
+settings of the blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.io.strict import short
 
 LAYER = re.compile(r"(.*\.)?layers\.([0-9]+)\.")
-STACKED = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})  # the parameters of experts that are read
+STACKED = ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})  # parameter names of experts that we can read
 
 
 def dense_of(spec: DenseSpec | MoESpec) -> DenseSpec:
@@ -34,7 +35,7 @@ def dense_of(spec: DenseSpec | MoESpec) -> DenseSpec:
 
 
 def with_dense(spec: DenseSpec | MoESpec, **changes: Any) -> DenseSpec | MoESpec:
-    """Return the spec with other numbers of its dense part."""
+    """Return the spec with changes to its dense part."""
     return (
         replace(spec, dense=replace(spec.dense, **changes)) if isinstance(spec, MoESpec) else replace(spec, **changes)
     )
@@ -47,7 +48,7 @@ def model_of(
     experts: str = DEFAULT,
     compute: torch.dtype = torch.float32,
 ) -> Decoder:
-    """Return our own decoder, or transformers' model where ours has no such architecture."""
+    """Return our own decoder, or transformers' model if our decoder does not know the architecture."""
     if dense_of(spec).carried is not None:
         return Stock(spec, experts=experts, compute=compute)
     return Decoder(spec, part=part, experts=experts, compute=compute)
@@ -63,15 +64,15 @@ def known(model_type: str) -> bool:
 
 
 def on_meta(config: Mapping[str, Any]) -> Any:
-    """Return transformers' model of a config.json without memory, made by transformers' own classes alone."""
+    """Return transformers' model of a config.json on the meta device, built only from transformers' own classes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type = str(config.get("model_type"))
     for key in ("text_config", "quantization_config"):
         if config.get(key) is not None:
             raise ValueError(
-                f"config.json of this {short(model_type)} model has {key!r}, and training takes plain language models "
-                "in their own weights; give the language model alone, dequantized"
+                f"config.json of this {short(model_type)} model has {key!r}, and training needs a plain language model "
+                "with weights that are not quantized; give the language model alone, dequantized"
             )
     if not known(model_type):
         raise ValueError(f"transformers has no language model of model_type {short(model_type)}")
@@ -82,21 +83,21 @@ def on_meta(config: Mapping[str, Any]) -> Any:
             settings.output_router_logits = settings.use_cache = False
             count = int(getattr(settings, "num_hidden_layers", 0))
             if not 1 <= count <= 1024:
-                raise ValueError(f"num_hidden_layers is {count}; 1 to 1024 are made")
+                raise ValueError(f"num_hidden_layers is {count}; it must be 1 to 1024")
             if getattr(settings, "is_decoder", True) is False or settings.is_encoder_decoder:
-                raise ValueError("it is no decoder alone, whose tokens see those before them")
+                raise ValueError("it is not a decoder-only model, in which tokens see only the tokens before them")
             return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 settings, dtype=torch.float32, trust_remote_code=False
             )
-    except Exception as error:  # of a stranger's numbers in whatever code transformers has for them
+    except Exception as error:  # a stranger's config.json can raise anything in transformers' code
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"transformers makes no {short(model_type)} model of this config.json ({said:.200})"
+            f"transformers cannot build a {short(model_type)} model from this config.json ({said:.200})"
         ) from error
 
 
 def plain(value: Any) -> Any:
-    """Return a value of a config.json, where transformers writes infinity as an object."""
+    """Return a value of a config.json with floats for the objects that transformers writes for infinity."""
     if isinstance(value, list):
         return [plain(each) for each in value]
     if isinstance(value, Mapping):
@@ -106,22 +107,22 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Block:
-    """Name the parts of a stock MoE block."""
+    """The names of the parts of a stock MoE block."""
 
     experts: str
-    weight: str  # of the router, [experts, hidden]
-    bias: str  # of the choice, which does not learn by gradients; "": none
-    shared: tuple[str, ...]  # children that every token takes
-    gate: str  # a child of one output, whose sigmoid the shared ones are multiplied with; "": none
+    weight: str  # the router's weight, [experts, hidden]
+    bias: str  # added to the scores only to choose experts, and not trained by gradients; "": none
+    shared: tuple[str, ...]  # children that compute every token
+    gate: str  # a child with one output; its sigmoid multiplies the sum of the shared children; "": none
 
     @property
     def roles(self) -> dict[str, str]:
-        """Map the names of router and bias in the stock block to ours."""
+        """Return our names of the router's weight and bias, by their names in the stock block."""
         return {self.weight: "router.weight"} | ({self.bias: "router.bias"} if self.bias else {})
 
 
 def blocks(stock: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that hold stacked experts."""
+    """Yield the name and the module of each block that holds stacked experts."""
     for name, module in list(stock.named_modules()):
         if any({n for n, p in module.named_parameters(recurse=False) if p.ndim == 3} == names for names in STACKED):
             parent = name.rpartition(".")[0]
@@ -129,7 +130,7 @@ def blocks(stock: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def parts(name: str, block: nn.Module) -> Block:
-    """Return the parts of a stock block; raise a ValueError if there are others."""
+    """Return the names of a stock block's parts; raise a ValueError if it has other parts."""
     found = [n for n, child in block.named_children() if "down_proj" in dict(child.named_parameters(recurse=False))]
     stacked = [n for n in found if block.get_submodule(n).get_parameter("down_proj").ndim == 3]
     if len(stacked) != 1:
@@ -153,8 +154,8 @@ def parts(name: str, block: nn.Module) -> Block:
     strangers = [n for n, tensor in direct.items() if tensor.numel() != experts]
     if len(weights) != 1 or len(biases) > 1 or strangers:
         raise ValueError(
-            f"{name} has {len(weights)} routers and {len(biases)} biases of them"
-            + (f", and {strangers[0]} beside them" if strangers else "")
+            f"{name} has {len(weights)} routers and {len(biases)} router biases"
+            + (f", and also {strangers[0]}" if strangers else "")
         )
     return Block(stacked[0], weights[0], "".join(biases), tuple(shared), gate)
 
@@ -163,7 +164,7 @@ def parts(name: str, block: nn.Module) -> Block:
 
 
 class StockMoE(MoE):
-    """Compute our block, and beside it the shared experts as transformers has them, under their own names."""
+    """Compute our MoE block plus transformers' own shared experts, which keep their names."""
 
     def __init__(self, spec: MoESpec, experts: Backend, found: Block, stock: nn.Module) -> None:
         super().__init__(spec, experts)
@@ -181,18 +182,18 @@ class StockMoE(MoE):
 
 
 class Tied(nn.Module):
-    """Compute the head by the embedding, which alone has the weight."""
+    """Compute the output head with the weight of the embedding, which owns it."""
 
     def __init__(self, table: nn.Module) -> None:
         super().__init__()
-        self.table: tuple[Any] = (table,)  # no child: one parameter has one name
+        self.table: tuple[Any] = (table,)  # a tuple, so that it is not a child: the parameter keeps one name
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.table[0].weight)
 
 
 class Place(nn.Module):
-    """Show a layer as the decoder's are looked at: by its FFN."""
+    """Wrap an FFN so that it can be read like a layer of the decoder."""
 
     def __init__(self, ffn: nn.Module) -> None:
         super().__init__()
@@ -200,12 +201,13 @@ class Place(nn.Module):
 
 
 class Stock(Decoder):
-    """Train transformers' model as a Decoder is trained. Parameters keep the names that they have there, but for
-    `router` and `experts` of the blocks. It is made on the meta device, and stays in eval mode: nothing is dropped out.
-    """
+    """Train transformers' model through the interface of a Decoder.
+
+    Parameters keep transformers' names, except `router` and `experts` of the blocks. The model is created on the meta
+    device and stays in eval mode: nothing is dropped out."""
 
     stock: Any
-    casts: bool  # replaced by shard: FSDP has cast what it gathers. Parameters are cast to `compute` in each forward
+    casts: bool  # each forward casts parameters to `compute`; replaced by shard, because FSDP casts what it gathers
 
     def __init__(
         self, spec: DenseSpec | MoESpec, *, experts: str = DEFAULT, compute: torch.dtype = torch.float32
@@ -227,7 +229,7 @@ class Stock(Decoder):
         if self.dense.tied:
             head = next(n for n, module in stock.named_modules() if module is stock.get_output_embeddings())
             stock.set_submodule(head, Tied(stock.get_input_embeddings()))
-        vars(self)["stock"], vars(self)["layers"] = stock, nn.ModuleDict(places)  # no children: see above
+        vars(self)["stock"], vars(self)["layers"] = stock, nn.ModuleDict(places)  # not as children, so that names stay
         for name, child in stock.named_children():
             self.add_module(name, child)
         self.exact_words = tuple(getattr(stock, "_keep_in_fp32_modules_strict", None) or ())
@@ -243,10 +245,10 @@ class Stock(Decoder):
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Stock:
-        """Give memory to the parameters, and make the buffers that are in no checkpoint again, as transformers does."""
+        """Allocate the parameters, and fill the buffers that no checkpoint holds as transformers does."""
         super().to_empty(device=device, recurse=recurse)
         for tensor in self.parameters():
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves such as they are
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it as it is
         for name, module in self.stock.named_modules():
             own = [getattr(module, each) for each in module._non_persistent_buffers_set]
             made = [buffer for buffer in own if isinstance(buffer, Tensor)]
@@ -256,16 +258,16 @@ class Stock(Decoder):
                 if made:
                     self.stock._init_weights(module)
             if any(buffer.is_floating_point() and not buffer.isfinite().all() for buffer in made):
-                raise ValueError(f"transformers does not say what is in the buffers of {name}, so they cannot be made")
+                raise ValueError(f"transformers does not say how to fill the buffers of {name}; train another model")
         return self
 
     def exact(self, name: str) -> bool:
-        """Return whether a parameter is computed with in float32, whatever the dtype of activations is."""
+        """Return whether computations use a parameter in float32, whatever the dtype of activations is."""
         words = name.split(".")
         return "router" in words or any(word in words for word in self.exact_words)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that a checkpoint has, but for routed experts, by name."""
+        """Return all parameters and persistent buffers by name."""
         fleeting = {
             f"{name}.{each}".removeprefix(".")
             for name, module in self.named_modules()
@@ -282,7 +284,7 @@ class Stock(Decoder):
         length: int | None = None,
         lesson: Lesson | None = None,
     ) -> Tensor:
-        """Return the loss of labels, or without them the logits; positions count from 0 through all documents."""
+        """Return the loss of the labels, or the logits without labels; positions count from 0 across documents."""
         assert documents_BS is None and lesson is None, "check_stock"
         logits = self.logits(x)
         if labels_BS is None:
@@ -297,7 +299,7 @@ class Stock(Decoder):
             name: parameter.to(self.compute)
             for name, parameter in (self.named_parameters() if self.casts else ())
             if parameter.dtype != self.compute and ".experts." not in name and not self.exact(name)
-        }  # experts cast themselves
+        }  # experts cast their own weights
         found = functional_call(self.stock, cast, kwargs=inputs) if cast else self.stock(**inputs)
         logits: Tensor = found.logits
         return logits
@@ -306,5 +308,5 @@ class Stock(Decoder):
 def layer_of(name: str) -> str:
     found = LAYER.match(name + ".")
     if not found:
-        raise ValueError(f"{name} is in no layer")
+        raise ValueError(f"{name} is not in a layer")
     return found[2]

@@ -1,7 +1,8 @@
-"""Read a stock MoE block by asking it: ours must answer random tokens as it does.
+"""Find the settings of a stock MoE block by testing: our block must give the same outputs for random tokens.
 
-transformers has some fifty such blocks, whose routers differ in ways that no key of config.json says. So of all that a
-Router can be, the one is taken that chooses the same experts with the same weights; any other block is refused."""
+transformers has about fifty MoE blocks, whose routers differ in ways that no key of config.json tells. So this file
+tries every setting of our Router and takes the one that chooses the same experts with the same weights; it refuses a
+block that no setting matches."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ from training.model.stock.model import STACKED, Block, StockMoE, blocks, layer_o
 from upcycle.arch.ffn import ACTIVATIONS
 from upcycle.arch.spec import MAX_EXPERTS, ORDERS, SCORES, Activation, DenseSpec, MoESpec
 
-TOKENS, NEURONS = 64, 2  # of the question
+TOKENS, NEURONS = 64, 2  # tokens of the test, and neurons of an expert in it
 CLOSE = 1e-5  # relative: stock routers compute in float32, and lfm2's adds 1e-6 to the sum that it divides by
-LARGEST = 2**26  # numbers in a router
+LARGEST = 2**26  # the most elements of a router's weight
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -35,20 +36,20 @@ def read_blocks(stock: Any, dense: DenseSpec) -> DenseSpec | MoESpec:
     if not found:
         many = [key for key in COUNTS if isinstance(getattr(stock.config, key, None), int)]
         if any(getattr(stock.config, key) > 1 for key in many):
-            raise ValueError(f"it has experts ({many[0]}), and they are not stacked in two tensors")
+            raise ValueError(f"it has experts ({many[0]}) that are not stacked in two tensors")
         return dense
     first, block = next(iter(found.items()))
     where = parts(first, block)
     if {name for name, _ in block.get_submodule(where.experts).named_parameters()} not in STACKED:
         raise ValueError("its experts have more than two tensors")
     if len(inspect.signature(block.forward).parameters) > 1:
-        raise ValueError("its block takes more than hidden states")
+        raise ValueError("its MoE block takes more inputs than hidden states")
     for name, other in found.items():
         if parts(name, other) != where or facts(other) != facts(block):
-            raise ValueError(f"{name} is built otherwise than {first}")
+            raise ValueError(f"{name} is not built like {first}")
     down = block.get_submodule(where.experts).get_parameter("down_proj")
     if down.shape[0] > MAX_EXPERTS or down.shape[0] * down.shape[1] > LARGEST:
-        raise ValueError(f"it has {down.shape[0]} experts of {down.shape[1]} hidden states, which is a typing error")
+        raise ValueError(f"it has {down.shape[0]} experts of hidden size {down.shape[1]}, which must be an error")
     layers = tuple(int(layer_of(name)) for name in found)
     if len(set(layers)) < len(layers):
         raise ValueError("a layer has several blocks of experts")
@@ -56,7 +57,7 @@ def read_blocks(stock: Any, dense: DenseSpec) -> DenseSpec | MoESpec:
 
 
 def facts(block: nn.Module) -> dict[str, Any]:
-    """Return numbers and words of all modules, by which blocks are alike but for weights and layer."""
+    """Return the tensor shapes and simple attributes of all modules; equal blocks differ only in weights and layer."""
     found: dict[str, Any] = {name: tuple(tensor.shape) for name, tensor in block.state_dict().items()}
     for name, module in block.named_modules():
         for key, value in vars(module).items():
@@ -66,7 +67,7 @@ def facts(block: nn.Module) -> dict[str, Any]:
 
 
 class Beside(nn.Module):
-    """Stand for a shared expert: cheap, and of no symmetry."""
+    """Stand in for a shared expert with a cheap function that has no symmetry."""
 
     factor_D: Tensor
 
@@ -80,7 +81,7 @@ class Beside(nn.Module):
 
 @torch.no_grad()
 def answered(block: nn.Module, where: Block, dense: DenseSpec, layers: tuple[int, ...], settings: Any) -> MoESpec:
-    """Return the MoESpec whose block answers as the stock one does."""
+    """Return the MoESpec with which our block gives the same outputs as the stock block."""
     asked, draw = small(block, where), torch.Generator().manual_seed(0)
     for shared in where.shared:
         asked.set_submodule(shared, Beside(torch.randn(dense.hidden, generator=draw)))
@@ -92,17 +93,17 @@ def answered(block: nn.Module, where: Block, dense: DenseSpec, layers: tuple[int
     asked.get_submodule(where.experts).register_forward_hook(lambda _, given, out: seen.update(experts=(given, out)))
     try:
         y_1TD = asked(x_1TD)
-    except Exception as error:  # of any code that transformers has
+    except Exception as error:  # transformers' code can raise anything
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"its block does not run alone ({said:.150})") from error
+        raise ValueError(f"its MoE block does not run outside of the model ({said:.150})") from error
     given, routed = seen.get("experts", ((), None))
     if not isinstance(y_1TD, Tensor) or len(given) != 3 or not isinstance(routed, Tensor):
-        raise ValueError("its block is no function of hidden states that gives experts rows, choices and weights")
+        raise ValueError("its MoE block does not return a tensor, or its experts do not get rows, choices and weights")
     rows, expert_TK, weight_TK = given
     if not expert_TK.numel() or expert_TK.shape != weight_TK.shape:
-        raise ValueError("its router chooses nothing")
+        raise ValueError("its router chooses no experts, or does not give a weight for each choice")
     if rows.shape != x_1TD[0].shape or not torch.equal(rows, x_1TD[0]):
-        raise ValueError("its experts do not take the hidden states as they are")
+        raise ValueError("its experts do not get the hidden states unchanged")
     stacked = dict(asked.get_submodule(where.experts).named_parameters())
     gated, experts = "gate_up_proj" in stacked, stacked["down_proj"].shape[0]
     plain = MoESpec(replace(dense, gated=gated), layers, (NEURONS,) * experts, top_k=expert_TK.shape[1], copies=1)
@@ -115,18 +116,18 @@ def answered(block: nn.Module, where: Block, dense: DenseSpec, layers: tuple[int
             continue
         for activation in get_args(Activation):
             if activation not in ACTIVATIONS:
-                continue  # a gated product of its own
+                continue  # not a plain activation, but a gated product
             spec = replace(spec, output_scale=scale, dense=replace(spec.dense, activation=activation))
             tried = ours(spec, where, asked)
             if close(MoE.forward(tried, x_1TD)[0], routed) and close(tried(x_1TD), y_1TD):
                 width = block.get_submodule(where.experts).get_parameter("down_proj").shape[2]
                 return replace(spec, widths=(width,) * experts)
-        raise ValueError("its experts, or what is added to them, are computed otherwise than ours")
-    raise ValueError("its router is none that ours can be")
+        raise ValueError("its experts, or the terms added to them, do not give the same outputs as ours")
+    raise ValueError("its router does not choose and weight experts as any setting of ours does")
 
 
 def ours(spec: MoESpec, where: Block, asked: nn.Module) -> StockMoE:
-    """Return our block of this spec with the weights of the block that is asked."""
+    """Return our block of this spec with the weights of the stock block `asked`."""
     with torch.device("cpu"):
         block = StockMoE(spec, backend(SPECIFICATION), where, asked)
     block.router.weight.copy_(asked.get_parameter(where.weight))
@@ -139,7 +140,7 @@ def ours(spec: MoESpec, where: Block, asked: nn.Module) -> StockMoE:
 
 
 def routers(plain: MoESpec, settings: Any) -> Iterator[MoESpec]:
-    """Yield all that our Router can be, the plainest first."""
+    """Yield a spec for each setting that our Router supports, the plainest first."""
     numbers = [(1, 1)]
     for names in (("n_group", "topk_group"), ("num_expert_group", "topk_group")):
         groups, kept = (getattr(settings, name, None) for name in names)
@@ -147,13 +148,13 @@ def routers(plain: MoESpec, settings: Any) -> Iterator[MoESpec]:
             numbers.append((groups, kept))
     for (groups, kept), score, order, normalize in itertools.product(numbers, SCORES, ORDERS, (True, False)):
         if order == "topk-then-softmax" and (normalize or score != "softmax"):
-            continue  # it adds up to 1 by itself
+            continue  # this order means softmax, whose weights add up to 1 already
         if plain.top_k <= plain.experts // groups * kept and plain.experts // groups > 1:
             yield replace(plain, score=score, order=order, normalize=normalize, groups=groups, group_top_k=kept)
 
 
 def scaled(want_TN: Tensor, got_TN: Tensor, settings: Any) -> float | None:
-    """Return the factor from `got` to `want`: 1 or a number that the config has; None if there is no such number."""
+    """Return the factor from `got` to `want`: 1 or a number of the config; None if none of them fits."""
     stated = [value for value in vars(settings).values() if isinstance(value, float) and math.isfinite(value)]
     return next((scale for scale in (1.0, *stated) if close(got_TN * scale, want_TN)), None)
 
@@ -163,7 +164,7 @@ def close(got: Tensor, want: Tensor) -> bool:
 
 
 def small(block: nn.Module, where: Block) -> nn.Module:
-    """Return the block on the processor with experts of a few neurons, whose weights are what is large."""
+    """Return an uninitialized copy of the block on the CPU; its experts have few neurons, to save memory."""
     experts = block.get_submodule(where.experts)
     asked = copy.deepcopy(block)
     own = asked.get_submodule(where.experts)
