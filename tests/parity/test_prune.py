@@ -182,7 +182,7 @@ def test_copies_by_use_compute_what_the_source_does(target: str, tmp_path: Path)
     plan, checkpoints = load(*words, f"method.by={measured(source, (60, 10, 20, 0))}")
     assert plan.promise.exact and (plan.moe.experts, plan.moe.top_k) == (9, 2)
     assert plan.observed["layers.0.experts"].tolist() == [0] * 5 + [1] + [2] * 2 + [3]
-    assert "wait" in table(plan) and "in copies by their use" in table(plan)
+    assert "only the first copy" in table(plan) and "copies the most used" in table(plan)
     folder, wanted = convert.convert(plan, checkpoints, quiet=True), logits(source)
     assert float((logits(folder) - wanted).abs().max() / wanted.abs().max()) < 1e-6
     assert verify.verify(source, folder, count=48, sequence=24).held

@@ -346,7 +346,7 @@ def test_refusals(dense_folder: Callable[[str], Path], tmp_path: Path) -> None:
         (lfm2, ("router.score=softmax",), "cannot hold softmax scores; write router.score=sigmoid"),
         (lfm2, ("shared=0.5",), "cannot hold a shared expert"),
         (dense_folder("hunyuan_v1_dense"), ("shared=2",), "as wide as a routed one it must be"),
-        (ernie, ("scale=calibrated", "calibration.texts=[x]"), "our own decoder runs, and that has no ernie4_5"),
+        (ernie, ("scale=calibrated", "calibration.texts=[x]"), "our own decoder does not support ernie4_5"),
     ]:
         with pytest.raises(ValueError, match=re.escape(says)):
             planned(folder, *words)

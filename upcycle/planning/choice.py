@@ -1,4 +1,4 @@
-"""Choose the target of a plan, and where its scale goes."""
+"""Choose the target architecture of a plan, and whether the scale is stored in the weights or as an output scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from upcycle.config.schema import UpcycleConfig
 from upcycle.planning import scale
 from upcycle.planning.notes import stays_whole
 
-# `target: auto` takes the first of these that holds the model, plainest first; our own target only if none does
+# `target: auto` takes the first of these that can hold the model, simplest first; our own target only if none can
 PREFERENCE = (
     "mixtral",
     "qwen3_moe",
@@ -28,7 +28,7 @@ PREFERENCE = (
 
 
 def place_scale(config: UpcycleConfig, moe: MoESpec, kind: str | float, chosen: AnyTarget) -> MoESpec:
-    """`moe` with c as its output_scale where the target has one; elsewhere c goes into the weights (plan.factors)."""
+    """Return `moe` with the scale as output_scale if the target has one; otherwise plan.factors scales the weights."""
     if config.scale_in not in ("auto", "weights", "output"):
         raise ValueError(f"scale_in is {config.scale_in!r}; write auto, weights or output")
     fits = chosen.can.output_scale and kind not in ("published", "calibrated")
@@ -42,12 +42,12 @@ def place_scale(config: UpcycleConfig, moe: MoESpec, kind: str | float, chosen: 
 
 
 def rank(name: str) -> tuple[int, str]:
-    """Sort key: a target's place in PREFERENCE; unlisted targets come last, by name."""
+    """Return a sort key: the target's position in PREFERENCE; unlisted targets come last, by name."""
     return (PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE), name)
 
 
 def stock_targets(config: UpcycleConfig, moe: MoESpec) -> dict[str, list[str]]:
-    """Why each stock target that the config leaves to choose from cannot hold `moe`; an empty list if it can."""
+    """Return, for each stock target that the config allows, why it cannot hold `moe`; an empty list if it can."""
     if moe.dense.carried is not None:
         pair = siblings.DENSE[moe.dense.family]
         return {pair.moe: refusals(pair.can, moe)}
@@ -56,7 +56,7 @@ def stock_targets(config: UpcycleConfig, moe: MoESpec) -> dict[str, list[str]]:
 
 
 def scored(config: UpcycleConfig, moe: MoESpec) -> tuple[MoESpec, str]:
-    """`moe` with sigmoid scores if router.score=auto and they alone keep it stock and exact; words that say so."""
+    """Return `moe`, with sigmoid scores if router.score=auto and only they keep it stock and exact, and the reason."""
     if config.router.score != "auto":
         return moe, ""
     sigmoid, soft = replace(moe, score="sigmoid"), stock_targets(config, moe)
@@ -70,13 +70,13 @@ def scored(config: UpcycleConfig, moe: MoESpec) -> tuple[MoESpec, str]:
 
 
 def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
-    """(target, why this one). A ValueError if the config names a target that cannot hold the model."""
+    """Return (target, reason); raise a ValueError if the config names a target that cannot hold the model."""
     if moe.dense.carried is not None:
         return siblings.target_of(moe, config.target)
     reasons = {name: refusals(target(name).can, moe) for name in plugin.names(TARGETS)}
     holding = sorted((n for n in reasons if not reasons[n]), key=rank)
     if config.target != "auto":
-        target(config.target)  # an unknown name is refused here
+        target(config.target)  # raises for an unknown name
         if reasons[config.target]:
             instead = "".join(f". Or: {line}" for line in stays_whole(moe))
             raise ValueError(
@@ -87,7 +87,7 @@ def choose_target(config: UpcycleConfig, moe: MoESpec) -> tuple[str, str]:
     stock = [n for n in holding if target(n).can.stock]
     if stock:
         best, *rest = stock
-        # a bf16 router has ties, which split virtual groups; stock targets of one score all route in the same precision
+        # ties in a bf16 router split virtual groups; all stock targets with the same score route in the same precision
         half = moe.dtype in ("bfloat16", "float16")
         fp32 = " and routes in float32" if half and moe.granularity > 1 and target(best).can.router_fp32 else ""
         others = f"; {', '.join(rest)} would too" if rest else ""

@@ -1,4 +1,4 @@
-"""Sentences that a plan prints: what was measured of such a model, and what to know before training it."""
+"""The notes and warnings that a plan prints: measurements of similar models, and advice for training."""
 
 from __future__ import annotations
 
@@ -12,61 +12,61 @@ from upcycle.planning.methods import Method
 
 
 def of(config: UpcycleConfig, moe: MoESpec) -> tuple[str, ...]:
-    """Return the notes on a plan whose source is dense, whatever the target."""
+    """Return the notes on a plan with a dense source; they do not depend on the target."""
     asked = apart(moe) if config.router.choice == "any" else ()
     return (*asked, *stays_whole(moe), *drawn(config, moe), *padded(moe))
 
 
 def warnings(config: UpcycleConfig, moe: MoESpec, method: Method) -> Iterator[str]:
-    """Yield sentences on what was measured of such a model and speaks against it; docs/study.md has the runs."""
-    if config.router.choice != "any":  # a config that names this choice knows it, and gets a note
+    """Yield warnings from measurements of similar models; docs/study.md describes the runs."""
+    if config.router.choice != "any":  # a config that sets choice=any gets a note instead
         yield from apart(moe)
     if moe.slices > 1 and not moe.weights_sum_to_one:
         yield (
-            "weights that are not divided by their sum are not exact and ended behind: on SmolLM2-135M by 0.025 nats "
-            "after 13 M tokens, two seeds of two, with a calibrated scale; use router.normalize=true"
+            "gate weights that are not divided by their sum are not exact, and training ended worse: by 0.025 nats on "
+            "SmolLM2-135M after 13 M tokens, for both seeds, with a calibrated scale; use router.normalize=true"
         )
     if method.evidence:
         yield method.evidence
 
 
 def apart(moe: MoESpec) -> Iterator[str]:
-    """Yield what a free choice does to virtual groups, if the router has one."""
+    """Yield how training breaks up virtual groups, if the router may choose any expert."""
     whole = moe.copies_of_slices and not moe.disjoint and moe.top_k % moe.granularity == 0
     if whole and moe.slices == 1 and moe.top_k < moe.experts:
         yield (
-            "a router that learns takes virtual groups apart; measured on a real checkpoint (SmolLM2-135M): choices "
-            "stop being whole FFNs, 0.26 nats behind the dense control after 26 M tokens; "
+            "a trained router breaks up virtual groups; measured on a real checkpoint (SmolLM2-135M): the chosen "
+            "experts no longer form whole FFNs, 0.26 nats worse than the dense control after 26 M tokens; "
         ) + (
-            "use target=upcycled, whose router chooses in each slice (no stock target holds that; it was ahead of the "
-            "control by 0.019), or stay stock with a frozen router: optim.router_lr=0 in training"
+            "use target=upcycled, whose router chooses in each slice (no stock target can hold that; it was 0.019 nats "
+            "better than the control), or keep a stock target and freeze the router: optim.router_lr=0 in training"
             if moe.dense.carried is None
-            else "freeze the router where you train it"
+            else "freeze the router in training"
         )
 
 
 def stays_whole(moe: MoESpec) -> Iterator[str]:
     if moe.slices > 1:
         yield (
-            "no stock target, mixtral and qwen3_moe among them, holds router.choice=each-slice; what stays stock and "
-            "whole is router.choice=any with a frozen router: optim.router_lr=0 in training"
+            "no stock target (mixtral, qwen3_moe, ...) can hold router.choice=each-slice; to keep a stock target and "
+            "whole FFNs, use router.choice=any and freeze the router: optim.router_lr=0 in training"
         )
 
 
 def drawn(config: UpcycleConfig, moe: MoESpec) -> Iterator[str]:
     if moe.slices > 1 and config.router.init.name == "normal":
         yield (
-            "routers begin with rows drawn at random; name calibration.texts and leave router.init.name out, and they "
-            "divide that text evenly from the first step, which was worth 0.004 nats on a real model (docs/study.md)"
+            "router rows start random; set calibration.texts and leave out router.init.name, and the routers divide "
+            "that text evenly from the first step, which gained 0.004 nats on a real model (docs/study.md)"
         )
 
 
 def padded(moe: MoESpec) -> Iterator[str]:
     if moe.padding:
         yield (
-            f"grouped kernels, transformers' among them, want rows of whole 16 bytes, which {moe.cut_widths[0]} "
-            f"neurons in {moe.dtype} are not: each expert is filled up with {moe.padding} zero neurons, which change "
-            "nothing and do not learn"
+            f"grouped kernels, also those of transformers, need rows whose size is a multiple of 16 bytes, and "
+            f"{moe.cut_widths[0]} neurons in {moe.dtype} are not: each expert is padded with {moe.padding} zero "
+            "neurons, which change nothing and do not learn"
         )
 
 
@@ -74,13 +74,14 @@ def waiting(observed: Mapping[str, Tensor]) -> Iterator[str]:
     waits = [float(tensor) for name, tensor in observed.items() if name.endswith(".wait")]
     if waits:
         yield (
-            f"all copies of an expert but the first wait: their selection bias is {min(waits):.3g} to {max(waits):.3g} "
-            "lower, so no token takes them until balance.bias_rate has raised it, within some 1 / rate steps"
+            "only the first copy of each expert is used at the start: the others have a selection bias "
+            f"{min(waits):.3g} to {max(waits):.3g} lower, so no token takes them until balance.bias_rate has raised "
+            "it, after about 1 / rate steps"
         )
 
 
 def grown(method: str, view: MoESpec, moe: MoESpec, copies: int) -> str:
     if method == "copy":
-        return f"each of its {view.experts} experts {copies} times, top-{view.top_k} made top-{moe.top_k}"
-    what = "the most salient" if method == "prune" else "in copies by their use, all"
-    return f"{what} of its {view.experts} experts in each layer, {moe.experts} now, top-{moe.top_k} as it was"
+        return f"{copies} copies of each of its {view.experts} experts, top-{moe.top_k} instead of top-{view.top_k}"
+    what = "keeps the most salient" if method == "prune" else "copies the most used"
+    return f"{what} of its {view.experts} experts in each layer, now {moe.experts}, still top-{moe.top_k}"

@@ -1,4 +1,4 @@
-"""The tensors of the MoE checkpoint as data: each Output is made of parts, and a Recipe says how a part is made."""
+"""The tensors of the MoE checkpoint as data: each Output has parts, and a Recipe says how to compute one part."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from upcycle.arch.slots import Slot
 from upcycle.arch.spec import BYTES, MoESpec
 from upcycle.planning.methods import Method
 
-# What a shared gate is filled with. Its sigmoid is exactly 1/2, as of zeros, but llama.cpp computes it as silu(x) / x,
-# which is NaN for x = 0. (In float16 it is zero.)
+# The value of every weight of a shared gate. Its sigmoid is exactly 1/2, like that of 0; but llama.cpp computes the
+# sigmoid as silu(x) / x, which is NaN for x = 0. (In float16 this value rounds to zero.)
 TINY = 1e-20
 
 
-class Recipe(NamedTuple):  # not a dataclass: a large plan has tens of thousands, and these are quicker to make
-    """How one part of an output is made.
+class Recipe(NamedTuple):  # not a dataclass: a large plan has tens of thousands, and a NamedTuple is faster to create
+    """How to compute one part of an output. The kinds:
 
     keep     the source                             average  the mean of the sources
     expert   matrix `matrix` of expert `expert`     shared   matrix `matrix` of the shared expert
@@ -32,8 +32,8 @@ class Recipe(NamedTuple):  # not a dataclass: a large plan has tens of thousands
     layer: int = -1
     expert: int = -1
     matrix: str = ""
-    factor: float = 1.0  # of a shared expert's matrix: 2 undoes a shared gate of sigmoid(0)
-    add: float = 0.0  # to every element: 1 where a gain-minus-one norm becomes a plain one; the constant of `fill`
+    factor: float = 1.0  # multiplies a matrix of the shared expert: 2 undoes a shared gate of sigmoid(0)
+    add: float = 0.0  # added to every element: 1 if a gain-minus-one norm becomes a plain norm; for `fill` the constant
 
     def __str__(self) -> str:
         def name(source: Source) -> str:
@@ -67,7 +67,7 @@ class Output(NamedTuple):
 
 
 class Recipes:
-    """Turns a target's slots into outputs with recipes. `dense` says what fills a role that the donor lacks."""
+    """Turn the slots of a target into outputs with recipes. `dense` fills roles that the donor does not have."""
 
     def __init__(self, moe: MoESpec, method: Method, sources: list[dict[str, Source]], chosen: AnyTarget) -> None:
         self.moe, self.needs, self.sources = moe, method.needs, sources
@@ -97,7 +97,7 @@ class Recipes:
         return self.dense(role, shape, dtype, layer, part)
 
     def neurons(self, role: str, shape: tuple[int, ...], dtype: str, layer: int, index: int) -> Recipe:
-        """A matrix of a routed expert (index >= 0) or of the shared one."""
+        """Return the recipe of a matrix of routed expert `index`, or of the shared expert if `index` is -1."""
         *_, matrix, kind = role.split(".")
         key = f"layers.{layer}.{self.donor_matrix(matrix)}.{kind}"
         name = matrix if kind == "weight" else f"{matrix}_bias"
@@ -115,7 +115,7 @@ class Recipes:
                 key = "embed.weight"  # a tied model in a target that does not tie
             elif part == "gate" and role.endswith(".weight"):
                 key = role.replace(".gate.", f".{self.donor_matrix('gate')}.")
-            else:  # a tensor that the target requires and the donor lacks is made of zeros, which change nothing
+            else:  # the target requires a tensor that the donor lacks: zeros change nothing
                 assert role.endswith(".bias") or part in ("shared", "shared_gate"), role
                 return Recipe("fill", shape, dtype, layer=layer, add=TINY if part == "shared_gate" else 0.0)
         add = 1.0 if self.one_p and "norm" in part else 0.0
@@ -130,7 +130,7 @@ class Recipes:
 
 
 def check_outputs(outputs: Sequence[Output]) -> None:
-    """Assert that each output is made once and that its parts fill it exactly."""
+    """Assert that output names are unique and that the parts of each output fill it exactly."""
     names: set[str] = set()
     for out in outputs:
         assert out.name not in names, f"{out.name} is made twice"

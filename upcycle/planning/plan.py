@@ -1,8 +1,8 @@
-"""The plan: for every tensor of the MoE checkpoint, which source tensors it needs and which pure function makes it.
+"""The plan: for every tensor of the MoE checkpoint, the source tensors and the pure function that compute it.
 
-A plan is data that `build` makes from the upcycling config, the source's config.json and the headers of its files; no
-tensor is read. `upcycle plan` prints it, `convert` makes all of its tensors, a training rank makes the slices it owns,
-and `verify` holds the result to the plan's promise.
+A plan is data. `build` creates it from the upcycling config, the source's config.json and the headers of its files; it
+reads no tensor. `upcycle plan` prints the plan, `convert` computes all of its tensors, a training rank computes the
+slices that it owns, and `verify` checks the result against the plan's promise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from upcycle.planning.outputs import Output, Recipe, Recipes, check_outputs
 from upcycle.planning.promise import Promise, grown_promise, make_promise
 from upcycle.planning.sources import check_sources, dropped, read_dense, refused_dtype, stored_dtype
 
-FORMAT = 2  # part of the plan's hash; raised when the converter starts to make other bytes from the same plan
+FORMAT = 2  # part of the plan's hash; increase it when the converter writes other bytes for the same plan
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class UpcyclePlan:
     dense: DenseSpec
     moe: MoESpec
     target: str
-    why: str  # why this target
+    why: str  # the reason for this target
     method: Method
     scale: str | float
     outputs: tuple[Output, ...]
@@ -50,11 +50,11 @@ class UpcyclePlan:
     hf_config: Mapping[str, Any]
     promise: Promise
     notes: tuple[str, ...]
-    warnings: tuple[str, ...]  # what evidence says against this plan
-    # measured on text before the first expert is made, empty until then: 'layers.L.mass', '.rows', '.order' (measure)
-    # or, of a plan whose source is an MoE, which experts it chose: 'layers.L.experts', ... (grow.choose)
+    warnings: tuple[str, ...]  # measurements that speak against this plan
+    # dense source: measured on text before the first expert is computed, empty until then: 'layers.L.mass', '.rows',
+    # '.order' (text.measure); MoE source: the experts that were chosen: 'layers.L.experts', ... (grow.choose)
     observed: Mapping[str, Tensor] = field(default_factory=dict)
-    source_experts: int = 0  # of an MoE whose experts are made more or fewer; 0: the source is dense
+    source_experts: int = 0  # number of experts of an MoE source; 0: the source is dense
 
     @property
     def needs_text(self) -> bool:
@@ -63,19 +63,19 @@ class UpcyclePlan:
 
     @property
     def grown(self) -> bool:
-        """Return True if the source is an MoE already, whose experts are made more or fewer (grow.py)."""
+        """Return True if the source is already an MoE, and the plan changes its number of experts (grow.py)."""
         return bool(self.source_experts)
 
     @property
     def gated(self) -> bool:
-        """Return True if the target's experts have a gate, be it the donor's or one that equals `up`."""
+        """Return True if the target's experts have a gate: the donor's own, or a copy of `up`."""
         return self.dense.gated or relu2_as_gated(self.moe, target(self.target).can)
 
     def factors(self, layer: int) -> dict[str, float]:
         """Return the factor of each matrix of this layer's routed experts."""
         mass = self.observed.get(f"layers.{layer}.mass")
         c = scale.gain(self.moe, self.scale, None if mass is None else float(mass))
-        assert c is not None, "measure() comes before the first tensor"
+        assert c is not None, "call measure() before computing tensors"
         return scale.weight_factors(self.moe, self.scale, c, gated=self.gated)
 
     @cached_property
@@ -103,9 +103,9 @@ class UpcyclePlan:
 
     @cached_property
     def hash(self) -> str:
-        """Return a digest without paths (source, donors, output): equal ones on equal sources give equal bytes."""
+        """Return a digest without paths; plans with equal digests write equal bytes from equal sources."""
         settings = {k: v for k, v in asdict(self.config).items() if k not in ("source", "output", "donors", "sequence")}
-        # plans made before these keys had their names keep their hashes; router.choice is in hf_config already
+        # plans made before these keys were renamed must keep their hashes; hf_config already has router.choice
         del settings["router"]["choice"]
         settings["calibration"]["length"] = settings["calibration"].pop("sequence")
         digest = hashlib.sha256(
@@ -123,10 +123,11 @@ def build(
     *,
     text: bool = False,
 ) -> UpcyclePlan:
-    """Plan every tensor and check all that can be checked before the first write; raise a ValueError of one sentence.
+    """Plan every tensor, and check everything that can be checked before the first write.
 
-    `checkpoints`: base, then donors. `observed`: what was measured on text; then no text is looked for. `text`: whether
-    there is text that the config does not name.
+    `checkpoints`: the base, then the donors. `observed`: the measurements on text; if given, text files are not
+    required. `text`: True if the caller has text that the config does not name. A failed check raises a ValueError of
+    one sentence.
     """
     base = checkpoints[0]
     grows = base.config.get("model_type") in plugin.names(TARGETS)
@@ -174,7 +175,7 @@ def build(
 
 
 def grown(config: SizedConfig, base: Checkpoint, known: Mapping[str, Tensor]) -> UpcyclePlan:
-    """Return the plan of an MoE with more or fewer experts than the source, an MoE too (grow.py)."""
+    """Return the plan that changes the number of experts of an MoE source (grow.py)."""
     name = str(base.config["model_type"])
     chosen, dtype = readable(name), config.dtype or stored_dtype(base)
     if dtype not in BYTES:
@@ -199,7 +200,7 @@ def grown(config: SizedConfig, base: Checkpoint, known: Mapping[str, Tensor]) ->
         replace(view.dense, dtype=stored_dtype(base)),
         replace(moe, copies=config.experts, output_scale=1.0),
         name,
-        f"what the source is; {notes.grown(method.name, view, moe, config.experts)}",
+        f"the architecture of the source; {notes.grown(method.name, view, moe, config.experts)}",
         method,
         "exact",
         tuple(outputs),

@@ -1,7 +1,7 @@
-"""The promise of a plan: exact or not, why not, and the error to expect (`make_promise`).
+"""The promise of a plan (`make_promise`): whether the MoE is exact, the reasons if not, and the expected error.
 
-The expected error is computed, not looked up: the plan's own method, router and scale run on a small Gaussian FFN in
-float64, with router logits as spread as in the real model. No tensor of the source is read.
+The expected error is computed: the plan's own method, router and scale run on a small Gaussian FFN in float64, whose
+router logits have the same standard deviation as in the real model. No tensor of the source is read.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from upcycle.planning import rng, routers, scale
 from upcycle.planning.methods import Method, Place
 
 TOLERANCE = 1e-5
-HIDDEN, TOKENS, PART = 64, 256, 16  # of the small FFN: hidden size, tokens, neurons of the narrowest part
+HIDDEN, TOKENS, PART = 64, 256, 16  # the small FFN: hidden size, tokens, neurons per part
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The output of one MoE block compared with the dense FFN's, over Gaussian tokens."""
+    """The difference between the outputs of one MoE block and of the dense FFN, on the same tokens."""
 
-    error: float  # root mean square of the difference, relative to that of the dense output
-    gain: float  # how much larger the output is, in the dense output's direction
+    error: float  # root mean square of the difference, divided by that of the dense output
+    gain: float  # size of the output along the dense output's direction; 1: the same size
     cosine: float
 
 
 @dataclass(frozen=True)
 class Promise:
     exact: bool
-    reasons: tuple[str, ...]  # why not exact; or, of an exact plan, what to know besides
+    reasons: tuple[str, ...]  # why the plan is not exact; for an exact plan, remarks
     estimate: Estimate | None  # None: the error depends on the donors
-    # for verify: largest logit difference over the largest logit, in float32, dense weights rounded as the MoE's are
+    # the bound of verify in float32: largest logit difference / largest logit, with the dense weights rounded as the
+    # MoE's are
     tolerance: float
 
 
@@ -58,7 +59,7 @@ def compare(y: Tensor, want: Tensor) -> Estimate:
 def moe_output(
     x_TD: Tensor, moe: MoESpec, rows_ND: Tensor, experts: list[FFN], activation: str, bias_N: Tensor | None = None
 ) -> Tensor:
-    """The reference MoE block without shared expert: the sum of weight * expert(x) over the chosen experts."""
+    """Compute the reference MoE block without shared expert: the sum of weight * expert(x) over the chosen experts."""
     weight_TK, expert_TK = routers.weights(x_TD, rows_ND, moe, bias_N)
     y_TD = torch.zeros_like(x_TD)
     for index, ffn in enumerate(experts):
@@ -77,7 +78,7 @@ def estimate(
     seed: int,
     gated: bool,
 ) -> Estimate:
-    """The Estimate of a plan. `make(ffn, moe, index)`: the method's expert on the small FFN."""
+    """Return the Estimate of a plan. `make(ffn, moe, index)` returns expert `index` of the small FFN."""
     parts = moe.experts if moe.disjoint else moe.granularity
     part = PART if parts < 64 else 4
     shared = math.ceil(part * parts * moe.cut_shared / max(moe.dense.ffn - moe.cut_shared, 1)) if moe.shared else 0
@@ -131,7 +132,7 @@ def make_promise(
 
 
 def inexact_method(config: UpcycleConfig, moe: MoESpec, method: Method) -> Iterator[str]:
-    """Yield why experts and router do not add up to the dense FFN."""
+    """Yield the reasons why experts and router do not add up to the dense FFN."""
     g = moe.granularity
     if method.needs.mixes:
         yield "the donors are mixed"
@@ -146,7 +147,7 @@ def inexact_method(config: UpcycleConfig, moe: MoESpec, method: Method) -> Itera
 
 
 def inexact_scale(moe: MoESpec, method: Method, kind: str | float) -> Iterator[str]:
-    """Yield why the scale does not undo the sum over experts."""
+    """Yield the reasons why the scale does not make the sum over experts equal to the dense output."""
     if not method.exact or not moe.weights_sum_to_one or kind == "calibrated":
         return
     c, d = scale.gain(moe, kind, None), moe.dense
@@ -161,7 +162,7 @@ def inexact_scale(moe: MoESpec, method: Method, kind: str | float) -> Iterator[s
 
 
 def remarks(moe: MoESpec, kind: str | float, gated: bool, chosen: AnyTarget, stored: Collection[str]) -> Iterator[str]:
-    """Yield what to know of an exact plan besides."""
+    """Yield remarks on an exact plan: rounding, and ties in a half-precision router."""
     rounded = rounding(moe, kind, gated, chosen, stored)
     if rounded:
         yield f"exact but for the rounding of {rounded} to {moe.dtype}"
@@ -173,10 +174,10 @@ def remarks(moe: MoESpec, kind: str | float, gated: bool, chosen: AnyTarget, sto
 
 
 def expect(config: UpcycleConfig, moe: MoESpec, method: Method, kind: str | float, gated: bool) -> Estimate:
-    """Return the Estimate of a plan whose experts `method` makes."""
+    """Return the Estimate of a plan with this method."""
 
     def small_expert(ffn: FFN, small: MoESpec, index: int) -> FFN:
-        if method.needs.order:  # the order is measured later; here any order stands for it
+        if method.needs.order:  # the order is measured later; a random order stands in for it here
             ffn = ffn.neurons(rng.permutation(ffn.width, config.seed, "split", 0))
         place = Place(0, index, small.copies, small.granularity, small.widths, config.seed)
         expert = method.expert([ffn if moe.dense.gated else ffn.without_gate()], place)
@@ -187,7 +188,7 @@ def expect(config: UpcycleConfig, moe: MoESpec, method: Method, kind: str | floa
 
 
 def rounding(moe: MoESpec, kind: str | float, gated: bool, chosen: AnyTarget, stored: Collection[str]) -> str:
-    """Return the kind of weights that are rounded when stored; '' if every number is kept."""
+    """Return which weights are rounded when stored; '' if none are."""
     for dtype in sorted(stored):
         if rounds(dtype, moe.dtype):
             return f"{dtype} weights"
@@ -202,14 +203,14 @@ def rounding(moe: MoESpec, kind: str | float, gated: bool, chosen: AnyTarget, st
 
 
 def rounds(stored: str, dtype: str) -> bool:
-    """Return True if `dtype` does not hold every number of the dtype `stored`."""
+    """Return True if `dtype` cannot represent every number of the dtype `stored`."""
     return BYTES[dtype] < BYTES[stored] or {dtype, stored} == {"bfloat16", "float16"}
 
 
 def grown_promise(
     method: Method, view: MoESpec, dtype: str, base: Checkpoint, observed: Mapping[str, Tensor]
 ) -> Promise:
-    """Return the Promise of an MoE made of the MoE in `base`, whose view is `view`."""
+    """Return the Promise of a plan that changes the number of experts of the MoE in `base`, described by `view`."""
     stored = sorted({entry.dtype for entry in base.entries.values()})
     rounded = next((d for d in stored if rounds(d, dtype)), "")
     if not method.exact:

@@ -1,6 +1,6 @@
-"""A config's request as a Method (`read_method`) and an MoESpec (`moe_spec`), checked against the dense model.
+"""Turn a config into a Method (`read_method`) and an MoESpec (`moe_spec`), checked against the dense model.
 
-Every refusal names the nearest value that would do.
+Every error names the nearest valid value.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from upcycle.planning import methods, routers
 from upcycle.planning.methods import Method, Sizes
 
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
-ALIGN = 16  # neurons: rows of a multiple are whole 16 bytes in any dtype, also one it is loaded in later
-WHOLE = SizedConfig()  # whole copies
-SATURATED = 20.0  # of the logits' standard deviation: at 4 of these a sigmoid is still above 0 in float32
+ALIGN = 16  # neurons: rows of a multiple of this are whole 16 bytes in any dtype, also if loaded in another one
+WHOLE = SizedConfig()  # the default sizes for whole copies
+SATURATED = 20.0  # largest standard deviation of logits: at 4 times this, a sigmoid is still above 0 in float32
 
 
 def sized(config: UpcycleConfig) -> tuple[SizedConfig, str]:
-    """Return the config with its sizes decided, and a sentence that names the sizes it did not set."""
+    """Return the config with all sizes set, and a sentence that names the sizes set here."""
     name, keys = named_method(config)
-    known = name in plugin.names(methods.__name__)  # grow.py has others, and read_method refuses the rest
+    known = name in plugin.names(methods.__name__)  # grow.py has more methods, and read_method refuses unknown ones
     method = methods.load(name, keys) if known else methods.load("copy")
     choice = config.router.choice
     chooses_in_each = choice == "each-slice" or (choice == "auto" and config.target == "upcycled")
     slices = method.slices if chooses_in_each else 1
     granularity = config.granularity
     if granularity is None:
-        divisor = math.gcd(slices, config.top_k or slices)  # a top_k that is set stays a multiple
+        divisor = math.gcd(slices, config.top_k or slices)  # so that a given top_k is a multiple of the granularity
         granularity = divisor if divisor > 1 else slices
     cut = granularity > 1
     sizes = {
@@ -47,12 +47,12 @@ def sized(config: UpcycleConfig) -> tuple[SizedConfig, str]:
     if said and slices > 1 and [values[key] for key in sizes] == [4 * slices, slices, slices]:
         said += ", the recommended slices (docs/study.md)"
     elif said and method.slices > slices and "granularity" in left:
-        said += " of whole copies, because training keeps slices together only with target=upcycled"
+        said += " of whole copies, because only target=upcycled keeps slices together in training"
     return SizedConfig(**values), f"by default {said}" if said else ""
 
 
 def named_method(config: UpcycleConfig) -> tuple[str, dict[str, Any]]:
-    """Return the name of the config's method, and the method's own keys."""
+    """Return the name of the config's method, and the method's options."""
     if not isinstance(config.method, str | Mapping):
         raise ValueError(f"method is {config.method!r}; write for instance method.name=virtual_group")
     values = {"name": config.method} if isinstance(config.method, str) else dict(config.method)
@@ -63,7 +63,7 @@ def named_method(config: UpcycleConfig) -> tuple[str, dict[str, Any]]:
 
 
 def read_method(config: SizedConfig, donors: int) -> Method:
-    """Return the config's method; raise a ValueError if its keys, or the number of donors, do not fit."""
+    """Return the config's method; raise a ValueError if its options or the number of donors are wrong."""
     method = methods.load(*named_method(config))
     method.options.check(Sizes(config.experts, config.granularity))
     check_donors(config, method, donors)
@@ -78,7 +78,7 @@ def check_donors(config: SizedConfig, method: Method, donors: int) -> None:
             f"list the models under `donors` or set experts={max(donors, 1)}"
         )
     if donors and not needs.mixes:
-        raise ValueError(f"donors are given but method {name} has one source; use method.name=branch_train_mix")
+        raise ValueError(f"donors are given but method {name} uses only `source`; use method.name=branch_train_mix")
     if not config.source and "source" in (*needs.donors, needs.rest):
         what = f"method {name} takes FFNs" if "source" in needs.donors else "method.rest=base takes the rest"
         raise ValueError(f"{what} from `source`, which is not set; write source=FOLDER")
@@ -99,7 +99,7 @@ def layer_list(value: Any, layers: int) -> tuple[int, ...]:
         else:
             raise ValueError(f"layers is {value!r}; {want}")
         if not chosen:
-            raise ValueError(f"layers={value} leaves no layer of {layers} to convert; {want}")
+            raise ValueError(f"layers={value} selects none of the {layers} layers; {want}")
         return tuple(chosen)
     listed = value if isinstance(value, list | tuple) else [value]
     if not listed or not all(isinstance(i, int) and not isinstance(i, bool) for i in listed):
@@ -111,16 +111,16 @@ def layer_list(value: Any, layers: int) -> tuple[int, ...]:
 
 
 def moe_spec(config: SizedConfig, dense: DenseSpec, method: Method) -> MoESpec:
-    """Return the MoESpec of a config; raise a ValueError that names the nearest possible sizes for impossible ones.
+    """Return the MoESpec of a config; for impossible sizes raise a ValueError that names the nearest possible ones.
 
-    For router.score=auto it has softmax scores.
+    With router.score=auto the MoESpec has softmax scores.
     """
     check_counts(config)
     dtype, disjoint = stated_dtype(config, dense), method.needs.disjoint
     shared = shared_neurons(config, dense, dtype, disjoint)
     widths = routed_widths(config, dense.ffn - shared, disjoint)
     padding = 0 if len(set(widths)) > 1 or whole_rows(widths[0], dtype) else -widths[0] % ALIGN
-    shared_padding = padding * int(config.shared)  # a number of shared experts is as wide as the routed ones
+    shared_padding = padding * int(config.shared)  # each of several shared experts is as wide as a routed one
     choice = router_choice(config, method)
     return MoESpec(
         dense=dense,
@@ -147,10 +147,10 @@ def check_counts(config: SizedConfig) -> None:
             raise ValueError(f"{key} is {getattr(config, key)}; it must be at least 1")
     total = config.experts * config.granularity
     if total > MAX_EXPERTS:
-        raise ValueError(f"experts * granularity is {total}; at most {MAX_EXPERTS} experts a layer are made")
+        raise ValueError(f"experts * granularity is {total}; a layer can have at most {MAX_EXPERTS} experts")
     if config.top_k > total:
         raise ValueError(
-            f"top_k={config.top_k} of experts * granularity = {total} experts; top_k must be at most {total}"
+            f"top_k={config.top_k} is more than experts * granularity = {total}; top_k must be at most {total}"
         )
 
 
@@ -163,7 +163,7 @@ def stated_dtype(config: UpcycleConfig, dense: DenseSpec) -> str:
 
 
 def shared_neurons(config: SizedConfig, dense: DenseSpec, dtype: str, disjoint: bool) -> int:
-    """Return how many neurons of the dense FFN go to the shared expert."""
+    """Return the number of neurons of the dense FFN that go to the shared expert."""
     g, asked = config.granularity, config.shared
     if not 0 <= asked < math.inf or (asked >= 1 and asked != int(asked)):
         raise ValueError(
@@ -176,28 +176,28 @@ def shared_neurons(config: SizedConfig, dense: DenseSpec, dtype: str, disjoint: 
         shared -= (shared - dense.ffn) % g  # the remaining neurons must divide into g equal parts
         width = (dense.ffn - shared) // g
         if not whole_rows(width, dtype) and 0 < g * (fine := round(width / ALIGN) * ALIGN) < dense.ffn:
-            shared = dense.ffn - g * fine  # the nearest share whose parts need no zeros
+            shared = dense.ffn - g * fine  # the nearest share whose routed experts need no padding
     if asked and not 0 < shared < dense.ffn:
         raise ValueError(
-            f"shared={asked:g} of {dense.ffn} neurons leaves nothing shared or nothing routed; "
+            f"shared={asked:g} of {dense.ffn} neurons leaves no neurons for the shared or the routed experts; "
             "write for instance shared=0.25"
         )
     return shared
 
 
 def shared_experts(count: int, neurons: int, parts: int) -> int:
-    """Return the neurons of `count` shared experts, each as wide as one of the routed `parts`."""
+    """Return the total neurons of `count` shared experts, each as wide as one of the `parts` routed experts."""
     if neurons % (parts + count):
         near = [s for s in range(1, 65) if neurons % (parts + s) == 0]
         raise ValueError(
-            f"{neurons} neurons cannot be cut into {parts} routed and {count} shared parts of one width; try shared="
+            f"{neurons} neurons cannot be cut into {parts} routed and {count} shared parts of equal width; try shared="
             f"{', '.join(map(str, near[:4])) or '0.25'}, another granularity, or a share like shared=0.25"
         )
     return neurons // (parts + count) * count
 
 
 def routed_widths(config: SizedConfig, routed: int, disjoint: bool) -> tuple[int, ...]:
-    """Return the width of each routed expert, cut out of `routed` neurons."""
+    """Return the width of each routed expert, if `routed` neurons are divided among them."""
     g, total = config.granularity, config.experts * config.granularity
     if disjoint:
         if routed < total:
@@ -213,7 +213,7 @@ def routed_widths(config: SizedConfig, routed: int, disjoint: bool) -> tuple[int
 
 
 def router_choice(config: SizedConfig, method: Method) -> Choice:
-    """Check the names of the router's options and return among which experts it chooses."""
+    """Check the router's options; return the experts it chooses from: "any" or "each-slice"."""
     router, g, disjoint = config.router, config.granularity, method.needs.disjoint
     if router.score not in ("softmax", "sigmoid", "auto"):
         raise ValueError(f"router.score is {router.score!r}; write softmax, sigmoid or auto")
@@ -227,24 +227,24 @@ def router_choice(config: SizedConfig, method: Method) -> Choice:
     if choice != "parts" and not disjoint and config.top_k % g:
         raise ValueError(
             f"top_k={config.top_k} is not a multiple of granularity={g}, so no choice is whole FFNs and the model "
-            f"starts far from the dense one; try top_k={max(config.top_k // g, 1) * g}, or if that is meant write "
-            "router.choice=parts"
+            f"starts far from the dense one; try top_k={max(config.top_k // g, 1) * g}, or write router.choice=parts "
+            "if you want that"
         )
     if choice == "each-slice" and disjoint:
         raise ValueError(
-            f"router.choice=each-slice is a choice among copies of a slice, and method {method.name} makes no "
-            "copies; write router.choice=any"
+            f"router.choice=each-slice chooses among copies of a slice, and method {method.name} makes no copies; "
+            "write router.choice=any"
         )
-    return "each-slice" if choice == "each-slice" and g > 1 else "any"  # of one slice all choices are the same
+    return "each-slice" if choice == "each-slice" and g > 1 else "any"  # with one slice both mean the same
 
 
 def whole_rows(width: int, dtype: str) -> bool:
-    """Return True if rows of `width` numbers are whole 16 bytes, as grouped kernels want them."""
+    """Return True if a row of `width` numbers is a multiple of 16 bytes, as grouped kernels require."""
     return width * BYTES[dtype] % 16 == 0
 
 
 def with_rows(config: SizedConfig, moe: MoESpec, *, text: bool) -> SizedConfig:
-    """Return the config with the router's rows decided. `text`: whether there is some that it does not name."""
+    """Return the config with router.init.name=auto resolved. `text`: True if there is text that it does not name."""
     if config.router.init.name != "auto":
         return config
     clusters = moe.slices > 1 and bool(text or config.calibration.texts)
@@ -262,13 +262,13 @@ def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None
     if not 1e-6 <= init.std <= 1e3:
         raise ValueError(
             f"router.init.std is {init.std}; write 1e-6 to 1e3, because equal logits send every token to the "
-            "same experts, and infinite ones nowhere"
+            "same experts, and infinite logits cannot be routed"
         )
     spread = init.std * moe.dense.hidden**0.5
     if moe.score == "sigmoid" and spread > SATURATED:
         raise ValueError(
-            f"router.init.std is {init.std:g}, which with hidden size {moe.dense.hidden} makes logits of about "
-            f"{spread:.3g}, and their sigmoids 0 or 1; write at most {SATURATED / moe.dense.hidden**0.5:.2g}, or "
+            f"router.init.std is {init.std:g}, which with hidden size {moe.dense.hidden} gives logits of about "
+            f"{spread:.3g}, whose sigmoids are 0 or 1; write at most {SATURATED / moe.dense.hidden**0.5:.2g}, or "
             "router.score=softmax"
         )
     if init.name == "neurons" and not moe.disjoint:
@@ -277,7 +277,7 @@ def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None
         )
     if init.name == "clusters" and (moe.disjoint or moe.copies < 2):
         raise ValueError(
-            "router.init.name=clusters divides text among copies, and this config makes none; write "
+            "router.init.name=clusters divides text among copies, and this config makes no copies; write "
             "router.init.name=normal"
         )
     if init.name == "hidden" and len(init.texts) != moe.copies:
@@ -289,7 +289,7 @@ def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None
         raise ValueError("router.init.name=hidden with method.name=split needs granularity=1, one text per expert")
     if kind == "exact" and not moe.weights_sum_to_one:
         raise ValueError(
-            "scale=exact cannot hold with router.normalize=false: the chosen weights then add up to another "
+            "scale=exact is impossible with router.normalize=false: the gate weights then add up to a different "
             "number for every token; "
             "write router.normalize=true, scale=calibrated (measures the mean on calibration.texts), "
             "scale=published or a number"
@@ -297,23 +297,24 @@ def check_router(config: UpcycleConfig, moe: MoESpec, kind: str | float) -> None
 
 
 def measured_texts(config: UpcycleConfig) -> tuple[str, ...]:
-    """Return the files that every measurement reads: router.init.texts if the router needs them, else
-    calibration.texts."""
+    """Return the text files to measure on: router.init.texts if router.init.name=hidden, else calibration.texts."""
     return config.router.init.texts if config.router.init.name == "hidden" else config.calibration.texts
 
 
 def check_decoder(dense: DenseSpec) -> None:
-    """Raise a ValueError for a model that our own decoder, which measures on text, cannot run."""
+    """Raise a ValueError if our own decoder, which runs the measurements on text, does not support the model."""
     if dense.carried is not None:
         raise ValueError(
-            f"this config measures text, which our own decoder runs, and that has no {dense.family}; write "
+            f"this config needs measurements on text, and our own decoder does not support {dense.family}; write "
             "scale=exact, router.init.name=normal and a method that measures nothing"
         )
 
 
 def check_text(config: UpcycleConfig, kind: str | float, method: Method, folder: Path, *, text: bool) -> None:
-    """Raise a ValueError unless there are text files to measure on and a tokenizer in the donor's `folder`. `text`:
-    whether there is some that the config does not name, in ids."""
+    """Raise a ValueError unless there are text files to measure on and a tokenizer in the donor's `folder`.
+
+    `text`: True if the caller has tokenized text that the config does not name.
+    """
     init = config.router.init
     if init.name == "neurons" and not method.needs.order:
         raise ValueError("router.init.name=neurons needs method.by=activation, which finds the representative neurons")

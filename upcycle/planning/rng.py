@@ -1,7 +1,7 @@
-"""Randomness has a name, not a turn.
+"""Random numbers that depend only on a seed and a name.
 
-`generator(seed, "noise", layer, expert, "up")` gives the same numbers whatever was drawn before it, in whatever order,
-on whichever rank. Therefore a slice made online is bit-identical to the one in the file.
+`generator(seed, "noise", layer, expert, "up")` gives the same numbers on every rank, no matter what was drawn before.
+Therefore a slice computed in training is bit-identical to the slice in a converted file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def generator(seed: int, *key: object) -> torch.Generator:
 
 
 def normal(shape: tuple[int, ...], seed: int, *key: object) -> torch.Tensor:
-    """float32 standard normals. Draw the whole named tensor and cut slices from it: a slice drawn alone differs."""
+    """Draw float32 standard normals. Draw the whole named tensor, then slice it: a slice drawn alone differs."""
     return torch.randn(shape, generator=generator(seed, *key))
 
 

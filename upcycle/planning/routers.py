@@ -2,12 +2,12 @@
 
     normal      N(0, std). Also named `virtual_group`: with granularity > 1 the experts of one copy share a row.
     independent N(0, std), a row for each expert; not exact when granularity > 1.
-    clusters    balanced clusters of what the router reads on text (clusters.py).
+    clusters    one row for each balanced cluster of the router's inputs on text (clusters.py).
     hidden      means of hidden states per domain or donor, taken at the router's input: after the post-attention norm.
     neurons     the gate row of a representative neuron of each expert (method `split`).
 
-A zero router is never made: top-k of equal logits is unspecified and sends every token to the same experts. `weights`
-is the reference router, which the promise and the measurements use.
+A router is never zero: top-k of equal logits is unspecified and sends every token to the same experts. `weights` is
+the reference router, which the promise and the measurements use.
 
 Shapes: T tokens, D hidden size, N experts, K experts per token, S slices, C copies.
 """
@@ -21,7 +21,7 @@ from upcycle.arch.spec import MoESpec
 from upcycle.planning import rng
 
 NAMES = ("auto", "normal", "virtual_group", "independent", "clusters", "hidden", "neurons")
-MEASURED = ("clusters", "hidden", "neurons")  # need a pass over text
+MEASURED = ("clusters", "hidden", "neurons")  # measured on text
 
 
 def normal(count: int, hidden: int, std: float, seed: int, layer: int) -> Tensor:
@@ -29,13 +29,13 @@ def normal(count: int, hidden: int, std: float, seed: int, layer: int) -> Tensor
 
 
 def centred(rows: Tensor, std: float) -> Tensor:
-    """Router rows from measured directions: their mean is removed, because it tells no experts apart, and each row is
-    scaled to elements of size std."""
+    """Return router rows from measured directions: without their mean, which is the same for all experts, and scaled so
+    that the root mean square of the elements of each row is std."""
     rows = rows.float()
     if len(set(map(tuple, rows.tolist()))) < max(2, len(rows)):
         raise ValueError(
-            "the router's texts (or neurons) must be at least two, and two of them may not measure exactly the same; "
-            "give each copy a different one"
+            "router rows need at least two texts (or neurons), and no two may measure exactly the same; give each "
+            "copy a different one"
         )
     rows = rows - rows.mean(0, keepdim=True)
     rows = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-12) * std * rows.shape[1] ** 0.5
@@ -43,20 +43,20 @@ def centred(rows: Tensor, std: float) -> Tensor:
 
 
 def repeated(rows: Tensor, experts: int) -> Tensor:
-    """One row per expert from distinct rows: the experts of a virtual group lie next to each other and share a row."""
+    """Repeat the distinct rows into one row per expert; experts of a virtual group are adjacent and share a row."""
     return rows.repeat_interleave(experts // rows.shape[0], 0)
 
 
 def chosen(score_TN: Tensor, top_k: int, slices: int) -> Tensor:
-    """expert_TK: the best top_k / slices experts of each class e % slices; with slices = 1 the best of all experts."""
+    """Return expert_TK: the best top_k / slices experts of each class e % slices; with one slice the best of all."""
     score_TSC = score_TN.view(len(score_TN), -1, slices).transpose(1, 2)
     copy_TSK = torch.sort(score_TSC, dim=-1, descending=True, stable=True).indices[..., : top_k // slices]
     return (copy_TSK * slices + torch.arange(slices, device=score_TN.device)[:, None]).flatten(1)
 
 
 def weights(x_TD: Tensor, rows_ND: Tensor, moe: MoESpec, bias_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The reference router: (weight_TK, expert_TK). Ties go to the lower index, which keeps a group whole. `bias_N`: of
-    the choice alone."""
+    """Return (weight_TK, expert_TK) of the reference router. Ties go to the lower index, which keeps a group whole.
+    `bias_N` is added to the scores for the selection only, not to the weights."""
     logits_TN = x_TD @ rows_ND.to(x_TD.dtype).T
     if moe.score == "sigmoid":
         score_TN = logits_TN.sigmoid()

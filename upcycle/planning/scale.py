@@ -1,9 +1,9 @@
-"""The number c by which the routed experts' sum is multiplied so that the MoE's output equals the dense FFN's.
+"""Compute the scale c: the sum of the routed experts times c equals the output of the dense FFN.
 
-`gain` is c for a config, `weight_factors` the factor of each weight matrix that brings c about.
+`gain` returns c for a config; `weight_factors` returns the factor of each weight matrix that has the same effect.
 
-If the chosen weights add up to 1, each part of a virtual group has the weight 1/G, so c = G whatever the router is.
-Where weights are not normalised, c depends on the router's probability mass on text, which `calibrated` measures.
+If the gate weights add up to 1, each part of a virtual group has the weight 1/G, so c = G for every router. If the
+weights are not normalized, c depends on the router's probability mass on text, which scale=calibrated measures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAMES = ("exact", "published", "calibrated", "none")
 
 
 def parse(value: Any) -> str | float:
-    """The config's `scale` checked: one of NAMES, or a number. A ValueError for anything else."""
+    """Return the config's `scale`: one of NAMES, or a number; raise a ValueError for anything else."""
     if isinstance(value, str) and value in NAMES:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 <= value <= 1e9:
@@ -26,17 +26,17 @@ def parse(value: Any) -> str | float:
 
 
 def whole(moe: MoESpec) -> float:
-    """c if the chosen weights add up to 1: granularity, or top_k of disjoint experts, so that each counts once."""
+    """Return c if the gate weights add up to 1: granularity; for disjoint experts top_k, so that each counts once."""
     return float(moe.top_k if moe.disjoint else moe.granularity)
 
 
 def uniform(moe: MoESpec) -> float:
-    """c as published: if all experts had equal weights (2410.07524, Eq. 2; Megatron calls the case pre-softmax)."""
+    """Return the published c, which assumes equal gate weights (2410.07524, Eq. 2; in Megatron: pre-softmax)."""
     return moe.copies * moe.granularity**2 / moe.top_k if not moe.weights_sum_to_one else float(moe.granularity)
 
 
 def gain(moe: MoESpec, scale: str | float, mass: float | None) -> float | None:
-    """c for a config's `scale`; None if it is calibrated and the mass is not measured yet."""
+    """Return c for a config's `scale`; None if it is calibrated and the mass is not measured yet."""
     if scale == "exact":
         return whole(moe)
     if scale == "published":
@@ -47,19 +47,20 @@ def gain(moe: MoESpec, scale: str | float, mass: float | None) -> float | None:
 
 
 def published_factor(moe: MoESpec) -> float:
-    """Megatron's factor of every matrix: the cube root of c for a gated or squared-ReLU FFN, else the square root."""
+    """Return Megatron's factor of every matrix: the cube root of c if gated or squared ReLU, else its square root."""
     c, d = uniform(moe), moe.dense
     return float(c ** (1 / 3) if d.gated or d.activation == "relu2" else c**0.5)
 
 
 def weight_factors(moe: MoESpec, scale: str | float, c: float, *, gated: bool) -> dict[str, float]:
-    """The factor of each FFN matrix of a routed expert, which together multiply its output by c / output_scale.
+    """Return the factor of each FFN matrix of a routed expert; together they multiply its output by c / output_scale.
 
-    Exact wherever the FFN is homogeneous: gated in up and down, squared ReLU with the square of up, else down alone.
-    The first factor is a power of two, so that half-precision weights are rounded once at most, and not at all when c
-    is itself a power of two (every usual granularity). `gated`: the target's form (see relu2_as_gated).
+    Except for scale=published, only matrices in which the FFN is homogeneous are scaled, so the result is exact: up and
+    down if gated, up (whose factor counts twice) and down for squared ReLU, else only down. The factor of up is a power
+    of two, so half-precision weights are rounded at most once, and never if c is a power of two (as usual).
+    `gated`: whether the target's FFN has a gate (see relu2_as_gated).
     """
-    # down's bias is not cut: each part has all of it, and weights that add up to 1 count it once without whole(moe)
+    # each part has the whole down bias, so gate weights that add up to 1 already count the bias once
     down_bias = c / whole(moe) / moe.output_scale
     if scale == "published":
         s = published_factor(moe)

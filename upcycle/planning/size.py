@@ -1,4 +1,4 @@
-"""Parameters (`measure`) and FLOPs per token (`moe_flops`, `dense_flops`) from the spec alone; no tensor is read."""
+"""Count parameters (`measure`) and FLOPs per token (`moe_flops`, `dense_flops`) from the spec; read no tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from upcycle.arch.spec import DenseSpec, MoESpec
 @dataclass(frozen=True)
 class Sizes:
     total: int  # parameters of the MoE
-    active: int  # of these, used for one token
-    experts: int  # of the total, in routed experts
+    active: int  # parameters that one token uses
+    experts: int  # parameters of routed experts
     routers: int
     dense: int  # parameters of the dense model
 
@@ -28,25 +28,28 @@ def dense_parameters(d: DenseSpec) -> int:
 
 
 def measure(moe: MoESpec, tensors: Sequence[tuple[str, int]]) -> Sizes:
-    """The Sizes of an MoE. `tensors`: (kind of recipe, elements) of every part of every output."""
+    """Return the Sizes of an MoE. `tensors`: (kind of recipe, elements) of every part of every output."""
     total = sum(n for _, n in tensors)
     experts = sum(n for kind, n in tensors if kind == "expert")
     routers = sum(n for kind, n in tensors if kind == "router")
-    mean_chosen = sum(sorted(moe.widths)[-moe.top_k :]) / sum(moe.widths)  # the widest, an upper bound
+    mean_chosen = sum(sorted(moe.widths)[-moe.top_k :]) / sum(moe.widths)  # assumes the widest experts: an upper bound
     return Sizes(total, round(total - experts + experts * mean_chosen), experts, routers, dense_parameters(moe.dense))
 
 
 def mean_context(sequence: int, window: int | None) -> float:
-    """Keys a token attends to, on average, under a causal mask: half the square, as Megatron counts."""
+    """Return the mean number of keys a token attends to with a causal mask: half the square, as Megatron counts."""
     if window is None or window >= sequence:
         return sequence / 2
     return window - window * (window - 1) / (2 * sequence)
 
 
 def flops_per_token(d: DenseSpec, matrix_weights: float, sequence: int) -> float:
-    """FLOPs forward and backward: 6 a weight, and causal attention. Router, norms and recomputation do not count."""
+    """Return the FLOPs per token, forward and backward: 6 per weight, and causal attention.
+
+    Router, norms and recomputation do not count.
+    """
     window_layers = len(d.window_layers) if d.window else 0
-    # of a model that is carried over neither windows nor the state of linear attention are known, which cost less
+    # for a carried model, attention windows and the cost of linear attention are unknown and ignored
     layers = d.layers if d.carried is None else d.carried.attention_layers
     contexts = window_layers * mean_context(sequence, d.window) + (layers - window_layers) * mean_context(
         sequence, None
@@ -55,8 +58,10 @@ def flops_per_token(d: DenseSpec, matrix_weights: float, sequence: int) -> float
 
 
 def matrix_weights(d: DenseSpec, ffn_neurons_per_layer: Sequence[float], *, gated: bool) -> float:
-    """The number of weights that a token is multiplied with: projections, FFN, head. `gated`: the FFNs as the target
-    holds them (see relu2_as_gated)."""
+    """Return the number of weights that a token is multiplied with: projections, FFN, head.
+
+    `gated`: whether the FFNs have a gate in the target (see relu2_as_gated).
+    """
     attention = float(d.layers * sum(prod(s) for s in d.attention_shapes().values() if len(s) == 2))
     if d.carried is not None:
         attention = d.carried.matrix_weights

@@ -1,4 +1,4 @@
-"""Check the source and the donors against their config.json, before any write."""
+"""Check the source and the donors against their config.json before the first write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def same(name: str, spec: DenseSpec, other: DenseSpec) -> bool:
 
 
 def stored_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype of most weights, by the headers: config.json may say something else."""
+    """Return the dtype of most weights, read from the headers, because config.json may be wrong."""
     count: dict[str, int] = {}
     for entry in checkpoint.entries.values():
         count[entry.dtype] = count.get(entry.dtype, 0) + prod(entry.shape)
@@ -38,31 +38,32 @@ def stored_dtype(checkpoint: Checkpoint) -> str:
 def refused_dtype(checkpoint: Checkpoint, dtype: str) -> ValueError:
     return ValueError(
         f"{checkpoint.folder} stores its weights as {dtype}; give a checkpoint in {', '.join(BYTES)} "
-        "(dequantise it first)"
+        "(dequantize it first)"
     )
 
 
 def check_sources(dense: DenseSpec, source_family: AnyDense, checkpoints: Sequence[Checkpoint]) -> set[str]:
-    """Check that every tensor of the family is there in the right shape and that all donors have one architecture.
+    """Return the dtypes of the sources' tensors.
 
-    Returns the dtypes of the tensors; raises a ValueError otherwise.
+    Raise a ValueError if a tensor of the family is missing or has the wrong shape, or if the donors' architectures
+    differ.
     """
     stored: set[str] = set()
     for checkpoint in checkpoints:
         if checkpoint.config.get("model_type") != checkpoints[0].config.get("model_type"):
             raise ValueError(
-                f"{checkpoint.folder} is not a {dense.family} model; all donors must have one architecture"
+                f"{checkpoint.folder} is not a {dense.family} model; all donors must have the same architecture"
             )
         spec = read_dense(source_family, checkpoint)
         differing = [f.name for f in fields(spec) if f.name not in FREE and not same(f.name, spec, dense)]
         if differing:
             raise ValueError(
                 f"{checkpoint.folder} and {checkpoints[0].folder} differ in {', '.join(differing)}; all donors "
-                "must have one architecture"
+                "must have the same architecture"
             )
         if spec.layers > len(checkpoint.entries):
             raise ValueError(
-                f"config.json of {checkpoint.folder} promises {spec.layers} layers, and there are only "
+                f"config.json of {checkpoint.folder} promises {spec.layers} layers, but there are only "
                 f"{len(checkpoint.entries)} tensors; is the download complete?"
             )
         sources, main = source_family.sources(spec), stored_dtype(checkpoint)
@@ -84,12 +85,12 @@ def check_sources(dense: DenseSpec, source_family: AnyDense, checkpoints: Sequen
             beyond = any(stop > entry.shape[0] for _, stop in source.rows)
             if beyond or (rows, *entry.shape[1:]) != shape:
                 raise ValueError(
-                    f"{source.name} in {checkpoint.folder} has shape {list(entry.shape)}, config.json promises "
-                    f"{list(shape)} for {role}; do the two belong together?"
+                    f"{source.name} in {checkpoint.folder} has shape {list(entry.shape)}, but config.json promises "
+                    f"{list(shape)} for {role}; do the two belong to the same model?"
                 )
             if entry.dtype not in BYTES:
                 raise refused_dtype(checkpoint, entry.dtype)
-            if not role.startswith("carried.") or entry.dtype == main:  # what is carried keeps another dtype
+            if not role.startswith("carried.") or entry.dtype == main:  # a carried tensor may keep another dtype
                 stored.add(entry.dtype)
     return stored
 
@@ -100,7 +101,7 @@ def read_dense(source_family: AnyDense, checkpoint: Checkpoint) -> DenseSpec:
 
 
 def dropped(source_family: AnyDense, dense: DenseSpec, base: Checkpoint) -> tuple[tuple[str, str], ...]:
-    """(name, reason) of every unused tensor of the base. One without a reason is a ValueError: it would be lost."""
+    """Return (name, reason) of each unused tensor of the base; raise a ValueError for one that would be lost."""
     sources = source_family.sources(dense)
     used = {source.name for source in sources.values()}
     untied = source_family.sources(replace(dense, tied=False))

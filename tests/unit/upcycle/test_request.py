@@ -46,9 +46,9 @@ def plan(*words: str) -> UpcyclePlan:
         (["method.name=virtual_grup"], "did you mean 'virtual_group'"),
         (["method.name=drop", "method.ratio=half"], "method.ratio"),
         (["method.name=drop", "method.ratio=1.5"], "from 0 to 1"),
-        (["method.name=drop", "method.mode=papre"], "paper and released"),
+        (["method.name=drop", "method.mode=papre"], "write paper or released"),
         (["method.name=noise", "method.std=0"], "above 0"),
-        (["method.name=split", "method.by=size"], "contiguous, random and activation"),
+        (["method.name=split", "method.by=size"], "write contiguous, random or activation"),
         (["top_k=two"], "top_k"),
         (["top_k=9"], "top_k must be at most 8"),
         (["top_k=0"], "at least 1"),
@@ -58,7 +58,7 @@ def plan(*words: str) -> UpcyclePlan:
         (
             ["method.name=virtual_group", "granularity=8", "top_k=2"],
             "top_k=2 is not a multiple of granularity=8, so no choice is whole FFNs and the model starts far from the "
-            "dense one; try top_k=8, or if that is meant write router.choice=parts",
+            "dense one; try top_k=8, or write router.choice=parts if you want that",
         ),
         (["method.name=drop", "granularity=4", "top_k=6"], "try top_k=4"),
         (["shared=-1"], "shared is -1"),
@@ -72,8 +72,8 @@ def plan(*words: str) -> UpcyclePlan:
         (["layers=some"], "write all, every:2"),
         (["layers=[0,5]"], "layers 0 to 1"),
         (["layers=[0,0]"], "a layer twice"),
-        (["layers=every:3"], "leaves no layer"),
-        (["layers=first-dense:2"], "leaves no layer"),
+        (["layers=every:3"], "selects none of the"),
+        (["layers=first-dense:2"], "selects none of the"),
         (["router.score=relu"], "write softmax, sigmoid or auto"),
         (["router.order=topk"], "softmax-then-topk or topk-then-softmax"),
         (["router.choice=best"], "write auto, any, each-slice or parts"),
@@ -110,7 +110,7 @@ def plan(*words: str) -> UpcyclePlan:
         (["experts=99999999999999999999999999"], "at most 16384 experts"),
         (["router.init.std=.inf"], "1e-6 to 1e3"),
         (["router.init.std=1e-50"], "1e-6 to 1e3"),
-        (["router.init.std=1000", "router.score=sigmoid"], "their sigmoids 0 or 1; write at most 2.5"),
+        (["router.init.std=1000", "router.score=sigmoid"], "whose sigmoids are 0 or 1; write at most 2.5"),
         (["method.name=noise", "method.std=.inf"], "above 0"),
         (["scale=1.0e+300"], "1e-9 to 1e9"),
         (["layers=every:²"], "every:2"),
@@ -169,7 +169,7 @@ def broken(llama: Path, folder: Path, change: str) -> Path:
     [
         ("missing", "has no tensor 'model.layers.1.mlp.up_proj.weight'"),
         ("extra", "tensor 'model.layers.1.mlp.gate_up.weight' that no llama model has"),
-        ("shape", "has shape [95, 64], config.json promises [96, 64]"),
+        ("shape", "has shape [95, 64], but config.json promises [96, 64]"),
         ("int8", "stores its weights as int8"),
     ],
 )
@@ -236,9 +236,9 @@ SLICES = ["method.name=virtual_group", "target=upcycled"]
         ([*SLICES, "top_k=2"], (8, 2, 2), "each-slice", "by default experts=8 granularity=2"),
         ([*SLICES, "experts=16", "granularity=4", "top_k=4"], (16, 4, 4), "each-slice", ""),
         ([*SLICES, "granularity=1"], (8, 1, 2), "any", "by default experts=8 top_k=2"),
-        ([*SLICES, "router.choice=any"], (8, 1, 2), "any", "whole copies, because training keeps slices together only"),
+        ([*SLICES, "router.choice=any"], (8, 1, 2), "any", "whole copies, because only target=upcycled keeps slices together in training"),
         (["method.name=virtual_group"], (8, 1, 2), "any", "by default experts=8 top_k=2 of whole copies, because"),
-        (["method.name=virtual_group", "target=mixtral"], (8, 1, 2), "any", "only with target=upcycled"),
+        (["method.name=virtual_group", "target=mixtral"], (8, 1, 2), "any", "only target=upcycled"),
         (GROUPS, (8, 4, 4), "any", "by default experts=8"),
         ([], (8, 1, 2), "any", "by default experts=8 top_k=2"),
         (["target=upcycled"], (8, 1, 2), "any", "by default experts=8 top_k=2"),
@@ -277,21 +277,21 @@ def dotted(words: list[str]) -> dict[str, Any]:
 
 def test_a_free_choice_that_is_asked_for_is_noted_and_no_warning(llama: Path) -> None:
     made = plan(f"source={llama}", *GROUPS, "router.choice=any")
-    assert not made.warnings and "0.26 nats behind" in "".join(made.notes)
+    assert not made.warnings and "0.26 nats worse than" in "".join(made.notes)
 
 
 @pytest.mark.parametrize(
     ("words", "warned", "noted"),
     [
-        (GROUPS, "0.26 nats behind the dense control after 26 M tokens", ""),
-        ([*GROUPS, "method.name=noise"], "use target=upcycled, whose router chooses in each slice (no stock target holds that", ""),
-        ([*GROUPS, "router.choice=each-slice"], "", "no stock target, mixtral and qwen3_moe among them"),
+        (GROUPS, "0.26 nats worse than the dense control after 26 M tokens", ""),
+        ([*GROUPS, "method.name=noise"], "use target=upcycled, whose router chooses in each slice (no stock target can hold that", ""),
+        ([*GROUPS, "router.choice=each-slice"], "", "no stock target (mixtral, qwen3_moe, ...) can hold"),
         ([*GROUPS, "router.choice=each-slice", "router.normalize=false", "scale=published"], "not divided by their sum", "no stock target"),
         ([*GROUPS, "router.choice=each-slice", "router.normalize=false", "router.order=topk-then-softmax"], "", "no stock target"),
         ([*GROUPS, "experts=1"], "", ""),  # every expert is chosen
         (["method.name=split", "granularity=4", "top_k=4"], "", ""),  # no copies
         (["method.name=copy"], "", ""),
-        (["method.name=drop"], "method drop pays only after some 100 B tokens", ""),
+        (["method.name=drop"], "method drop pays off only after about 100 B tokens", ""),
     ],
 )  # fmt: skip
 def test_a_plan_warns_where_evidence_says_no(

@@ -1,17 +1,19 @@
-"""Initialisations, one file each: dense FFN(s) -> the FFN of one expert. Pure: no files, devices, ranks or globals.
+"""Methods that compute the FFN of one expert from dense FFNs, one file each.
+
+A method knows no files, devices, ranks or global state. Its file declares:
 
     Options                               dataclass of the keys under `method:`, with defaults and check(sizes)
-    EXACT                                 True if every copy is the dense FFN, neuron for neuron
+    EXACT                                 True if every copy has exactly the neurons of the dense FFN
     expert(donors, place, options) -> FFN
-    same(place)                           (optional) a key: experts with equal keys are equal, so they are made once
-    needs(options) -> Needs               (optional) what the method needs besides the FFN of `source`
-    SLICES                                (optional) the granularity where each slice has its own choice and none is set
-    EVIDENCE                              (optional) a sentence that the plan prints: where the method does not pay
+    same(place)                           (optional) a key: experts with equal keys are equal, and computed only once
+    needs(options) -> Needs               (optional) the inputs of the method, if not only the FFN of `source`
+    SLICES                                (optional) default granularity if the router chooses in each slice
+    EVIDENCE                              (optional) a warning that the plan prints: when the method does not pay off
 
-`donors` are the dense FFNs of the layer that Needs.donors lists (by default that of `source`), without the neurons that
-went to a shared expert. `place` says which expert to make.
+`donors` are the layer's dense FFNs that Needs.donors lists (by default only that of `source`), without the neurons of
+the shared expert. `place` says which expert to compute.
 
-Nothing else knows a method by its name: the rest of the converter reads a `Method`, which `load` makes of the file.
+No other code depends on a method's name: the converter uses the `Method` that `load` creates from the file.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from upcycle.config.reading import build
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes against which a method checks its options."""
+    """The sizes that a method needs to check its options."""
 
     copies: int
     granularity: int
@@ -52,40 +54,41 @@ class Place:
 
     @property
     def part(self) -> int:
-        # layout A: the parts of a copy lie next to each other, so ties broken by index keep a group whole
+        # the parts of a copy are adjacent, so ties broken by index keep a group whole
         return self.index % self.granularity
 
     def shard(self, ffn: FFN) -> FFN:
-        """The contiguous slice of neurons that is this expert's part of a copy."""
+        """Return this expert's part of a copy: a contiguous slice of the neurons of `ffn`."""
         start = sum(self.widths[: self.part])
         return ffn.neurons(slice(start, start + self.widths[self.part]))
 
     def own(self) -> slice:
-        """The neurons of this expert where all experts lie end to end in one FFN (Needs.disjoint)."""
+        """Return the range of this expert's neurons, if all experts together are one FFN (Needs.disjoint)."""
         ends = list(accumulate(self.widths))
         return slice(ends[self.index] - self.widths[self.index], ends[self.index])
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method needs from the plan. A method without `needs` has the defaults."""
+    """The inputs that a method needs from the plan; a method without `needs` has the defaults."""
 
-    # the FFNs passed to `expert`, in this order. source: that of `source`; own: that of the donor of this copy
+    # the FFNs passed to `expert`, in this order. source: the FFN of `source`; own: the FFN of this copy's donor
     donors: tuple[Literal["source", "own"], ...] = ("source",)
-    rest: Literal["source", "mean"] = "source"  # all but the routed experts comes from `source`, or is the donors' mean
-    disjoint: bool = False  # no neuron is in two experts: they are one FFN cut up, and lie end to end in it
-    # the key=value that asks for neurons in an order measured on text, those that fire together side by side; else ""
+    rest: Literal["source", "mean"] = "source"  # all tensors except routed experts: from `source`, or the donors' mean
+    disjoint: bool = False  # no neuron is in two experts: all experts together are one FFN, in order
+    # the config's key=value that requires an order of neurons measured on text (neurons that fire together are
+    # adjacent); else ""
     order: str = ""
 
     @property
     def mixes(self) -> bool:
-        """True if the experts are made from donors, not from `source` alone."""
+        """Return True if the experts are computed from donors, not only from `source`."""
         return "own" in self.donors
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method as the converter sees it: the declarations of its file, and the options of a config."""
+    """A method for the converter: the declarations of its file, and the options of a config."""
 
     name: str
     options: Any
@@ -94,14 +97,14 @@ class Method:
     make: Callable[[Sequence[FFN], Place, Any], FFN]
     same: Callable[[Place], int] | None
     evidence: str
-    slices: int = 1  # the granularity, if none is set, where the router chooses in each slice
+    slices: int = 1  # the default granularity if the router chooses in each slice
 
     def expert(self, donors: Sequence[FFN], place: Place) -> FFN:
         return self.make(donors, place, self.options)
 
 
 def load(name: str, keys: Mapping[str, Any] | None = None) -> Method:
-    """The method of this name. `keys`: those under `method:` of a config; defaults for those left out."""
+    """Load the method with this name. `keys`: the options under `method:` in a config; missing ones have defaults."""
     module = plugin.load(__name__, name)
     options = build(module.Options, keys or {}, "method.")
     declared = vars(module)
@@ -117,4 +120,4 @@ def positive(key: str, value: float) -> None:
 
 def share(key: str, value: float) -> None:
     if not 0 <= value <= 1:
-        raise ValueError(f"{key} is {value}; it is a share, from 0 to 1")
+        raise ValueError(f"{key} is {value}; it must be a share from 0 to 1")

@@ -1,7 +1,7 @@
 """Branch-Train-MiX (Sukhbaatar et al., 2403.07816): expert e is the FFN of donor e.
 
-The donors are dense models trained apart from one seed. Everything that is not an expert is their average, or comes
-from `source`.
+The donors are dense models, trained separately from one seed model. All tensors outside the experts are the donors'
+average, or come from `source`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ EXACT = False
 
 @dataclass(frozen=True)
 class Options:
-    rest: str = "average"  # average (of the donors) | base (`source`)
+    rest: str = "average"  # tensors outside the experts: average (of the donors) | base (from `source`)
 
     def check(self, sizes: Sizes) -> None:
         if self.rest not in ("average", "base"):
-            raise ValueError(f"method.rest is {self.rest!r}; branch_train_mix knows average and base")
+            raise ValueError(f"method.rest is {self.rest!r}; write average or base")
 
 
 def needs(options: Options) -> Needs:

@@ -1,4 +1,4 @@
-"""Sparse upcycling (Komatsuzaki et al.): every expert is the dense FFN."""
+"""Sparse upcycling (Komatsuzaki et al.): every expert is a copy of the dense FFN."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Options:
     def check(self, sizes: Sizes) -> None:
         if sizes.granularity != 1:
             raise ValueError(
-                f"method copy makes whole copies, got granularity={sizes.granularity}; use method.name=virtual_group"
+                f"method copy needs granularity=1, got granularity={sizes.granularity}; use method.name=virtual_group"
             )
 
 
@@ -25,5 +25,5 @@ def expert(donors: Sequence[FFN], place: Place, options: Options) -> FFN:
 
 
 def same(place: Place) -> int:
-    """The same key for all experts: they have the same bytes, so they are made once and written often."""
+    """Return one key for all experts: they have equal bytes, so one tensor is computed and written many times."""
     return 0

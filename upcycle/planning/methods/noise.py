@@ -1,4 +1,4 @@
-"""Copies (or virtual groups) plus Gaussian noise on all or some neurons, to break the experts' symmetry."""
+"""Copies (or virtual groups) with Gaussian noise on all or some neurons, which makes the experts different."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EXACT = False
 
 @dataclass(frozen=True)
 class Options:
-    std: float = 0.01  # of the noise, absolute as in mergekit's noise_scale
-    ratio: float = 1.0  # share of the neurons that get it, drawn for each expert
+    std: float = 0.01  # standard deviation of the noise, absolute as mergekit's noise_scale
+    ratio: float = 1.0  # share of the neurons that get noise, drawn for each expert
 
     def check(self, sizes: Sizes) -> None:
         positive("method.std", self.std)

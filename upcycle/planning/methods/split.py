@@ -1,6 +1,7 @@
-"""Split one FFN into disjoint experts (LLaMA-MoE, CMoE): no neuron twice, so the MoE is no larger than the dense model.
+"""Split one FFN into disjoint experts (LLaMA-MoE, CMoE): each neuron is in one expert, so the MoE is not larger.
 
-All experts together with equal weights are the dense FFN; top-k of them is not, so a split model must be trained.
+All experts together with equal weights compute the dense FFN. Only top-k of them do not, so a split model must be
+trained.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ EXACT = False
 
 @dataclass(frozen=True)
 class Options:
-    # contiguous | random | activation: neurons that fire together, found on `calibration.texts`; the shared expert
-    # (if any) then gets the most active neurons instead of the first ones
+    # contiguous | random | activation: groups neurons that fire together on `calibration.texts`; the shared expert
+    # (if any) then gets the most active neurons instead of the first neurons
     by: str = "contiguous"
 
     def check(self, sizes: Sizes) -> None:
         if self.by not in ("contiguous", "random", "activation"):
-            raise ValueError(f"method.by is {self.by!r}; split knows contiguous, random and activation")
+            raise ValueError(f"method.by is {self.by!r}; write contiguous, random or activation")
 
 
 def needs(options: Options) -> Needs:
@@ -34,4 +35,4 @@ def expert(donors: Sequence[FFN], place: Place, options: Options) -> FFN:
     if options.by == "random":
         order = rng.permutation(donors[0].width, place.seed, "split", place.layer)
         return donors[0].neurons(order[place.own()])
-    return donors[0].neurons(place.own())  # activation: Maker.carved has put the neurons into the measured order
+    return donors[0].neurons(place.own())  # for activation, Maker.carved has already sorted the neurons

@@ -1,7 +1,7 @@
-"""Virtual-group upcycling (He et al., 2410.07524): G parts of the dense FFN, E times.
+"""Virtual-group upcycling (He et al., 2410.07524): E copies of the dense FFN, each cut into G parts.
 
-Expert e * G + g is part g of copy e; the G experts of a copy share one router row (routers.py), so top-k takes whole
-copies when top_k is a multiple of G. The weighted sum is then the dense FFN divided by G, which the scale undoes.
+Expert e * G + g is part g of copy e. The G experts of a copy share one router row (routers.py), so top-k takes whole
+copies if top_k is a multiple of G. The weighted sum is then the dense output divided by G; the scale multiplies by G.
 """
 
 from __future__ import annotations
