@@ -30,7 +30,7 @@ MISTAKES = [
     ('a checkpoint of .bin files', 'plan source=pickle', 'load the model where you trust it and write it with save_pre'),
     ('a folder of GGUF', 'plan source=gguf', 'load the model where you trust it and write it with save_pre'),
     ('a GGUF file', 'plan source=gguf/model-q4.gguf', 'load it with transformers where you trust it, and write it with save_pretrained'),
-    ('an MoE in place of a dense model, with copies', 'plan source=moe method=drop', 'leave method as by default'),
+    ('an MoE in place of a dense model, with copies', 'plan source=moe method=drop', 'leave method at the default'),
     ('an encoder', 'plan source=bert', 'arcee, cohere2, ernie4_5, gemma, gemma2, gemma3_text, gpt_ne'),
     ('adapters of peft', 'plan source=adapter', 'give the training run or its merged model (export=FOLDER of'),
     ('a quantised checkpoint', 'plan source=gptq', 'upcycling needs the weights themselves, so give an unquantis'),

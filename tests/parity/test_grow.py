@@ -92,11 +92,11 @@ def test_a_grown_moe_gives_the_logits_of_its_source(target: str, tmp_path: Path)
 def test_what_cannot_be_grown_is_refused(tmp_path: Path) -> None:
     source = trained("qwen3_moe", tmp_path / "source")
     for words, says in [
-        (("experts=2", "top_k=2"), "(qwen3_moe, top-2 of 4); grown to 2 copies of each expert it computes the same with all "
-         "copies of the chosen ones, so write top_k=4 (got 2)"),
-        (("experts=2", "top_k=4", "granularity=2", "method.name=virtual_group"), "leave granularity, method as by default"),
-        (("experts=2", "top_k=4", "router.init.std=0.1"), "leave router as by default"),
-        (("experts=2", "top_k=4", f"donors=[{source}]"), "leave donors as by default"),
+        (("experts=2", "top_k=2"), "(qwen3_moe, top-2 of 4); with 2 copies of each expert, a token must take all copies of its "
+         "experts, so write top_k=4 (got 2)"),
+        (("experts=2", "top_k=4", "granularity=2", "method.name=virtual_group"), "leave granularity, method at the default"),
+        (("experts=2", "top_k=4", "router.init.std=0.1"), "leave router at the default"),
+        (("experts=2", "top_k=4", f"donors=[{source}]"), "leave donors at the default"),
         (("experts=9999", "top_k=19998"), "write experts=1 to 4096"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(says)):
@@ -105,7 +105,7 @@ def test_what_cannot_be_grown_is_refused(tmp_path: Path) -> None:
     gone = tensors.pop("model.layers.1.mlp.experts.3.up_proj.weight")
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ValueError, match=r"experts.3.up_proj.weight' of shape \[96, 64\], the files have no such tensor"
+        ValueError, match=r"experts.3.up_proj.weight' of shape \[96, 64\], but the files have no such tensor"
     ):
         load(f"source={source}", "experts=2", "top_k=4")
     save_file(
@@ -117,7 +117,7 @@ def test_what_cannot_be_grown_is_refused(tmp_path: Path) -> None:
     glm = trained("glm4_moe", tmp_path / "glm")
     config = json.loads((glm / "config.json").read_text())
     (glm / "config.json").write_text(json.dumps(config | {"norm_topk_prob": False}))
-    with pytest.raises(ValueError, match="sigmoid scores that are not normalised"):
+    with pytest.raises(ValueError, match="sigmoid scores that are not normalized"):
         load(f"source={glm}", "experts=2", "top_k=4")
 
 

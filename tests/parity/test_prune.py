@@ -214,17 +214,15 @@ def test_what_cannot_be_pruned_or_copied_by_use_is_refused(tmp_path: Path) -> No
     for words, says in [
         ((*base, "experts=4", "top_k=2"), "write experts=2 to 3 (got 4)"),
         ((*base, "experts=1", "top_k=2"), "write experts=2 to 3 (got 1)"),
-        ((*base, "experts=3", "top_k=1"), "stays so; write top_k=2 (got 1)"),
-        ((*base, "experts=3", "top_k=2", "shared=1"), "leave shared as by default"),
-        (("method.name=prune", "experts=3", "top_k=2"), "method.by names no file"),
+        ((*base, "experts=3", "top_k=1"), "top_k cannot change; write top_k=2 (got 1)"),
+        ((*base, "experts=3", "top_k=2", "shared=1"), "leave shared at the default"),
+        (("method.name=prune", "experts=3", "top_k=2"), "method.by is empty"),
         (("method.name=prune", "method.keep=3", "experts=3", "top_k=2"), "unknown key 'method.keep'"),
-        (("method.name=utility", f"method.by={file}", "experts=6", "top_k=2"), "no selection bias"),
+        (("method.name=utility", f"method.by={file}", "experts=6", "top_k=2"), "only with a selection bias, which its softmax scores do not have"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(says)):
             load(f"source={source}", *words)
-    with pytest.raises(
-        ValueError, match=r"method prune chooses among the experts of a mixture, and .* is a dense model"
-    ):
+    with pytest.raises(ValueError, match=r"method prune needs a mixture of experts, and .* is a dense model"):
         load(f"source={tiny.make('llama', tmp_path / 'dense')}", *base)
     glm = trained("glm4_moe", tmp_path / "glm")
     with pytest.raises(ValueError, match=r"write experts=5 to 16384 \(got 4\)"):
@@ -233,9 +231,9 @@ def test_what_cannot_be_pruned_or_copied_by_use_is_refused(tmp_path: Path) -> No
     found = json.loads(file.read_text())
     for change, says in [
         ({"source": "0" * 64}, "was measured on another model"),
-        ({"source": ""}, "was measured on a training run, which is exported first"),
+        ({"source": ""}, "was measured on a training run (export it first)"),
         ({"kind": "x"}, "routing.json.kind is 'x'"),
-        ({"layers": found["layers"][:1]}, "has other layers than the 2"),
+        ({"layers": found["layers"][:1]}, "are not the 2 MoE layers of the source"),
         ({"layers": [found["layers"][0], found["layers"][1] | {"saliency": [1.0]}]}, "of each of 4 experts"),
         ({"layers": [found["layers"][0], found["layers"][1] | {"bias": [0.0, 1.0]}]}, "of each of 4 experts"),
     ]:

@@ -1,5 +1,5 @@
-"""The plan as text: the table that `upcycle plan` prints (`table`), and the model cards of what is converted (`text`)
-and of what is trained (`trained`)."""
+"""Write a plan as text: the table of `upcycle plan` (`table`), and the model cards of converted (`text`) and trained
+(`trained`) models."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from upcycle.planning.plan import UpcyclePlan
 from upcycle.planning.promise import Promise
 from upcycle.version import __version__
 
-MAX_CARD = 1 << 20  # bytes of a card that are read for its license
-LICENSE = ("license", "license_name", "license_link")  # keys of a card's head
+MAX_CARD = 1 << 20  # bytes; the license of a larger card is not read
+LICENSE = ("license", "license_name", "license_link")  # keys of a card's metadata
 
 
 class Training(TypedDict):
-    """What is known of a training, as the manifest of a trained model has it."""
+    """One training run, as the manifest of a trained model records it."""
 
-    start: NotRequired[str]  # the folder or hub id that it began with, if that is no base, and the sum of its manifest
+    start: NotRequired[str]  # the folder or hub id of the starting model, if not a base, and the sum of its manifest
     start_sum: NotRequired[str]
     steps: NotRequired[Count]
     tokens: NotRequired[Count]
     data: NotRequired[list[str]]
-    losses: NotRequired[Mapping[str, tuple[float, float]]]  # at first and at the end
+    losses: NotRequired[Mapping[str, tuple[float, float]]]  # first and last value
     scores: NotRequired[Mapping[str, float]]
 
 
@@ -51,7 +51,7 @@ def human(number: float, unit: str = "") -> str:
 
 
 def promised(plan: UpcyclePlan) -> dict[str, Any]:
-    """Return the promise as the manifest holds it."""
+    """Return the promise in the form that the manifest stores."""
     p = plan.promise
     return {"exact": p.exact, "tolerance": p.tolerance, "reasons": list(p.reasons)}
 
@@ -72,7 +72,7 @@ def promise_text(promise: Promise) -> str:
 
 
 def inert(text: str) -> str:
-    """Return Markdown that shows the text: without markup, HTML, pictures or lines of its own."""
+    """Escape a text for Markdown, so that it cannot add markup, HTML, pictures or lines."""
     return re.sub(r"([\\`\[\]|])", r"\\\1", printable(text)).replace("<", "&lt;")
 
 
@@ -156,7 +156,7 @@ def table(plan: UpcyclePlan) -> str:
 
 
 def tensors(plan: UpcyclePlan) -> Iterator[str]:
-    """Yield a line for each output: name, shape, dtype, recipe."""
+    """Yield one line per output: name, shape, dtype, recipe."""
     for output in plan.outputs:
         first = str(output.parts[0])
         more = f", and {len(output.parts) - 1} parts more" if len(output.parts) > 1 else ""
@@ -164,22 +164,23 @@ def tensors(plan: UpcyclePlan) -> Iterator[str]:
 
 
 def text(plan: UpcyclePlan, dense: Path, files: Iterable[str] = ()) -> str:
-    """Write the README.md of a folder that was converted from the model in `dense`. `files`: names that it copies."""
+    """Return the README.md of a folder converted from the model in `dense`. `files`: names of the copied files."""
     sources = [plan.config.source, *plan.config.donors] if plan.config.source else list(plan.config.donors)
     shown = [row for row in rows(plan) if row[0] != "training"]
     return page(
         "upcycled to a mixture of experts", shown, plan.hf_config, sources, terms(dense), ["moe", "upcycled"], files,
-        "Every tensor and its sources, from this folder: `upcycle plan upcycle.json tensors=true`; with "
-        "`source=FOLDER` if the model it was made from lies elsewhere now.",
+        "To list every tensor and its sources, run in this folder: `upcycle plan upcycle.json tensors=true`; add "
+        "`source=FOLDER` if the source model has moved.",
     )  # fmt: skip
 
 
 def trained(
     manifest: Mapping[str, Any], config: Mapping[str, Any], base_terms: Mapping[str, Any], files: Iterable[str]
 ) -> str:
-    """Write the README.md of a model that was trained, from its manifest and its config.json.
+    """Return the README.md of a trained model, from its manifest and its config.json.
 
-    `base_terms`: license and the like of its base; `files`: names of what it copies."""
+    `base_terms`: the license keys of its base; `files`: names of the copied files.
+    """
     recipe = manifest.get("config", {})
     names = [name for name in (manifest["from"], *manifest["donors"]) if name]
     how = [
@@ -195,7 +196,7 @@ def trained(
 
 
 def learned(trainings: Sequence[Training]) -> list[tuple[str, str]]:
-    """Return the rows of a model's trainings: the last one's, and the tokens of those before."""
+    """Return table rows of a model's trainings: details of the last one, and the total tokens of earlier ones."""
     last, before = trainings[-1], [each.get("tokens", 0) for each in trainings[:-1]]
     rows = [("trained from", public_name(last["start"]))] if "start" in last else []
     rows += [("steps", f"{last['steps']:,}")] if "steps" in last else []
@@ -208,7 +209,7 @@ def learned(trainings: Sequence[Training]) -> list[tuple[str, str]]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of all that makes a model, as its manifest has them."""
+    """Return the versions of the packages that convert a model, for its manifest."""
     found = {name: version(name) for name in ("torch", "transformers", "safetensors", "omegaconf")}
     return found | {"python": platform.python_version(), "upcycle": __version__}
 
@@ -223,7 +224,7 @@ def page(
     files: Iterable[str],
     more: str = "",
 ) -> str:
-    """Write a card: what was done to which model, how it loads, a table, and a head as the Hub reads it."""
+    """Return a model card: metadata for the Hub, what was done to which model, code that loads it, and a table."""
     name = inert(public_name(sources[0])) if sources else "A model of random weights"
     lines = [
         f"# {name}, {done}", "",
@@ -240,7 +241,10 @@ def page(
 
 
 def snippet(remote: bool, tokenizer: bool) -> Iterator[str]:
-    """Yield the lines that load a model in its own folder and let it write. `remote`: whether it brings code."""
+    """Yield lines of Python that load the model from the current folder and generate text.
+
+    `remote`: whether the folder contains model code.
+    """
     names = f"AutoModelForCausalLM{', AutoTokenizer' * tokenizer}"
     yield f"from transformers import {names}  # {NEEDS['transformers']} or newer"
     yield ""
@@ -248,7 +252,7 @@ def snippet(remote: bool, tokenizer: bool) -> Iterator[str]:
     yield f'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto"{code})'
     if not tokenizer:
         return
-    # transformers asks to run the code, unless told not to, though no tokenizer needs it
+    # without trust_remote_code=False, transformers asks to run the code, which no tokenizer needs
     yield f'tokenizer = AutoTokenizer.from_pretrained("."{", trust_remote_code=False" if remote else ""})'
     yield 'text = tokenizer("Once upon a time", return_tensors="pt").to(model.device)'
     yield "print(tokenizer.decode(model.generate(**text, max_new_tokens=50)[0], skip_special_tokens=True))"
@@ -257,7 +261,7 @@ def snippet(remote: bool, tokenizer: bool) -> Iterator[str]:
 def metadata(
     sources: Sequence[str], config: Mapping[str, Any], base_terms: Mapping[str, Any], tags: Sequence[str]
 ) -> str:
-    """Write the card's head as the Hub reads it, with bases by their hub ids and the base's own license."""
+    """Return the card's metadata for the Hub, with the hub ids of the bases and the license of the base."""
     from huggingface_hub import ModelCardData
 
     base: Any = list(dict.fromkeys(name for name in map(hub_id, sources) if name))
@@ -281,7 +285,7 @@ def hub_id(source: str) -> str:
 
 
 def terms(dense: Path) -> dict[str, Any]:
-    """Return license, license_name and license_link, as the head of the base's own card says them."""
+    """Return license, license_name and license_link from the metadata of the base's own card."""
     from huggingface_hub import ModelCard
 
     file = dense / "README.md"

@@ -1,19 +1,19 @@
-"""convert: a plan -> a checkpoint folder, streamed, restartable, shared by any number of processes.
+"""Convert a plan into a checkpoint folder: streamed, restartable, and shared by any number of processes.
 
-    OUTPUT.partial/               the folder while it is made; its name keeps anybody from loading it by accident
-        model-00001-of-00009.safetensors.rank-0.part   a shard being written by the process that holds rank-0.lock
+    OUTPUT.partial/               the unfinished folder; its name keeps users from loading it by accident
+        model-00001-of-00009.safetensors.rank-0.part   a shard that the process with rank-0.lock is writing
         model-00001-of-00009.safetensors        a complete shard
         .upcycle/                 the job's own files, removed when all is done
             job.json              the plan and the source of this conversion
             observed.safetensors  the measurements on text, so that a restart uses the same numbers
             rank-0.lock           held while the process of that rank lives
             rank-0.failed         why the process of that rank stopped
-            model-00001-of-00009.json   size and sha256 of a shard and of all that was read for it, written last: a
-                                  shard without them is made again, and so is one whose source has changed
-    OUTPUT/                       the same folder, renamed when everything is in it
+            model-00001-of-00009.json   size and sha256 of a shard and of everything read for it, written last: a
+                                  shard without this file, or with a changed source, is written again
+    OUTPUT/                       the same folder, renamed when it is complete
 
-A process that dies at any moment leaves complete shards, which the next run keeps. The bytes depend on the plan and the
-source alone: not on order, threads, processes or the number of restarts.
+If a process dies, its complete shards remain and the next run keeps them. The bytes depend only on the plan and the
+source: not on order, threads, processes or the number of restarts.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ from upcycle.planning import request
 from upcycle.planning.outputs import Output
 from upcycle.planning.plan import UpcyclePlan
 
-CARD = "README.md"  # no file of the model: its owner may edit it
+CARD = "README.md"  # not in the manifest, because its owner may edit it
 OBSERVED = "observed.safetensors"
 SHARD = r"model(?:-\d{5,}-of-\d{5,})?\.safetensors"
-LANES = 4  # shards written at once by one process
+LANES = 4  # shards that one process writes at once
 
 
 def convert(
     plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], worker: Worker | None = None, *, quiet: bool = False
 ) -> Path:
-    """Make the folder `plan.config.output` and return it. A failure is one ValueError; nothing done is lost."""
+    """Write the folder `plan.config.output` and return it; raise a ValueError on failure, and keep finished shards."""
     worker = worker or Worker.here()
     output = Path(plan.config.output)
     if not output.name:
-        raise ValueError(f"output is {plan.config.output!r}; write the name of a folder to make")
+        raise ValueError(f"output is {plan.config.output!r}; write the name of a new folder")
     check_apart("output", output, [checkpoint.folder for checkpoint in checkpoints])
     partial = output.with_name(output.name + ".partial")
-    checkpoints[0].copied_files()  # refuses what must not be published before a byte is written
+    checkpoints[0].copied_files()  # raises before the first write if a file must not be published
     identity: dict[str, Any] = {"plan": plan.hash, "source": [c.fingerprint() for c in checkpoints]}
-    if plan.needs_text:  # the text is part of the identity: changed text is another job
+    if plan.needs_text:  # another text means another job
         identity["texts"] = [disk.sha256(Path(path)) for path in request.measured_texts(plan.config)]
     if complete(output, identity):
         if worker.rank == 0:
@@ -96,7 +96,7 @@ def convert(
                 publish.rename(partial, output)
                 shutil.rmtree(output / JOB, ignore_errors=True)
     except (OSError, ValueError):
-        # if the last run left every shard, rank 0 may rename the folder before a late rank opens it: no failure
+        # not a failure: if all shards were finished before, rank 0 may rename the folder before a late rank opens it
         if worker.rank == 0 or not made(output, identity):
             raise
     return output
@@ -106,9 +106,9 @@ def convert(
 
 
 def complete(output: Path, identity: Mapping[str, Any]) -> bool:
-    """Return whether this plan already made the output; a ValueError if anything else is there."""
+    """Return True if this plan already wrote the output; raise a ValueError if something else is there."""
     if made(output, identity):
-        shutil.rmtree(output / JOB, ignore_errors=True)  # left if a kill came right after the rename
+        shutil.rmtree(output / JOB, ignore_errors=True)  # remains if the process was killed right after the rename
         check_whole(output)
         return True
     if not output.exists() and not output.is_symlink():
@@ -119,10 +119,10 @@ def complete(output: Path, identity: Mapping[str, Any]) -> bool:
         found = read_json(output / publish.MANIFEST)
         others = [k for k in identity if not isinstance(found, dict) or found.get(k) != identity[k]]
         if not others:
-            return complete(output, identity)  # another process made it between the two looks
+            return complete(output, identity)  # another process finished it between the two reads
         raise ValueError(
-            f"{output} holds the result of another plan or of what the source was before; differing: "
-            f"{' and '.join(others)}; remove it or choose another output"
+            f"{output} holds the result of another plan or of an earlier state of the source (different: "
+            f"{' and '.join(others)}); remove it or choose another output"
         )
     raise ValueError(f"{output} exists already; remove it or choose another output")
 
@@ -133,18 +133,18 @@ def made(output: Path, identity: Mapping[str, Any]) -> bool:
 
 
 def check_whole(output: Path) -> None:
-    """Raise a ValueError if the files of the output are not those that its manifest lists."""
+    """Raise a ValueError if the files of the output differ from its manifest."""
     manifest = output / publish.MANIFEST
     try:
         said = next(publish.damages(manifest, read_json(manifest)["files"]), "")
     except (KeyError, TypeError, AttributeError):
-        said = f"{manifest} does not say what its files are"
+        said = f"{manifest} does not list its files"
     if said:
-        raise ValueError(f"{said}, so {output} is not what was made; remove it and convert again")
+        raise ValueError(f"{said}, so {output} has changed since it was written; remove it and convert again")
 
 
 def check_current(output: Path, checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise a ValueError if the source is not what the output was made of; read it again if sizes or times changed."""
+    """Raise a ValueError if the source has changed since the conversion; reread it only if sizes or times differ."""
     manifest = read_json(output / publish.MANIFEST)
     try:
         strict.held(manifest["read"], Read, "read")
@@ -154,35 +154,35 @@ def check_current(output: Path, checkpoints: Sequence[Checkpoint]) -> None:
             said = changed(manifest["read"], checkpoints, {})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{output / publish.MANIFEST} does not say what {output} was made of, as this version does ({error!r}); "
+            f"{output / publish.MANIFEST} does not record the sources of {output} as this version does ({error!r}); "
             f"remove {output} and convert again"
         ) from None
     if said:
-        raise ValueError(f"{said} has changed since {output} was made of it; remove {output} and convert again")
+        raise ValueError(f"{said} has changed since {output} was converted from it; remove {output} and convert again")
 
 
-# [donor, tensor, its rows or None, sha256] of all that was read: Maker's sums, as JSON
+# one [donor, tensor, rows or None, sha256] for each read: Maker's sums, as JSON
 Read = list[tuple[Count, str, tuple[Count, Count] | None, str]]
 
 
 class Record(TypedDict):
-    """What is known of a finished shard."""
+    """The record of a finished shard."""
 
     bytes: Count
     sha256: str
-    sources: list[Mapping[str, list[int]]]  # stamps of each checkpoint that was read
+    sources: list[Mapping[str, list[int]]]  # the stamps of each checkpoint
     read: Read
 
 
 def changed(read: Read, checkpoints: Sequence[Checkpoint], known: dict[Piece, str]) -> str:
-    """Name the first tensor that is not as it was read; '' if all are. `known` holds the sums computed so far."""
+    """Name the first tensor that differs from the recorded read; '' if none. `known` caches the sha256 sums."""
     for donor, name, rows, sha in read:
         key = (donor, name, (rows[0], rows[1]) if rows else None)
         entry = checkpoints[donor].entries.get(name) if donor < len(checkpoints) else None
         try:
             if entry is not None and key not in known:
                 known[key] = make.sha256(checkpoints[donor].read(name, key[2], check=False))
-        except ValueError:  # it has fewer rows now
+        except ValueError:  # the tensor now has fewer rows
             return f"tensor {name}"
         if known.get(key) != sha:
             return f"tensor {name} in {entry.file if entry else 'the source'}"
@@ -192,9 +192,9 @@ def changed(read: Read, checkpoints: Sequence[Checkpoint], known: dict[Piece, st
 def stale_shards(
     plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, worker: Worker
 ) -> dict[str, publish.Stamp]:
-    """Return {name: stamp} of finished shards that are damaged, or were made of other bytes than the source has now.
+    """Return {name: stamp} of finished shards that are damaged, or whose source tensors have changed.
 
-    Each rank looks at its own, which it makes again; rank 0 looks at all, to know for which it waits.
+    Each rank checks its own shards, to write them again; rank 0 checks all, to know which ones to wait for.
     """
     now, known, stale = [c.stamps() for c in checkpoints], dict[Piece, str](), dict[str, publish.Stamp]()
     mine = [name for i, (name, _) in enumerate(plan.shards) if worker.rank in (0, i % worker.count)]
@@ -208,7 +208,7 @@ def stale_shards(
 
 
 def wait_for_others(plan: UpcyclePlan, partial: Path, watch: Watch, stale: Mapping[str, publish.Stamp]) -> None:
-    def is_missing(name: str) -> bool:  # the one who makes a shard again removes its record before
+    def is_missing(name: str) -> bool:  # a rank removes the record before it writes a shard again
         return record(partial, name) is None or publish.stamp(partial / name) == stale.get(name)
 
     missing = {name: i % watch.worker.count for i, (name, _) in enumerate(plan.shards)}
@@ -238,11 +238,11 @@ def write_own_shards(
     stale: Collection[str],
     quiet: bool,
 ) -> None:
-    """Write this rank's shards, a few at a time: while one waits for the disk, others read, make and hash."""
+    """Write this rank's shards, a few at a time: while one waits for the disk, others read, compute and hash."""
     own = [shard for i, shard in enumerate(plan.shards) if i % worker.count == worker.rank]
     shards = [shard for shard in own if shard[0] in stale or record(partial, shard[0]) is None]
     total, left = (sum(out.bytes for _, group in some for out in group) for some in (own, shards))
-    done = total - left  # of an earlier run: no part of this one's rate
+    done = total - left  # bytes of an earlier run, which must not count in the rate
     bar = tqdm(None, "convert", total, unit="B", unit_scale=True, initial=done, disable=quiet or worker.rank > 0)
     stop = threading.Event()
 
@@ -262,7 +262,7 @@ def write_own_shards(
                 for future in wait_for(futures, return_when=FIRST_EXCEPTION).done:
                     future.result()
             except BaseException:
-                stop.set()  # unfinished shards are abandoned: each may have gigabytes to go
+                stop.set()  # do not finish the other shards: gigabytes may be left
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     finally:
@@ -270,9 +270,10 @@ def write_own_shards(
 
 
 def in_flight(plan: UpcyclePlan, shards: int) -> tuple[int, int]:
-    """Return (shards written at once, bytes of the cache); a large model has fewer lanes, not more memory.
+    """Return (shards to write at once, bytes of the cache).
 
-    Each lane needs room for a layer's FFN as read and as made, and all lanes keep no more than one full shard.
+    Each lane needs memory for a layer's FFN, once as read and once as written. All lanes together use at most the size
+    of a full shard, so a large model gets fewer lanes instead of more memory.
     """
     d = plan.dense
     layer = 2 * sum(prod(shape) for shape in d.ffn_shapes().values()) * max(BYTES[d.dtype], BYTES[plan.moe.dtype])
@@ -283,9 +284,9 @@ def in_flight(plan: UpcyclePlan, shards: int) -> tuple[int, int]:
 def write_shard(
     maker: Maker, partial: Path, name: str, outputs: list[Output], suffix: str, advance: Callable[[int], None]
 ) -> None:
-    """Write one shard: make the next part while this one is copied and hashed and the previous one is written."""
+    """Write one shard: compute the next part while this one is copied and hashed and the previous one is written."""
     part_file, parts = partial / f"{name}.{suffix}", [part for output in outputs for part in output.parts]
-    record_file(partial, name).unlink(missing_ok=True)  # of a shard that is made again
+    record_file(partial, name).unlink(missing_ok=True)  # if the shard is written again
     with (
         disk.renamed(part_file, partial / name),
         ThreadPoolExecutor(1, "make") as pool,
@@ -315,7 +316,7 @@ def record_file(partial: Path, name: str) -> Path:
 
 
 def record(partial: Path, name: str) -> dict[str, Any] | None:
-    """Read the record of a complete shard; None if the shard has to be made."""
+    """Read the record of a complete shard; return None if the shard must be written."""
     try:
         file = record_file(partial, name)
         line: dict[str, Any] = strict.held(strict.read_json(file), Record, str(file))
@@ -324,18 +325,18 @@ def record(partial: Path, name: str) -> dict[str, Any] | None:
         return None
 
 
-# ---- measurements on text, and the files beside the weights
+# ---- measurements on text, and all files except the weights
 
 
 def observations(
     plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, watch: Watch, *, quiet: bool
 ) -> dict[str, Tensor]:
-    """Return the plan's measurements, which rank 0 makes unless a previous run did, while the others wait."""
+    """Return the plan's measurements on text; rank 0 takes them, or reads an earlier run's, while the others wait."""
     from safetensors.torch import save
 
     path = partial / JOB / OBSERVED
     if not plan.needs_text:
-        if plan.observed and watch.worker.rank == 0:  # chosen by the plan already
+        if plan.observed and watch.worker.rank == 0:  # the plan already has them
             write_atomic(path, save(dict(plan.observed)))
         return dict(plan.observed)
     from upcycle.text import measure
@@ -351,7 +352,7 @@ def observations(
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file has the sha256 that was written next to it."""
+    """Return True if a file has the sha256 that was written next to it."""
     try:
         return path.with_suffix(".sha256").read_text() == disk.sha256(path)
     except OSError:
@@ -359,7 +360,7 @@ def is_whole(path: Path) -> bool:
 
 
 def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, identity: Mapping[str, Any]) -> None:
-    """Write all but the weights (index, config, tokenizer, card, manifest), and remove temporary files."""
+    """Write all files except weights (index, config, tokenizer, card, manifest), and remove temporary files."""
     records = {name: record(partial, name) for name, _ in plan.shards}
     read = {json.dumps(line[:3]): line for found in records.values() if found for line in found["read"]}
     beside = [partial / "config.json"]
@@ -386,7 +387,7 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         "target": plan.target,
         "promise": card.promised(plan),
         "config": card.settings(plan),
-        "method": plan.config.method,  # as it was asked for, of which the plan's hash is; config has its defaults too
+        "method": plan.config.method,  # as in the config, because the plan's hash covers it; `config` adds defaults
         "router_mass": {k.split(".")[1]: float(v) for k, v in plan.observed.items() if k.endswith(".mass")},
         "versions": card.versions(),
         "files": {name: {k: found[k] for k in ("bytes", "sha256")} for name, found in records.items() if found}
@@ -395,5 +396,5 @@ def finish(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], partial: Path, 
         "read": [read[key] for key in sorted(read)],
     }
     write_atomic(partial / publish.MANIFEST, publish.signed(manifest))
-    sweep_unfinished(partial, SHARD)  # of processes that were killed
+    sweep_unfinished(partial, SHARD)  # left by killed processes
     disk.sweep(partial)

@@ -1,7 +1,7 @@
-"""Maker: makes any tensor of the plan, or a slice of one, bit-identical to the converted file.
+"""Compute any tensor of the plan, or a slice of it, bit-identical to the converted file (`Maker`).
 
-`convert` asks for every part in file order; a training rank asks for the slices it owns (online upcycling).
-Recently read and made tensors are cached, so that the source is read once although each neuron is written E times.
+`convert` asks for every part in file order; a training rank asks for the slices that it owns (online upcycling).
+Recently read and computed tensors are cached, so the source is read once although each neuron is written E times.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from upcycle.planning.methods import Place
 from upcycle.planning.outputs import Output, Recipe
 from upcycle.planning.plan import UpcyclePlan
 
-CACHE = 512 << 20  # default size of the cache in bytes, besides tensors in use; convert passes its own
+CACHE = 512 << 20  # default size of the cache in bytes, without tensors in use; convert passes its own
 
 
 class Kept:
-    """A cache of the most recently used tensors, up to `limit` bytes. Threads that want one tensor make it once."""
+    """A cache of recently used tensors, up to `limit` bytes; threads that need the same tensor compute it once."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes = limit, 0
@@ -62,13 +62,13 @@ class Kept:
         return tensor
 
 
-Piece = tuple[int, str, tuple[int, int] | None]  # (donor, tensor, its rows or all of them), read at once
+Piece = tuple[int, str, tuple[int, int] | None]  # (donor, tensor, rows or None for all), read at once
 
 
 class Maker:
-    """Make tensors of `plan` from the base and the donors.
+    """Compute tensors of `plan` from the base and the donors.
 
-    `cache` is the bytes of tensors kept; `sums` takes the sha256 of all that is read to make whole parts.
+    `cache` is the size of the cache in bytes; `sums` collects the sha256 of everything read for whole parts.
     """
 
     def __init__(
@@ -83,20 +83,20 @@ class Maker:
     # ---- whole outputs and slices
 
     def tensor(self, name: str) -> Tensor:
-        """Make the whole output `name`."""
+        """Compute the whole output `name`."""
         output = self.output(name)
         return torch.cat([self.part(part).flatten() for part in output.parts]).view(output.shape)
 
     def slice(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Make output[index] from only the parts that rows `index[0]` touch; a ValueError if the rows have a step."""
+        """Compute output[index] from only the parts that rows `index[0]` touch; a step raises a ValueError."""
         output = self.output(name)
         if not output.shape or not index:
             return self.tensor(name)
         row = prod(output.shape[1:])
         start, stop, step = index[0].indices(output.shape[0])
         if step != 1:
-            raise ValueError(f"a slice of {name} has step {step}; only contiguous slices are made")
-        pieces, first = [], 0  # first: the flat position of the part
+            raise ValueError(f"a slice of {name} has step {step}; only step 1 is supported")
+        pieces, first = [], 0  # first: the offset of the part in the flattened output
         for part in output.parts:
             size = prod(part.shape)
             low, high = max(start * row, first), min(stop * row, first + size)
@@ -107,7 +107,7 @@ class Maker:
         return whole.view(max(stop - start, 0), *output.shape[1:])[(slice(None), *index[1:])]
 
     def flat(self, part: Recipe, low: int, high: int) -> Tensor:
-        """Make elements low to high of a flattened part; of a `keep` part only their rows are read."""
+        """Compute elements low to high of a flattened part; for a `keep` part read only the rows needed."""
         width = prod(part.shape[1:])
         if part.kind == "keep" and not part.sources[0].rows and width:
             first, last = low // width, -(-high // width)
@@ -118,18 +118,18 @@ class Maker:
 
     def output(self, name: str) -> Output:
         if name not in self.plan.by_name:
-            raise ValueError(f"the plan makes no tensor {name!r}; it makes for instance {self.plan.outputs[0].name!r}")
+            raise ValueError(f"the plan has no tensor {name!r}; it has for instance {self.plan.outputs[0].name!r}")
         return self.plan.by_name[name]
 
     def alike(self, name: str) -> Hashable | None:
-        """Return a key that outputs of equal numbers share, as copies of a slice do; None where that is not known."""
+        """Return a key that is the same for outputs with equal values (copies of a slice); None if unknown."""
         recipe, *more = self.output(name).parts
         return None if more or recipe.kind != "expert" else self.made_of(recipe)
 
     # ---- one part
 
     def part(self, recipe: Recipe) -> Tensor:
-        """Make the tensor of a recipe, in its shape and dtype, contiguous."""
+        """Compute the tensor of a recipe, in its shape and dtype, contiguous."""
         if recipe.kind == "expert":
             return self.expert(recipe)
         if recipe.kind == "keep":
@@ -181,12 +181,12 @@ class Maker:
         return Place(recipe.layer, recipe.expert, moe.copies, moe.granularity, moe.cut_widths, self.plan.config.seed)
 
     def made_of(self, recipe: Recipe) -> Hashable | None:
-        """Return a key that equal experts' matrices share; None: no other is equal."""
+        """Return a key that is the same for equal matrices of experts; None if no other is equal."""
         same = self.plan.method.same
         return same and ("expert", recipe.layer, same(self.place(recipe)), recipe.matrix, recipe.shape, recipe.dtype)
 
     def ffn(self, recipe: Recipe, sources: Sequence[Source]) -> FFN:
-        """Return the layer's dense FFN, or the mean of several, with only the matrix that the recipe needs."""
+        """Return the layer's dense FFN, or the mean of several FFNs, with only the matrix that the recipe needs."""
         dense = self.plan.dense
         matrix = recipe.matrix if dense.gated else recipe.matrix.replace("gate", "up")  # see held()
 
@@ -198,15 +198,15 @@ class Maker:
         return FFN(dense.ffn, dense.hidden, (matrix,), read)
 
     def held(self, ffn: FFN) -> FFN:
-        """Return the FFN as the target holds it; a donor without gate gets gate = up last, so both have noise."""
+        """Return the FFN in the target's form; a donor without gate gets gate = up last, so both have noise."""
         return ffn if self.plan.dense.gated else ffn.with_gate_as_up()
 
     def carved(self, ffn: FFN, layer: int, *, shared: bool) -> FFN:
-        """Return the shared expert's neurons (the first, or the most active if measured), or all the others."""
+        """Return the shared expert's neurons (the first, or the most active if measured), or all other neurons."""
         cut = self.plan.moe.cut_shared
         order = self.plan.observed.get(f"layers.{layer}.order")
         if order is None:
-            assert not self.plan.method.needs.order, "measure() comes before the first tensor"
+            assert not self.plan.method.needs.order, "call measure() before computing tensors"
             return ffn.neurons(slice(cut)) if shared else ffn if not cut else ffn.neurons(slice(cut, None))
         return ffn.neurons(order[:cut] if shared else order[cut:])
 
@@ -223,7 +223,7 @@ class Maker:
             return self.checkpoints[source.donor].read(source.name, rows)
         if len(source.rows) < 2:
             return self.summed(piece(source))
-        # many ranges (q, k, v interleaved in one tensor): read the tensor once for all three
+        # many ranges (q, k, v interleaved in one tensor): read the tensor once for q, k and v
         whole = self.kept.get(("whole", source.donor, source.name), lambda: self.summed(piece(source)))
         return torch.cat([whole[start:stop] for start, stop in source.rows])
 
@@ -235,7 +235,7 @@ class Maker:
 
 
 def filled(w: Tensor, shape: Sequence[int]) -> Tensor:
-    """Add the zero neurons that make `w` as wide as an expert is stored (MoESpec.padding)."""
+    """Pad `w` with zero neurons to the stored width of an expert (MoESpec.padding)."""
     more = [want - have for want, have in zip(shape, w.shape, strict=True)]
     return functional.pad(w, [count for missing in reversed(more) for count in (0, missing)]) if any(more) else w
 
@@ -249,10 +249,10 @@ def sha256(tensor: Tensor) -> str:
 
 
 def router_rows(plan: UpcyclePlan, layer: int, measured: Tensor | None = None) -> Tensor:
-    """Return the distinct float32 rows of a layer's router: one per copy, or one per expert where each has its own."""
+    """Return the distinct float32 rows of a layer's router: one per copy, or one per expert if each has its own."""
     init, moe = plan.config.router.init, plan.moe
     if init.name in routers.MEASURED:
-        assert measured is not None, "measure() comes before the first tensor"
+        assert measured is not None, "call measure() before computing tensors"
         return measured.float() if init.name == "clusters" else routers.centred(measured, init.std)
     own = init.name == "independent" or moe.disjoint
     return routers.normal(moe.experts if own else moe.copies, moe.dense.hidden, init.std, plan.config.seed, layer)
