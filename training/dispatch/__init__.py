@@ -1,16 +1,16 @@
-"""Token dispatch: rows to the experts' devices and back, one dispatcher a file; `local` is the specification.
+"""Token dispatch: send rows to the experts' devices and back, one dispatcher a file; `local` is the specification.
 
-    CAPABILITIES                                               what it does, as data; others ask, and name no dispatcher
+    CAPABILITIES                                               its properties, as data; other modules name no dispatcher
     available() -> str                                         "" if it can run here, else one sentence why not
     dispatcher(experts, ep_group, etp_group) -> Dispatcher     one object serves all layers; a group of one is None
     dispatch(x_TD, weight_TK, expert_TK, room) -> Dispatched   rows sorted by local expert, counts on the device
     combine(y_RD, handle) -> y_TD                              the sum of a token's rows
 
-Both are differentiable in x, weight and y. A choice with weight 0 was dropped: it need not be sent, and its weight's
-gradient may be 0. Ranks have experts in order. Under gradients all ranks bring equally many tokens; without, each
-brings as many as it has, down to none. `local` never waits for the device; the others wait once a dispatch for the
-number of rows, unless `room` promises that no expert gets more rows from any one rank, the same on all ranks (deepep
-2.x waits all the same)."""
+dispatch and combine are differentiable in x, weight and y. A choice with weight 0 was dropped: it need not be sent, and
+its weight's gradient may be 0. Ranks hold the experts in order. With gradients all ranks bring the same number of
+tokens; without gradients each rank brings any number, also 0. `local` never waits for the device. The others wait once
+a dispatch for the number of rows, unless `room`, the same on all ranks, promises that no expert gets more rows from any
+one rank (deepep 2.x waits in any case, and nvlink does not wait in training)."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ ARRIVALS = 2.0
 class Dispatched:
     x_RD: Tensor
     weight_R: Tensor  # 0: the row was dropped
-    # int32: the rows of each local expert; rows of a buffer beyond their sum may hold anything and are not read
+    # int32: the number of rows of each local expert; rows beyond the sum may hold anything, and nobody reads them
     count_E: Tensor
     handle: Any
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a dispatcher does, for those who run it or count what it costs."""
+    """The properties of a dispatcher, for the code that runs it or estimates its cost."""
 
-    stays: bool = False  # all experts are on this device, and so are their tokens
-    loses: bool = False  # has memory for `arrivals` (an attribute) times the rows of balanced routing, and loses more
+    stays: bool = False  # all experts and all their tokens are on this device
+    loses: bool = False  # has memory for its `arrivals` times the rows of balanced routing, and loses further rows
     each_choice: bool = False  # sends a row for each choice, not for each rank that has some of a token's experts
     sorts: bool = False  # its own kernels sort rows by expert
-    tells: bool = False  # every rank gets the choices of all, a byte an expert
-    # of a MoE layer's host time, for how long the device has nothing to do at a dispatch that the host waits for: by
-    # how much that takes longer than the way home, which has the same rows (docs/performance.md)
+    tells: bool = False  # sends the choices of every token to all ranks, one byte for each expert
+    # the time that the device is idle in a dispatch that the host waits for, as a share of an MoE layer's host time;
+    # measured as the extra time of dispatch over combine, which moves the same rows (docs/performance.md)
     wait: float = 0.0
     kernels: tuple[str, ...] = ()  # parts of its kernels' names, for profiles
-    # tokens of a rank, ranks, hidden size, k, bytes an element -> bytes of its buffers
+    # (tokens of a rank, ranks, hidden size, k, bytes an element) -> bytes of its buffers
     buffer_bytes: Callable[[int, int, int, int, int], int] = lambda *_: 0
-    # k, ranks, experts of a rank, arrivals -> rows that a rank has memory for, for each of its own tokens
+    # (k, ranks, experts of a rank, arrivals) -> rows that a rank has memory for, for each of its own tokens
     rows_a_token: Callable[[int, int, int, float], float] = lambda k, *_: k
-    # mesh.ep, ranks of this machine (0: not said): raises a ValueError where ranks of several machines do not go
+    # (mesh.ep, ranks of this machine or 0 if unknown): raises a ValueError if it cannot span these machines
     check_nodes: Callable[[int, int], None] = lambda *_: None
 
 
@@ -62,7 +62,7 @@ class Dispatcher(Protocol):
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched: ...
     def combine(self, y_RD: Tensor, handle: Any) -> Tensor: ...
-    def trouble(self) -> str: ...  # what went wrong since it was asked last, or ""; the host may wait for the device
+    def trouble(self) -> str: ...  # a sentence about an error since the last call, or ""; may wait for the device
 
 
 def create(
@@ -85,6 +85,6 @@ def create(
 
 
 def capabilities(name: str) -> Capabilities:
-    """Return what the dispatcher `name` does, wherever it can run."""
+    """Return the properties of the dispatcher `name`, even if it cannot run here."""
     found: Capabilities = plugin.load("training.dispatch", name).CAPABILITIES
     return found

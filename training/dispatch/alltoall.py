@@ -1,11 +1,11 @@
-"""Whole experts on other ranks (ep), slices of experts on other ranks (etp): rows travel by all-to-all.
+"""Dispatch by all-to-all, to ranks with other experts (ep) and to ranks with other slices of the experts (etp).
 
     out:   sort by expert -> all-to-all over ep -> gather over etp -> sort by local expert
     home:  unsort -> sum over etp -> all-to-all over ep -> sum of a token's rows
 
-Each step home is the transpose of a step out, on the same plan. It runs on gloo and on NCCL. The host waits once a
-dispatch for how many rows go where. With `room` exactly `room` rows leave for every expert, filled or not, and nobody
-waits.
+Each step home is the transpose of a step out, with the same plan. It runs on gloo and on NCCL. The host waits once a
+dispatch for the number of rows that go to each rank. With `room`, each rank sends exactly `room` rows to every expert,
+filled or not, and the host does not wait.
 
 R rows that leave, N rows that arrive, E local experts."""
 
@@ -36,7 +36,7 @@ def dispatcher(experts: int, ep_group: Group | None, etp_group: Group | None = N
 @dataclass(frozen=True)
 class AllToAll(common.Routed):
     can = CAPABILITIES
-    experts: int  # of all ranks; rank i of ep has the i-th part of them
+    experts: int  # on all ranks together; rank i of ep has the i-th part
     ep_group: Group | None
     etp_group: Group | None = None
 
@@ -51,7 +51,7 @@ class AllToAll(common.Routed):
     def plan(self, weight_TK: Tensor, expert_TK: Tensor, room: int | None) -> Plan:
         ep, etp = size(self.ep_group), size(self.etp_group)
         local = self.experts // ep
-        # a dropped choice is sorted behind the last expert, and rows there are not sent
+        # dropped choices are sorted behind the last expert, and rows there are not sent
         chosen_TK = expert_TK.where(weight_TK != 0, self.experts)
         back_R, count_E = places(chosen_TK, self.experts + 1)
         send_PE = count_E[:-1].view(ep, local)
@@ -59,7 +59,7 @@ class AllToAll(common.Routed):
         arrive_QPE = exchange(arrive_PE.expand(etp, ep, local), [1] * etp, [1] * etp, self.etp_group)
         expert_N = torch.arange(local, device=expert_TK.device).repeat(etp * ep)
         if room is None:
-            # the only wait for the device
+            # the only place where the host waits for the device
             sizes = torch.cat([send_PE.sum(1), arrive_PE.sum(1), arrive_QPE.sum((1, 2))]).tolist()
             send, arrive, gathered = sizes[:ep], sizes[ep : 2 * ep], sizes[2 * ep :]
             expert_N = expert_N.repeat_interleave(arrive_QPE.flatten(), output_size=sum(gathered))
@@ -76,7 +76,7 @@ class AllToAll(common.Routed):
 
 @dataclass(frozen=True)
 class Plan:
-    """Say where each row goes: one plan for the way out and the way home, in forward and in backward."""
+    """The place of each row on the way out and on the way home, in forward and in backward."""
 
     k: int
     back_R: Tensor  # choice -> row among those that leave; a dropped choice's row is beyond the last
@@ -102,10 +102,10 @@ class Plan:
         return y_TD, common.take(self.back(weight_R), self.back_R).view(-1, self.k)
 
     def there(self, rows_R: Tensor) -> Tensor:
-        """Send rows (or their weights) sorted by expert; return the rows that compute here, sorted by local expert."""
+        """Send rows (or their weights) sorted by expert; return the rows of this rank's experts, sorted by expert."""
         rows_N = exchange(rows_R, self.send, self.arrive, self.ep_group)
         if self.etp_group is not None:
-            # gloo has no uneven all-gather: every rank sends the same rows to all ranks
+            # gloo has no all-gather of uneven sizes, so every rank sends its rows to each rank
             peers = len(self.gathered)
             rows_N = rows_N.repeat(peers, *[1] * (rows_N.dim() - 1))
             rows_N = exchange(rows_N, [sum(self.arrive)] * peers, self.gathered, self.etp_group)
@@ -114,10 +114,10 @@ class Plan:
         return spread(rows_N, self.place_N, 1)
 
     def back(self, rows_N: Tensor) -> Tensor:
-        """Send rows back to the ranks that they came from, summed over etp."""
+        """Sum rows over etp, and send the sums back to the ranks that the rows came from."""
         rows_N = rows_N[self.place_N] if rows_N.dim() == 1 else gather(rows_N, self.place_N, 1)
         if self.etp_group is not None:
-            # gloo has no uneven reduce-scatter either: every rank gets its rows from all ranks and adds them up
+            # gloo has no reduce-scatter of uneven sizes, so every rank gets its rows from all ranks and adds them
             mine, peers = sum(self.arrive), len(self.gathered)
             rows_N = exchange(rows_N, self.gathered, [mine] * peers, self.etp_group)
             rows_N = rows_N.view(peers, mine, *rows_N.shape[1:]).sum(0)

@@ -1,4 +1,4 @@
-"""What dispatchers share: autograd for the way out and the way home, each the transpose of the other, and refusals."""
+"""Functions that dispatchers share: autograd of dispatch and combine, each the transpose of the other, and refusals."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from training.dispatch import DEFAULT, Capabilities, Dispatched
 
 
 class Route(Protocol):
-    """Plan one dispatch: the way out and the way home, in forward and in backward."""
+    """The plan of one dispatch: where rows go out and come home, in forward and in backward."""
 
     def out(self, x_TD: Tensor) -> Tensor:
         """Copy each token to all its rows."""
         ...
 
     def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the sum of each token's rows, and for each choice its row's number in `weight_R`, 0 where it was
-        dropped."""
+        """Return the sum of each token's rows, and for each choice the value of its row in `weight_R` (0 for a dropped
+        choice)."""
         ...
 
 
-# the first way out, which also makes the plan: x_TD, weight_TK -> x_RD, weight_R, count_E, plan
+# the dispatch in forward, which also makes the plan: x_TD, weight_TK -> x_RD, weight_R, count_E, plan
 First = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Any]]
 
 
-# the ranges are for profiles, see phases.py
+# profiles find the phases of a step by the names of record_function, see phases.py
 
 
 def dispatch(first: First, x_TD: Tensor, weight_TK: Tensor) -> Dispatched:
@@ -45,7 +45,7 @@ def combine(y_RD: Tensor, route: Route) -> Tensor:
 
 
 class Routed:
-    """Be the base of dispatchers whose handle is a Route."""
+    """The base class of dispatchers whose handle is a Route."""
 
     can: ClassVar[Capabilities]
 
@@ -84,8 +84,10 @@ class _Home(torch.autograd.Function):
 
 
 def most_tokens(x_TD: Tensor, group: ProcessGroup) -> int:
-    """Return the most tokens that a rank of the group brings. Under gradients all bring equally many and nobody is
-    asked, so do not call it inside of an autograd function, where gradients are always off."""
+    """Return the largest number of tokens of a rank in the group.
+
+    With gradients all ranks bring the same number, so this does not communicate. Do not call it inside of an autograd
+    function, where gradients are always off."""
     if torch.is_grad_enabled():
         return len(x_TD)
     most = torch.tensor(len(x_TD), device=x_TD.device)
@@ -93,11 +95,11 @@ def most_tokens(x_TD: Tensor, group: ProcessGroup) -> int:
     return int(most)
 
 
-# ---- weights of rows, as kernels/permute.py moves the rows themselves
+# ---- weights of rows; kernels/permute.py moves the rows themselves
 
 
 def put(weight_C: Tensor, back_C: Tensor, rows: int) -> Tensor:
-    """Return the weights of `rows` rows: row back_C[c] has choice c's, and a row of no choice has 0."""
+    """Return the weights of `rows` rows: row back_C[c] has choice c's weight, and a row without a choice has 0."""
     weight_R = weight_C.new_zeros(rows + 1)
     return weight_R.scatter_(0, back_C.clamp(max=rows), weight_C)[:rows]
 
@@ -111,7 +113,7 @@ def take(weight_R: Tensor, back_C: Tensor) -> Tensor:
 
 
 def missing(dispatcher: str, *classes: str) -> str:
-    """Return \"\" if deep_ep has one of `classes` and there is a CUDA device for it, else one sentence."""
+    """Return \"\" if deep_ep has one of `classes` and there is a CUDA device, else one sentence that says why not."""
     start, end = f"dispatcher={dispatcher} needs", f"use dispatcher={DEFAULT}"
     try:
         package = importlib.import_module("deep_ep")
@@ -134,7 +136,7 @@ def whole_experts(dispatcher: str, ep_group: ProcessGroup | None, etp_group: Pro
             f"dispatcher={dispatcher} sends rows to whole experts, and mesh.etp is {etp_group.size()}; "
             f"use mesh.etp=1 or dispatcher={DEFAULT}"
         )
-    assert ep_group is not None, "create() takes local for a mesh without ep"
+    assert ep_group is not None, "create() uses local for a mesh without ep"
     return ep_group
 
 

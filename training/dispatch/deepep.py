@@ -1,10 +1,10 @@
 """DeepEP (github.com/deepseek-ai/DeepEP): one copy of a token to each rank, whatever the number of its experts there.
 
-    ElasticBuffer (2.x)  hands out rows sorted by expert, and sums them up on the way home
-    Buffer (1.x)         hands out tokens with their choices; here our kernels make rows of them, and sums of the rows
+    ElasticBuffer (2.x)  returns rows sorted by expert, and sums them on the way home
+    Buffer (1.x)         returns tokens with their choices; our kernels copy them to rows, and sum the rows
 
-Both move bfloat16 only, and the host waits once a dispatch for the number of rows; with `room`, 1.x inside a node does
-not. A dispatch with a handle is the transpose of a combine with the same handle, and vice versa."""
+Both move only bfloat16, and the host waits once a dispatch for the number of rows, except in 1.x inside a node with
+`room`. A dispatch with a handle is the transpose of a combine with the same handle, and vice versa."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from training.dispatch import DEFAULT, Capabilities, Dispatched, Dispatcher, common
 from training.kernels.permute import gather, places, spread
 
-NODE = 8  # ranks that 1.x takes for one node
-SMS = 24  # multiprocessors that communicate; left alone, 2.x takes 4 where it cannot read NVLink's speed
+NODE = 8  # ranks that 1.x assumes to be one node
+SMS = 24  # multiprocessors for communication; by default 2.x takes 4 where it cannot read NVLink's speed
 CAPABILITIES = Capabilities(wait=0.061, kernels=("deep_ep", "intranode"))
 
 
@@ -34,7 +34,7 @@ def dispatcher(
 ) -> Dispatcher:
     group = common.whole_experts("deepep", ep_group, etp_group)
     if group.size() <= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        os.environ.setdefault("EP_DISABLE_GIN", "1")  # 2.x asks for RDMA even inside a node
+        os.environ.setdefault("EP_DISABLE_GIN", "1")  # without it, 2.x asks for RDMA even inside a node
     deep_ep = importlib.import_module("deep_ep")
     if hasattr(deep_ep, "ElasticBuffer"):
         return Second(experts, group, deep_ep)
@@ -43,17 +43,17 @@ def dispatcher(
 
 
 def check_nodes(ranks: int, local: int) -> None:
-    """Refuse nodes that 1.x would take for others: it reaches each NODE ranks by NVLink, wherever they are."""
+    """Raise a ValueError for nodes of other sizes than 1.x assumes: it reaches each NODE ranks by NVLink."""
     if 0 < local < min(ranks, NODE) or (ranks > NODE and local % NODE):
         raise ValueError(
-            f"deepep 1.x takes {NODE} ranks for one node, and here mesh.ep={ranks} spans nodes of {local}; "
+            f"deepep 1.x assumes {NODE} ranks in a node, and mesh.ep={ranks} spans nodes of {local}; "
             f"write mesh.ep={max(n for n in range(1, local + 1) if ranks % n == 0)}, "
             f"mesh.dispatcher={DEFAULT}, or install deepep 2.x"
         )
 
 
 def kept(weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-    """Return chosen experts with -1 for a dropped choice, which DeepEP does not send."""
+    """Return the chosen experts, with -1 for a dropped choice, which DeepEP does not send."""
     return expert_TK.where(weight_TK != 0, -1).contiguous()
 
 
@@ -91,8 +91,8 @@ class Second(common.Routed):
         return common.dispatch(first, x_TD, weight_TK)
 
     def make_buffer(self, most: int, hidden: int, k: int) -> None:
-        """Make the buffer at first, and anew when a rank brings more tokens (`most`, the same on all ranks) than
-        before."""
+        """Create the buffer, unless it exists and has space for `most` tokens a rank, which is the same on all
+        ranks."""
         if self.buffer is not None and most <= self.tokens:
             return
         self.tokens = max(most, 1)
@@ -109,7 +109,7 @@ class SecondRoute:
     weights: torch.dtype
 
     def out(self, x_TD: Tensor) -> Tensor:
-        # with a handle, 2.x asks for the number of multiprocessors before it looks into the handle
+        # 2.x needs the number of multiprocessors before it reads the handle
         x_RD, *_ = self.buffer.dispatch(
             x_TD.contiguous(), handle=self.handle, do_expand=True, num_sms=self.handle.num_sms
         )
@@ -153,7 +153,7 @@ class First(common.Routed):
             )
             local, rows = self.experts // ranks, sum(counts) if rows is None else rows
             back_R, count_E = places(expert_NK.where(expert_NK >= 0, local), local + 1)
-            back_R = back_R.where(expert_NK.flatten() >= 0, rows)  # choices of other ranks' experts have no row here
+            back_R = back_R.where(expert_NK.flatten() >= 0, rows)  # choices of other ranks' experts: no row here
             route = FirstRoute(self.buffer, handle, back_R, k, rows, weight_TK.dtype)
             weight_R = common.put(weight_NK.flatten(), back_R, rows).to(weight_TK.dtype)
             return spread(x_ND, back_R, k, rows), weight_R, count_E[:-1].contiguous(), route
@@ -167,7 +167,7 @@ class First(common.Routed):
         kind.set_num_sms(SMS)
         configs = (kind.get_dispatch_config(ranks), kind.get_combine_config(ranks))
         near = max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs)
-        # inside a node there is no RDMA buffer, and a build without NVSHMEM cannot even be asked for its size
+        # inside a node there is no RDMA buffer, and a build without NVSHMEM fails when it is asked for the size
         far = max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs) if ranks > NODE else 0
         self.buffer = kind(self.group, near, far)
 
@@ -176,7 +176,7 @@ class First(common.Routed):
 class FirstRoute:
     buffer: Any
     handle: Any
-    back_R: Tensor  # choice of a token that arrived -> row; beyond the last row where the expert is not here
+    back_R: Tensor  # for each choice of a token that arrived, its row; beyond the last row if its expert is not here
     k: int
     rows: int
     weights: torch.dtype
@@ -187,6 +187,6 @@ class FirstRoute:
 
     def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weight_NK = None if weight_R is None else common.take(weight_R.float(), self.back_R).view(-1, self.k)
-        y_ND = gather(y_RD, self.back_R, self.k)  # summed before it is sent: a token goes home once
+        y_ND = gather(y_RD, self.back_R, self.k)  # summed before it is sent, so that a token goes home once
         y_TD, weight_TK, _ = self.buffer.combine(y_ND, self.handle, topk_weights=weight_NK)
         return y_TD, None if weight_TK is None else weight_TK.to(self.weights)

@@ -1,7 +1,8 @@
-"""Hybrid-EP (DeepEP's branch hybrid-ep): rows arrive sorted by expert, and are summed up on the way home.
+"""Hybrid-EP (DeepEP's branch hybrid-ep): it returns rows sorted by expert, and sums them on the way home.
 
-It moves bfloat16 only, takes equally many tokens from all ranks, and the host waits once a dispatch unless `room` is
-given. Its handle differs between versions, so it is passed back unopened, with arguments that both versions know."""
+It moves only bfloat16 and takes the same number of tokens from all ranks. The host waits once a dispatch unless `room`
+is given. Its handle differs between versions, so this file never reads it, and passes arguments that both versions
+know."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ class HybridEP(common.Routed):
             x_TD = padded(x_TD, most)
             kept_TK = weight_TK != 0
             nothing = torch.zeros(len(x_TD), self.experts, dtype=torch.float32, device=x_TD.device)
-            # several choices of one expert add up
+            # if a token chooses an expert several times, the weights add up
             chances_TE = nothing[: len(expert_TK)].scatter_add(1, expert_TK, weight_TK.float())
             x_RD, weight_R, _, count_E, handle = self.buffer.dispatch_with_permute(
                 hidden=x_TD,
@@ -70,7 +71,7 @@ class HybridEP(common.Routed):
 
 
 def padded(rows_TD: Tensor, most: int) -> Tensor:
-    """Pad rows to `most` with zeros, which no expert has chosen; padding by no row would still be a copy."""
+    """Pad rows to `most` with zeros, which choose no expert; do not copy rows that need no padding."""
     short = most - len(rows_TD)
     return (functional.pad(rows_TD, (0, 0, 0, short)) if short else rows_TD).contiguous()
 
@@ -94,7 +95,7 @@ class Route:
 
     def home(self, y_RD: Tensor, weight_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weight_R = None if weight_R is None else weight_R.float().contiguous()
-        # nobody promises that its kernels leave rows of no expert alone
+        # its kernels may read rows that belong to no expert
         y_RD = swiglu.zero_tail(y_RD.contiguous(), self.count_E.cumsum(0, dtype=torch.int32))
         y_TD, weight_TE = self.buffer.combine_with_unpermute(hidden=y_RD, probs=weight_R, handle=self.handle)
         y_TD = y_TD[: len(self.expert_TK)]

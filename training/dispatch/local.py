@@ -1,4 +1,4 @@
-"""All experts on this device: sorting is all there is to do."""
+"""All experts on this device: dispatch only sorts rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def available() -> str:
 
 def dispatcher(experts: int, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None = None) -> Local:
     if ep_group is not None or etp_group is not None:
-        raise ValueError(f"dispatcher=local knows no other ranks; with mesh.ep or mesh.etp use dispatcher={DEFAULT}")
+        raise ValueError(f"dispatcher=local cannot reach other ranks; for mesh.ep or mesh.etp use dispatcher={DEFAULT}")
     return Local(experts)
 
 
@@ -31,7 +31,7 @@ class Local:
     experts: int
 
     def dispatch(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, room: int | None = None) -> Dispatched:
-        k = expert_TK.shape[1]  # room or not, there is one row a choice
+        k = expert_TK.shape[1]  # one row a choice, with or without `room`
         back_R, count_E = places(expert_TK, self.experts)
         x_RD: Tensor = _Spread.apply(x_TD, back_R, k)  # type: ignore[no-untyped-call]
         weight_R = torch.empty_like(weight_TK).flatten().scatter(0, back_R, weight_TK.flatten())
@@ -45,8 +45,8 @@ class Local:
         return ""
 
 
-# The two are each other's transpose. Written out, because autograd would turn the gradient into a scatter-add: atomics
-# in another order every time, and several times slower than the gather and sum that it really is.
+# Each of these two is the transpose of the other. They are written by hand, because autograd would compute the gradient
+# by scatter-add: its atomics run in another order every time, and it is several times slower than gather and sum.
 
 
 class _Spread(torch.autograd.Function):

@@ -1,16 +1,18 @@
-"""Our own dispatcher, for ranks that reach each other's memory over NVLink; in training the host never waits.
+"""Our own dispatcher for ranks that reach each other's memory over NVLink; in training the host never waits.
 
-    out:   each rank puts its tokens, choices and weights where others can read them; all ranks meet; each counts who
-           chose its experts, and reads each token that it needs once, however many of its experts that has
-    home:  each rank writes the sum of a token's rows to the token's rank, once; all meet; each adds up what came
+    out:   each rank puts its tokens, choices and weights where others can read them; all ranks meet; each rank counts
+           the choices of its experts, and reads each token that it needs once, for all of its experts
+    home:  each rank writes the sum of a token's rows once, to the token's rank; all ranks meet; each rank adds the sums
+           that arrived
 
-Every rank sees all choices, so counts and places are made where rows arrive, on the device. Without gradients the host
-asks how many rows arrive. In training there is memory for `arrivals` times the rows of balanced routing; tokens that
-find none are nan, so that the step is skipped, and `trouble` says so where the loop waits anyway.
+Every rank sees all choices, so the rank where rows arrive computes their counts and places, on the device. Without
+gradients the host waits for the number of rows that arrive. In training there is memory for `arrivals` times the rows
+of balanced routing. Tokens beyond that memory become nan, so that the step is skipped, and `trouble` reports this where
+the training loop waits anyway.
 
-On CUDA memory is torch's symmetric memory without multicast, in two slots that take turns: who writes a slot has met
-the others since they read it last. Elsewhere, and for float64, collectives move the same bytes: they are the
-specification.
+On CUDA the memory is torch's symmetric memory without multicast, in two slots that take turns: a rank writes a slot
+only after it met the others since they last read the slot. Elsewhere, and for float64, collectives move the same bytes:
+they are the specification.
 
 P ranks, T tokens of each (padded where they bring different numbers), K choices, C = P * T * K, R rows, E experts here.
 """
@@ -33,9 +35,9 @@ from training.experts.common import absent
 from training.kernels.permute import gather, kernels_run, places, spread
 
 NOWHERE = 2**31 - 1  # the row of a choice whose expert is on another rank
-PATIENCE = 2**31 - 1  # times that a rank looks whether the others have come: seven minutes on an H200
-HEAD = 1 << 12  # bytes before the slots: a number of each rank, how often it has come
-LINE = 128  # bytes
+PATIENCE = 2**31 - 1  # times that a rank checks for the other ranks: seven minutes on an H200
+HEAD = 1 << 12  # bytes before the slots, which count how often each rank has come
+LINE = 128  # bytes, to which parts of a slot are aligned
 
 
 def available() -> str:
@@ -49,17 +51,17 @@ def dispatcher(experts: int, ep_group: dist.ProcessGroup | None, etp_group: dist
 
 
 def check_nodes(ep: int, local: int) -> None:
-    """Refuse ranks of several machines; `local` is the number of ranks of this one, 0 if nobody said."""
+    """Raise a ValueError for ranks of several machines; `local` is the number of ranks of this one, 0 if unknown."""
     if local and local % ep:
         most = max(n for n in range(1, ep + 1) if ep % n == 0 and local % n == 0)
         raise ValueError(
-            f"dispatcher=nvlink reaches the memory of GPUs of one machine, and here mesh.ep={ep} spans machines of "
+            f"dispatcher=nvlink works only between GPUs of one machine, and mesh.ep={ep} spans machines of "
             f"{local} ranks; write mesh.ep={most}, or mesh.dispatcher={DEFAULT}"
         )
 
 
 def rows_a_token(k: int, ranks: int, local: int, arrivals: float) -> float:
-    """Return how many rows a rank has memory for in training, for each of its own tokens."""
+    """Return the number of rows that a rank has memory for in training, for each of its own tokens."""
     return min(arrivals * k, ranks * min(k, local))
 
 
@@ -87,13 +89,13 @@ CAPABILITIES = Capabilities(
 
 
 class Wires(Protocol):
-    """Move bytes between ranks."""
+    """The transport of rows between ranks: symmetric memory or collectives."""
 
     def first(
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, most: int, rows: int | None
     ) -> tuple[Tensor, Tensor, Route]:
-        """Return x_RD, weight_R and the route, of `most` tokens a rank with padding, with memory for `rows` (None:
-        all)."""
+        """Return x_RD, weight_R and the route; each rank's tokens are padded to `most`, and `rows` rows have memory
+        (None: all)."""
         ...
 
     def out(self, x_TD: Tensor, route: Route) -> Tensor: ...
@@ -102,15 +104,15 @@ class Wires(Protocol):
 
 @dataclass(frozen=True)
 class Route:
-    """Plan one dispatch."""
+    """The plan of one dispatch."""
 
     dispatcher: NVLink
     tokens: int  # of this rank
     most: int
     k: int
     rows: int
-    back_C: Tensor  # each rank's each choice -> its row here
-    kept_TK: Tensor  # this rank's choices; a dropped one's expert is beyond the last
+    back_C: Tensor  # for each choice of each rank, its row here
+    kept_TK: Tensor  # this rank's choices; a dropped choice has an expert beyond the last
     count_E: Tensor
 
     def out(self, x_TD: Tensor) -> Tensor:
@@ -126,10 +128,10 @@ class NVLink(common.Routed):
     experts: int
     group: dist.ProcessGroup
     arrivals: float = ARRIVALS
-    # int32, on the device: how often the ranks met, 1 + a rank that did not come, rows that came where memory was short
+    # int32, on the device: number of meetings, 1 + a rank that did not come, number of rows if memory was too small
     state: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.int32))
     peers: Peers | None = None
-    balanced: int = 0  # rows of the last training dispatch, if they were balanced
+    balanced: int = 0  # rows that balanced routing would have sent to a rank in the last training dispatch
 
     @property
     def local(self) -> int:
@@ -154,24 +156,24 @@ class NVLink(common.Routed):
         return common.dispatch(first, x_TD, weight_TK)
 
     def wires(self, rows: Tensor, size: int = 0) -> Wires:
-        """Return what moves such rows, in buffers of at least `size` bytes, the same on all ranks."""
+        """Return the transport for `rows`, with buffers of at least `size` bytes; `size` is the same on all ranks."""
         if not kernels_run(rows):
             return Collectives(self)
         if self.peers is None or self.peers.size < size:
-            if self.peers is not None:  # others may read it still
+            if self.peers is not None:  # other ranks may still read it
                 torch.cuda.synchronize()
                 dist.barrier(self.group)
             self.peers = Peers(self, size, rows.device)
         return self.peers
 
     def trouble(self) -> str:
-        """Say what went wrong on this rank since the last call, or \"\"; the host waits for the device."""
+        """Return a sentence about an error on this rank since the last call, or \"\"; the host waits for the device."""
         _, missing, came = self.state.tolist()
         self.state[1:].zero_()
         if missing:
             return (
-                f"dispatcher=nvlink waited for rank {missing - 1} of mesh.ep={self.group.size()} in vain; look at what "
-                f"that one says, or use mesh.dispatcher={DEFAULT}"
+                f"dispatcher=nvlink waited for rank {missing - 1} of mesh.ep={self.group.size()} in vain; read that "
+                f"rank's messages, or use mesh.dispatcher={DEFAULT}"
             )
         if not came:
             return ""
@@ -180,7 +182,7 @@ class NVLink(common.Routed):
         times = came / self.balanced
         return (
             f"{came:,} rows came to a rank's experts, {times:.2f} times as many as balanced routing sends, and "
-            f"mesh.arrivals={self.arrivals:g} has memory for less; nothing was learned from that step: go on from the "
+            f"mesh.arrivals={self.arrivals:g} has memory for fewer; that step was skipped: resume the "
             f"last checkpoint with mesh.arrivals={math.ceil(11 * times) / 10:g}, or mesh.dispatcher={DEFAULT}"
         )
 
@@ -220,14 +222,14 @@ class Collectives:
         return y_TD, self.summed(common.take(weight_R, route.back_C).view(-1, route.k))[: route.tokens]
 
     def summed(self, rows_N: Tensor) -> Tensor:
-        """Return all ranks' sum for this rank's tokens, of rows for each rank's tokens."""
+        """Return the sum over ranks of the rows for this rank's tokens; `rows_N` holds rows for all ranks' tokens."""
         ranks, came_N = self.of.group.size(), torch.empty_like(rows_N)
         dist.all_to_all_single(came_N, rows_N.contiguous(), group=self.of.group)
         return came_N.view(ranks, -1, rows_N.shape[1]).sum(0)
 
 
 def all_gather(rows_TN: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return all ranks' rows, in order of ranks."""
+    """Return the rows of all ranks, in order of ranks."""
     out_PTN = rows_TN.new_empty(group.size(), *rows_TN.shape)
     dist.all_gather(list(out_PTN.unbind(0)), rows_TN.contiguous(), group=group)
     return out_PTN.flatten(0, 1)
@@ -241,7 +243,7 @@ def padded(rows_TN: Tensor, most: int, value: int = 0) -> Tensor:
 
 
 class Peers:
-    """Hold buffers that all ranks reach, and move rows through them; ranks make and call it together, in one order."""
+    """Buffers that all ranks reach, and moves of rows through them; all ranks create and call it in the same order."""
 
     def __init__(self, of: NVLink, size: int, device: torch.device) -> None:
         self.of, self.size, self.turn = of, size, 0
@@ -260,7 +262,7 @@ class Peers:
         kept_TK, total_E = kernels().put(x_TD, slot, (expert_TK, weight_TK, of.experts), of.local)
         self.meet()
         chosen_C, count_EP = kernels().count(slot, total_E, of.experts)
-        rows = int(total_E.sum()) if rows is None else rows  # the host waits
+        rows = int(total_E.sum()) if rows is None else rows  # the host waits for the device
         back_C, weight_R, count_E = kernels().place(slot, chosen_C, count_EP, total_E, of.state, rows)
         x_RD = kernels().pull(slot, back_C, x_TD, rows)
         return x_RD, weight_R, Route(of, len(x_TD), most, slot.k, rows, back_C, kept_TK, count_E)
@@ -285,7 +287,7 @@ class Peers:
         kernels().meet(self.pads, self.of.state, self.me, PATIENCE)
 
     def next(self, rows: Tensor, most: int, k: int) -> Any:
-        """Return the slot whose turn it is: what ranks read in it last, they read before they met last."""
+        """Return the slot whose turn it is; all ranks finished reading it before they last met."""
         self.turn = 1 - self.turn
         addresses, own = self.slots[self.turn]
         expert = lined(self.ranks * most * rows.shape[1] * rows.element_size())
@@ -294,13 +296,13 @@ class Peers:
 
 
 def reached(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Any, list[int]]:
-    """Return bytes on this rank that all ranks reach (the first HEAD are zero), and where each rank's are."""
+    """Return memory of this rank that all ranks reach (its first HEAD bytes are zero), and each rank's address."""
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
     memory[:HEAD].zero_()
     handle = symmetric.rendezvous(memory, group)
-    torch.cuda.synchronize()  # nobody comes before all have their zeros
+    torch.cuda.synchronize()  # no rank may write before all have their zeros
     dist.barrier(group)
     return (memory, handle), list(handle.buffer_ptrs)
 

@@ -1,12 +1,12 @@
-"""Expert FFNs over rows sorted by expert, one backend a file; SPECIFICATION is what the others are held to.
+"""Expert FFNs over rows sorted by expert: one backend a file, and all must compute the same as SPECIFICATION.
 
-    CAPABILITIES                  what it can do besides, as data; other modules ask for it, and name no backend
-    available() -> str            "" if it can run here, else one sentence why not
+    CAPABILITIES                  its optional features, as data; other modules read them and name no backend
+    available() -> str            "" if it can run here, else one sentence that says why not
     experts(x_RD, weight_R, count_E, w, activation) -> y_RD
 
-R routed rows, sorted by local expert; D hidden; E local experts; F neurons. `count_E` (int32, on x's device) are the
-rows of each expert, possibly 0. Rows beyond its sum may come back as anything, and so may their gradients: nobody reads
-them. Routing weights are applied inside, so that combining is a plain sum: y = down(act(gate x) * up x * weight) +
+R routed rows, sorted by local expert; D hidden; E local experts; F neurons. `count_E` (int32, on x's device) holds the
+number of rows of each expert, possibly 0. Outputs and gradients of rows beyond its sum may hold anything: nobody reads
+them. A backend applies the routing weights, so that combining is a plain sum: y = down(act(gate x) * up x * weight) +
 weight * down_bias."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPECIFICATION = "reference"  # runs everywhere
 
 @dataclass(frozen=True)
 class LowRank:
-    """Hold the adapters of all local experts (model/lora.py), as if scale * B A were added to the matrices."""
+    """The adapters of all local experts (model/lora.py); they add scale * B A to the matrices."""
 
     up_a_EDr: Tensor
     up_b_EHr: Tensor  # H: the rows of up, 2F if gated
@@ -38,7 +38,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Hold all local experts, stacked; uneven ones are padded with zero neurons, which compute and learn nothing."""
+    """The weights of all local experts, stacked; narrow experts are padded with zero neurons, which learn nothing."""
 
     up_EFD: Tensor  # gated: (E, 2F, D), gate first, as transformers stacks them
     down_EDF: Tensor
@@ -52,8 +52,9 @@ ExpertFunction = Callable[[Tensor, Tensor, Tensor, ExpertWeights, str], Tensor]
 
 
 class TokenFunction(Protocol):
-    """Compute each token's sum over its experts, added to `onto_TD`, where all experts are on this device. `rows` is
-    where the router that x_TD came through takes x's gradient from."""
+    """Compute each token's sum over its experts, added to `onto_TD`, if all experts are on this device.
+
+    With `rows`, backward leaves the gradient of x_TD there for the router."""
 
     def __call__(
         self,
@@ -73,21 +74,21 @@ def no_fusion(x_TD: Tensor, up: Tensor, down: Tensor, activation: str) -> TokenF
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do besides computing rows."""
+    """The optional features of a backend."""
 
     adapters: bool = False  # computes the adapters of model/lora.py
-    waitless: bool = False  # reads no count on the host, so that a step can be recorded as a CUDA graph
-    opaque: bool = False  # torch.compile cannot look into it, and leaves the whole MoE block out
-    # x_TD, up (E, 2, F, D), down (E, D, F), activation -> the function that computes them from tokens to tokens
+    waitless: bool = False  # never reads counts on the host, so that a step can be recorded as a CUDA graph
+    opaque: bool = False  # torch.compile cannot trace it, so the whole MoE block is not compiled
+    # (x_TD, up (E, 2, F, D), down (E, D, F), activation) -> a function from tokens to tokens; None: it has none
     fused: Callable[[Tensor, Tensor, Tensor, str], TokenFunction | None] = no_fusion
-    # tokens, experts, D, F, rows of up a neuron -> numbers that `fused` keeps of a row for backward; None: it keeps x
+    # (tokens, experts, D, F, rows of up a neuron) -> numbers of a row that `fused` keeps for backward; None: x and h
     kept: Callable[[int, int, int, int, int], int | None] = lambda *_: None
     kernels: tuple[str, ...] = ()  # parts of its kernels' names, for profiles
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend as a model holds it: its function, and what it can do besides."""
+    """The function of a backend and its optional features."""
 
     compute: ExpertFunction
     can: Capabilities = Capabilities()
@@ -103,7 +104,7 @@ def backend(name: str) -> Backend:
 
 
 def capabilities(name: str) -> Capabilities:
-    """Return what the backend `name` can do, wherever it can run."""
+    """Return the optional features of the backend `name`, even if it cannot run here."""
     found: Capabilities = plugin.load("training.experts", name).CAPABILITIES
     return found
 
@@ -111,5 +112,5 @@ def capabilities(name: str) -> Capabilities:
 def fused(
     dispatcher: Dispatcher, backend: Backend, x_TD: Tensor, up: Tensor, down: Tensor, activation: str
 ) -> TokenFunction | None:
-    """Return the function that does what dispatch, backend and combine do together, if this pair has one for these."""
+    """Return a function that replaces dispatch, backend and combine, or None if there is none for these inputs."""
     return backend.can.fused(x_TD, up, down, activation) if dispatcher.can.stays else None

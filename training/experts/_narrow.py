@@ -1,7 +1,7 @@
-"""Narrow experts from tokens to tokens, without a copy of each token for each choice: what `grouped` fuses on Hopper.
+"""Narrow experts from tokens to tokens, without a copy of each token for each choice; `grouped` uses them on Hopper.
 
-Products of a few hundred neurons are over as soon as they begin, so passes over memory count: the first product reads
-rows from their tokens and ends with the activation, and a favoured expert's sums are taken in several pieces.
+Products of a few hundred neurons take so little time that passes over memory dominate. So the first product reads rows
+from their tokens and ends with the activation, and the sums over an expert with many rows are computed in pieces.
 
 T tokens, K chosen experts of each, R = T * K rows sorted by expert, E experts, F neurons, D hidden."""
 
@@ -18,20 +18,20 @@ from training.experts import ExpertWeights, TokenFunction
 from training.experts.common import recomputed
 from training.kernels import permute, router
 
-# near to what was measured, at 65,536 tokens of 576: 32 and 64 experts of 384 neurons, and 8 of 1,536
+# limits near the measured cases, 65,536 tokens of 576: 32 and 64 experts of 384 neurons, and 8 of 1,536
 HIDDEN, TOKENS = 1024, 8192
 WIDTHS = {512: 64, 1536: 8}  # neurons at most: experts at most
 
 
 def near(tokens: int, experts: int, hidden: int, width: int) -> bool:
-    """Return whether these kernels are the faster ones, as far as anybody measured."""
+    """Return whether these kernels are faster, as far as measurements tell."""
     most = max((count for limit, count in WIDTHS.items() if width <= limit), default=0)
     return tokens >= TOKENS and experts <= most and hidden <= HIDDEN and hidden % 64 == width % 64 == 0
 
 
 def fits(x_TD: Tensor, up: Tensor, down: Tensor) -> bool:
     """Return whether `ffn` can compute with these weights, (E, 2, F, D) and (E, D, F)."""
-    if torch.compiler.is_compiling():  # which has no words for what follows
+    if torch.compiler.is_compiling():  # the compiler cannot trace the next lines
         return False
     experts, hidden, width = down.shape
     plain = x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and up.shape[1] == 2
@@ -43,7 +43,9 @@ def fused(x_TD: Tensor, up: Tensor, down: Tensor, activation: str) -> TokenFunct
 
 
 def kept(tokens: int, experts: int, hidden: int, width: int, matrices: int) -> int | None:
-    """Return the numbers of a row that stay for backward: products and their activation, or what rows would keep."""
+    """Return how many numbers of each row stay for backward: h and its activation, or x and h if that is more.
+
+    Return None where these kernels do not run."""
     if not near(tokens, experts, hidden, width):
         return None
     return max(hidden + matrices * width, (matrices + 1) * width)
@@ -66,7 +68,7 @@ class _FFN(torch.autograd.Function):
         back_R, ends_E, token_R, weight_R = permute.sorted_rows(expert_TK, weight_TK, len(down_EDF))
         where = narrow_triton.cut(ends_E, len(back_R), narrow_triton.ROWS)
         h_RH, a_RF = narrow_triton.up(x_TD, token_R, weight_R, up_EHD, where, activation)
-        # a is kept: where backward had to make it again, the kernel that does took a fifth more time
+        # a is kept, because recomputing it made the backward kernel a fifth slower
         ctx.save_for_backward(x_TD, weight_R, back_R, token_R, ends_E, where, up_EHD, down_EDF, h_RH, a_RF)
         ctx.options = activation, k, rows
         if recomputed():
@@ -105,7 +107,7 @@ def ffn(
     x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, w: ExpertWeights, activation: str,
     onto_TD: Tensor | None = None, rows: router.Rows | None = None, *, function: Any = _FFN,
 ) -> Tensor:  # fmt: skip
-    """Compute a TokenFunction by `function`, ours or another backend's."""
+    """Run `function`, of this file or of another backend, as a TokenFunction."""
     y_TD: Tensor = function.apply(
         x_TD, weight_TK, expert_TK, w.up_EFD.contiguous(), w.down_EDF.contiguous(), activation, onto_TD, rows
     )

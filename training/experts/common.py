@@ -1,4 +1,4 @@
-"""What the backends share: refusals, checks of a call's inputs, and recognising a recomputation."""
+"""Functions that backends share: refusals, checks of a call's inputs, and the mark of a recomputation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from training.kernels import swiglu
 
 
 def missing(backend: str, module: str) -> str:
-    """Return \"\" if `module` can be imported and there is a CUDA device for it, else one sentence."""
+    """Return \"\" if `module` can be imported and there is a CUDA device, else one sentence that says why not."""
     return absent(f"expert_backend={backend}", module, f"use {DEFAULT}")
 
 
@@ -36,13 +36,13 @@ def absent(asked: str, module: str, instead: str) -> str:
     return ""
 
 
-# not an argument: between a recomputed region and the experts in it are functions that do not know of recomputation
+# not an argument, because the functions between a recomputed region and its experts do not know of recomputation
 _again = ContextVar("again", default=False)
 
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Let a forward run once more: it makes what backward needs, and nobody reads what experts return."""
+    """Mark a forward as a recomputation, which only saves tensors for backward: nobody reads the experts' output."""
     token = _again.set(True)
     try:
         yield
@@ -51,14 +51,14 @@ def recomputing() -> Iterator[None]:
 
 
 def recomputed() -> bool:
-    return not torch.compiler.is_compiling() and _again.get()  # the compiler knows no ContextVar
+    return not torch.compiler.is_compiling() and _again.get()  # the compiler does not support ContextVar
 
 
 def check(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights) -> None:
     experts, hidden, width = w.down_EDF.shape
     rows = width * (2 if w.gated else 1)
     assert w.up_EFD.shape == (experts, rows, hidden) and x_RD.shape[1:] == (hidden,), "the matrices do not fit"
-    assert weight_R.shape == x_RD.shape[:1] and count_E.shape == (experts,), "a weight a row, a count an expert"
+    assert weight_R.shape == x_RD.shape[:1] and count_E.shape == (experts,), "not one weight a row, one count an expert"
     assert w.up_bias_EF is None or w.up_bias_EF.shape == (experts, rows), "the bias of up does not fit"
     assert w.down_bias_ED is None or w.down_bias_ED.shape == (experts, hidden), "the bias of down does not fit"
     if w.low is not None:
@@ -76,17 +76,17 @@ def only_bfloat16(backend: str, x_RD: Tensor, w: ExpertWeights) -> None:
         raise ValueError(f"expert_backend={backend} computes in bfloat16 on CUDA, and got {got}; use {DEFAULT}")
     if w.low is not None:
         raise ValueError(
-            f"expert_backend={backend} has no adapters, and lora gives this model's experts some; use {DEFAULT}"
+            f"expert_backend={backend} cannot compute adapters, and lora adds them to the experts; use {DEFAULT}"
         )
     if w.up_bias_EF is not None or w.down_bias_ED is not None:
-        raise ValueError(f"expert_backend={backend} has no biases, and this model's experts have; use {DEFAULT}")
+        raise ValueError(f"expert_backend={backend} cannot compute biases, and the experts have biases; use {DEFAULT}")
 
 
 def sized(
     x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str,
     linear: Callable[[Tensor, Tensor, list[int]], Tensor],
 ) -> Tensor:  # fmt: skip
-    """Compute experts without biases by `linear(x_RK, w_ENK, sizes)`, whose sizes the host must know."""
+    """Compute experts without biases by `linear(x_RK, w_ENK, sizes)`; the host waits for the device to read sizes."""
     sizes, ends_E = count_E.tolist(), count_E.cumsum(0, dtype=torch.int32)
     rows = sum(sizes)
     h_RH = linear(x_RD[:rows].contiguous(), w.up_EFD, sizes)

@@ -1,8 +1,8 @@
-"""torch's grouped_mm: one kernel for all experts, the counts read on the device.
+"""torch's grouped_mm: one kernel for all experts, which reads the counts on the device.
 
-Backward keeps x, h = [gate | up] and routing weights, and recomputes the activation in the pass that makes its
-gradient; a forward that runs once more stops at h. In bfloat16 on Hopper and Blackwell nothing waits for the GPU; for
-other dtypes and older GPUs torch itself falls back to a loop that does. Unaligned sizes on CUDA are refused."""
+Backward keeps x, h = [gate | up] and routing weights, and recomputes the activation in the pass that computes its
+gradient; a recomputed forward stops at h. In bfloat16 on Hopper and Blackwell the host never waits for the GPU; for
+other dtypes and older GPUs torch itself falls back to a loop that waits. Unaligned sizes on CUDA are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CAPABILITIES = Capabilities(
 
 def available() -> str:
     if grouped_mm is None:
-        return f"expert_backend=grouped needs grouped_mm, which torch {torch.__version__} has not; use {SPECIFICATION}"
+        return f"expert_backend=grouped needs grouped_mm, which torch {torch.__version__} lacks; use {SPECIFICATION}"
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         return f"expert_backend=grouped needs the triton package on CUDA, which is not installed; use {SPECIFICATION}"
     return ""
@@ -116,29 +116,30 @@ class _Experts(torch.autograd.Function):
 
 
 def factors(w: ExpertWeights, step: int) -> tuple[float, *tuple[Tensor, ...]]:
-    """Return the scale of the adapters and them, or 0.0; grouped_mm wants the rank in multiples of `step`."""
+    """Return the adapters' scale and the adapters, or 0.0 alone without adapters; the rank must be a multiple of
+    `step`, because grouped_mm needs that."""
     if w.low is None:
         return (0.0,)
     rank = w.low.up_a_EDr.shape[2]
     if rank % step:
         raise ValueError(
-            f"expert_backend=grouped needs a rank of adapters that is a multiple of {step}, and got {rank}; write "
+            f"expert_backend=grouped needs an adapter rank that is a multiple of {step}, and got {rank}; write "
             f"lora.rank={-(-rank // step) * step}"
         )
     adapters = w.low.up_a_EDr, w.low.up_b_EHr, w.low.down_a_EFr, w.low.down_b_EDr
     return w.low.scale, *(each.contiguous() for each in adapters)
 
 
-# Biases are rare in experts, so they cost a pass of their own instead of a place in every kernel.
+# Biases are rare in experts, so they take separate passes, and the kernels do not support them.
 
 
 def of_rows(bias_EN: Tensor, ends_E: Tensor, rows: int) -> Tensor:
-    """Return each row's bias, that of its expert; rows of no expert get the last one's, and nobody reads them."""
+    """Return the bias of each row's expert; rows without an expert get the last bias, and nobody reads them."""
     index_R = torch.searchsorted(ends_E, torch.arange(rows, dtype=torch.int32, device=ends_E.device), right=True)
     return bias_EN[index_R.clamp_(max=len(bias_EN) - 1)]
 
 
 def row_sums(d_RN: Tensor, weight_R: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the weighted sum of each expert's rows in a fixed order, by a column repeated to 16 bytes."""
+    """Return the weighted sum of each expert's rows in a fixed order: a product with a column repeated to 16 bytes."""
     columns_RC = weight_R.to(d_RN.dtype)[:, None].repeat(1, ALIGNED // d_RN.element_size())
     return products(d_RN.t(), columns_RC, ends_E)[:, :, 0].contiguous()

@@ -1,4 +1,4 @@
-"""The grouped_gemm package: cuBLAS, one product an expert, over several streams; a layer waits for the device once."""
+"""The grouped_gemm package: one cuBLAS product an expert, on several streams; the host waits once a layer."""
 
 # Written against fanshiqing/grouped_gemm 1.1.4.post8 (15721c6), the fork Megatron uses, and tgale96/grouped_gemm 0.1.6
 # (ebeae0b), which agree: ops.gmm(a_RK, b_EKN, batch_sizes, trans_b=False); batch_sizes int64 on the CPU, all contiguous
@@ -27,7 +27,7 @@ def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, a
 
 
 def linear(x_RK: Tensor, w_ENK: Tensor, sizes: list[int]) -> Tensor:
-    if not len(x_RK):  # gmm asserts that there is something to do
+    if not len(x_RK):  # gmm does not accept zero rows
         return x_RK @ w_ENK[0].T
     gmm = importlib.import_module("grouped_gemm.ops").gmm
     y_RN: Tensor = gmm(x_RK, w_ENK.contiguous(), torch.tensor(sizes), trans_b=True)

@@ -1,12 +1,13 @@
-"""QuACK's products (package quack-kernels, the kernels of SonicMoE), on Hopper: an activation and its gradient are the
-ends of the products beside them, and rows are read from their tokens where those are here. bfloat16, no biases.
+"""QuACK's products (package quack-kernels, the kernels of SonicMoE), on Hopper. bfloat16, no biases.
+
+The kernels of products also compute the activation and its gradient, and read rows directly from tokens on this device.
 
 `experts` takes rows that a dispatcher brings; `ffn` goes from tokens to tokens, keeps the first product of each row for
-backward, and applies weights as rows come back. The package's h has gate and up of a neuron side by side; our weights
-have all gates first, and `concat_layout` says so."""
+backward, and applies weights when it sums the rows of a token. The package's h interleaves gate and up of each neuron;
+our weights have all gates first, which `concat_layout` tells the package."""
 
 # Tested with quack-kernels 0.3.11 on nvidia-cutlass-dsl 4.4.2, signatures compared with 0.4.1. The package's autotuner
-# would begin anew at each number of rows, so products are called beneath it, with tiles of ours.
+# would tune again for each number of rows, so this file calls the functions below it, with its own tiles.
 
 from __future__ import annotations
 
@@ -29,18 +30,18 @@ PACKAGE, FIRST, BEYOND = "quack-kernels", (0, 3, 11), (0, 5)
 GATED = {"silu": "swiglu", "gelu_tanh": "geglu"}  # ours: theirs
 ALIGNED = 8  # elements, 16 bytes
 
-# rows and columns of a tile, whether two of them alternate on a processor, tiles that share what they load along rows
-# and columns: the fastest of those tried on an H200 (docs/performance.md)
+# rows and columns of a tile, whether two tiles alternate on a multiprocessor, and how many tiles share their loads
+# along rows and along columns; these were the fastest of those tried on an H200 (docs/performance.md)
 Tile = tuple[int, int, bool, int, int]
 PLAIN, TALL = (128, 192, True, 2, 1), (192, 128, True, 1, 2)
 SMALL, FLAT = (128, 128, True, 1, 2), (256, 128, False, 1, 2)
-LIMITS = 1024, 4096  # hidden sizes from which on the second and the third column stand
+LIMITS = 1024, 4096  # hidden sizes from which the second and the third column of TILES are used
 TILES: dict[str, tuple[Tile, Tile, Tile | None]] = {
     "up": (PLAIN, PLAIN, SMALL),
     "up of tokens": (PLAIN, (128, 224, False, 2, 1), None),  # None: tokens are copied first
     "down": (PLAIN, (128, 208, True, 1, 2), FLAT),
     "back": (SMALL, SMALL, SMALL),
-    "back of tokens": ((128, 128, True, 2, 1),) * 3,  # the package gathers rows for one tile along columns alone
+    "back of tokens": ((128, 128, True, 2, 1),) * 3,  # gathering rows needs 1 tile along columns
     "rows": (PLAIN, TALL, TALL),
     "sum up": (TALL, TALL, FLAT),
     "sum down": (PLAIN, PLAIN, TALL),
@@ -53,14 +54,14 @@ def available() -> str:
     found = importlib.metadata.version(PACKAGE)
     if not FIRST <= tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < BEYOND:
         least, limit = (".".join(map(str, version)) for version in (FIRST, BEYOND))
-        wanted = f"{PACKAGE} from {least} on and before {limit}"
-        return f"expert_backend=quack needs {wanted}, and {found} is here; use {DEFAULT}"
+        wanted = f"{PACKAGE} at least {least} and before {limit}"
+        return f"expert_backend=quack needs {wanted}, and {found} is installed; use {DEFAULT}"
     if torch.cuda.get_device_capability()[0] != 9:
-        return f"expert_backend=quack needs a Hopper GPU, whose tiles were measured, and there is none; use {DEFAULT}"
+        return f"expert_backend=quack needs a Hopper GPU, which its tiles are for, and this is another; use {DEFAULT}"
     return ""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # QuACK's own launches are opaque to it
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it cannot trace QuACK's launches
 def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
     check(x_RD, weight_R, count_E, w)
     refuse(x_RD, w, activation)
@@ -150,7 +151,7 @@ class _Tokens(torch.autograd.Function):
             d_up_EHD, d_down_EDF = long_sums(
                 d_h_RH if needs_up else None, x_TD, a_RF if needs_down else None, d_y_TD, token_R, begins_E1
             )
-        else:  # tokens are copied first: a sum that gathers its rows as it goes takes longer
+        else:  # tokens are copied first, because a sum that gathers its rows takes longer
             d_y_RD = permute.spread(d_y_TD, back_R, k)
             d_h_RH, a_RF, d_weight_R = back(d_y_RD, None, begins_E1, down_EDF, h_RH, weight_R, activation)
             d_down_EDF = sum_down(a_RF, d_y_RD, begins_E1) if needs_down else None
@@ -175,7 +176,7 @@ def fused(x_TD: Tensor, up: Tensor, down: Tensor, activation: str) -> TokenFunct
 
 
 def kept(tokens: int, experts: int, hidden: int, width: int, matrices: int) -> int | None:
-    """Return the numbers of a row that stay for backward: its first product, since x is there as tokens."""
+    """Return how many numbers of each row stay for backward: only its first product, because tokens hold x."""
     return matrices * width
 
 
@@ -183,7 +184,7 @@ CAPABILITIES = Capabilities(waitless=True, opaque=True, fused=fused, kept=kept, 
 
 
 def of_long_sums(x_TD: Tensor, down_EDF: Tensor) -> bool:
-    """Return whether to cut a favoured expert's sums into pieces, which our kernels for narrow experts do."""
+    """Return whether our kernels for narrow experts compute the sums over rows, in pieces."""
     experts, hidden, width = down_EDF.shape
     return _narrow.near(len(x_TD), experts, hidden, width)
 
@@ -191,8 +192,8 @@ def of_long_sums(x_TD: Tensor, down_EDF: Tensor) -> bool:
 def long_sums(
     d_h_RH: Tensor | None, x_TD: Tensor, a_RF: Tensor | None, d_y_TD: Tensor, token_R: Tensor, begins_E1: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return (d_up_EHD, d_down_EDF), by our kernels."""
-    from training.kernels.triton import narrow as narrow_triton  # triton is where they run
+    """Return (d_up_EHD, d_down_EDF), computed by our kernels for narrow experts."""
+    from training.kernels.triton import narrow as narrow_triton  # here, because a machine without a GPU has no triton
 
     ends_E, size = begins_E1[1:], narrow_triton.long_piece(len(token_R))
     pieces = narrow_triton.cut(ends_E, len(token_R), size, 1)
@@ -208,7 +209,7 @@ def long_sums(
 
 
 def up(x: Tensor, token_R: Tensor | None, begins_E1: Tensor, up_EHD: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return (h_RH, a_RF) without the rows' weights; `token_R` says which of x each row is (None: x has the rows)."""
+    """Return (h_RH, a_RF) without routing weights; `token_R` is each row's token in x (None: x holds the rows)."""
     rows, both = len(x if token_R is None else token_R), up_EHD.shape[1]
     h_RH, a_RF = x.new_empty(rows, both), x.new_empty(rows, both // 2)
     if rows:
@@ -223,7 +224,7 @@ def back(
     d_y: Tensor, token_R: Tensor | None, begins_E1: Tensor, down_EDF: Tensor, h_RH: Tensor, weight_R: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (d_h_RH, a_RF times its weight, d_weight_R in float32)."""
+    """Return (d_h_RH, a_RF times the routing weight, d_weight_R in float32)."""
     d_h_RH, a_RF = torch.empty_like(h_RH), h_RH.new_empty(len(h_RH), h_RH.shape[1] // 2)
     if not len(h_RH):
         return d_h_RH, a_RF, torch.zeros_like(weight_R)
@@ -237,7 +238,7 @@ def back(
 
 
 def products(name: str, a_RK: Tensor, b_EKN: Tensor, begins_E1: Tensor, mixed: tuple[str, ...] | None = None) -> Tensor:
-    """Return each row times its expert's matrix."""
+    """Return the product of each row with its expert's matrix."""
     out = a_RK.new_empty(len(a_RK), b_EKN.shape[2])
     if len(out):
         config = tile(name, b_EKN.shape[2])  # "down" and "rows" both end at the hidden size

@@ -1,4 +1,4 @@
-"""The specification: one expert after the other, in plain torch. Waits for the device to learn the counts."""
+"""The specification of backends: one expert after the other, in plain torch. The host waits to read the counts."""
 
 from __future__ import annotations
 

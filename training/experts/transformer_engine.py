@@ -1,7 +1,7 @@
-"""Transformer Engine's GroupedLinear, fed with our stacked weights. bfloat16 on CUDA, no biases.
+"""Transformer Engine's GroupedLinear with our stacked weights. bfloat16 on CUDA, no biases.
 
 The module is a template on the meta device, which functional_call fills for one call, so that there is one copy of the
-weights. It splits its input on the host, so a layer waits for the device once, and a compiled layer leaves its graph.
+weights. It splits its input on the host, so the host waits once a layer, and a compiled layer has a graph break here.
 """
 
 # Tested with Transformer Engine 2.12, compared with the source of 2.18 (pytorch/module/grouped_linear.py):
@@ -26,7 +26,7 @@ def available() -> str:
     return missing("transformer_engine", "transformer_engine.pytorch")
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # traced, a hundred matrices are a hundred inputs
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a traced graph would have each matrix as an input
 def experts(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, w: ExpertWeights, activation: str) -> Tensor:
     check(x_RD, weight_R, count_E, w)
     only_bfloat16("transformer_engine", x_RD, w)
@@ -39,7 +39,7 @@ def linear(x_RK: Tensor, w_ENK: Tensor, sizes: list[int]) -> Tensor:
     return y_RN
 
 
-@functools.cache  # a module has shapes, no weights: to build a hundred parameters a call costs more than the products
+@functools.cache  # building a hundred parameters in each call costs more than the products
 def template(experts: int, out: int, width: int, dtype: torch.dtype) -> nn.Module:
     te = importlib.import_module("transformer_engine.pytorch")
     module: nn.Module = te.GroupedLinear(experts, width, out, bias=False, params_dtype=dtype, device="meta")

@@ -539,7 +539,7 @@ def test_quack_refuses_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         why = quack.available()
-        assert (why == "") == allowed and (allowed or f"before 0.5, and {version} is here; use " in why)
+        assert (why == "") == allowed and (allowed or f"before 0.5, and {version} is installed; use " in why)
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.4.1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert "needs a Hopper GPU" in quack.available()
