@@ -1,4 +1,4 @@
-"""inspect: what a checkpoint folder holds (`describe`), and whether its bytes are those that were written (`check`)."""
+"""Describe a checkpoint folder (`describe`), and compare its files with its manifest (`check`)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ SIZES = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_local_experts",
     "num_experts", "n_routed_experts", "num_experts_per_tok",
 )  # fmt: skip
-CHOOSES = "chooses in each of {} slices, so a choice is whole FFNs whatever its rows are"
+CHOOSES = "chooses in each of {} slices, so the chosen experts always form whole FFNs"
 
 
-# what is read of a config without making the config of it
+# the fields that are read from a manifest
 class Method(TypedDict):
     name: str
 
@@ -62,7 +62,7 @@ Trained = TypedDict(  # the manifest of a model that was trained and exported
         "trained": list[card.Training],
         "files": Mapping[str, Written],
         "sum": str,
-        "config": NotRequired[Settings],  # of what was converted, as far as in_slices reads it
+        "config": NotRequired[Settings],  # of the conversion; in_slices reads these fields
     },
 )
 Manifest = TypedDict(
@@ -72,7 +72,7 @@ Manifest = TypedDict(
 
 
 class WholeManifest(Manifest):
-    """A manifest that also says what was read, as those of older versions do not."""
+    """A manifest that also records the tensors that were read; manifests of older versions do not."""
 
     read: Read
     source: list[str]
@@ -113,7 +113,7 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
                 lines |= dict(router_rows(checkpoint, manifest))
             except (ArithmeticError, AttributeError, LookupError, TypeError, RuntimeError) as error:
                 raise ValueError(
-                    f"config.json of {folder} is not the one that was converted to ({error!r}); convert again"
+                    f"config.json of {folder} has changed since the conversion ({error!r}); convert again"
                 ) from None
         slices = typed.whole(config, "expert_slices", 1) if config.get("model_type") == "upcycled" else 1
         if slices > 1:
@@ -127,15 +127,15 @@ def describe(folder: Path, *, tensors: bool = False) -> str:
 
 
 def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Lines (name, value) on how far the router rows of a virtual group differ, layer by layer.
+    """Yield lines (name, value) on how far the router rows of a virtual group differ, layer by layer.
 
-    Equal rows choose whole FFNs. Rows that differ may choose one slice twice and another not at all, which only text
-    can tell (`upcycle routing`).
+    Equal rows choose whole FFNs. Rows that differ may choose one slice twice and another one never; only a measurement
+    on text can tell (`upcycle routing`).
     """
     if manifest["config"]["granularity"] == 1:
         return
     kind, granularity, equal = str(checkpoint.config["model_type"]), int(manifest["config"]["granularity"]), 0
-    if kind in siblings.MOE:  # of which no MoESpec can be read
+    if kind in siblings.MOE:  # no MoESpec can be read from its config
         if makes_no_copies(manifest["config"]):
             return
         names = siblings.MoE(siblings.MOE[kind]).routers(checkpoint.entries)
@@ -163,16 +163,16 @@ def router_rows(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> Iterator
 
 
 def makes_no_copies(config: Mapping[str, Any]) -> bool:
-    """Return whether the method of a plan's config cuts one FFN up."""
+    """Return True if the config's method cuts one FFN into experts, without copies."""
     name, keys = config["method"]["name"], {key: value for key, value in config["method"].items() if key != "name"}
     return name not in grow.METHODS and methods.load(name, keys).needs.disjoint
 
 
 def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
-    """`moe` with the copies and granularity of the plan's `config`, which a config.json does not hold.
+    """Return `moe` with the copies and granularity of the plan's `config`, which config.json does not have.
 
-    Experts of a method that makes no copies are `disjoint`; so are those of a mixture of experts that was grown or
-    pruned, where numbers do not say which are copies of each other. A ValueError if the two files disagree.
+    `disjoint` is set if the method makes no copies, and if the number of experts of an MoE source was changed, because
+    then it is unknown which experts are copies. Raise a ValueError if manifest and config.json disagree.
     """
     granularity = 1 if makes_no_copies(config) else int(config["granularity"])
     grown = (
@@ -181,19 +181,19 @@ def in_slices(moe: MoESpec, config: Mapping[str, Any]) -> MoESpec:
     if granularity < 1 or moe.experts % granularity:
         raise ValueError(
             f"{MANIFEST} says granularity={granularity}, which does not divide the {moe.experts} experts of "
-            "config.json; do the two belong together?"
+            "config.json; do the two belong to the same model?"
         )
-    if moe.slices not in (1, granularity):  # the classes in which the router chooses are part of the model
+    if moe.slices not in (1, granularity):  # expert_slices is part of the model, so it must match
         raise ValueError(
-            f"{MANIFEST} says granularity={granularity}, config.json expert_slices={moe.slices}; do the two belong "
-            "together?"
+            f"{MANIFEST} says granularity={granularity}, but config.json says expert_slices={moe.slices}; do the two "
+            "belong to the same model?"
         )
     apart = grown or makes_no_copies(config)
     return replace(moe, copies=moe.experts // granularity, granularity=granularity, disjoint=apart)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Read the manifest of a folder that was converted, or trained and exported; None if it has none."""
+    """Read the manifest of a converted or exported folder; return None if it has none."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -206,7 +206,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
-    """Read the manifest of a converted folder, which must say what was read, as those of older versions do not."""
+    """Read the manifest of a converted folder; raise a ValueError if it does not record the tensors that were read."""
     manifest = read_manifest(folder)
     if manifest is None or "trained" in manifest:
         return None
@@ -215,21 +215,22 @@ def read_whole_manifest(folder: Path) -> dict[str, Any] | None:
         return whole
     except ValueError as error:
         raise ValueError(
-            f"{folder / MANIFEST} does not say what was read, as this version writes it ({error}); convert again"
+            f"{folder / MANIFEST} does not record the tensors that were read, as this version does ({error}); convert "
+            "again"
         ) from None
 
 
 def check(folder: Path) -> bool:
-    """Print each fault of a folder to stderr; return True if there is none.
+    """Print each fault of a folder to stderr; return True if there are no faults.
 
-    Sizes and sha256 of all files are compared with the manifest, the source, if it is here, with what was read of it;
-    every weight must be finite.
+    The size and sha256 of each file must match the manifest, every weight must be finite, and the source (if it is
+    here) must not have changed since it was read.
     """
     faults = []
     converted = read_whole_manifest(folder)
     manifest = converted or read_manifest(folder)
     if manifest and manifest["sum"] != publish.digest(manifest):
-        faults.append(f"{MANIFEST} is not as it was written: its sum differs")
+        faults.append(f"{MANIFEST} has changed since it was written: its sum differs")
     if manifest:
         faults += publish.damages(folder / MANIFEST, manifest["files"], every=True)
     with Checkpoint.open(folder) as checkpoint:
@@ -247,7 +248,7 @@ def check(folder: Path) -> bool:
     verdict = (
         f"sizes, sha256 and values are right{source}"
         if manifest
-        else "values are finite; there is no manifest to compare sizes, sha256 and the other files with"
+        else "values are finite; without a manifest, sizes, sha256 and other files cannot be checked"
     )
     print(f"{'checked':<20} {verdict if not faults else f'{len(faults)} wrong'}")
     if manifest and (others := unchecked(folder, manifest["files"])):
@@ -256,13 +257,13 @@ def check(folder: Path) -> bool:
 
 
 def unchecked(folder: Path, files: Mapping[str, Any]) -> list[str]:
-    """List what lies in a folder and not in its manifest: the model card, and what was put there later."""
+    """List the files in a folder that its manifest does not have: the model card, and files added later."""
     known = {MANIFEST, JOB, *files}
     return sorted(repr(path.name)[1:-1] for path in folder.iterdir() if path.name not in known)
 
 
 def source_names(manifest: Mapping[str, Any]) -> list[str]:
-    """Return the folders or hub ids of the models that the manifest's one was made of."""
+    """Return the folders or hub ids of the models that the converted model was made from."""
     first = manifest["from"] or next(iter(manifest["donors"]), "")
     return [first, *manifest["donors"]] if first else []
 
@@ -272,11 +273,11 @@ def source_here(manifest: Mapping[str, Any]) -> bool:
 
 
 def changed_source(manifest: Mapping[str, Any]) -> list[str]:
-    """Say why the models that the folder was made of are not as they were read; empty if they are."""
+    """Return a list with the first change of the source models since they were read; empty if there is none."""
     try:
         with ExitStack() as stack:
             checkpoints = [stack.enter_context(Checkpoint.open(name)) for name in source_names(manifest)]
             what = changed(manifest["read"], checkpoints, {})
     except ValueError as error:
         return [f"the source: {error}"]
-    return [f"{what} has changed since this was made of it; convert again"] if what else []
+    return [f"{what} has changed since this folder was converted from it; convert again"] if what else []

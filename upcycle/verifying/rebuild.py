@@ -1,8 +1,8 @@
-"""Rebuild: the plan of a converted folder made again from its dense source, and the folder held to it.
+"""Rebuild the plan of a converted folder from its dense source, and compare the folder with it.
 
-`plan_of` makes the plan that the manifest names, `faults` compares all that a plan fixes without reading a weight,
-`weights` makes tensors again and compares their bits. `Rounded` gives the dense model the rounding that the converted
-one has, so that two functions that should be equal can be compared to 1e-5.
+`plan_of` rebuilds the plan of the manifest, `faults` compares everything except weights, and `weights` computes tensors
+again and compares their bits. `Rounded` rounds the dense model as the converted model was rounded, so that the two
+functions can be compared to 1e-5.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from upcycle.planning.outputs import Output, Recipe
 from upcycle.planning.plan import UpcyclePlan, build
 from upcycle.planning.promise import moe_output
 
-BUDGET = 2 << 30  # bytes of weights made again
-SLICE = 64 << 20  # bytes of one tensor that are compared
+BUDGET = 2 << 30  # bytes of weights to compute again
+SLICE = 64 << 20  # bytes to compare of one tensor
 
 
 # ---- the plan
@@ -43,13 +43,13 @@ SLICE = 64 << 20  # bytes of one tensor that are compared
 
 @contextmanager
 def sources(dense: Checkpoint, manifest: Mapping[str, Any]) -> Iterator[list[Checkpoint]]:
-    """Open the manifest's donors next to `dense`; a ValueError if a fingerprint is not that of what was converted."""
+    """Open the manifest's donors; yield `dense` and the donors; raise a ValueError if a fingerprint has changed."""
     with ExitStack() as stack:
         checkpoints = [dense, *(stack.enter_context(Checkpoint.open(name)) for name in manifest["donors"])]
         if [c.fingerprint() for c in checkpoints] != manifest["source"]:
             raise ValueError(
-                f"{dense.folder} is not, or no longer, what the MoE was made of (its content is not the one that "
-                f"{MANIFEST} names); give that model, or tolerance=NUMBER to compare any two"
+                f"{dense.folder} is not the model that the MoE was made from, or it has changed (its content does not "
+                f"match {MANIFEST}); give that model, or tolerance=NUMBER to compare any two models"
             )
         yield checkpoints
 
@@ -61,7 +61,7 @@ def plan_of(folder: Path, manifest: Mapping[str, Any], checkpoints: Sequence[Che
     if not plan.needs_text:
         return plan
     if not (folder / MEASURED).is_file():
-        raise ValueError(f"{folder} lacks {MEASURED}, which holds what was measured on text; convert again")
+        raise ValueError(f"{folder} has no {MEASURED}, which holds the measurements on text; convert again")
     from upcycle.text import measure
 
     return replace(plan, observed=measure.read(folder / MEASURED, plan))
@@ -70,25 +70,25 @@ def plan_of(folder: Path, manifest: Mapping[str, Any], checkpoints: Sequence[Che
 def faults(
     plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], made: Checkpoint, manifest: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield a sentence for each thing but weights that differs between a plan and the folder made by it."""
+    """Yield a sentence for each difference between a plan and its converted folder, except in weights."""
     if manifest["sum"] != digest(manifest):
-        yield f"{MANIFEST} is not as it was written: its sum differs"
+        yield f"{MANIFEST} has changed since it was written: its sum differs"
     if plan.hash != manifest["plan"]:
-        yield f"{MANIFEST} names another plan than its config and the dense model give"
+        yield f"{MANIFEST} names a different plan than its config and the dense model give"
     if jsonable(card.promised(plan)) != manifest["promise"]:
-        yield f"{MANIFEST} promises something else than its plan does"
+        yield f"{MANIFEST} has a different promise than its plan"
     want, have = jsonable(plan.hf_config), dict(made.config)
     for key in sorted(want.keys() | have.keys()):
         if key not in have or key not in want or want[key] != have[key]:
-            yield f"config.json has {key}={have.get(key)!r}, the plan {want.get(key)!r}"
+            yield f"config.json has {key}={have.get(key)!r}, but the plan has {want.get(key)!r}"
     for path in checkpoints[0].copied_files():
         copy = made.folder / path.name
         if not copy.is_file() or copy.read_bytes() != path.read_bytes():
-            yield f"{path.name} is not the dense model's"
+            yield f"{path.name} differs from the dense model's"
     if manifest["sources"] != [c.stamps() for c in checkpoints]:
         what = changed(manifest["read"], checkpoints, dict[Piece, str]())
         if what:
-            yield f"{what} has changed since the MoE was made of it"
+            yield f"{what} has changed since the MoE was made from it"
     missing = sorted(plan.by_name.keys() - made.entries.keys())
     extra = sorted(made.entries.keys() - plan.by_name.keys())
     if missing or extra:
@@ -96,11 +96,11 @@ def faults(
     for name in plan.by_name.keys() & made.entries.keys():
         entry, output = made.entries[name], plan.by_name[name]
         if (entry.shape, entry.dtype) != (output.shape, output.dtype):
-            yield f"{name} is {entry.dtype} {list(entry.shape)}, the plan has {output.dtype} {list(output.shape)}"
+            yield f"{name} is {entry.dtype} {list(entry.shape)}, but the plan has {output.dtype} {list(output.shape)}"
 
 
 def jsonable(value: Any) -> Any:
-    """Return the value as it is read again from JSON."""
+    """Return the value as JSON would store it: tuples become lists, keys become strings."""
     return json.loads(json.dumps(value))
 
 
@@ -110,36 +110,37 @@ def jsonable(value: Any) -> Any:
 @dataclass(frozen=True)
 class Compared:
     tensors: int
-    share: float  # of the folder's bytes
+    share: float  # of the plan's bytes
     wrong: tuple[str, ...]
 
 
 def weights(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint], made: Checkpoint) -> Compared:
-    """Make tensors of the plan again and compare them bit for bit.
+    """Compute tensors of the plan again and compare them bit for bit.
 
-    All of a model of up to BUDGET bytes; else random ones, at least one of each kind, and of large ones a random slice.
+    All tensors of a model of up to BUDGET bytes; otherwise random tensors, at least one of each kind. Tensors larger
+    than SLICE bytes are compared in a random slice.
     """
     maker, wrong, done = layer_maker(plan, checkpoints), [], 0
     chosen = sample(plan)
     for output, rows in tqdm(chosen, desc="made again", unit="tensor", delay=2):
         entry = made.entries.get(output.name)
         if entry is None or (entry.shape, entry.dtype) != (output.shape, output.dtype):
-            continue  # see faults
+            continue  # `faults` reports it
         have = made.read(output.name, rows, check=False)
         want = maker.tensor(output.name) if rows is None else maker.slice(output.name, (slice(*rows),))
         done += have.nbytes
         if not torch.equal(have.flatten().view(torch.uint8), want.flatten().view(torch.uint8)):
-            wrong.append(f"{output.name} is not what the plan makes of the dense model")
+            wrong.append(f"{output.name} differs from the tensor that the plan computes from the dense model")
     return Compared(len(chosen), done / plan.bytes, tuple(wrong))
 
 
 def layer_maker(plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> Maker:
-    """Return a Maker that keeps no more than a layer's FFN."""
+    """Return a Maker whose cache holds only one layer's FFN."""
     return Maker(plan, checkpoints, in_flight(plan, 1)[1])
 
 
 def sample(plan: UpcyclePlan) -> list[tuple[Output, tuple[int, int] | None]]:
-    """Draw outputs and the rows of each (None: all), in the order of the plan, in which little is read twice."""
+    """Draw outputs and the rows of each (None: all), in the plan's order, so that little is read twice."""
     generator = rng.generator(plan.config.seed, "rebuild", plan.hash)
     order = torch.randperm(len(plan.outputs), generator=generator).tolist()
     first: dict[tuple[str, str], int] = {}
@@ -161,11 +162,11 @@ def sample(plan: UpcyclePlan) -> list[tuple[Output, tuple[int, int] | None]]:
     return [chosen[i] for i in sorted(chosen)]
 
 
-# ---- what the experts compute
+# ---- the outputs of the experts
 
 
 class Reference:
-    """A function (layer, x_TD) -> what the FFN of a converted layer is by the plan, from weights made again."""
+    """A function (layer, x_TD) -> output of the layer's MoE block, with weights computed again from the plan."""
 
     def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
         self.plan, self.maker, self.room = plan, layer_maker(plan, checkpoints), BUDGET
@@ -175,7 +176,7 @@ class Reference:
                 self.recipes[part.layer, part.kind, part.expert, part.matrix] = part
 
     def may_make(self, layer: int) -> bool:
-        """Return whether a layer may be made again: the first, and others up to BUDGET bytes together."""
+        """Return True if a layer may be computed again: the first always, others up to BUDGET bytes in all."""
         return self.within(sum(4 * prod(r.shape) for key, r in self.recipes.items() if key[0] == layer))
 
     def within(self, size: int) -> bool:
@@ -193,21 +194,21 @@ class Reference:
         return y_TD
 
     def ffn(self, layer: int, kind: str, index: int) -> FFN:
-        """Return an expert whose matrices are made when they are used, so that one expert's are there at a time."""
+        """Return an expert whose matrices are computed on use, so that only one expert is in memory at a time."""
         own = {key[3]: recipe for key, recipe in self.recipes.items() if key[:3] == (layer, kind, index)}
         width = own["up"].shape[0]
         return FFN(width, self.plan.dense.hidden, tuple(own), lambda matrix: self.maker.part(own[matrix]).float())
 
 
 class FewerExperts(Reference):
-    """The same of an MoE whose source is one, too: its tensors are found by the roles that the target gives them."""
+    """The Reference of a plan whose source is an MoE: it finds tensors by the roles of the target's slots."""
 
     def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
         super().__init__(plan, checkpoints)
         architecture = registry.readable(plan.target)
         self.moe = architecture.read(plan.hf_config)
         self.slots = {role: (slot, i) for slot in architecture.slots(self.moe) for i, role in enumerate(slot.roles)}
-        self.held: dict[str, Tensor] = {}  # fused tensors of one layer, of which each expert has a part
+        self.held: dict[str, Tensor] = {}  # fused tensors of one layer; each expert has a part
 
     def may_make(self, layer: int) -> bool:
         return self.within(sum(4 * prod(slot.shape) for slot in self.slots_of(layer).values()))
@@ -245,10 +246,10 @@ class FewerExperts(Reference):
 
 
 class Rounded:
-    """A function (name, tensor) -> the dense tensor with the values that the MoE's weights of it stand for.
+    """A function (name, tensor) -> the dense tensor, rounded as the MoE's weights are.
 
-    An exact plan that narrows the dtype is exact but for the rounding of each weight, `round(w * factor)`. The dense
-    model with `round(w * factor) / factor` is the same function but for the order of sums.
+    An exact plan that narrows the dtype rounds each weight: `round(w * factor)`. The dense model with
+    `round(w * factor) / factor` is then the same function, except for the order of sums.
     """
 
     def __init__(self, plan: UpcyclePlan) -> None:
@@ -269,7 +270,7 @@ class Rounded:
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self.recipes:
-            return tensor  # not used, for instance a buffer
+            return tensor  # unused, for instance a buffer
         out = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
         for recipe in self.recipes[name]:
             index = torch.cat([torch.arange(*rows) for rows in recipe.sources[0].rows or [(0, len(tensor))]])
@@ -284,7 +285,7 @@ class Rounded:
         dim = NEURON_DIM.get(recipe.matrix)
         if recipe.kind not in ("expert", "shared") or dim is None or not cut:
             return held
-        # the shared expert has neurons of its own: only those are rounded as it is
+        # shared and routed experts have different neurons, so round only this recipe's neurons
         order = self.plan.observed.get(f"layers.{recipe.layer}.order", torch.arange(self.plan.dense.ffn))
         mine = order[:cut] if recipe.kind == "shared" else order[cut:]
         return so_far.index_copy(dim, mine, held.index_select(dim, mine))

@@ -1,9 +1,9 @@
-"""`verify`: is a converted folder what its plan promised?
+"""Check that a converted folder keeps the promise of its plan (`verify`).
 
-Two checks that know nothing of each other. The plan is made again from the dense model and the manifest, and the
-folder's files, numbers and names are held to it, random slices of weights bit for bit (rebuild). And stock transformers
-runs both models, layer by layer (streamed): of an exact plan the logits are compared, of an inexact one the FFN of each
-layer, whose error, gain and cosine the plan predicts.
+There are two independent checks. The first rebuilds the plan from the dense model and the manifest, and compares the
+folder's files, numbers and names with it, and random slices of weights bit for bit (rebuild). The second runs both
+models in stock transformers, layer by layer (streamed): for an exact plan it compares the logits, for an inexact plan
+the error, gain and cosine of each layer's FFN with the plan's prediction.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from upcycle.text.streamed import Streamed
 from upcycle.verifying import rebuild
 from upcycle.verifying.inspect import read_whole_manifest
 
-# of the largest logit, by which those of an exact plan may differ: the judge's own bound, whatever a manifest says
+# bound on the logit difference of an exact plan, relative to the largest logit; a manifest cannot change it
 EXACT = 1e-5
-# in float32 trained models of many layers differ by up to so much through rounding alone (SmolLM2-135M by 1.4e-5); such
-# logits are judged in float64, by the same bound
+# in float32, trained models with many layers differ by up to this much only through rounding (SmolLM2-135M by 1.4e-5);
+# then the logits are compared in float64, with the bound EXACT
 ROUNDED = 1e-3
-HALF = 0.1  # logits in half precision: the models round differently, and router ties split some virtual groups
+HALF = 0.1  # bound in half precision: the models round differently, and router ties split some virtual groups
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 CHUNK = 16 << 20  # bytes of logits of one model at a time
-TAPPED = 64 << 20  # bytes of FFN inputs kept of all layers together
-# how far an FFN may be from what the plan's own does, of the cosine and as a factor of its norm: `dtype` may round, and
-# a router that takes a part of a copy takes any, for the rows of a copy tie
+TAPPED = 64 << 20  # bytes of FFN inputs kept, all layers together
+# how far an FFN may be from the plan's own experts (cosine difference, factor of the norm). NEAR allows for rounding;
+# TIED is for routers that take only a part of a copy: its rows tie, so the parts they take are arbitrary
 NEAR, TIED = (0.05, 1.15), (0.2, 1.5)
-# what stock decoder layers call their FFN; its parts are added
+# attribute names of the FFN in stock decoder layers; a layer's parts are added
 FFNS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
 
 
@@ -57,12 +57,12 @@ class Report:
     top1_agreement: float  # share of tokens
     promised: str
     tolerance: float | None  # of `relative`; None: no bound was promised
-    held: bool  # false if it is broken, and if nothing was promised
-    nothing: bool = False  # nothing was promised
-    blocks: str = ""  # measured of the converted FFNs, and predicted
+    held: bool  # False if the promise is broken, or if nothing was promised
+    nothing: bool = False  # True if nothing was promised and no fault was found
+    blocks: str = ""  # measured and predicted error of the converted FFNs
     rebuilt: str = ""
     kernels: str = ""
-    computed: str = ""  # another dtype than was asked for, and why
+    computed: str = ""  # the dtype, if not the requested one, and the reason
     faults: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -89,19 +89,19 @@ class Report:
 
 
 def tokens(dense: Checkpoint, texts: Sequence[str], count: int, sequence: int) -> list[Tensor]:
-    """Return sequences of up to `sequence` ids, `count` together: whole ones of the texts, or random ones."""
+    """Return `count` token ids in sequences of up to `sequence`: from the texts, or random if there are none."""
     vocab = vocabulary(dense)
     context = text_of(dense.config).get("max_position_embeddings")
     sequence = min(sequence, context) if isinstance(context, int) else sequence
     if count < 2 or sequence < 2:
-        raise ValueError(f"tokens={count} and sequence={sequence} leave nothing to compare; give at least 2 of each")
+        raise ValueError(f"tokens={count} and sequence={sequence} leave nothing to compare; both must be at least 2")
     if texts:
         return list(text.token_batches(dense.folder, texts, count, sequence, vocab))
     return list(torch.split(torch.randint(0, vocab, (count,), generator=rng.generator(0, "verify")), sequence))
 
 
 def vocabulary(checkpoint: Checkpoint) -> int:
-    """Return the number of a model's logits."""
+    """Return the number of logits of a model."""
     size = text_of(checkpoint.config).get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"config.json of {checkpoint.folder} has vocab_size={size!r}; it must be at least 1")
@@ -121,7 +121,7 @@ def verify(
     tolerance: float | None = None,
     device: str = "cpu",
 ) -> Report:
-    """Compare a dense model and the MoE made of it; with a `tolerance`, the logits of any two of one vocabulary."""
+    """Compare a dense model with its MoE; with `tolerance`, compare the logits of any two models of one vocabulary."""
     if not math.isfinite(tolerance or 0):
         raise ValueError(f"tolerance is {tolerance}; give a number")
     check_computing(dtype, device)
@@ -144,14 +144,14 @@ def verify(
         report = pair.compared(dtype, faults)
         only_logits = not faults and len(report.faults) == 1 and EXACT < report.relative < ROUNDED
         if plan.promise.exact and dtype == "float32" and only_logits:
-            why = f"float64, because float32 rounds: there logits differ by {report.relative:.3g} of the largest"
-            # which kernels a user can load it with is what float32 said: some know no float64
+            why = f"float64, because float32 rounds: its logits differ by {report.relative:.3g} of the largest"
+            # keep the float32 result on kernels, because some kernels do not support float64
             return replace(pair.compared("float64", []), computed=why, kernels=report.kernels)
         return report
 
 
 def check_computing(dtype: str, device: str) -> None:
-    """Raise a ValueError if layers cannot be computed in this dtype or on this device."""
+    """Raise a ValueError if verify does not support this dtype or device."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     try:
@@ -159,21 +159,21 @@ def check_computing(dtype: str, device: str) -> None:
     except RuntimeError:
         raise ValueError(f"device is {device!r}; write cpu, cuda or cuda:1") from None
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device} and this machine has none; write device=cpu, or leave it out")
+        raise ValueError(f"device is {device}, and this machine has no CUDA device; write device=cpu, or leave it out")
 
 
 def check_order(dense: Checkpoint, moe: Checkpoint) -> None:
-    """Raise a ValueError if a converted folder was given as the dense model, and its dense model as the MoE."""
+    """Raise a ValueError if the converted folder was given as the dense model, and the dense model as the MoE."""
     if (dense.folder / MANIFEST).is_file() and moe.config.get("model_type") in plugin.names("upcycle.arch.families"):
         raise ValueError(
-            f"{dense.folder} was converted and {moe.folder} is dense; the dense model comes first: "
+            f"{dense.folder} is a converted model and {moe.folder} is dense; give the dense model first: "
             f"upcycle verify {moe.folder} {dense.folder}"
         )
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A dense model and what was made of it, with the plan if there is one."""
+    """A dense model and its MoE, with the plan if there is one."""
 
     dense: Checkpoint
     moe: Checkpoint
@@ -185,7 +185,7 @@ class Pair:
     rebuilt: str = ""
 
     def compared(self, dtype: str, faults: list[str]) -> Report:
-        """Run both models in this dtype and report how they differ; `faults` are those found before."""
+        """Run both models in this dtype and report their differences; `faults` are faults found before."""
         plan, tolerance = self.plan, self.tolerance
         exact = plan is not None and plan.promise.exact
         if exact:
@@ -193,11 +193,13 @@ class Pair:
         taps = Taps(plan, self.checkpoints) if plan is not None else None
         numbers, kernels = self.run(getattr(torch, dtype), taps)
         if not numbers.dense_finite:
-            raise ValueError(f"{self.dense.folder} itself gives NaN or infinite logits in {dtype}; try dtype=float32")
+            raise ValueError(
+                f"the dense model {self.dense.folder} gives NaN or infinite logits in {dtype}; try dtype=float32"
+            )
         blocks, off = judged(taps) if taps else ("", [])
         faults = faults + ([] if numbers.finite else ["its logits are NaN or infinite"]) + off
         if tolerance is not None and not numbers.relative <= tolerance:
-            faults.append(f"logits differ by {numbers.relative:.3g} of the largest, {tolerance:g} was promised")
+            faults.append(f"logits differ by {numbers.relative:.3g} of the largest, but {tolerance:g} was promised")
         nothing = plan is None and tolerance is None
         return Report(
             **numbers.result(),
@@ -212,7 +214,7 @@ class Pair:
         )
 
     def run(self, dtype: torch.dtype, taps: Taps | None) -> tuple[Numbers, str]:
-        """Return how the logits differ, and which kernels failed."""
+        """Return the differences of the logits, and a sentence on kernels that failed ('' if none)."""
         exact = self.plan is not None and self.plan.promise.exact
         change = rebuild.Rounded(self.plan) if exact and self.plan is not None else None
         first = Streamed(self.dense, dtype, self.device, change)
@@ -229,17 +231,17 @@ class Pair:
 def said(plan: UpcyclePlan | None, tolerance: float | None) -> str:
     """Return the promise in words."""
     if plan is None:
-        return "what tolerance says" if tolerance is not None else "nothing: no manifest of a conversion"
+        return "the given tolerance" if tolerance is not None else "nothing: no manifest of a conversion"
     return "exact" if plan.promise.exact else f"not exact: {'; '.join(plan.promise.reasons)}"
 
 
 def hidden(
     model: Streamed, rows: list[Tensor], label: str, at_layer: Callable[[int, nn.Module], None] | None
 ) -> tuple[Streamed, Tensor, str]:
-    """Return the model that ran, its last hidden states, and why its kernels are the eager ones."""
+    """Return the model that ran, its last hidden states, and why it used eager kernels ('' if it did not)."""
     try:
         return model, model.hidden(rows, label, at_layer), ""
-    except ValueError:  # ours: a folder that does not fit
+    except ValueError:  # raised by our own checks
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -250,12 +252,12 @@ def hidden(
             raise
         except Exception:
             raise ValueError(f"transformers cannot run {model.checkpoint.folder} ({reason})") from error
-        how = "load it with experts_implementation='eager', as was done here"
+        how = "load it with experts_implementation='eager', as verify did"
         return eager, out, f"transformers' default fails ({reason}); {how}"
 
 
 class Numbers:
-    """Differences of logits, added up chunk by chunk."""
+    """Differences of logits, accumulated chunk by chunk."""
 
     def __init__(self) -> None:
         self.tokens, self.largest, self.dense_largest = 0, 0.0, 0.0
@@ -293,12 +295,12 @@ class Numbers:
 
 
 class Taps:
-    """Inputs and outputs of the dense FFNs, what the MoE's make of the same inputs, and what the plan says they do."""
+    """Compare FFN outputs on the same inputs: the dense FFN, the MoE's block, and the block that the plan predicts."""
 
     def __init__(self, plan: UpcyclePlan, checkpoints: Sequence[Checkpoint]) -> None:
         self.plan, self.layers = plan, frozenset(plan.moe.layers)
         self.reference = (rebuild.FewerExperts if plan.grown else rebuild.Reference)(plan, checkpoints)
-        self.count = max(16, TAPPED // (4 * plan.dense.hidden * len(self.layers)))  # tokens of a layer
+        self.count = max(16, TAPPED // (4 * plan.dense.hidden * len(self.layers)))  # tokens per layer
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.found: dict[int, Estimate] = {}
         self.predicted: dict[int, Estimate] = {}
@@ -306,11 +308,11 @@ class Taps:
     def listen(self, layer: int, module: nn.Module) -> None:
         """Keep the first tokens that pass through the dense FFN of this layer."""
         ffn = ffn_of(module)
-        if layer not in self.layers or layer in self.kept or len(ffn) > 1:  # a shared expert lies beside the block
+        if layer not in self.layers or layer in self.kept or len(ffn) > 1:  # several modules: FFN and shared expert
             return
 
         def keep(_: nn.Module, given: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
-            y_TD = out if isinstance(out, Tensor) else out[0]  # blocks of experts may return their logits too
+            y_TD = out if isinstance(out, Tensor) else out[0]  # MoE blocks may also return router logits
             x_TD, y_TD = given[0].flatten(0, -2), y_TD.flatten(0, -2)
             self.kept[layer] = (x_TD[: self.count].clone(), y_TD[: self.count].clone())
             hook.remove()
@@ -318,7 +320,7 @@ class Taps:
         hook = ffn[0].register_forward_hook(keep)
 
     def measure(self, layer: int, module: nn.Module) -> None:
-        """Compare what the MoE's FFN makes of the tokens that were kept."""
+        """Run the MoE's FFN on the kept tokens, and compare its output with the dense output and the plan's."""
         if layer in self.kept and layer not in self.found:
             x_TD, want_TD = self.kept[layer]
             outs = [part(x_TD[None]) for part in ffn_of(module)]
@@ -333,10 +335,10 @@ def ffn_of(layer: nn.Module) -> list[nn.Module]:
 
 
 def judged(taps: Taps) -> tuple[str, list[str]]:
-    """Return what was found, and the faults.
+    """Return a summary of the FFN comparison, and the faults.
 
-    Each FFN is held to what the plan's own experts, made again, do with its tokens; the plan's estimate, of Gaussian
-    weights and tokens, is shown with it.
+    Each FFN is compared with the plan's own experts, computed again, on the same tokens. The summary also shows the
+    plan's estimate for Gaussian weights and tokens.
     """
     if not taps.found:
         return "", []
@@ -351,12 +353,12 @@ def judged(taps: Taps) -> tuple[str, list[str]]:
         m = taps.found[layer]
         if not (abs(m.cosine - right.cosine) <= cosine and norm(right) / factor <= norm(m) <= norm(right) * factor):
             faults.append(
-                f"the FFN of layer {layer} has error {m.error:.2g}, gain {m.gain:.3g}, cosine {m.cosine:.3g}; by the "
-                f"plan they are {right.error:.2g}, {right.gain:.3g}, {right.cosine:.3g}"
+                f"the FFN of layer {layer} has error {m.error:.2g}, gain {m.gain:.3g}, cosine {m.cosine:.3g}; the plan "
+                f"has {right.error:.2g}, {right.gain:.3g}, {right.cosine:.3g}"
             )
     return text, faults
 
 
 def norm(e: Estimate) -> float:
-    """Return the output's norm relative to the dense FFN's."""
+    """Return the norm of the output relative to the dense output."""
     return math.sqrt(max(e.error**2 - 1 + 2 * e.gain, 0.0))

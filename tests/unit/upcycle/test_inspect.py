@@ -69,7 +69,7 @@ def test_a_choice_in_each_slice_is_whole_and_its_slices_are_the_models(tmp_path:
     # 4 divides the 8 experts too, but the router would choose in other classes
     (folder / "upcycle.json").write_text(json.dumps(manifest | {"config": manifest["config"] | {"granularity": 4}}))
     for read in (describe, lambda folder: opened(folder).__enter__()):
-        with pytest.raises(ValueError, match=r"granularity=4, config\.json expert_slices=2"):
+        with pytest.raises(ValueError, match=r"granularity=4, but config\.json says expert_slices=2"):
             read(folder)
     (folder / "upcycle.json").unlink()  # as training exports it
     assert "chooses in each of 2 slices" in describe(folder)
