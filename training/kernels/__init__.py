@@ -1,1 +1,1 @@
-"""Fused pieces: a Triton kernel for CUDA, a torch reference beside it that says what it must compute."""
+"""Fused operations: each has a Triton kernel for CUDA, and a torch reference that specifies its result."""

@@ -1,12 +1,12 @@
-"""Attention of some queries over some keys, with the log-sum-exp that lets such blocks be merged (context.py).
+"""Attention of some queries over some keys, with the log-sum-exp from which context.py merges these blocks.
 
-The kernels are those behind scaled_dot_product_attention, called by their aten names because that function keeps the
-log-sum-exp to itself. A backward kernel that is given the log-sum-exp and output over *all* keys returns its block's
-part.
+The kernels are those behind scaled_dot_product_attention, called by their aten names because that function does not
+return the log-sum-exp. A backward kernel that gets the log-sum-exp and the output over *all* keys returns the part of
+its block.
 
 B sequences, H query heads, G key/value heads, S queries, T keys, A dimensions of a head. `bias` [B or 1, 1, S, T] is
-added to scaled logits and finite. `causal` blocks have as many queries as keys and no bias. Plain torch alone computes
-a `cap`."""
+finite and added to the scaled logits. `causal` blocks have as many queries as keys, and no bias. Only plain torch
+computes a `cap`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch.backends import cuda
 from torch.nn import functional
 
 aten = torch.ops.aten
-LSE_ROWS = 32  # the efficient kernel pads its log-sum-exps to a multiple
+LSE_ROWS = 32  # the efficient kernel pads its log-sum-exps to a multiple of this
 
 
 def block(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return (y_BHSA, lse_BHS)."""
+    """Return the output and the log-sum-exp over the keys of one block: (y_BHSA, lse_BHS)."""
     s = q.shape[2]
     kernel = "plain" if cap else fastest(q, k, v, bias, causal)
     if kernel == "cudnn":
@@ -53,12 +53,12 @@ def block_backward(
     scale: float,
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this block's part of (d_q, d_k, d_v), given `y` and `lse_BHS` over all blocks."""
+    """Return this block's part of (d_q, d_k, d_v); `y` and `lse_BHS` are over all blocks."""
     kernel = "plain" if cap else fastest(q, k, v, bias, causal)
     s, t = q.shape[2], k.shape[2]
     if kernel == "plain":
         return plain_backward(d_y, q, y, lse_BHS, k, v, bias, causal, scale, cap)
-    seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # of dropout, of which there is none
+    seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # of dropout, which is off
     lse = lse_BHS.contiguous()
     if kernel == "cudnn":
         return aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
@@ -78,7 +78,7 @@ def block_backward(
 
 
 def fastest(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> str:
-    """Name the fastest kernel that can run this: flash takes no bias, efficient no key/value groups."""
+    """Return the name of the fastest kernel for this block: flash takes no bias, efficient no key/value groups."""
     if not q.is_cuda:
         return "plain"
     params = cuda.SDPAParams(q, k, v, bias, 0.0, causal, q.shape[1] != k.shape[1])
@@ -104,14 +104,14 @@ def spread(bias: Tensor | None, q_BHSA: Tensor) -> Tensor | None:
     return None if bias is None else bias.expand(*q_BHSA.shape[:2], -1, -1)
 
 
-# ---- sinks: a head's own logit, of which no value comes
+# ---- sinks: an extra logit of each head, which has no value
 
-# finite: where a query sees no key of a block, -inf would give nan; this gives the block a share of 0 in a merge
+# finite, because -inf gives nan where a query sees no key of a block; with this the block gets a share of 0 in a merge
 NEVER = -1e30
 
 
 def sunk(y: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (y, lse) over all keys and the sinks, which `block_backward` takes too."""
+    """Return (y, lse) over all keys and the sinks; pass both to `block_backward`."""
     both = torch.logaddexp(lse_BHS, sink_H.to(lse_BHS.dtype)[:, None])
     return (y * (lse_BHS - both).exp()[..., None]).to(y.dtype), both
 
@@ -122,7 +122,7 @@ def d_sinks(d_y: Tensor, y: Tensor, lse_BHS: Tensor, sink_H: Tensor) -> Tensor:
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink_H: Tensor, scale: float) -> Tensor:
-    """Attend to all keys, causally where there is no bias."""
+    """Attend to all keys and the sinks, causally if there is no bias."""
     y: Tensor = _WithSinks.apply(q, k, v, bias, sink_H, scale)  # type: ignore[no-untyped-call]
     return y
 
@@ -143,7 +143,7 @@ class _WithSinks(torch.autograd.Function):
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, d_sinks(d_y, y, lse, sink_H), None
 
 
-# ---- in plain torch: any device and dtype, and all logits in memory
+# ---- plain torch: any device and dtype, with all logits in memory
 
 
 def plain(
@@ -179,11 +179,11 @@ def plain_backward(
 def plain_capped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float, sink_H: Tensor | None = None
 ) -> Tensor:
-    """Attend to all keys where `mask` is True, or causally; autograd differentiates it."""
+    """Attend to the keys where `mask` is True, or causally without a mask; autograd differentiates this."""
     logits = capped(products(q, k, scale), cap)
     if mask is None:
         mask = torch.ones_like(logits[0, 0], dtype=torch.bool).tril()
-    # finite: a row of padding sees nothing, and must not become NaN
+    # finite, because a row of padding sees nothing and must not become NaN
     logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
     if sink_H is not None:
         sinks = sink_H.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
@@ -203,7 +203,7 @@ def products(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def hidden(logits: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """Return the logits, with what a block must not see hidden."""
+    """Return the logits with the hidden positions masked."""
     if causal:
         logits = logits.masked_fill(torch.ones_like(logits[0, 0], dtype=torch.bool).triu(1), -math.inf)
     return logits if bias is None else logits + bias

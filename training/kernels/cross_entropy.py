@@ -1,7 +1,7 @@
-"""-log softmax(logits)[label] a token, and its gradient in place of the logits.
+"""Compute -log softmax(logits)[label] of each token, and write its gradient over the logits.
 
-The kernel reads the logits in their own dtype, twice, writes once, and sums in float32, for a dozen passes of torch
-over float32. The torch lines are the specification, and alone compute a teacher's divergence."""
+The kernel reads the logits twice in their own dtype, writes once and sums in float32; torch takes a dozen passes over
+float32. The torch lines are the specification, and only they compute a teacher's divergence."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor
 
 
 def on_kernel(logits: Tensor, cap: float = 0.0) -> bool:
-    # float64 is for checking gradients; a soft cap has torch's lines alone
+    # float64 only checks gradients; only the torch lines compute a soft cap
     return logits.is_cuda and logits.element_size() <= 4 and not cap
 
 
 def nats_(logits_TV: Tensor, label_T: Tensor, scale: float, gradient: bool, cap: float = 0.0) -> Tensor:
-    """Return nats_T of scale * logits (of cap * tanh(that / cap) with a cap), 0 where the label is negative. With
-    `gradient`, logits_TV holds the gradient of their sum afterwards."""
+    """Return nats_T of scale * logits, or with a cap of cap * tanh(scale * logits / cap); 0 for negative labels.
+
+    With `gradient`, logits_TV afterwards holds the gradient of the sum of nats_T."""
     if on_kernel(logits_TV, cap):
         from training.kernels.triton import cross_entropy as cross_entropy_triton
 
@@ -48,7 +49,9 @@ def divergence_(
     temperature: float,
 ) -> Tensor:
     """Return KL(softmax(told / temperature) || softmax(logits / temperature)) * temperature^2 of each token, 0 where
-    the label is negative; told_TV holds its gradient by logits_TV afterwards. A bend is (scale, cap) as in nats_."""
+    the label is negative.
+
+    Afterwards told_TV holds its gradient with respect to logits_TV. A bend is (scale, cap) as in nats_."""
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     (scale, cap), counts_T = bend, (label_T >= 0).to(wide)
     p_TV = bent(told_TV.to(wide), *told_bend).div_(temperature).log_softmax(-1)
@@ -65,6 +68,6 @@ def divergence_(
 
 
 def bent(logits: Tensor, scale: float, cap: float) -> Tensor:
-    """Return cap * tanh(scale * logits / cap), or without a cap scale * logits, in memory of its own."""
+    """Return cap * tanh(scale * logits / cap), or scale * logits without a cap, as a new tensor."""
     scaled = logits * scale
     return scaled.div_(cap).tanh_().mul_(cap) if cap else scaled

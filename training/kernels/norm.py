@@ -1,4 +1,4 @@
-"""RMSNorm, and the addition to the residual stream before it, in one pass each way, on CUDA.
+"""RMSNorm and the addition to the residual stream before it, in one pass forward and one backward, on CUDA.
 
 y = x / rms(x) * gain with x = stream + delta; the kernel rounds once, at the end. layers.Norm is the specification."""
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-WIDEST = 16_384  # dimensions that a program holds at once
+WIDEST = 16_384  # the most dimensions that a program can hold at once
 
 
 def on_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.element_size() <= 4 and x.shape[-1] <= WIDEST  # float64 is for checking gradients
+    return x.is_cuda and x.element_size() <= 4 and x.shape[-1] <= WIDEST  # float64 only checks gradients
 
 
 def rms_norm(stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (x, y); go on with this x, so that the gradient of both comes back in one piece."""
+    """Return (x, y); use the returned x from here on, so that x gets one gradient."""
     x, y = _RmsNorm.apply(  # type: ignore[no-untyped-call]
         stream.contiguous(), None if delta is None else delta.contiguous(), gain_D, eps
     )
@@ -30,7 +30,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, stream: Tensor, delta: Tensor | None, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         from training.kernels.triton import norm as norm_triton
 
-        # an x that is not used has no gradient; zeros in its place would have to be read
+        # an unused x has no gradient, and zeros instead would have to be read
         ctx.set_materialize_grads(False)
         x, y = norm_triton.forward(stream, delta, gain_D, eps)
         ctx.save_for_backward(x, gain_D)

@@ -1,4 +1,4 @@
-"""Rows out to their experts and back: where each goes, a copy of every token to its rows, and the sum of them.
+"""Move rows to their experts and back: find each row's place, copy tokens to their rows, and sum each token's rows.
 
 The torch lines are the specification and run on a CPU. T tokens, K experts chosen a token, R = T * K rows; back_R[t * K
 + j] is the row of token t's choice j."""
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return (back_R, int32 count_E): rows sorted by expert, an expert's rows in the tokens' order."""
+    """Return (back_R, int32 count_E): rows are sorted by expert, and the rows of an expert in the order of tokens."""
     if expert_TK.is_cuda:
         from training.kernels.triton import permute as permute_triton
 
@@ -25,7 +25,7 @@ def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def sorted_rows(expert_TK: Tensor, weight_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (back_R, ends_E, token_R, weight_R): `places`, where experts' rows end, each row's token and weight."""
+    """Return (back_R, ends_E, token_R, weight_R): each choice's row, each expert's end, each row's token and weight."""
     if expert_TK.is_cuda:
         from training.kernels.triton import permute as permute_triton
 
@@ -41,7 +41,7 @@ def sorted_rows(expert_TK: Tensor, weight_TK: Tensor, experts: int) -> tuple[Ten
 
 
 def count_(total_E: Tensor, expert_TK: Tensor) -> Tensor:
-    """Add to an int64 total how often each expert is chosen, without waiting for the device as bincount does."""
+    """Add the number of choices of each expert to an int64 total; unlike bincount this does not wait for the device."""
     if expert_TK.is_cuda:
         from training.kernels.triton import permute as permute_triton
 
@@ -51,8 +51,9 @@ def count_(total_E: Tensor, expert_TK: Tensor) -> Tensor:
 
 
 def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int | None = None) -> Tensor:
-    """Copy token t to row back_R[t * k + j], reading each token once. Of `rows` rows, a choice whose row lies beyond
-    them has none, and a row of no choice holds anything."""
+    """Copy token t to row back_R[t * k + j] of `rows` rows (None: all), reading each token once.
+
+    A choice whose row is beyond the last gets no copy, and a row without a choice may hold anything."""
     rows = back_R.shape[0] if rows is None else rows
     if kernels_run(x_TD):
         from training.kernels.triton import permute as permute_triton
@@ -68,8 +69,10 @@ def spread(x_TD: Tensor, back_R: Tensor, k: int, rows: int | None = None) -> Ten
 def gather(
     y_RD: Tensor, back_R: Tensor, k: int, onto_TD: Tensor | None = None, weight_TK: Tensor | None = None
 ) -> Tensor:
-    """Sum rows back_R[t * k], ..., back_R[t * k + k - 1] for token t in that order, each times its weight where weights
-    are given, and what `onto_TD` has of it, in float32. Rows beyond the last one are zero."""
+    """Return for each token t the sum of rows back_R[t * k], ..., back_R[t * k + k - 1], in that order and in float32.
+
+    Each row is multiplied by its weight if weights are given, and `onto_TD` is added if given. Rows beyond the last one
+    count as zero."""
     if kernels_run(y_RD):
         from training.kernels.triton import permute as permute_triton
 
@@ -85,4 +88,4 @@ def gather(
 
 
 def kernels_run(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.element_size() <= 4  # float64 is for checking gradients
+    return tensor.is_cuda and tensor.element_size() <= 4  # float64 only checks gradients

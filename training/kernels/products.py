@@ -1,7 +1,7 @@
 """Products of sorted rows with their experts' matrices, by torch's grouped_mm.
 
-grouped_mm wants rows of a multiple of 16 bytes and no float64. For rows of other sizes on the CPU, and for float64,
-which is there to check gradients, `products` is a loop over the same slices.
+grouped_mm needs rows of a multiple of 16 bytes, and does not take float64. For rows of other sizes on the CPU, and for
+float64, which only checks gradients, `products` is a loop over the same slices.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ ALIGNED = 16  # bytes
 
 
 def products(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
-    """Return each row times its expert's matrix, or for (M, R) by (R, N) the sum over each expert's rows, (E, M, N)."""
+    """Return each row times its expert's matrix, or for (M, R) by (R, N) the product of each expert's rows, (E, M, N).
+
+    Rows are sorted by expert; `ends_E` holds the end of each expert's rows."""
     per_row = b.ndim == 3
-    rows = (a if per_row else b).shape[0]  # len() of a tensor is five calls
+    rows = (a if per_row else b).shape[0]  # not len(), which is five calls for a tensor
     shape = (rows, b.shape[2]) if per_row else (ends_E.shape[0], a.shape[0], b.shape[1])
     if rows == 0:
         return a.new_zeros(shape)

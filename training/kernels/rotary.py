@@ -1,7 +1,8 @@
-"""The norm of each head (where a model has one) and the rotation, in one pass, on CUDA.
+"""The norm of each head (if a model has one) and the rotation, in one pass, on CUDA.
 
-Queries, keys and values come from one product, side by side, and their gradients are written side by side for the one
-product back. The torch lines are the specification; the kernel rounds once. Heads have A dimensions; 2 * half rotate.
+Queries, keys and values come from one product, side by side, and their gradients are written side by side, so that
+backward is one product too. The torch lines are the specification; the kernel rounds once. Heads have A dimensions; the
+first 2 * half rotate.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ from torch.autograd.function import once_differentiable
 
 
 def rotate(x_BSHA: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn dimension i with dimension i + n/2 for the first n = 2 * cos.shape[-1] of a head; the rest passes."""
+    """Rotate dimension i with dimension i + n/2 of the first n = 2 * cos.shape[-1] of a head; the rest is unchanged."""
     half = cos.shape[-1]
     a, b, rest = x_BSHA[..., :half], x_BSHA[..., half : 2 * half], x_BSHA[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
 def on_kernel(x: Tensor) -> bool:
-    return x.is_cuda and x.element_size() <= 4  # float64 is for checking gradients
+    return x.is_cuda and x.element_size() <= 4  # float64 only checks gradients
 
 
 def norm_rotate(
     x_BSN: Tensor, heads: Sequence[int], gains: Sequence[Tensor | None], eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, ...]:
-    """Cut x into groups of `heads` heads each; the first ones, one for each of `gains`, become rotate(x / rms(x) *
-    gain), or rotate(x) where the gain is None, and the others pass. cos and sin are [B or 1, S, 1, half]."""
+    """Split x into groups of `heads` heads each; norm and rotate the first groups, one for each of `gains`.
+
+    They become rotate(x / rms(x) * gain), or rotate(x) where the gain is None; the other groups are unchanged. cos and
+    sin are [B or 1, S, 1, half]."""
     groups: tuple[Tensor, ...] = _NormRotate.apply(  # type: ignore[no-untyped-call]
         x_BSN.contiguous(), tuple(heads), eps, cos.contiguous(), sin.contiguous(), *gains
     )
@@ -69,7 +72,7 @@ class _NormRotate(torch.autograd.Function):
 
 
 def groups_of(heads: Sequence[int], width: int, turned: int) -> list[tuple[int, int, bool]]:
-    """Return for each group where it begins in a token's row, its number of heads, and whether it is turned."""
+    """Return for each group its start in a token's row, its number of heads, and whether it is rotated."""
     starts = itertools.accumulate(heads, initial=0)
     return [
         (start * width, count, index < turned) for index, (start, count) in enumerate(zip(starts, heads, strict=False))

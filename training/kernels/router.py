@@ -1,8 +1,9 @@
-"""The router's products and its choice, in float32 accuracy without float32's speed.
+"""The router's logits and its choice of experts, with the accuracy of float32 but not its low speed.
 
-A float32 weight is the sum of three bf16 numbers, bf16 products are exact in float32, and tensor cores add in float32:
-three narrow products at ten times the rate of a float32 one err by 1e-5 of a logit's size, and equal rows of the weight
-give equal bits. The torch lines are the specification, on a CPU, for float32 and float64.
+A float32 weight is the sum of three bf16 numbers, bf16 products are exact in float32, and tensor cores add in float32.
+So three bf16 products, each at ten times the rate of a float32 product, have an error of 1e-5 of a logit's size, and
+equal rows of the weight give equal bits. The torch lines are the specification; they run on a CPU, and for float32 and
+float64.
 
 T tokens, N experts, K chosen, D hidden."""
 
@@ -20,7 +21,7 @@ from upcycle.planning.routers import chosen
 
 
 def logits(x_TD: Tensor, weight_ND: Tensor) -> Tensor:
-    """Return x W^T in float32 at least."""
+    """Return x W^T in float32 or wider."""
     if x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and weight_ND.dtype in (torch.bfloat16, torch.float32):
         y_TN: Tensor = SplitLinear.apply(x_TD, weight_ND)  # type: ignore[no-untyped-call]
         return y_TN
@@ -39,7 +40,7 @@ class SplitLinear(torch.autograd.Function):
         x_TD, weight_ND = ctx.saved_tensors
         d_x_TD = d_weight_ND = None
         d = split(d_y_TN, 3)
-        if ctx.needs_input_grad[0]:  # rounded to bf16 in the end: 16 bits of each factor are enough
+        if ctx.needs_input_grad[0]:  # it is rounded to bf16, so 16 bits of each factor are enough
             w = split(weight_ND, 2)
             pairs = [(d[0], w[0]), (d[1], w[0]), *((d[0], part) for part in w[1:])]
             d_x_TD = torch.cat([a for a, _ in pairs], 1) @ torch.cat([b for _, b in pairs])
@@ -49,8 +50,10 @@ class SplitLinear(torch.autograd.Function):
 
 
 def split(x: Tensor, parts: int) -> tuple[Tensor, ...]:
-    """Return bf16 tensors of 8 bits each whose sum is x or near it. The upper half of a float32 is the bf16 cut off: a
-    view, for which no kernel runs, and which a compiler does not compute in float32, where the difference is 0."""
+    """Return bf16 tensors of 8 bits each whose sum is x or close to x.
+
+    The upper half of a float32 is the bf16 with the lower bits cut off. It is read as a view: no kernel runs, and a
+    compiler cannot keep it in float32, which would make the remainder 0."""
     if x.dtype == torch.bfloat16:
         return (x,)
     out: list[Tensor] = []
@@ -62,7 +65,7 @@ def split(x: Tensor, parts: int) -> tuple[Tensor, ...]:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply bf16 by bf16 into float32."""
+    """Return the float32 product of two bf16 matrices."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
@@ -75,8 +78,8 @@ def added(y: Tensor, size: int, dim: int) -> Tensor:
 
 
 def choose(score_TN: Tensor, k: int, slices: int = 1) -> Tensor:
-    """Return the k largest of each row in order, the lower index among equals, which keeps a virtual group whole; with
-    slices the k / slices largest of each class of columns n % slices."""
+    """Return the columns of the k largest scores of each row, in order; with slices, of the k / slices largest in each
+    class of columns n % slices. Among equals the lower index wins, which keeps a virtual group whole."""
     if score_TN.is_cuda and score_TN.dtype == torch.float32:
         from training.kernels.triton import router as router_triton
 
@@ -86,7 +89,7 @@ def choose(score_TN: Tensor, k: int, slices: int = 1) -> Tensor:
 
 
 def fused(x_TD: Tensor, weight_ND: Tensor, k: int, slices: int) -> bool:
-    """Return whether `route` does it: a choice in each class of experts, of sizes that its tiles have."""
+    """Return whether `route` can compute this: one choice in each class of experts, with sizes that fit its tiles."""
     experts, hidden = weight_ND.shape
     sizes = (
         k == slices > 1 and experts <= 128 and experts & (experts - 1) == 0 and experts > slices and hidden % 64 == 0
@@ -97,16 +100,16 @@ def fused(x_TD: Tensor, weight_ND: Tensor, k: int, slices: int) -> bool:
 
 @dataclass
 class Rows:
-    """Pass gradients of tokens' rows from the experts to the router, which sums them with its own in one pass."""
+    """Pass gradients of tokens' rows from the experts to the router, which adds its own gradient in the same pass."""
 
     given: tuple[Tensor, Tensor, int] | None = None  # rows, back_R and k of permute.gather
-    turn: int = -1  # the backward pass that they are of
+    turn: int = -1  # the backward pass that gave them
 
     def give(self, d_x_RD: Tensor, back_R: Tensor, k: int) -> None:
         self.given, self.turn = (d_x_RD, back_R, k), torch._C._current_graph_task_id()
 
     def taken(self) -> tuple[Tensor, Tensor, int] | None:
-        """Return what was given in this backward pass, and nothing that another pass left."""
+        """Return the rows that this backward pass gave, or None; rows that another pass left are dropped."""
         given, self.given = self.given, None
         return given if self.turn == torch._C._current_graph_task_id() else None
 
@@ -150,7 +153,7 @@ class _Route(torch.autograd.Function):
             d_x_RD, back_R, k = rows
             d_x_TD = router_triton.gathered(d_x_RD, back_R, k, d, parts, d_x_TD)
         elif ctx.needs_input_grad[0]:  # 16 bits of each factor, as in SplitLinear
-            # in place: what read these tokens has made a gradient for this alone
+            # in place, because the experts made this gradient only for the router
             d_x_TD = d[:, size:] @ parts if d_x_TD is None else d_x_TD.addmm_(d[:, size:], parts)
         d_weight_ND = None
         if ctx.needs_input_grad[1]:
@@ -162,10 +165,11 @@ class _Route(torch.autograd.Function):
 def route(
     x_TD: Tensor, weight_ND: Tensor, slices: int, normalize: bool, scale: float, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return (logits_TN, scores_TN, expert_TK, weight_TK, x_TD) in one pass where `fused`: softmax, the best expert of
-    each class n % slices, and their scores times `scale`, over their sum if `normalize`. Experts read the x_TD that it
-    returns: the router's share is added to its gradient where that lies, or they leave the gradient's rows in `rows`.
-    """
+    """Return (logits_TN, scores_TN, expert_TK, weight_TK, x_TD), computed in one pass; call it only where `fused`.
+
+    Scores are the softmax; experts are the best of each class n % slices; weights are their scores times `scale`,
+    divided by their sum if `normalize`. Experts must read the returned x_TD: backward adds the router's part to its
+    gradient in place, or to the sum of the rows that the experts leave in `rows`."""
     out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _Route.apply(  # type: ignore[no-untyped-call]
         x_TD, weight_ND, slices, normalize, scale, Rows() if rows is None else rows
     )
@@ -173,8 +177,8 @@ def route(
 
 
 def summed(logits_TN: Tensor, expert_TK: Tensor, slices: int) -> Tensor | None:
-    """Return means over tokens (probabilities, squared logsumexp, entropy, coherence's three), or None without a
-    kernel."""
+    """Return means over tokens (probabilities, squared logsumexp, entropy, three numbers of coherence), or None if no
+    kernel can compute them."""
     if not (logits_TN.is_cuda and logits_TN.dtype == torch.float32 and slices & (slices - 1) == 0 and len(logits_TN)):
         return None
     from training.kernels.triton import router as router_triton

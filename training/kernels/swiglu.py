@@ -1,10 +1,10 @@
 """The activation of an expert times the routing weight, in one pass over memory: a = act(gate) * up * weight.
 
-Backward recomputes `a` from h (for Qwen3-30B 200 MB a layer) and returns it, because the gradient of `down` needs it.
-The torch functions are the specification, in float32 at least; they run on the CPU and for float64.
+Backward recomputes `a` from h (200 MB a layer for Qwen3-30B) and returns it, because the gradient of `down` needs it.
+The torch functions are the specification, in float32 or wider; they run on the CPU and for float64.
 
 R rows sorted by expert, E experts, F neurons, H = 2F for gated FFNs ([gate | up]), else F. `ends_E` (int32) is where
-each expert's rows end; rows behind the last end belong to no expert, and their `a` and `d_h` may hold anything."""
+each expert's rows end; rows after the last end belong to no expert, and their `a` and `d_h` may hold anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from upcycle.arch.ffn import ACTIVATIONS, gated_product
 
 
 def on_kernel(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.dtype != torch.float64  # float64 is for checking gradients
+    return tensor.is_cuda and tensor.dtype != torch.float64  # float64 only checks gradients
 
 
 def live(ends_E: Tensor, rows: int) -> Tensor:
@@ -50,7 +50,7 @@ def product(h_RH: Tensor, weight_R: Tensor, activation: str, gated: bool) -> Ten
 
 
 def forward(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
-    """Return a_RF."""
+    """Return a_RF = act(gate) * up * weight, or act(h) * weight if not gated."""
     if not on_kernel(h_RH):
         return forward_reference(h_RH, weight_R, ends_E, activation, gated)
     from training.kernels.triton import swiglu as swiglu_triton
@@ -61,7 +61,7 @@ def forward(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gat
 def backward(
     d_a_RF: Tensor, h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return d_h_RH, d_weight_R and a_RF, which may be written over d_a_RF."""
+    """Return d_h_RH, d_weight_R and a_RF; a_RF may overwrite d_a_RF."""
     if not on_kernel(h_RH):
         return backward_reference(d_a_RF, h_RH, weight_R, ends_E, activation, gated)
     from training.kernels.triton import swiglu as swiglu_triton
@@ -70,7 +70,7 @@ def backward(
 
 
 def zero_tail(y_RD: Tensor, ends_E: Tensor) -> Tensor:
-    """Write zeros in the rows behind the last end, where grouped products leave what the memory held before."""
+    """Write zeros to the rows after the last end, which grouped products leave uninitialized."""
     if not y_RD.is_cuda:
         y_RD[int(ends_E[-1]) :] = 0
         return y_RD
@@ -99,7 +99,7 @@ class _Gated(torch.autograd.Function):
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Return act(gate) * up of a dense FFN."""
-    if not on_kernel(up) or torch.compiler.is_compiling():  # a compiler writes that kernel too
+    if not on_kernel(up) or torch.compiler.is_compiling():  # a compiler fuses this by itself
         return gated_product(activation, gate, up)
     a: Tensor = _Gated.apply(gate.contiguous(), up.contiguous(), activation)  # type: ignore[no-untyped-call]
     return a
@@ -115,12 +115,12 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_a_RF: Tensor) -> tuple[Tensor | None, ...]:
-        d_a_RF = d_a_RF.clone(memory_format=torch.contiguous_format)  # autograd's, not to be written over
+        d_a_RF = d_a_RF.clone(memory_format=torch.contiguous_format)  # autograd owns it, and `backward` overwrites it
         d_h_RH, d_weight_R, _ = backward(d_a_RF, *ctx.saved_tensors, *ctx.options)
         return d_h_RH, d_weight_R, None, None, None
 
 
 def activate(h_RH: Tensor, weight_R: Tensor, ends_E: Tensor, activation: str, gated: bool) -> Tensor:
-    """Run `forward` and `backward` as one autograd function, for backends whose products bring their own gradients."""
+    """Run `forward` and `backward` as one autograd function, for backends whose products have their own gradients."""
     a_RF: Tensor = _Activate.apply(h_RH, weight_R, ends_E, activation, gated)  # type: ignore[no-untyped-call]
     return a_RF

@@ -1,4 +1,4 @@
-"""The Triton kernel of cross_entropy.py; imported only where it runs. A program walks over a token's logits."""
+"""The Triton kernel of cross_entropy.py; imported only where it runs. A program loops over a token's logits."""
 
 # mypy: ignore-errors
 # Triton's language only looks like Python: its pointers and blocks have no Python types.
@@ -23,7 +23,7 @@ def nats_kernel(
     scored = label >= 0
     mine = logit_ptr + row * V
     right = tl.load(mine + tl.maximum(label, 0)).to(tl.float32) * SCALE
-    # each column sums by itself over the blocks, relative to the largest that it has seen so far
+    # each column keeps its own sum over the blocks, relative to the largest value that it has seen so far
     most = tl.full((COLS,), -float("inf"), tl.float32)
     total = tl.zeros((COLS,), tl.float32)
     for start in range(0, V, COLS):

@@ -1,7 +1,7 @@
 """The Triton kernels of experts/_narrow.py; imported only where they run.
 
-Work is cut into pieces of rows of one expert, on the device. Row kernels take pieces of as many rows as a tile has;
-sums over rows take long ones, the longest first, so that a favoured expert is no tail."""
+The device cuts the work into pieces, which hold rows of one expert. Row kernels take pieces of one tile's rows. Sums
+over rows take long pieces, the longest first, so that an expert with many rows does not finish last alone."""
 
 # mypy: ignore-errors
 # Triton's language only looks like Python: its pointers and blocks have no Python types.
@@ -18,7 +18,7 @@ from training.kernels.triton.swiglu import act_and_slope, factor_and_slope
 
 CUT = 128  # pieces that a program of `cut` describes
 ROWS = 128  # rows of a tile
-LONG = 16384  # rows that a sum takes at once; of more than 32 times as many, a 32nd
+LONG = 16384  # rows of a piece of a sum; a 32nd of all rows if that is more
 
 
 def long_piece(rows: int) -> int:
@@ -30,7 +30,7 @@ def cut_kernel(
     ends_ptr, map_ptr, P, E, SIZE: tl.constexpr, LEAST: tl.constexpr, SORT: tl.constexpr,
     CUT: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """map[0:4, p]: expert, first row, last row and, if the expert has several pieces, p itself, else -1."""
+    """Write map[0:4, p] of piece p: its expert, first row, end, and p if the expert has several pieces, else -1."""
     piece, e = tl.program_id(0) * CUT + tl.arange(0, CUT), tl.arange(0, EXPERTS)
     end = tl.load(ends_ptr + e, mask=e < E, other=0)
     count = end - tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
@@ -50,7 +50,7 @@ def cut_kernel(
     first, last = tl.where(live, first, 0), tl.where(live, last, 0)
     slot = tl.where(several & live, piece, -1)
     at = piece
-    if SORT:  # the longest first; pieces that are none at the end
+    if SORT:  # the longest first, unused pieces at the end
         size = tl.where(live, last - first, -1)
         ahead = (size[None, :] > size[:, None]) | ((size[None, :] == size[:, None]) & (piece[None, :] < piece[:, None]))
         at = tl.sum(ahead.to(tl.int32), 1)
@@ -63,7 +63,7 @@ def cut_kernel(
 
 @triton.jit
 def put(desc, ptr, tile, first, last, n, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Writes a tile's rows up to the last one; all of them at once, if none is another's."""
+    """Write the rows of a tile that are before `last`; in one store if all of them are."""
     if last - first == BM:
         desc.store([first, n], tile)
     else:
@@ -77,7 +77,7 @@ def up_kernel(
     x_ptr, token_ptr, up_desc, weight_ptr, map_ptr, h_ptr, a_ptr, P, D: tl.constexpr, F: tl.constexpr,
     ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """h = x up^T, each row of x read from its token, and a = act(gate) * up * weight of it."""
+    """Compute h = x up^T, with each row of x read from its token, and a = act(gate) * up * weight."""
     tiles: tl.constexpr = (F + BN - 1) // BN
     piece, n = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BN
     first, last = tl.load(map_ptr + P + piece), tl.load(map_ptr + 2 * P + piece)
@@ -112,7 +112,7 @@ def write_d_h(
     d_a, weight, d_weight, h_desc, d_h_ptr, first, last, n, F: tl.constexpr, ACT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Writes d_h of some columns; returns d_weight and their share of it."""
+    """Write d_h of some columns; return d_weight plus their share."""
     act, slope = act_and_slope(h_desc.load([first, n]).to(tl.float32), ACT)
     factor, bent = factor_and_slope(h_desc.load([first, n + F]).to(tl.float32), ACT)
     d_weight += tl.sum(d_a * (act * factor), 1)  # d_a is 0 beyond the columns, where nothing was loaded
@@ -120,7 +120,7 @@ def write_d_h(
     row, col = first + tl.arange(0, BM), n + tl.arange(0, BN)
     keep = (row < last)[:, None] & (col < F)[None, :]
     d_h_ptrs = d_h_ptr + row.to(tl.int64)[:, None] * (2 * F) + col[None, :]
-    # by pointers: descriptors' stores took 6 % longer
+    # by pointers, because stores by descriptors took 6 % longer
     tl.store(d_h_ptrs, (d_a * slope * factor).to(d_h_ptr.dtype.element_ty), mask=keep)
     tl.store(d_h_ptrs + F, (d_a * act * bent).to(d_h_ptr.dtype.element_ty), mask=keep)
     return d_weight
@@ -132,8 +132,8 @@ def back_kernel(
     D: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """d_a = d_y down, which never leaves: d_h, and a tile's share of the gradients of the rows' weights. A tile is BN +
-    BN2 wide, of which the second is half of the first, or nothing."""
+    """Compute d_a = d_y down without storing it, and write d_h and a tile's share of the routing weights' gradients.
+    A tile is BN + BN2 wide; BN2 is half of BN, or 0."""
     wide: tl.constexpr = BN + BN2
     tiles: tl.constexpr = (F + wide - 1) // wide
     piece, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -154,7 +154,7 @@ def back_kernel(
     live = row < last
     weight = tl.load(weight_ptr + row, mask=live, other=0.0).to(tl.float32)
     d_weight = tl.zeros((BM,), tl.float32)
-    # all of it at once would take more registers than two programs of a processor have
+    # a whole tile at once would take more registers than two programs of a multiprocessor have
     HALF: tl.constexpr = BN // 2
     halves = d_a.reshape(BM, 2, HALF).permute(0, 2, 1).split()
     for half in tl.static_range(2):
@@ -171,8 +171,8 @@ def rows_kernel(
     K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Each row with its expert's matrix, which is (N, K), or (K, N) if TURNED. ROWS: of a matrix. A tile is BN + BN2
-    wide, because 576 columns are three times 192, which is no power of two."""
+    """Multiply each row by its expert's matrix, (N, K), or (K, N) if TURNED. ROWS: rows of a matrix. A tile is BN + BN2
+    wide, because 576 columns are three times 192, which is not a power of two."""
     tiles: tl.constexpr = (N + BN + BN2 - 1) // (BN + BN2)
     piece, n = tl.program_id(0) // tiles, tl.program_id(0) % tiles * (BN + BN2)
     first, last = tl.load(map_ptr + P + piece), tl.load(map_ptr + 2 * P + piece)
@@ -194,7 +194,7 @@ def rows_kernel(
 
 @triton.jit
 def apart(m, M: tl.constexpr, PAIRED: tl.constexpr):
-    """Where a row of a sum goes: of a pair the first among the first half of the rows, the second among the other."""
+    """Return the place of row m of a sum; if PAIRED, the first rows of all pairs come before the second rows."""
     return m % 2 * (M // 2) + m // 2 if PAIRED else m
 
 
@@ -204,8 +204,9 @@ def sums_kernel(
     M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, PAIRED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN2: tl.constexpr, BK: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """a^T b over the rows of a piece: an expert's whole sum, or a part that `sums_total_kernel` adds to the others.
-    b's rows are tokens' if GATHER. The sum is (M, N), its pairs of rows taken apart if PAIRED, or (N, M) if TURNED."""
+    """Compute a^T b over the rows of a piece: an expert's whole sum, or a part that `sums_total_kernel` adds to others.
+    If GATHER, b's rows are read from tokens. The sum is (M, N), with its pairs of rows apart if PAIRED, or (N, M) if
+    TURNED."""
     wide: tl.constexpr = BN + BN2
     across: tl.constexpr = (N + wide - 1) // wide
     tiles: tl.constexpr = (M + BM - 1) // BM * across
@@ -234,7 +235,7 @@ def sums_kernel(
         total = tl.dot(a.T, b, total)
         if BN2:
             total2 = tl.dot(a.T, b2_desc.load([row, n + BN]), total2)
-    if whole < last:  # what follows these rows is another's, or anything
+    if whole < last:  # the rows after these belong to another piece, or hold anything
         rest = whole + k
         live = rest < last
         wide_rest = rest.to(tl.int64)
@@ -275,7 +276,7 @@ def sums_total_kernel(
     ends_ptr, part_ptr, out_ptr, E, M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr, PAIRED: tl.constexpr,
     SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of an expert's parts, the first one first; nothing where the whole was one piece."""
+    """Add an expert's parts in order; do nothing if the expert had one piece."""
     expert, e = tl.program_id(1), tl.arange(0, EXPERTS)
     end = tl.load(ends_ptr + e, mask=e < E, other=0)
     count = end - tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
@@ -299,7 +300,8 @@ def sums_total_kernel(
 
 
 def cut(ends_E: Tensor, rows: int, size: int, least: int = 0) -> Tensor:
-    """(4, P): pieces of at most `size` rows. With `least` 1 an expert without rows has one too, and they are sorted."""
+    """Return the map of cut_kernel, (4, P), of pieces of at most `size` rows. With `least` 1, experts without rows have
+    one empty piece, and the pieces are sorted by length."""
     experts = len(ends_E)
     pieces = rows // size + experts
     where = torch.empty(4, pieces, dtype=torch.int32, device=ends_E.device)
@@ -311,8 +313,8 @@ def cut(ends_E: Tensor, rows: int, size: int, least: int = 0) -> Tensor:
     return where
 
 
-# Tiles, warps, stages and registers below are those that were the fastest of those tried, each product by itself, for
-# experts of 576 x 384 on an H200 (docs/performance.md).
+# The tiles, warps, stages and registers below were the fastest of those tried, for each product by itself and experts
+# of 576 x 384, on an H200 (docs/performance.md).
 
 
 def flat(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -323,7 +325,7 @@ def up(
     x_TD: Tensor, token_R: Tensor, weight_R: Tensor, up_EHD: Tensor, where: Tensor, activation: str,
     BM=ROWS, BN=64, BK=64,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(h_RH, a_RF) of gated experts."""
+    """Return (h_RH, a_RF) of gated experts."""
     rows, (_, both, hidden) = len(weight_R), up_EHD.shape
     h_RH, a_RF = x_TD.new_empty(rows, both), x_TD.new_empty(rows, both // 2)
     up_kernel[(where.shape[1] * triton.cdiv(both // 2, BN),)](
@@ -337,7 +339,7 @@ def back(
     d_y_RD: Tensor, down_EDF: Tensor, h_RH: Tensor, weight_R: Tensor, where: Tensor, activation: str,
     BM=ROWS, BN=64, BN2=None, BK=64, stages=4,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(d_h_RH, d_weight_R): the gradient through the second product and the activation."""
+    """Return (d_h_RH, d_weight_R): the gradients through the second product and the activation."""
     rows, (_, hidden, width) = len(h_RH), down_EDF.shape
     BN2 = (BN // 2 if width % (BN + BN // 2) == 0 else 0) if BN2 is None else BN2
     d_h_RH, tiles = torch.empty_like(h_RH), triton.cdiv(width, BN + BN2)
@@ -351,7 +353,7 @@ def back(
 
 
 def products(a_RK: Tensor, b_E: Tensor, where: Tensor, turned: bool, BM=ROWS, BN=128, BK=None) -> Tensor:
-    """Each row of a with its expert's matrix of (E, N, K), or of (E, K, N) if turned."""
+    """Return each row of a times its expert's matrix of b_E, (E, N, K), or (E, K, N) if turned."""
     k, n = b_E.shape[1:] if turned else b_E.shape[:0:-1]
     out, second = a_RK.new_empty(len(a_RK), n), beside(n)
     BK, stages, registers = (BK or 32, 5, 128) if second else (BK or 64, 3, None)
@@ -368,9 +370,9 @@ def sums(
     a_RM: Tensor, b: Tensor, token_R: Tensor | None, ends_E: Tensor, where: Tensor, size: int, turned: bool,
     paired=False, BM=ROWS, BN=128, BK=64,
 ) -> Tensor:  # fmt: skip
-    """Return a^T b over each expert's rows, (E, M, N), or (E, N, M) if turned; with `token_R` b's rows are of tokens.
-    `where` is cut(ends_E, rows, size, 1). With `paired` a's columns are pairs, and the sum has all the first ones
-    first."""
+    """Return a^T b over each expert's rows, (E, M, N), or (E, N, M) if turned; with `token_R` b holds tokens, not rows.
+    `where` is cut(ends_E, rows, size, 1). With `paired`, a's columns are pairs, and the sum has the first of all pairs
+    before the second."""
     (_, m), n, experts, pieces = a_RM.shape, b.shape[1], len(ends_E), where.shape[1]
     out = a_RM.new_empty((experts, n, m) if turned else (experts, m, n))
     part = torch.empty(pieces, m, n, dtype=torch.float32, device=b.device)
@@ -388,5 +390,5 @@ def sums(
 
 
 def beside(columns: int) -> int:
-    """Columns of a tile's second half, where 192 divide the matrix evenly and 128 do not."""
+    """Return the columns of a tile's second part: 64 where 192 divides `columns` and 128 does not, else 0."""
     return 64 if columns % 192 == 0 and columns % 128 else 0

@@ -1,7 +1,7 @@
 """The Triton kernels of norm.py; imported only where a kernel runs. A program holds a whole row.
 
-In backward a fixed number of programs walk over the rows, each with the next one on its way so that the memory is busy,
-and each with a sum of its own of the gain's gradient: no atomics, the same bits every time.
+In backward a fixed number of programs loop over the rows. Each loads its next row early, so that the memory is busy,
+and keeps its own sum of the gain's gradient: without atomics, the bits are the same every time.
 """
 
 # mypy: ignore-errors
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 132 * 8  # that walk over the rows in backward
+PROGRAMS = 132 * 8  # that loop over the rows in backward
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def norm_kernel(
         x += tl.load(delta_ptr + row * D + col, mask=keep, other=0.0).to(tl.float32)
         rounded = x.to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * D + col, rounded, mask=keep)
-        x = rounded.to(tl.float32)  # the norm sees x as the rest of the layer does, rounded
+        x = rounded.to(tl.float32)  # the norm uses the rounded x, as the rest of the layer does
     gain = tl.load(gain_ptr + col, mask=keep, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / D + EPS) * gain
     tl.store(y_ptr + row * D + col, y.to(y_ptr.dtype.element_ty), mask=keep)
@@ -55,7 +55,7 @@ def norm_backward_kernel(
     while row < T:
         x, d_y, stream = next_x.to(tl.float32), next_d_y.to(tl.float32), next_d_x
         at, row = row * D + col, row + tl.num_programs(0)
-        # on its way while this one is worked on
+        # loads while this row is computed
         next_x, next_d_y, next_d_x = load_row(x_ptr, d_y_ptr, d_x_ptr, row * D + col, keep & (row < T), ADD)
         scale = tl.rsqrt(tl.sum(x * x, 0) / D + EPS)
         x *= scale

@@ -1,12 +1,11 @@
 """The Triton kernels of dispatch/nvlink.py: rows between GPUs that reach each other's memory; imported where they run.
 
-Addresses of the ranks' slots come as an int64 tensor, so one kernel serves any number of ranks. Nothing but `meet`
-waits for another rank, and that is one program with a bounded loop: it cannot keep away the collective that the other
-rank waits for.
+The addresses of the ranks' slots are an int64 tensor, so one kernel serves any number of ranks. Only `meet` waits for
+another rank. It is one program with a bounded loop, so it cannot block the collective that the other rank waits for.
 
-P ranks, T tokens of a rank, K choices of a token, D width, E experts, L of them on a rank, R rows that this rank has
-memory for. A slot is rows (T of D on the way out, P * T of D home), chosen experts, weights (T of K each); EXPERT and
-WEIGHT are where these begin, in bytes."""
+P ranks, T tokens of a rank, K choices of a token, D width, E experts, L experts on a rank, R rows that this rank has
+memory for. A slot holds rows (T of D on the way out, P * T of D on the way home), chosen experts and weights (T of K
+each); experts begin at byte EXPERT, weights at byte WEIGHT."""
 
 # mypy: ignore-errors
 # Triton's language only looks like Python: its pointers and blocks have no Python types.
@@ -25,21 +24,21 @@ PIECE = 128  # choices that a program of `count` and `place` takes
 
 @triton.jit
 def meet_kernel(pad_ptrs, state_ptr, me, PATIENCE, P: tl.constexpr):
-    """All ranks come here before any goes on. state: how often they have met; 1 + a rank that did not come in time."""
+    """Wait until all ranks are here. state[0]: number of meetings; state[1]: 1 + a rank that did not come in time."""
     meeting = tl.load(state_ptr) + 1
     tl.debug_barrier()
     for p in range(P):
         there = tl.load(pad_ptrs + p).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(there + me, meeting, sem="release", scope="sys")
     here = tl.load(pad_ptrs + me).to(tl.pointer_type(tl.int32))
-    waits = tl.where(tl.load(state_ptr + 1) == 0, PATIENCE, 0)  # who stayed away once is not waited for again
+    waits = tl.where(tl.load(state_ptr + 1) == 0, PATIENCE, 0)  # after a rank did not come, do not wait again
     for p in range(P):
         tries = 0
         seen = tl.atomic_add(here + p, 0, sem="acquire", scope="sys")
         while (seen - meeting < 0) & (tries < waits):
             seen = tl.atomic_add(here + p, 0, sem="acquire", scope="sys")
             tries += 1
-        if (seen - meeting < 0) & (waits > 0):  # later, others may only be late
+        if (seen - meeting < 0) & (waits > 0):  # without a wait, others may only be late
             tl.store(state_ptr + 1, 1 + p)
     tl.debug_barrier()
     tl.store(state_ptr, meeting)
@@ -51,8 +50,8 @@ def put_kernel(
     D: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr, CHOICES: tl.constexpr, BINS: tl.constexpr,
     ROUTED: tl.constexpr,
 ):  # fmt: skip
-    """This rank's tokens into its own slot, for others to read; the first time with what they have chosen: expert E,
-    which there is not, for a choice that was dropped or that pads. Tokens from OWN on pad."""
+    """Write this rank's tokens to its own slot, for others to read; if ROUTED, also their choices and weights. Dropped
+    choices and padding get expert E, which does not exist. Tokens from OWN on are padding."""
     token, col = tl.program_id(0).to(tl.int64), tl.arange(0, COLS)
     out_ptr = tl.multiple_of(slot_ptr.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
     for start in tl.static_range(0, D, COLS):
@@ -78,8 +77,8 @@ def put_kernel(
 def count_kernel(
     slot_ptrs, chosen_ptr, count_ptr, total_ptr, EXPERT, me, C, E, L, pieces, PIECE: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
-    """count[e, piece]: how often a piece's choices are this rank's expert e; total[e] is its sum. C: choices of a rank,
-    which are `pieces` pieces."""
+    """Write count[e, piece], the number of a piece's choices of this rank's expert e, and its sum total[e]. C: choices
+    of a rank, in `pieces` pieces."""
     source, piece = tl.program_id(0) // pieces, tl.program_id(0) % pieces
     at = piece * PIECE + tl.arange(0, PIECE)
     address = tl.load(slot_ptrs + source) + EXPERT
@@ -95,8 +94,8 @@ def count_kernel(
 def first_kernel(
     count_ptr, total_ptr, state_ptr, here_ptr, L, pieces, R, BINS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """count[e, piece] becomes the row where that piece's rows of expert e begin. here[e]: the rows of e that there is
-    memory for. state[2]: how many rows came, if there was too little."""
+    """Replace count[e, piece] by the row where that piece's rows of expert e begin. here[e]: number of e's rows that
+    fit into memory. state[2]: number of rows that came, if not all of them fit."""
     e, all_e = tl.program_id(0), tl.arange(0, BINS)
     total = tl.load(total_ptr + all_e, mask=all_e < L, other=0)
     begin = tl.sum(tl.where(all_e < e, total, 0), 0)
@@ -118,7 +117,7 @@ def first_kernel(
 def place_kernel(
     slot_ptrs, chosen_ptr, first_ptr, back_ptr, weight_ptr, WEIGHT, C, L, R, pieces, PIECE: tl.constexpr
 ):  # fmt: skip
-    """back: the row of each rank's each choice; 2^31 - 1 if its expert is not here. A row's weight is fetched."""
+    """Write the row of each choice of each rank, 2^31 - 1 if its expert is not here, and read each row's weight."""
     source, piece, index = tl.program_id(0) // pieces, tl.program_id(0) % pieces, tl.arange(0, PIECE)
     at = piece * PIECE + index
     expert = tl.load(chosen_ptr + source.to(tl.int64) * C + at, mask=at < C, other=L)
@@ -137,7 +136,7 @@ def place_kernel(
 def pull_kernel(
     slot_ptrs, back_ptr, out_ptr, me, P, T, R, D: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Each token that has a choice here is read once, from its rank's slot, and written to its rows."""
+    """Read each token that has a choice here once, from its rank's slot, and write it to its rows."""
     source, token = (me + tl.program_id(0) % P) % P, (tl.program_id(0) // P).to(tl.int64)
     choice, col = (source * T + token) * K, tl.arange(0, COLS)
     address = tl.multiple_of(tl.load(slot_ptrs + source), 16)
@@ -159,8 +158,8 @@ def push_kernel(
     y_ptr, grad_ptr, slot_ptrs, back_ptr, WEIGHT, me, P, T, R,
     D: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of a token's rows here goes to its rank's slot, once; with WEIGHTED also a number of each row. A token of
-    which a row found no memory is nan."""
+    """Write the sum of a token's rows here to its rank's slot, once; if WEIGHTED, also one number of each row. A token
+    becomes nan if one of its rows did not fit into memory."""
     source, token = (me + tl.program_id(0) % P) % P, (tl.program_id(0) // P).to(tl.int64)
     choice, col = (source * T + token) * K, tl.arange(0, COLS)
     address = tl.multiple_of(tl.load(slot_ptrs + source), 16)
@@ -191,7 +190,7 @@ def sum_kernel(
     slot_ptr, kept_ptr, state_ptr, out_ptr, grad_ptr, WEIGHT, T, E, L, P: tl.constexpr,
     D: tl.constexpr, K: tl.constexpr, COLS: tl.constexpr, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of what the ranks of a token's experts sent, in the ranks' order; nan once a rank did not come."""
+    """Add the sums that the ranks of a token's experts sent, in the order of ranks; nan once a rank did not come."""
     token, col, slot = tl.program_id(0).to(tl.int64), tl.arange(0, COLS), tl.arange(0, CHOICES)
     expert = tl.load(kept_ptr + token * K + slot, mask=slot < K, other=E)
     in_ptr = tl.multiple_of(slot_ptr.to(tl.pointer_type(out_ptr.dtype.element_ty)), 16)
@@ -210,11 +209,11 @@ def sum_kernel(
         tl.store(grad_ptr + token * K + slot, grad, mask=slot < K)
 
 
-# ---- launched
+# ---- launches
 
 
 class Slot(NamedTuple):
-    """A buffer of every rank, as one dispatch lays it out."""
+    """One buffer on each rank, with the layout of one dispatch."""
 
     addresses: Tensor  # of all ranks, int64
     me: int
@@ -231,7 +230,7 @@ def meet(pads: Tensor, state: Tensor, me: int, patience: int) -> None:
 
 
 def put(x_TD: Tensor, slot: Slot, choices: tuple[Tensor, Tensor, int] | None, local: int) -> tuple[Tensor, Tensor]:
-    """`choices`: experts, their weights, and the number of all experts. (kept_TK, zeros for each local expert)"""
+    """Return (kept_TK, zeros for each local expert). `choices`: experts, weights, and the number of all experts."""
     (own, width), device = x_TD.shape, x_TD.device
     kept_TK = torch.empty(slot.tokens if choices else 0, slot.k, dtype=torch.int32, device=device)
     total_E = torch.empty(local, dtype=torch.int32, device=device)
@@ -244,7 +243,7 @@ def put(x_TD: Tensor, slot: Slot, choices: tuple[Tensor, Tensor, int] | None, lo
 
 
 def count(slot: Slot, total_E: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """(each rank's each choice's local expert, how often each piece of them has each)"""
+    """Return the local expert of each choice of each rank, and the number of choices of each expert in each piece."""
     choices, local, device = slot.tokens * slot.k, len(total_E), total_E.device
     pieces = triton.cdiv(choices, PIECE)
     chosen_C = torch.empty(slot.ranks * choices, dtype=torch.int32, device=device)
@@ -259,7 +258,7 @@ def count(slot: Slot, total_E: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def place(
     slot: Slot, chosen_C: Tensor, count_EP: Tensor, total_E: Tensor, state: Tensor, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(back_C, weight_R, count_E)"""
+    """Return (back_C, weight_R, count_E): each choice's row, each row's weight, and the rows of each expert."""
     (local, pieces), device = count_EP.shape, chosen_C.device
     back_C, count_E = torch.empty_like(chosen_C), torch.empty_like(total_E)
     weight_R = torch.empty(rows, dtype=torch.float32, device=device)
@@ -293,7 +292,7 @@ def push(slot: Slot, back_C: Tensor, y_RD: Tensor, weight_R: Tensor | None) -> N
 def summed(
     slot: Slot, kept_TK: Tensor, state: Tensor, like: Tensor, tokens: int, experts: int, weighted: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The sums of this rank's tokens, and the numbers of their choices' rows."""
+    """Return the sums of this rank's tokens and, if `weighted`, the number of each choice's row, else None."""
     out = torch.empty(tokens, like.shape[1], dtype=like.dtype, device=like.device)
     grad_TK = torch.empty(tokens, slot.k, dtype=torch.float32, device=like.device) if weighted else None
     if tokens:

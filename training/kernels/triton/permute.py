@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PIECE = 128  # choices that a program of `places` ranks among themselves
+PIECE = 128  # choices of one program
 
 
 @triton.jit
 def count_kernel(expert_ptr, count_ptr, R, E, PIECE: tl.constexpr, BINS: tl.constexpr):
-    """count[e, p]: choices of expert e in piece p."""
+    """Write count[e, p], the number of choices of expert e in piece p."""
     at = tl.program_id(0) * PIECE + tl.arange(0, PIECE)
     expert = tl.load(expert_ptr + at, mask=at < R, other=0).to(tl.int32)
     bins = tl.histogram(expert, BINS, mask=at < R)
@@ -28,8 +28,8 @@ def place_kernel(
     expert_ptr, until_ptr, count_ptr, back_ptr, weight_ptr, token_ptr, row_weight_ptr, R, K, SORT: tl.constexpr,
     PIECE: tl.constexpr,
 ):  # fmt: skip
-    """A choice's row: where its expert's rows of this piece begin, and how many in the piece came before it. SORT: what
-    token and weight each row has, too."""
+    """Write each choice's row: where its expert's rows of this piece begin, plus the expert's earlier choices in the
+    piece. If SORT, also write each row's token and weight."""
     index = tl.arange(0, PIECE)
     at = tl.program_id(0) * PIECE + index
     expert = tl.load(expert_ptr + at, mask=at < R, other=0).to(tl.int32)
@@ -75,10 +75,10 @@ def gather_kernel(
 
 
 def counts(expert_TK: Tensor, experts: int) -> Tensor:
-    """(E, pieces), int32: choices of each expert in each piece."""
+    """Return the number of choices of each expert in each piece, (E, pieces) in int32."""
     rows = expert_TK.numel()
     pieces = triton.cdiv(rows, PIECE)
-    # experts first: along the first dimension this sum was the slowest part of a dispatch, 90 us
+    # experts first, because a sum along the first dimension was the slowest part of a dispatch, 90 us
     count_EP = torch.empty(experts, pieces, dtype=torch.int32, device=expert_TK.device)
     if rows:
         bins = max(triton.next_power_of_2(experts), 2)
@@ -96,8 +96,8 @@ def places(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def sorted_rows(
     expert_TK: Tensor, weight_TK: Tensor | None, experts: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(back_R, ends_E): of permute.places, and where each expert's rows end; given weights, each row's token (int32)
-    and weight."""
+    """Return (back_R, ends_E, token_R, weight_R): the rows of permute.places, each expert's end and, with weights, each
+    row's token (int32) and weight, else None."""
     rows, device = expert_TK.numel(), expert_TK.device
     back_R = torch.empty(rows, dtype=torch.int64, device=device)
     token_R = weight_R = None
@@ -106,7 +106,7 @@ def sorted_rows(
     if rows == 0:
         return back_R, torch.zeros(experts, dtype=torch.int32, device=device), token_R, weight_R
     count_EP = counts(expert_TK, experts)
-    until_EP = count_EP.flatten().cumsum(0, dtype=torch.int32).view_as(count_EP)  # rows are in just this order
+    until_EP = count_EP.flatten().cumsum(0, dtype=torch.int32).view_as(count_EP)  # rows have this order
     place_kernel[(count_EP.shape[1],)](
         expert_TK, until_EP, count_EP, back_R, weight_TK, token_R, weight_R, rows, expert_TK.shape[-1],
         SORT=weight_TK is not None, PIECE=PIECE,

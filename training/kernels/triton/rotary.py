@@ -1,7 +1,7 @@
 """The Triton kernels of rotary.py; imported only where a kernel runs.
 
-A row is one head of one token. Rows are walked by a fixed number of programs, each of which keeps its own sum of the
-gain's gradient: no atomics, the same bits every time.
+A row is one head of one token. In backward a fixed number of programs loop over the rows, and each keeps its own sum of
+the gain's gradient: without atomics, the bits are the same every time.
 """
 
 # mypy: ignore-errors
@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 16  # of a program; of the forward and backward pairs tried on an H100, these were the fastest
+ROWS = 16  # of a program; these sizes were the fastest of those tried on an H100, forward and backward
 BACK_ROWS, BACK_WARPS = 32, 2
-PROGRAMS = 132 * 32  # that walk over the rows in backward
+PROGRAMS = 132 * 32  # that loop over the rows in backward
 
 
 @triton.jit
 def load3(ptr, start, keep, A, HALF, COLS: tl.constexpr, REST: tl.constexpr, TAIL: tl.constexpr):
-    """The two halves that are turned, and the rest of the head, in float32. `start`: where each row begins."""
+    """Return the two rotated halves and the rest of the head, in float32. `start`: where each row begins."""
     col = tl.arange(0, COLS)
     mask = keep[:, None] & (col < HALF)[None, :]
     at = start[:, None] + col[None, :]
@@ -120,7 +120,7 @@ def heads_backward_kernel(
         a, b, rest = load3(d_y_ptr, row * A, keep, A, HALF, COLS, REST, TAIL)
         if TURN:
             cos, sin = load_angle(cos_ptr, sin_ptr, row, keep, H, POSITIONS, HALF, COLS)
-            a, b = a * cos + b * sin, b * cos - a * sin  # turned back
+            a, b = a * cos + b * sin, b * cos - a * sin  # the inverse rotation
         if NORM:
             x_a, x_b, x_rest = load3(x_ptr, start, keep, A, HALF, COLS, REST, TAIL)
             scale = tl.rsqrt(square_sum(x_a, x_b, x_rest, REST) / A + EPS)[:, None]
@@ -159,8 +159,8 @@ def sizes(shape: torch.Size, cos: Tensor) -> tuple[tuple[int, int, int], dict[st
     return (batch * length * heads, heads, cos.shape[0] * length), tile | {"TAIL": triton.next_power_of_2(max(rest, 1))}
 
 
-# `first`: where in a token's row of x the heads begin. The backward of all groups writes into one d_x, which the
-# products that made x then read as one.
+# `first`: where in a token's row of x the heads begin. The backward passes of all groups write into one d_x, because
+# one product computed x, and its backward reads one tensor.
 
 
 def forward(
@@ -180,7 +180,7 @@ def backward(
     d_y_BSHA: Tensor, d_x_BSN: Tensor, x_BSN: Tensor | None, first: int, turn: bool,
     gain_A: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
 ) -> Tensor | None:  # fmt: skip
-    """Writes this group's part of d_x; returns the gain's gradient, None without a gain."""
+    """Write this group's part of d_x; return the gain's gradient, or None without a gain."""
     sized, tile = sizes(d_y_BSHA.shape, cos)
     width = d_y_BSHA.shape[3]
     tile |= {"ROWS": BACK_ROWS, "num_warps": BACK_WARPS}

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 1024  # scores of a program
-ROUTED, STEP = 128, 64  # tokens of a program of `route`, and how much of a token it reads at once
+ROUTED, STEP = 128, 64  # tokens of a program of `route`, and dimensions that it reads at once
 SUMMED = 64  # tokens of a program of `gathered`
 
 
@@ -19,12 +19,12 @@ SUMMED = 64  # tokens of a program of `gathered`
 def choose_kernel(
     score_ptr, expert_ptr, T, N, K: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """T rows of N scores each, S rows to a token, whose scores are interleaved; K are chosen of each row."""
+    """Choose K of the N scores of each of T rows; each token has S rows, and their scores are interleaved."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     at_0 = (row // S * N * S + row % S)[:, None]
     score = tl.load(score_ptr + at_0 + col * S, mask=(row < T)[:, None] & (col < N), other=float("-inf"))
-    score = tl.where(score == score, score, float("-inf"))  # NaN: such a step is skipped, but needs valid indices
+    score = tl.where(score == score, score, float("-inf"))  # a step with NaN is skipped, but needs valid indices
     left = (score == score) & (col < N)
     for k in range(K):
         best = tl.max(tl.where(left, score, float("-inf")), 1)
@@ -48,7 +48,7 @@ def choose(score_TN: Tensor, k: int, slices: int = 1) -> Tensor:
 
 @triton.jit
 def upper(x):
-    """The bf16 that a float32's upper half is (router.split)."""
+    """Return x cut to the bf16 in its upper half, as float32 (router.split)."""
     return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
@@ -57,8 +57,8 @@ def route_kernel(
     x_ptr, weight_ptr, logits_ptr, scores_ptr, expert_ptr, chosen_ptr, parts_ptr, T, scale,
     D: tl.constexpr, N: tl.constexpr, S: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Logits, their softmax, of each class n % S the best expert, and the chosen ones' weights; and, for backward, the
-    parts [w0, w0, w1] of the weight."""
+    """Compute logits, their softmax, the best expert of each class n % S, and the weights of these experts; and, for
+    backward, the parts [w0, w0, w1] of the weight."""
     row, n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, N), tl.arange(0, STEP)
     live, wide = (row < T)[:, None], row.to(tl.int64)[:, None]
     first, second, third = (
@@ -103,7 +103,7 @@ def route_backward_kernel(
     N: tl.constexpr, S: tl.constexpr, NORMALIZE: tl.constexpr, SCORES: tl.constexpr, LOGITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the logits in its bf16 parts, side by side: [d2, d0, d1, d0]."""
+    """Compute the gradient of the logits as bf16 parts, side by side: [d2, d0, d1, d0]."""
     row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, N)
     live, wide = (row < T)[:, None], row.to(tl.int64)[:, None]
     at, slot = wide * N + n[None, :], tl.arange(0, S)[None, :]
@@ -132,7 +132,7 @@ def route_backward_kernel(
 
 
 def route(x_TD: Tensor, weight_ND: Tensor, slices: int, normalize: bool, scale: float) -> tuple[Tensor, ...]:
-    """(logits_TN, scores_TN, expert_TK, weight_TK, parts): the last is [w0, w0, w1] of the weight."""
+    """Return (logits_TN, scores_TN, expert_TK, weight_TK, parts); `parts` is [w0, w0, w1] of the weight."""
     (tokens, hidden), experts = x_TD.shape, len(weight_ND)
     new = x_TD.new_empty
     logits_TN, scores_TN = (new(tokens, experts, dtype=torch.float32) for _ in range(2))
@@ -173,7 +173,7 @@ def gathered_kernel(
     y_ptr, back_ptr, d_ptr, parts_ptr, onto_ptr, out_ptr, T,
     D: tl.constexpr, K: tl.constexpr, N: tl.constexpr, ONTO: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The sum of each token's rows, and of d's last three parts by the weight's."""
+    """Compute the sum of each token's rows, plus d's last three parts times the weight's parts."""
     across: tl.constexpr = D // STEP
     row, n = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS), tl.arange(0, N)
     live, wide = (row < T)[:, None], row.to(tl.int64)[:, None]
@@ -194,7 +194,7 @@ def gathered_kernel(
 def gathered(
     y_RD: Tensor, back_R: Tensor, k: int, d: Tensor, parts: Tensor, onto_TD: Tensor | None, rows=SUMMED, warps=4
 ) -> Tensor:
-    """permute.gather(y_RD, back_R, k, onto_TD) + d[:, N:] @ parts, rounded once; of at least 16 experts."""
+    """Return permute.gather(y_RD, back_R, k, onto_TD) + d[:, N:] @ parts, rounded once; needs at least 16 experts."""
     tokens, (threefold, hidden) = len(d), parts.shape
     out = y_RD.new_empty(tokens, hidden)
     if tokens:
@@ -210,8 +210,8 @@ def figures_kernel(
     logits_ptr, expert_ptr, out_ptr, T, N, TIMES,
     K: tl.constexpr, G: tl.constexpr, COLS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a program's tokens: of each probability, of squared logsumexps, of entropies, and how many tokens'
-    choices are whole FFNs, and how many slices they have too seldom and too often."""
+    """Sum over a program's tokens: each probability, squared logsumexp, entropy, whether choices are whole FFNs, and
+    the number of slices that are chosen too seldom and too often."""
     row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     live, wide = row < T, row.to(tl.int64)[:, None]
     logits = tl.load(logits_ptr + wide * N + n[None, :], mask=live[:, None] & (n < N)[None, :], other=float("-inf"))
@@ -238,7 +238,7 @@ def figures_kernel(
 
 
 def figures(logits_TN: Tensor, expert_TK: Tensor, slices: int) -> Tensor:
-    """(programs, N + 5), see figures_kernel."""
+    """Return the sums of figures_kernel, (programs, N + 5)."""
     (tokens, experts), k = logits_TN.shape, expert_TK.shape[1]
     cols = triton.next_power_of_2(experts)
     rows = max(1, 2 * TILE // cols)

@@ -1,8 +1,8 @@
 """The Triton kernels of swiglu.py; imported only where a kernel runs.
 
-Both go over tiles of rows and neurons, compute in float32 and round once. The backward sums d_weight over all neurons
-of a row inside one program: no atomics, so the same bits every time. Programs whose rows belong to no expert leave at
-once, which is what makes a receive buffer larger than its content cheap.
+The kernels loop over tiles of rows and neurons, compute in float32 and round once. The backward sums d_weight over all
+neurons of a row inside one program: without atomics, the bits are the same every time. Programs whose rows belong to no
+expert return at once, so a receive buffer that is larger than its content costs little.
 """
 
 # mypy: ignore-errors
@@ -43,7 +43,7 @@ def act_and_slope(x, ACT: tl.constexpr):
 
 @triton.jit
 def factor_and_slope(up, ACT: tl.constexpr):
-    """What the activation of a gate is multiplied with."""
+    """Return the factor of the gate's activation, and its derivative by `up`."""
     if ACT == "clamped_swiglu":
         return tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0, tl.where(tl.abs(up) <= 7.0, 1.0, 0.0)
     else:
@@ -61,7 +61,7 @@ def activation_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     keep = (row < total)[:, None] & (col < F)[None, :]
-    row = row.to(tl.int64)  # rows times width pass 2^31
+    row = row.to(tl.int64)  # rows times width can exceed 2^31
     at = row[:, None] * (2 * F if GATED else F) + col[None, :]
     weight = tl.load(weight_ptr + row, mask=row < total, other=0.0).to(tl.float32)
     act, _ = act_and_slope(tl.load(h_ptr + at, mask=keep, other=0.0).to(tl.float32), ACT)
@@ -136,7 +136,7 @@ def zero_tail_kernel(y_ptr, total_ptr, R, D: tl.constexpr, COLS: tl.constexpr):
 
 
 def tile(width: int) -> dict[str, int]:
-    """Rows and columns of a tile: columns that divide the width if they can, so that no lane idles."""
+    """Return the rows and columns of a tile; the columns divide the width if possible, so that no lane is idle."""
     cols = min(width & -width, 1024)  # the largest power of two that divides it
     if cols < 128:
         cols = min(triton.next_power_of_2(width), 256)
@@ -159,7 +159,7 @@ def backward(
     assert h_RH.is_contiguous() and weight_R.is_contiguous() and d_a_RF.is_contiguous()
     d_h_RH, d_weight_R, size = torch.empty_like(h_RH), torch.zeros_like(weight_R), tile(width)
     grid = (triton.cdiv(rows, size["ROWS"]),)
-    # a goes where d_a was: every element is read before it is written, by the same program
+    # a overwrites d_a, because the same program reads each element before it writes it
     activation_backward_kernel[grid](
         d_a_RF, h_RH, weight_R, ends_E[-1:], d_h_RH, d_weight_R, d_a_RF, width, GATED=gated, ACT=activation, **size
     )
@@ -185,6 +185,6 @@ def gated_backward(d_a: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
 def zero_tail(y_RD: Tensor, ends_E: Tensor) -> Tensor:
     assert y_RD.is_contiguous()
     rows, width = y_RD.shape
-    # few programs that walk: where nothing is left over, which is the rule, this must cost no more than a launch
+    # few programs that loop, because usually no rows are left, and then this must cost no more than a launch
     zero_tail_kernel[(min(rows, 256),)](y_RD, ends_E[-1:], rows, width, COLS=1024)
     return y_RD

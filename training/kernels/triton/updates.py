@@ -1,4 +1,4 @@
-"""The Triton kernels of updates.py; imported only where they run. Element by element, in float32."""
+"""The Triton kernels of updates.py; imported only where they run. They work element by element, in float32."""
 
 # mypy: ignore-errors
 # Triton's language only looks like Python: its pointers and blocks have no Python types.
@@ -30,10 +30,10 @@ def adamw_kernel(
     SHARE: tl.constexpr, COPIES: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr,
     LOG2: tl.constexpr, EPS: tl.constexpr, COPY: tl.constexpr, CLIP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`count` elements, of each of COPIES copies that lie behind each other."""
+    """Update `count` elements of each of COPIES copies, which are stored one after another."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = (at < count) & (tl.load(skip_ptr) == 0)
-    # bias corrections, as the means began at 0; in float64, because they are differences of numbers close to 1
+    # bias corrections, because the means start at 0; in float64, because they are differences of numbers close to 1
     number = tl.load(step_ptr).to(tl.float64) + 1.0
     lr = tl.load(lr_ptr).to(tl.float32)
     rate = lr / (1.0 - tl.exp(number * LOG1)).to(tl.float32)
@@ -87,4 +87,4 @@ def adamw_(
 
 
 def log(beta: float) -> float:
-    return math.log(beta) if beta else -1e9  # with beta 0 the mean is the last value: no correction
+    return math.log(beta) if beta else -1e9  # with beta 0 the mean is the last value and needs no correction
