@@ -6,7 +6,7 @@
     python -m benchmarks.islands_learn arms FOLDER tokens=/data/tok tuned=ROWS seeds=0,1,2    each at its best, and what follows
     python -m benchmarks.islands_learn arms FOLDER tokens=/data/tok "named=1:copies:2:5e-4;3:copies:0:1e-3:70:794:1e8"
                                                     these alone: number, model, seed, rate, and every, seconds, link if other
-    python -m benchmarks.islands_learn table FOLDER/rows.jsonl [plot=curves.png]              what docs/islands.md has
+    python -m benchmarks.islands_learn table FOLDER/rows.jsonl [plot=curves.png]              what results/2026-11-islands.md has
     python -m benchmarks.islands_learn table benchmarks/data/islands_smollm2.jsonl                      its runs of SmolLM2 on GPUs
 
 Steps are real (the trainer's own: upcycled as it is loaded, AdamW, clipping, balance), and so are the rules of push and

@@ -1,4 +1,4 @@
-"""What a thousand ranks cost before the first of them computes, on one machine: the table of docs/planning.md.
+"""What a thousand ranks cost before the first of them computes, on one machine: the table of results/2026-11-planning.md.
 
   python -m benchmarks.many_ranks start 1024 [copies]  # one rank of torch's "fake" group: meshes and FSDP, the host of a step
   python -m benchmarks.many_ranks checkpoint 1024      # plans, lines and manifest of so many ranks, on one

@@ -1,6 +1,6 @@
 """Hold every speed that was measured next to what the time model says of it, and write the tables of the pages.
 
-python -m benchmarks.speeds        # writes docs/planning.md's and docs/performance.md's tables anew
+python -m benchmarks.speeds        # writes the tables of results/2026-11-planning.md and -performance.md again
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from upcycle.arch.spec import DenseSpec, MoESpec
 from upcycle.config.reading import read
 from upcycle.config.ready import TRAIN
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGE, PERFORMANCE = DOCS / "planning.md", DOCS / "performance.md"
+RESULTS = Path(__file__).parent / "results"
+PAGE, PERFORMANCE = RESULTS / "2026-11-planning.md", RESULTS / "2026-11-performance.md"
 NATURAL, IN_TURN, EVEN = Routing(RANDOM), Routing(0.0, in_turn=True), Routing(0.0, in_turn=True)
 SMOL = DenseSpec(
     family="llama", layers=30, hidden=576, ffn=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, context=2048, tied=True
@@ -314,7 +314,7 @@ def teraflops(row: Row, rate: float) -> float:
 
 
 def published() -> str:
-    """The table of docs/performance.md that has what others publish of whole models, and what is computed of ours."""
+    """Return the table of what others publish of whole models, next to what is computed for ours."""
     lines = ["| whole model | GPUs | published, Automodel | ours, computed | command |", "|---|---|---|---|---|"]
     for row in ROWS:
         if not row.what.startswith("NeMo Automodel, "):

@@ -17,7 +17,7 @@ with the first of B and so on: trainings of one seed, which read the same sample
     over items  a diagnostic: the 95 % interval for other items and these very models, over clusters of items that come
                 from one file, passage or document (`cluster` names the key). It says nothing about another training,
                 whose data in another order may change hundreds of answers, so of one run each there is no verdict, but
-                how large the difference is beside the noise between seeds that docs/study.md measured
+                how large the difference is beside the noise between seeds that docs/science.md measured
 
 All must have been asked the same items. What flipped is shown of one run each. Loss at equal FLOPs is read off the
 curves; where that is before the end of a schedule, it is called interpolated: a schedule that ends there is lower.

@@ -1,7 +1,7 @@
 """Set a difference that has no verdict beside the noise between seeds that our own studies measured.
 
 The noise is the standard deviation, over three seeds, of the difference of two trainings that read the same samples in
-the same order. docs/study.md has the seeds, or an interval over three, half of which is 2.48 standard deviations.
+the same order. docs/science.md has the seeds, or an interval over three, half of which is 2.48 standard deviations.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ABOUT = "Another model, text or length may have more noise, and so have runs tha
 ABOUT_LOSS = (
     "Noise between runs: the difference of two recipes had a standard deviation over three seeds of "
     f"{LOSS[0]} to {LOSS[1]} nats a token on sets trained on, and up to {OTHER} on others (SmolLM2-135M and a model of "
-    f"51 M parameters, 1.6 to 63 M tokens; docs/study.md). {ABOUT}"
+    f"51 M parameters, 1.6 to 63 M tokens; docs/science.md). {ABOUT}"
 )
 ABOUT_ACCURACY = (
     "Noise between runs: the difference of two recipes had a standard deviation over three seeds of "
     f"{number(ACCURACY[0], 'acc')} to {number(ACCURACY[1], 'acc')} points on 1,188 to 2,009 items; fewer items have "
-    f"more, by the root of their number (SmolLM2-135M-Instruct; docs/study.md). {ABOUT}"
+    f"more, by the root of their number (SmolLM2-135M-Instruct; docs/science.md). {ABOUT}"
 )
 
 

@@ -20,7 +20,7 @@ are bfloat16 (model.frozen) half of the bytes; activations are counted as if all
 one, and with `hardware` the hours of each.
 
 With `hardware` those that fit are ranked by predicted tokens/s; `budget`, `price` and `seen` make hours, money and what
-the law of upcycling expects of that. docs/planning.md says how good these predictions are.
+the law of upcycling expects of that. docs/scaling.md says how good these predictions are.
 
 keys, with defaults and meaning: docs/config.md, its own and those of training
 """

@@ -42,7 +42,7 @@ def bill(budget: str, price: float, gpus: int, tokens: int, flops: float, second
     of_all = hours * gpus
     money = f", {few(of_all * price)} at {price:g} a GPU-hour" if price else ""
     said = f"{law.short(count)} tokens in {few(hours, 1)} hours, {few(of_all)} GPU-hours{money}"
-    return f"{said} (of training alone; predictions here were off by up to 15 %, see docs/planning.md)"
+    return f"{said} (of training alone; predictions here were off by up to 15 %, see docs/scaling.md)"
 
 
 def few(number: float, digits: int = 0) -> str:

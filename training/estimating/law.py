@@ -8,7 +8,7 @@ made to eight copies with top-2, that go on for D2:
 
 In nats a token of its authors' text: differences between arms mean something elsewhere, the numbers do not. The three
 curves were fitted apart. The dense model that goes on has no curve of its own there: it is read off the dense one at
-D1 + D2 tokens. Virtual groups have none at all. Held to 36 small runs of ours (docs/planning.md) it is 8 % too low as
+D1 + D2 tokens. Virtual groups have none at all. Held to 36 small runs of ours (docs/scaling.md) it is 8 % too low as
 it stands. A form of as many constants, fitted to those (`continued`), is at most 2 % off on 12 others.
 """
 
@@ -143,8 +143,8 @@ def advice(case: Case) -> str:
         lines += [f"  {name:22}{loss:7.3f}   {note}" for name, loss, note in arms]
     inside = all(low <= at <= high for (low, high), at in zip(RUNS, (n, first, more), strict=True))
     if inside and case.granularity == 1 and (case.copies, case.top_k) == (COPIES, TOP_K):
-        lines.append(f"  {'of our own runs':22}{continued(n, first, more):7.3f}   upcycled, docs/planning.md")
-    lines.append("What our own runs gained, and at which sizes: upcycle recommend, and docs/study.md")
+        lines.append(f"  {'of our own runs':22}{continued(n, first, more):7.3f}   upcycled, docs/scaling.md")
+    lines.append("What our own runs gained, and at which sizes: upcycle recommend, and docs/science.md")
     return "\n".join([*lines, *(f"! {text}" for text in warnings(case))])
 
 
@@ -174,7 +174,7 @@ def warnings(case: Case) -> Sequence[str]:
         )
     if case.granularity > 1 and case.choice == "any":
         found.append(
-            "a free top-k takes groups apart: on SmolLM2-135M that ended 0.30 nats behind dense (docs/study.md); "
+            "a free top-k takes groups apart: on SmolLM2-135M that ended 0.30 nats behind dense (docs/science.md); "
             "write router.choice=each-slice"
         )
     return found

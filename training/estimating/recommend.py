@@ -35,9 +35,9 @@ class RecommendConfig:
     sequence: int = 0  # tokens a sequence; 0: 4096, or the model's context where that is shorter
 
 
-COPIES = (16, 8, 4, 2)  # of slices, the most that fit: 4, 8 and 16 gained 0.008, 0.011 and 0.015 (docs/study.md)
+COPIES = (16, 8, 4, 2)  # of slices, the most that fit: 4, 8 and 16 gained 0.008, 0.011 and 0.015 (docs/science.md)
 WHOLE = (8, 4)  # of whole FFNs, of which a token takes two
-SLICES = 4  # slices of a copy: 2, 4 and 8 were equally good, 8 slower (docs/study.md)
+SLICES = 4  # slices of a copy: 2, 4 and 8 were equally good, 8 slower (docs/science.md)
 RECOMPUTE = ("none", "attention", "experts", "full")
 NEARLY = 1.02  # times the seconds of the fastest
 MICRO = (1, 2, 4, 8, 16, 32, 64)
@@ -45,7 +45,7 @@ STEPS = 400  # at least so many, as our studies had, before a step gets more tok
 SMALLEST, LARGEST = 2**16, 2**22  # tokens of a step: ours on 135 M parameters; the best of arXiv 2410.07524 on 15 B
 # AdamW's peak: ours on 135 M parameters, SmolLM2's own at its second size, and that of arXiv 2410.07524 above it
 PEAKS = ((5e8, 5e-4), (2e9, 3e-4), (math.inf, 2e-4))
-# Measured against dense training of the same tokens (docs/study.md; BASIS says on what).
+# Measured against dense training of the same tokens (docs/science.md; BASIS says on what).
 GAINS = {
     "dense": "the control",
     "slices": "-0.019 (-0.024 to -0.014) after 26 M tokens, -0.028 (-0.033 to -0.023) after 63 M",
@@ -53,11 +53,11 @@ GAINS = {
 }
 BASIS = """\
 Gains are nats a token on held-out text like the training text, with the 95 % interval over three seeds, on
-SmolLM2-135M-Instruct out of 4 bits (docs/study.md). They do not carry over to other sizes: nobody has measured slices
+SmolLM2-135M-Instruct out of 4 bits (docs/science.md). They do not carry over to other sizes: nobody has measured slices
 on a large model. At 15 B parameters and 1 T tokens others measured MMLU 65.3 for dense, 67.6 for 8 copies with top-2,
 and 66.2 for 8 copies of 8 slices with a free choice (arXiv 2410.07524). Text should be read once: slices that read the
 same text three times fell behind dense. Hours are of steps alone; such predictions were off by up to 15 %
-(docs/planning.md)."""
+(docs/scaling.md)."""
 
 
 @dataclass(frozen=True)

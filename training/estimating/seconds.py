@@ -14,7 +14,7 @@ What is summed, of the slowest rank:
     host        what is left waiting where the host launches more slowly than the device computes, unless recorded
 
 Recomputation is in the part that it repeats. Constants of the model stand below with where they are from; all else is
-counted, or a rate of the hardware file. docs/planning.md holds it to what was measured.
+counted, or a rate of the hardware file. docs/scaling.md holds it to what was measured.
 Frozen parameters, adapters, teachers, Muon's products, documents and FP8 are not in it: they count as plain training.
 """
 
@@ -43,7 +43,7 @@ PARTIAL = 128
 CLOCK = 1.04
 EAGER = 2  # passes of norms and rotation without model.compile: SmolLM2's norms reached a third of the memory's rate
 # Standard deviation of an expert's rows, of their mean. Random routers on random tokens, as the bench has: a capacity
-# of 1 won 3.3 to 4.2 % of a step. In training the fullest of 8 to 32 had 1.2 to 1.43 times the mean (docs/study.md).
+# of 1 won 3.3 to 4.2 % of a step. In training the fullest of 8 to 32 had 1.2 to 1.43 times the mean (docs/science.md).
 RANDOM, TRAINED = 0.05, 0.2
 # A host and a device that are nearly equally fast wait for each other by turns: the sum of fourth powers, by SmolLM2's
 # dense step on an H100, 252 ms where the device was busy for 200

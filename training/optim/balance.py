@@ -43,7 +43,7 @@ class BalanceConfig:
     z_weight: float = 0.0  # weight of the z-loss, which keeps logits small; 1e-3 changed nothing in upcycling
     bias_rate: float = 0.0  # DeepSeek-V3's bias on the selection: 1e-3; usually with aux_weight 1e-4 or 0
     # 0: no token is dropped; 1: an expert takes as many as in perfect balance, which cost 0.04 nats on SmolLM2-135M
-    # (1.25: 0.002 to 0.005, 2: nothing; docs/study.md)
+    # (1.25: 0.002 to 0.005, 2: nothing; docs/science.md)
     capacity_factor: float = 0.0
     drop_policy: str = "probability"  # who stays in a full expert: probability (highest weight) | position (first come)
     # what other ranks' experts are sent is padded to the capacity, so that all sizes are known and no dispatch keeps

@@ -2,7 +2,7 @@
 
 An upcycled expert e * G + g begins as slice g of the dense FFN, like every expert whose number is g modulo G: its
 copies. It sees a part of the tokens, so its gradient is noisier than the dense model's, and AdamW's steps, whose size
-does not depend on noise, part the copies faster than they learn. Two remedies were measured (docs/study.md):
+does not depend on noise, part the copies faster than they learn. Two remedies were measured (docs/science.md):
 
     pull_(gradient, slices, 0.5)     # learn half from one's own tokens, half from what all copies' tokens say
     pull_(weight, slices, 0.25)      # at the end, give up a quarter of what tells an expert from its copies

@@ -18,7 +18,7 @@ from training.run.build import Run
 from training.run.parts import taught_by, whole_on_meta
 from upcycle.arch.spec import DenseSpec, MoESpec
 
-OFTEN = 1.5  # readings of a text from which on an upcycled model fell behind the dense one (docs/study.md)
+OFTEN = 1.5  # readings of a text from which on an upcycled model fell behind the dense one (docs/science.md)
 
 
 def enter(run: Run, stage: Stage, order: Callable[[DataConfig], DataConfig] = lambda data: data) -> Samples:
@@ -74,6 +74,6 @@ def warn_of_readings(run: Run) -> None:
         times = ", ".join(f"{name} {number:.1f} times" for name, number in often.items())
         warnings.warn(
             f"by step {run.stage.last} this run reads {times}: experts learn by heart what they read again, and on "
-            "SmolLM2-135M fell behind their dense control so (docs/study.md); give it more text, or fewer steps",
+            "SmolLM2-135M fell behind their dense control so (docs/science.md); give it more text, or fewer steps",
             stacklevel=2,
         )

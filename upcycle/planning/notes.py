@@ -18,7 +18,7 @@ def of(config: UpcycleConfig, moe: MoESpec) -> tuple[str, ...]:
 
 
 def warnings(config: UpcycleConfig, moe: MoESpec, method: Method) -> Iterator[str]:
-    """Yield warnings from measurements of similar models; docs/study.md describes the runs."""
+    """Yield warnings from measurements of similar models; docs/science.md describes the runs."""
     if config.router.choice != "any":  # a config that sets choice=any gets a note instead
         yield from apart(moe)
     if moe.slices > 1 and not moe.weights_sum_to_one:
@@ -57,7 +57,7 @@ def drawn(config: UpcycleConfig, moe: MoESpec) -> Iterator[str]:
     if moe.slices > 1 and config.router.init.name == "normal":
         yield (
             "router rows start random; set calibration.texts and leave out router.init.name, and the routers divide "
-            "that text evenly from the first step, which gained 0.004 nats on a real model (docs/study.md)"
+            "that text evenly from the first step, which gained 0.004 nats on a real model (docs/science.md)"
         )
 
 

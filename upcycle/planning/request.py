@@ -45,7 +45,7 @@ def sized(config: UpcycleConfig) -> tuple[SizedConfig, str]:
     values = {field.name: getattr(config, field.name) for field in fields(config)} | left
     said = " ".join(f"{key}={value}" for key, value in left.items() if (key, value) != ("granularity", 1))
     if said and slices > 1 and [values[key] for key in sizes] == [4 * slices, slices, slices]:
-        said += ", the recommended slices (docs/study.md)"
+        said += ", the recommended slices (docs/science.md)"
     elif said and method.slices > slices and "granularity" in left:
         said += " of whole copies, because only target=upcycled keeps slices together in training"
     return SizedConfig(**values), f"by default {said}" if said else ""

@@ -108,7 +108,7 @@ def test_p_is_scipys() -> None:
 
 def test_the_noise_that_is_named_is_the_studys() -> None:
     """Each figure is the page's: seeds, or an interval over three."""
-    page = (Path(__file__).parents[3] / "docs" / "study.md").read_text()
+    page = (Path(__file__).parents[3] / "benchmarks" / "results" / "2026-11-studies.md").read_text()
 
     def of_seeds(before: str) -> float:
         return stdev(float(found) for found in re.findall(r"[-+]0\.\d+", page.split(before)[1])[:3])

@@ -1,4 +1,4 @@
-"""Hold the time model to every row that was measured; docs/planning.md shows them with their errors as they are."""
+"""Hold the time model to every row that was measured; benchmarks/results shows them with their errors as they are."""
 
 from __future__ import annotations
 

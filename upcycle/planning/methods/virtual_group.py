@@ -13,7 +13,7 @@ from upcycle.arch.ffn import FFN
 from upcycle.planning.methods import Place, Sizes
 
 EXACT = True
-SLICES = 4  # 16 copies of 4 slices, top-4, were ahead of dense in docs/study.md
+SLICES = 4  # 16 copies of 4 slices, top-4, were ahead of dense in docs/science.md
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,7 @@ def test_three_seeds_have_an_interval() -> None:
 
 
 def test_what_the_docs_say_of_smollm2_is_in_its_rows() -> None:
-    """docs/islands.md, two GPUs with rates and seeds: each line of its table is one of the rows' table, and all are there."""
+    """In the log, two GPUs with rates and seeds: each line of its table is one of the rows' table, and all are there."""
     rows = [json.loads(line) for line in Path("benchmarks/data/islands_smollm2.jsonl").read_text().splitlines()]
     made = set()
     for line in table(rows).splitlines()[2:]:
@@ -280,7 +280,7 @@ def test_what_the_docs_say_of_smollm2_is_in_its_rows() -> None:
         gaps = gaps.replace(": ", ": **").replace(", 95 % ", "** (") + ")" if ":" in gaps else gaps
         timed = "equal tokens" not in place
         made.add((seeds, kept, flushed, gaps, "" if timed else sent.removesuffix(".00"), seconds))
-    page = Path("docs/islands.md").read_text().split("**GPU, rates and seeds**")[1].split("![")[0]
+    page = Path("benchmarks/results/2026-11-islands.md").read_text().split("**GPU, rates and seeds**")[1].split("![")[0]
     said = set()
     for line in [line for line in page.splitlines() if line.startswith("| ")][1:]:
         _, _, seeds, kept, flushed, gaps, sent, seconds = (cell.strip() for cell in line.split("|")[1:-1])
@@ -300,7 +300,7 @@ def test_what_the_docs_say_of_smollm2_is_in_its_rows() -> None:
 
 
 def test_what_the_docs_say_of_equal_seconds_is_in_the_toys_rows() -> None:
-    """docs/islands.md, over three links: each line is of three seeds of one arm, and the first of a link is the best."""
+    """In the log, over three links: each line is of three seeds of one arm, and the first of a link is the best."""
     rows = [json.loads(line) for line in Path("benchmarks/data/islands_toy.jsonl").read_text().splitlines()]
     assert not any("error" in row for row in rows)
     arms: dict[tuple[str, ...], dict[int, float]] = {}
@@ -313,7 +313,7 @@ def test_what_the_docs_say_of_equal_seconds_is_in_the_toys_rows() -> None:
             values = list(found.values())
             made[link, f"{statistics.fmean(values):.4f} ({min(values):.4f}-{max(values):.4f})"] = found
     page = (
-        Path("docs/islands.md")
+        Path("benchmarks/results/2026-11-islands.md")
         .read_text()
         .split("**At equal seconds, over three links")[1]
         .split("Over 0.1 and 1 Gb/s")[0]
@@ -336,7 +336,7 @@ def test_what_the_docs_say_of_equal_seconds_is_in_the_toys_rows() -> None:
 
 
 def test_what_the_docs_say_of_all_rules_is_in_the_toys_rows() -> None:
-    """docs/islands.md, at equal tokens: each line is of three seeds, at the better of its rates, and the best is first."""
+    """In the log, at equal tokens: each line is of three seeds, at the better of its rates, and the best is first."""
     rows = [json.loads(line) for line in Path("benchmarks/data/islands_toy.jsonl").read_text().splitlines()]
     rows = [row for row in rows if not row["seconds"]]
     arms: dict[tuple[str, str], dict[float, list[dict[str, Any]]]] = {}
@@ -352,7 +352,7 @@ def test_what_the_docs_say_of_all_rules_is_in_the_toys_rows() -> None:
             told = paired([100 * run["behind"] for run in runs])
             cells[2] = f"{told.mean:.2f} % ({told.low:.2f} to {told.high:.2f})"
         made.append((model, statistics.fmean(losses), [*cells, f"{statistics.fmean(ended(run) for run in runs):,.0f}"]))
-    page = Path("docs/islands.md").read_text().split("**All rules at equal tokens")[1].split("No rule is within")[0]
+    page = Path("benchmarks/results/2026-11-islands.md").read_text().split("**All rules at equal tokens")[1].split("No rule is within")[0]
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")][
         1:
     ]
