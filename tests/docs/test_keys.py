@@ -134,8 +134,8 @@ def rows(kind: type[Any], known: set[type[Any]], before: str = "") -> list[tuple
 
 def table(found: list[tuple[str, str, str]]) -> list[str]:
     cells = ([f"`{key}`", f"`{default}`" if default else "", said] for key, default, said in found)
-    lines = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
-    return ["| key | default | meaning |", "|---|---|---|", *lines, ""]
+    lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in cells)
+    return ["key | default | meaning", "---|---|---", *lines, ""]
 
 
 def methods() -> dict[str, type[Any]]:
