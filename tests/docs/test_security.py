@@ -44,4 +44,4 @@ def test_the_slurm_recipe_binds_what_can_be_bound(tmp_path: Path, interface: str
     assert ("NCCL_SOCKET_IFNAME==ib0\n" in said) == ("GLOO_SOCKET_IFNAME=ib0\n" in said) == bool(interface)
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in said  # each start meets in a part of the store of its own
     for page in (RECIPE.read_text().replace("\n# ", " "), " ".join(PAGE.split())):
-        assert "torchrun unpickles what it finds" in page and "run code as you" in page.replace("runs", "run")
+        assert "torchrun unpickles" in page and "run code as you" in page.replace("runs", "run")

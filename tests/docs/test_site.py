@@ -14,7 +14,7 @@ PAGES = ROOT / "docs"
 
 
 def build(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "site")]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # an advertisement of the successor
     return subprocess.run([*command, "-f", str(folder / "mkdocs.yml")], env=environment, capture_output=True, text=True)
 
