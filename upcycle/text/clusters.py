@@ -1,8 +1,8 @@
 """Router rows that divide text from the first step: balanced clusters of what a layer's router reads.
 
-Rows drawn at random send most tokens to a few experts, and where they send them says little of the tokens; training
-moves half of all tokens elsewhere before it is over (docs/science.md). These rows are linear, as a router is: an expert's
-score is how near its cluster's centre is, less a price that is high where too many tokens would come.
+Random rows send most tokens to a few experts, and their choice says little about the tokens; training moves half of
+all tokens elsewhere before it ends (docs/science.md). These rows are linear, as a router is: an expert's score is how
+near its cluster's centre is, less a price that is high where too many tokens would come.
 
 Shapes: T tokens, D hidden size, N clusters.
 """

@@ -352,7 +352,12 @@ def test_what_the_docs_say_of_all_rules_is_in_the_toys_rows() -> None:
             told = paired([100 * run["behind"] for run in runs])
             cells[2] = f"{told.mean:.2f} % ({told.low:.2f} to {told.high:.2f})"
         made.append((model, statistics.fmean(losses), [*cells, f"{statistics.fmean(ended(run) for run in runs):,.0f}"]))
-    page = Path("benchmarks/results/2026-11-islands.md").read_text().split("**All rules at equal tokens")[1].split("No rule is within")[0]
+    page = (
+        Path("benchmarks/results/2026-11-islands.md")
+        .read_text()
+        .split("**All rules at equal tokens")[1]
+        .split("No rule is within")[0]
+    )
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")][
         1:
     ]
