@@ -104,7 +104,7 @@ def test_verify_sees_another_expert_and_another_ffn(tmp_path: Path, monkeypatch:
     one = "model.layers.1.mlp.experts.1.down_proj.weight"
     save_file(tensors | {one: tensors[one].flip(0).contiguous()}, folder / "model.safetensors", {"format": "pt"})
     report = verify.verify(source, folder, count=48, sequence=24)
-    assert not report.held and f"{one} is not what the plan makes" in str(report)
+    assert not report.held and f"{one} differs from the tensor that the plan computes" in str(report)
     # the FFN's own check, where bits are not compared
     monkeypatch.setattr(rebuild, "weights", lambda *_: rebuild.Compared(0, 0.0, ()))
     monkeypatch.setattr(verify, "NEAR", (1e-6, 1 + 1e-6))

@@ -1,10 +1,10 @@
-"""Checkpoint: a Hugging Face folder read lazily, headers when it is opened, the bytes of a tensor when it is read.
+"""Read and check a Hugging Face safetensors folder (`Checkpoint`): headers on opening, tensors when they are read.
 
 A safetensors file is 8 bytes of header length (little-endian), a JSON header {name: {dtype, shape, data_offsets}}, then
-the tensors' bytes, end to end. The header comes from a stranger, so everything it says is checked against the file
-before a byte is allocated for it: each tensor's bytes match its shape, the tensors fill the data exactly (no overlap,
-no hole, nothing behind), and index entries are plain names in the folder. Nothing is ever unpickled.
-Every refusal is a ValueError of one sentence that names the file.
+the bytes of the tensors, end to end. Files may come from strangers, so the whole header is checked against the file
+before memory is allocated for tensors: the bytes of each tensor match its shape, the tensors fill the data exactly (no
+overlap, hole or trailing bytes), and index entries are plain names in the folder. Nothing is ever unpickled.
+Every error is a ValueError of one sentence that names the file.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from upcycle.io.strict import fill, open_regular, parse_object, read_exactly, re
 
 INDEX = "model.safetensors.index.json"
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)  # (name, revision)
-MAX_HEADER = 50_000_000  # half of what the safetensors package takes, and ten times the longest that is published
+MAX_HEADER = 50_000_000  # half of the safetensors package's limit, and ten times the longest published header
 MAX_CONFIG = 16_000_000
 MAX_TENSORS = 100_000  # in one file
 MAX_NAME = 512
 MAX_DIMS = 64
-BLOCK = 1 << 20  # bytes read at a time, and checked while they are still in the processor's cache
-SAMPLE = 4096  # bytes of a sample, see fingerprint
+BLOCK = 1 << 20  # bytes read at a time, so that they are checked while still in the processor's cache
+SAMPLE = 4096  # bytes of a sample for the fingerprint
 
-# The header's name -> torch's name, bits. torch has no types below a byte: such tensors can be listed, not read.
+# The header's name -> torch's name, bits. torch has no types below a byte; those tensors can be listed, not read.
 DTYPES = {
     "F64": ("float64", 64), "F32": ("float32", 32), "F16": ("float16", 16), "BF16": ("bfloat16", 16),
     "I64": ("int64", 64), "I32": ("int32", 32), "I16": ("int16", 16), "I8": ("int8", 8),
@@ -55,15 +55,15 @@ INFINITY = {
 }  # fmt: skip
 
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack"}
-COPIED = (  # names, or patterns of them: what is published with a model
+COPIED = (  # names or patterns of files that are published with a model
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v[0-9]*", "sentencepiece.bpe.model",
     "spiece.model", "spm.model", "tiktoken.model", "tekken.json", "qwen.tiktoken", "tokenizer.tiktoken", "vocab.json",
     "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json",
 )  # fmt: skip
-MAX_COPIED = 100_000_000  # bytes of one of them; the largest tokenizer.json we know has 35 MB
-# terms that a model's makers give it under go where its weights go
+MAX_COPIED = 100_000_000  # bytes of one of these files; the largest tokenizer.json we know has 35 MB
+# license files, which are copied together with the weights
 TERMS = (
     "LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "LICENCE.txt", "LICENCE.md", "COPYING", "NOTICE", "NOTICE.txt",
     "NOTICE.md", "Notice", "Notice.txt", "USE_POLICY", "USE_POLICY.md", "USE_POLICY.txt", "USAGE_POLICY.md",
@@ -84,13 +84,13 @@ class Entry:
 
 
 class Checkpoint:
-    """A folder of safetensors and a config.json. `read` may be called from many threads at once."""
+    """A folder with safetensors files and a config.json. Many threads may call `read` at once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             raise ValueError(
-                f"{folder} has adapters alone, without the model that they are of; give the training run or its merged "
+                f"{folder} has only adapters, without their base model; give the training run or its merged "
                 "model (export=FOLDER of training), or merge them with peft"
             )
         if not os.path.lexists(folder / "config.json"):
@@ -112,13 +112,13 @@ class Checkpoint:
                 check_index(folder, weight_map, headers)
             self.entries: Mapping[str, Entry] = {n: e for header in headers.values() for n, e in header.items()}
             if not self.entries:
-                raise ValueError(f"{self.files[0]} holds no tensors; is this the model's folder?")
+                raise ValueError(f"{self.files[0]} has no tensors; is this the model's folder?")
             self._open_files = stack.pop_all()
 
     @staticmethod
     def open(source: str | Path) -> Checkpoint:
-        """Open a folder, or download a hub id (org/name or org/name@revision) and open that."""
-        if source != "" and Path(source).is_dir():  # "" would be the current folder, which nobody means
+        """Open a folder, or download a hub id (org/name or org/name@revision) and open its folder."""
+        if source != "" and Path(source).is_dir():  # Path("") is the current folder, which users do not mean
             return Checkpoint(Path(source))
         hub_id = hub_match(source)
         if not hub_id:
@@ -128,20 +128,20 @@ class Checkpoint:
                 if kind in PICKLES:
                     whole = "load it with transformers where you trust it, and write it with save_pretrained(FOLDER)"
                 raise ValueError(
-                    f"{source} is a file, and a model is a folder with config.json, *.safetensors and a tokenizer; "
+                    f"{source} is a file, but a model is a folder with config.json, *.safetensors and a tokenizer; "
                     f"{whole}"
                 )
             raise ValueError(
-                f"{str(source)!r} is not a folder, nor a hub id such as org/name or org/name@revision; name one, or "
+                f"{str(source)!r} is not a folder or a hub id (org/name or org/name@revision); name one, or "
                 "download the model there (hf download org/name --local-dir FOLDER)"
             )
         return Checkpoint(downloaded(hub_id, DOWNLOADED))
 
     def read(self, name: str, rows: tuple[int, int] | None = None, *, check: bool = True) -> torch.Tensor:
-        """Read a tensor, or its rows [first, last) of dim 0; `check` refuses values that are NaN or infinite."""
+        """Read a tensor, or its rows [first, last) of dim 0; `check` raises a ValueError for NaN or infinity."""
         entry = self.entries.get(name)
         if entry is None:
-            raise ValueError(f"{self.folder} has no tensor {short(name)} among its {len(self.entries)}")
+            raise ValueError(f"{self.folder} has no tensor {short(name)} among its {len(self.entries)} tensors")
         dtype = getattr(torch, entry.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"tensor {short(name)} in {entry.file} is {entry.dtype}, which torch has no type for")
@@ -157,19 +157,19 @@ class Checkpoint:
         if bad:
             raise ValueError(
                 f"tensor {short(name)} in {entry.file} has {bad} values that are NaN or infinite among "
-                f"{math.prod(shape)}; such a model cannot be converted, so get an intact copy"
+                f"{math.prod(shape)}; get an intact copy, because this model cannot be converted"
             )
         return buffer.view(dtype).reshape(shape)
 
     def fingerprint(self) -> str:
-        """Return the sha256 of config.json, of files' names, sizes and headers, and of 4 KiB samples of each tensor.
+        """Return the sha256 of config.json, of file names, sizes and headers, and of 4 KiB samples of each tensor.
 
-        A replaced or retrained tensor changes it; a change between the samples is not seen, nor are tokenizer files.
+        A replaced or retrained tensor changes the fingerprint. Changes between samples or in tokenizer files do not.
         """
         digest = hashlib.sha256()
 
         def add(part: bytes | bytearray) -> None:
-            digest.update(len(part).to_bytes(8, "little"))  # so that parts cannot run together
+            digest.update(len(part).to_bytes(8, "little"))  # so that the boundaries of parts count
             digest.update(part)
 
         add(self._config_bytes)
@@ -187,11 +187,11 @@ class Checkpoint:
         return digest.hexdigest()
 
     def stamps(self) -> dict[str, list[int]]:
-        """Return size and time of change (ns) of every weight file."""
+        """Return the size and the modification time (ns) of every weight file."""
         return {file.name: list(self._stamps[file]) for file in self.files}
 
     def copied_files(self) -> list[Path]:
-        """Return the files that a converted folder takes over: tokenizer, template, generation settings, terms."""
+        """Return the files to copy into a converted folder: tokenizer, chat template, generation settings, licenses."""
         patterns = (*COPIED, *TERMS)
         names = sorted(name for name in os.listdir(self.folder) if any(fnmatchcase(name, p) for p in patterns))
         files = [self.folder / name for name in names]
@@ -217,17 +217,17 @@ class Checkpoint:
             raise ValueError(f"{file} changed while it was open here; wait until nothing writes it, then start again")
 
 
-# ---- names on the hub
+# ---- names on the Hub
 
 
 def hub_match(source: str | Path) -> re.Match[str] | None:
-    """Match (name, revision) of a hub id; None for a path and for whatever lies here."""
+    """Match a hub id as (name, revision); return None for a Path and for an existing local path."""
     return None if isinstance(source, Path) or Path(source).exists() else HUB_ID.fullmatch(source)
 
 
 def downloaded(hub_id: re.Match[str], patterns: Sequence[str]) -> Path:
-    """Download the files of a hub id whose names match, and return their folder."""
-    from huggingface_hub import snapshot_download  # imported here: a folder needs no hub
+    """Download the files of a hub id whose names match the patterns, and return their folder."""
+    from huggingface_hub import snapshot_download  # imported here, because a local folder does not need it
 
     try:
         return Path(snapshot_download(hub_id[1], revision=hub_id[2], allow_patterns=[*patterns]))
@@ -236,13 +236,13 @@ def downloaded(hub_id: re.Match[str], patterns: Sequence[str]) -> Path:
 
 
 def tokenizer_folder(source: str) -> Path:
-    """Return the folder of a tokenizer; of a hub id, download what belongs to the tokenizer and nothing else."""
+    """Return the folder of a tokenizer; for a hub id, download only tokenizer files and config.json."""
     hub_id = hub_match(source)
     return downloaded(hub_id, (*COPIED, "config.json")) if hub_id else Path(source)
 
 
 def not_had(source: str | Path, error: Exception) -> ValueError:
-    return ValueError(f"{source} is not a folder here and cannot be had from the hub: {first_line(error)}")
+    return ValueError(f"{source} is not a local folder and cannot be downloaded from the Hub: {first_line(error)}")
 
 
 def first_line(error: Exception) -> str:
@@ -250,13 +250,13 @@ def first_line(error: Exception) -> str:
 
 
 def pinned(source: str | Path, folder: Path) -> str:
-    """Return a hub id with the commit whose files are in `folder`, the Hub's cache; any other source as it is."""
+    """Return a hub id pinned to the commit of `folder` in the Hub's cache; return any other source unchanged."""
     found = hub_match(source)
     return f"{found[1]}@{folder.name}" if found and folder.parent.name == "snapshots" else str(source)
 
 
 def public_name(source: str) -> str:
-    """Return a hub id as it is, and of a folder the name without where it lies on this machine."""
+    """Return a hub id unchanged; for a folder, return only its name, without its path on this machine."""
     return source if hub_match(source) else os.path.basename(os.path.normpath(source))
 
 
@@ -264,13 +264,13 @@ def public_name(source: str) -> str:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Read every tensor's entry of one safetensors file, each held to the file."""
+    """Read and check the header of one safetensors file; return the entry of each tensor."""
     with open_regular(file) as handle:
         return parse_header(handle, file)
 
 
 def load_checked(file: Path) -> dict[str, torch.Tensor]:
-    """Load a small safetensors file whose header was checked before."""
+    """Check the header of a small safetensors file, then load all of its tensors."""
     from safetensors.torch import load_file
 
     read_header(file)
@@ -287,18 +287,18 @@ def parse_header(handle: FileIO, file: Path) -> dict[str, Entry]:
     length = int.from_bytes(first, "little")
     if not 1 <= length <= MAX_HEADER:
         raise ValueError(
-            f"{file} states a header of {length} bytes; a safetensors header has 1 to {MAX_HEADER}, so this is another "
-            f"kind of file or damaged"
+            f"{file} states a header of {length} bytes; a safetensors header has 1 to {MAX_HEADER}, so this file is "
+            f"damaged or of another kind"
         )
     if length > size - 8:
         raise ValueError(
-            f"{file} states a header of {length} bytes but is cut short: {length + 8 - size} of them are missing; "
+            f"{file} states a header of {length} bytes but is cut short: {length + 8 - size} bytes are missing; "
             f"copy or download it again"
         )
     header = parse_object(read_exactly(handle, file, 8, length), file, digits=20)
     check_metadata(file, header.pop("__metadata__", {}))
     if len(header) > MAX_TENSORS:
-        raise ValueError(f"{file} lists {len(header)} tensors; at most {MAX_TENSORS} a file are read")
+        raise ValueError(f"{file} lists {len(header)} tensors; a file may have at most {MAX_TENSORS}")
     entries = {name: check_entry(file, name, fields, 8 + length) for name, fields in header.items()}
     check_layout(file, entries, 8 + length, size)
     return entries
@@ -311,7 +311,7 @@ def check_metadata(file: Path, metadata: Any) -> None:
         for pair in metadata.items():
             "".join(pair).encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{file} has half a UTF-16 surrogate pair in its __metadata__, which is no text") from error
+        raise ValueError(f"{file} has half a UTF-16 surrogate pair in its __metadata__; it must be text") from error
 
 
 def check_entry(file: Path, name: str, fields: Any, base: int) -> Entry:
@@ -335,9 +335,9 @@ def check_entry(file: Path, name: str, fields: Any, base: int) -> Entry:
     if not whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{where} has data_offsets {short(offsets)}; they must be two whole numbers >= 0, in order")
     dtype, bits = DTYPES[kind]
-    # Without the zeros: [2**40, 2**40, 0] is empty, and yet its strides overflow.
+    # Ignore zeros: [2**40, 2**40, 0] is empty, but its strides overflow.
     if math.prod(size for size in shape if size) * bits >= 2**63:
-        raise ValueError(f"{where} has shape {short(shape)}, which is huge: its size in bits overflows 63 bits")
+        raise ValueError(f"{where} has shape {short(shape)}, which is too large: its size in bits overflows 63 bits")
     want, odd = divmod(math.prod(shape) * bits, 8)
     start, stop = offsets
     if odd or stop - start != want:
@@ -349,11 +349,12 @@ def check_entry(file: Path, name: str, fields: Any, base: int) -> Entry:
 
 
 def whole_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)  # a bool is no number
+    # type() and not isinstance(), because True is an int too
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def check_layout(file: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:
-    """Check that the tensors fill the file from the header's end to the file's end, each byte once."""
+    """Check that the tensors fill the file exactly, from the end of the header to the end of the file."""
     at, before = base, "the header"
     for entry in sorted(entries.values(), key=lambda e: (e.start, e.stop)):
         if entry.start != at:
@@ -370,7 +371,7 @@ def check_layout(file: Path, entries: Mapping[str, Entry], base: int, size: int)
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Read the index's weight_map, {tensor: file name}; empty without an index."""
+    """Return the index's weight_map, {tensor: file name}; empty if there is no index."""
     file = folder / INDEX
     if not os.path.lexists(file):
         return {}
@@ -378,10 +379,11 @@ def read_index(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{file} has weight_map {short(weight_map)}; it must map tensor names to file names")
     for tensor, name in weight_map.items():
-        # The name may be a link to elsewhere (the hub's cache is made of links), but it may not spell a path.
+        # The file may be a link to elsewhere (as in the Hub's cache), but the name must not contain a path.
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\\x00-\x1f.][^/\\\x00-\x1f]*\.safetensors", name):
             raise ValueError(
-                f"{file} puts tensor {short(tensor)} into {short(name)}; it must be a plain NAME.safetensors beside it"
+                f"{file} puts tensor {short(tensor)} into {short(name)}; it must be a plain NAME.safetensors, "
+                "without a path"
             )
     names = set(weight_map.values())
     for name in sorted(names):
@@ -393,55 +395,55 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def single_file(folder: Path) -> str:
-    """Name the one safetensors file of a folder without an index."""
+    """Return the name of the only safetensors file in a folder without an index."""
     names = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("."))
     if "model.safetensors" in names:
         return "model.safetensors"
     if len(names) == 1:
         return names[0]
     if names:
-        raise ValueError(f"{folder} has {len(names)} safetensors files but no {INDEX}, which says what is where")
+        raise ValueError(f"{folder} has {len(names)} safetensors files but no {INDEX}; copy or download the index too")
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         raise ValueError(
-            f"{folder} has {pickles[0]} but no safetensors, and other formats are not read; load the model where you "
+            f"{folder} has {pickles[0]} but no safetensors, the only supported format; load the model where you "
             f"trust it and write it with save_pretrained(folder, safe_serialization=True)"
         )
     raise ValueError(f"{folder} has no *.safetensors file; copy or download the model's weights into it")
 
 
 def instead(folder: Path) -> str:
-    """Return how to go on where a folder has no config.json."""
+    """Return the end of the error sentence for a folder without config.json: what to give instead."""
     if (folder / "checkpoints").is_dir():
-        return f", because this is a training run; make its model with upcycle export {folder} OUTPUT, and give that"
+        return f", because this is a training run; make its model with upcycle export {folder} OUTPUT, and give OUTPUT"
     return "; give the folder of a whole model: config.json, *.safetensors and a tokenizer"
 
 
 def check_index(folder: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Entry]]) -> None:
-    """Check that the index and the headers agree on which file has which tensor."""
+    """Check that the index and the headers agree on the file of each tensor."""
     seen: dict[str, str] = {}
     for file, header in headers.items():
         for name in header:
             if name in seen:
                 raise ValueError(
-                    f"tensor {short(name)} of {folder} is in two files, {seen[name]} and {file}; one is stale"
+                    f"tensor {short(name)} of {folder} is in two files, {seen[name]} and {file}; delete the stale one"
                 )
             seen[name] = file
     for name, file in weight_map.items():
         if seen.pop(name, None) != file:
             place = next((f" but in {other}" for other, header in headers.items() if name in header), "")
             raise ValueError(
-                f"tensor {short(name)} is not in {folder / file}{place}, though {INDEX} says so; is one of them stale?"
+                f"tensor {short(name)} is not in {folder / file}{place}, but {INDEX} says so; is one of them stale?"
             )
     for name, file in seen.items():
-        raise ValueError(f"tensor {short(name)} is in {folder / file} but not in {INDEX}; are the files of one model?")
+        raise ValueError(f"tensor {short(name)} is in {folder / file} but not in {INDEX}; are they from one model?")
 
 
 # ---- bytes
 
 
 def own(file: Path) -> Path:
-    """Return the file, if it may be published: a regular one, no link out of its folder or its hub cache, not large."""
+    """Return the file if it may be published: regular, not too large, no link out of its folder or Hub cache."""
     home, target = Path(os.path.realpath(file.parent)), Path(os.path.realpath(file))
     places = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(target.is_relative_to(place) for place in places):
@@ -450,9 +452,9 @@ def own(file: Path) -> Path:
             "of the file in its place, or remove it"
         )
     if not target.is_file():
-        raise ValueError(f"{file} is missing, or no regular file; put the model's own in its place, or remove it")
+        raise ValueError(f"{file} is missing, or not a regular file; put the model's own in its place, or remove it")
     if (size := target.stat().st_size) > MAX_COPIED:
-        raise ValueError(f"{file} has {size} bytes; a {file.name} of more than {MAX_COPIED} is not published")
+        raise ValueError(f"{file} has {size} bytes; a {file.name} of more than {MAX_COPIED} bytes is not published")
     return file
 
 
@@ -465,7 +467,7 @@ def stamp(handle: FileIO) -> tuple[int, int]:
 
 
 def row_range(entry: Entry, rows: tuple[int, int] | None) -> tuple[tuple[int, ...], int, int]:
-    """Return the shape of these rows, and where their bytes start and stop."""
+    """Return the shape of these rows, and the start and end of their bytes in the file."""
     if rows is None:
         return entry.shape, entry.start, entry.stop
     first, last = rows
@@ -478,7 +480,7 @@ def row_range(entry: Entry, rows: tuple[int, int] | None) -> tuple[tuple[int, ..
 
 
 def samples(entry: Entry) -> Iterator[tuple[int, int]]:
-    """Yield ranges of bytes to sample: the first, middle and last of a tensor, or all of a small one."""
+    """Yield ranges of bytes to sample: start, middle and end of a tensor, or all of a small tensor."""
     size = entry.stop - entry.start
     if size <= 3 * SAMPLE:
         yield entry.start, entry.stop
@@ -490,7 +492,8 @@ def samples(entry: Entry) -> Iterator[tuple[int, int]]:
 def count_non_finite(block: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype) -> int:
     """Count the values in these bytes that are NaN or infinite.
 
-    As signed integers the positive ones are the largest, as unsigned integers the negative ones: two maxima tell.
+    Fast path: read as signed integers, positive non-finite values are the largest; read as unsigned integers, negative
+    ones are. So two maxima show whether there are any.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0

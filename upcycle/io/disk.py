@@ -1,9 +1,10 @@
-"""Writing files: `Stream` writes a large file front to back and hashes it; `write_atomic` writes a small one whole or
-not at all. What they return from is on the disk; what they fail at is not there.
+"""Write files safely: `Stream` writes and hashes a large file from start to end, `write_atomic` a small file at once.
 
-A shard goes around the page cache where the system allows it (O_DIRECT): its bytes are not read again here, so caching
-them would push the source out of memory. The processor is left with the sha256, and with copying data into an aligned
-buffer; both run while the disk writes.
+When they return, the file is on the disk; when they fail, it does not exist.
+
+A shard bypasses the page cache if the system allows it (O_DIRECT): its bytes are not read again, so caching them would
+push the source out of memory. The processor only computes the sha256 and copies data into an aligned buffer, while the
+disk writes.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from torch import Tensor
 
 from upcycle.io.checkpoint import DTYPES
 
-BUFFER = 8 << 20  # bytes; two of them: one is filled while the other is written
-PIECE = 1 << 20  # copied, then hashed while it is still in the processor's cache
-ENDS = 1 << 16  # bytes of a file's begin and of its end that say who wrote it
-ALIGN = 4096  # of every direct write: its address, its length and its place in the file
-TEMPORARY = re.compile(r"(.+)\.\d+-[0-9a-f]{8}\.upcycle\.tmp", re.DOTALL)  # the names of write_blocks, nobody else's
+BUFFER = 8 << 20  # bytes of each of two buffers: one is filled while the other is written
+PIECE = 1 << 20  # bytes copied at a time, so that they are hashed while still in the processor's cache
+ENDS = 1 << 16  # bytes at the start and at the end of a file in which check_own looks for a mark
+ALIGN = 4096  # alignment of direct writes: address, length and file position
+TEMPORARY = re.compile(r"(.+)\.\d+-[0-9a-f]{8}\.upcycle\.tmp", re.DOTALL)  # names that only write_blocks uses
 SAFETENSORS = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
 
 
@@ -54,7 +55,7 @@ T = TypeVar("T", bound=Stored)
 
 
 def shards(tensors: Iterable[T], limit: int) -> list[tuple[str, list[T]]]:
-    """Return (file name, tensors) of each file: as many as fit into `limit` bytes, in order, or one larger tensor."""
+    """Return (file name, tensors) of each shard, in order: as many tensors as fit into `limit` bytes, at least one."""
     groups: list[list[T]] = []
     room = 0
     for tensor in tensors:
@@ -69,7 +70,7 @@ def shards(tensors: Iterable[T], limit: int) -> list[tuple[str, list[T]]]:
 
 
 def header(tensors: Iterable[Stored]) -> bytes:
-    """Return the header of a safetensors file, which needs no tensor's values."""
+    """Return the header of a safetensors file with these tensors; values are not needed."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor in tensors:
@@ -81,12 +82,12 @@ def header(tensors: Iterable[Stored]) -> bytes:
         }
         start = stop
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGN)  # the data begins on a page, so that most tensors do
+    text += b" " * (-(8 + len(text)) % ALIGN)  # start the data on a page boundary, so that most tensors do too
     return len(text).to_bytes(8, "little") + text
 
 
 class Stream:
-    """A new file, written front to back and hashed; as a context it is on the disk afterwards, or not there."""
+    """A new file, written from start to end and hashed. After the `with` block it is on the disk, or was removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -98,15 +99,13 @@ class Stream:
                 raise
             self.fd = os.open(path, flags, 0o666)
         self.digest, self.bytes = hashlib.sha256(), 0
-        self.views = [
-            np.frombuffer(mmap.mmap(-1, BUFFER), np.uint8) for _ in range(2)
-        ]  # mapped memory begins on a page
+        self.views = [np.frombuffer(mmap.mmap(-1, BUFFER), np.uint8) for _ in range(2)]  # mapped memory is page-aligned
         self.filled = 0  # bytes of views[0]
         self.writer = ThreadPoolExecutor(1, "write")
         self.pending: Future[None] | None = None
 
     def write(self, data: bytes | Tensor) -> None:
-        """Copy and hash `data`. A thread writes each full buffer while the next one is filled."""
+        """Copy and hash `data`; a thread writes each full buffer while the next one is filled."""
         source = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data.flatten().view(torch.uint8).numpy()
         self.bytes += source.size
         start = 0
@@ -133,7 +132,7 @@ class Stream:
                 pending.result()
 
     def close(self) -> None:
-        """Write the rest and wait for the disk."""
+        """Write the remaining bytes and sync the file to the disk."""
         whole, rest = self.filled - self.filled % ALIGN, self.filled % ALIGN
         tail = self.views[0][whole : whole + rest].tobytes()
         self.flush(whole)
@@ -161,7 +160,7 @@ class Stream:
         finally:
             self.writer.shutdown(wait=True, cancel_futures=True)
             os.close(self.fd)
-            if not done:  # on a full disk its room is what is needed most
+            if not done:  # free its space, because the disk may be full
                 self.path.unlink(missing_ok=True)
 
 
@@ -175,7 +174,7 @@ def write_all(fd: int, data: memoryview) -> None:
 
 
 def undirect(fd: int) -> bool:
-    """Let `fd` write through the page cache from now on; return False if it did so already."""
+    """Switch `fd` to writes through the page cache; return False if it already did so."""
     direct, flags = getattr(os, "O_DIRECT", 0), fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~direct)
     return bool(flags & direct)
@@ -183,7 +182,7 @@ def undirect(fd: int) -> bool:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError name the file; that of a write, such as a full disk, does not by itself."""
+    """Add the file name to an OSError; the error of a write (for instance on a full disk) does not have it."""
     try:
         yield
     except OSError as error:
@@ -193,12 +192,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a small file whole or not at all. When this returns, it is on the disk under its name."""
+    """Write a small file completely or not at all; on return it is on the disk under its name."""
     write_blocks(path, [data])
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file as write_atomic writes one."""
+    """Copy a file completely or not at all; on return it is on the disk under its name."""
     with open(source, "rb") as file:
         write_blocks(target, iter(lambda: file.read(BUFFER), b""))
 
@@ -219,7 +218,10 @@ def write_blocks(path: Path, blocks: Iterable[bytes]) -> None:
 
 
 def check_own(path: Path, mark: bytes, writer: str) -> None:
-    """Refuse to replace what `writer` did not write: each of its files has the pattern `mark` at its begin or end."""
+    """Raise a ValueError if `path` exists and `writer` did not write it.
+
+    Files of `writer` have the pattern `mark` in their first or last ENDS bytes.
+    """
     if not path.exists():
         return
     content = b""
@@ -229,12 +231,12 @@ def check_own(path: Path, mark: bytes, writer: str) -> None:
             file.seek(max(len(content), path.stat().st_size - ENDS))
             content += file.read()
     if not path.is_file() or (content and not re.search(mark, content)):
-        raise ValueError(f"{path} is there and {writer} did not write it; write another output, or move {path} away")
+        raise ValueError(f"{path} exists and {writer} did not write it; choose another output, or move {path} away")
 
 
 @contextmanager
 def renamed(scratch: Path, path: Path) -> Iterator[None]:
-    """Rename `scratch`, which is made within, to `path`; remove it if that fails."""
+    """Rename `scratch`, which the `with` block writes, to `path`; remove it on failure."""
     try:
         yield
         os.rename(scratch, path)
@@ -244,7 +246,7 @@ def renamed(scratch: Path, path: Path) -> Iterator[None]:
 
 
 def sweep(folder: Path, names: Collection[str] | None = None) -> None:
-    """Remove what killed processes left of files of these names, or of all; no other process may write them now."""
+    """Remove temporary files that killed processes left, of these names or of all; no process may be writing them."""
     for path in folder.iterdir():
         left = TEMPORARY.fullmatch(path.name)
         if left and (names is None or left[1] in names):
@@ -252,11 +254,11 @@ def sweep(folder: Path, names: Collection[str] | None = None) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder with its parents, each known to its own parent on the disk."""
+    """Make a folder and its parents, and sync each parent to the disk."""
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in reversed(new):
-        with suppress(PermissionError):  # of a folder that may be written and not read
+        with suppress(PermissionError):  # a folder may be writable but not readable
             sync_folder(each.parent)
 
 

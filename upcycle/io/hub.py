@@ -1,6 +1,6 @@
-"""The Hub: a model's headers without its weights (`headers`), and a folder put there (`push`).
+"""Read a model's headers from the Hub without its weights (`headers`), and upload a folder (`push`).
 
-model = hub.headers("org/name")      # kilobytes of a model of any size: enough for a plan
+model = hub.headers("org/name")      # downloads kilobytes for a model of any size: enough for a plan
 hub.push("./moe", "org/moe")
 """
 
@@ -33,10 +33,10 @@ from upcycle.io.strict import parse_object, read_object, read_small, short
 
 
 class Headers(Checkpoint):
-    """A checkpoint on the Hub of which only config.json and the headers of the weight files were fetched."""
+    """A checkpoint on the Hub: only config.json and the headers of the weight files were downloaded."""
 
     def __init__(self, name: str, config: Path, files: Any) -> None:
-        self.folder = Path(name)  # for sentences: it is nowhere here
+        self.folder = Path(name)  # used only in error sentences: no local folder exists
         self._config_bytes = read_small(config, MAX_CONFIG)
         self.config = parse_object(self._config_bytes, config)
         self.files, self._handles, self._stamps, self._open_files = (), {}, {}, ExitStack()
@@ -50,32 +50,34 @@ class Headers(Checkpoint):
                 fields = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": list(info.data_offsets)}
                 entries[tensor] = check_entry(self.folder / file, tensor, fields, 0)
         if not entries:
-            raise ValueError(f"{name} holds no tensors; is this the model's name?")
+            raise ValueError(f"{name} has no tensors; is this the model's name?")
         self.entries = entries
 
     def read(self, name: str, rows: tuple[int, int] | None = None, *, check: bool = True) -> torch.Tensor:
-        raise ValueError(f"of {self.folder} only headers were fetched, and tensor {short(name)} is wanted")
+        raise ValueError(
+            f"only headers of {self.folder} were downloaded, so tensor {short(name)} cannot be read; download the model"
+        )
 
     def fingerprint(self) -> str:
         raise ValueError(
-            f"of {self.folder} only headers were fetched, and what was measured must be of its weights; download it "
+            f"only headers of {self.folder} were downloaded, but measurements belong to weights; download the model "
             "and write source=FOLDER"
         )
 
 
 def headers(source: str | Path) -> Checkpoint:
-    """Open a folder, or of a hub id only config.json and the headers; offline, open what was downloaded before."""
+    """Open a folder, or only config.json and the headers of a hub id; offline, open the Hub's local cache."""
     hub_id = hub_match(source)
     if not hub_id:
         return Checkpoint.open(source)
-    import huggingface_hub.constants  # which the package alone does not bring
+    import huggingface_hub.constants  # `import huggingface_hub` does not import this module
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return Checkpoint.open(source)
     try:
         config = huggingface_hub.hf_hub_download(hub_id[1], "config.json", revision=hub_id[2])
         found = huggingface_hub.get_safetensors_metadata(hub_id[1], revision=hub_id[2])
-    except Exception as error:  # of three libraries, below one function
+    except Exception as error:  # the call may raise errors of three libraries
         raise not_had(source, error) from error
     return Headers(str(source), Path(config), found.files_metadata)
 
@@ -85,7 +87,7 @@ def headers(source: str | Path) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Upload:
-    """What `push` sends of a folder, each a name with its content or file, and the names that stay."""
+    """The files of a folder that `push` uploads (name, and content or path), and the names that it leaves out."""
 
     folder: Path
     files: tuple[tuple[str, Path | bytes], ...]
@@ -97,9 +99,9 @@ class Upload:
 
 
 def upload(folder: str | Path) -> Upload:
-    """Choose the files that go to the Hub: weights, configs, tokenizer, terms, card, manifest, code of config.json."""
+    """Choose the files to upload: weights, configs, tokenizer, licenses, card, manifest, code named in config.json."""
     folder = Path(folder)
-    with Checkpoint.open(folder) as checkpoint:  # every header is read, and held to its file
+    with Checkpoint.open(folder) as checkpoint:  # reads and checks every header
         names = {file.name for file in checkpoint.files}
         names |= {"config.json", INDEX, "README.md", MANIFEST, MEASURED}
         code = checkpoint.config.get("auto_map") or {}
@@ -108,15 +110,15 @@ def upload(folder: str | Path) -> Upload:
     names |= {file.name for pattern in (*COPIED, *TERMS) for file in folder.glob(pattern)}
     there = sorted(path for path in folder.iterdir() if path.name in names)
     if link := next((path for path in there if path.is_symlink() or not path.is_file()), None):
-        raise ValueError(f"{link} is a link or no file, and what it stands for may be anything; put a copy there")
+        raise ValueError(f"{link} is a link or not a file, and a link may lead to a private file; put a copy there")
     if not (folder / "README.md").is_file():
-        raise ValueError(f"{folder} has no README.md, the card that says what this is; write one")
+        raise ValueError(f"{folder} has no README.md, the model card; write one")
     files = tuple((path.name, public_manifest(path) if path.name == MANIFEST else path) for path in there)
     return Upload(folder, files, tuple(sorted(path.name for path in folder.iterdir() if path.name not in names)))
 
 
 def public_manifest(path: Path) -> bytes:
-    """Return the manifest with folders and files by their names alone, without where they lay on this machine."""
+    """Return the manifest with only the names of folders and files, without their paths on this machine."""
     manifest = read_object(path)
 
     def public(value: Any) -> Any:
@@ -134,13 +136,13 @@ def public_manifest(path: Path) -> bytes:
 
 
 def push(folder: str | Path, hub_id: str, *, private: bool = False) -> str:
-    """Make the repository unless it is there, send the folder in one commit, and return its address."""
+    """Create the repository if needed, upload the folder in one commit, and return the commit's address."""
     check_id(hub_id)
     return send(upload(folder), hub_id, private=private)
 
 
 def send(what: Upload, hub_id: str, *, private: bool = False) -> str:
-    """Push what `upload` has looked through."""
+    """Upload the files that `upload` chose, and return the commit's address."""
     import huggingface_hub
     from huggingface_hub import CommitOperationAdd
 
@@ -149,13 +151,13 @@ def send(what: Upload, hub_id: str, *, private: bool = False) -> str:
     try:
         api.create_repo(hub_id, private=private, exist_ok=True)
         done = api.create_commit(hub_id, operations, commit_message="Upload a model made by upcycle")
-    except Exception as error:  # of three libraries, below one function
+    except Exception as error:  # the calls may raise errors of three libraries
         reason = first_line(error)
-        raise ValueError(f"{what.folder} cannot be put to {hub_id}: {reason}; is `hf auth login` done?") from error
+        raise ValueError(f"{what.folder} cannot be uploaded to {hub_id}: {reason}; is `hf auth login` done?") from error
     return str(done.commit_url)
 
 
 def check_id(hub_id: str) -> None:
     found = HUB_ID.fullmatch(hub_id)
     if not found or found[2]:
-        raise ValueError(f"{hub_id!r} is no name on the hub; write org/name")
+        raise ValueError(f"{hub_id!r} is not a Hub name; write it as org/name")

@@ -1,9 +1,9 @@
-"""Share a folder that several processes make, and that a kill may stop at any time.
+"""Share the writing of one folder between several processes; a kill may stop any process at any time.
 
-`job` is the context in which a process works; its `Watch` notices processes that have stopped. The state is on disk:
+A process works inside the context manager `job`, whose `Watch` notices processes that have stopped. The state on disk:
 
 FOLDER.partial/.upcycle/
-    job.json                  what is made, and of what
+    job.json                  the identity of the job: its plan and its source
     rank-0.lock               held while the process of that rank lives
     rank-0.failed             why the process of that rank stopped
 """
@@ -28,8 +28,8 @@ from upcycle.io.disk import make_folder, write_atomic
 from upcycle.io.publish import hold, opened
 
 JOB = ".upcycle"
-POLL = 0.2  # seconds between looks at the other processes' work
-PATIENCE = 60.0  # seconds that a process may start later than the others
+POLL = 0.2  # seconds between checks of the other processes' work
+PATIENCE = 60.0  # seconds by which a process may start later than the others
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLOSED = (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EPERM, errno.EIO)
 
@@ -43,10 +43,10 @@ class Worker:
 
     @staticmethod
     def here() -> Worker:
-        """Return this process's worker, as the environment says."""
+        """Return the worker of this process, from the environment variables RANK and WORLD_SIZE."""
         rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         right = rank.isdecimal() and count.isdecimal() and int(rank) < int(count)
-        alone = right and int(count) > 1 and "LOCAL_RANK" not in os.environ  # left over: nobody else will run
+        alone = right and int(count) > 1 and "LOCAL_RANK" not in os.environ  # leftover variables
         if not right or alone:
             raise ValueError(
                 f"the environment has RANK={rank} and WORLD_SIZE={count}"
@@ -64,7 +64,7 @@ def read_json(path: Path) -> Any:
 
 
 class Watch:
-    """Check that the processes this one waits for are still running. Each holds its lock while it lives."""
+    """Check that the processes that this one waits for are running. Each holds its lock while it runs."""
 
     def __init__(self, partial: Path, worker: Worker) -> None:
         self.folder, self.worker, self.begun = partial / JOB, worker, time.time()
@@ -77,16 +77,16 @@ class Watch:
             if rank == self.worker.rank or self.alive(rank):
                 self.seen[rank] = time.time()
                 continue
-            reason, at = "it is not running; start all of them again, or unset WORLD_SIZE", 0.0
+            reason, at = "it is not running; start all processes again, or unset WORLD_SIZE", 0.0
             with suppress(FileNotFoundError):
                 failed = self.folder / f"rank-{rank}.failed"
                 reason, at = failed.read_text(), failed.stat().st_mtime
-            # a file older than this process may be left from the last run; its rank removes it on starting
+            # an older file may be left from the last run; its rank removes it when it starts
             if at >= self.begun or time.time() - self.seen.get(rank, self.begun) > PATIENCE:
                 raise ValueError(f"rank-{rank} of {self.worker.count} stopped: {reason}")
 
     def alive(self, rank: int) -> bool:
-        """Return whether the process of that rank holds its lock; without locks, whether it touched the file lately."""
+        """Return True if the process of that rank holds its lock, or, without file locks, touched the file lately."""
         lock = self.folder / f"rank-{rank}.lock"
         try:
             with open(lock) as file:
@@ -110,30 +110,30 @@ def unfinished(partial: Path, shard: str) -> Iterator[tuple[Path, int]]:
 
 
 def sweep_unfinished(partial: Path, shard: str, worker: Worker | None = None) -> None:
-    """Remove the unfinished shards of all ranks, or those of this worker and of ranks that this run does not have."""
+    """Remove unfinished shards: of all ranks, or only of this worker and of ranks that this run does not have."""
     for path, rank in unfinished(partial, shard):
         if worker is None or rank % worker.count == worker.rank:
             path.unlink(missing_ok=True)
 
 
 def check_ours(partial: Path) -> None:
-    """Raise a ValueError if somebody else's folder is where unfinished work is to lie."""
+    """Raise a ValueError if the partial folder exists and was not made by this program."""
     if partial.is_dir() and not (partial / JOB).is_dir() and any(partial.iterdir()):
         raise ValueError(
-            f"{partial} is there and is no unfinished work of this program; move it, or choose another output"
+            f"{partial} exists and is not unfinished work of this program; move it, or choose another output"
         )
 
 
 def check_apart(key: str, output: Path, inputs: Iterable[str | Path], suffix: str = "-moe") -> None:
-    """Raise a ValueError if `output` is one of the inputs, lies in one, or holds one: what is read stays as it is."""
+    """Raise a ValueError if `output` is one of the inputs, lies in one, or contains one: inputs must not change."""
     made = output.resolve()
     for given in map(Path, inputs):
         read = given.resolve()
         if not read.exists() or not (read == made or read in made.parents or made in read.parents):
             continue
-        how = "is the same as" if read == made else "lies in" if read in made.parents else "holds"
+        how = "is the same as" if read == made else "lies in" if read in made.parents else "contains"
         place = (given.parent if given.name not in ("", "..") else read.parent) / f"{read.name}{suffix}"
-        raise ValueError(f"{key}={output} {how} {given}, which is read; write another folder, such as {key}={place}")
+        raise ValueError(f"{key}={output} {how} the input {given}; write another folder, for instance {key}={place}")
 
 
 @contextmanager
@@ -145,10 +145,11 @@ def job(
     shard: str = "",
     adopt: Callable[[], object] | None = None,
 ) -> Iterator[Watch]:
-    """Take this process's place in the job, one process per rank, all with the same identity.
+    """Join the job as one rank; there is one process per rank, and all must have the same identity.
 
-    `check` runs before the first write, and may refuse. `shard` is the pattern of names of the files that ranks write.
-    `adopt` decides what stays of unfinished work of another identity, and may refuse; without it any work is refused.
+    `check` runs before the first write, and may raise. `shard` is the pattern of the names of files that ranks write.
+    `adopt` decides which unfinished files of another identity to keep, and may raise; without `adopt`, unfinished files
+    of another identity raise a ValueError.
     """
     if worker.rank == 0:
         check_ours(partial)
@@ -157,12 +158,12 @@ def job(
         make_folder(partial / JOB)
     wait_until(
         lambda: (partial / JOB).is_dir(),
-        f"{partial} was not begun by rank 0 within a minute; look at that process, or if there is none unset "
+        f"rank 0 did not start {partial} within a minute; check that process, or if there is none, unset "
         f"RANK={worker.rank} and WORLD_SIZE={worker.count}",
     )
     lock_file = partial / JOB / f"rank-{worker.rank}.lock"
     with opened(lock_file) as lock, hold(lock, f"{partial} as rank {worker.rank}"):
-        if not os.fstat(lock.fileno()).st_nlink:  # renamed and removed after it was opened here
+        if not os.fstat(lock.fileno()).st_nlink:  # another process removed it after we opened it
             raise ValueError(f"another process has just finished {partial}; run the same command again")
         failed = lock_file.with_suffix(".failed")
         failed.unlink(missing_ok=True)
@@ -172,36 +173,36 @@ def job(
                 start_job(partial, identity, check, adopt)
             wait_until(  # rank 0 replaces a stale job.json
                 lambda: read_json(partial / JOB / "job.json") == dict(identity),
-                f"{partial} is not being made by rank 0, or by another plan or of another source than this process "
-                "has; look at that process, and give all one config",
+                f"rank 0 is not writing {partial}, or it has another plan or source than this process; check that "
+                "process, and give all processes the same config",
             )
             yield Watch(partial, worker)
         except BaseException as error:
-            if worker.count > 1 and (partial / JOB).is_dir():  # so that the others do not wait for this rank's shards
+            if worker.count > 1 and (partial / JOB).is_dir():  # so that others do not wait for this rank's shards
                 write_atomic(failed, (str(error) or type(error).__name__).encode())
             raise
 
 
 def check_first(partial: Path, output: Path) -> None:
-    """Raise a ValueError if another process has made the output since this one looked for it."""
+    """Raise a ValueError if another process has written the output since this one checked for it."""
     if output.is_dir() and any(output.iterdir()):
         shutil.rmtree(partial / JOB, ignore_errors=True)
-        with suppress(OSError):  # it holds something
+        with suppress(OSError):  # the folder is not empty
             partial.rmdir()
-        raise ValueError(f"another process has just made {output}; run the same command again, which looks at it")
+        raise ValueError(f"another process has just written {output}; run the same command again, which checks it")
 
 
 def start_job(
     partial: Path, identity: Mapping[str, Any], check: Callable[[], object], adopt: Callable[[], object] | None
 ) -> None:
-    """Write job.json, unless work of another identity lies in the folder."""
+    """Write job.json; without `adopt`, raise a ValueError if the folder has unfinished work of another identity."""
     if read_json(partial / JOB / "job.json") == dict(identity):
         return
     if adopt is not None:
         adopt()
     elif any(path.name != "job.json" for kind in ("*.json", "*.safetensors") for path in (partial / JOB).glob(kind)):
         raise ValueError(
-            f"{partial} holds an unfinished conversion by another plan or of another source; finish it with "
+            f"{partial} has an unfinished conversion with another plan or another source; finish it with "
             "its own config, or remove it"
         )
     check()
@@ -209,7 +210,7 @@ def start_job(
 
 
 def wait_until(done: Callable[[], bool], otherwise: str) -> None:
-    """Wait until a condition holds; a ValueError after PATIENCE seconds."""
+    """Wait until `done` returns True; after PATIENCE seconds raise a ValueError with the sentence `otherwise`."""
     begun = time.time()
     while not done():
         if time.time() - begun > PATIENCE:
@@ -219,15 +220,15 @@ def wait_until(done: Callable[[], bool], otherwise: str) -> None:
 
 @contextmanager
 def explained(partial: Path) -> Iterator[None]:
-    """Turn a full or unwritable disk into a ValueError of one sentence."""
+    """Turn the OSError of a full or unwritable disk into a ValueError of one sentence."""
     try:
         yield
     except OSError as error:
         file = error.filename or partial
         if error.errno in FULL:
             raise ValueError(
-                f"no room left while writing {file} ({error.strerror}); free some and run the same command again: "
-                "what is finished is kept"
+                f"no space left while writing {file} ({error.strerror}); free some and run the same command again: "
+                "finished files are kept"
             ) from None
         if error.errno in CLOSED:
             raise ValueError(f"{file} cannot be written ({error.strerror}); choose another output") from None

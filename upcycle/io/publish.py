@@ -1,11 +1,12 @@
-"""How what was made gets its name: one process writes it, all of it is on the disk before, and nobody else's file is
-touched. Every command that makes a folder or several files goes this way:
+"""Publish a finished folder under its name, safely: one writer, all files on the disk first, no foreign file touched.
 
-    alone(lock, what)         a lock that names who holds it; that of a process that died is taken over
-    disk.Stream, .copy, .write_atomic       each file is on the disk before anything is renamed
+Every command that writes a folder or several files uses these steps:
+
+    alone(lock, what)         hold a lock that names its holder; the lock of a dead process is taken over
+    disk.Stream, .copy, .write_atomic       write each file to the disk before the rename
     listed(paths)             size and sha256 of all files, for the manifest
-    rename(partial, output)   the folder gets its name, and its parent knows it
-    damages(manifest, files)  is what lies there still what was published?
+    rename(partial, output)   rename the folder and sync its parent
+    damages(manifest, files)  list the files that have changed since they were written
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from typing import IO, Any
 from upcycle.io import disk
 
 MANIFEST = "upcycle.json"
-# what a plan measured on text, or chose by that; safetensors, and no loader of weights knows the suffix
+# measurements on text, or experts chosen by them; a safetensors file, whose suffix no loader of weights looks for
 MEASURED = "upcycle.measured"
-LOCK = ".lock"  # in a folder that is written in place
-TRIES = 5  # at a lock, which another process may only be testing
-POLL = 0.1  # seconds between them
-BEAT = 5.0  # seconds between signs of life where there are no locks
-SMALL = 16 << 20  # bytes of files that are always read again
-Stamp = tuple[int, int] | None  # of a file, that of another one differs: inode and time of change; None if it is gone
+LOCK = ".lock"  # the lock file in a folder that is written in place
+TRIES = 5  # attempts to take a lock, because another process may hold it briefly to test it
+POLL = 0.1  # seconds between attempts
+BEAT = 5.0  # seconds between touches of the lock file on a filesystem without locks
+SMALL = 16 << 20  # bytes; `damages` always reads files up to this size
+Stamp = tuple[int, int] | None  # (inode, modification time in ns) of a file, which identifies it; None if it is missing
 
 
 # ---- one process at a time
 
 
 def opened(lock: Path) -> IO[str]:
-    """Open a lock file, made if it is not there; what it says of its holder stays, and a link is refused."""
+    """Open a lock file without changing its content; create it if missing; a link raises an OSError."""
     return open(lock, "a+", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666))
 
 
 def acquire(lock: IO[str], what: str) -> bool:
-    """Take the lock and write into it who has it; return False on a filesystem without locks."""
+    """Take the lock and write this process into it; return False on a filesystem without locks."""
     try:
         taken = flocked(lock)
     except OSError:
@@ -59,7 +60,7 @@ def acquire(lock: IO[str], what: str) -> bool:
 
 
 def sign(lock: IO[str], process: int) -> None:
-    """Write into a lock file who holds it."""
+    """Write the process id, host and time of the holder into a lock file."""
     lock.seek(0)
     lock.truncate(0)
     lock.write(f"{process} {socket.gethostname()} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n")
@@ -67,27 +68,27 @@ def sign(lock: IO[str], process: int) -> None:
 
 
 def flocked(lock: IO[str]) -> bool:
-    """Try to take the lock; an OSError where there are none."""
+    """Try to take the lock and return True on success; raise an OSError on a filesystem without locks."""
     for _ in range(TRIES):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            time.sleep(POLL)  # perhaps another process only tests the lock, see job.Watch.alive
+            time.sleep(POLL)  # another process may only be testing the lock, see job.Watch.alive
     return False
 
 
 def beats(lock: IO[str]) -> bool:
-    """Return whether the process named in a lock file gives signs of life, where there are no locks."""
+    """Return True if the process named in a lock file is alive; for filesystems without locks."""
     found = said(lock)
     if found is None:
         return False
     if found[1] == socket.gethostname():
         try:
-            os.kill(found[0], 0)  # only asks whether there is one
+            os.kill(found[0], 0)  # signal 0 only tests whether the process exists
         except ProcessLookupError:
             return False
-        except PermissionError:  # somebody else's
+        except PermissionError:  # it exists and belongs to another user
             return True
         return found[0] != os.getpid()
     before = os.fstat(lock.fileno()).st_mtime_ns
@@ -96,7 +97,7 @@ def beats(lock: IO[str]) -> bool:
 
 
 def said(lock: IO[str]) -> tuple[int, str, str] | None:
-    """Read (process, host, since when) of a lock file; None if it does not say."""
+    """Read (process id, host, time) from a lock file; return None if it does not have them."""
     lock.seek(0)
     found = re.fullmatch(r"(\d{1,9}) ([\w.-]{1,253}) ([\dTZ:-]{1,30})\n", lock.read(400))
     return (int(found[1]), found[2], found[3]) if found else None
@@ -109,7 +110,7 @@ def holder(lock: IO[str]) -> str:
 
 @contextmanager
 def hold(lock: IO[str], what: str) -> Iterator[None]:
-    """Hold the lock; where there are none, touch the file every BEAT seconds instead. See job.Watch.alive."""
+    """Hold the lock; on a filesystem without locks, touch the file every BEAT seconds. See job.Watch.alive."""
     done = threading.Event()
 
     def beat() -> None:
@@ -127,31 +128,31 @@ def hold(lock: IO[str], what: str) -> Iterator[None]:
 
 @contextmanager
 def alone(lock: Path, what: Path) -> Iterator[None]:
-    """Hold the lock on `what`; remove the lock file after it, and empty folders that were made for it."""
+    """Hold the lock on `what`; afterwards remove the lock file, and the empty folders that were made for it."""
     with ExitStack() as stack:
         made = [folder for folder in (lock.parent, *lock.parent.parents) if not folder.exists()]
         while True:
             disk.make_folder(lock.parent)
-            with suppress(FileNotFoundError):  # the process before has just removed the folder that it had made
+            with suppress(FileNotFoundError):  # the previous holder has just removed the folder
                 file = stack.enter_context(opened(lock))
                 stack.enter_context(hold(file, str(what)))
                 if os.fstat(file.fileno()).st_nlink:
                     break
-                stack.pop_all().close()  # the process before has removed the file after it was opened here
+                stack.pop_all().close()  # the previous holder removed the file after we opened it
         try:
             yield
         finally:
             lock.unlink(missing_ok=True)
-            with suppress(OSError):  # it holds something
+            with suppress(OSError):  # not empty
                 for folder in made:
                     folder.rmdir()
 
 
-# ---- all files, and their name
+# ---- manifest and rename
 
 
 def listed(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return {name: size and sha256} of files, as a manifest has them."""
+    """Return {name: {bytes, sha256}} of files, for a manifest."""
     return {path.name: {"bytes": path.stat().st_size, "sha256": disk.sha256(path)} for path in sorted(paths)}
 
 
@@ -166,7 +167,7 @@ def signed(manifest: Mapping[str, Any]) -> bytes:
 
 
 def rename(partial: Path, output: Path) -> None:
-    """Give a folder whose files are on the disk its name. What is in it and is not ours goes along."""
+    """Rename a folder whose files are on the disk, and sync its parent; foreign files in the folder move along."""
     disk.sync_folder(partial)
     os.rename(partial, output)
     disk.sync_folder(output.parent)
@@ -181,9 +182,10 @@ def stamp(file: Path) -> Stamp:
 
 
 def damages(manifest: Path, files: Mapping[str, Mapping[str, Any]], *, every: bool = False) -> Iterator[str]:
-    """Yield a clause for each file in the folder of `manifest` that is not as `files` lists it.
+    """Yield a clause for each file in the folder of `manifest` that differs from its line in `files`.
 
-    Each must be there with its size; read again are small ones, those touched after the manifest was written, or all.
+    Each file must exist with its size. The sha256 is compared for small files, for files that changed after the
+    manifest was written, and with `every` for all files.
     """
     written = manifest.stat().st_ctime_ns
     for name, line in files.items():
@@ -193,8 +195,8 @@ def damages(manifest: Path, files: Mapping[str, Mapping[str, Any]], *, every: bo
             continue
         status = path.stat()
         if status.st_size != line["bytes"]:
-            yield f"{path} has {status.st_size} bytes, {line['bytes']} were written"
+            yield f"{path} has {status.st_size} bytes, but {line['bytes']} were written"
             continue
         is_read = every or status.st_size <= SMALL or status.st_ctime_ns > written
         if is_read and disk.sha256(path) != line["sha256"]:
-            yield f"{path} is not the file that was written: its sha256 differs"
+            yield f"{path} has changed since it was written: its sha256 differs"

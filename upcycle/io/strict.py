@@ -1,13 +1,13 @@
-"""The one reader of every JSON, JSONL and YAML file that the product reads, and of the bytes of every other one.
+"""Read every JSON, JSONL and YAML file of the product, and the bytes of all other files, with strict checks.
 
-A file comes from a stranger, or from ourselves before a disk, an editor or a kill had its way with it. So only a
-regular file (or a link to one) is opened, of a size that is bounded; JSON is strict (no key twice, finite numbers,
-bounded depth, digits and number of values); YAML is that too, and its aliases cannot multiply; and what was read is
-held to the types that its reader states (`held`), before anything is made of it. Every refusal is a ValueError of one
-sentence that names the file, and the key in it.
+A file may come from a stranger, or may be damaged by a disk, an editor or a kill. So only regular files (or links to
+them) of bounded size are opened. JSON is strict: no duplicate keys, finite numbers, bounded depth, digits and number of
+values. YAML has the same limits, and aliases count as often as they are used. Every value is checked against the types
+that its reader states (`held`) before it is used. Every error is a ValueError of one sentence that names the file and
+the key.
 
-`held` takes the types as Python has them: dataclasses and TypedDicts for objects, list[...], tuple[...],
-Mapping[str, ...], Literal, unions, and Annotated[int, Range(low, high)] for what is counted.
+`held` understands Python types: dataclasses and TypedDicts for objects, list[...], tuple[...], Mapping[str, ...],
+Literal, unions, and Annotated[int, Range(low, high)] for numbers with bounds.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_or
 import yaml
 
 MAX_FILE = 64_000_000  # bytes of a small file that is read at once
-MAX_YAML = 64_000  # bytes; a config is a page, and YAML is read at some 40 KB a second
-MAX_VALUES = 1_000_000  # of one JSON text: each costs a comma or opens a bracket, so this bounds json's memory and time
-MAX_DEPTH = 50  # of values in values
-MAX_NODES = 100_000  # of one YAML text, aliases counted as often as they stand
-MAX_DIGITS = 300  # of a whole number: any that float64 holds
-MAX_LINE = 32_000_000  # characters of a line
+MAX_YAML = 64_000  # bytes; a config is about a page, and PyYAML reads about 40 KB per second
+MAX_VALUES = 1_000_000  # commas and opening brackets in one JSON text, which bounds json's memory and time
+MAX_DEPTH = 50  # levels of nested values
+MAX_NODES = 100_000  # values of one YAML text; an alias counts each time it is used
+MAX_DIGITS = 300  # digits of a whole number: about as many as float64 can hold
+MAX_LINE = 32_000_000  # characters of one line
 LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Range:
-    """Of a number, both ends included."""
+    """The bounds of a number, both included."""
 
     low: float
     high: float = LARGEST
@@ -55,11 +55,11 @@ Count = Annotated[int, Range(0)]
 
 
 def open_regular(file: Path) -> FileIO:
-    """Open a regular file or a link to one. Anything else is refused: a pipe may never answer, a device may react."""
+    """Open a regular file or a link to one; refuse others, because a pipe may never answer and a device may react."""
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
             raise ValueError(f"{file} is not a regular file; a pipe, device or folder cannot be read here")
-        # NONBLOCK: should a pipe take the file's place just now, opening it still returns.
+        # NONBLOCK: if a pipe replaces the file right now, opening it still returns.
         return FileIO(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
     except OSError as error:
         missing = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be opened ({error.strerror})"
@@ -67,7 +67,7 @@ def open_regular(file: Path) -> FileIO:
 
 
 def fill(handle: FileIO, file: Path, view: memoryview, at: int) -> None:
-    """Fill `view` from byte `at` of the file, with as many reads as that takes."""
+    """Fill `view` with the bytes of the file from byte `at`, in as many reads as needed."""
     done = 0
     while done < len(view):
         got = os.preadv(handle.fileno(), [view[done:]], at + done)
@@ -86,7 +86,7 @@ def read_small(file: Path, limit: int = MAX_FILE) -> bytearray:
     with open_regular(file) as handle:
         size = os.fstat(handle.fileno()).st_size
         if size > limit:
-            raise ValueError(f"{file} has {size} bytes; a {file.name} of more than {limit} is not read")
+            raise ValueError(f"{file} has {size} bytes; a {file.name} may have at most {limit}")
         return read_exactly(handle, file, 0, size)
 
 
@@ -101,7 +101,7 @@ def read_text(file: Path, limit: int = MAX_FILE) -> str:
 
 
 def read_json(file: Path, limit: int = MAX_FILE, *, constants: bool = False) -> Any:
-    """Read a JSON file; with `constants`, NaN and Infinity are numbers there, as Python writes them."""
+    """Read a JSON file; with `constants`, accept NaN and Infinity, which Python writes."""
     return parse(read_small(file, limit), file, constants=constants)
 
 
@@ -165,7 +165,7 @@ def check_values(raw: bytes | bytearray | str, most: int) -> None:
 
 
 def parse_row(line: str, where: str) -> Any:
-    """Parse a line of somebody's data, of which a key or two are read, bounded but not held to strict JSON."""
+    """Parse one line of a user's data: bounded, but not strict, because only a few keys of it are used."""
     try:
         check_values(line, MAX_VALUES)
         return json.loads(line)
@@ -176,7 +176,7 @@ def parse_row(line: str, where: str) -> Any:
 
 
 def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
-    """Raise a ValueError if values are nested deeper than `most`: what is made of them recurses."""
+    """Raise a ValueError if values are nested deeper than `most`, because code that uses them is recursive."""
     level = [value]
     for _ in range(most):
         nested = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
@@ -191,32 +191,32 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {short(twice)} is there twice")
+        raise ValueError(f"the key {short(twice)} occurs twice")
     return out
 
 
 def integer(digits: str, most: int) -> int | float:
     if len(digits) > most:
         raise ValueError(f"a number of {len(digits)} digits")
-    return -0.0 if digits == "-0" else int(digits)  # -0 is no whole number to the safetensors package either
+    return -0.0 if digits == "-0" else int(digits)  # the safetensors package does not accept -0 as an integer either
 
 
 def finite(digits: str) -> float:
     number = float(digits)
-    if math.isinf(number):  # 1e400, which Python would read as infinity
+    if math.isinf(number):  # for instance 1e400, which Python reads as infinity
         raise ValueError(f"{digits:.40} is beyond float64")
     return number
 
 
 def no_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 # ---- YAML
 
 
 class Loader(yaml.SafeLoader):
-    """SafeLoader without dates, whose words are words here."""
+    """SafeLoader without dates: a word that looks like a date stays a string."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as in the class above
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
@@ -232,7 +232,7 @@ def read_yaml(file: Path) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML of plain values, bounded in depth and in size with its aliases written out."""
+    """Parse YAML of plain values, with bounded depth and number of values (aliases expanded)."""
     try:
         loader = Loader(text)
         try:
@@ -247,19 +247,19 @@ def parse_yaml(text: str, where: str) -> Any:
             loader.dispose()
     except RecursionError:
         raise ValueError(f"{where} is not usable YAML: it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, OverflowError) as error:  # int('') and the like
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, OverflowError) as error:  # for instance from int('')
         raise ValueError(f"{where} is not usable YAML: {' '.join(str(error).split())}") from None
 
 
 def size_of(node: yaml.Node, known: dict[int, int]) -> int:
-    """Count the values in a node, aliases written out; a ValueError if there are too many, or no end of them."""
+    """Count the values in a node, with aliases expanded; raise a ValueError for too many values or a cycle."""
     if id(node) in known:
         if not known[id(node)]:
             raise ValueError("a value is inside itself")
         return known[id(node)]
     known[id(node)] = 0
     if node.tag not in PLAIN:
-        raise ValueError(f"a value is of type {short(node.tag)}; plain numbers, words, lists and keys are read")
+        raise ValueError(f"a value is of type {short(node.tag)}; use only plain numbers, words, lists and keys")
     inner: list[yaml.Node] = []
     if isinstance(node, yaml.MappingNode):
         inner = [each for pair in node.value for each in pair]
@@ -267,7 +267,7 @@ def size_of(node: yaml.Node, known: dict[int, int]) -> int:
         if len(keys) < len(node.value):
             raise ValueError("a key is a list or has keys of its own; it must be a word")
         if len(set(keys)) < len(keys):
-            raise ValueError(f"the key {short(next(key for key in keys if keys.count(key) > 1))} is there twice")
+            raise ValueError(f"the key {short(next(key for key in keys if keys.count(key) > 1))} occurs twice")
     elif isinstance(node, yaml.SequenceNode):
         inner = node.value
     known[id(node)] = found = 1 + sum(size_of(each, known) for each in inner)
@@ -280,16 +280,16 @@ def size_of(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def held(value: Any, kind: Any, where: str) -> Any:
-    """The value, if it is of the type `kind`; a ValueError that names the place otherwise.
+    """Check that a value has the type `kind` and return it; raise a ValueError that names the place `where` otherwise.
 
-    An object becomes a dataclass if `kind` is one, a list a tuple; keys that a TypedDict does not have are left as they
-    are. A whole number is a float too.
+    An object becomes a dataclass and a list becomes a tuple if `kind` says so. Keys that a TypedDict does not have stay
+    unchanged. A whole number is accepted as a float.
     """
     check = CHECKS.get(kind)
     if check is not None:
         if not check[0](value):
             raise wrong(where, value, check[1])
-        return float(value) if kind is float and abs(value) > LARGEST else value  # numpy has no such whole numbers
+        return float(value) if kind is float and abs(value) > LARGEST else value  # numpy has no integers above LARGEST
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         held(value, inner[0], where)
@@ -321,7 +321,7 @@ def held_to_one(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
             return held(value, kind, where)
         except ValueError as error:
             problems.append(error)
-    # that of the type which it is nearest to: an object that lacks a key is no wrong number
+    # raise the error of the nearest type: for an object or a list the last type, else the first
     raise problems[-1 if isinstance(value, dict | list) and kinds[-1] is not NoneType else 0]
 
 
@@ -340,7 +340,7 @@ def held_object(value: Any, kind: Any, where: str) -> Any:
         raise wrong(where, value, "keys and values")
     hints, needed = keys_of(kind)
     if lacks := needed - value.keys():
-        raise ValueError(f"{where} has no {min(lacks)}, which it must have")
+        raise ValueError(f"{where} has no {min(lacks)}, which is required")
     inside = {key: held(value[key], hints[key], f"{where}.{key}") for key in hints if key in value}
     if is_typeddict(kind):
         return {**value, **inside}
@@ -351,7 +351,7 @@ def held_object(value: Any, kind: Any, where: str) -> Any:
 
 @cache
 def keys_of(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """Return (the type of each key, the keys that must be there) of a dataclass or a TypedDict."""
+    """Return ({key: type}, required keys) of a dataclass or a TypedDict."""
     hints = get_type_hints(kind, include_extras=True)
     if is_typeddict(kind):
         return hints, frozenset(key for key, hint in hints.items() if get_origin(hint) is not NotRequired)
@@ -383,7 +383,7 @@ def wrong(where: str, value: Any, want: str) -> ValueError:
 
 
 def short(value: Any) -> str:
-    """Return repr() of an untrusted value, of bounded length and depth."""
+    """Return the repr() of an untrusted value, shortened to a bounded length and depth."""
     brief = reprlib.Repr()
     brief.maxstring = 160
     return brief.repr(value)

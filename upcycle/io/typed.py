@@ -1,7 +1,7 @@
-"""Keys of a config.json, which a stranger wrote, read with their type and range.
+"""Read the keys of an untrusted config.json, and check their types and ranges.
 
-Each function returns the value of a key, or `default` if the key is absent or null; without a default it must be there.
-Any other value is a ValueError of one sentence that names the key, what was got and what it must be.
+Each function returns the value of a key, or `default` if the key is absent or null; without a default the key is
+required. A wrong value raises a ValueError of one sentence that names the key, the value and what it must be.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from upcycle.io import strict
 T = TypeVar("T")
 W = TypeVar("W", bound=str)
 Config = Mapping[str, Any]
-LARGEST = 2**31 - 1  # of a size; more overflows int32, which kernels and other readers of the model count in
-SMALL, LARGE = 1e-9, 1e9  # of a factor; beyond them float16 and bfloat16 are of no use
+LARGEST = 2**31 - 1  # largest size; kernels and other readers of the model count in int32
+SMALL, LARGE = 1e-9, 1e9  # bounds of a factor; float16 and bfloat16 are useless beyond them
 
 
 def need(config: Config, key: str) -> Any:
     if config.get(key) is None:
         raise ValueError(
             f"config.json of this {model_type(config)} model has no {key!r}, "
-            "which every such model states; is the file complete?"
+            "which every model of this type states; is the file complete?"
         )
     return config[key]
 
@@ -42,7 +42,7 @@ def number(
 
 
 def flag(config: Config, key: str, default: bool = False) -> bool:
-    """Read true or false; null is false, as it is to the code of most models."""
+    """Read true or false; null is false, as in the code of most models."""
     value = config.get(key, default)
     if value is not None and not isinstance(value, bool):
         raise wrong(config, key, "true or false")
@@ -58,7 +58,7 @@ def text(config: Config, key: str, default: str | None = None) -> str:
 
 
 def wholes(config: Config, key: str, default: list[int] | None = None, *, low: int, high: int) -> list[int]:
-    """Read a list, which may be empty."""
+    """Read a list of whole numbers, which may be empty."""
     return items(config, key, default, lambda item: is_whole(item, low, high), f"whole numbers {range_of(low, high)}")
 
 
@@ -78,7 +78,7 @@ def items(config: Config, key: str, default: list[T] | None, fits: Callable[[Any
 
 
 def checked(config: Config, key: str, default: T | None, fits: Callable[[Any], bool], want: str) -> T:
-    """Return the value of a key if it fits."""
+    """Return the value of a key if `fits` accepts it; else raise a ValueError that says what it must be."""
     value: Any = config.get(key)
     if value is None:
         value = need(config, key) if default is None else default
@@ -98,7 +98,7 @@ def is_whole(value: Any, low: int, high: int) -> bool:
 
 
 def is_number(value: Any, low: float, high: float) -> bool:
-    return strict.is_number(value) and low <= value <= high  # false of NaN
+    return strict.is_number(value) and low <= value <= high  # False for NaN
 
 
 def range_of(low: int, high: int) -> str:

@@ -134,7 +134,7 @@ def test_a_file_of_the_users_is_left_and_an_own_one_is_replaced(
     file, words = tmp_path / ("README.html" if name == "report" else "README.md"), COMMANDS[name](place)
     file.write_text("# Mine\n")
     assert main([*words, f"output={file}"]) == 2
-    assert f"{file} is there and upcycle {name} did not write it; write another output" in capsys.readouterr().err
+    assert f"{file} exists and upcycle {name} did not write it; choose another output" in capsys.readouterr().err
     assert content(tmp_path) == {file.name: b"# Mine\n"}
     for _ in range(2):
         assert main([*words, f"output={tmp_path / 'own.html'}"]) == 0

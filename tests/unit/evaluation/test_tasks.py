@@ -156,5 +156,5 @@ def test_half_a_routing_file_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"routing.json is not whole JSON .*make it again"):
         facts.named([path])
     path.write_text('{"kind": "routing", "experts": 4}')
-    with pytest.raises(ValueError, match=r"routing.json has no \w+, which it must have; make it again"):
+    with pytest.raises(ValueError, match=r"routing.json has no \w+, which is required; make it again"):
         facts.named([path])

@@ -151,7 +151,7 @@ def test_the_tokenizer_of_a_hub_id_is_a_folders(
     capsys.readouterr()
     assert main([str(tmp_path / "none"), "tokenizer=org/another", f"sources=[{source}]"]) == 2
     said = capsys.readouterr().err
-    assert "org/another is not a folder here and cannot be had from the hub: " in said and said.count("\n") == 1
+    assert "org/another is not a local folder and cannot be downloaded from the Hub: " in said and said.count("\n") == 1
 
 
 def test_every_kind_of_file_comes_back_as_it_was(tokenizer: Path, tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ def test_what_is_there_is_looked_at(tokenizer: Path, tmp_path: Path) -> None:
     shard = run(tmp_path / "out", tokenizer, path).folder / "tokens-00000-00000.bin"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + b"?")
-    with pytest.raises(ValueError, match=r"tokens-00000-00000\.bin is not the file that was written"):
+    with pytest.raises(ValueError, match=r"tokens-00000-00000\.bin has changed since it was written"):
         run(tmp_path / "out", tokenizer, path)
     shard.unlink()
     with pytest.raises(ValueError, match=r"tokens-00000-00000\.bin is missing, so .*out is not what was made; remove"):
@@ -515,7 +515,7 @@ def test_what_is_there_is_kept(tokenizer: Path, tmp_path: Path) -> None:
     jsonl(path, texts(6))
     with pytest.raises(ValueError, match="exists and was not made of this; remove it or choose another output"):
         run(tmp_path / "out", tokenizer, path)
-    with pytest.raises(ValueError, match=f"holds {path}, which is read; write another folder"):
+    with pytest.raises(ValueError, match=f"contains the input {path}; write another folder"):
         run(tmp_path, tokenizer, path)
 
 

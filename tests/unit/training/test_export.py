@@ -163,7 +163,7 @@ def test_an_export_leaves_alone_what_it_did_not_make(
     partial.mkdir()
     (partial / "thesis.tex").write_text("mine")
     assert main(words(place, run, f"export={tmp_path / 'out'}", "steps=2")) == 2
-    assert "out.partial is there and is no unfinished work of this program" in capsys.readouterr().err
+    assert "out.partial exists and is not unfinished work of this program" in capsys.readouterr().err
     assert not run.exists() and (partial / "thesis.tex").read_text() == "mine"
     shutil.rmtree(partial)
 
@@ -193,14 +193,14 @@ def test_all_files_of_an_export_are_checked(place: Path, tmp_path: Path, capsys:
         assert name in capsys.readouterr().err
         if name != publish.MANIFEST:
             assert main(given) == 2
-            assert f"{name} is not the file that was written" in capsys.readouterr().err
+            assert f"{name} has changed since it was written" in capsys.readouterr().err
         (out / name).write_bytes(whole)
     (out / "config.json").write_bytes((out / "config.json").read_bytes() + b"\n")
     assert upcycle(["inspect", str(out), "check=true"]) == 1
     assert "config.json has" in capsys.readouterr().err
     (out / publish.MANIFEST).unlink()  # as older versions exported
     assert upcycle(["inspect", str(out), "check=true"]) == 0 and main(given) == 0
-    assert "there is no manifest to compare sizes, sha256 and the other files with" in capsys.readouterr().out
+    assert "without a manifest, sizes, sha256 and other files cannot be checked" in capsys.readouterr().out
 
 
 def test_an_export_can_be_pushed_and_its_card_says_what_was_done(place: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_folder_of_another_kind_is_refused_where_unfinished_work_would_lie(
     words = trains(place, *COMMANDS[name]) if name in COMMANDS else OTHERS[name]
     there = tmp_path / "there"
     assert main([word.format(there=there, new=tmp_path / "new", run=run, place=place) for word in words]) == 2
-    assert "no unfinished work of this program; move it" in capsys.readouterr().err
+    assert "is not unfinished work of this program; move it" in capsys.readouterr().err
     assert held(tmp_path) == before
 
 

@@ -221,7 +221,7 @@ def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(
-        ValueError, match=r"^org/model is not a folder here and cannot be had from the hub: no route to host$"
+        ValueError, match=r"^org/model is not a local folder and cannot be downloaded from the Hub: no route to host$"
     ):
         Checkpoint.open("org/model")
 
@@ -234,7 +234,7 @@ def test_what_is_neither_a_folder_nor_a_hub_id(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
-    with pytest.raises(ValueError, match=r"not a folder, nor a hub id.*hf download org/name"):
+    with pytest.raises(ValueError, match=r"not a folder or a hub id.*hf download org/name"):
         Checkpoint.open(source)
 
 

@@ -75,7 +75,7 @@ HEADERS: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "header of nothing": (bytes(8) + b"{}", ("header of 0 bytes",)),
     "header beyond the limit": ((MAX_HEADER + 1).to_bytes(8, "little") + b"{}", (f"header of {MAX_HEADER + 1} bytes",)),
     "header of 2**64 - 1": (b"\xff" * 8 + b"{}", ("header of 18446744073709551615 bytes",)),
-    "header beyond the end": ((100).to_bytes(8, "little") + b"{}", ("cut short", "98 of them are missing")),
+    "header beyond the end": ((100).to_bytes(8, "little") + b"{}", ("cut short", "98 bytes are missing")),
     "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", ("git-lfs pointer", "git lfs pull")),
     # JSON
     "not UTF-8": (packed(b'{"\xff":1}', b""), ("not UTF-8", "byte 2")),
@@ -89,12 +89,12 @@ HEADERS: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "a list": (packed(b"[]", b""), ("type list", "must be an object")),
     "a number": (packed(b"17", b""), ("type int", "must be an object")),
     "null": (packed(b"null", b""), ("type NoneType", "must be an object")),
-    "the same tensor twice": (packed(b'{"a":' + A + b',"a":' + A + b"}", bytes(4)), ("'a' is there twice",)),
-    "the same field twice": (packed(b'{"a":' + A[:-1] + b',"shape":[1]}}', bytes(4)), ("'shape' is there twice",)),
-    "metadata twice": (packed(b'{"__metadata__":{},"__metadata__":{}}', b""), ("'__metadata__' is there twice",)),
-    "NaN": (packed(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,0]}}', b""), ("NaN is no JSON",)),
-    "Infinity": (packed(b'{"a":{"dtype":"F32","shape":[],"data_offsets":[0,Infinity]}}', b""), ("Infinity is no JSON",)),
-    "-Infinity": (packed(b'{"__metadata__":{"a":-Infinity}}', b""), ("-Infinity is no JSON",)),
+    "the same tensor twice": (packed(b'{"a":' + A + b',"a":' + A + b"}", bytes(4)), ("'a' occurs twice",)),
+    "the same field twice": (packed(b'{"a":' + A[:-1] + b',"shape":[1]}}', bytes(4)), ("'shape' occurs twice",)),
+    "metadata twice": (packed(b'{"__metadata__":{},"__metadata__":{}}', b""), ("'__metadata__' occurs twice",)),
+    "NaN": (packed(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,0]}}', b""), ("NaN is not JSON",)),
+    "Infinity": (packed(b'{"a":{"dtype":"F32","shape":[],"data_offsets":[0,Infinity]}}', b""), ("Infinity is not JSON",)),
+    "-Infinity": (packed(b'{"__metadata__":{"a":-Infinity}}', b""), ("-Infinity is not JSON",)),
     "deep lists": (packed(b'{"a":' + b"[" * 200_000, b""), ("nested too deeply",)),
     "deep and closed": (packed(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b""), ("nested too deeply",)),
     "deep objects": (packed(b'{"a":' * 100_000, b""), ("nested too deeply",)),
@@ -297,7 +297,7 @@ def test_index_and_files_must_agree(tmp_path: Path) -> None:
 
 NO_JSON = {
     "": ("not usable JSON",), "{": ("not usable JSON",), "[1]": ("type list", "must be an object"),
-    '{"a": NaN}': ("NaN is no JSON",), '{"a": 1, "a": 2}': ("'a' is there twice",), "[" * 100_000: ("nested too deeply",),
+    '{"a": NaN}': ("NaN is not JSON",), '{"a": 1, "a": 2}': ("'a' occurs twice",), "[" * 100_000: ("nested too deeply",),
 }  # fmt: skip
 NO_INDEX = {
     "{}": ("weight_map None", "must map tensor names to file names"), '{"weight_map": {}}': ("weight_map {}", "must map"),
@@ -335,7 +335,7 @@ def test_which_file_is_meant(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
     refused_folder(tmp_path, "has no *.safetensors file")
     (tmp_path / "model.safetensors").write_bytes(packed({}, b""))
-    refused_folder(tmp_path, "model.safetensors holds no tensors")
+    refused_folder(tmp_path, "model.safetensors has no tensors")
 
 
 class Trap:
@@ -386,7 +386,7 @@ def test_only_regular_files_and_links_to_them(tmp_path: Path, kind: str) -> None
 
 # Words of the refusals, on purpose, of files that safetensors accepts.
 STRICTER = (
-    "is there twice",
+    "occurs twice",
     "has the fields",
     "printable characters",
     "strings to strings",

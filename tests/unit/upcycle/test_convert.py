@@ -160,7 +160,7 @@ def test_an_unfinished_job_of_another_plan_is_not_mixed_in(llama: Path, tmp_path
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(converting, "finish", stop)
         convert(plan, checkpoints, quiet=True)
-    with pytest.raises(ValueError, match="unfinished conversion by another plan"):
+    with pytest.raises(ValueError, match="unfinished conversion with another plan"):
         run(llama, tmp_path / "moe", *WORDS, "seed=1")
     assert len(list((tmp_path / "moe.partial").glob("*.safetensors"))) == len(plan.shards)
 
@@ -193,7 +193,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(
         return real(fd, data)
 
     monkeypatch.setattr(os, "write", small_disk)
-    with pytest.raises(ValueError, match=r"no room left .* run the same command again"):
+    with pytest.raises(ValueError, match=r"no space left .* run the same command again"):
         run(llama, tmp_path / "moe")
     monkeypatch.setattr(os, "write", real)
     kept = len(list((tmp_path / "moe.partial").glob("*.safetensors")))
@@ -336,7 +336,7 @@ def test_an_output_that_cannot_be_named_is_one_sentence(
     [
         ("dense", "is the same as"), ("dense/", "is the same as"), ("./x/../dense", "is the same as"),
         ("link", "is the same as"), ("{here}/dense", "is the same as"), ("dense/moe", "lies in"), ("link/moe", "lies in"),
-        ("../here", "holds"), ("{here}", "holds"),
+        ("../here", "contains"), ("{here}", "contains"),
     ],
 )  # fmt: skip
 def test_an_output_that_is_the_source_is_never_to_be_removed(
@@ -356,10 +356,10 @@ def test_an_output_that_is_the_source_is_never_to_be_removed(
     assert main(["convert", "source=dense", f"output={output.format(here=here)}"]) == 2
     said = capsys.readouterr().err
     assert (
-        f"{how} dense, which is read; write another folder, such as output=dense-moe" in said and "remove" not in said
+        f"{how} the input dense; write another folder, for instance output=dense-moe" in said and "remove" not in said
     )
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     assert sorted(path.name for path in here.iterdir()) == ["dense", "link", "x"]
     assert main(["convert", "source=link", "output=dense-moe", "experts=2"]) == 0
     assert main(["convert", "source=dense-moe", "output=dense-moe", "experts=2", "top_k=4"]) == 2  # to be grown
-    assert "is the same as dense-moe" in capsys.readouterr().err
+    assert "is the same as the input dense-moe" in capsys.readouterr().err

@@ -69,7 +69,10 @@ def test_a_plan_of_a_hub_id_fetches_headers_alone(dense: Path, remote: list[Any]
     assert remote == [("org/tiny", "config.json", "v1"), ("org/tiny", "headers", "v1")]
     assert there.outputs == here.outputs and there.hf_config == here.hf_config and there.hash == here.hash
     assert "org/tiny" in str(there)
-    with hub.headers("org/tiny") as headers, pytest.raises(ValueError, match="only headers were fetched"):
+    with (
+        hub.headers("org/tiny") as headers,
+        pytest.raises(ValueError, match="only headers of org/tiny were downloaded"),
+    ):
         headers.read(next(iter(headers.entries)))
 
 
@@ -81,7 +84,7 @@ def test_headers_of_a_stranger_are_checked_as_a_files(dense: Path, remote: list[
         ({file: SimpleNamespace(tensors={**found.tensors, name: replace(info, shape=[2**40])})}, "bytes, but shape"),
         ({file: SimpleNamespace(tensors={**found.tensors, "a\x00b": info})}, "printable"),
         ({file: found, "other.safetensors": found}, "in two files"),
-        ({}, "holds no tensors"),
+        ({}, "has no tensors"),
     ]
     for files, said in cases:
         monkeypatch.setattr(
@@ -104,7 +107,7 @@ def test_a_hub_that_does_not_answer_is_a_sentence_and_none_is_asked_offline(
 
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", gone)
     assert main(["plan", "source=org/tiny"]) == 2
-    assert "org/tiny is not a folder here and cannot be had from the hub: no route" in capsys.readouterr().err
+    assert "org/tiny is not a local folder and cannot be downloaded from the Hub: no route" in capsys.readouterr().err
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(dense))
     assert main(["plan", "source=org/tiny"]) == 0  # of what was downloaded before
@@ -199,8 +202,8 @@ def test_what_cannot_be_pushed_is_a_sentence(
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Refusing)
     cases = [
-        (["./moe"], "'./moe' is no name on the hub"),
-        (["org/x@v"], "is no name on the hub"),
+        (["./moe"], "'./moe' is not a Hub name"),
+        (["org/x@v"], "is not a Hub name; write it as org/name"),
         (["org/x"], "401 Unauthorized"),
     ]
     for words, said in cases:
@@ -213,7 +216,7 @@ def test_what_cannot_be_pushed_is_a_sentence(
     (tmp_path / "outside").write_text("a key")
     (copy / "README.md").symlink_to(tmp_path / "outside")
     assert main(["push", str(copy), "org/x"]) == 2
-    assert "is a link or no file" in capsys.readouterr().err
+    assert "is a link or not a file" in capsys.readouterr().err
     (copy / "README.md").unlink()
     (copy / "README.md").write_text("x")
     weights = copy / "model.safetensors"
@@ -230,4 +233,6 @@ def test_a_plan_of_a_hub_id_needs_nothing_that_only_a_test_imports() -> None:
         command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.startswith("upcycle: nobody/nothing is not a folder here and cannot be had from the hub: ")
+    assert done.stderr.startswith(
+        "upcycle: nobody/nothing is not a local folder and cannot be downloaded from the Hub: "
+    )

@@ -213,7 +213,7 @@ def test_a_folder_of_somebody_else_is_not_worked_in(
     (tmp_path / "moe.partial").mkdir()
     (tmp_path / "moe.partial" / "notes").write_text("mine")
     assert main(words(llama, tmp_path / "moe")) == 2
-    assert "moe.partial is there and is no unfinished work of this program" in capsys.readouterr().err
+    assert "moe.partial exists and is not unfinished work of this program" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "moe.partial").iterdir()] == ["notes"]
 
 
@@ -223,7 +223,7 @@ def test_what_another_process_made_meanwhile_is_left_alone(
     """The other one comes to its end after this one looked for the output, and before it has the lock."""
     assert main(words(llama, tmp_path / "moe")) == 0
     monkeypatch.setattr(converting, "complete", lambda *_: False)
-    with pytest.raises(ValueError, match="another process has just made"):
+    with pytest.raises(ValueError, match="another process has just written"):
         convert(*load(f"source={llama}", f"output={tmp_path / 'moe'}", *WORDS), quiet=True)
     assert not (tmp_path / "moe.partial").exists()
 

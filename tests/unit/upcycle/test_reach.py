@@ -104,7 +104,7 @@ def test_links_inside_of_the_folder_and_into_the_hubs_cache_are_followed(llama: 
             assert "vocab.json" in names and "secret.model" not in names
     (cached / "vocab.txt").symlink_to("../../../token")
     (dense / "merges.txt").symlink_to("nowhere")
-    for folder, says in ((cached, "outside of its folder"), (dense, "is missing, or no regular file")):
+    for folder, says in ((cached, "outside of its folder"), (dense, "is missing, or not a regular file")):
         with Checkpoint.open(folder) as checkpoint, pytest.raises(ValueError, match=says):
             checkpoint.copied_files()
 
@@ -116,7 +116,7 @@ def test_files_that_are_huge_or_no_files_are_not_published(llama: Path, tmp_path
         assert "merges.txt" not in {file.name for file in checkpoint.copied_files()}
     with open(dense / "vocab.txt", "wb") as file:
         file.truncate(MAX_COPIED + 1)  # a hole: it takes no room
-    with Checkpoint.open(dense) as checkpoint, pytest.raises(ValueError, match=f"more than {MAX_COPIED} is not"):
+    with Checkpoint.open(dense) as checkpoint, pytest.raises(ValueError, match=f"more than {MAX_COPIED} bytes is not"):
         checkpoint.copied_files()
 
 

@@ -36,7 +36,7 @@ def test_json_is_as_json_loads_reads_it() -> None:
 @pytest.mark.parametrize(
     ("raw", "word"),
     [
-        ('{"a": 1, "a": 2}', "'a' is there twice"), ("NaN", "NaN is no JSON"), ("1e999", "beyond float64"), ("9" * 301, "301 digits"),
+        ('{"a": 1, "a": 2}', "'a' occurs twice"), ("NaN", "NaN is not JSON"), ("1e999", "beyond float64"), ("9" * 301, "301 digits"),
         ("[" * 51 + "]" * 51, "nested too deeply"), ("[" * 100_000, "nested too deeply"), ("[1", "delimiter"), ("", "Expecting value"),
     ],
 )  # fmt: skip
@@ -63,7 +63,7 @@ def test_yaml_is_plain_values_and_aliases_do_not_multiply() -> None:
         f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)
     )
     for raw, word in {
-        bomb: "values", "a: &a [*a]": "inside itself", "a: 1\na: 2": "'a' is there twice", "? [1]\n: 2": "a key is",
+        bomb: "values", "a: &a [*a]": "inside itself", "a: 1\na: 2": "'a' occurs twice", "? [1]\n: 2": "a key is",
         "a: !!python/object/apply:os.getcwd []": "of type", "a: !!binary x": "of type", "a: [": "usable YAML", "a: !!int x": "usable YAML", "a: !!int _": "usable YAML",
         "[" * 5000: "too deeply", "a: &x " + "[" * 60 + "]" * 60: "too deeply", "--- 1\n--- 2": "usable YAML",
     }.items():  # fmt: skip
