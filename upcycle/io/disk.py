@@ -1,6 +1,6 @@
 """Write files safely: `Stream` writes and hashes a large file from start to end, `write_atomic` a small file at once.
 
-When they return, the file is on the disk; when they fail, it does not exist.
+When they return, the file is on the disk; when they fail, they leave no partial file.
 
 A shard bypasses the page cache if the system allows it (O_DIRECT): its bytes are not read again, so caching them would
 push the source out of memory. The processor only computes the sha256 and copies data into an aligned buffer, while the

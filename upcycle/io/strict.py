@@ -110,13 +110,13 @@ def read_object(file: Path, limit: int = MAX_FILE, *, constants: bool = False) -
 
 
 def read_lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (where, line) of each line of a file, without its end; a line is bounded, the file is not."""
+    """Yield (where, line) of each line of a file, without line ends; lines have a bounded length, files do not."""
     with open_regular(file) as raw, os.fdopen(os.dup(raw.fileno()), "rb") as handle:
         number = 0
         while line := handle.readline(MAX_LINE + 1):
             number += 1
             if len(line) > MAX_LINE:
-                raise ValueError(f"line {number} of {file} has more than {MAX_LINE} bytes; is it what it should be?")
+                raise ValueError(f"line {number} of {file} has more than {MAX_LINE} bytes; is it the right file?")
             yield f"{file}:{number}", line.removesuffix(b"\n")
 
 
@@ -321,7 +321,7 @@ def held_to_one(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
             return held(value, kind, where)
         except ValueError as error:
             problems.append(error)
-    # raise the error of the nearest type: for an object or a list the last type, else the first
+    # raise the error of the nearest type: for an object or a list the last type (if not null), else the first
     raise problems[-1 if isinstance(value, dict | list) and kinds[-1] is not NoneType else 0]
 
 
